@@ -6,6 +6,7 @@ with prefills. The logits must be those of the model's own forward of the whole 
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Iterator
@@ -16,11 +17,15 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models.architecture import num_experts, short_error, unlisted_window
+from radixkv.models.architecture import ForwardSignature, num_experts, short_error, unlisted_window
+from radixkv.models.attention_interface import own_attention
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.recurrent.selftest_cases import RecurrentSelfTestCases
 from radixkv.models.rounding import TOLERANCE, relative_error
 from radixkv.models.selftest_cases import SHORTEST, SelfTestCases
+from radixkv.models.widening import widened_by_layers
+
+_log = logging.getLogger(__name__)
 
 _USUAL = 48
 _BEYOND_WINDOW = 16
@@ -45,17 +50,49 @@ def self_test(loaded: LoadedModel) -> float:
     """Return the largest relative error of the paged logits; raises UnsupportedModel if it exceeds rounding.
 
     A model in 16 bits of up to a billion weights is also tested in float32, because rounding could hide a small error.
+    So is a larger one with experts, layer by layer.
     Windows longer than the prompt are not tested (the budget limits the prompt), as the probe has compared them with
     the configuration. Windows that the probe could not compare must be shorter than the prompt: those that only the
     configuration or only the attention call names, and those of foreign architectures that attend by themselves. Costs
     about five forwards of 50 tokens, or of 16 tokens more than the longest window or chunk.
     """
     length = _prompt_length(loaded)
-    proven = loaded.dtype.itemsize < 4 and _weights(loaded) <= _WEIGHTS_TO_WIDEN
-    if proven:
+    proven = loaded.dtype.itemsize < 4 and _prove(loaded, length)
+    return _compare(loaded, length, proven=proven)
+
+
+def _prove(loaded: LoadedModel, length: int) -> bool:
+    """Compare in float32, by the worst row; return False if the model is too large or cannot be widened by layers."""
+    if _weights(loaded) <= _WEIGHTS_TO_WIDEN:
         with _widened(loaded) as exact:
             _compare(exact, length)
-    return _compare(loaded, length, proven=proven)
+        return True
+    if num_experts(loaded.config.get_text_config()) <= 1:
+        return False
+    with widened_by_layers(loaded.model, loaded.dtype):
+        if not _runs(loaded):
+            _log.info("%s is not tested in float32: it reads weights outside of their layers", _kind(loaded))
+            return False
+        _compare(_as_float32(loaded), length)
+    return True
+
+
+@torch.inference_mode()
+def _runs(loaded: LoadedModel) -> bool:
+    """Return whether the model's own forward of a token raises nothing."""
+    first = torch.zeros(1, dtype=torch.long, device=loaded.device)
+    try:
+        with own_attention(loaded.model):
+            ForwardSignature.of(loaded.model).logits(loaded.model, first, first, use_cache=False)
+    except Exception:  # of mixed dtypes, for example
+        return False
+    return True
+
+
+def _as_float32(loaded: LoadedModel) -> LoadedModel:
+    """Return the same model, whose weights are in float32 meanwhile."""
+    state = tuple(replace(each, dtype=torch.float32) if each.dtype == loaded.dtype else each for each in loaded.state)
+    return replace(loaded, dtype=torch.float32, state=state)
 
 
 def _compare(loaded: LoadedModel, length: int, *, proven: bool = False) -> float:
@@ -111,10 +148,7 @@ def _widened(loaded: LoadedModel) -> Iterator[LoadedModel]:
     try:
         for parameter, data in narrow:
             parameter.data = data.float()
-        state = tuple(
-            replace(each, dtype=torch.float32) if each.dtype == loaded.dtype else each for each in loaded.state
-        )
-        yield replace(loaded, dtype=torch.float32, state=state)
+        yield _as_float32(loaded)
     finally:
         for parameter, data in narrow:
             parameter.data = data

@@ -1,0 +1,110 @@
+"""Large models of 16 bits with experts are tested in float32 layer by layer, where the worst row counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from radixkv.errors import UnsupportedModel
+from radixkv.models import adapter, selftest
+from radixkv.models.selftest_cases import SelfTestCases
+from radixkv.models.widening import widened_by_layers
+from tests.models.conftest import FAMILIES, GROUPED, make
+
+
+def experts(dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
+    config = transformers.Qwen3MoeConfig(
+        **GROUPED, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, **more
+    )
+    return make(config, dtype)
+
+
+def places(model: nn.Module) -> list[tuple[int, torch.dtype]]:
+    return [(each.data_ptr(), each.dtype) for each in model.parameters()]
+
+
+@torch.inference_mode()
+def logits(model: Any) -> Tensor:
+    found: Tensor = model(input_ids=torch.arange(3, 40)[None], use_cache=False).logits[0]
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_compute_in_float32_one_at_a_time_and_stay_where_they_were(tied: bool) -> None:
+    model, before = experts(tie_word_embeddings=tied), []
+    whole = experts(tie_word_embeddings=tied).float()
+    wide: list[int] = []
+
+    def count(*_: Any) -> None:
+        wide.append(sum(each.numel() for each in model.parameters() if each.dtype == torch.float32))
+
+    before = places(model)
+    with widened_by_layers(model, torch.bfloat16):
+        for module in model.modules():
+            module.register_forward_hook(count)
+        found = logits(model)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, logits(whole), rtol=1e-5, atol=1e-5)
+    assert places(model) == before
+    largest = max(sum(each.numel() for each in layer.parameters()) for layer in model.model.layers)
+    assert 0 < max(wide) <= max(largest, model.lm_head.weight.numel())
+
+
+def test_a_forward_that_raises_leaves_the_weights_where_they_were() -> None:
+    model = experts()
+    before = places(model)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"), widened_by_layers(model, torch.bfloat16):
+        logits(model)
+    assert places(model) == before
+
+
+def test_one_wrong_row_is_found_in_a_large_model_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits only the middle row counts, so this needs the comparison in float32."""
+    monkeypatch.setattr(selftest, "_WEIGHTS_TO_WIDEN", 0)
+    assert adapter.load(experts(), dtype=torch.bfloat16).dtype == torch.bfloat16
+    tested, dtypes = SelfTestCases.results, []
+
+    def results(cases: SelfTestCases) -> list[tuple[str, Tensor, Tensor]]:
+        found = tested(cases)
+        dtypes.append(found[0][2].dtype)
+        name, ours, own = found[0]
+        return [(name, -ours, own), *found[1:]]
+
+    monkeypatch.setattr(SelfTestCases, "results", results)
+    with pytest.raises(UnsupportedModel, match=r"does not compute the same.*float32"):
+        adapter.load(experts(), dtype=torch.bfloat16, attention="torch")
+    assert dtypes == [torch.float32]
+
+
+def test_a_model_that_reads_weights_outside_of_their_layer_is_tested_in_16_bits_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = experts()
+    gate = model.model.layers[0].input_layernorm.weight
+
+    def read(module: Any, args: Any, output: Tensor) -> Tensor:
+        return nn.functional.linear(output, torch.diag(gate))
+
+    model.model.norm.register_forward_hook(read)
+    monkeypatch.setattr(selftest, "_WEIGHTS_TO_WIDEN", 0)
+    with caplog.at_level("INFO", "radixkv.models.selftest"):
+        adapter.load(model, dtype=torch.bfloat16)
+    assert "reads weights outside of their layers" in caplog.text
+
+
+def test_dense_models_of_that_size_are_tested_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("the layers were widened")
+
+    monkeypatch.setattr(selftest, "_WEIGHTS_TO_WIDEN", 0)
+    monkeypatch.setattr(selftest, "widened_by_layers", never)
+    adapter.load(make(FAMILIES["llama"](), torch.bfloat16), dtype=torch.bfloat16)
