@@ -131,6 +131,16 @@ def test_shapes_strides_and_biases() -> None:
     assert torch.equal(weights.multiply(apart), expected)
 
 
+@pytest.mark.parametrize("width", [0, 32, 63, 65, 128])
+def test_rows_of_another_width_are_refused(width: int) -> None:
+    """As in a layer of torch; the compiled product would write beyond its memory."""
+    weights, _ = stored("Q8_0", 40, 64)
+    with pytest.raises(RuntimeError, match=f"rows have {width} numbers, and the weights 64 inputs"):
+        weights.multiply(torch.zeros(6, width))
+    with pytest.raises(RuntimeError, match="64 inputs"):
+        weights.quantise(torch.zeros(6, width), 0)
+
+
 def test_nothing_is_written_outside_of_the_product() -> None:
     weights, _ = stored("Q4_1", 97, 64)
     library, given = kernels.kernels(), drawn(13, 64)

@@ -128,7 +128,7 @@ def kernels() -> Kernels | None:
     found = _loaded()
     if not isinstance(found, str):
         return found
-    _log.warning("weights are computed with in float32, not in 8 or 4 bits: %s", found)
+    _log.warning("weights are float32, not of 8 or 4 bits: %s", found)
     return None
 
 
@@ -182,21 +182,23 @@ class QuantizedWeights:
     def store_blocks(self, blocks: NDArray[np.uint8], first: int) -> None:
         """Store rows of blocks [rows, bytes] of the type in `BLOCKS` that has this format, from row `first` on."""
         stored = np.ascontiguousarray(blocks)
+        assert stored.shape[1] == self.inputs // GROUP * _GROUP_BYTES[self.format]
         assert first + len(stored) <= self.outputs
         self._library.store_blocks(self.address, stored.ctypes.data, first, len(stored))
 
     def quantise(self, rows: Tensor, first: int) -> None:
         """Round rows [rows, inputs] to the nearest numbers of INT8 or INT4_MIN, and store them from row `first` on."""
-        given = as_float32(rows)
+        given = rows_of(rows, self.inputs)
         assert first + len(given) <= self.outputs and self.format != Format.INT4
         self._library.quantise(self.address, given.data_ptr(), first, len(given))
 
     def multiply(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply [..., inputs] to [..., outputs] in float32, and add `bias` [outputs].
 
-        Rows are packed first: that takes their memory again. Raises MemoryError without it.
+        Rows are packed first: that takes their memory again. Raises MemoryError without it, RuntimeError for rows of
+        another width.
         """
-        given = as_float32(rows)
+        given = rows_of(rows, self.inputs)
         product = given.new_empty((*rows.shape[:-1], self.outputs))
         failed = self._multiply(
             self._addresses,
@@ -251,6 +253,16 @@ def as_float32(rows: Tensor) -> Tensor:
     if rows.dtype is torch.float32 and rows.is_contiguous():  # three times faster than two calls that change nothing
         return rows
     return rows.to(torch.float32).contiguous()
+
+
+def rows_of(given: Tensor, width: int) -> Tensor:
+    """Return contiguous float32 rows [..., width] for a compiled function, which reads this number without a check.
+
+    Raises RuntimeError for rows of another width, as the layers of torch.
+    """
+    if given.shape[-1] != width:
+        raise RuntimeError(f"rows have {given.shape[-1]} numbers, and the weights {width} inputs")
+    return as_float32(given)
 
 
 def _are_right(library: Kernels) -> bool:

@@ -7,7 +7,6 @@ position. The module's parts stay.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from radixkv.models.architecture import ForwardSignature
 from radixkv.models.attention_interface import AttentionCall, handled_by, handler_or_none
-from radixkv.models.quantized.kernels import Kernels, SiblingWeights, as_float32, kernels
+from radixkv.models.quantized.kernels import Kernels, SiblingWeights, as_float32, kernels, rows_of
 from radixkv.models.quantized.layers import QuantizedLinear
 from radixkv.models.quantized.norms import FusedNorm
 
@@ -121,6 +120,7 @@ class _Fused:
     def __init__(self, own: Any, names: tuple[str, ...], library: Kernels) -> None:
         """Use the weights and biases that the parts `names` have at each call."""
         self._own, self._names, self._library = own, names, library
+        self._inputs = getattr(own, names[0]).in_features
         self._weights = self._of([getattr(own, name) for name in names])
 
     @staticmethod
@@ -138,12 +138,6 @@ class _Fused:
                 break
         return self._weights
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Fused:
-        """Return the forward of the module's copy."""
-        copied = copy.copy(self)
-        copied._own = copy.deepcopy(self._own, memo)
-        return copied
-
 
 # ---- MLPs
 
@@ -158,11 +152,11 @@ class FusedMLP(_Fused):
         """Compute down(activation(gate) * up)."""
         super().__init__(own, _MLP, library)
         self._activation = activation
-        self._inputs, self._outputs = own.gate_proj.in_features, own.down_proj.out_features
+        self._outputs = own.down_proj.out_features
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute [..., outputs] from [..., inputs]. Raises MemoryError."""
-        given, library, weights = as_float32(x), self._library, self._siblings()
+        """Compute [..., outputs] from [..., inputs]. Raises MemoryError, and RuntimeError for another width."""
+        given, library, weights = rows_of(x, self._inputs), self._library, self._siblings()
         found = given.new_empty((*given.shape[:-1], self._outputs))
         failed = library.mlp(
             weights.addresses,
@@ -205,7 +199,9 @@ class FusedAttention(_Fused):
         super().__init__(own, _PROJECTIONS, library)
         heads, self._kv_heads, self._key_dim = like.query.shape[1], like.key.shape[1], like.query.shape[3]
         self._heads, self._value_dim, self._rotates = heads, like.value.shape[3], rotates
-        self._options = like.scale, like.window, like.softcap, like.sinks
+        self._options = like.scale, like.window, like.softcap
+        names = (name for name, each in own.named_parameters(recurse=False) if each is like.sinks)
+        self._sinks = next(names, None)  # by name, as a reload may replace the parameter
         self._passes: list[tuple[int, int, FusedNorm | None]] = []  # first number, heads, and their norm
         norms = [norm for name in _NORMS if (norm := getattr(own, name, None)) is not None]
         if norms:
@@ -221,7 +217,8 @@ class FusedAttention(_Fused):
             return type(own).forward(own, *args, **named)
         cosines, sines = named["position_embeddings"] if self._rotates else (None, None)
         query, key, value = self._project(named["hidden_states"], cosines, sines)
-        attended = handler.attend(AttentionCall(own, query, key, value, None, *self._options, {}))
+        sinks = None if self._sinks is None else getattr(own, self._sinks)
+        attended = handler.attend(AttentionCall(own, query, key, value, None, *self._options, sinks, {}))
         return own.o_proj(attended.reshape(1, len(attended), -1)), None
 
     def _project(self, hidden: Tensor, cosines: Any, sines: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,7 +226,7 @@ class FusedAttention(_Fused):
 
         The angles [1, T, rotated] are None if nothing is rotated.
         """
-        given, library, weights = as_float32(hidden), self._library, self._siblings()
+        given, library, weights = rows_of(hidden, self._inputs), self._library, self._siblings()
         rows, total, threads = given.shape[1], weights.outputs, torch.get_num_threads()
         found = given.new_empty(rows, total)
         start = found.data_ptr()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from radixkv.models.quantized.kernels import Kernels, as_float32, kernels
+from radixkv.models.quantized.kernels import Kernels, kernels, rows_of
 
 _MAGNITUDES = (1e-4, 1e-2, 1.0, 1e3)  # of the tested rows; in small ones epsilon counts
 _TOLERANCE = 1e-5  # relative; another order of sums differs by 1e-7
@@ -30,8 +30,8 @@ class FusedNorm(nn.Module):
         self.factors = (self.weight.detach() + self._offset).contiguous()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise [..., width] along the last dimension."""
-        given = as_float32(hidden_states)
+        """Normalise [..., width] along the last dimension. Raises RuntimeError for another width."""
+        given = rows_of(hidden_states, self._width)
         found = torch.empty_like(given)
         self._library.rms_norm(
             given.data_ptr(),

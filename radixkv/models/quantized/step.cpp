@@ -111,7 +111,7 @@ int radixkv_mlp(const Weights* const* weights, const float* const* biases, const
     thread_local Memory memory;
     const long inner = weights[0]->outputs, inputs = weights[0]->groups * 32, outputs = weights[2]->outputs;
     float* both = memory.numbers((rows < MLP_ROWS ? rows : MLP_ROWS) * inner * 3);
-    if (!both) return 1;
+    if (!both && rows > 0) return 1;
     const auto activate = instructions == 2 ? avx512::activate : avx2::activate;
     int failed = 0;
     for (long from = 0; from < rows && !failed; from += MLP_ROWS) {
