@@ -215,10 +215,31 @@ def test_a_library_is_compiled_once_into_a_private_folder(fresh: Path, monkeypat
     monkeypatch.setattr(build.subprocess, "run", compiler)
     first = build.library()
     assert build.library() == first and len(calls) == 1
+    assert first.read_bytes() == b"library"
+    first.write_bytes(b"lib")  # loading a truncated library would kill the process
+    assert build.library() == first and len(calls) == 2
     assert first.read_bytes() == b"library" and first.parent == fresh and [*fresh.iterdir()] == [first]
     assert fresh.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(build, "_OPTIONS", (*build._OPTIONS, "-O2"))
-    assert build.library() != first and len(calls) == 2
+    assert build.library() != first and len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("features", "system", "reason"),
+    [
+        ({"sse2", "fma"}, "Linux on x86_64", "lacks avx2, f16c"),
+        (set(), "Darwin on arm64", "is another machine or system"),
+    ],
+)
+def test_other_machines_are_refused(
+    features: set[str], system: str, reason: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "cpu_features", lambda: frozenset(features))
+    monkeypatch.setattr(build.platform, "system", lambda: system.split()[0])
+    monkeypatch.setattr(build.platform, "machine", lambda: system.split()[-1])
+    with pytest.raises(build.BuildError, match=rf"need Linux on an x86-64 CPU .* \({system}\) {reason}$"):
+        build.library()
+    assert not fresh.exists()
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o702])
@@ -279,7 +300,7 @@ def test_without_products_there_is_one_warning(
             QuantizedWeights, "multiply", lambda self, rows: right(self, rows) * (1.001 if len(rows) > 1 else 1)
         )
     else:
-        monkeypatch.setattr(build, "library", lambda: str(build.SOURCE))
+        monkeypatch.setattr(build, "library", lambda: str(build.SOURCES[0]))
     assert again() is None and again() is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "float32" in caplog.text and str(kernels.obstacle()) in caplog.text

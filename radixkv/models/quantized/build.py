@@ -1,13 +1,14 @@
 """Compile the products for this machine, once, into a private folder of the user's cache.
 
-A library is named by a hash of its source, the compiler, the options and the features of the CPU: a change of any of
-them makes another library. It is written to a temporary file and renamed: processes that compile at the same time
-write the same library.
+A library is named by two hashes. The first is of its source, the compiler, the options and the features of the CPU: a
+change of any of them makes another library. The second is of its content, because loading a damaged library may kill
+the process. A library is written to a temporary file and renamed, so several processes may compile at once.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -24,7 +25,8 @@ _COMPILERS = ("c++", "g++", "clang++")
 # Contraction would fuse a product and a sum where the source does not, and the bits would depend on the compiler.
 _OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
 _NEEDED = frozenset({"avx2", "fma", "f16c"})
-_LONGEST_S = 120.0  # of a compilation, which takes five seconds on an idle core
+_LONGEST_S = 300.0  # of a compilation, which takes five seconds on an idle core
+_log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
@@ -34,20 +36,24 @@ class BuildError(Exception):
 def library() -> Path:
     """Return the compiled library, and compile it first if it is not in the cache: five seconds, once.
 
-    Raises BuildError for another CPU, without a compiler, and if the cache folder belongs to another user.
+    A damaged library is removed and compiled again. Raises BuildError for another CPU or system, without a compiler,
+    and if the cache folder belongs to another user.
     """
     features = cpu_features()
     if not features >= _NEEDED:
+        lacking = f"lacks {', '.join(sorted(_NEEDED - features))}" if features else "is another machine or system"
         raise BuildError(
-            f"they need an x86-64 CPU with {', '.join(sorted(_NEEDED))}, and this one has no such features"
+            f"compiled products need Linux on an x86-64 CPU with {', '.join(sorted(_NEEDED))}, and this one "
+            f"({platform.system()} on {platform.machine()}) {lacking}"
         )
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"there is no C++ compiler: install one of {', '.join(_COMPILERS)}")
-    path = private_folder() / f"{_key(compiler, features)}.so"
-    if not path.exists():
-        _compile(compiler, path)
-    return path
+    folder, key = private_folder(), _key(compiler, features)
+    try:
+        return _cached(folder, key) or _compile(compiler, folder, key)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} cannot compile into {folder}: {error}") from error
 
 
 def cpu_features() -> frozenset[str]:
@@ -92,17 +98,28 @@ def _key(compiler: str, features: frozenset[str]) -> str:
     return hashlib.sha256(source + "\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _compile(compiler: str, path: Path) -> None:
-    """Compile the source to `path`. Raises BuildError with the compiler's first error."""
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            command = [compiler, *_OPTIONS, "-o", str(made), *map(str, SOURCES)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_S, cwd=folder, check=False)
-            if done.returncode:
-                lines = (done.stderr or done.stdout).splitlines()
-                first = next((line for line in lines if "error" in line), f"exit status {done.returncode}")
-                raise BuildError(f"{compiler} failed: {first}")
-            made.replace(path)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler} cannot compile into {path.parent}: {error}") from error
+def _name(key: str, content: bytes) -> str:
+    return f"{key}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+
+
+def _cached(folder: Path, key: str) -> Path | None:
+    """Return the library of this key, None without one; remove damaged ones. Costs a hash of the library."""
+    for path in folder.glob(f"{key}-*.so"):
+        if path.name == _name(key, path.read_bytes()):
+            return path
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _compile(compiler: str, folder: Path, key: str) -> Path:
+    """Compile the source into `folder`. Raises BuildError with the compiler's first error."""
+    _log.info("compiling the products for this machine, once: about five seconds")
+    with tempfile.TemporaryDirectory(dir=folder) as apart:
+        made = Path(apart) / "made.so"
+        command = [compiler, *_OPTIONS, "-o", str(made), *map(str, SOURCES)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_S, cwd=apart, check=False)
+        if done.returncode:
+            lines = (done.stderr or done.stdout).splitlines()
+            first = next((line for line in lines if "error" in line), f"exit status {done.returncode}")
+            raise BuildError(f"{compiler} failed: {first}")
+        return made.replace(folder / _name(key, made.read_bytes()))
