@@ -32,7 +32,7 @@ class Spacing(NamedTuple):
     """How far apart snapshots lie, in tokens.
 
     `grid`: every snapshot lies on a multiple of it. `prompt`: the end of a prompt is rounded down to a multiple of it.
-    `long`: the distance in long texts. `least`: where a text branches or ends, the least gain over the last snapshot.
+    `long`: the distance in long prompts. `least`: where a text branches or ends, the least gain over the last snapshot.
     """
 
     grid: int = 1
@@ -191,7 +191,7 @@ class StatefulSequence(Sequence):
             if kind == "prompt" and any(self._wanted[other] != "prompt" for other in near):
                 del places[at]
         step = spacing.long if spacing.long % spacing.grid == 0 else spacing.long * spacing.grid
-        for at in range(start // step * step + step, end + 1, step):
+        for at in range(start // step * step + step, min(end, self.asked) + 1, step):
             places.setdefault(at, "spaced")
         taken = {each.position for each in self._written}
         for at in sorted(places.keys() - taken):

@@ -26,7 +26,7 @@ from sortedcontainers import SortedDict
 from radixkv.cache.recurrent.slots import StateSlots
 from radixkv.cache.types import Node
 
-# Where texts branch; the end of the last message before the reply; the end of a prompt; a long text; the end of a turn.
+# Where texts branch; the end of the last message; the end of a prompt; inside a long prompt; the end of a turn.
 Kind = Literal["branch", "message", "prompt", "spaced", "turn"]
 _ENDS = ("message", "prompt")
 _position: Callable[[Snapshot], int] = attrgetter("position")

@@ -82,6 +82,14 @@ def test_a_long_prompt_leaves_snapshots_on_its_way() -> None:
     assert serve(cache, [*prompt[:5000], *text(2, 70)]) == 5000
 
 
+def test_a_long_reply_leaves_the_snapshot_of_its_message_in_place() -> None:
+    """A snapshot inside the reply would replace it, and a later prompt may leave out the reply's reasoning."""
+    cache, message, other = new(snapshots=2, blocks=2000), text(0, 500), text(1, 500)
+    for prompt, seed in ((message, 2), (other, 3)):
+        serve(cache, [*prompt, 7], text(seed, 2000), message=500)
+    assert [cache.match([*prompt, 8]).length for prompt in (message, other)] == [500, 500]
+
+
 def test_explain_says_where_the_state_ends() -> None:
     cache, prompt = new(), text(0, 300)
     serve(cache, prompt)
