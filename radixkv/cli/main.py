@@ -85,6 +85,14 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     )
     plan.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default 16)")
     plan.add_argument("--dtype", help="float32, bfloat16, float16, ... (default: the dtype of the weights)")
+    plan.add_argument(
+        "--max-sequences", type=int, default=64, metavar="N",
+        help="sequences that run at once; each takes a recurrent state of a hybrid model (default 64)",
+    )  # fmt: skip
+    plan.add_argument(
+        "--state-memory", default="auto", metavar="SIZE",
+        help="part of the memory for the recurrent states of a hybrid model (default: up to a third)",
+    )  # fmt: skip
     plan.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the KV heads")
     plan.add_argument("--json", action="store_true", help="print one JSON object with all sizes, for scripts")
 

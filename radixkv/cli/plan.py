@@ -15,10 +15,9 @@ from typing import Any
 
 from radixkv.errors import InvalidInput
 from radixkv.kv_shapes import kv_shape
-from radixkv.kv_size import ASSUMED_DTYPE, KVShape, parse_size
+from radixkv.kv_size import ASSUMED_DTYPE, KVShape, parse_bytes, parse_size
 from radixkv.memory import StateSlots, state_slots
 
-_MAX_SEQUENCES = 64  # the default of max_sequences
 _SHARES = (16, 4, 2, 1)  # a sequence that ends after one n-th of the context
 
 
@@ -32,6 +31,8 @@ class Plan:
     block_size: int
     ranks: int
     memory: int | None  # of a rank
+    max_sequences: int = 64
+    state_memory: str = "auto"
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -50,11 +51,14 @@ class Plan:
 
     @cached_property
     def slots(self) -> StateSlots:
-        """Slots for states in the memory, which must be given: as an engine with default settings divides it."""
+        """Slots for states in the memory, which must be given: as an engine with these settings divides it.
+
+        Raises InvalidInput with the numbers if they are too few.
+        """
         assert self.memory is not None
         if not self.bytes_per_state:
             return StateSlots(0, 0)
-        return state_slots(self.memory, self.bytes_per_state, _MAX_SEQUENCES)
+        return state_slots(self.memory, self.bytes_per_state, self.max_sequences, self.state_memory)
 
     @property
     def kv_memory(self) -> int:
@@ -110,13 +114,22 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     context = arguments.context or shape.context
     if context is None:
         raise InvalidInput(f"model {arguments.model!r} names no longest sequence: give --context")
-    for option in ("context", "block_size", "tensor_parallel"):
+    for option in ("context", "block_size", "tensor_parallel", "max_sequences"):
         value = getattr(arguments, option)
         if value is not None and value < 1:
             raise InvalidInput(f"--{option.replace('_', '-')} {value}: it must be at least 1")
     memory = None if arguments.memory is None else parse_size(arguments.memory)
     dtype = arguments.dtype or shape.dtype or ASSUMED_DTYPE
-    plan = Plan(shape, dtype, context, arguments.block_size, arguments.tensor_parallel, memory)
+    if arguments.state_memory != "auto":
+        parse_bytes(arguments.state_memory, "state_memory")
+        if not shape.states:
+            raise InvalidInput(f"--state-memory {arguments.state_memory}: model {shape.name!r} has no recurrent state")
+        if memory is None:
+            raise InvalidInput(f"--state-memory {arguments.state_memory} is a part of the KV memory: give --memory too")
+    plan = Plan(
+        shape, dtype, context, arguments.block_size, arguments.tensor_parallel, memory,
+        arguments.max_sequences, arguments.state_memory,
+    )  # fmt: skip
     if memory is not None and not plan.blocks:
         raise InvalidInput(f"--memory {arguments.memory}: one block of this model takes {size(plan.bytes_per_block)}")
     return plan
@@ -185,7 +198,8 @@ def _text(plan: Plan) -> str:
         rows.append(("a recurrent state", text))
     if plan.memory is not None and plan.bytes_per_state:
         taken = f"{plan.slots.rows} sequences at once, {plan.slots.snapshots} snapshots"
-        rows.append(("states, at most a third", f"{size(plan.slots.total * plan.bytes_per_state)}: {taken}"))
+        share = ", at most a third" if plan.state_memory == "auto" else ""
+        rows.append((f"states{share}", f"{size(plan.slots.total * plan.bytes_per_state)}: {taken}"))
     if plan.memory is not None:
         full = plan.blocks // plan.blocks_of(plan.context)
         rows += [

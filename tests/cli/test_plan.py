@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -164,6 +165,21 @@ def test_a_plan_counts_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "13 sequences at once, 14 snapshots" in text
     assert main(["plan", str(tmp_path), "--memory", "200MiB"]) == 2
     assert "holds 1 states, and two are needed" in capsys.readouterr().err
+
+
+def test_a_plan_divides_a_given_state_memory_as_an_engine_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    command = ["plan", str(tmp_path), "--max-sequences", "8", "--state-memory"]
+    assert main([*command, "1GB", "--memory", "4GiB"]) == 0
+    assert re.search(r"  states +940.\d MiB: 8 sequences at once, 11 snapshots", capsys.readouterr().out)
+    assert main([*command, "400MB", "--memory", "4GiB"]) == 2
+    assert "holds 7 states, and max_sequences=8 needs a row each and one snapshot" in capsys.readouterr().err
+    assert main([*command, "1GB"]) == 2
+    assert "give --memory too" in capsys.readouterr().err
+    assert main(["plan", "tiny", "--state-memory", "1GB", "--memory", "4GiB"]) == 2
+    assert "has no recurrent state" in capsys.readouterr().err
 
 
 def test_the_bundled_model_takes_what_its_pool_takes() -> None:
