@@ -64,7 +64,7 @@ def to_text(state: State) -> str:
     device = " ".join(each for each in (facts.device, facts.dtype) if each != "none") or "no model"
     pool, hit, miss = summary.pool, summary.ttft_hit, summary.ttft_miss
     parts = (("active", pool.active), ("pinned", pool.pinned), ("cached", pool.cached), ("free", pool.free))
-    lines = (
+    lines = [
         verdict(state, summary).sentence,
         f"engine      {facts.model}, {device}, pid {facts.pid}, up {duration(up)}",
         f"pool        {count(pool.total)} blocks: {', '.join(f'{name} {share(n, pool.total)}' for name, n in parts)}",
@@ -74,5 +74,7 @@ def to_text(state: State) -> str:
         f"requests    {summary.running} running, {summary.waiting} waiting, {count(summary.finished)} finished, "
         f"{count(summary.failed)} failed, {count(summary.preemptions)} preemptions",
         f"regret      {count(summary.regret_lifetime.part)} tokens were requested again after they were evicted",
-    )
+    ]
+    if summary.states is not None:
+        lines.insert(3, f"states      {summary.states}")
     return "\n".join(lines)

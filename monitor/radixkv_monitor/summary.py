@@ -53,6 +53,18 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
+class States:
+    """Recurrent states of a hybrid model: rows of running sequences, and slots of snapshots in the tree."""
+
+    rows: Part
+    snapshots: Part
+
+    def __str__(self) -> str:
+        rows, snapshots = self.rows, self.snapshots
+        return f"{rows.part:,.0f}/{rows.whole:,.0f} running, {snapshots.part:,.0f}/{snapshots.whole:,.0f} cached"
+
+
+@dataclass(frozen=True, slots=True)
 class Percentiles:
     """Percentiles of `count` durations, in seconds; None without any."""
 
@@ -72,6 +84,7 @@ class Summary:
     """
 
     pool: Pool
+    states: States | None
     hit_minute: Part
     hit_run: Part
     hit_lifetime: Part
@@ -138,6 +151,7 @@ def summarise(state: State) -> Summary:
     seconds, steps, tokens = (_recent(history, name, now) for name in ("step_seconds", "steps", "step_tokens"))
     return Summary(
         pool=pool(stats, state.facts.num_blocks),
+        states=states(stats),
         hit_minute=Part(minute.cached_tokens, minute.prompt_tokens),
         hit_run=Part(_since(state.baseline, stats, "cached_tokens"), _since(state.baseline, stats, "prompt_tokens")),
         hit_lifetime=Part(total("cached_tokens"), total("prompt_tokens")),
@@ -176,6 +190,17 @@ def pool(stats: Mapping[str, float], num_blocks: int) -> Pool:
     held = min(num_blocks - cached, int(stats.get("cache.held_blocks", 0)))
     pinned = min(held, int(stats.get("cache.pinned_blocks", 0)))
     return Pool(free=num_blocks - cached - held, active=held - pinned, cached=cached, pinned=pinned)
+
+
+def states(stats: Mapping[str, float]) -> States | None:
+    """Count the slots of recurrent states; None for a model without recurrent state."""
+    if not stats.get("cache.state_rows"):
+        return None
+    rows, slots = (
+        Part(stats.get(f"cache.{name}_used", 0.0), stats.get(f"cache.{name}", 0.0))
+        for name in ("state_rows", "state_slots")
+    )
+    return States(rows, slots)
 
 
 def percentiles(durations: Iterable[float | None]) -> Percentiles:

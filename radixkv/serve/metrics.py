@@ -134,6 +134,10 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     yield _counter("radixkv:steps", "Forward passes of the model", stats.steps)
     states = {"free": cache.free_blocks, "cached": cache.cached_blocks, "held": cache.held_blocks}
     yield _gauge("radixkv:blocks", "Blocks of the pool: free, cached (evictable) or held by requests", states, "state")
+    rows = {"used": cache.state_rows_used, "free": cache.state_rows - cache.state_rows_used}
+    slots = {"used": cache.state_slots_used, "free": cache.state_slots - cache.state_slots_used}
+    yield _gauge("radixkv:state_rows", "Recurrent states that running sequences have, or may take", rows, "state")
+    yield _gauge("radixkv:state_slots", "Slots of cached recurrent states", slots, "state")
     for name, about in _CACHE_GAUGES.items():
         yield _gauge(f"radixkv:{name}", about, getattr(cache, name.removeprefix("tree_")))
     for name, about in _CACHE_COUNTERS.items():
@@ -202,6 +206,7 @@ _CACHE_GAUGES = {
 _CACHE_COUNTERS = {
     "evicted_blocks": "Blocks that were evicted",
     "evicted_tokens": "Tokens that were evicted",
+    "evicted_states": "Cached recurrent states that were evicted to make room",
     "copied_blocks": "Blocks that were copied on write",
     "regret_tokens": "Tokens that were requested again after their eviction",
 }

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import Changes
+from radixkv_monitor.print_once import to_text
 from radixkv_monitor.state import Sample, State, StateCopier
 from radixkv_monitor.summary import Part, is_hit, percentile, percentiles, pool, summarise, verdict
 from radixkv_monitor.widgets.panel import columns, widths
@@ -245,3 +246,12 @@ def test_counters_that_know_the_whole_minute_are_believed() -> None:
     long = {1: request(number=1, phase="decode", ended=None, preemptions=6)}
     history = (Sample(1900.0, FACTS.engine, stats), Sample(2000.0, FACTS.engine, stats))
     assert summarise(state_of(stats, live=long, history=history)).preemptions_minute == 0
+
+
+def test_states_are_counted_for_hybrid_models_only() -> None:
+    assert summarise(state_of({"cache.state_rows": 0.0})).states is None
+    stats = {"state_rows": 8.0, "state_rows_used": 3.0, "state_slots": 1200.0, "state_slots_used": 1100.0}
+    state = state_of({f"cache.{name}": number for name, number in stats.items()})
+    assert str(summarise(state).states) == "3/8 running, 1,100/1,200 cached"
+    assert "\nstates      3/8 running, 1,100/1,200 cached\n" in to_text(state)
+    assert "\nstates" not in to_text(state_of({}))

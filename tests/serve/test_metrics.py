@@ -109,6 +109,7 @@ def test_counters_and_gauges_are_the_engines() -> None:
         states = {state: numbers["radixkv:blocks", (("state", state),)] for state in ("free", "cached", "held")}
         assert states == {"free": cache.free_blocks, "cached": cache.cached_blocks, "held": 0}
         assert sum(states.values()) == cache.num_blocks
+        assert numbers["radixkv:state_rows", (("state", "free"),)] == cache.state_rows == 0
         assert numbers["radixkv:tree_nodes", ()] == cache.nodes > 0
         ends = {dict(labels)["outcome"]: value for (name, labels), value in numbers.items() if "ended_total" in name}
         assert ends == {"finished": 2, "cancelled": 0, "timed_out": 0, "failed": 0, "refused": 3}

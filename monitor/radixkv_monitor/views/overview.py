@@ -118,6 +118,7 @@ class OverviewView(View):
         aside = (
             f"{plural(pool.total, 'block')} of {facts.block_size} tokens, {size(pool.total * facts.bytes_per_block)}"
             f" · {count(state.stats.get('cache.nodes', 0))} nodes"
+            + (f" · states: {summary.states}" if summary.states else "")
         )
         bar = stacked(parts, panel.size.width)
         return [panel.title("Pool", aside), *([bar] * max(1, panel.size.height - 2)), legend]
