@@ -162,7 +162,7 @@ class RequestEngine:
             config.block_size,
             deterministic=config.deterministic,
             recheck_tokens=again,
-            state_slots=size.slots.total,
+            state_slots=cache.stats().state_rows + cache.stats().state_slots,
         )
         if isinstance(cache, StatefulPrefixCache):
             runner.state_copies = cache.copies
@@ -422,6 +422,8 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
     """
     blocks = (size.num_blocks, config.block_size, config.eviction)
     if not loaded.state:
+        if config.state_memory != "auto":
+            _log.warning("%s: state_memory has no effect: the model has no recurrent state", loaded.name)
         return config, PrefixCache(*blocks)
     rows, snapshots = size.slots
     if rows < config.max_sequences:

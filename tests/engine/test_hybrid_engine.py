@@ -85,7 +85,9 @@ def test_without_a_prefix_cache_each_prompt_is_computed_in_full() -> None:
     with Engine.load(hybrid("lfm2"), prefix_cache=False, **SMALL) as engine:
         replies = {engine.generate([prompt], GREEDY)[0].token_ids for _ in range(3)}
         assert len(replies) == 1
-        assert engine.stats().cached_tokens == 0
+        stats = engine.stats()
+        assert stats.cached_tokens == 0
+        assert stats.state_bytes == 6 * engine.model.state_bytes  # a row for each sequence, and no snapshots
 
 
 def test_a_deterministic_engine_repeats_its_bits_after_hits() -> None:
@@ -129,6 +131,12 @@ def test_a_given_state_memory_is_used_in_full() -> None:
     options: dict[str, Any] = {"num_blocks": 10, "max_sequences": 4, "bytes_per_block": 100}
     assert pool_size("1MB", "cpu", bytes_per_state=1000, **options) == (10, (4, 60), 65_000)
     assert pool_size("1MB", "cpu", **options).slots == (0, 0)
+
+
+def test_a_model_without_states_leaves_their_memory_to_kv(caplog: pytest.LogCaptureFixture) -> None:
+    with Engine.load("tiny", state_memory="1MB", num_blocks=8, monitor=False) as engine:
+        assert engine.stats().state_bytes == 0
+    assert "state_memory has no effect: the model has no recurrent state" in caplog.text
 
 
 def test_audits_say_why_they_cannot_run() -> None:
