@@ -72,7 +72,7 @@ class StatefulSequence(Sequence):
         self._spacing, self._row, self._last = spacing, slots.take_row(), snapshot
         slots.copy_to_row(EMPTY if snapshot is None else snapshot.slot, self._row)
         if snapshot is not None:
-            self._snapshots.use(snapshot, matched)
+            self._snapshots.use(snapshot, None if self.purpose == "resume" else matched)
         end = (self.asked - 1) // spacing.prompt * spacing.prompt
         if end - self.length >= spacing.prompt:
             self._want(end, "prompt")
@@ -81,6 +81,16 @@ class StatefulSequence(Sequence):
                 self._want(matched, "branch")
             elif matched - max(self.length, end) >= spacing.least:
                 self._want(matched, "prompt")
+
+    def begin_fork(
+        self, spacing: Spacing, last: Snapshot | None, wanted: dict[int, Kind], row: StateRow | None
+    ) -> None:
+        """Begin as a fork: with a copy of `row`, and with the snapshots that its sequence used and still wants."""
+        self._spacing, self._last, self._wanted = spacing, last, dict(wanted)
+        if row is not None:
+            slots = self._snapshots.slots
+            self._row = slots.take_row()
+            slots.copy_to_row(row.number, self._row)
 
     @property
     def row(self) -> StateRow | None:
@@ -137,11 +147,7 @@ class StatefulSequence(Sequence):
         if self._row is not None:
             self._snapshots.slots.refuse_full()
         twin = cast(StatefulSequence, super().fork())
-        twin._spacing, twin._last, twin._wanted = self._spacing, self._last, dict(self._wanted)
-        if self._row is not None:
-            slots = self._snapshots.slots
-            twin._row = slots.take_row()
-            slots.copy_to_row(self._row.number, twin._row)
+        twin.begin_fork(self._spacing, self._last, self._wanted, self._row)
         return twin
 
     def truncate(self, length: int) -> None:

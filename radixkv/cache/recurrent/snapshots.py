@@ -145,13 +145,16 @@ class Snapshots:
                 self._supersede(snapshot, snapshot)
         return snapshot
 
-    def use(self, snapshot: Snapshot, matched: int) -> None:
+    def use(self, snapshot: Snapshot, matched: int | None) -> None:
         """Note that a sequence resumes from a snapshot: it alone becomes the most recently used one.
 
-        `matched` is how far the sequence's text has cached KV.
+        `matched` is how far the text of a new prompt has cached KV. None for a request that goes on after a preemption:
+        it says nothing about later prompts.
         """
         snapshot.uses += 1
-        if snapshot.kind == "turn" or snapshot.turn_end:
+        if matched is None:
+            snapshot.turn_end = 0
+        elif snapshot.kind == "turn" or snapshot.turn_end:
             followed = snapshot.kind == "turn" or matched >= snapshot.turn_end
             self._turns = min(max(self._turns + (1 if followed else -1), -_EVIDENCE), _EVIDENCE)
             snapshot.turn_end = 0

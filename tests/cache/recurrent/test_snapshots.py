@@ -75,6 +75,20 @@ def test_snapshots_of_dead_ends_are_evicted_first_once_chats_have_shown_them() -
     assert cache.stats().evicted_states > 20
 
 
+def test_a_request_that_goes_on_after_preemptions_is_no_evidence_for_the_ends_of_replies() -> None:
+    cache, tokens = new(), text(0, 100)
+    for turn in range(6):
+        seq = cache.open(tokens, limit=len(tokens) - 1, purpose="resume" if turn else "request")
+        assert bool(seq.length) == bool(turn)
+        tokens = tokens + text(turn + 1, 20)
+        seq.extend(tokens[seq.length :])
+        cache.copies.drain()
+        seq.commit()
+        seq.close()  # hands its row over
+        cache.check()
+    assert not cache.snapshots.turns_are_resumed
+
+
 def test_a_long_prompt_leaves_snapshots_on_its_way() -> None:
     cache, prompt = new(blocks=2000), text(0, 9000)
     serve(cache, prompt)
