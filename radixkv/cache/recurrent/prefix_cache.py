@@ -149,9 +149,10 @@ class StatefulPrefixCache(PrefixCache):
         owner = root_owner(namespace) if node is None else node.ghost_owner
         most = asked if limit is None else min(asked, limit)
         position = 0 if last is None else last.position
+        branches = node is not None and (matched < node.end or bool(node.children))
         opened = super().open(np.frombuffer(raw, np.int32), namespace, position, priority, purpose=purpose)
         sequence = cast(StatefulSequence, opened)
-        sequence.begin(self._spacing, last, matched, diverged=matched < most)
+        sequence.begin(self._spacing, last, matched, diverged=matched < most, branches=branches)
         if purpose == "request" and matched < most:
             self._count_regret(owner, matched, raw[found : most * WIDTH])
         return sequence

@@ -62,11 +62,13 @@ class StatefulSequence(Sequence):
 
     # ---- for the cache's own modules
 
-    def begin(self, spacing: Spacing, snapshot: Snapshot | None, matched: int, *, diverged: bool) -> None:
+    def begin(
+        self, spacing: Spacing, snapshot: Snapshot | None, matched: int, *, diverged: bool, branches: bool
+    ) -> None:
         """Take a row, and restore a snapshot into it, or the empty state.
 
-        `matched` is the length of the cached KV. With `diverged` the texts branch there; else the limit of `open` ended
-        the match.
+        `matched` is the length of the cached KV. Without `diverged`, the limit of `open` ended the match. `branches`
+        says that other text is cached after it; else this text continues the cached one.
         """
         slots = self._snapshots.slots
         self._spacing, self._row, self._last = spacing, slots.take_row(), snapshot
@@ -78,7 +80,7 @@ class StatefulSequence(Sequence):
             self._want(end, "prompt")
         if matched - self.length >= spacing.least:
             if diverged:
-                self._want(matched, "branch")
+                self._want(matched, "branch" if branches else "spaced")
             elif matched - max(self.length, end) >= spacing.least:
                 self._want(matched, "prompt")
 
@@ -189,7 +191,10 @@ class StatefulSequence(Sequence):
             self._wanted[position] = kind
 
     def _reserve_snapshots(self, end: int) -> None:
-        """Reserve slots for the snapshots inside the plan, which ends at `end`."""
+        """Reserve slots for the snapshots inside the plan, which ends at `end`.
+
+        A spaced snapshot serves this text alone, so it evicts superseded snapshots only.
+        """
         start, spacing = self.length, self._spacing
         places = {at: kind for at, kind in self._wanted.items() if start < at <= end}
         for at, kind in list(places.items()):
@@ -201,9 +206,9 @@ class StatefulSequence(Sequence):
             places.setdefault(at, "spaced")
         taken = {each.position for each in self._written}
         for at in sorted(places.keys() - taken):
-            slot = self._snapshots.reserve()
+            slot = self._snapshots.reserve(superseded_only=places[at] == "spaced")
             if slot is None:
-                return
+                continue
             insort(self._written, Written(at, slot, places[at]), key=attrgetter("position"))
             insort(self._steps, StateSnapshot(at - start, slot), key=attrgetter("tokens"))
 

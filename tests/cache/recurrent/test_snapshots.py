@@ -104,6 +104,17 @@ def test_a_long_reply_leaves_the_snapshot_of_its_message_in_place() -> None:
     assert [cache.match([*prompt, 8]).length for prompt in (message, other)] == [500, 500]
 
 
+def test_a_conversation_that_lost_its_state_takes_one_slot_of_the_others() -> None:
+    cache = new(snapshots=2)
+    for chat in range(3):
+        serve(cache, [*text(chat, 200), 7], text(10 + chat, 5), message=200)
+    assert [cache.match([*text(chat, 200), 7]).length for chat in range(3)] == [0, 200, 200]
+    continued = [*text(0, 200), 7, *text(10, 5), *text(20, 50)]
+    assert serve(cache, [*continued, 7], message=len(continued)) == 0  # it continues what is cached: no branch
+    assert [cache.match([*text(chat, 200), 7]).length for chat in (1, 2)] == [0, 200]
+    assert cache.match([*continued, 7]).length == len(continued)
+
+
 def test_explain_says_where_the_state_ends() -> None:
     cache, prompt = new(), text(0, 300)
     serve(cache, prompt)
