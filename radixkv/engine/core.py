@@ -87,6 +87,11 @@ class Core:
         """Whether there is a request that has not ended."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    def state_stats(self) -> dict[str, int]:
+        """Return the memory and copies of recurrent states, by their names in EngineStats; {} without such states."""
+        states = getattr(self.runner, "states", None)
+        return {} if states is None else dict(states.stats())
+
     def idle_for(self) -> float | None:
         """Return the seconds for which a step would have nothing to do: 0.0 for none, None until the next call.
 

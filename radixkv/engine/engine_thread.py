@@ -283,8 +283,7 @@ class CoreClient:
 
     def stats(self) -> EngineStats:
         """Return counters and gauges; on the engine's thread only."""
-        core, facts, states = self.core, self._facts, getattr(self.core.runner, "states", None)
-        arena = {} if states is None else states.stats()
+        core, facts = self.core, self._facts
         return EngineStats(
             model=facts.model,
             device=facts.device,
@@ -297,7 +296,7 @@ class CoreClient:
             running=len(core.scheduler.running),
             cache=core.cache.stats(),
             **asdict(core.counters),
-            **arena,
+            **core.state_stats(),
         )
 
     # ---- conversations

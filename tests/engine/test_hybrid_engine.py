@@ -17,6 +17,7 @@ from radixkv.models import adapter
 from radixkv.models.attention_interface import own_attention
 from tests.models.recurrent.hybrids import hybrid
 from tests.selection import mostly_long
+from tests.telemetry.served import runtime_folder
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 SMALL: dict[str, Any] = {
@@ -60,6 +61,17 @@ def test_answers_are_the_models_own(kind: str) -> None:
     assert stats.cache.state_rows == 6
     assert stats.state_copied_bytes == stats.state_copies * engine.model.state_bytes > 0
     assert stats.state_bytes == (stats.cache.state_rows + stats.cache.state_slots) * engine.model.state_bytes
+
+
+def test_telemetry_sends_the_memory_and_copies_of_states() -> None:
+    with runtime_folder(), Engine.load(hybrid("lfm2"), **{**SMALL, "monitor": True}) as engine:
+        engine.generate(texts(3), GREEDY)
+        assert engine.monitoring is not None
+        sent, stats = engine.client.thread.ask(engine.monitoring.recorder.collect).stats, engine.stats()
+    assert sent["state_bytes"] == stats.state_bytes > 0
+    assert sent["state_copies"] == stats.state_copies > 0
+    assert sent["state_copied_bytes"] == stats.state_copied_bytes > 0
+    assert sent["cache.evicted_states"] == stats.cache.evicted_states
 
 
 @pytest.mark.long

@@ -124,6 +124,7 @@ class RequestRecorder(EngineObserver):
         self._steps = core.counters.steps
         return {
             **vars(core.counters),
+            **core.state_stats(),
             **self._constants,
             "uptime_s": time.perf_counter() - self._started,
             "waiting": len(core.scheduler.waiting),
