@@ -117,6 +117,22 @@ def test_counters_and_gauges_are_the_engines() -> None:
     watched(test)
 
 
+def test_rows_and_snapshots_of_recurrent_state() -> None:
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        for prefix in range(3):  # each is computed twice, and keeps a snapshot where its prompts diverge
+            for tail in (30, 31):
+                await engine.generate([[prefix, *range(19), tail, *range(9)]], greedy(1))
+        numbers, cache = read(await metrics.scrape()), (await engine.stats()).cache
+        rows, slots = (
+            [numbers[f"radixkv:{name}", (("state", state),)] for state in ("used", "free")]
+            for name in ("state_rows", "state_slots")
+        )
+        assert (rows, slots) == ([0, 3], [2, 0])
+        assert numbers["radixkv:evicted_states_total", ()] == cache.evicted_states > 0
+
+    watched(test, max_sequences=3, snapshots=2)
+
+
 def test_times_and_sizes_of_requests() -> None:
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
         prompt = list(range(1, 11))
