@@ -76,5 +76,5 @@ def to_text(state: State) -> str:
         f"regret      {count(summary.regret_lifetime.part)} tokens were requested again after they were evicted",
     ]
     if summary.states is not None:
-        lines.insert(3, f"states      {summary.states}")
+        lines.insert(3, f"states      {summary.states}, {count(summary.states.copies)} copies between slots")
     return "\n".join(lines)

@@ -33,6 +33,11 @@ class Part:
         """The share, 0 to 1; None if the whole is 0."""
         return min(1.0, self.part / self.whole) if self.whole > 0 else None
 
+    @property
+    def counts(self) -> str:
+        """Both numbers."""
+        return f"{self.part:,.0f}/{self.whole:,.0f}"
+
     def __str__(self) -> str:
         return share(self.part, self.whole)
 
@@ -54,14 +59,20 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Recurrent states of a hybrid model: rows of running sequences, and slots of snapshots in the tree."""
+    """Recurrent states of a hybrid model: rows of open sequences, and slots of snapshots in the tree.
+
+    `evicted` counts snapshots evicted to make room, and `copies` the copies from slot to slot. `bytes` is the memory of
+    all slots. Copies and bytes are 0 if an older engine does not send them.
+    """
 
     rows: Part
     snapshots: Part
+    evicted: int
+    copies: int
+    bytes: int
 
     def __str__(self) -> str:
-        rows, snapshots = self.rows, self.snapshots
-        return f"{rows.part:,.0f}/{rows.whole:,.0f} running, {snapshots.part:,.0f}/{snapshots.whole:,.0f} cached"
+        return f"{self.rows.counts} rows, {self.snapshots.counts} snapshots, {self.evicted:,} evicted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +91,7 @@ class Summary:
 
     A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss. Figures of the last minute
     include records from before the monitor attached; counters cover `watched` of its seconds. Rates are None until a
-    second was sampled.
+    second was sampled. `states` is None for a model without recurrent state.
     """
 
     pool: Pool
@@ -116,8 +127,13 @@ class Summary:
     watched: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON, with a `share` next to each part and whole."""
+        """Return the fields for JSON, with a `share` next to each part and whole, and without absent `states`."""
         plain = asdict(self)
+        if self.states is None:
+            del plain["states"]
+        else:
+            for name in ("rows", "snapshots"):
+                plain["states"][name]["share"] = getattr(self.states, name).share
         for name in ("hit_minute", "hit_run", "hit_lifetime", "regret_minute", "regret_lifetime"):
             plain[name]["share"] = getattr(self, name).share
         return plain
@@ -200,7 +216,10 @@ def states(stats: Mapping[str, float]) -> States | None:
         Part(stats.get(f"cache.{name}_used", 0.0), stats.get(f"cache.{name}", 0.0))
         for name in ("state_rows", "state_slots")
     )
-    return States(rows, slots)
+    evicted, copies, memory = (
+        int(stats.get(name, 0)) for name in ("cache.evicted_states", "state_copies", "state_bytes")
+    )
+    return States(rows, slots, evicted, copies, memory)
 
 
 def percentiles(durations: Iterable[float | None]) -> Percentiles:

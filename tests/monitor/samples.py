@@ -6,6 +6,15 @@ from typing import Any
 
 from radixkv.telemetry.records import EvictionRecord, NodeRecord, RequestRecord, SequenceRecord, SessionRecord
 
+STATES = {
+    "cache.state_rows": 8.0,
+    "cache.state_rows_used": 3.0,
+    "cache.state_slots": 1200.0,
+    "cache.state_slots_used": 1100.0,
+    "cache.evicted_states": 17.0,
+}
+"""Gauges of a hybrid model."""
+
 
 def request(**values: Any) -> RequestRecord:
     """A finished request."""

@@ -14,7 +14,7 @@ from radixkv_monitor.state import Sample
 from radixkv_monitor.views.overview import CARDS, OverviewView
 from radixkv_monitor.widgets.panel import Panel
 from tests.monitor.fake_feed import FACTS, FakeFeed
-from tests.monitor.samples import request
+from tests.monitor.samples import STATES, request
 
 SIZES = pytest.mark.parametrize(
     "size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)], ids=["80x24", "160x48"]
@@ -107,10 +107,22 @@ def test_an_engine_that_has_done_nothing(size: tuple[int, int]) -> None:
 
 
 @SIZES
+def test_a_hybrid_model_has_rows_and_snapshots(size: tuple[int, int]) -> None:
+    stats = {**STATS, **STATES, "state_bytes": 2.0**26, "state_copies": 40.0}
+    text, _ = drawn(Changes(time=1000.0, reset=True, stats=stats), size)
+    assert "states  rows ▓▓▓▓······ 3/8  snapshots ░░░░░░░░░· 1,100/1,200  17 evicted" in text
+    assert ("17 evicted  64.0 MiB, 40 copies" in text) == (size == (160, 48))
+    assert "free 25% 16" in text and "0 of 12 audited blocks differ" in text
+    without, _ = drawn(Changes(time=1000.0, reset=True, stats=STATS), size)
+    assert "states" not in without and "snapshots" not in without
+
+
+@SIZES
 def test_huge_numbers_fit(size: tuple[int, int]) -> None:
     stats = dict.fromkeys(STATS, 9e15)
     history = (Sample(400.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, stats))
     drawn(Changes(time=1000.0, reset=True, stats=stats), size, history)
+    drawn(Changes(time=1000.0, reset=True, stats=stats | dict.fromkeys(STATES, 9e15)), size, history)
 
 
 @pytest.mark.parametrize("size", [(40, 10), (60, 12), (160, 14)])

@@ -34,6 +34,7 @@ from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS
 from scripts.draw_monitor import FOLDER, PICTURES, RECORDING, Moment, draw, settle
 from scripts.record_demo import BEGAN, SECONDS, frames
+from tests.monitor.samples import STATES
 from tests.selection import mostly_long
 
 DREW = {"textual": "8.2.8", "rich": "15.0.0"}
@@ -125,6 +126,18 @@ def test_a_view_on_a_light_screen(looks: Looks, name: str) -> None:
     app = watching(name)
     app.theme = LIGHT.name
     looks(app, (160, 48))
+
+
+@pictured
+@SIZES
+@pytest.mark.parametrize("name", ["overview", pytest.param("pool", marks=pytest.mark.long)])
+def test_a_view_of_a_hybrid_model(looks: Looks, name: str, size: tuple[int, int]) -> None:
+    """Rows and snapshots of recurrent states are shown next to the blocks."""
+    feed = Moment()
+    assert feed.latest is not None
+    stats = {**feed.latest.stats, **STATES, "state_bytes": 2.0**26, "state_copies": 40.0}
+    feed._shown = replace(feed.latest, stats=stats)
+    looks(watching(name, feed), size)
 
 
 @pytest.mark.long

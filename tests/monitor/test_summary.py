@@ -16,7 +16,7 @@ from radixkv_monitor.state import Sample, State, StateCopier
 from radixkv_monitor.summary import Part, is_hit, percentile, percentiles, pool, summarise, verdict
 from radixkv_monitor.widgets.panel import columns, widths
 from tests.monitor.fake_feed import FACTS
-from tests.monitor.samples import eviction, request
+from tests.monitor.samples import STATES, eviction, request
 
 COUNT = st.integers(0, 10**9)
 NAMES = [
@@ -250,8 +250,15 @@ def test_counters_that_know_the_whole_minute_are_believed() -> None:
 
 def test_states_are_counted_for_hybrid_models_only() -> None:
     assert summarise(state_of({"cache.state_rows": 0.0})).states is None
-    stats = {"state_rows": 8.0, "state_rows_used": 3.0, "state_slots": 1200.0, "state_slots_used": 1100.0}
-    state = state_of({f"cache.{name}": number for name, number in stats.items()})
-    assert str(summarise(state).states) == "3/8 running, 1,100/1,200 cached"
-    assert "\nstates      3/8 running, 1,100/1,200 cached\n" in to_text(state)
-    assert "\nstates" not in to_text(state_of({}))
+    state = state_of({**STATES, "state_copies": 1234.0})
+    assert str(summarise(state).states) == "3/8 rows, 1,100/1,200 snapshots, 17 evicted"
+    line = "states      3/8 rows, 1,100/1,200 snapshots, 17 evicted, 1,234 copies between slots"
+    assert to_text(state).splitlines()[3] == line
+    assert summarise(state).as_dict()["states"] == {
+        "rows": {"part": 3, "whole": 8, "share": 3 / 8},
+        "snapshots": {"part": 1100, "whole": 1200, "share": 11 / 12},
+        "evicted": 17,
+        "copies": 1234,
+        "bytes": 0,
+    }
+    assert "\nstates" not in to_text(state_of({})) and "states" not in summarise(state_of({})).as_dict()

@@ -15,12 +15,14 @@ from radixkv_monitor import history as counters
 from radixkv_monitor import theme
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
 from radixkv_monitor.state import Sample, State
-from radixkv_monitor.summary import Percentiles, Summary, summarise, verdict
+from radixkv_monitor.summary import Percentiles, States, Summary, summarise, verdict
 from radixkv_monitor.views import Table, View
 from radixkv_monitor.widgets.panel import Panel, stacked
 
 SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
 POOL = (("active", theme.ACTIVE), ("pinned", theme.PINNED), ("cached", theme.CACHED), ("free", theme.FREE))
+GAUGE = 10
+"""Cells of a bar of used rows or snapshots."""
 LOW = 14
 """Lines below which each card is one line of numbers."""
 BRIEF = {"hit-rate": "hits", "first-token": "TTFT", "evictions": "evicted"}
@@ -36,11 +38,13 @@ class OverviewView(View):
     #facts { height: 1; }
     #pool-bar { height: 3; }
     #cards { grid-size: 2 3; grid-gutter: 0 3; height: 1fr; }
+    OverviewView.-states { #pool-bar { height: 4; } }
     OverviewView.-wide {
         #cards { grid-size: 3 2; grid-gutter: 1 4; }
         #verdict { margin: 1 0; }
         #pool-bar { height: 5; margin: 1 0; }
     }
+    OverviewView.-wide.-states { #pool-bar { height: 6; } }
     OverviewView.-low {
         #cards { grid-size: 1 6; grid-gutter: 0 0; }
         #verdict { margin: 0; max-height: 1; }
@@ -85,6 +89,7 @@ class OverviewView(View):
     def _draw(self) -> None:
         if self._state is None or self._summary is None:
             return
+        self._make_room_for_states(self._summary)
         self._draw_verdict(self._state, self._summary)
         self._panel("facts").show([Text(facts_line(self._state), self._panel("facts").style_of("dim"), no_wrap=True)])
         self._panel("pool-bar").show(self._pool(self._panel("pool-bar"), self._state, self._summary))
@@ -98,6 +103,12 @@ class OverviewView(View):
 
     def _panel(self, name: str) -> Panel:
         return self.query_one(f"#{name}", Panel)
+
+    def _make_room_for_states(self, summary: Summary) -> None:
+        """Give the pool a line more if the model has recurrent state."""
+        if self.has_class("-states") != (summary.states is not None):
+            self.set_class(summary.states is not None, "-states")
+            self.call_after_refresh(self._draw)
 
     def _draw_verdict(self, state: State, summary: Summary) -> None:
         judgement = verdict(state, summary)
@@ -118,10 +129,28 @@ class OverviewView(View):
         aside = (
             f"{plural(pool.total, 'block')} of {facts.block_size} tokens, {size(pool.total * facts.bytes_per_block)}"
             f" · {count(state.stats.get('cache.nodes', 0))} nodes"
-            + (f" · states: {summary.states}" if summary.states else "")
         )
         bar = stacked(parts, panel.size.width)
-        return [panel.title("Pool", aside), *([bar] * max(1, panel.size.height - 2)), legend]
+        below = [legend] if summary.states is None else [legend, states_line(panel, summary.states)]
+        return [panel.title("Pool", aside), *([bar] * max(1, panel.size.height - 1 - len(below))), *below]
+
+
+def states_line(panel: Panel, states: States) -> Text:
+    """Draw the used rows and snapshots of recurrent states as two short bars, with their numbers."""
+    dark = panel.app.current_theme.dark
+    line = Text("states", panel.style_of("title"), no_wrap=True, overflow="ellipsis")
+    for name, slots, shade in (("rows", states.rows, theme.ACTIVE), ("snapshots", states.snapshots, theme.CACHED)):
+        used, free = Style(color=shade.on(dark)), Style(color=theme.FREE.on(dark))
+        line.append(f"  {name} ", panel.style_of("dim"))
+        line.append_text(
+            stacked([(slots.part, shade.sign, used), (slots.whole - slots.part, theme.FREE.sign, free)], GAUGE)
+        )
+        line.append(f" {slots.counts}", panel.style_of("strong"))
+    line.append(f"  {count(states.evicted)} evicted", panel.style_of("dim"))
+    more = f"  {size(states.bytes)}, {count(states.copies)} copies" if states.bytes else ""
+    if line.cell_len + len(more) <= panel.size.width:
+        line.append(more, panel.style_of("dim"))
+    return line
 
 
 def _brief(panel: Panel, name: str, numbers: Text) -> Text:

@@ -19,6 +19,7 @@ from radixkv_monitor.block_map import is_node
 from radixkv_monitor.block_modes import MODES, STATE_NAMES, Blocks, LegendEntry, Levels, reduce
 from radixkv_monitor.formatting import share
 from radixkv_monitor.state import State
+from radixkv_monitor.summary import states
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection, Table, View
 from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.heat_map import HeatMap
@@ -145,12 +146,18 @@ class PoolView(View):
         total = self.blocks.map.num_blocks
         used = share(total - counts[0], total)
         self.query_one(".headline", Static).update(
-            f"{total:,} blocks, {used} in use · by {MODES[self.mode].name} · {size}{fit}{marked}", layout=False
+            f"{total:,} blocks, {used} in use{self._states_text()} · by {MODES[self.mode].name} · {size}{fit}{marked}",
+            layout=False,
         )
         if key != self._legend:
             self._legend = key
             self.query_one(".legend", Static).update(_legend(legend, counts, dark))
         self._update_detail()
+
+    def _states_text(self) -> str:
+        """Return the used rows and snapshots of recurrent states; "" for a model without such states."""
+        found = None if self._state is None else states(self._state.stats)
+        return "" if found is None else f" · {found.rows.counts} rows, {found.snapshots.counts} snapshots"
 
     def _update_detail(self) -> None:
         self.query_one(DetailPane).show_detail(detail.block_detail(self.blocks, self.block, self.map.per))
