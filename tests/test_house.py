@@ -39,6 +39,10 @@ def test_importing_radixkv_imports_nothing_heavy() -> None:
     assert not imported_by("import radixkv") & set(HEAVY)
 
 
+def test_the_files_of_a_model_are_checked_without_torch() -> None:
+    assert not imported_by("import radixkv.cli.model_check") & {"torch", "transformers"}
+
+
 def test_importing_the_cache_imports_numpy_and_sortedcontainers_only() -> None:
     ours = imported_by("import radixkv.cache") - imported_by("pass") - set(sys.stdlib_module_names)
     assert ours == {"radixkv", "numpy", "sortedcontainers"}

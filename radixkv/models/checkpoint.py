@@ -61,6 +61,12 @@ class Checkpoint:
             for each in self.tensors.values()
         )
 
+    @property
+    def most_weights(self) -> int:
+        """The weights that the files can hold: a number of a quantised checkpoint holds one per bit, at most."""
+        quantized = "quantization_config" in self.config
+        return sum(math.prod(each.shape) * (each.bits if quantized else 1) for each in self.tensors.values())
+
 
 def examine(folder: Path) -> Checkpoint:
     """Examine all files from which a model is loaded. Costs the headers of the weight files.

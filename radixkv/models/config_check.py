@@ -6,18 +6,11 @@ random weights until the mismatch is reported. Sizes beyond those of the stored 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from typing import Any
 
 from radixkv.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from radixkv.models.checkpoint import Checkpoint
 
 _COUNTS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "encoder_layers",
@@ -53,23 +46,25 @@ def check_fields(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, S
             )
 
 
-def check_numbers(found: Checkpoint, place: str, options: Mapping[str, Any]) -> None:
-    """Raise InvalidInput if the model would have several times the numbers of the files. Allocates no weights.
+def check_numbers(folder: Path, most_weights: int, place: str, options: Mapping[str, Any]) -> None:
+    """Raise InvalidInput if the model would have several times `most_weights`. Allocates no weights.
 
-    Costs about a tenth of a second. A model that cannot be built is left to the reading, which gives the reason.
+    `place` and `options` are those of transformers for the configuration in `folder`. Costs about a tenth of a second.
+    A model that cannot be built is left to the reading, which gives the reason.
     """
+    import torch  # here, because `check_fields` also runs before torch is imported, which takes seconds
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     try:
         config = AutoConfig.from_pretrained(place, **options)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=options["trust_remote_code"])
     except Exception:  # transformers and the model's own code raise any class
         return
-    quantized = "quantization_config" in found.config  # a stored number then holds several weights, of one bit at least
     wanted = sum(parameter.numel() for parameter in model.parameters())
-    stored = sum(math.prod(each.shape) * (each.bits if quantized else 1) for each in found.tensors.values())
-    if wanted > _MOST_TIMES * stored + _MOST_MORE:
+    if wanted > _MOST_TIMES * most_weights + _MOST_MORE:
         raise InvalidInput(
-            f"{found.folder / 'config.json'} describes a model of {wanted:,} weights, and the files have {stored:,}: "
+            f"{folder / 'config.json'} describes a model of {wanted:,} weights, and the files have {most_weights:,}: "
             "the two do not belong together"
         )
 

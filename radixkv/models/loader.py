@@ -70,7 +70,7 @@ def read(
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
     with _room_for(name), _own_reports(silent=name in BUNDLED), readable():
         found = checkpoint.examine(folder)
-        config_check.check_numbers(found, place, options)
+        config_check.check_numbers(folder, found.most_weights, place, options)
         model = _read_quantised(found, name, weights) if weights in ("int8", "int4") else None
         if model is None:
             itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else None
