@@ -117,8 +117,9 @@ def _load(arguments: argparse.Namespace) -> LoadedModel:
 
 @contextmanager
 def _listening(said: list[str]) -> Iterator[None]:
-    """Collect the warnings that radixkv logs meanwhile."""
+    """Collect the warnings that radixkv logs meanwhile, except for the one that `doctor_weights.formats` repeats."""
     handler = logging.Handler(logging.WARNING)
+    handler.addFilter(lambda record: record.name != "radixkv.models.quantized.kernels")
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # a class for one line
     log = logging.getLogger("radixkv")
     log.addHandler(handler)
@@ -157,7 +158,9 @@ def _machine(has_cuda: bool) -> Iterator[Finding]:
     if not has_cuda and _DRIVER.exists():
         built = f"torch {torch.__version__} sees no CUDA device"
         yield note("cuda", f"an NVIDIA driver is loaded, but {built}: install the build of torch that fits the driver")
-    yield ok("cpu", f"{_cores()} cores, {torch.get_num_threads()} threads, {size(free_memory())} of memory free")
+    counts = ((_cores(), "core"), (torch.get_num_threads(), "thread"))
+    parts = [f"{count} {name}{'s' * (count > 1)}" for count, name in counts]
+    yield ok("cpu", f"{', '.join(parts)}, {size(free_memory())} of memory free")
 
 
 def _cores() -> int:
@@ -284,17 +287,18 @@ def _self_test(loaded: LoadedModel) -> Finding:
 def _faster(loaded: LoadedModel) -> Iterator[Finding]:
     """Suggest settings that would be faster, with the reason."""
     if loaded.device.type == "cpu":
-        yield from _faster_on_cpu(loaded.dtype)
+        yield from _faster_on_cpu(loaded.dtype, loaded.attention)
     elif loaded.dtype.itemsize > 2:
         yield note("faster", f"dtype='bfloat16': {loaded.dtype} takes twice the memory and bandwidth, or more")
     if loaded.device.type == "cuda" and loaded.attention == "torch":
         yield note("faster", f"attention='triton': {_obstacle(loaded) or 'it was not asked for'}")
 
 
-def _faster_on_cpu(dtype: torch.dtype) -> Iterator[Finding]:
+def _faster_on_cpu(dtype: torch.dtype, attention: str) -> Iterator[Finding]:
     import torch
 
-    yield note("faster", "use a CUDA device: the model runs on the CPU, with attention in torch")
+    where = ", with attention in torch" if attention == "torch" else ""
+    yield note("faster", f"use a CUDA device: the model runs on the CPU{where}")
     cores, threads = _cores(), torch.get_num_threads()
     if threads < cores:
         limit = ", as OMP_NUM_THREADS sets it" if os.environ.get("OMP_NUM_THREADS") else ""

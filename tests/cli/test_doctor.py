@@ -21,6 +21,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.models.adapter import load
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.packed import PackedLinear
+from radixkv.models.quantized import kernels as quantized_kernels
 from radixkv.models.quantized.kernels import kernels
 from tests.chat.worlds import CHATML, byte_tokenizer
 from tests.models.conftest import GROUPED, make
@@ -95,6 +96,24 @@ def test_weights_of_8_and_4_bits_are_counted(examine: Any) -> None:
     stored = inner // 32 * 20 + outer // 32 * 34 + 9 * 192 * 4
     bits = f"{outer:,} of them in 8 bits, {inner:,} of them in 4 bits"
     assert found["weights"] == [("ok", f"{numbers:,} numbers in memory, {size(stored)}, {bits}")]
+
+
+def test_the_reason_against_small_weights_is_given_once(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "there is no C++ compiler"
+    monkeypatch.setattr(quantized_kernels, "_loaded", lambda: said)
+    kernels.cache_clear()
+    try:
+        status, found = examine("--weights", "int8", "--device", "cpu")
+    finally:
+        kernels.cache_clear()
+    assert status == 0 and found["formats"] == [("note", f"float32: {said}")]
+    assert [about for about, each in found.items() if any(said in seen for _, seen in each)] == ["formats"]
+
+
+def test_compiled_attention_is_not_called_attention_in_torch(tiny: LoadedModel) -> None:
+    cpu = replace(tiny, device=torch.device("cpu"))
+    found = [of(doctor._faster(replace(cpu, attention=each)))[0][1] for each in ("torch", "compiled")]
+    assert [said.endswith(", with attention in torch") for said in found] == [True, False]
 
 
 def test_a_line_for_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,7 +350,7 @@ def test_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_threads_and_widths_that_slow_a_cpu_down(monkeypatch: pytest.MonkeyPatch) -> None:
     def notes(cores: int, dtype: torch.dtype = torch.float32) -> str:
         monkeypatch.setattr(doctor, "_cores", lambda: cores)
-        return " ".join(seen for _, seen in of(doctor._faster_on_cpu(dtype))[1:])
+        return " ".join(seen for _, seen in of(doctor._faster_on_cpu(dtype, "torch"))[1:])
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert notes(1) == ""
