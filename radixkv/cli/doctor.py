@@ -240,15 +240,15 @@ def _obstacle(loaded: LoadedModel) -> str | None:
 
 def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
     """Describe the pool that `Engine.load` would make."""
-    from radixkv.config import EngineConfig
     from radixkv.memory import pool_size
 
     numbers = sum(spec.kv_heads * (spec.key_dim + spec.value_dim) for spec in loaded.layers)
     block = numbers * loaded.dtype.itemsize * arguments.block_size
     try:
         found = pool_size(
-            arguments.kv_memory, str(loaded.device), bytes_per_block=block, bytes_per_state=loaded.state_bytes
-        )
+            arguments.kv_memory, str(loaded.device), bytes_per_block=block, bytes_per_state=loaded.state_bytes,
+            max_sequences=arguments.max_sequences, state_memory=arguments.state_memory,
+        )  # fmt: skip
     except InvalidInput as error:
         return problem("pool", str(error))
     blocks, slots = found.num_blocks, found.slots
@@ -257,7 +257,7 @@ def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
     if loaded.state:
         states = f"{slots.rows} sequences at once and {slots.snapshots} snapshots"
         text = f"{text}; {size(slots.total * loaded.state_bytes)} of states: {states}"
-        if slots.rows < EngineConfig().max_sequences:
+        if slots.rows < arguments.max_sequences:
             return note(
                 "pool", f"{text}; more memory (state_memory, kv_memory) allows more than {slots.rows} sequences"
             )

@@ -115,7 +115,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser], c
     _add_tokenizer(doctor)
     _add_settings(
         doctor,
-        *("kv_memory", "block_size", "device", "dtype", "weights", "attention", "revision", "trust_remote_code"),
+        *("kv_memory", "state_memory", "max_sequences", "block_size", "device", "dtype", "weights", "attention"),
+        *("revision", "trust_remote_code"),
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object with all findings, for scripts")
 

@@ -247,6 +247,20 @@ def test_a_self_test_that_fails_is_a_problem(examine: Any, monkeypatch: pytest.M
     assert (status, found["self-test"]) == (1, [("problem", "a decode differs by 3.0e-01")])
 
 
+def test_states_of_a_hybrid_model_have_the_memory_that_an_engine_would_give_them(tmp_path: Path, examine: Any) -> None:
+    config = transformers.Lfm2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], max_position_embeddings=256, pad_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    command = (str(tmp_path), "--device", "cpu", "--dtype", "float32", "--kv-memory", "1MiB", "--max-sequences", "4")
+    _, found = examine(*command, "--state-memory", "3840")
+    assert "of states: 4 sequences at once and 6 snapshots" in found["pool"][0][1]
+    status, found = examine(*command, "--state-memory", "1536")
+    assert (status, found["pool"][0][0]) == (1, "problem")
+    assert "holds 4 states, and max_sequences=4 needs a row each and one snapshot" in found["pool"][0][1]
+
+
 def test_a_pool_that_does_not_fit_is_a_problem(examine: Any) -> None:
     status, found = examine("--kv-memory", "1kB")
     assert (status, found["pool"][0][0]) == (1, "problem")
