@@ -30,7 +30,6 @@ SIGHTS = (  # events that must occur, or the lives are too easy
     "hits",
     "pinned",
     "shaken",
-    "states",
 )
 STATES = States(snapshots=20, prompt=4, long=1000, least=1)
 WITH_STATES = replace(LIFE, states=STATES)

@@ -175,7 +175,7 @@ class World:
         seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.order_checks.overtaken)
         seen |= Counter(self.stages)
         seen.update(c.ask.flaw.kind for c in self.customers.values() if c.ask.flaw and c.channel.error)
-        seen |= Counter(states=stats.state_slots_used, evicted_states=stats.evicted_states)
+        seen |= Counter(evicted_states=stats.evicted_states)
         seen.update(shaken=sum(customer.shaken for customer in self.customers.values()))
         seen.update(f"a fault: {fault.kind}" for fault in (*self.faults.fired, *self.faults.began))
         return +seen
