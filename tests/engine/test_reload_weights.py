@@ -147,7 +147,7 @@ def test_a_given_state_is_written_into_the_callers_model(family: str, form: str)
     if form == "int8" and kernels() is None:
         pytest.skip("no compiler, or a CPU without AVX2")
     model = model_for(form, family)
-    state = noise(model, 0.5)
+    state = noise(model, 2.0)
     with Engine.load(model, **OPTIONS, **FORMS[form]) as engine:
         before = answer(engine)
         engine.reload_weights(state)
