@@ -276,7 +276,7 @@ def test_without_products_the_model_runs_in_float32(
         for name, weights in ((path, "auto"), (path, "int8"), ("tiny", "int8")):
             assert set(kinds(adapter.load(name, weights=weights).model).values()) <= {None}
         assert [record.message for record in caplog.records if "float32" in record.message] == [
-            "weights are computed with in float32, not in 8 or 4 bits: there is no C++ compiler"
+            "weights are float32, not of 8 or 4 bits: there is no C++ compiler"
         ]
     finally:
         kernels.kernels.cache_clear()

@@ -81,7 +81,7 @@ def test_a_fuzz_changes_each_field_in_each_way(one: Path) -> None:
     ),
 )
 def test_each_configuration_is_refused_or_right(tmp_path: Path, family: str, fields: tuple[str, ...]) -> None:
-    """All fields of a family take one to three minutes: over 300 loads, each in a process with limits."""
+    """All fields of a family (RADIXKV_LONG=1) take one to three minutes: over 300 loads, each in a limited process."""
     make(FUZZED[family]()).save_pretrained(tmp_path / family)
     command = [sys.executable, "-m", "tests.models.checkpoints.config_fuzz", str(tmp_path / family), *fields]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
