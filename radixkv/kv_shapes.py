@@ -47,7 +47,12 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256},
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
-    "gemma3n_text": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256},
+    "gemma3n_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_kv_shared_layers": 15,
+    },
     "gemma4_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512},
     "gpt_oss": {"head_dim": 64},
     "qwen3": {"head_dim": 128},
@@ -145,7 +150,8 @@ def _of_config(whole: dict[str, Any], name: str) -> KVShape:
     _check_decoder(config)
     config = {**_DEFAULTS.get(str(config.get("model_type")), {}), **{k: v for k, v in config.items() if v is not None}}
     kinds = _kinds(config)
-    layers = [_layer(config, at, kind) for at, kind in enumerate(kinds)]
+    storing = kinds[: len(kinds) - _sharing_layers(config, len(kinds))]
+    layers = [_layer(config, at, kind) for at, kind in enumerate(storing)]
     kept = tuple(layer for layer in layers if layer is not None)
     if not kept:
         raise ValueError("none of its layers keeps keys and values")
@@ -153,7 +159,7 @@ def _of_config(whole: dict[str, Any], name: str) -> KVShape:
         kept = tuple(layer for layer in kept for _ in range(2))
     context = next((config[field] for field in _CONTEXT if type(config.get(field)) is int), None)
     states = (layer_state(config),) * sum(_keeps_state(kind) for kind in kinds) if is_hybrid(config) else ()
-    return KVShape(name, kept, _dtype(config, whole), context, tuple(_notes(config, kinds, kept)), states)
+    return KVShape(name, kept, _dtype(config, whole), context, tuple(_notes(config, storing, kept)), states)
 
 
 def _check_decoder(config: Mapping[str, Any]) -> None:
@@ -190,6 +196,14 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
     if other := sorted({str(kind) for kind in kinds} - (_KINDS | LAYER_KINDS.keys() if hybrid else _KINDS)):
         raise ValueError(f"layers of type {', '.join(other)} keep something else than keys and values of each token")
     return kinds
+
+
+def _sharing_layers(config: Mapping[str, Any], count: int) -> int:
+    """Return the number of layers, the last of `count`, that read the KV of earlier layers and store none."""
+    sharing = config.get("num_kv_shared_layers", 0)
+    if type(sharing) is not int or not 0 <= sharing < count:
+        raise ValueError(f"num_kv_shared_layers is {sharing!r}, not a number below its {count} layers")
+    return sharing
 
 
 def _keeps_state(kind: str) -> bool:
@@ -308,6 +322,6 @@ def _notes(config: Mapping[str, Any], kinds: list[str], layers: tuple[LayerKV, .
             notes.append(
                 f"{count} of {len(kinds)} layers see {seen}{size}, but keep all KV, so that prefixes can be shared"
             )
-    if shared := config.get("num_kv_shared_layers"):
-        notes.append(f"the last {shared} layers reuse others' KV; each stores what it reads all the same")
+    if sharing := config.get("num_kv_shared_layers"):
+        notes.append(f"{sharing} more layers, the last ones, read the KV of earlier layers and store none")
     return notes

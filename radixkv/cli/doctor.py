@@ -217,6 +217,8 @@ def _spec(spec: LayerSpec) -> str:
         parts.append(f"softcap {spec.softcap:g}")
     if spec.sinks:
         parts.append("sinks")
+    if spec.source is not None:
+        parts.append(f"reads the KV of layer {spec.source}")
     return ", ".join(parts)
 
 
@@ -242,8 +244,7 @@ def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
     """Describe the pool that `Engine.load` would make."""
     from radixkv.memory import pool_size
 
-    numbers = sum(spec.kv_heads * (spec.key_dim + spec.value_dim) for spec in loaded.layers)
-    block = numbers * loaded.dtype.itemsize * arguments.block_size
+    block = loaded.bytes_per_token * arguments.block_size
     try:
         found = pool_size(
             arguments.kv_memory, str(loaded.device), bytes_per_block=block, bytes_per_state=loaded.state_bytes,

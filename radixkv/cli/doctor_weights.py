@@ -166,8 +166,7 @@ def _times(loaded: LoadedModel, block_size: int) -> tuple[int, float, float]:
 
     room = min(_PREFILL + _DECODES, loaded.max_length)
     blocks = -(-room // block_size)
-    numbers = sum(spec.kv_heads * (spec.key_dim + spec.value_dim) for spec in loaded.layers)
-    check_free(blocks * block_size * numbers * loaded.dtype.itemsize, loaded.device.type)
+    check_free(blocks * block_size * loaded.bytes_per_token, loaded.device.type)
     runner, ids = Runner(loaded, blocks, block_size, state_slots=1), _ids(loaded, room)
     state = StateStep(StateRow(0)) if loaded.state else None
     table = np.arange(blocks, dtype=np.int32)

@@ -144,7 +144,7 @@ class RequestEngine:
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
         )
-        bytes_per_block = _bytes_per_block(loaded, config.block_size)
+        bytes_per_block = loaded.bytes_per_token * config.block_size
         size = pool_size(
             config.kv_memory,
             str(loaded.device),
@@ -435,8 +435,3 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
     snapshots = snapshots if config.prefix_cache else 0
     cache = StatefulPrefixCache(*blocks, rows=rows, snapshots=snapshots, spacing=spacing)
     return replace(config, max_sequences=rows), cache
-
-
-def _bytes_per_block(model: LoadedModel, block_size: int) -> int:
-    per_token = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in model.layers)
-    return per_token * block_size * model.dtype.itemsize

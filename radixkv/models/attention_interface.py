@@ -170,7 +170,8 @@ SPLIT = 512
 class AttentionBackend:
     """Copies blocks, stores new KV and computes attention over one store; `KVStore` and `torch_backend` say how.
 
-    `attend` takes a work list, or a tile plan if the backend was made by `recordable_backend`.
+    `attend` takes a work list, or a tile plan if the backend was made by `recordable_backend`. A layer's number is that
+    of its attention call in a forward.
     """
 
     copy: Callable[[Sequence[tuple[int, int]]], None]  # (source, destination) blocks
@@ -179,20 +180,51 @@ class AttentionBackend:
 
 
 def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = False) -> AttentionBackend:
-    """Return the backend that this model was tested with, over `store`."""
+    """Return the backend that this model was tested with, over `store`, which has a layer for each stored one."""
     if loaded.attention == "triton":
         attend = partial(triton_backend.attend, store, split=keys_per_tile(deterministic))
-        return AttentionBackend(partial(triton_backend.copy, store), partial(triton_backend.write, store), attend)
-    if loaded.attention == "compiled":
+        backend = AttentionBackend(partial(triton_backend.copy, store), partial(triton_backend.write, store), attend)
+    elif loaded.attention == "compiled":
         compiled = compiled_attention.CompiledAttention(store)
-        return AttentionBackend(store.copy, compiled.write, compiled.attend)
-    return AttentionBackend(store.copy, store.write, partial(torch_backend.attend, store))
+        backend = AttentionBackend(store.copy, compiled.write, compiled.attend)
+    else:
+        backend = AttentionBackend(store.copy, store.write, partial(torch_backend.attend, store))
+    return _storing_once(backend, loaded.layers)
 
 
-def recordable_backend(store: KVStore) -> AttentionBackend:
+def recordable_backend(store: KVStore, layers: Sequence[LayerSpec]) -> AttentionBackend:
     """Return the kernels along plans whose arrays are on the device; they only launch, so they can be recorded."""
     attend = partial(triton_backend.follow, store)
-    return AttentionBackend(partial(triton_backend.copy, store), partial(triton_backend.write, store), attend)
+    backend = AttentionBackend(partial(triton_backend.copy, store), partial(triton_backend.write, store), attend)
+    return _storing_once(backend, layers)
+
+
+def _storing_once(backend: AttentionBackend, layers: Sequence[LayerSpec]) -> AttentionBackend:
+    """Return a backend whose layers with a `source` write nothing, and read the pool's layer of their source.
+
+    A model without such layers keeps `backend`: the pool's layers then have the same numbers as the calls.
+    """
+    stored = [number for number, layer in enumerate(layers) if layer.source is None]
+    if len(stored) == len(layers):
+        return backend
+    places = [stored.index(number if each.source is None else each.source) for number, each in enumerate(layers)]
+    writes = [
+        partial(backend.write, place) if each.source is None else _write_nothing
+        for place, each in zip(places, layers, strict=True)
+    ]
+
+    def write(layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        writes[layer](slots, key, value)
+
+    def attend(layer: int, query: Tensor, work: Any, **options: Any) -> Tensor:
+        output: Tensor = backend.attend(places[layer], query, work, **options)
+        return output
+
+    return AttentionBackend(backend.copy, write, attend)
+
+
+def _write_nothing(slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Leave the pool as it is: the source has written this KV."""
 
 
 def keys_per_tile(deterministic: bool) -> int | None:

@@ -70,7 +70,7 @@ def _graphs_of(runner: Runner, computed: PoolForward, most: int, recorder: Recor
     loaded, store = runner.loaded, runner.store
     split = keys_per_tile(runner.deterministic)
     inputs = DecodeInputs(store, loaded.layers, most, max_length=loaded.max_length, split=split)
-    backend = recordable_backend(store)
+    backend = recordable_backend(store, loaded.layers)
 
     def forward(bucket: int, present: Present) -> Tensor:
         tokens, positions, slots = inputs.columns(bucket)

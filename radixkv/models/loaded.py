@@ -28,7 +28,8 @@ class LayerSpec:
 
     `window` is in tokens (None: all earlier tokens are seen), `softcap` bounds the scores, `sinks` says whether each
     head has a learned score that takes part in the softmax. With `chunk`, a token sees nothing before the last multiple
-    of `chunk` tokens.
+    of `chunk` tokens. `source` is the number of an earlier call whose keys and values this call reads; None if the call
+    stores its own.
     """
 
     heads: int
@@ -39,6 +40,7 @@ class LayerSpec:
     softcap: float | None = None
     sinks: bool = False
     chunk: int | None = None
+    source: int | None = None
 
     @property
     def attention_window(self) -> AttentionWindow:
@@ -96,6 +98,17 @@ class LoadedModel:
     device: torch.device
     attention: str = "torch"
     state: tuple[StateSpec, ...] = ()
+
+    @property
+    def stored_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers that store keys and values of their own, in the order of the pool's layers."""
+        return tuple(layer for layer in self.layers if layer.source is None)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes that the pool stores per token, over all layers."""
+        numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.stored_layers)
+        return numbers * self.dtype.itemsize
 
     @property
     def state_bytes(self) -> int:

@@ -57,6 +57,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.layers: list[LayerSpec] = []
+        self._stored: list[tuple[int, Tensor, Tensor]] = []  # number of the call, its key and its value
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Record the call; raises UnsupportedModel if it is not plain causal attention."""
@@ -71,9 +72,18 @@ class _Recorder:
                 window=call.window,
                 softcap=call.softcap,
                 sinks=call.sinks is not None,
+                source=self._source(call),
             )
         )
         return call.value[0].repeat_interleave(heads // kv_heads, dim=0).transpose(0, 1)
+
+    def _source(self, call: AttentionCall) -> int | None:
+        """Return the number of the earlier call that passed the same two tensors; None if this call is the first."""
+        for number, key, value in self._stored:
+            if call.key is key and call.value is value:
+                return number
+        self._stored.append((len(self.layers), call.key, call.value))
+        return None
 
 
 def _check_call(call: AttentionCall) -> None:

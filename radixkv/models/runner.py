@@ -63,7 +63,7 @@ class Runner:
         self.loaded, self.deterministic, self.recheck_tokens = loaded, deterministic, recheck_tokens
         self._spare_block = num_blocks  # the first block that belongs to no cache, for `recheck`
         self.store = KVStore(
-            [layer.shape for layer in loaded.layers],
+            [layer.shape for layer in loaded.stored_layers],
             num_blocks + -(-recheck_tokens // block_size) + bool(recheck_tokens),
             block_size,
             device=loaded.device,

@@ -30,8 +30,9 @@ the result for your model.
 computes all sequences of a step, prefills and decodes together, and shared prefixes are read once. Windows, chunks,
 softcaps and sinks cost no extra time. The pool keeps all keys and values, even outside of a window, so that a prefix
 stays a hit. Latent attention (MLA) is stored decompressed, as keys and values of every head. This takes more memory
-than its latent vector would, and `radixkv plan` counts it. Layers with recurrent state (gated delta nets, Mamba-2,
-short convolutions) compute on the rows of a state arena; [architectures.md](architectures.md) says how.
+than its latent vector would, and `radixkv plan` counts it. Layers that read the KV of an earlier layer store none
+("shared KV"). Layers with recurrent state (gated delta nets, Mamba-2, short convolutions) compute on the rows of a
+state arena; [architectures.md](architectures.md) says how.
 
 **fallback**: the model bypasses transformers' attention interface, or changes attention in a way that the interface
 does not show (ALiBi, masks of its own). It runs by its own attention, over a cache that is filled from the pool. Hits,

@@ -60,6 +60,7 @@ def attention(layers: tuple[Any, ...], config: Any, stateful: int = 0) -> str:
         ("chunks", [layer for layer in layers if getattr(layer, "chunk", None)]),
         ("softcap", [layer for layer in layers if layer.softcap]),
         ("sinks", [layer for layer in layers if layer.sinks]),
+        ("shared KV", [layer for layer in layers if layer.source is not None]),
     ):
         if some:
             parts.append(feature if len(some) == len(layers) else f"{feature} in {len(some)} of {len(layers)}")

@@ -216,10 +216,11 @@ def test_what_a_real_checkpoint_has_besides_weights_is_said(examine: Any, tmp_pa
     assert "pickled weights only, and unpickling runs code" in found["model"][0][1]
 
 
-def test_attention_in_chunks_and_sinks_are_named(tiny: LoadedModel) -> None:
+def test_attention_in_chunks_sinks_and_shared_kv_are_named(tiny: LoadedModel) -> None:
     [spec, *_] = tiny.layers
     heads = "3 heads over 3 KV heads, keys 64, values 64"
     assert doctor._spec(replace(spec, chunk=8192)) == f"{heads}, chunks of 8,192 (all KV is kept)"
+    assert doctor._spec(replace(spec, source=1)) == f"{heads}, reads the KV of layer 1"
     assert doctor._spec(replace(spec, sinks=True, window=128)) == f"{heads}, window 128 (all KV is kept), sinks"
 
 

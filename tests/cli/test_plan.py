@@ -60,6 +60,16 @@ GEMMA4: dict[str, Any] = {  # its full layers have heads of their own
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 97,
 }
+SHARED: dict[str, Any] = {  # the last two layers have no KV of their own
+    **SMALL,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama, grouped": lambda: transformers.LlamaConfig(**SMALL, num_key_value_heads=2, head_dim=24),
@@ -67,7 +77,11 @@ CONFIGS: dict[str, Any] = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_key_value_heads=1, **EXPERTS),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16, **MIXED),
+    "gemma3n": lambda: transformers.Gemma3nTextConfig(
+        **SHARED, laurel_rank=8, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4
+    ),
     "gemma4": lambda: transformers.Gemma4TextConfig(**GEMMA4),
+    "gemma4, shared": lambda: transformers.Gemma4TextConfig(**SHARED, global_head_dim=40),
     "gpt-oss": lambda: transformers.GptOssConfig(**SMALL, num_key_value_heads=2, head_dim=16, **MIXED, **EXPERTS),
     "deepseek-v3": lambda: transformers.DeepseekV3Config(**SMALL, num_key_value_heads=4, **LATENT),
     "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97, n_positions=128),
@@ -95,6 +109,12 @@ def kinds(shape: KVShape) -> list[tuple[int, int, int]]:
     return [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in shape.layers]
 
 
+def stored(model: Any) -> list[tuple[int, int, int]]:
+    """The layers that an attention over the pool stores, as `kinds` lists them."""
+    layers = [layer for layer in probe(model).layers if layer.source is None]
+    return [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in layers]
+
+
 # ---- shapes
 
 
@@ -104,9 +124,8 @@ def test_the_file_says_what_the_model_writes(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.set_attn_implementation(IMPLEMENTATION)
-    layers = probe(model).layers
     config.save_pretrained(tmp_path)
-    assert kinds(kv_shape(str(tmp_path))) == [(each.kv_heads, each.key_dim, each.value_dim) for each in layers]
+    assert kinds(kv_shape(str(tmp_path))) == stored(model)
 
 
 HYBRID: dict[str, Any] = {
@@ -256,7 +275,7 @@ def test_layers_may_differ(fields: dict[str, Any], layers: list[tuple[int, int, 
             "3 of 4 layers see a",
         ),
         ({"kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}, "takes 8.0 times"),
-        ({"num_kv_shared_layers": 2}, "the last 2 layers reuse"),
+        ({"num_kv_shared_layers": 2}, "2 more layers, the last ones, read the KV of earlier layers"),
     ],
 )
 def test_what_a_reader_may_not_expect_is_said(fields: dict[str, Any], note: str | None, tmp_path: Path) -> None:
@@ -291,6 +310,9 @@ def test_what_a_reader_may_not_expect_is_said(fields: dict[str, Any], note: str 
         ({"layer_types": ["full_attention", "linear_attention"] * 2}, "type linear_attention"),
         ({"layer_types": ["full_attention"]}, "not one of 4 layers"),
         ({"layer_types": "full"}, "not one of 4 layers"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4, not a number below its 4 layers"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1"),
+        ({"num_kv_shared_layers": [2]}, r"num_kv_shared_layers is [2]"),
         ({"block_configs": [{"attention": {"no_op": True}}] * 4}, "none of its layers"),
     ],
 )

@@ -8,15 +8,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from radixkv import Engine, SamplingParams
-from radixkv.errors import InvalidInput
+from radixkv.attention.kv_store import KVStore
+from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter
 from radixkv.models.cuda_graphs import record_decodes
-from radixkv.models.loaded import LoadedModel
+from radixkv.models.loaded import LoadedModel, SequenceInput
+from radixkv.models.quantized.kernels import kernels
 from radixkv.models.runner import Runner
 from tests.models.conftest import GROUPED, SIZES
 from tests.models.step_runner import compare, forwarded, generated, prompts
@@ -115,7 +118,7 @@ def test_logits_equal_the_own_forward(build: Callable[..., Any], kind: str) -> N
     compare(loaded, TOLERANCE.get(kind, 1e-9))
 
 
-@pytest.mark.parametrize("kind", ["bart", "got_ocr2", "llama4", "roberta"])
+@pytest.mark.parametrize("kind", ["bart", "gemma3n", "got_ocr2", "llama4", "roberta"])
 def test_an_engine_answers_as_the_model_generates(build: Callable[..., Any], kind: str) -> None:
     texts = prompts(random.Random(8), 4)
     reply = forwarded if kind in NO_GENERATE else generated
@@ -135,6 +138,59 @@ def shapes(loaded: LoadedModel) -> list[tuple[int, int, int]]:
 def test_layers_may_differ(build: Callable[..., Any]) -> None:
     assert shapes(adapter.load(build(deepseek_v3()))) == [(4, 16, 12)] * 2
     assert shapes(adapter.load(build(gemma4()))) == [(2, 8, 8), (2, 16, 16)]
+
+
+def test_shared_kv_is_stored_once(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = adapter.load(build(gemma3n()))
+    assert [layer.source for layer in loaded.layers] == [None, None, 0, 1]
+    store = Runner(loaded, 8, 4).store
+    assert len(store.keys) == 2
+    assert loaded.bytes_per_token * 4 == store.bytes_per_block == 4 * 2 * (2 * 32 * 4)
+    written: list[int] = []
+    write = KVStore.write
+
+    def counting(store: KVStore, layer: int, *new: torch.Tensor) -> None:
+        written.append(layer)
+        write(store, layer, *new)
+
+    monkeypatch.setattr(KVStore, "write", counting)
+    Runner(loaded, 8, 4).run(
+        [SequenceInput(np.arange(3, 8, dtype=np.int32), 0, np.arange(5), np.arange(2, dtype=np.int32))]
+    )
+    assert written == [0, 1]
+
+
+def test_layers_that_compute_their_own_kv_share_nothing(build: Callable[..., Any]) -> None:
+    loaded = adapter.load(build(gemma4()))
+    assert [layer.source for layer in loaded.layers] == [None, None]
+    assert loaded.stored_layers == loaded.layers
+
+
+@pytest.mark.usefixtures("exact_softmax", "forced")
+def test_the_fallback_stores_shared_kv_once(build: Callable[..., Any]) -> None:
+    loaded = adapter.load(build(gemma3n(), torch.float64))
+    assert (loaded.attention, len(Runner(loaded, 2).store.keys)) == ("fallback", 2)
+    compare(loaded, TOLERANCE["gemma3n"])
+
+
+def test_small_weights_read_shared_kv_by_compiled_functions(build: Callable[..., Any]) -> None:
+    loaded = adapter.load(build(gemma3n()), weights="int8")
+    assert [layer.source for layer in loaded.layers] == [None, None, 0, 1]
+    assert loaded.attention == ("compiled" if kernels() is not None else "torch")
+    compare(loaded, 1e-3)
+
+
+def test_sharing_that_one_token_shows_and_a_prompt_does_not_is_refused(build: Callable[..., Any]) -> None:
+    model = build(gemma3n())
+
+    def scale(module: Any, inputs: Any, options: dict[str, Any]) -> None:
+        key, value = options["shared_kv_states"]["full_attention"]
+        if key.shape[2] > 1:
+            options["shared_kv_states"]["full_attention"] = 1.5 * key, value
+
+    model.model.layers[3].self_attn.register_forward_pre_hook(scale, with_kwargs=True)
+    with pytest.raises(UnsupportedModel, match="does not compute the same over a paged pool"):
+        adapter.load(model, attention="torch")
 
 
 def test_chunks_are_found_in_the_configuration(build: Callable[..., Any]) -> None:

@@ -38,6 +38,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: transformers.Gemma2Config(
         **SIZES, num_hidden_layers=2, head_dim=16, sliding_window=9, attn_logit_softcapping=3.0
     ),
+    "gemma3n": lambda: transformers.Gemma3nTextConfig(  # its second layer reads the KV of the first
+        **SIZES,
+        num_hidden_layers=2,
+        num_kv_shared_layers=1,
+        layer_types=["full_attention"] * 2,
+        head_dim=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=97,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 2,
+    ),
 }
 
 
