@@ -264,6 +264,15 @@ class PrefixCache:
                 self.state.tree.split(node, start - node.start)
             self.state.tree.demote(node, start)
 
+    def evict(self, count: int) -> bool:
+        """Evict cached prefixes until `count` blocks are free; returns False if what is held leaves fewer.
+
+        It may free more than `evictable_blocks` promises: see there. Costs O(log leaves) for each evicted block.
+        """
+        check_int("count", count)
+        self.state.pins.expire()
+        return self.state.evict(count)
+
     def discard(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> int:
         """Forget the cached tokens of this text from `start` on, and everything below them; returns the blocks freed.
 

@@ -62,7 +62,7 @@ class CacheState:
 
         OutOfBlocks changes nothing; it means that free and evictable blocks together are too few.
         """
-        pool, index, tree, counters = self.pool, self.index, self.tree, self.counters
+        pool = self.pool
         self.pins.expire()
         free = len(pool.free)
         if count > free + pool.evictable:
@@ -70,12 +70,23 @@ class CacheState:
                 f"{count} blocks wanted, {free} are free and {pool.evictable} evictable of {pool.num_blocks}: "
                 "close or shorten sequences, release pins, or make the pool larger"
             )
+        self.evict(count)
+
+    def evict(self, count: int) -> bool:
+        """Evict until `count` blocks are free or no leaf is left; returns whether they are free.
+
+        This may free more than `evictable` blocks: when the last leaf that shares a held node's part-filled block is
+        evicted, the node takes a copy that a child has.
+        """
+        pool, index, tree, counters = self.pool, self.index, self.tree, self.counters
+        free = len(pool.free)
         now, pressure = self.clock(), Pressure(count, free)
-        while (missing := count - len(pool.free)) > 0:
+        while (missing := count - len(pool.free)) > 0 and len(index):
             victim = index.victim()
             counters.evicted_tokens += tree.trim(victim, index.trim_limit(victim, missing), now, pressure)
             index.trim(victim)
         counters.evicted_blocks += len(pool.free) - free
+        return missing <= 0
 
     def _drop_observer(self) -> None:
         self.tree.observer = None

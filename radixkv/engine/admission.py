@@ -97,7 +97,11 @@ class Admission:
         if not self._can_finish(request, sequence):
             # The path to the hit also holds part-filled blocks: keep only the part that pins hold anyway.
             sequence.truncate(min(self._pinned_hit(request), sequence.length))
-        return self._can_finish(request, sequence)
+        if self._can_finish(request, sequence):
+            return True
+        # Unpinned leaves may share part-filled blocks with pinned nodes, which have copies: evict them if that helps.
+        need = blocks_needed(request, self._block_size, sequence.length, worst_case=True)
+        return need <= self._num_blocks - self._pinned_blocks() and self._cache.evict(need)
 
     def refusal(self, request: Request) -> PromptTooLong:
         """Explain why a request that fits the pool is refused: no other request runs, so pins hold the other blocks."""

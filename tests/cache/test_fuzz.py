@@ -58,6 +58,7 @@ class Story:
             (2, self.demote),
             (1, self.discard),
             (1, self.look),
+            (1, self.evict),
             (1, self.clear),
         ]
 
@@ -149,6 +150,9 @@ class Story:
     def discard(self) -> None:
         said = self.rng.choice(self.said)
         self.world.discard(self.namespace(), said, self.rng.randrange(len(said) + 1))
+
+    def evict(self) -> None:
+        self.world.evict(self.rng.randrange(self.world.num_blocks + 2))
 
     def look(self) -> None:
         self.world.random_run()

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from radixkv.cache import PrefixCache
-from radixkv.errors import SequenceClosed
+from radixkv.errors import InvalidInput, SequenceClosed
 from tests.cache.test_eviction import flood
 from tests.cache.verbs import cached, held, prompt, publish
 
@@ -198,3 +198,31 @@ class TestUnsharedLength:
             assert len(tokens) - unshared <= left < len(tokens) - unshared + size
             lost += unshared
         assert lost > 60
+
+
+class TestEvict:
+    def test_frees_the_block_that_a_leaf_shares_with_a_pinned_node_that_has_a_copy(self) -> None:
+        """As in life 6283: a pin on two tokens holds two blocks while an unpinned leaf shares the first one."""
+        cache = PrefixCache(4, 4)
+        publish(cache, [1, 2, 3, 4])
+        publish(cache, [1, 5, 6])
+        pin = cache.pin([1, 5])
+        cache.check()
+        assert pin.blocks == 1
+        assert room(cache) == 2
+        assert cache.evict(3), "the pinned node takes the copy"
+        cache.check()
+        assert cache.free_blocks == 3
+        assert not cache.evict(4), "the pinned block stays"
+        assert cached(cache, [1, 5]) == 2
+
+    def test_evicts_nothing_if_enough_is_free(self) -> None:
+        cache = PrefixCache(4, 4)
+        publish(cache, [1, 2, 3])
+        assert cache.evict(3)
+        assert cached(cache, [1, 2, 3]) == 3
+        assert cache.stats().evicted_blocks == 0
+
+    def test_refuses_what_is_no_number(self) -> None:
+        with pytest.raises(InvalidInput):
+            PrefixCache(4, 4).evict(1.5)  # type: ignore[arg-type]

@@ -459,6 +459,17 @@ class World:
         self.forget_what_nobody_holds()
         assert self.cache.evictable_blocks == 0
 
+    def evict(self, count: int) -> None:
+        """Evict until `count` blocks are free; the result says whether they are, and held texts stay."""
+        self.cache.stats()
+        before = self.cache.stats()
+        enough = self.cache.evict(count)
+        after = self.cache.stats()
+        assert enough == (after.free_blocks >= count)
+        assert enough or not after.leaves, "stopped although there was a leaf to evict"
+        assert after.evicted_blocks - before.evicted_blocks == after.free_blocks - before.free_blocks
+        assert enough or count > before.free_blocks + before.cached_blocks, "evictable_blocks promised more"
+
     def drain(self) -> None:
         """Take exactly the blocks that are reported as free or evictable.
 
