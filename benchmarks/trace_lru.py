@@ -7,8 +7,8 @@ The traces are Mooncake's conversation trace (12,031 requests; github.com/kvcach
 in 512-token blocks. Requests are served one at a time in file order (`radixkv_traces.simulate.replay`): by the real
 PrefixCache, and for the optimum by an exact model of its rules with all later requests as input. Capacities are shares
 of a trace's unique blocks. A row passes within 0.002 of the expected rate: block-granular eviction does, evicting whole
-nodes falls short by up to 7 points. Without the full traces the package's samples are replayed, for which no expected
-rates exist. Seconds are CPU time of one replay. The last line is JSON.
+nodes falls short by up to 7 points. Without DIR the package's samples are replayed, for which no expected rates exist.
+Seconds are CPU time of one replay. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from radixkv_traces.formats import TraceRequest, read, sample
+from radixkv_traces.formats import Source, TraceRequest, read, sample
 from radixkv_traces.simulate import replay
 from radixkv_traces.workload import Workload, prepare
 
@@ -36,6 +36,22 @@ EXPECTED = {
 }
 SAMPLES = {"conversation": 512, "cc_agent": 64}
 TOLERANCE = 0.002
+
+
+def add_traces(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--traces", type=Path, metavar="DIR",
+        help=f"folder with the full traces: {', '.join(EXPECTED)} (default: replay the package's samples)",
+    )  # fmt: skip
+
+
+def sources(folder: Path | None) -> list[tuple[str, Source, int]]:
+    """Return each trace's name, source and tokens per block; exit with a message if `folder` lacks one."""
+    if folder is None:
+        return [(name, sample(name), block_tokens) for name, block_tokens in SAMPLES.items()]
+    if missing := [name for name in EXPECTED if not (folder / name).is_file()]:
+        raise SystemExit(f"{folder}: no file {' and no file '.join(missing)}; leave --traces out for the samples")
+    return [(name, folder / name, 512) for name in EXPECTED]
 
 
 def run(
@@ -66,17 +82,10 @@ def row(name: str, workload: Workload, policy: str, index: int, expected: tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    folder = Path(__file__).resolve().parents[2] / "shared" / "traces"
-    parser.add_argument("--traces", type=Path, default=folder, help="folder with the full traces")
-    folder: Path = parser.parse_args().traces
+    add_traces(parser)
     rows = []
-    for name, expected in EXPECTED.items():
-        if (folder / name).is_file():
-            rows += run(name, list(read(folder / name)), 512, expected)
-    if not rows:
-        print(f"{folder} has neither {' nor '.join(EXPECTED)}: the shipped samples instead, nothing to compare with.")
-        for name, block_tokens in SAMPLES.items():
-            rows += run(name, list(read(sample(name))), block_tokens, {})
+    for name, source, block_tokens in sources(parser.parse_args().traces):
+        rows += run(name, list(read(source)), block_tokens, EXPECTED.get(name, {}))
     print(json.dumps({"benchmark": "trace_lru", "tolerance": TOLERANCE, "rows": rows}))
     if not all(row.get("passed", True) for row in rows):
         raise SystemExit(1)
