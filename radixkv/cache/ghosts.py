@@ -1,9 +1,9 @@
 """Ghosts: a bounded memory of evicted token runs, for `explain`, for regret and for policies that learn.
 
 A ghost is filed where its tokens used to follow: under (owner, position, first token). The owner is a node's
-`ghost_owner`, which names one text. A trimmed node gets a new owner and its ghost keeps the old one. So chains of
-ghosts are followed by comparing tokens, never hashes, and a ghost is never found for another text. Oldest ghosts are
-forgotten first; adding one is O(run).
+`ghost_owner`, which names one text. A trimmed node gets a new owner and its ghost keeps the old one. A root has its
+namespace, also if it was removed and made again. So chains of ghosts are followed by comparing tokens, never hashes,
+and a ghost is never found for another text. Oldest ghosts are forgotten first; adding one is O(run).
 
 With a policy that learns, old ghosts fade before they are forgotten: only the length and a hash of the run are kept.
 That is enough to count a reuse, and too little to explain one.
@@ -12,7 +12,7 @@ That is enough to count a reuse, and too little to explain one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from radixkv.cache.tokens import WIDTH, common_prefix
@@ -90,6 +90,10 @@ class Ghosts:
     def tokens(self) -> int:
         """Tokens remembered."""
         return self._bytes // WIDTH
+
+    def owners(self) -> set[GhostOwner]:
+        """Return the owners that have ghosts. O(ghosts)."""
+        return {place[0] for runs in (self._runs, self._faded) for place in runs}
 
     def clear(self) -> None:
         """Forget everything, without calling `forget`."""
@@ -178,8 +182,3 @@ class Ghosts:
     def _forgotten(self, ghost: Ghost, position: int) -> None:
         if self._forget is not None:
             self._forget(ghost.policy_data, position)
-
-
-def root_owner(namespace: Hashable) -> GhostOwner:
-    """The owner of the ghosts at a namespace's root: the same when the root was removed and made again."""
-    return ("root", namespace)

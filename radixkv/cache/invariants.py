@@ -36,7 +36,10 @@ def check(state: CacheState) -> None:
 def _check_shape(tree: RadixTree, nodes: list[Node]) -> None:
     size, roots = tree.pool.block_size, tree.roots
     assert len(nodes) - len(roots) == tree.nodes, f"node count: {len(nodes)} - {len(roots)} != {tree.nodes}"
-    for root in roots.values():
+    known = set(tree.namespaces)
+    for namespace, root in roots.items():
+        assert root.ghost_owner is namespace, f"root {root.id} is filed under another namespace"
+        assert namespace in known, f"the namespace of root {root.id} cannot be found"
         assert root.locks or root.children, f"an empty namespace is kept: {root.id}"
         assert not root.key and not root.blocks and root.start == 0, f"a root covers tokens: {root.id}"
     for node in nodes:

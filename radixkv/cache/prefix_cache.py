@@ -14,13 +14,13 @@ from radixkv.cache import invariants
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.change_tracker import ChangeTracker
 from radixkv.cache.events import Observer
-from radixkv.cache.ghosts import root_owner
+from radixkv.cache.namespaces import Namespace
 from radixkv.cache.pins import Pin
 from radixkv.cache.policies import new_index
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
-from radixkv.cache.types import PURPOSES, CachedRun, CacheStats, Explanation, Match, Node, Purpose
+from radixkv.cache.types import PURPOSES, CachedRun, CacheStats, Explanation, GhostOwner, Match, Node, Purpose
 from radixkv.errors import InvalidInput, PrefixHeld
 
 
@@ -68,6 +68,7 @@ class PrefixCache:
         pool = BlockPool(self.num_blocks, self.block_size)
         # For the cache's own modules, and for checks.
         self.state = self.state_class(pool, index, clock, int(pin_budget * num_blocks))
+        self._namespaces = self.state.tree.namespaces
         if observer is not None:
             self.state.observe(observer)
 
@@ -88,7 +89,7 @@ class PrefixCache:
 
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
         """The longest cached prefix of `tokens` in the namespace. O(tokens compared) by memcmp + O(depth)."""
-        node, matched = self._find(as_bytes(tokens), namespace)
+        node, matched = self._find(as_bytes(tokens), self._namespaces.find(namespace))
         if node is None:
             return Match(0, np.empty(0, np.int32), 0)
         tree, length = self.state.tree, matched // WIDTH
@@ -101,13 +102,14 @@ class PrefixCache:
         """The prefix that `open` would find now, and why the match ends there. Costs a match and a look at ghosts."""
         raw = as_bytes(tokens)
         check_limit(limit)
-        node, matched = self._find(raw, namespace)
+        space = self._namespaces.find(namespace)
+        node, matched = self._find(raw, space)
         asked, found = len(raw) // WIDTH, matched // WIDTH
         length = found if limit is None else min(found, limit)
         if length < found or found >= asked:
             return Explanation(asked, found, length, "limit" if length < found else "full")
-        owner = root_owner(namespace) if node is None else node.ghost_owner
-        ghosts = self.state.ghosts.follow(owner, found, raw[matched:])
+        owner = space if node is None else node.ghost_owner
+        ghosts = [] if owner is None else self.state.ghosts.follow(owner, found, raw[matched:])
         if ghosts:
             first = ghosts[0][0]
             gone = sum(tokens for _, tokens in ghosts)
@@ -188,15 +190,33 @@ class PrefixCache:
         raw = as_bytes(tokens)
         if limit is not None:
             check_limit(limit)
+        space = self._namespaces.find(namespace)
+        node, matched = self._find(raw, space, limit)
+        return self._open(raw, namespace, space, node, matched, limit, priority, purpose)
+
+    def _open(
+        self,
+        raw: bytes,
+        namespace: Hashable,
+        space: Namespace | None,
+        node: Node | None,
+        matched: int,
+        limit: int | None,
+        priority: int,
+        purpose: Purpose,
+    ) -> Sequence:
+        """Open a sequence on the first `matched` bytes of `raw`, which end in `node`.
+
+        Without `node` make the root, and without `space` the namespace.
+        """
         if type(priority) is not int:
             check_int("priority", priority)
         if purpose not in PURPOSES:
             raise InvalidInput(f"purpose={purpose!r}: allowed are {', '.join(PURPOSES)}")
         state = self.state
         tree = state.tree
-        node, matched = self._find(raw, namespace, limit)
         if node is None:
-            node = tree.root(namespace)
+            node = tree.add_root(tree.add_namespace(namespace) if space is None else space)
         length, asked = matched // WIDTH, len(raw) // WIDTH
         rest, ghost_owner = raw[matched:] if limit is None else raw[matched : limit * WIDTH], node.ghost_owner
         if purpose == "request":
@@ -232,7 +252,7 @@ class PrefixCache:
         raw = as_bytes(tokens)
         if ttl is not None and not (_is_number(ttl) and ttl > 0):
             raise InvalidInput(f"ttl={ttl!r}: allowed are seconds > 0, or None for no limit")
-        node, matched = self._find(raw, namespace)
+        node, matched = self._find(raw, self._namespaces.find(namespace))
         length = matched // WIDTH
         if node is None or not length:
             return Pin(None, None, 0, not raw, 0, None)
@@ -256,7 +276,7 @@ class PrefixCache:
         """
         raw = as_bytes(tokens)
         check_int("start", start)
-        node, matched = self._find(raw, namespace)
+        node, matched = self._find(raw, self._namespaces.find(namespace))
         if node is None or node.locks or node.children:
             return
         if matched == node.end * WIDTH and start < node.end:
@@ -286,7 +306,7 @@ class PrefixCache:
             raise InvalidInput(f"start={start}: allowed is an int of at least 0")
         state = self.state
         state.pins.expire()
-        node, matched = self._find(raw, namespace)
+        node, matched = self._find(raw, self._namespaces.find(namespace))
         if node is None or matched <= start * WIDTH:
             return 0
         while node.start > start:
@@ -312,26 +332,22 @@ class PrefixCache:
         state.index.clear()
         while len(state.index):
             state.tree.remove(state.index.victim())
+        self._namespaces.keep(state.tree.roots)
 
     # ---- helpers
 
-    def _find(self, raw: bytes, namespace: Hashable, limit: int | None = None) -> tuple[Node | None, int]:
+    def _find(self, raw: bytes, namespace: Namespace | None, limit: int | None = None) -> tuple[Node | None, int]:
         """The deepest node that `raw`, up to `limit` tokens, reaches in its namespace, and the bytes that match."""
-        state = self.state
-        try:
-            root = state.tree.roots.get(namespace)
-        except TypeError as error:
-            raise InvalidInput(
-                f"namespace of type {type(namespace).__name__}: allowed is None or anything hashable"
-            ) from error
+        tree = self.state.tree
+        root = tree.find_root(namespace)
         if root is None:
             refuse_negative(raw)
             return None, 0
-        node, matched = state.tree.match(root, raw if limit is None else raw[: limit * WIDTH])
+        node, matched = tree.match(root, raw if limit is None else raw[: limit * WIDTH])
         refuse_negative(raw, matched)
         return node, matched
 
-    def _count_regret(self, ghost_owner: Hashable, length: int, rest: bytes) -> None:
+    def _count_regret(self, ghost_owner: GhostOwner, length: int, rest: bytes) -> None:
         """Count requested tokens that were evicted."""
         state = self.state
         for ghost, tokens in state.ghosts.regret(ghost_owner, length, rest):

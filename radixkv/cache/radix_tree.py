@@ -22,7 +22,8 @@ import numpy as np
 
 from radixkv.cache.block_pool import BlockPool, SharedBlocks
 from radixkv.cache.events import Observer
-from radixkv.cache.ghosts import Ghost, Ghosts, Pressure, root_owner
+from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
+from radixkv.cache.namespaces import Namespace, Namespaces
 from radixkv.cache.tokens import WIDTH, common_prefix
 from radixkv.cache.types import NO_CHILDREN, CachedRun, ChangeLog, LeafIndex, Node
 
@@ -37,7 +38,8 @@ class RadixTree:
         self.shared = SharedBlocks(pool)
         self.index = index
         self.ghosts = ghosts
-        self.roots: dict[Hashable, Node] = {}
+        self.namespaces = Namespaces()
+        self.roots: dict[Namespace, Node] = {}
         self.nodes = 0  # roots not counted
         self.observer: Observer | None = None  # guards at each event: a null object costs 2 to 7% of a request
         self.changed: ChangeLog | None = None
@@ -89,10 +91,10 @@ class RadixTree:
         return table
 
     def namespace(self, node: Node) -> Hashable:
-        """The namespace of the tree that a node is in. O(depth)."""
+        """The namespace of the tree that a node is in, as its caller named it. O(depth)."""
         while node.parent is not None:
             node = node.parent
-        return cast(tuple[str, Hashable], node.ghost_owner)[1]
+        return cast(Namespace, node.ghost_owner).value
 
     def walk(self, top: Node | None = None) -> Iterator[Node]:
         """All nodes, roots included, or `top` and all below it; a node comes before its children."""
@@ -159,16 +161,24 @@ class RadixTree:
 
     # ---- holding
 
-    def root(self, namespace: Hashable) -> Node:
-        """The namespace's root, made if need be. Hold it at once: `unhold` and `remove` remove an empty root."""
-        root = self.roots.get(namespace)
-        if root is None:
-            number, owner = next(self._ids), root_owner(namespace)
-            root = self.roots[namespace] = Node(number, None, 0, bytearray(), array("i"), owner, NO_CHILDREN)
-            self.index.date(root)
-            root.born_at = root.used_at
-            if self.observer is not None:
-                self.observer.rooted(root.id, namespace)
+    def find_root(self, namespace: Namespace | None) -> Node | None:
+        """The namespace's root, if it has one."""
+        return None if namespace is None else self.roots.get(namespace)
+
+    def add_namespace(self, value: Hashable) -> Namespace:
+        """Make the namespace of a value that is not known, and forget unused ones at times. Amortised O(1)."""
+        if len(self.namespaces) >= self.namespaces.limit:
+            self.namespaces.keep({*self.roots, *self.ghosts.owners()}, len(self.ghosts))
+        return self.namespaces.add(value)
+
+    def add_root(self, namespace: Namespace) -> Node:
+        """Make the root of a namespace. Hold it at once: `unhold` and `remove` remove an empty root."""
+        root = Node(next(self._ids), None, 0, bytearray(), array("i"), namespace, NO_CHILDREN)
+        self.roots[namespace] = root
+        self.index.date(root)
+        root.born_at = root.used_at
+        if self.observer is not None:
+            self.observer.rooted(root.id, namespace.value)
         return root
 
     def hold(self, node: Node) -> None:
@@ -422,7 +432,7 @@ class RadixTree:
                 self.changed.gone(root)
             if self.observer is not None:
                 self.observer.uprooted(root.id)
-            del self.roots[self.namespace(root)]
+            del self.roots[cast(Namespace, root.ghost_owner)]
 
 
 def _joined(head: Run, tail: Run) -> Run:

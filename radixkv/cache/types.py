@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.cache.namespaces import Namespace
 from radixkv.cache.tokens import WIDTH, check_int
 from radixkv.recurrent_state import StateStep
 
@@ -136,7 +137,7 @@ class CacheStats:
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
 
-GhostOwner: TypeAlias = Hashable  # the name under which ghosts are filed: a number, or a namespace's root
+GhostOwner: TypeAlias = int | Namespace  # ghosts are filed under a number, and those at a root under its namespace
 EvictionKey: TypeAlias = "tuple[int, bool, int, int, Node]"  # priority, not demoted, rank, tick; then the leaf itself
 NO_CHILDREN: dict[bytes, Node] = {}
 
@@ -150,7 +151,7 @@ class Node:
     start: int  # the position of its first token
     key: bytearray  # its tokens
     blocks: array[int]
-    ghost_owner: GhostOwner  # names one text: while it stays the same, the node only grows
+    ghost_owner: GhostOwner  # names one text: while it stays the same, the node only grows. A root's is its namespace
     children: dict[bytes, Node]  # first token -> child; `NO_CHILDREN` if there are none
     locks: int = 0
     direct_holders: int = 0

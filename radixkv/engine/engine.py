@@ -374,7 +374,7 @@ def _shut(thread: EngineThread, outputs: list[TraceWriter | monitoring.Monitorin
 def _cached_namespaces(cache: weakref.ref[PrefixCache]) -> list[Hashable]:
     """Return the namespaces with cached prefixes; any thread may call this."""
     held = cache()
-    return [] if held is None else list(held.state.tree.roots)
+    return [] if held is None else [each.value for each in list(held.state.tree.roots)]
 
 
 def _decoder(model: LoadedModel) -> Callable[[list[int]], str] | None:

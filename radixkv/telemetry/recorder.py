@@ -20,8 +20,9 @@ from radixkv.cache import CacheStats, PrefixCache
 from radixkv.cache.change_tracker import ChangeTracker, SequenceView
 from radixkv.cache.events import ignore
 from radixkv.cache.ghosts import Pressure
+from radixkv.cache.namespaces import Namespace
 from radixkv.cache.tokens import WIDTH
-from radixkv.cache.types import GhostOwner, Node, Purpose
+from radixkv.cache.types import Node, Purpose
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
 from radixkv.telemetry.records import (
     NEXT_VICTIMS,
@@ -292,7 +293,7 @@ def node_record(node: Node, pins: int, offset: float, text: str | None = None) -
         node.demoted,
         node.born_at + offset,
         node.used_at + offset,
-        _namespace(node.ghost_owner) if parent is None else None,
+        namespace_label(node.ghost_owner.value) if isinstance(node.ghost_owner, Namespace) else None,
         tuple(tokens(node, HEAD)),
         text,
     )
@@ -332,9 +333,3 @@ def runs(blocks: array[int]) -> tuple[int, ...]:
             found += (block, 1)
         last = block
     return tuple(found)
-
-
-def _namespace(owner: GhostOwner) -> str | None:
-    """The name of the namespace of a root."""
-    assert isinstance(owner, tuple)
-    return namespace_label(owner[1])

@@ -128,7 +128,10 @@ def tree_view(cache: PrefixCache, namespace: Hashable = ALL, *, decode: Decode |
     nodes have text.
     """
     pins, offset, tree = cache.state.pins.by_node(), time.time() - cache.clock(), cache.state.tree
-    roots = [root for owner, root in tree.roots.items() if namespace is ALL or owner in {namespace}]
+    roots = list(tree.roots.values())
+    if namespace is not ALL:
+        root = tree.find_root(tree.namespaces.find(namespace))
+        roots = [] if root is None else [root]
     nodes = (node for root in roots for node in tree.walk(root))
     return TreeView([node_record(node, pins[node.id], offset, _said(node, decode)) for node in nodes])
 

@@ -119,7 +119,7 @@ class RandomCache:
                     tokens=node.end - node.start, blocks=run_length(node.blocks), holders=node.direct_holders,
                     locks=node.locks, pins=pinned[node.id], hits=node.hits, priority=node.priority,
                     demoted=node.demoted, born=0.0, used=used[1],
-                    namespace=None if node.parent is not None else root_name,
+                    namespace=None if node.parent is not None else root_name.value,
                     head=tuple(memoryview(bytes(node.key[:32])).cast("i")),
                 )  # fmt: skip
 

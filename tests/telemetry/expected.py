@@ -66,7 +66,7 @@ def assert_nodes(mirror: Mirror, cache: PrefixCache, offset: float) -> None:
             assert record.pins == pins[node.id]
             assert (record.hits, record.priority, record.demoted) == (node.hits, node.priority, node.demoted)
             assert (record.used, record.born) == (node.used_at + offset, node.born_at + offset)
-            assert record.namespace == (namespace_label(namespace) if node is root else None)
+            assert record.namespace == (namespace_label(namespace.value) if node is root else None)
             head = [int.from_bytes(node.key[at : at + 4], "little") for at in range(0, min(32, len(node.key)), 4)]
             assert list(record.head) == head
     assert mirror.nodes.keys() == seen

@@ -10,7 +10,6 @@ from typing import cast
 import numpy as np
 
 from radixkv.cache.events import Observer
-from radixkv.cache.ghosts import root_owner
 from radixkv.cache.pins import Pin
 from radixkv.cache.prefix_cache import PrefixCache, check_limit, check_positive
 from radixkv.cache.recurrent import invariants
@@ -81,7 +80,7 @@ class StatefulPrefixCache(PrefixCache):
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
         """The longest prefix of `tokens` with cached KV and state; `matched` counts the tokens with cached KV."""
         raw = as_bytes(tokens)
-        node, matched = self._find(raw, namespace)
+        node, matched = self._find(raw, self._namespaces.find(namespace))
         last = self.snapshots.last(node, matched // WIDTH)
         usable = 0 if last is None else last.position
         found = super().match(np.frombuffer(raw[: usable * WIDTH], np.int32), namespace)
@@ -90,7 +89,7 @@ class StatefulPrefixCache(PrefixCache):
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
         """The prefix that `open` would find now, and why the match, or the state, ends there."""
         explanation = super().explain(tokens, namespace, limit)
-        node, _ = self._find(as_bytes(tokens), namespace)
+        node, _ = self._find(as_bytes(tokens), self._namespaces.find(namespace))
         last = self.snapshots.last(node, explanation.length)
         usable = 0 if last is None else last.position
         if usable == explanation.length or explanation.reason == "no_state":
@@ -142,17 +141,19 @@ class StatefulPrefixCache(PrefixCache):
             return cast(StatefulSequence, super().open(tokens, namespace, limit, priority, purpose=purpose))
         raw = as_bytes(tokens)
         check_limit(limit)
-        node, found = self._find(raw, namespace, limit)
+        space = self._namespaces.find(namespace)
+        node, found = self._find(raw, space, limit)
         self.copies.refuse_full()
         matched, asked = found // WIDTH, len(raw) // WIDTH
+        owner = space if node is None else node.ghost_owner
         last = self.snapshots.last(node, matched)
-        owner = root_owner(namespace) if node is None else node.ghost_owner
         most = asked if limit is None else min(asked, limit)
         position = 0 if last is None else last.position
         branches = node is not None and (matched < node.end or bool(node.children))
-        opened = super().open(np.frombuffer(raw, np.int32), namespace, position, priority, purpose=purpose)
+        top = self.state.tree.find_root(space) if last is None else last.node
+        opened = self._open(raw, namespace, space, top, position * WIDTH, position, priority, purpose)
         sequence = cast(StatefulSequence, opened)
         sequence.begin(self._spacing, last, matched, diverged=matched < most, branches=branches)
-        if purpose == "request" and matched < most:
+        if purpose == "request" and matched < most and owner is not None:
             self._count_regret(owner, matched, raw[found : most * WIDTH])
         return sequence

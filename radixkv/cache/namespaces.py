@@ -1,0 +1,110 @@
+"""The namespaces of one cache: callers name them by any hashable value, and the cache by a `Namespace`.
+
+The caller's value is hashed and compared in `find`, and at the first use of a namespace in `add`. Trees and ghosts are
+filed under the `Namespace`. So closing, evicting, clearing and checking run no code of the value's class, and a value
+whose hash changes later affects no other namespace.
+
+A namespace stays known while it has a root or ghosts, and until the next `keep` after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator
+
+from radixkv.errors import InvalidInput
+
+LEAST = 1024
+"""Namespaces that are kept before unused ones are dropped."""
+
+_BUILT_IN = {(each.__hash__, each.__eq__) for each in (object, type(None), str, bytes, int, float)}
+"""Hash and comparison of classes whose values can be keys as they are: both are constant and run no caller's code."""
+
+
+class Namespace:
+    """A namespace of one cache, hashed and compared by identity. `value` is the caller's."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Hashable) -> None:
+        self.value = value
+
+
+class Namespaces:
+    """Maps the values of callers to the namespaces of one cache. Equal values are one namespace.
+
+    >>> known = Namespaces()
+    >>> made = known.add(("ann", 1))
+    >>> known.find(("ann", 1)) is made, known.find("ben")
+    (True, None)
+    >>> known.keep([])
+    >>> len(known)
+    0
+    """
+
+    __slots__ = ("_known", "limit")
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Namespace] = {}
+        self.limit = LEAST
+        """With this number of namespaces, `keep` is due before the next `add`."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __iter__(self) -> Iterator[Namespace]:
+        """Yield all namespaces."""
+        return iter(self._known.values())
+
+    def find(self, value: Hashable) -> Namespace | None:
+        """Return the namespace of a value that is equal to `value`, None if there is none. O(1).
+
+        Raises InvalidInput for a value that is not hashable, or whose hash or comparison raises.
+        """
+        try:
+            return self._known.get(value)
+        except Exception as error:  # also for an item of a tuple; a class of the caller's may raise anything
+            raise _refusal(value, error) from error
+
+    def add(self, value: Hashable) -> Namespace:
+        """Make the namespace of a value that `find` did not find. O(1), and InvalidInput as `find`."""
+        try:
+            key = value if (type(value).__hash__, type(value).__eq__) in _BUILT_IN else _Key(value)
+            made = self._known[key] = Namespace(value)
+        except Exception as error:
+            raise _refusal(value, error) from error
+        return made
+
+    def keep(self, used: Collection[object], limit: int = LEAST) -> None:
+        """Forget all namespaces but those in `used`; `limit` and twice their number bound the next ones. O(known)."""
+        for key in [key for key, namespace in self._known.items() if namespace not in used]:
+            del self._known[key]
+        self.limit = max(LEAST, limit, 2 * len(self._known))
+
+
+class _Key:
+    """A value with the hash that it had when it was added. It equals the values that its own comparison says."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Hashable) -> None:
+        self._value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """Compare with the value of a call. Raises for a value of the same class only: others are then not equal."""
+        if type(other) is _Key:
+            return self is other
+        if self._value is other:
+            return True
+        try:
+            return bool(self._value == other)
+        except Exception:
+            if type(other) is type(self._value):
+                raise
+            return False
+
+
+def _refusal(value: object, error: Exception) -> InvalidInput:
+    return InvalidInput(f"namespace of type {type(value).__name__}: allowed is None or anything hashable ({error})")
