@@ -169,6 +169,18 @@ class PrefixCache:
         """Recount everything; AssertionError names the broken invariant. O(blocks + tokens): for tests."""
         invariants.check(self.state)
 
+    # ---- blocks that leave the pool
+
+    def moves(self) -> list[tuple[int, int]]:
+        """Take the pending copies of blocks to another tier: (device block, host block). There are none here.
+
+        See `host.HostPrefixCache`.
+        """
+        return []
+
+    def moves_done(self) -> None:
+        """Confirm that the copies that `moves` returned last were run."""
+
     # ---- holding
 
     def open(

@@ -31,6 +31,7 @@ class Match(NamedTuple):
     blocks: npt.NDArray[np.int32]  # [ceil(length / block_size)]; safe to read only while a sequence or pin holds them
     idle_blocks: int  # blocks of the path that are evictable now: opening it takes no more from free + evictable
     matched: int = 0  # tokens with cached KV: more than `length` if a model's recurrent state is kept up to there only
+    host: int = 0  # tokens after `length` that a sequence could load from host memory; 0 without that tier
 
 
 class WritePlan(NamedTuple):
@@ -39,6 +40,13 @@ class WritePlan(NamedTuple):
     slots: npt.NDArray[np.int64]  # [new tokens], block * block_size + offset
     copies: list[tuple[int, int]]  # at most one; a step's copies may run together, in any order, before its writes
     state: StateStep | None = None  # of models with recurrent state
+
+
+class Load(NamedTuple):
+    """A plan whose KV is copied from host memory instead of being computed."""
+
+    plan: WritePlan
+    sources: npt.NDArray[np.int64]  # [new tokens], host block * block_size + offset: the KV of `plan.slots`
 
 
 class CachedRun(NamedTuple):
@@ -77,14 +85,17 @@ class Explanation:
     evicted_ago: float | None = None  # seconds since the first of them was evicted
     pressure: str | None = None  # the request for blocks that caused the eviction
     kv_reason: KVReason | None = None  # with "no_state", why the cached KV ends at `matched`
+    host: int = 0  # tokens after `length` that could be loaded from host memory; `reason` is why the match ends there
 
     def __str__(self) -> str:
         head = f"{self.length} of {self.tokens} tokens are cached"
+        if self.host:
+            head += f", and {self.host} more on the host"
         match self.reason:
             case "full":
                 return f"{head}: the whole prompt."
             case "limit":
-                return f"{head}: {self.matched} match, held back by limit={self.length}."
+                return f"{head}: {self.matched} match, held back by limit={self.length + self.host}."
             case "no_state":
                 return f"{head}: {self.matched} match, but recurrent state is kept up to token {self.length} only."
             case "evicted":
@@ -104,7 +115,7 @@ class CacheStats:
     query_tokens: int  # asked for in `open`, once each
     hit_tokens: int  # query tokens that were found in the cache
     committed_tokens: int  # computed by users and committed
-    evicted_blocks: int  # freed to make room
+    evicted_blocks: int  # freed to make room, in the last tier that had their tokens
     evicted_tokens: int
     copied_blocks: int  # copy-on-write instructions handed out
     regret_tokens: int  # asked for again after they were evicted
@@ -125,6 +136,12 @@ class CacheStats:
     state_slots: int = 0  # slots for snapshots of recurrent state
     state_slots_used: int = 0
     evicted_states: int = 0  # snapshots evicted to make room for others; those that left with their KV do not count
+    host_blocks: int = 0  # blocks of the second tier, in host memory; 0 without one
+    host_free_blocks: int = 0  # without KV, and not awaiting any
+    host_nodes: int = 0  # runs of tokens that are resident there
+    offloaded_blocks: int = 0  # written to the host
+    loaded_tokens: int = 0  # copied from the host to the pool and committed
+    host_evicted_blocks: int = 0  # freed on the host to make room there; part of `evicted_blocks`
 
     @property
     def sequences(self) -> int:

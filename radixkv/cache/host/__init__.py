@@ -1,0 +1,9 @@
+"""The prefix cache with a second tier of blocks in host memory.
+
+Read `sequence` and `prefix_cache` in this order.
+"""
+
+from radixkv.cache.host.prefix_cache import HostPrefixCache
+from radixkv.cache.host.sequence import HostSequence
+
+__all__ = ["HostPrefixCache", "HostSequence"]
