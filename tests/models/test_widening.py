@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,21 @@ from radixkv.models import adapter, selftest
 from radixkv.models.selftest_cases import SelfTestCases
 from radixkv.models.widening import widened_by_layers
 from tests.models.conftest import FAMILIES, GROUPED, make
+from tests.selection import mostly_long
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+recipes = importlib.import_module("model_parts.recipes")
+EVERY = {**recipes.classes(), **recipes.variants()}
+ROUTED = [
+    "GptOssForCausalLM",
+    "DbrxForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Gemma4ForCausalLM with experts, K = V",
+    "JetMoeForCausalLM",
+    "Llama4ForCausalLM",
+    "LongcatFlashForCausalLM",
+    "Qwen3NextForCausalLM",
+]
 
 
 def experts(dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
@@ -83,6 +101,22 @@ def test_one_wrong_row_is_found_in_a_large_model_with_experts(monkeypatch: pytes
     with pytest.raises(UnsupportedModel, match=r"does not compute the same.*float32"):
         adapter.load(experts(), dtype=torch.bfloat16, attention="torch")
     assert dtypes == [torch.float32]
+
+
+@pytest.mark.parametrize("name", mostly_long(ROUTED, "GptOssForCausalLM"))
+def test_every_kind_of_routing_is_judged_by_its_worst_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts in modules and in stacked tensors, shared experts, latent attention, states, layers that share KV."""
+    judged: list[tuple[torch.dtype, bool]] = []
+    judge = selftest._judged
+
+    def recorded(results: list[tuple[str, Tensor, Tensor]], *, middle: bool) -> tuple[float, str]:
+        judged.append((results[0][2].dtype, middle))
+        return judge(results, middle=middle)
+
+    monkeypatch.setattr(selftest, "_WEIGHTS_TO_WIDEN", 0)
+    monkeypatch.setattr(selftest, "_judged", recorded)
+    adapter.load(recipes.build(name, EVERY[name]).to(torch.bfloat16), dtype=torch.bfloat16)
+    assert judged == [(torch.float32, False), (torch.bfloat16, True)]
 
 
 def test_a_model_that_reads_weights_outside_of_their_layer_is_tested_in_16_bits_alone(
