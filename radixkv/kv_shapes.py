@@ -64,6 +64,7 @@ _WINDOWED = {
     "chunked_attention": ("a chunk", "attention_chunk_size"),
 }
 _KINDS = {"full_attention", "attention", *_WINDOWED}
+_ATTEND_TWICE = ("diffllama", "longcat_flash")  # in each layer; DiffLlama with the same keys and half of the values
 _DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _ENCODERS = ("albert", "bert", "electra", "roformer", "xlnet", "ernie", "big_bird", "data2vec")
 # Prefixes of fields that describe a recurrent state, or an index that is stored in addition to the KV.
@@ -155,7 +156,7 @@ def _of_config(whole: dict[str, Any], name: str) -> KVShape:
     kept = tuple(layer for layer in layers if layer is not None)
     if not kept:
         raise ValueError("none of its layers keeps keys and values")
-    if config.get("model_type") == "longcat_flash":  # each of its layers attends twice
+    if config.get("model_type") in _ATTEND_TWICE:
         kept = tuple(layer for layer in kept for _ in range(2))
     context = next((config[field] for field in _CONTEXT if type(config.get(field)) is int), None)
     states = (layer_state(config),) * sum(_keeps_state(kind) for kind in kinds) if is_hybrid(config) else ()
@@ -230,6 +231,8 @@ def _layer(config: Mapping[str, Any], at: int, kind: str) -> LayerKV | None:
         return LayerKV(heads, key, _whole(own, ("v_head_dim",)))
     if own.get("model_type") == "zamba2":  # attends to its hidden states and its embeddings, side by side
         own["head_dim"] = 2 * _whole(own, _HIDDEN) // heads
+    if own.get("model_type") == "jetmoe":  # repeats its keys and values for each expert of a token
+        own["num_key_value_heads"] = heads
     dim = _whole(own, ("head_dim", "kv_channels"), default=0) or _whole(own, _HIDDEN) // heads
     if dim < 1:
         raise ValueError(f"{heads} heads share {_whole(own, _HIDDEN)} numbers")

@@ -71,12 +71,16 @@ SHARED: dict[str, Any] = {  # the last two layers have no KV of their own
     "vocab_size_per_layer_input": 97,
 }
 CONFIGS: dict[str, Any] = {
+    "jetmoe": lambda: transformers.JetMoeConfig(
+        **SMALL, num_key_value_heads=2, kv_channels=16, num_local_experts=4, num_experts_per_tok=2
+    ),
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama, grouped": lambda: transformers.LlamaConfig(**SMALL, num_key_value_heads=2, head_dim=24),
     "mistral": lambda: transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=21),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_key_value_heads=1, **EXPERTS),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16, **MIXED),
+    "diffllama": lambda: transformers.DiffLlamaConfig(**SMALL, num_key_value_heads=2),
     "gemma3n": lambda: transformers.Gemma3nTextConfig(
         **SHARED, laurel_rank=8, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4
     ),
