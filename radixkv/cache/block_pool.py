@@ -48,8 +48,11 @@ class BlockPool:
         self._ramp = array("i", np.arange(num_blocks, dtype=np.int32).tobytes())
         self.evictable = 0  # blocks whose owners are all idle
 
-    def take(self, count: int) -> array[int]:
-        """Take `count` >= 1 free blocks, last freed first; a contiguous run that was freed is contiguous again."""
+    def take(self, count: int, group: int = 0) -> array[int]:
+        """Take `count` >= 1 free blocks, last freed first; a contiguous run that was freed is contiguous again.
+
+        `group` is that of the namespace which takes them; a pool without limits does not read it.
+        """
         free = self.free
         taken = free[-count:]
         del free[-count:]
@@ -66,6 +69,11 @@ class BlockPool:
             self.fill.pop(blocks[-1], None)
             blocks.reverse()
             self.free.extend(blocks)
+
+    def give_back_idle(self, blocks: array[int]) -> None:
+        """Free a run of evictable blocks that had one owner."""
+        self.evictable -= len(blocks)
+        self.give_back(blocks)
 
     def share(self, block: int, *, idle: bool, sole_idle: bool, sole_node: Node | None = None) -> None:
         """Add an owner. For a block with one owner so far: whether that is idle, and the node if it is one."""
@@ -116,6 +124,17 @@ class BlockPool:
             self.fill.pop(block, None)
         elif slots > self.fill.get(block, self.block_size):
             self.fill[block] = slots
+
+    def evictable_for(self, group: int) -> int:
+        """How many blocks can be evicted for a sequence of this group of namespaces. O(1)."""
+        return self.evictable
+
+    def shortage(self, count: int, group: int) -> str:
+        """Explain why `count` blocks cannot be taken."""
+        return (
+            f"{count} blocks wanted, {len(self.free)} are free and {self.evictable} evictable of {self.num_blocks}: "
+            "close or shorten sequences, release pins, or make the pool larger"
+        )
 
     def is_evictable(self, block: int) -> bool:
         """Whether all owners of a block that a node with no lock owns are idle."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from sortedcontainers import SortedList
 
@@ -18,6 +18,21 @@ from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.types import EvictionKey, GhostOwner, Hint, Node
 
 Rank = Callable[[Node], int]
+
+
+class Victims(Protocol):
+    """The part of an eviction index that chooses victims."""
+
+    def __len__(self) -> int: ...
+
+    def victim(self) -> Node:
+        """Return the leaf to evict next; there must be one."""
+
+    def trim_limit(self, node: Node, blocks: int) -> int:
+        """Return how many blocks, at most `blocks`, to evict from the tail of the victim at once."""
+
+    def trim(self, node: Node) -> None:
+        """Note that the victim's tail was evicted."""
 
 
 class EvictionIndex:
@@ -87,6 +102,10 @@ class EvictionIndex:
     def next_victims(self, count: int) -> list[Node]:
         """Return the next `count` leaves in the order of eviction, fewer if there are fewer. O(count)."""
         return [key[4] for key in islice(self._order, count)]
+
+    def victims_for(self, group: int) -> Victims:
+        """Return the leaves that may be evicted for a sequence of this group of namespaces: here all of them."""
+        return self
 
     # ---- hooks for policies that learn
 

@@ -9,7 +9,7 @@ A namespace stays known while it has a root or ghosts, and until the next `keep`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 
 from radixkv.errors import InvalidInput
 
@@ -21,12 +21,16 @@ _BUILT_IN = {(each.__hash__, each.__eq__) for each in (object, type(None), str, 
 
 
 class Namespace:
-    """A namespace of one cache, hashed and compared by identity. `value` is the caller's."""
+    """A namespace of one cache, hashed and compared by identity. `value` is the caller's.
 
-    __slots__ = ("value",)
+    `group` numbers the namespaces that have a common limit; without limits it is 0.
+    """
 
-    def __init__(self, value: Hashable) -> None:
+    __slots__ = ("group", "value")
+
+    def __init__(self, value: Hashable, group: int = 0) -> None:
         self.value = value
+        self.group = group
 
 
 class Namespaces:
@@ -41,10 +45,12 @@ class Namespaces:
     0
     """
 
-    __slots__ = ("_known", "limit")
+    __slots__ = ("_known", "group", "limit")
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Namespace] = {}
+        self.group: Callable[[Hashable], int] = _one_group
+        """The number of the group of a value."""
         self.limit = LEAST
         """With this number of namespaces, `keep` is due before the next `add`."""
 
@@ -69,7 +75,7 @@ class Namespaces:
         """Make the namespace of a value that `find` did not find. O(1), and InvalidInput as `find`."""
         try:
             key = value if (type(value).__hash__, type(value).__eq__) in _BUILT_IN else _Key(value)
-            made = self._known[key] = Namespace(value)
+            made = self._known[key] = Namespace(value, self.group(value))
         except Exception as error:
             raise _refusal(value, error) from error
         return made
@@ -104,6 +110,10 @@ class _Key:
             if type(other) is type(self._value):
                 raise
             return False
+
+
+def _one_group(value: Hashable) -> int:
+    return 0
 
 
 def _refusal(value: object, error: Exception) -> InvalidInput:

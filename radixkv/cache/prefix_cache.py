@@ -227,8 +227,8 @@ class PrefixCache:
             raise InvalidInput(f"purpose={purpose!r}: allowed are {', '.join(PURPOSES)}")
         state = self.state
         tree = state.tree
-        if node is None:
-            node = tree.add_root(tree.add_namespace(namespace) if space is None else space)
+        space = tree.add_namespace(namespace) if space is None else space
+        node = tree.add_root(space) if node is None else node
         length, asked = matched // WIDTH, len(raw) // WIDTH
         rest, ghost_owner = raw[matched:] if limit is None else raw[matched : limit * WIDTH], node.ghost_owner
         if purpose == "request":
@@ -239,7 +239,8 @@ class PrefixCache:
         if length < node.end:
             node = tree.split(node, length - node.start)
         sequence = self.sequence_class(state, node, length, tree.table(node))
-        sequence.namespace, sequence.priority, sequence.purpose, sequence.asked = namespace, priority, purpose, asked
+        sequence.namespace, sequence.group, sequence.priority = namespace, space.group, priority
+        sequence.purpose, sequence.asked = purpose, asked
         tree.hold(node)
         if purpose != "audit":
             if node.parent is not None:
@@ -296,14 +297,14 @@ class PrefixCache:
                 self.state.tree.split(node, start - node.start)
             self.state.tree.demote(node, start)
 
-    def evict(self, count: int) -> bool:
-        """Evict cached prefixes until `count` blocks are free; returns False if what is held leaves fewer.
+    def evict(self, count: int, namespace: Hashable = None) -> bool:
+        """Evict cached prefixes until `count` blocks are free for a namespace; returns False if there are fewer.
 
         It may free more than `evictable_blocks` promises: see there. Costs O(log leaves) for each evicted block.
         """
         check_int("count", count)
         self.state.pins.expire()
-        return self.state.evict(count)
+        return self.state.evict(count, self._group(namespace))
 
     def discard(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> int:
         """Forget the cached tokens of this text from `start` on, and everything below them; returns the blocks freed.
@@ -347,6 +348,11 @@ class PrefixCache:
         self._namespaces.keep(state.tree.roots)
 
     # ---- helpers
+
+    def _group(self, namespace: Hashable) -> int:
+        """The group of a namespace, which may be new."""
+        space = self._namespaces.find(namespace)
+        return self._namespaces.group(namespace) if space is None else space.group
 
     def _find(self, raw: bytes, namespace: Namespace | None, limit: int | None = None) -> tuple[Node | None, int]:
         """The deepest node that `raw`, up to `limit` tokens, reaches in its namespace, and the bytes that match."""

@@ -422,8 +422,7 @@ class RadixTree:
                 self.shared.drop_ownership(block, node)
                 pool.release(block, idle=True)
         elif blocks:
-            pool.evictable -= len(blocks)
-            pool.give_back(blocks)
+            pool.give_back_idle(blocks)
         return len(pool.free) - before
 
     def _drop_if_empty(self, root: Node) -> None:

@@ -36,6 +36,7 @@ class Sequence:
         "asked",
         "cached_length",
         "closed",
+        "group",
         "id",
         "length",
         "namespace",
@@ -58,6 +59,7 @@ class Sequence:
         self.cached_length = length  # tokens found in the cache when it was opened
         self.asked = length  # tokens that it was opened for: its prompt
         self.namespace: Hashable = None
+        self.group = 0  # of its namespace
         self.priority = 0
         self.purpose: Purpose = "request"
         self.policy_data: Any = None  # the eviction policy's own
@@ -164,7 +166,7 @@ class Sequence:
         twin = self.__class__(state, self.node, self.length, self._table[:])
         state.tree.hold(self.node)
         twin._own, twin._tail = self._own, self._tail[:]
-        twin.cached_length, twin.namespace = self.cached_length, self.namespace
+        twin.cached_length, twin.namespace, twin.group = self.cached_length, self.namespace, self.group
         twin.priority, twin.purpose, twin.asked = self.priority, self.purpose, self.asked
         twin.policy_data = state.index.fork(self.policy_data)
         for block in self._table[self._own :]:
@@ -350,8 +352,8 @@ class Sequence:
                 source = last
                 need += 1
         if need > len(pool.free):
-            state.make_room(need)
-        new = pool.take(need)
+            state.make_room(need, self.group)
+        new = pool.take(need, self.group)
         if source >= 0:
             table[-1] = new.pop(0)
             state.counters.copied_blocks += 1

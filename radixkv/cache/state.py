@@ -57,28 +57,24 @@ class CacheState:
         """Send events to `observer`, in place of an earlier one, until it raises."""
         self.tree.observer = guarded(observer, self._drop_observer)
 
-    def make_room(self, count: int) -> None:
-        """Evict until `count` blocks are free.
+    def make_room(self, count: int, group: int) -> None:
+        """Evict until `count` blocks are free for a sequence of this group of namespaces.
 
         OutOfBlocks changes nothing; it means that free and evictable blocks together are too few.
         """
         pool = self.pool
         self.pins.expire()
-        free = len(pool.free)
-        if count > free + pool.evictable:
-            raise OutOfBlocks(
-                f"{count} blocks wanted, {free} are free and {pool.evictable} evictable of {pool.num_blocks}: "
-                "close or shorten sequences, release pins, or make the pool larger"
-            )
-        self.evict(count)
+        if count > len(pool.free) + pool.evictable_for(group):
+            raise OutOfBlocks(pool.shortage(count, group))
+        self.evict(count, group)
 
-    def evict(self, count: int) -> bool:
-        """Evict until `count` blocks are free or no leaf is left; returns whether they are free.
+    def evict(self, count: int, group: int) -> bool:
+        """Evict for a group until `count` blocks are free or no leaf may be evicted; returns whether they are free.
 
         This may free more than `evictable` blocks: when the last leaf that shares a held node's part-filled block is
         evicted, the node takes a copy that a child has.
         """
-        pool, index, tree, counters = self.pool, self.index, self.tree, self.counters
+        pool, index, tree, counters = self.pool, self.index.victims_for(group), self.tree, self.counters
         free = len(pool.free)
         now, pressure = self.clock(), Pressure(count, free)
         while (missing := count - len(pool.free)) > 0 and len(index):

@@ -101,7 +101,7 @@ class Admission:
             return True
         # Unpinned leaves may share part-filled blocks with pinned nodes, which have copies: evict them if that helps.
         need = blocks_needed(request, self._block_size, sequence.length, worst_case=True)
-        return need <= self._num_blocks - self._pinned_blocks() and self._cache.evict(need)
+        return need <= self._num_blocks - self._pinned_blocks() and self._cache.evict(need, request.namespace)
 
     def refusal(self, request: Request) -> PromptTooLong:
         """Explain why a request that fits the pool is refused: no other request runs, so pins hold the other blocks."""
