@@ -66,8 +66,8 @@ class Engine(RequestEngine):
         """Return the conversation that `ChatSession.save` wrote to `path`; it continues in `namespace`.
 
         Its prefix is computed again unless it is still cached. Raises InvalidInput, with the reason, for a file that is
-        damaged or belongs to another model or chat template, and for a conversation of a namespace if none is given;
-        OSError for a file that cannot be read.
+        damaged, cannot be read or belongs to another model or chat template, and for a conversation of a namespace if
+        none is given.
         """
         model = self.model
         self.client.inputs.namespaces.number(namespace)  # an unusable one is refused now

@@ -81,7 +81,7 @@ def read(path: str | os.PathLike[str], model: str, vocab_size: int, namespace: H
     """Read the conversation in `path`, which continues in `namespace`.
 
     Raises InvalidInput with the reason for a file that is damaged, is no saved conversation or belongs to another
-    model, and for one of a namespace if none is given; OSError for a file that cannot be read.
+    model, for one of a namespace if none is given, and for a path that is missing or cannot be read.
     """
     saved = _read(path)
     if saved["model"] != model:
@@ -117,6 +117,9 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the fields of a save, which are complete and, since version 2, as they were written."""
     try:
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or error
+        raise InvalidInput(f"{path} cannot be read ({reason}): name a file that `save` of a session wrote") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is no saved conversation: {error}") from error
     if not isinstance(saved, dict) or saved.get("format") != _FORMAT:

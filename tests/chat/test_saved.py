@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -219,6 +220,26 @@ def test_a_changed_save_is_refused_by_its_digest(two_turns: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text, errors="surrogateescape")
     refused(tmp_path / "x.json", r"x\.json is no saved conversation")
+
+
+def test_paths_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, reason in (
+        ("missing.json", "No such file"),
+        (".", "directory"),
+        ("file/chat.json", "Not a directory"),
+        ("loop", "symbolic links"),
+        ("n" * 300, "name too long"),
+        ("null\0", "null byte"),
+    ):
+        refused(tmp_path / name, reason)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_without_permission_is_refused(two_turns: Path) -> None:
+    two_turns.chmod(0)
+    refused(two_turns, "Permission denied")
 
 
 @pytest.mark.parametrize(
