@@ -29,6 +29,7 @@ from radixkv.errors import InvalidInput
 from radixkv.telemetry import recording
 from radixkv.telemetry.protocol import Bye, Delta, Hello, encode
 from radixkv.telemetry.records import Changes
+from radixkv_traces import formats
 from tests.telemetry.wire import FACTS, node
 
 WRITERS = {module.__file__ for module in (private_files, saved, recording, trace_writer)}
@@ -207,6 +208,9 @@ def test_a_trace_keeps_the_lines_that_were_written(tmp_path: Path) -> None:
             *whole, cut = path.read_bytes().split(b"\n")
             assert [json.loads(line)["session"] for line in whole] == ["0", "1", "2"][: len(whole)]
             assert len(cut) < 1000
+            if whole:
+                sessions = [request.session for request in formats.read(path)]
+                assert sessions == ["0", "1", "2"][: len(whole) + cut.endswith(b"}")]
             path.unlink()
 
     write()

@@ -22,6 +22,7 @@ from radixkv_traces.formats import ChatRequest, TraceError, TraceRequest, open_t
 from radixkv_traces.mooncake import parse, to_line
 from radixkv_traces.records import Line
 from radixkv_traces.text_blocks import estimate, rendered, text_blocks, tokenizer
+from tests.traces.format_samples import SAMPLES
 
 BLOCKS = json.dumps({"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]})
 USER = {"role": "user", "content": "Hi."}
@@ -86,6 +87,54 @@ def test_a_damaged_gzip_file_and_what_is_no_text_name_the_line(tmp_path: Path) -
     assert 0 < len(found) < 2000 and caught.value.line == len(found) + 1
     with pytest.raises(TraceError, match=r"trace:2: not UTF-8"):
         requests(BLOCKS.encode() + b"\n\xff\n", path=tmp_path)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("text", [r'"\ud83d\ude00 \u00e9 \" \\"', '"é 日本 😀"'])
+def test_a_last_line_that_is_cut_is_left_out_with_a_warning(
+    tmp_path: Path, pack: Callable[[bytes], bytes], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = '"x": [1, -2.5e-3, 1E+9, true, false, null, NaN, -Infinity, {}, []]'
+    last = f'{{"messages": [{{"role": "user", "content": {text}}}], {others}}}'.encode()
+    assert len(requests(last, path=tmp_path)) == 1
+    for end in range(len(last) + 1):
+        caplog.clear()
+        found = requests(pack(f"{CHAT}\n{CHAT}\n".encode() + last[:end]), path=tmp_path)
+        is_cut = 0 < end < len(last)
+        assert len(found) == (2 if end < len(last) else 3)
+        warned = [record.getMessage() for record in caplog.records]
+        assert warned == [f"{tmp_path / 'trace'}:3: the last line is cut, and is left out"] * is_cut
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (f"{BLOCKS}\n{BLOCKS[:-1]}\n", 2),  # a whole line
+        (f"{BLOCKS}\n{BLOCKS[:-1]}\n{BLOCKS}", 2),  # not the last one
+        (BLOCKS[:-1], 1),  # the only one
+        (BLOCKS + '\n{"timestamp": what', 2),
+        (BLOCKS + '\n{"timestamp": "1"}', 2),
+        (BLOCKS + "\n7", 2),
+    ],
+)
+def test_other_damaged_lines_are_no_cut_lines(tmp_path: Path, text: str, line: int) -> None:
+    with pytest.raises(TraceError) as caught:
+        requests(text, path=tmp_path)
+    assert caught.value.line == line
+
+
+@pytest.mark.parametrize("name", ["azure", "burstgpt"])
+def test_a_last_row_that_is_cut_is_left_out_with_a_warning(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = SAMPLES[name].splitlines()[:2]
+    for columns in range(1, whole[0].count(",") + 1):
+        cut = ",".join(whole[1].split(",")[:columns])
+        assert len(requests("\n".join([*whole, cut]), path=tmp_path)) == 1
+        assert "trace:3: the last line is cut" in caplog.text
+        caplog.clear()
+        with pytest.raises(TraceError, match=r"trace:3: .*columns"):
+            requests("\n".join([*whole, cut, ""]), path=tmp_path)
 
 
 def parse_line(number: int) -> str:

@@ -2,11 +2,15 @@
 
 The readers of block ids, and of radixkv's own recordings, are in `mooncake`, those of lengths in `length_traces`. All
 others read text. Files may be gzipped. They are read line by line, so only one line is in memory.
+
+A writer that was killed leaves a file whose last line is cut. All other lines are read, and a warning is logged.
 """
 
 from __future__ import annotations
 
 import csv
+import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -35,6 +39,10 @@ __all__ = [
     "read",
     "sample",
 ]
+
+_log = logging.getLogger(__name__)
+_LAST_WORDS = ("true", "false", "null", "NaN", "-Infinity", ".", "e+", "e-", "E+", "E-")
+"""A value that is cut ends in the beginning of one of these; so does a number after its digits."""
 
 Request: TypeAlias = "TraceRequest | ChatRequest"
 
@@ -111,7 +119,7 @@ def open_trace(trace: Source, format: str = "auto") -> TraceReader:
     """Read the requests of a file in file order: of block ids (TraceRequest) or of text (ChatRequest).
 
     "-" is standard input; gzip is recognised by its first bytes. Raises TraceError when it reaches a bad line, and
-    InvalidInput for an unknown format.
+    InvalidInput for an unknown format. A last line that is cut is left out, and a warning is logged.
 
     >>> next(open_trace(sample("taubench"))).messages[0]["role"]
     'system'
@@ -151,13 +159,41 @@ def _objects(lines: Lines) -> Iterator[Named]:
         yield from ((f"conversation {number}", line) for number, line in enumerate(array, 1))
     elif head and (names := _columns(head)):
         lines.whole(head)
-        for text in lines:
-            if text.strip():
-                yield f"line {lines.number}", _row(text, names, lines)
+        yield from _each(lines, lambda text: _row(text, names, lines), lambda text: text.count(",") < len(names) - 1)
     elif head:
-        texts = (text for text in chain([lines.whole(head)], lines) if text.strip())
-        objects = (decoded(text, lines.name, lines.number) for text in texts)
-        yield from ((f"line {line.line}", line) for line in objects)
+        first = decoded(lines.whole(head), lines.name, lines.number)
+        yield f"line {first.line}", first
+        yield from _each(lines, lambda text: decoded(text, lines.name, lines.number), _is_cut)
+
+
+def _each(lines: Lines, read: Callable[[str], Line], is_cut: Callable[[str], bool]) -> Iterator[Named]:
+    """Read the lines after the first one, except a last one that `read` refuses and that `is_cut`."""
+    for text in lines:
+        if not text.strip():
+            continue
+        try:
+            line = read(text)
+        except TraceError:
+            if text.endswith("\n") or not is_cut(text):
+                raise
+            _log.warning("%s:%d: the last line is cut, and is left out", lines.name, lines.number)
+            return
+        yield f"line {line.line}", line
+
+
+def _is_cut(text: str) -> bool:
+    """Whether a line that is not JSON is the beginning of JSON: then the first fault is at its end.
+
+    >>> [_is_cut(text) for text in ('{"a": [1, "x', '{"a": tru', '{"a": 2.', '{"a": what', '{"a": 1}')]
+    [True, True, True, False, False]
+    """
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as fault:
+        rest = text[fault.pos :]
+        escape = fault.msg.startswith("Invalid \\u") and len(rest) < 6
+        return escape or fault.msg.startswith("Unterminated") or any(each.startswith(rest) for each in _LAST_WORDS)
+    return False
 
 
 def _columns(head: bytes) -> list[str]:

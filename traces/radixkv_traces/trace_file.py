@@ -37,7 +37,10 @@ def opened(trace: Source) -> Iterator[IO[bytes]]:
 
 @dataclass(slots=True)
 class Lines:
-    """Counted lines of text; bytes that are not text raise TraceError."""
+    """Counted lines of text; bytes that are not text raise TraceError.
+
+    Only the last line may lack its line break. If that one ends inside a character, it is returned up to there.
+    """
 
     file: IO[bytes]
     name: str
@@ -79,6 +82,8 @@ class Lines:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
+            if error.end == len(raw) and error.reason == "unexpected end of data":
+                return raw[: error.start].decode("utf-8")
             raise TraceError(self.name, self.number, None, f"not UTF-8: {error}") from error
 
 
