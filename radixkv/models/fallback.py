@@ -141,7 +141,7 @@ def _cache(layers: Sequence[PoolLayer]) -> DynamicCache:
 
 
 def _specs(config: Any, cache: DynamicCache) -> Iterator[LayerSpec]:
-    """Yield the contents of each layer after one token."""
+    """Yield the contents of each layer after one token; layers that read the KV of earlier ones follow, without any."""
     kinds = getattr(config, "layer_types", None) or ()
     for index, layer in enumerate(cache.layers):
         key, value = layer.keys, layer.values
@@ -153,5 +153,5 @@ def _specs(config: Any, cache: DynamicCache) -> Iterator[LayerSpec]:
             kv_heads=kv_heads,
             key_dim=key.shape[3],
             value_dim=value.shape[3],
-            window=window_limit(config, kinds[index] if len(kinds) == len(cache.layers) else None),
+            window=window_limit(config, kinds[index] if len(kinds) >= len(cache.layers) else None),
         )

@@ -170,6 +170,7 @@ def test_layers_that_compute_their_own_kv_share_nothing(build: Callable[..., Any
 def test_the_fallback_stores_shared_kv_once(build: Callable[..., Any]) -> None:
     loaded = adapter.load(build(gemma3n(), torch.float64))
     assert (loaded.attention, len(Runner(loaded, 2).store.keys)) == ("fallback", 2)
+    assert [layer.window for layer in loaded.layers] == [20, None]
     compare(loaded, TOLERANCE["gemma3n"])
 
 
