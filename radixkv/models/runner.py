@@ -7,6 +7,7 @@ writes to the slots that its inputs name, and to no others. `fusion` and `cuda_g
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention import plan
+from radixkv.attention.host_store import HostCosts, HostStore
 from radixkv.attention.kv_store import KVStore
 from radixkv.models import kv_recompute
 from radixkv.models.architecture import ForwardSignature
@@ -29,6 +31,8 @@ from radixkv.models.recurrent.forward import RecurrentForward
 from radixkv.recurrent_state import StateCopies
 from radixkv_kernels.work_list import WorkList
 
+_FIRST_TOKENS = 16
+_PREFILL_SECONDS = 0.2  # of the forward that measures a prefill, about
 WorkLists = dict[AttentionWindow, WorkList]
 
 
@@ -52,8 +56,11 @@ class Runner:
         deterministic: bool = False,
         recheck_tokens: int = 0,
         state_slots: int = 0,
+        host_blocks: int = 0,
     ) -> None:
         """Allocate num_blocks * store.bytes_per_block bytes, and spare blocks for `recheck_tokens`.
+
+        `host` is the memory for `host_blocks` offloaded blocks, which take as many bytes each; None without them.
 
         A model with recurrent state also takes `state_slots` slots of `loaded.state_bytes`; then set `state_copies`.
 
@@ -70,6 +77,7 @@ class Runner:
             dtype=loaded.dtype,
             always_gather=deterministic,
         )
+        self.host = HostStore(self.store, host_blocks) if host_blocks else None
         self.backend = backend_of(loaded, self.store, deterministic=deterministic)
         self.forward: StepForward
         if loaded.attention == "fallback":
@@ -114,6 +122,30 @@ class Runner:
         groups = [*([index] for index in isolated), *([others] if others else [])]
         logits = torch.cat([self.forward.run([inputs[index] for index in group]) for group in groups])
         return logits[np.argsort(np.concatenate(groups))]
+
+    def host_costs(self, chunk: int) -> HostCosts:
+        """Measure the seconds per token of loading KV from the host, and of a prefill of up to `chunk` tokens.
+
+        Nothing may be cached yet, because blocks of the pool and of the host are overwritten. Costs a few copies, and
+        forwards of about a quarter of a second in all. Needs `host`.
+        """
+        assert self.host is not None
+        size = self.store.block_size
+        load = self.host.bytes_per_block / size / self.host.measure()
+        most = max(1, min(chunk, self._spare_block * size, self.loaded.max_length))
+        count = min(_FIRST_TOKENS, most)
+        self._prefill_seconds(count)  # the first forward of a process takes longer
+        per_token = self._prefill_seconds(count) / count
+        count = max(count, min(most, int(_PREFILL_SECONDS / per_token)))
+        return HostCosts(load, min(per_token, self._prefill_seconds(count) / count))
+
+    def _prefill_seconds(self, count: int) -> float:
+        """Return the seconds of a forward of `count` tokens over the first blocks of the pool."""
+        table = np.arange(-(-count // self.store.block_size), dtype=np.int32)
+        chunk = SequenceInput(np.zeros(count, np.int32), 0, np.arange(count), table)
+        began = time.perf_counter()
+        self.run([chunk]).cpu()  # waits for the device
+        return time.perf_counter() - began
 
     # ---- computing cached KV again
 

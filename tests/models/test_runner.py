@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from radixkv.attention import plan
+from radixkv.cache.types import WritePlan
 from radixkv.models import adapter
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
@@ -103,3 +105,31 @@ def test_a_failed_step_leaves_the_runner_in_order(runner: Runner) -> None:
         runner.run([chunk([3, 4000, 5], 0, [0])])
     expected = runner.run([chunk([3, 4, 5], 0, [1])])
     torch.testing.assert_close(runner.run([chunk([3, 4, 5], 0, [0])]), expected, rtol=0, atol=1e-9)
+
+
+def test_host_memory_keeps_what_a_forward_computed(build: Callable[..., Any]) -> None:
+    """A prefix that was offloaded and loaded into other blocks gives the logits of the same prefix in the pool."""
+    runner = Runner(adapter.load(build("llama", torch.float32)), 12, 4, host_blocks=6)
+    assert runner.host is not None
+    assert runner.host.nbytes == 6 * runner.store.bytes_per_block
+    costs = runner.host_costs(16)
+    assert 0 < costs.load_seconds_per_token < 1
+    assert 0 < costs.prefill_seconds_per_token < 1
+    tokens, table, other = list(range(10, 28)), [3, 1, 4, 8, 5], [9, 10, 2, 0, 11]
+    runner.run([chunk(tokens[:17], 0, table)])
+    expected = runner.run([chunk(tokens[17:], 17, table)])
+    runner.host.offload([(block, image) for image, block in enumerate(table)])
+    for pool in (*runner.store.keys, *runner.store.values):
+        pool.zero_()
+    slots = chunk(tokens[:17], 0, other).slots
+    runner.host.load([SimpleNamespace(plan=WritePlan(slots, []), sources=np.arange(17))])
+    assert torch.equal(runner.run([chunk(tokens[17:], 17, other)]), expected)
+
+
+def test_costs_are_measured_within_a_small_pool(build: Callable[..., Any]) -> None:
+    runner = Runner(adapter.load(build("llama", torch.float32)), 1, 4, host_blocks=2)
+    assert min(runner.host_costs(512)) > 0
+
+
+def test_a_runner_without_host_blocks_has_no_host_memory(runner: Runner) -> None:
+    assert runner.host is None

@@ -1,0 +1,302 @@
+"""Images of offloaded blocks in host memory: copy blocks from the pool to the host, and cached runs back.
+
+On a CPU the host memory is a second pool. On CUDA it is pinned, an image of a block is one piece with the keys and
+values of all layers, and the copy engine of the device reads and writes it; the CPU never does. All copies run on the
+stream of the calling thread, as the forward does. So a load sees every earlier offload without waiting for an event.
+Callers validate block ids and slots; they are not checked here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.attention.kv_store import KVStore
+from radixkv.errors import InvalidInput
+
+PIECE = 1 << 30
+"""Bytes of host memory that are pinned at once: torch rounds each allocation up to a power of two."""
+
+STAGE = 64 << 20
+"""Bytes of the device's memory through which blocks are copied, unless one block is larger."""
+
+_SHOWN = 4 * PIECE  # bytes that take seconds to pin
+_MEASURED = 16 << 20  # bytes that are loaded to measure the bandwidth
+
+
+class HostCosts(NamedTuple):
+    """Seconds that a token takes, measured: to load its KV from the host, and to compute it in a prefill."""
+
+    load_seconds_per_token: float
+    prefill_seconds_per_token: float
+
+
+class HostLoadPlan(Protocol):
+    """The part of a write plan that a load reads."""
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """The pool's slots [tokens] to write, of consecutive tokens."""
+
+    @property
+    def copies(self) -> Sequence[tuple[int, int]]:
+        """Whole blocks (source, destination) of the pool to copy first."""
+
+
+class HostLoad(Protocol):
+    """The part of a `radixkv.cache.Load` that a store reads."""
+
+    @property
+    def plan(self) -> HostLoadPlan:
+        """The slots to write."""
+
+    @property
+    def sources(self) -> NDArray[np.int64]:
+        """Where the KV of each slot is [tokens]: host block * block_size + the token's offset, as in its slot."""
+
+
+class Transfers(Protocol):
+    """Copies between a pool and the images of its blocks; arrays are int64 [n]."""
+
+    def offload(self, blocks: NDArray[np.int64], images: NDArray[np.int64]) -> None:
+        """Copy blocks of the pool to images."""
+
+    def load_blocks(self, images: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+        """Copy images to blocks of the pool."""
+
+    def load_slots(self, sources: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Copy tokens of images to slots of the pool."""
+
+
+class HostStore:
+    """Images of `num_blocks` blocks of a pool, in host memory. Not safe for two threads at once."""
+
+    def __init__(self, store: KVStore, num_blocks: int, *, staged: bool | None = None) -> None:
+        """Allocate num_blocks * store.bytes_per_block bytes, and a stage of up to `STAGE` bytes on a GPU.
+
+        Pinning takes time; a progress bar is shown on a terminal for many GiB. With `staged`, blocks are copied through
+        a stage, by default unless the pool is on a CPU; blocks are outermost in such a pool. Raises InvalidInput for no
+        blocks, for a store without KV, and if the memory cannot be allocated.
+        """
+        if num_blocks < 1 or not store.bytes_per_block:
+            raise InvalidInput(f"host memory for {num_blocks} blocks of {store.bytes_per_block} bytes holds no KV")
+        self.num_blocks, self.block_size = num_blocks, store.block_size
+        self.bytes_per_block = store.bytes_per_block
+        self._store = store
+        staged = store.device.type != "cpu" if staged is None else staged
+        kind = StagedTransfers if staged else DirectTransfers
+        try:
+            self._transfers: Transfers = kind(store, num_blocks)
+        except (MemoryError, RuntimeError) as error:
+            raise InvalidInput(f"host memory of {self.nbytes} bytes cannot be allocated: {error}") from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all images."""
+        return self.bytes_per_block * self.num_blocks
+
+    def offload(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (block of the pool, host block); host blocks are all different."""
+        if moves:
+            blocks, images = np.array(moves, dtype=np.int64).T
+            with self._on_device():
+                self._transfers.offload(blocks, images)
+
+    def load(self, loads: Sequence[HostLoad]) -> None:
+        """Run the copies of all plans, then copy cached runs from the host to the slots of the plans, and to no others.
+
+        Slots of all loads are different. Whole blocks are copied as such. The other tokens of a plan that starts or
+        ends inside a block are copied one by one. A load may be repeated.
+        """
+        if not loads:
+            return
+        copies = [pair for each in loads for pair in each.plan.copies]
+        slots = np.concatenate([each.plan.slots for each in loads])
+        sources = np.concatenate([each.sources for each in loads])
+        if not len(slots):
+            return
+        first = self._whole_blocks(slots)
+        rest = np.ones(len(slots), dtype=bool)
+        rest[(first[:, None] + np.arange(self.block_size)).ravel()] = False
+        with self._on_device():
+            self._store.copy(copies)
+            if len(first):
+                self._transfers.load_blocks(sources[first] // self.block_size, slots[first] // self.block_size)
+            if rest.any():
+                self._transfers.load_slots(sources[rest], slots[rest])
+
+    def measure(self) -> float:
+        """Return the bytes per second of a load; overwrites the images of some blocks, and leaves the pool as it is.
+
+        Costs three copies of 16 MiB or less, or of a single block.
+        """
+        count = min(self.num_blocks, self._store.num_blocks, max(1, _MEASURED // self.bytes_per_block))
+        blocks = np.arange(count)
+        with self._on_device():
+            self._transfers.offload(blocks, blocks)
+            self._transfers.load_blocks(blocks, blocks)  # maps the memory
+            self._wait()
+            began = time.perf_counter()
+            self._transfers.load_blocks(blocks, blocks)
+            self._wait()
+        return count * self.bytes_per_block / max(time.perf_counter() - began, 1e-9)
+
+    def _wait(self) -> None:
+        """Wait until all copies are done."""
+        if self._store.device.type == "cuda":
+            torch.cuda.synchronize(self._store.device)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Copy on the present stream of the pool's device, whichever device the thread uses otherwise."""
+        device = self._store.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def _whole_blocks(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions in `slots` where all slots of a block follow one another."""
+        size = self.block_size
+        starts = np.flatnonzero(slots % size == 0)
+        starts = starts[starts + size <= len(slots)]
+        complete: NDArray[np.int64] = starts[slots[starts + size - 1] == slots[starts] + size - 1]
+        return complete
+
+
+class DirectTransfers:
+    """Copies by numpy between two pools of a CPU, in one pass; blocks that are adjacent in both are one run."""
+
+    def __init__(self, store: KVStore, num_blocks: int) -> None:
+        """Allocate the second pool; the system maps a page when it is first written."""
+        images = KVStore(
+            store.layers, num_blocks, store.block_size, dtype=store.dtype, blocks_first=not store.runs_are_views
+        )
+        self._block_size = store.block_size
+        pools = list(zip((*store.keys, *store.values), (*images.keys, *images.values), strict=True))
+        self._blocks = [(_items(pool.flatten(2)), _items(image.flatten(2))) for pool, image in pools]
+        self._tokens = [(_items(pool), _items(image)) for pool, image in pools]
+
+    def offload(self, blocks: NDArray[np.int64], images: NDArray[np.int64]) -> None:
+        """Copy blocks of the pool to images."""
+        runs = _runs(blocks, images)
+        for pool, image in self._blocks:
+            for here, there in runs:
+                image[:, there] = pool[:, here]
+
+    def load_blocks(self, images: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+        """Copy images to blocks of the pool."""
+        runs = _runs(images, blocks)
+        for pool, image in self._blocks:
+            for there, here in runs:
+                pool[:, here] = image[:, there]
+
+    def load_slots(self, sources: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Copy tokens of images to slots of the pool."""
+        (there, offset), (here, place) = np.divmod(sources, self._block_size), np.divmod(slots, self._block_size)
+        for pool, image in self._tokens:
+            pool[:, here, place] = image[:, there, offset]
+
+
+def _items(pool: Tensor) -> NDArray[np.void]:
+    """View [heads, ..., numbers] as items of as many bytes: [heads, ...]. An item is copied as one piece."""
+    width = pool.shape[-1] * pool.itemsize
+    return pool.view(torch.uint8).numpy().view(np.dtype((np.void, width)))[..., 0]
+
+
+def _runs(first: NDArray[np.int64], second: NDArray[np.int64]) -> list[tuple[slice, slice]]:
+    """Cut pairs of block ids into runs that are adjacent in both.
+
+    >>> _runs(np.array([4, 5, 2]), np.array([7, 8, 9]))
+    [(slice(4, 6, None), slice(7, 9, None)), (slice(2, 3, None), slice(9, 10, None))]
+    """
+    cuts = np.flatnonzero((np.diff(first) != 1) | (np.diff(second) != 1)) + 1
+    starts, lengths = [0, *cuts.tolist()], np.diff([0, *cuts, len(first)]).tolist()
+    firsts, seconds = first[starts].tolist(), second[starts].tolist()
+    return [(slice(a, a + n), slice(b, b + n)) for a, b, n in zip(firsts, seconds, lengths, strict=True)]
+
+
+class StagedTransfers:
+    """Copies by the device through a stage in its memory, so that each image is one copy of one piece."""
+
+    def __init__(self, store: KVStore, num_blocks: int) -> None:
+        """Allocate the stage, then the images: pinned if the pool is on CUDA."""
+        assert not store.runs_are_views, "a block is one piece of a stored tensor"
+        self._store = store
+        numbers = store.bytes_per_block // store.dtype.itemsize
+        with torch.inference_mode(False):
+            rows = max(1, min(num_blocks, STAGE // store.bytes_per_block))
+            self._stage = torch.empty(rows, numbers, dtype=store.dtype, device=store.device)
+            self._per_piece = max(1, PIECE // store.bytes_per_block)
+            self._pieces = self._allocate(num_blocks, numbers)
+        pools = (*store.keys, *store.values)
+        widths = [pool.shape[0] * pool.shape[2] * pool.shape[3] for pool in pools]
+        self._parts = list(zip(pools, self._stage.split_with_sizes(widths, 1), strict=True))
+
+    def _allocate(self, num_blocks: int, numbers: int) -> list[Tensor]:
+        """Return the images [blocks, numbers] in pieces of about a GiB, and show the progress of pinning many."""
+        dtype, pinned = self._store.dtype, self._store.device.type == "cuda"
+        counts = [min(self._per_piece, num_blocks - at) for at in range(0, num_blocks, self._per_piece)]
+        shown = pinned and num_blocks * self._store.bytes_per_block >= _SHOWN
+        return [torch.empty(count, numbers, dtype=dtype, pin_memory=pinned) for count in _shown(counts, shown)]
+
+    def offload(self, blocks: NDArray[np.int64], images: NDArray[np.int64]) -> None:
+        """Copy blocks of the pool to images."""
+        for at in range(0, len(blocks), len(self._stage)):
+            index = self._send(blocks[at : at + len(self._stage)])
+            for pool, part in self._parts:
+                torch.index_select(self._table(pool), 0, index, out=part[: len(index)])
+            for row, image in enumerate(images[at : at + len(index)].tolist()):
+                self._image(image).copy_(self._stage[row], non_blocking=True)
+
+    def load_blocks(self, images: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
+        """Copy images to blocks of the pool."""
+        for at in range(0, len(blocks), len(self._stage)):
+            index = self._send(blocks[at : at + len(self._stage)])
+            self._fill(images[at : at + len(index)])
+            for pool, part in self._parts:
+                self._table(pool).index_copy_(0, index, part[: len(index)])
+
+    def load_slots(self, sources: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Copy tokens of images to slots of the pool."""
+        size = self._store.block_size
+        images, rows = np.unique(sources // size, return_inverse=True)
+        for at in range(0, len(images), len(self._stage)):
+            self._fill(images[at : at + len(self._stage)])
+            here = (at <= rows) & (rows < at + len(self._stage))
+            chosen = np.stack([rows[here] - at, sources[here] % size, *np.divmod(slots[here], size)])
+            row, offset, block, place = self._send(chosen).unbind()
+            for pool, part in self._parts:
+                heads, _, _, dim = pool.shape
+                new = part.view(-1, heads, size, dim).transpose(0, 1)
+                pool[:, block, place] = new[:, row, offset]
+
+    def _fill(self, images: NDArray[np.int64]) -> None:
+        """Copy images to the first rows of the stage."""
+        for row, image in enumerate(images.tolist()):
+            self._stage[row].copy_(self._image(image), non_blocking=True)
+
+    def _image(self, image: int) -> Tensor:
+        """View an image [numbers]."""
+        return self._pieces[image // self._per_piece][image % self._per_piece]
+
+    def _table(self, pool: Tensor) -> Tensor:
+        """View a tensor of the pool as [blocks, numbers]."""
+        return self._store.table(pool).view(self._store.num_blocks, -1)
+
+    def _send(self, index: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(index)).to(self._store.device)
+
+
+def _shown(counts: list[int], shown: bool) -> Iterable[int]:
+    """Iterate the sizes of pieces that are pinned; if `shown`, with a progress bar on a terminal."""
+    if not shown:
+        return counts
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(counts, "pinning host memory", console=console, disable=not console.is_terminal, transient=True)

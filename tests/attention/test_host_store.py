@@ -1,0 +1,242 @@
+"""Offload and load blocks in both memory layouts: an image has the bits of its block, and nothing else is written."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from radixkv.attention import host_store
+from radixkv.attention.host_store import HostStore
+from radixkv.attention.kv_store import KVStore, LayerShape
+from radixkv.cache.types import WritePlan
+from radixkv.errors import InvalidInput
+from tests.attention.batches import BlocksFirst
+
+SIZE, BLOCKS, HOST = 4, 40, 30
+SHAPES = {
+    "grouped queries": [LayerShape(2, 8, 8), LayerShape(2, 8, 8)],
+    "one head": [LayerShape(1, 6, 6)],
+    "latent attention": [LayerShape(3, 7, 5), LayerShape(3, 7, 5)],  # keys and values of unequal sizes
+    "layers of two kinds": [LayerShape(4, 4, 4), LayerShape(1, 16, 16)],
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = [(KVStore, False), (BlocksFirst, False), (BlocksFirst, True)]
+NAMES = ["CPU", "blocks outermost", "through a stage"]
+
+
+class Load(NamedTuple):
+    """A load as the cache plans it."""
+
+    plan: WritePlan
+    sources: NDArray[np.int64]
+
+
+def tensors(store: KVStore) -> list[Tensor]:
+    return [*store.keys, *store.values]
+
+
+def bits(store: KVStore) -> list[NDArray[np.uint8]]:
+    """Copy the pool's bytes, each tensor as [heads, slots, bytes of a token]."""
+    found = (pool.contiguous().view(torch.uint8).numpy().copy() for pool in tensors(store))
+    return [each.reshape(each.shape[0], -1, each.shape[3]) for each in found]
+
+
+def filled(kind: type[KVStore], shapes: list[LayerShape], dtype: torch.dtype, seed: int = 0) -> KVStore:
+    """A store of random bits: NaN, infinities and denormals among them."""
+    store, rng = kind(shapes, BLOCKS, SIZE, dtype=dtype), np.random.default_rng(seed)
+    for pool in tensors(store):
+        raw = rng.integers(0, 256, (*pool.shape[:3], pool.shape[3] * dtype.itemsize), np.uint8)
+        pool.copy_(torch.from_numpy(raw).view(dtype))
+    return store
+
+
+def slots_of(blocks: list[int], start: int = 0, end: int | None = None) -> NDArray[np.int64]:
+    """Slots of the tokens [start, end) of a text in these blocks."""
+    positions = np.arange(start, len(blocks) * SIZE if end is None else end)
+    return np.array(blocks, dtype=np.int64)[positions // SIZE] * SIZE + positions % SIZE
+
+
+def load(images: list[int], blocks: list[int], start: int = 0, end: int | None = None, copies: Any = ()) -> Load:
+    """Load the tokens [start, end) of a text whose images these are."""
+    return Load(WritePlan(slots_of(blocks, start, end), list(copies)), slots_of(images, start, end))
+
+
+@pytest.mark.parametrize(("kind", "staged"), KINDS, ids=NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_a_loaded_run_has_the_bits_that_were_offloaded(
+    kind: type[KVStore], staged: bool, dtype: torch.dtype, shapes: list[LayerShape]
+) -> None:
+    store = filled(kind, shapes, dtype)
+    host = HostStore(store, HOST, staged=staged)
+    before = bits(store)
+    host.offload([(3, 7), (4, 8), (30, 0), (39, 29), (12, 11)])
+    for pool in tensors(store):
+        pool.zero_()
+    host.load([load([7, 8, 0, 29, 11], [20, 6, 5, 31, 0], start=3, end=18)])
+    now, source, target = bits(store), slots_of([3, 4, 30, 39, 12], 3, 18), slots_of([20, 6, 5, 31, 0], 3, 18)
+    others = np.setdiff1d(np.arange(BLOCKS * SIZE), target)
+    for old, new in zip(before, now, strict=True):
+        np.testing.assert_array_equal(new[:, target], old[:, source])
+        assert not new[:, others].any()
+
+
+@pytest.mark.parametrize(("kind", "staged"), KINDS, ids=NAMES)
+@pytest.mark.parametrize("stage_blocks", [1, 3, 100])
+def test_many_batches_do_what_numpy_does(
+    kind: type[KVStore], staged: bool, stage_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random moves and loads of several runs at once, in pieces of host memory and with stages of several sizes."""
+    shapes, rng = [LayerShape(2, 3, 5), LayerShape(1, 4, 4)], random.Random(stage_blocks)
+    store = filled(kind, shapes, torch.float32)
+    monkeypatch.setattr(host_store, "STAGE", stage_blocks * store.bytes_per_block)
+    monkeypatch.setattr(host_store, "PIECE", 7 * store.bytes_per_block)
+    host = HostStore(store, HOST, staged=staged)
+    model = bits(store)
+    images = [np.zeros((each.shape[0], HOST * SIZE, each.shape[2]), np.uint8) for each in model]
+    written: set[int] = set()
+    for _ in range(60):
+        count = rng.randint(0, 9)
+        moves = list(zip(rng.choices(range(BLOCKS), k=count), rng.sample(range(HOST), count), strict=True))
+        host.offload(moves)
+        written.update(image for _, image in moves)
+        for pool, image in zip(model, images, strict=True):
+            image[:, slots_of([b for _, b in moves])] = pool[:, slots_of([a for a, _ in moves])]
+        free, loads = rng.sample(range(BLOCKS), BLOCKS), []
+        for _ in range(rng.randint(0, 3) if written else 0):
+            length = rng.randint(1, 5)
+            chosen, blocks = rng.choices(sorted(written), k=length), [free.pop() for _ in range(length)]
+            start = rng.randint(0, SIZE - 1)
+            end = rng.randint(max(start, (length - 1) * SIZE) + 1, length * SIZE)
+            loads.append(load(chosen, blocks, start, end, [(free.pop(), blocks[0])] if start else []))
+        host.load(loads)
+        for pool, image in zip(model, images, strict=True):
+            for source, target in [pair for each in loads for pair in each.plan.copies]:
+                pool[:, slots_of([target])] = pool[:, slots_of([source])]
+            for each in loads:
+                pool[:, each.plan.slots] = image[:, each.sources]
+        for expected, found in zip(model, bits(store), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+class VirtualStream(TorchDispatchMode):
+    """A device's stream on a CPU: it runs nothing before `run`, and then all in order.
+
+    Views and new tensors are made at once. A result that is read earlier holds what its memory held before.
+    """
+
+    AT_ONCE = (
+        "empty",
+        "lift_fresh",
+        "view",
+        "_unsafe_view",
+        "slice",
+        "select",
+        "transpose",
+        "split_with_sizes",
+        "unbind",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.name().removeprefix("aten::").split(".")[0] in self.AT_ONCE:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self.calls.append(lambda: func(*args, **kwargs))
+            return kwargs.get("out", args[0])
+        result = func(*args, **kwargs)
+        kept = [each.fill_(0) for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.calls.append(
+            lambda: [old.copy_(new) for old, new in zip(kept, tree_leaves(func(*args, **kwargs)), strict=True)]
+        )
+        return result
+
+    def run(self) -> None:
+        """Run what was launched, in order."""
+        calls, self.calls = self.calls, []
+        for call in calls:
+            call()
+
+
+def test_a_stream_that_lags_reads_each_image_after_it_is_written() -> None:
+    """Block 5 is offloaded, overwritten by a forward, and loaded elsewhere; then its image is written again."""
+    store = filled(BlocksFirst, [LayerShape(2, 3, 5)], torch.float32)
+    host = HostStore(store, 4, staged=True)
+    before = bits(store)
+    ones = torch.ones(2, SIZE, 3), torch.ones(2, SIZE, 5)
+    slots = torch.from_numpy(slots_of([5]))
+    with VirtualStream() as stream:
+        host.offload([(5, 2), (6, 1)])
+        store.write(0, slots, *ones)
+        host.load([load([2, 1], [9, 10], start=1)])
+        host.offload([(5, 2)])
+        host.load([load([2], [11])])
+    for old, new in zip(before, bits(store), strict=True):
+        np.testing.assert_array_equal(new, old)  # nothing has run
+    stream.run()
+    for old, new in zip(before, bits(store), strict=True):
+        np.testing.assert_array_equal(new[:, slots_of([9, 10], 1)], old[:, slots_of([5, 6], 1)])
+        np.testing.assert_array_equal(new[:, slots_of([9], 0, 1)], old[:, slots_of([9], 0, 1)])
+        np.testing.assert_array_equal(new[:, slots_of([11])].view(np.float32), 1)
+
+
+def test_a_step_without_moves_and_loads_does_nothing() -> None:
+    store = filled(KVStore, [LayerShape(1, 2, 2)], torch.float32)
+    host, before = HostStore(store, 2), bits(store)
+    host.offload([])
+    host.load([])
+    host.load([Load(WritePlan(np.zeros(0, np.int64), []), np.zeros(0, np.int64))])
+    for old, new in zip(before, bits(store), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_a_measured_bandwidth_leaves_the_pool_as_it_is() -> None:
+    for kind, staged in KINDS:
+        store = filled(kind, [LayerShape(2, 8, 8)], torch.bfloat16)
+        host, before = HostStore(store, HOST, staged=staged), bits(store)
+        assert (host.nbytes, host.bytes_per_block) == (HOST * 2 * 16 * SIZE * 2, 2 * 16 * SIZE * 2)
+        assert 1e3 < host.measure() < 1e13
+        for old, new in zip(before, bits(store), strict=True):
+            np.testing.assert_array_equal(new, old)
+
+
+def test_images_of_a_gpu_are_pinned_in_pieces_below_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch rounds a pinned allocation up to a power of two, so one of 9 GiB would take 16."""
+    made: list[tuple[int, str, bool]] = []
+    empty = torch.empty
+
+    def recorded(*shape: int, dtype: Any, device: Any = "cpu", pin_memory: bool = False) -> Tensor:
+        found = empty(*shape, dtype=dtype)
+        made.append((found.nbytes, torch.device(device).type, pin_memory))
+        return found
+
+    store = BlocksFirst([LayerShape(2, 3, 5)], 3, SIZE)  # 256 bytes a block
+    store.device = torch.device("cuda")
+    monkeypatch.setattr(torch, "empty", recorded)
+    monkeypatch.setattr(host_store, "PIECE", 1 << 10)
+    monkeypatch.setattr(host_store, "STAGE", 600)
+    HostStore(store, 9)
+    assert made == [(512, "cuda", False), (1024, "cpu", True), (1024, "cpu", True), (256, "cpu", True)]
+
+
+@pytest.mark.parametrize(("layers", "num_blocks"), [([LayerShape(1, 2, 2)], 0), ([], 3)])
+def test_memory_without_kv_is_refused(layers: list[LayerShape], num_blocks: int) -> None:
+    with pytest.raises(InvalidInput, match="holds no KV"):
+        HostStore(KVStore(layers, 3, SIZE), num_blocks)
+
+
+def test_memory_that_cannot_be_allocated_is_refused_with_its_size() -> None:
+    with pytest.raises(InvalidInput, match=r"host memory of 64000000000000000 bytes cannot be allocated"):
+        HostStore(KVStore([LayerShape(1, 2, 2)], 3, SIZE), 10**15)
