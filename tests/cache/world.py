@@ -148,6 +148,11 @@ class World:
         """The length of the prefix that a sequence can be opened with."""
         return self.match(namespace, prompt).length
 
+    def reach(self, namespace: Hashable, prompt: Sequence[int]) -> int:
+        """The length of the prefix that is cached in any tier."""
+        found = self.match(namespace, prompt)
+        return found.matched + found.host
+
     def match(self, namespace: Hashable, prompt: Sequence[int]) -> Match:
         least, most = self.bounds(namespace, prompt)
         found = self.cached(namespace, self.shaped(prompt))
@@ -158,21 +163,22 @@ class World:
         return found
 
     def explain(self, namespace: Hashable, prompt: Sequence[int], limit: int | None = None) -> None:
-        matched = self.match(namespace, prompt).length
+        matched, reach = self.match(namespace, prompt).length, self.reach(namespace, prompt)
         explanation = self.cache.explain(self.shaped(prompt), namespace, limit)
         assert explanation.tokens == len(prompt)
         assert explanation.matched == matched
         assert "\n" not in str(explanation)
         assert str(explanation)
-        length = matched if limit is None else min(matched, limit)
+        length, cut = (each if limit is None else min(each, limit) for each in (matched, reach))
         usable = self.usable(namespace, prompt[:length])
         assert explanation.length == usable
         assert (explanation.reason == "no_state") == (usable < length)
         reason = explanation.kv_reason if usable < length else explanation.reason
         assert reason in {"full", "never_seen", "diverged", "evicted", "limit"}
-        assert (reason == "limit") == (length < matched)
-        if length == matched:
-            assert (reason == "full") == (matched == len(prompt))
+        assert explanation.host == cut - length
+        assert (reason == "limit") == (cut < reach)
+        if cut == reach:
+            assert (reason == "full") == (reach == len(prompt))
 
     def ask_without_a_trace(self, namespace: Hashable, prompt: Sequence[int], limit: int | None = None) -> None:
         """`match` and `explain`, and a proof that they changed nothing at all."""
@@ -233,14 +239,18 @@ class World:
 
     def extend(self, one: Tracked, tokens: Sequence[int]) -> bool:
         """Plan `tokens`; return False if the pool had no room, after checking that it had none."""
+        return self.plan(one, tokens, one.seq.extend)
+
+    def plan(self, one: Tracked, tokens: Sequence[int], verb: Callable[[Ids], WritePlan]) -> bool:
+        """Plan `tokens` by a verb of the sequence; see `extend`."""
         if one.plan is not None:
-            self.assert_refused(PlanPending, lambda: one.seq.extend(tokens))
+            self.assert_refused(PlanPending, lambda: verb(tokens))
             return False
         available, least, most = self.available(), *self.need(one, len(tokens))
         before = self.state() if most > available else None
         stats = self.cache.stats()
         try:
-            plan = one.seq.extend(self.shaped(tokens))
+            plan = verb(self.shaped(tokens))
         except OutOfBlocks:
             assert most > available, "refused, although free and evictable blocks suffice"
             self.assert_unchanged(before)
@@ -408,8 +418,8 @@ class World:
         assert (after.free_blocks, after.cached_blocks) == (before.free_blocks, before.cached_blocks)
         assert self.match(namespace, prompt).length == hit
 
-    def discard(self, namespace: Hashable, prompt: Sequence[int], start: int) -> None:
-        """Forget exactly the tokens of a text from `start` on, or refuse because they are held."""
+    def discard(self, namespace: Hashable, prompt: Sequence[int], start: int) -> bool:
+        """Forget exactly the tokens of a text from `start` on, or return False because they are held."""
         self.cache.stats()
         before, state = self.cache.stats(), self.state()
         wrong = list(prompt[: self.match(namespace, prompt).length])
@@ -421,7 +431,7 @@ class World:
         except PrefixHeld:
             self.assert_unchanged(state)
             assert self.somebody_has(namespace, wrong, start, blocks)
-            return
+            return False
         assert not self.somebody_has(namespace, wrong, start, blocks)
         after = self.cache.stats()
         assert freed == after.free_blocks - before.free_blocks
@@ -432,6 +442,7 @@ class World:
         for text, match in found:
             left = start if common(text, wrong) > start else match.length
             assert self.match(namespace, text[: match.length]).length == left
+        return True
 
     def texts_of(self, namespace: Hashable) -> Texts:
         return self.texts.get(namespace, Texts())
@@ -467,8 +478,12 @@ class World:
         after = self.cache.stats()
         assert enough == (after.free_blocks >= count)
         assert enough or not after.leaves, "stopped although there was a leaf to evict"
-        assert after.evicted_blocks - before.evicted_blocks == after.free_blocks - before.free_blocks
+        self.assert_counted(before, after)
         assert enough or count > before.free_blocks + before.cached_blocks, "evictable_blocks promised more"
+
+    def assert_counted(self, before: CacheStats, after: CacheStats) -> None:
+        """Check that an eviction counted the blocks that it freed."""
+        assert after.evicted_blocks - before.evicted_blocks == after.free_blocks - before.free_blocks
 
     def drain(self) -> None:
         """Take exactly the blocks that are reported as free or evictable.
@@ -582,7 +597,8 @@ class World:
         if not self.live and not self.pins:
             assert stats.held_blocks == stats.pinned_blocks == 0
             assert stats.cached_blocks == needed
-            assert stats.namespaces == sum(1 for texts in cached.values() if texts)
+            found = (any(self.reach(each, text) for text in leaves(texts)) for each, texts in self.texts.items())
+            assert stats.namespaces == sum(found)
 
     def cached_texts(self, namespace: Hashable, texts: Texts) -> Texts:
         cached = Texts()

@@ -226,12 +226,13 @@ class StatefulWorld(World):
         super().close(one, hint)
         assert self.sequence(one).row is None
 
-    def discard(self, namespace: Hashable, prompt: Sequence[int], start: int) -> None:
+    def discard(self, namespace: Hashable, prompt: Sequence[int], start: int) -> bool:
         wrong = list(prompt[: self.match(namespace, prompt).length])
-        super().discard(namespace, prompt, start)
-        if self.match(namespace, wrong).length < len(wrong):
+        forgotten = super().discard(namespace, prompt, start)
+        if forgotten:
             gone = {each for each in self.states.get(namespace, ()) if common(wrong, list(each)) > start}
             self.states[namespace] = {each for each in self.states.get(namespace, ()) if each not in gone}
+        return forgotten
 
     def clear(self, *, pins: bool = False) -> None:
         super().clear(pins=pins)
