@@ -20,6 +20,7 @@ from textual.theme import Theme
 from textual.widgets import ContentSwitcher
 from textual.widgets._toast import Toast
 
+from radixkv import private_files
 from radixkv_monitor.dialogs import ExportScreen, HelpScreen, SafeCommandPalette, key_name
 from radixkv_monitor.feed import Feed
 from radixkv_monitor.playback import Playback
@@ -312,17 +313,18 @@ class MonitorApp(App[None]):
         else:
             table = view.export()
             text = table.to_json() if kind == "json" else table.to_csv()
-            self._write(_new_path(table.name, kind), lambda path: path.write_text(text, encoding="utf-8"))
+            self._write(_new_path(table.name, kind), partial(private_files.write, data=text.encode()))
 
     def _write_svg(self, path: Path) -> None:
-        path.write_text(screenshot(self), encoding="utf-8")
+        private_files.write(path, screenshot(self).encode())
 
     def _write(self, path: Path, write: Callable[[Path], object]) -> None:
         """Write a new file, and report the path or the error."""
         try:
             write(path)
         except (OSError, ValueError) as error:
-            self.notify(f"{error}", title="Nothing was written", severity="error")
+            reason = getattr(error, "strerror", None) or error
+            self.notify(f"{path}: {reason}", title="Nothing was written", severity="error")
         else:
             self.notify(f"{path}", title="Recording to" if write == self.feed.record else "Written")
 

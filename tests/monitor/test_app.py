@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +222,7 @@ def test_export(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     played(steps)
     (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
     text = path.read_text()
     if key == "j":
         assert json.loads(text)[0]["value"].startswith("Healthy: 90% of prompt tokens")
@@ -227,6 +230,26 @@ def test_export(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert text.splitlines()[0] == "name,value"
     else:
         assert text.startswith("<svg") and "Healthy" in text
+
+
+def test_an_export_to_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("radixkv.private_files.os.fsync", full)
+
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        for key in "cs":
+            await pilot.press("e", key)
+            await pilot.pause(0.1)
+        messages = list(app._notifications)
+        assert [said.severity for said in messages] == ["error", "error"]
+        for said, kind in zip(messages, ("csv", "svg"), strict=True):
+            assert f".{kind}: No space left on device" in said.message
+
+    played(steps)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.long
