@@ -83,13 +83,13 @@ class NamespaceTable:
 class _Key:
     """A namespace as a key, with the hash that it had at first."""
 
-    __slots__ = ("_hash", "_value")
+    __slots__ = ("_hash", "value")
 
     def __init__(self, value: Hashable) -> None:
-        self._value, self._hash = value, hash(value)
+        self.value, self._hash = value, hash(value)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and (self._value is other._value or bool(self._value == other._value))
+        return isinstance(other, _Key) and (self.value is other.value or bool(self.value == other.value))

@@ -353,11 +353,14 @@ def _decoder(tokenizer: Any) -> Callable[..., str]:
 
     A tokenizer class with a decode of its own is called itself.
     """
-    kind: Any = type(tokenizer)
-    base = next((each for each in kind.__mro__ if "backend_tokenizer" in vars(each)), None)
-    if base is not None and kind.decode is base.decode and kind._decode is base._decode:
-        decode: Callable[..., str] = tokenizer.backend_tokenizer.decode
-        return decode
+    own: set[str] = set()  # attributes of the classes below the one of Rust tokenizers
+    for kind in type(tokenizer).__mro__:
+        if "backend_tokenizer" in vars(kind):
+            if own.isdisjoint(("decode", "_decode")):
+                decode: Callable[..., str] = tokenizer.backend_tokenizer.decode
+                return decode
+            break
+        own |= vars(kind).keys()
     return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
 

@@ -10,7 +10,7 @@ then. The wait for each running request is bounded: twice the steps that the sha
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from heapq import merge
 from itertools import chain, islice, takewhile
 from operator import attrgetter
@@ -103,7 +103,7 @@ class WaitQueue:
             position = _prefill_position(leader)
             if position is None or self._reuse.aligned(len(leader.prompt)) - cached < self._min_saving:
                 continue  # too short, whatever it shares; without reuse always
-            if not _is_equal(leader.namespace, request.namespace):
+            if leader.namespace != request.namespace:
                 continue
             shared = self._reuse.aligned(common_prefix(leader.prompt, request.prompt))
             if shared > position and shared - cached >= self._min_saving:
@@ -167,11 +167,6 @@ class LongestPrefixQueue(WaitQueue):
 
 
 QUEUES: dict[str, type[WaitQueue]] = {"fcfs": WaitQueue, "longest-prefix": LongestPrefixQueue}
-
-
-def _is_equal(one: Hashable, other: Hashable) -> bool:
-    """Compare namespaces as a dict compares its keys: a caller's `__eq__` runs only if the hashes are equal."""
-    return one is other or (hash(one) == hash(other) and one == other)
 
 
 def _prefill_position(leader: Request) -> int | None:
