@@ -98,8 +98,8 @@ class FinalChecks:
             return True
         if flaw is not None and flaw.kind == "rule" and isinstance(cause, InvalidConstraint):
             return True
-        if flaw is not None and flaw.kind == "namespace" and isinstance(cause, Sabotage):
-            return True
+        if flaw is not None and flaw.kind == "namespace" and isinstance(cause, InvalidInput):
+            return isinstance(cause.__cause__, Sabotage)
         return cause is customer.channel.raised is not None or faults.explains(cause, ask)
 
     def _counters(self) -> None:

@@ -8,8 +8,10 @@ poison.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,7 @@ _COLUMNS = np.arange(VOCAB, dtype=np.uint64)
 _SALTS = (_COLUMNS + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
 
 Digests = npt.NDArray[np.uint64]
+Item = TypeVar("Item")
 
 
 def follow(digest: int, token: int) -> int:
@@ -77,17 +80,27 @@ class SlotModel:
 
     def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
         self.runs += 1
-        try:
+        with self.watched():
             return self._run(chunks, copies)
-        except AssertionError as error:  # the engine treats it as a fault of the model, and goes on
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note a broken rule: the engine treats it as a fault of the model, and goes on."""
+        try:
+            yield
+        except AssertionError as error:
             self.broken = error
             raise
+
+    def shuffled(self, items: Sequence[Item]) -> list[Item]:
+        """Return items whose order must not matter in another one."""
+        return self._rng.sample(items, len(items))
 
     def _run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
         self._check_plan(chunks, copies)
         self.fault(chunks, 0)
         self._copy(list(copies))
-        for chunk in self._rng.sample(chunks, len(chunks)):
+        for chunk in self.shuffled(chunks):
             self._write(chunk)
             self.fault(chunks, 1)
         last = np.array([self._read(chunk) for chunk in chunks], np.uint64)
@@ -116,7 +129,7 @@ class SlotModel:
         return slots
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
-        for source, target in self._rng.sample(copies, len(copies)):
+        for source, target in self.shuffled(copies):
             for content in (self.digests, self.tokens, self.origins):
                 content[target] = content[source]
 
@@ -164,15 +177,19 @@ class SlotModel:
         """Return the chunks that computed the first `length` slots along a block table: [length, 3]."""
         return self.origins[table].reshape(-1, 3)[:length]
 
+    def poison(self, blocks: Any) -> None:
+        """Overwrite blocks that were taken for new tokens."""
+        self.digests[blocks], self.tokens[blocks], self.origins[blocks] = _POISON, -2, -2
+
     def _poison_allocated_blocks(self) -> None:
-        digests, tokens, origins = self.digests, self.tokens, self.origins
+        poison = self.poison
 
         class Poisoned(BlockPool):
             __slots__ = ()
 
-            def take(self, count: int):  # type: ignore[no-untyped-def]
-                taken = super().take(count)
-                digests[taken], tokens[taken], origins[taken] = _POISON, -2, -2
+            def take(self, *args: Any):  # type: ignore[no-untyped-def]
+                taken = super().take(*args)
+                poison(taken)
                 return taken
 
         self._pool.__class__ = Poisoned
