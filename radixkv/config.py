@@ -29,6 +29,7 @@ class EngineConfigFields(TypedDict, total=False):
     kv_memory: str | int
     num_blocks: int | None
     state_memory: str | int
+    host_memory: str | int | None
     block_size: int
     eviction: str
     device: str
@@ -106,6 +107,11 @@ class EngineConfig:
         "auto",
         "memory for the recurrent states of hybrid models, a part of kv_memory: bytes, a size such as 512MB, or auto "
         "(up to a third, of which at most half is for running sequences; this may lower max_sequences)",
+    )
+    host_memory: str | int | None = _setting(
+        None,
+        "memory of the host for evicted KV, in addition to kv_memory: bytes, or a size such as 8GiB. A hit in it is "
+        "loaded instead of computed. None and 0 switch it off; hybrid models refuse it",
     )
     block_size: int = _setting(16, "tokens per block", least=1)
     eviction: str = _setting("lru", "eviction policy, a name of radixkv.cache.POLICIES (an unknown name lists them)")
@@ -185,6 +191,8 @@ class EngineConfig:
             parse_bytes(self.kv_memory)
         if self.state_memory != "auto":
             parse_bytes(self.state_memory, "state_memory")
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory, "host_memory", automatic=False)
         if self.max_batch_tokens < self.max_sequences:
             raise InvalidInput(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}): "

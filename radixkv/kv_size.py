@@ -106,13 +106,16 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parse_bytes(text: str | int, name: str = "kv_memory") -> int:
+def parse_bytes(text: str | int, name: str = "kv_memory", *, automatic: bool = True) -> int:
     """Return the bytes of a setting such as `kv_memory`: 536870912, "512MB" or "1.5GiB"; raises InvalidInput.
+
+    `automatic` says whether the error names "auto" among the allowed values.
 
     >>> parse_bytes("512MB"), parse_bytes("1.5 GiB")
     (512000000, 1610612736)
     """
     size = None if isinstance(text, bool) else bytes_of(str(text))
     if size is None:
-        raise InvalidInput(f'{name} must be "auto", bytes, or a size such as "512MB" or "2GiB"; got {text!r}')
+        auto = '"auto", ' if automatic else ""
+        raise InvalidInput(f'{name} must be {auto}bytes, or a size such as "512MB" or "2GiB"; got {text!r}')
     return size

@@ -1,4 +1,4 @@
-"""Measure the memory that this process may still allocate, and size a KV pool and the slots of states by it.
+"""Measure the memory that this process may still allocate, and size a KV pool, slots of states and host memory by it.
 
 Linux's counters and control groups are read; on other systems half of the machine's memory counts as free.
 """
@@ -20,6 +20,7 @@ _M_ARENA_MAX = -8  # a parameter of mallopt, in malloc.h
 
 
 _FREE_BLOCKS = 1 << 16  # of a model without attention, whose blocks take no memory
+_LEAST_HOST_BLOCKS = 2  # no load takes fewer
 _STATE_SHARE = 3
 _STATES_PER_ROW = 16
 
@@ -85,12 +86,38 @@ def blocks_for(kv_memory: str | int, bytes_per_block: int, device: str) -> int:
     return memory // bytes_per_block
 
 
+def host_blocks(host_memory: str | int | None, bytes_per_block: int, bytes_per_state: int = 0) -> int:
+    """Return how many offloaded blocks fit into `host_memory`; 0 if that is None or 0.
+
+    Raises InvalidInput for a model with recurrent state, and with the numbers for less than two blocks.
+
+    >>> host_blocks("1GiB", 96 * 1024), host_blocks(None, 96 * 1024)
+    (10922, 0)
+    """
+    given = 0 if host_memory is None else parse_bytes(host_memory, "host_memory", automatic=False)
+    if not given:
+        return 0
+    if bytes_per_state:
+        raise InvalidInput(
+            f"host_memory={host_memory!r}: this model has recurrent state, whose snapshots stay on the device, and KV "
+            "without a snapshot saves no computing; leave host_memory out, and give more kv_memory or state_memory"
+        )
+    blocks = given // bytes_per_block
+    if blocks < _LEAST_HOST_BLOCKS:
+        raise InvalidInput(
+            f"host_memory of {given} bytes is less than the two blocks of the smallest load: one block of this model "
+            f"takes {bytes_per_block} bytes; give at least {_LEAST_HOST_BLOCKS * bytes_per_block} bytes, or 0 for none"
+        )
+    return blocks
+
+
 class PoolSize(NamedTuple):
-    """The blocks of a pool and the slots of recurrent states, and the bytes of both."""
+    """The blocks of a pool and the slots of recurrent states, and the bytes of both; the blocks of host memory."""
 
     num_blocks: int
     slots: StateSlots
     memory: int
+    host_blocks: int = 0
 
 
 def pool_size(
@@ -102,26 +129,45 @@ def pool_size(
     bytes_per_state: int = 0,
     max_sequences: int = 64,
     state_memory: str | int = "auto",
+    host_memory: str | int | None = None,
 ) -> PoolSize:
-    """Return the size of the pool and of the states that an engine with these settings allocates.
+    """Return the size of the pool, of the states and of the host memory that an engine with these settings allocates.
 
     Raises InvalidInput with the numbers if the memory is too small, or is not free.
     """
-    slots = StateSlots(0, 0)
+    slots, offloaded = StateSlots(0, 0), host_blocks(host_memory, bytes_per_block, bytes_per_state)
     memory = pool_memory(kv_memory, device) if bytes_per_state or num_blocks is None else 0
     if bytes_per_state:
         slots = state_slots(memory, bytes_per_state, max_sequences, state_memory)
     states = slots.total * bytes_per_state
     if num_blocks is None:
         num_blocks = blocks_for(memory - states, bytes_per_block, device)
-    check_free(num_blocks * bytes_per_block + states, device.partition(":")[0])
-    return PoolSize(num_blocks, slots, num_blocks * bytes_per_block + states)
+    memory = num_blocks * bytes_per_block + states
+    if offloaded and device.startswith("cuda"):
+        _release_pinned()
+    check_free(memory, device.partition(":")[0], offloaded * bytes_per_block)
+    return PoolSize(num_blocks, slots, memory, offloaded)
 
 
-def check_free(memory: int, device: str) -> None:
-    """Raise InvalidInput if a pool of `memory` bytes is larger than a CPU's free memory; a GPU raises by itself."""
-    if device == "cpu" and memory > (free := free_memory()):
-        raise InvalidInput(f"a KV pool of {memory} bytes does not fit: {free} bytes are free here")
+def check_free(memory: int, device: str, host: int = 0) -> None:
+    """Raise InvalidInput if a pool of `memory` bytes and `host` bytes for offloaded blocks exceed a CPU's free memory.
+
+    Only a pool on a CPU takes a part of that; a GPU raises by itself.
+    """
+    parts = [f"a KV pool of {memory} bytes"] if device == "cpu" else []
+    parts += [f"host_memory of {host} bytes"] if host else []
+    if (memory if device == "cpu" else 0) + host > (free := free_memory()):
+        fits = "do not fit together" if len(parts) > 1 else "does not fit"
+        raise InvalidInput(f"{' and '.join(parts)} {fits}: {free} bytes are free here")
+
+
+def _release_pinned() -> None:
+    """Release the pinned memory that torch keeps of closed engines, with a torch that can."""
+    import torch
+
+    release = getattr(torch.accelerator, "empty_host_cache", None)  # absent in older versions
+    if release is not None:
+        release()
 
 
 def _automatic(device: str) -> int:

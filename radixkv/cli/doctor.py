@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     import torch
 
     from radixkv.gguf.header import GGUFHeader
+    from radixkv.memory import PoolSize
     from radixkv.models.loaded import LayerSpec, LoadedModel
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+_HOST_TOKENS = 512  # of the prefill and of the load that are measured
 _UNLIMITED = 1 << 30  # tokens; the checkpoint of a model with a longer context states no limit
 
 
@@ -79,6 +81,8 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield _file(header)
     yield doctor_weights.formats(loaded, arguments.weights, header)
     yield _pool(loaded, arguments)
+    if arguments.host_memory is not None:
+        yield _host_memory(loaded, arguments)
     yield _self_test(loaded)
     yield from language(loaded)
     yield doctor_weights.speed(loaded, arguments.block_size)
@@ -240,16 +244,22 @@ def _obstacle(loaded: LoadedModel) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
-    """Describe the pool that `Engine.load` would make."""
+def _size(loaded: LoadedModel, arguments: argparse.Namespace, host_memory: str | None = None) -> PoolSize:
+    """Return the size of the pool that `Engine.load` would make. Raises InvalidInput."""
     from radixkv.memory import pool_size
 
+    return pool_size(
+        arguments.kv_memory, str(loaded.device), bytes_per_block=loaded.bytes_per_token * arguments.block_size,
+        bytes_per_state=loaded.state_bytes, max_sequences=arguments.max_sequences,
+        state_memory=arguments.state_memory, host_memory=host_memory,
+    )  # fmt: skip
+
+
+def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
+    """Describe the pool that `Engine.load` would make."""
     block = loaded.bytes_per_token * arguments.block_size
     try:
-        found = pool_size(
-            arguments.kv_memory, str(loaded.device), bytes_per_block=block, bytes_per_state=loaded.state_bytes,
-            max_sequences=arguments.max_sequences, state_memory=arguments.state_memory,
-        )  # fmt: skip
+        found = _size(loaded, arguments)
     except InvalidInput as error:
         return problem("pool", str(error))
     blocks, slots = found.num_blocks, found.slots
@@ -267,6 +277,30 @@ def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
     if tokens < loaded.max_length:
         return note("pool", f"{text}; its {tokens:,} tokens are fewer than the context of {loaded.max_length:,}")
     return ok("pool", f"{text}, {tokens // loaded.max_length:,} whole contexts")
+
+
+def _host_memory(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
+    """Describe the host memory that `Engine.load` would allocate in addition to the pool, and measure its loads."""
+    from radixkv.models.runner import Runner
+
+    block_size = arguments.block_size
+    try:
+        blocks = _size(loaded, arguments, arguments.host_memory).host_blocks
+        if not blocks:
+            return ok("host memory", "0: evicted KV is computed again")
+        tried = -(-_HOST_TOKENS // block_size)
+        costs = Runner(loaded, tried, block_size, host_blocks=min(blocks, tried)).host_costs(_HOST_TOKENS)
+    except InvalidInput as error:
+        return problem("host memory", str(error))
+    text = (
+        f"{blocks:,} more blocks, {blocks * block_size:,} tokens: {size(blocks * block_size * loaded.bytes_per_token)}"
+    )
+    load, prefill = (f"{seconds * 1e6:,.3g} us" for seconds in costs)
+    speed = f"{loaded.bytes_per_token / costs.load_seconds_per_token / 1e9:.1f} GB/s"
+    text = f"{text}; loading a token takes {load} ({speed}), computing it {prefill}"
+    if costs.load_seconds_per_token >= costs.prefill_seconds_per_token:
+        return note("host memory", f"{text}: nothing would be loaded")
+    return ok("host memory", text)
 
 
 def _self_test(loaded: LoadedModel) -> Finding:

@@ -14,7 +14,7 @@ from radixkv.config import EngineConfig
 
 _PROGRAM = "radixkv"
 _MODEL = "tiny (bundled), a local folder, a GGUF file, or a name on the hub"
-_METAVARS = {"kv_memory": "SIZE", "eviction": "POLICY", "record": "FILE"}
+_METAVARS = {"kv_memory": "SIZE", "host_memory": "SIZE", "eviction": "POLICY", "record": "FILE"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
-    _add_settings(chat, "seed", "kv_memory", "device", "dtype", "weights", "record")
+    _add_settings(chat, "seed", "kv_memory", "host_memory", "device", "dtype", "weights", "record")
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
@@ -93,6 +93,9 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
         "--state-memory", default="auto", metavar="SIZE",
         help="part of the memory for the recurrent states of a hybrid model (default: up to a third)",
     )  # fmt: skip
+    plan.add_argument(
+        "--host-memory", metavar="SIZE", help="host memory of each rank for evicted KV, such as 64GiB (default: none)"
+    )
     plan.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the KV heads")
     plan.add_argument("--json", action="store_true", help="print one JSON object with all sizes, for scripts")
 
@@ -115,8 +118,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser], c
     _add_tokenizer(doctor)
     _add_settings(
         doctor,
-        *("kv_memory", "state_memory", "max_sequences", "block_size", "device", "dtype", "weights", "attention"),
-        *("revision", "trust_remote_code"),
+        *("kv_memory", "state_memory", "host_memory", "max_sequences", "block_size", "device", "dtype", "weights"),
+        *("attention", "revision", "trust_remote_code"),
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object with all findings, for scripts")
 
@@ -131,8 +134,9 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     _add_serving_limits(serve.add_argument_group("limits"))
     _add_settings(
         serve.add_argument_group("the engine"),
-        *("max_sequences", "kv_memory", "device", "dtype", "weights", "attention", "eviction", "max_batch_tokens"),
+        *("max_sequences", "kv_memory", "host_memory", "device", "dtype", "weights", "attention", "eviction"),
         *(
+            "max_batch_tokens",
             "prefill_chunk",
             "order",
             "max_overtakes",

@@ -16,7 +16,7 @@ from typing import Any
 from radixkv.errors import InvalidInput
 from radixkv.kv_shapes import kv_shape
 from radixkv.kv_size import ASSUMED_DTYPE, KVShape, parse_bytes, parse_size
-from radixkv.memory import StateSlots, state_slots
+from radixkv.memory import StateSlots, host_blocks, state_slots
 
 _SHARES = (16, 4, 2, 1)  # a sequence that ends after one n-th of the context
 
@@ -33,6 +33,7 @@ class Plan:
     memory: int | None  # of a rank
     max_sequences: int = 64
     state_memory: str = "auto"
+    host_memory: str | None = None  # of a rank
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -70,6 +71,14 @@ class Plan:
     def blocks(self) -> int:
         """Number of whole blocks that fit into the memory, which must be given."""
         return self.kv_memory // self.bytes_per_block
+
+    @cached_property
+    def host_blocks(self) -> int:
+        """Number of offloaded blocks that fit into the host memory; 0 without it.
+
+        Raises InvalidInput for a model with recurrent state, and with the numbers for too little memory.
+        """
+        return host_blocks(self.host_memory, self.bytes_per_block, self.bytes_per_state)
 
     def blocks_of(self, tokens: int) -> int:
         """Return the number of blocks of a sequence; the last one may be partly filled."""
@@ -128,7 +137,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             raise InvalidInput(f"--state-memory {arguments.state_memory} is a part of the KV memory: give --memory too")
     plan = Plan(
         shape, dtype, context, arguments.block_size, arguments.tensor_parallel, memory,
-        arguments.max_sequences, arguments.state_memory,
+        arguments.max_sequences, arguments.state_memory, arguments.host_memory,
     )  # fmt: skip
     if memory is not None and not plan.blocks:
         raise InvalidInput(f"--memory {arguments.memory}: one block of this model takes {size(plan.bytes_per_block)}")
@@ -206,6 +215,10 @@ def _text(plan: Plan) -> str:
             (f"{size(plan.memory)}{of_rank}", f"{plan.blocks:,} blocks, {plan.blocks * plan.block_size:,} tokens"),
             (f"sequences of {plan.context:,} tokens that fit", f"{full:,}"),
         ]
+    if plan.host_blocks:
+        memory = size(plan.host_blocks * plan.bytes_per_block)
+        tokens = plan.host_blocks * plan.block_size
+        rows.append((f"host memory of {memory}{of_rank}", f"{plan.host_blocks:,} more blocks, {tokens:,} tokens"))
     width = max(len(name) for name, _ in rows)
     lines = [plan.shape.name, *(f"  {name:<{width}}  {text}" for name, text in rows)]
     if plan.memory is not None:
@@ -257,6 +270,7 @@ def _plain(plan: Plan) -> Mapping[str, Any]:
             "bytes_per_block": plan.bytes_per_block,
             "bytes_per_sequence": plan.bytes_per_token * plan.context,
             "fits": fits,
+            "host": {"blocks": plan.host_blocks, "tokens": plan.host_blocks * plan.block_size},
         },
         "notes": _notes(plan),
     }

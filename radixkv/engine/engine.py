@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 import torch
 
 from radixkv.cache import Explanation, PrefixCache
+from radixkv.cache.host import HostPrefixCache
 from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.cache.recurrent.sequence import Spacing
 from radixkv.config import EngineConfig, EngineConfigFields
@@ -153,6 +154,7 @@ class RequestEngine:
             bytes_per_state=loaded.state_bytes,
             max_sequences=config.max_sequences,
             state_memory=config.state_memory,
+            host_memory=config.host_memory if config.prefix_cache else None,
         )
         config, cache = _cache(loaded, config, size)
         again = config.prefill_chunk if config.deterministic else piece_tokens(config.block_size)
@@ -163,6 +165,7 @@ class RequestEngine:
             deterministic=config.deterministic,
             recheck_tokens=again,
             state_slots=cache.stats().state_rows + cache.stats().state_slots,
+            host_blocks=size.host_blocks,
         )
         if isinstance(cache, StatefulPrefixCache):
             runner.state_copies = cache.copies
@@ -424,6 +427,10 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
     if not loaded.state:
         if config.state_memory != "auto":
             _log.warning("%s: state_memory has no effect: the model has no recurrent state", loaded.name)
+        if config.host_memory is not None and not config.prefix_cache:
+            _log.warning("%s: host_memory has no effect: prefix_cache=False, so nothing would be loaded", loaded.name)
+        if size.host_blocks:
+            return config, HostPrefixCache(*blocks, host_blocks=size.host_blocks)
         return config, PrefixCache(*blocks)
     rows, snapshots = size.slots
     if rows < config.max_sequences:

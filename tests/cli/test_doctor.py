@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from radixkv.attention.host_store import HostCosts
 from radixkv.cli import doctor, doctor_checks, doctor_weights, main
 from radixkv.cli.doctor_checks import Finding
 from radixkv.cli.plan import size
@@ -260,6 +262,28 @@ def test_states_of_a_hybrid_model_have_the_memory_that_an_engine_would_give_them
     status, found = examine(*command, "--state-memory", "1536")
     assert (status, found["pool"][0][0]) == (1, "problem")
     assert "holds 4 states, and max_sequences=4 needs a row each and one snapshot" in found["pool"][0][1]
+
+
+def test_host_memory_is_measured_with_a_prefill(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found = examine("--kv-memory", "96MiB")
+    assert "host memory" not in found
+    status, found = examine("--kv-memory", "96MiB", "--host-memory", "1MiB")
+    [(kind, text)] = found["host memory"]
+    assert (status, kind) == (0, "ok")
+    assert re.fullmatch(
+        r"10 more blocks, 160 tokens: 960 KiB; loading a token takes \S+ us \(\S+ GB/s\), computing it \S+ us", text
+    )
+    monkeypatch.setattr("radixkv.models.runner.Runner.host_costs", lambda *_: HostCosts(2e-4, 1e-4))
+    _, found = examine("--kv-memory", "96MiB", "--host-memory", "1MiB")
+    [(kind, text)] = found["host memory"]
+    assert kind == "note"
+    assert text.endswith("loading a token takes 200 us (0.0 GB/s), computing it 100 us: nothing would be loaded")
+
+
+def test_host_memory_that_does_not_fit_is_a_problem(examine: Any) -> None:
+    status, found = examine("--kv-memory", "96MiB", "--host-memory", "100TB")
+    assert (status, found["pool"][0][0], found["host memory"][0][0]) == (1, "ok", "problem")
+    assert "do not fit together" in found["host memory"][0][1]
 
 
 def test_a_pool_that_does_not_fit_is_a_problem(examine: Any) -> None:

@@ -30,6 +30,13 @@ def test_wrong_usage_is_status_2(argv, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["chat", "serve", "doctor", "plan"])
+def test_host_memory_is_an_option_of_each_command_that_sizes_a_pool(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "--host-memory SIZE" in capsys.readouterr().out
+
+
 def test_help_loads_no_torch():
     code = (
         "import sys\nfrom radixkv.cli import main\n"
@@ -47,6 +54,8 @@ def test_help_loads_no_torch():
         (["--temperature", "-1"], "temperature"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--kv-memory", "lots"], "lots"),
+        (["--host-memory", "auto"], "host_memory must be bytes, or a size"),
+        (["--host-memory", "1kB"], "give at least 196608 bytes, or 0 for none"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(options, said, capsys):

@@ -205,6 +205,21 @@ def test_a_plan_divides_a_given_state_memory_as_an_engine_does(
     assert "has no recurrent state" in capsys.readouterr().err
 
 
+def test_a_plan_counts_host_memory_as_an_engine_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SEVENTY, "--memory", "8GiB", "--host-memory", "64GiB"]) == 0
+    line = r"  host memory of 64 GiB, each of 2 ranks +26,214 more blocks, 419,424 tokens\n"
+    assert re.search(line, capsys.readouterr().out)
+    assert main([*SEVENTY, "--host-memory", "64GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rank"]["host"] == {"blocks": 26_214, "tokens": 419_424}
+    assert main(["plan", "tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rank"]["host"] == {"blocks": 0, "tokens": 0}
+    assert main(["plan", "tiny", "--host-memory", "90kB"]) == 2
+    assert "one block of this model takes 49152 bytes; give at least 98304 bytes" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    assert main(["plan", str(tmp_path), "--host-memory", "1GB"]) == 2
+    assert "this model has recurrent state" in capsys.readouterr().err
+
+
 def test_the_bundled_model_takes_what_its_pool_takes() -> None:
     from radixkv.models.adapter import load
 

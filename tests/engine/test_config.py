@@ -23,6 +23,7 @@ from radixkv.models.attention_interface import BACKENDS
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_memory": "much"}, 'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got \'much\''),
+    ({"host_memory": "auto"}, 'host_memory must be bytes, or a size such as "512MB" or "2GiB"; got \'auto\''),
     ({"num_blocks": 0}, "num_blocks must be an int, at least 1, got 0"),
     ({"num_blocks": 1.5}, "num_blocks must be an int, at least 1, got 1.5"),
     ({"block_size": None}, "block_size must be an int, at least 1, got None"),

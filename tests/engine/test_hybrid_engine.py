@@ -131,9 +131,10 @@ def test_as_many_sequences_run_as_have_rows(caplog: pytest.LogCaptureFixture) ->
         ({"state_memory": 6 * 9984, "max_sequences": 6}, "holds 6 states, and max_sequences=6 needs .* give 69888 by"),
         ({"state_memory": "1MB", "kv_memory": "900KB"}, "leaves nothing of the kv_memory of 900000 bytes for KV"),
         ({"state_memory": "much"}, 'state_memory must be "auto", bytes'),
+        ({"host_memory": "1MB"}, "host_memory='1MB': this model has recurrent state, whose .* leave host_memory out"),
     ],
 )
-def test_too_little_memory_for_states_is_refused_with_the_numbers(options: dict[str, Any], reason: str) -> None:
+def test_memory_that_a_hybrid_model_cannot_use_is_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidInput, match=reason):
         Engine.load(hybrid("bamba"), monitor=False, **options)
 
@@ -141,7 +142,7 @@ def test_too_little_memory_for_states_is_refused_with_the_numbers(options: dict[
 def test_a_given_state_memory_is_used_in_full() -> None:
     assert state_slots(10**9, 1000, max_sequences=4, state_memory=20_500) == (4, 16)
     options: dict[str, Any] = {"num_blocks": 10, "max_sequences": 4, "bytes_per_block": 100}
-    assert pool_size("1MB", "cpu", bytes_per_state=1000, **options) == (10, (4, 60), 65_000)
+    assert pool_size("1MB", "cpu", bytes_per_state=1000, **options) == (10, (4, 60), 65_000, 0)
     assert pool_size("1MB", "cpu", **options).slots == (0, 0)
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from radixkv import memory
+from radixkv.cache import PrefixCache
 from radixkv.engine import RequestEngine
 from radixkv.errors import InvalidInput
 
@@ -17,6 +19,50 @@ def test_auto_is_a_quarter_of_what_is_free_and_at_most_four_gib(monkeypatch):
     for free, expected in ((2**30, 2**28), (2**40, 2**32)):
         monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
         assert memory.blocks_for("auto", 2**10, "cpu") == expected // 2**10
+
+
+def test_host_memory_holds_whole_blocks_and_at_least_two():
+    assert memory.host_blocks("1MB", 300_000) == 3
+    assert memory.host_blocks(600_000, 300_000) == 2
+    assert [memory.host_blocks(off, 300_000) for off in (None, 0, "0", "0GiB")] == [0] * 4
+    with pytest.raises(InvalidInput, match="one block of this model takes 300000 bytes; give at least 600000 bytes"):
+        memory.host_blocks(599_999, 300_000)
+
+
+def test_host_memory_comes_in_addition_to_the_pool(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda: 1000)
+    size = memory.pool_size(700, "cpu", bytes_per_block=100, host_memory=320)
+    assert (size.num_blocks, size.memory, size.host_blocks) == (7, 700, 3)
+    together = "a KV pool of 800 bytes and host_memory of 300 bytes do not fit together: 1000 bytes are free here"
+    with pytest.raises(InvalidInput, match=together):
+        memory.pool_size(800, "cpu", bytes_per_block=100, host_memory=320)
+
+
+def test_host_memory_of_a_gpu_is_compared_with_the_free_memory_of_the_host(monkeypatch):
+    released = []
+    monkeypatch.setattr(memory, "free_memory", lambda: 1000 if released else 0)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: released.append(True), raising=False)
+    assert memory.pool_size(9000, "cuda:1", bytes_per_block=100, host_memory=1000).host_blocks == 10
+    with pytest.raises(InvalidInput, match=r"^host_memory of 1100 bytes does not fit: 1000 bytes are free here$"):
+        memory.pool_size(9000, "cuda:1", bytes_per_block=100, host_memory=1100)
+
+
+def test_an_engine_allocates_its_host_memory():
+    with RequestEngine.load("tiny", device="cpu", num_blocks=64, host_memory="1MiB", monitor=False) as engine:
+        host = engine.core.runner.host
+        assert (host.num_blocks, host.bytes_per_block) == (10, 98304)
+        assert engine.stats().cache.host_blocks == 10
+    for off in (None, 0):
+        with RequestEngine.load("tiny", device="cpu", num_blocks=64, host_memory=off, monitor=False) as engine:
+            assert engine.core.runner.host is None
+            assert type(engine.core.cache) is PrefixCache
+
+
+def test_host_memory_without_a_prefix_cache_is_not_allocated(caplog):
+    options = {"num_blocks": 64, "host_memory": "1MiB", "prefix_cache": False, "monitor": False}
+    with RequestEngine.load("tiny", device="cpu", **options) as engine:
+        assert engine.core.runner.host is None
+    assert "host_memory has no effect: prefix_cache=False" in caplog.text
 
 
 def test_free_memory_keeps_within_the_control_group(tmp_path):
@@ -48,6 +94,8 @@ def test_a_group_of_version_one_counts_what_is_below_it(tmp_path):
         {"num_blocks": 1.5},
         {"num_blocks": 10**12},
         {"kv_memory": "100TB"},
+        {"host_memory": "100TB"},
+        {"host_memory": "1kB"},
         {"seed": "x"},
         {"seed": None},
         {"max_sequences": "8"},
