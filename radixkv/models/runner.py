@@ -127,17 +127,19 @@ class Runner:
         """Measure the seconds per token of loading KV from the host, and of a prefill of up to `chunk` tokens.
 
         Nothing may be cached yet, because blocks of the pool and of the host are overwritten. Costs a few copies, and
-        forwards of about a quarter of a second in all. Needs `host`.
+        forwards of about half a second in all. Needs `host`.
         """
         assert self.host is not None
         size = self.store.block_size
         load = self.host.bytes_per_block / size / self.host.measure()
         most = max(1, min(chunk, self._spare_block * size, self.loaded.max_length))
-        count = min(_FIRST_TOKENS, most)
+        count = first = min(_FIRST_TOKENS, most)
         self._prefill_seconds(count)  # the first forward of a process takes longer
-        per_token = self._prefill_seconds(count) / count
-        count = max(count, min(most, int(_PREFILL_SECONDS / per_token)))
-        return HostCosts(load, min(per_token, self._prefill_seconds(count) / count))
+        while (seconds := self._prefill_seconds(count)) < _PREFILL_SECONDS / 2 and count < most:
+            count = min(most, max(2 * count, int(count * _PREFILL_SECONDS / seconds)))  # a GPU is faster with more
+        if count > first:  # and so does the first forward of a size
+            seconds = min(seconds, self._prefill_seconds(count))
+        return HostCosts(load, seconds / count)
 
     def _prefill_seconds(self, count: int) -> float:
         """Return the seconds of a forward of `count` tokens over the first blocks of the pool."""
