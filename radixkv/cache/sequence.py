@@ -270,12 +270,13 @@ class Sequence:
                 tree.lengthen(node, self._tail)
             else:
                 if sole:
+                    node.may_share_any_block |= self._forked  # first: the node above may take the new first block
                     tree.grow(node, self._tail, table[first:])
                 else:
                     self.node = node = tree.append(node, self._tail, table[first:])
+                    node.may_share_any_block = self._forked
                     node.priority = self.priority
                 self._hand_over(node, first, owned)
-                node.may_share_any_block |= self._forked
                 if not sole:
                     self._settle_above(node)
             self._tail = bytearray()

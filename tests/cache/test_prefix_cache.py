@@ -286,6 +286,27 @@ class TestForks:
         assert cache.stats().query_tokens == 50
         assert cache.stats().sequences == 2
 
+    def test_a_node_that_takes_over_the_blocks_of_forks_lends_its_first_one_to_the_node_above(self) -> None:
+        """As in life 19355: a leaf grows in place over the blocks of a fork, and its parent takes the first of them."""
+        world = World(4, 16)
+        for text in ([0, 1, 7], [0, 1, 1]):
+            first = world.open(None, text)
+            assert world.extend(first, text[len(first.tokens) :])
+            world.commit(first)
+            world.close(first)
+        parent = world.open(None, [0, 1, 1, 2], limit=0)
+        assert world.extend(parent, [0, 1, 1, *range(15)])
+        world.commit(parent, publish=False)
+        twin = world.fork(parent)
+        assert twin is not None
+        assert world.extend(parent, [3, 3])
+        assert world.extend(twin, [3]), "this evicts the leaf that shares the parent's block"
+        world.step(publish=False)
+        world.commit(parent)
+        world.verify()
+        world.close(parent)
+        world.wind_down()
+
     @pytest.mark.parametrize("published", [True, False])
     def test_go_their_own_ways(self, published: bool) -> None:
         world = World(64, 4, exact=True)

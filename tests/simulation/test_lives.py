@@ -22,7 +22,7 @@ from tests.simulation.scenario import Ask, Fault, Forgetting, Pinning, Scenario
 from tests.simulation.shrink import shrink
 from tests.simulation.world import Stuck, World
 
-KEPT: tuple[int, ...] = (6283,)
+KEPT: tuple[int, ...] = (6283, 19355)
 """Seeds of fresh lives that failed once."""
 
 LIVES = 6000 if os.environ.get("RADIXKV_LONG") == "1" else 250
