@@ -40,7 +40,7 @@ class EvictionIndex:
 
     __slots__ = ("_coldest", "_order", "_rank", "_tick", "clock")
 
-    remembers_faded: ClassVar[bool] = False  # whether old ghosts keep a hash of their tokens: see `ghosts`
+    remembers_faded = False  # whether old ghosts keep a hash of their tokens: see `ghosts`
 
     def __init__(self, rank: Rank | None = None) -> None:
         self.clock: Callable[[], float] | None = None  # dates nodes while a change tracker is attached
@@ -131,6 +131,10 @@ class EvictionIndex:
 
     def forget(self, policy_data: Any, start: int) -> None:
         """The text from `start` on of a node or ghost with this policy_data is forgotten: its reuse goes unnoticed."""
+
+    def holds(self, policy_data: Any) -> bool:
+        """Whether the index keeps this policy_data, so that it must be the one to forget it."""
+        return False
 
     def clear(self) -> None:
         """All ghosts were forgotten, and all leaves are about to be removed."""

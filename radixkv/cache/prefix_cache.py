@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict
 from random import Random
 from typing import ClassVar, cast
@@ -17,11 +17,14 @@ from radixkv.cache.events import Observer
 from radixkv.cache.namespaces import Namespace
 from radixkv.cache.pins import Pin
 from radixkv.cache.policies import new_index
+from radixkv.cache.quotas import NamespaceLimits, NamespaceUsage, Quotas
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.cache.types import PURPOSES, CachedRun, CacheStats, Explanation, GhostOwner, Match, Node, Purpose
 from radixkv.errors import InvalidInput, PrefixHeld
+
+Limits = NamespaceLimits | Mapping[Hashable, float] | None
 
 
 class PrefixCache:
@@ -29,8 +32,9 @@ class PrefixCache:
 
     `eviction` is the name of a policy in `POLICIES`. `clock` (seconds) dates evictions and pins, and `predictive`
     learns by it. `observer` receives every event. Pins may hold at most `pin_budget` of the pool. A namespace is None
-    or any hashable value; equal values are one namespace. Idea: RadixAttention (Zheng et al. 2024) over the block
-    tables and copy-on-write of PagedAttention (Kwon et al. 2023).
+    or any hashable value; equal values are one namespace. `namespace_limits` guarantees shares of the pool to
+    namespaces, such as `{"ann": 0.5}`: see `radixkv.cache.quotas`. Idea: RadixAttention (Zheng et al. 2024) over the
+    block tables and copy-on-write of PagedAttention (Kwon et al. 2023).
 
     >>> cache = PrefixCache(num_blocks=8, block_size=4)
     >>> first = cache.open([1, 2, 3, 4, 5, 6])
@@ -56,19 +60,26 @@ class PrefixCache:
         observer: Observer | None = None,
         *,
         pin_budget: float = 0.5,
+        namespace_limits: Limits = None,
     ) -> None:
         check_positive("num_blocks", num_blocks)
         check_positive("block_size", block_size)
         if not _is_number(pin_budget) or not 0 <= pin_budget <= 1:
             raise InvalidInput(f"pin_budget={pin_budget!r}: allowed is a part of the pool, 0.0 to 1.0")
         self.num_blocks, self.block_size = int(num_blocks), int(block_size)
-        index = new_index(eviction, self.num_blocks, self.block_size, clock)
+        shape = self.num_blocks, self.block_size
+        pool, index = BlockPool(*shape), new_index(eviction, *shape, clock)
+        self.quotas: Quotas | None = None
+        if namespace_limits is not None:
+            self.quotas = Quotas(namespace_limits, *shape, lambda: new_index(eviction, *shape, clock))
+            pool, index = self.quotas.pool, self.quotas.index
         self.eviction = eviction  # the name of the policy
         self.clock = clock
-        pool = BlockPool(self.num_blocks, self.block_size)
         # For the cache's own modules, and for checks.
         self.state = self.state_class(pool, index, clock, int(pin_budget * num_blocks))
         self._namespaces = self.state.tree.namespaces
+        if self.quotas is not None:
+            self._namespaces.group = self.quotas.limits.group
         if observer is not None:
             self.state.observe(observer)
 
@@ -86,6 +97,10 @@ class PrefixCache:
         It frees one more if the last leaf that shares a held node's part-filled block leaves, and a copy remains.
         """
         return self.state.pool.evictable
+
+    def evictable_for(self, namespace: Hashable) -> int:
+        """Blocks that can be evicted for a sequence of a namespace: with limits fewer than `evictable_blocks`. O(1)."""
+        return self.state.pool.evictable_for(self._group(namespace))
 
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
         """The longest cached prefix of `tokens` in the namespace. O(tokens compared) by memcmp + O(depth)."""
@@ -156,6 +171,10 @@ class PrefixCache:
             ghosts=len(state.ghosts),
         )
 
+    def namespace_usage(self) -> tuple[NamespaceUsage, ...]:
+        """The blocks of each namespace with a limit now, in the order of the limits."""
+        return () if self.quotas is None else self.quotas.usage()
+
     def watch(self, observer: Observer | None = None) -> ChangeTracker:
         """Track changed nodes from now on, for a mirror; `observer`, if given, replaces the present one.
 
@@ -168,6 +187,8 @@ class PrefixCache:
     def check(self) -> None:
         """Recount everything; AssertionError names the broken invariant. O(blocks + tokens): for tests."""
         invariants.check(self.state)
+        if self.quotas is not None:
+            self.quotas.check(self.state)
 
     # ---- blocks that leave the pool
 

@@ -86,7 +86,12 @@ class World:
         self.before = self.cache.stats()
 
     def make_cache(self, eviction: str) -> PrefixCache:
-        return PrefixCache(self.num_blocks, self.block_size, eviction, clock=lambda: self.now)
+        shape = self.num_blocks, self.block_size
+        return PrefixCache(*shape, eviction, clock=lambda: self.now, namespace_limits=self.limits())
+
+    def limits(self) -> dict[Hashable, float] | None:
+        """The limits of namespaces."""
+        return None
 
     # Reading the model
 
@@ -123,10 +128,10 @@ class World:
     def _frozen(self) -> list[object]:
         return freeze(self.cache, [one.seq for one in self.live], [pinned.pin for pinned in self.pins])
 
-    def available(self) -> int:
+    def available(self, namespace: Hashable = None) -> int:
         """Blocks that an extend can take; `stats` first releases expired pins."""
         self.cache.stats()
-        return self.cache.free_blocks + self.cache.evictable_blocks
+        return self.cache.free_blocks + self.cache.evictable_for(namespace)
 
     def forget_what_nobody_holds(self) -> None:
         self.texts = self.held_texts()
@@ -246,7 +251,7 @@ class World:
         if one.plan is not None:
             self.assert_refused(PlanPending, lambda: verb(tokens))
             return False
-        available, least, most = self.available(), *self.need(one, len(tokens))
+        available, least, most = self.available(one.namespace), *self.need(one, len(tokens))
         before = self.state() if most > available else None
         stats = self.cache.stats()
         try:
@@ -258,7 +263,7 @@ class World:
         assert least <= available
         self.note_plan(one, plan, list(tokens), must_stay_in_place=least == most)
         taken = self.taken(one, plan)
-        left = self.cache.free_blocks + self.cache.evictable_blocks
+        left = self.available(one.namespace)
         stranded = len(self.live) + len(self.pins)  # evicting a branch may free a block that was stranded above it
         assert 0 <= left - (available - taken) <= stranded, f"{taken} taken of {available}, {left} left"
         if taken <= stats.free_blocks:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from radixkv.cache.events import Observer
 from radixkv.cache.pins import Pin
-from radixkv.cache.prefix_cache import PrefixCache, check_limit, check_positive
+from radixkv.cache.prefix_cache import Limits, PrefixCache, check_limit, check_positive
 from radixkv.cache.recurrent import invariants
 from radixkv.cache.recurrent.sequence import Spacing, StatefulSequence
 from radixkv.cache.recurrent.slots import StateSlots
@@ -66,10 +66,12 @@ class StatefulPrefixCache(PrefixCache):
         snapshots: int,
         spacing: Spacing | None = None,
         pin_budget: float = 0.5,
+        namespace_limits: Limits = None,
     ) -> None:
         check_positive("rows", rows)
         check_limit(snapshots)
-        super().__init__(num_blocks, block_size, eviction, clock, observer, pin_budget=pin_budget)
+        options: dict[str, Any] = {"pin_budget": pin_budget, "namespace_limits": namespace_limits}
+        super().__init__(num_blocks, block_size, eviction, clock, observer, **options)
         self.copies = StateSlots(int(rows), int(snapshots))
         self.snapshots = Snapshots(self.copies, self.state.pins.nodes)
         self.state.tree.snapshots = self.snapshots

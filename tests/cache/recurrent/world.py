@@ -58,6 +58,7 @@ class StatefulWorld(World):
             rows=rows,
             snapshots=slots,
             spacing=self.spacing,
+            namespace_limits=self.limits(),
         )
 
     # Reading

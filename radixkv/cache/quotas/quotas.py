@@ -1,0 +1,68 @@
+"""The limits of one cache with the pool and the index that keep them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from radixkv.cache.eviction import EvictionIndex
+from radixkv.cache.namespaces import Namespace
+from radixkv.cache.quotas.index import QuotaIndex
+from radixkv.cache.quotas.limits import NamespaceLimits
+from radixkv.cache.quotas.pool import QuotaPool
+from radixkv.cache.state import CacheState
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceUsage:
+    """The blocks of a namespace with a share, at one moment."""
+
+    namespace: Hashable  # as the limits name it; tuples that begin with it are included
+    share: float  # of the pool
+    guaranteed_blocks: int  # never evicted for other namespaces
+    used_blocks: int  # of its cached prefixes and its open sequences
+    cached_blocks: int  # part of used_blocks: evictable
+
+
+class Quotas:
+    """The parts of a cache that keep the limits of namespaces."""
+
+    def __init__(
+        self,
+        limits: NamespaceLimits | Mapping[Hashable, float],
+        num_blocks: int,
+        block_size: int,
+        new_index: Callable[[], EvictionIndex],
+    ) -> None:
+        """Make a pool, and an index of the policy for each group. Raises InvalidInput for limits that are wrong."""
+        self.limits = limits if isinstance(limits, NamespaceLimits) else NamespaceLimits(limits)
+        self.pool = QuotaPool(num_blocks, block_size, self.limits)
+        self.index = QuotaIndex(self.pool, new_index)
+
+    def usage(self) -> tuple[NamespaceUsage, ...]:
+        """The blocks of each namespace with a share, in the order of the limits. O(shares)."""
+        pool = self.pool
+        rows = zip(self.limits.shares, pool.guaranteed, pool.used, pool.evictable_in, strict=True)
+        named = zip(self.limits.namespaces, list(rows)[1:], strict=True)
+        return tuple(NamespaceUsage(namespace, *row) for namespace, row in named)
+
+    def check(self, state: CacheState) -> None:
+        """Recount the blocks of each group. AssertionError names the broken invariant. O(blocks)."""
+        idle = {block for node in state.tree.walk() if not node.locks for block in node.blocks}
+        held = {block for node in state.tree.walk() if node.locks for block in node.blocks}
+        for sequence in state.open.values():
+            held.update(sequence.own_blocks())
+        self.pool.check(_owned(state), idle - held)
+
+
+def _owned(state: CacheState) -> Iterator[tuple[int, array[int]]]:
+    for namespace, root in state.tree.roots.items():
+        for node in state.tree.walk(root):
+            yield namespace.group, node.blocks
+    for sequence in state.open.values():
+        node = sequence.node
+        while node.parent is not None:
+            node = node.parent
+        yield cast(Namespace, node.ghost_owner).group, sequence.own_blocks()

@@ -1,0 +1,211 @@
+"""Limits of namespaces: shares are kept, the greatest excess is evicted first, and the counts are exact.
+
+`quota_world` checks both rules at each eviction, with every policy.
+"""
+
+from collections.abc import Hashable
+
+import numpy as np
+import pytest
+
+from radixkv.cache import POLICIES, PrefixCache
+from radixkv.cache.quotas import NamespaceLimits
+from radixkv.cache.recurrent import StatefulPrefixCache
+from radixkv.errors import InvalidInput, OutOfBlocks
+from tests.cache.quota_world import QuotaWorld, StatefulQuotaWorld
+from tests.cache.test_fuzz import POOLS, PROOFS, QUICK, Story
+from tests.cache.test_stateful import Verbs, how_long
+from tests.cache.verbs import cached, prompt, publish
+from tests.selection import mostly_long
+
+
+def used(cache: PrefixCache) -> dict[Hashable, int]:
+    return {each.namespace: each.used_blocks for each in cache.namespace_usage()}
+
+
+def fill(cache: PrefixCache, namespace: Hashable, texts: int, first: int = 0, length: int = 1) -> None:
+    """Publish texts of `length` blocks of one token."""
+    for name in range(first, first + texts):
+        publish(cache, prompt(name, length), namespace)
+        cache.check()
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        ("limits", "message"),
+        [
+            ([("a", 0.5)], "must map namespaces to shares"),
+            ({"a": 1.5}, "the share of 'a' must be a number from 0 to 1, got 1.5"),
+            ({"a": -0.1}, "from 0 to 1"),
+            ({"a": True}, "from 0 to 1"),
+            ({"a": "half"}, "from 0 to 1"),
+            ({"a": float("nan")}, "from 0 to 1"),
+            ({("a", 1): np.float32}, "the share of a tuple must"),
+            ({"a": 0.7, None: 0.4}, "1.1 together, more than the whole pool"),
+        ],
+    )
+    def test_wrong_ones_are_refused_with_the_reason(self, limits, message):
+        with pytest.raises(InvalidInput, match=message):
+            PrefixCache(8, 1, namespace_limits=limits)
+
+    def test_rounding_does_not_refuse_shares_that_add_up_to_one(self):
+        limits = NamespaceLimits({"a": 0.1, "b": 0.2, "c": 0.7})
+        assert limits.blocks(100) == [0, 10, 20, 70]
+
+    def test_a_share_of_a_tuple_counts_for_all_tuples_that_begin_with_it(self):
+        limits = NamespaceLimits({("ann",): 0.1, ("ann", "mail"): 0.1, "ann": 0.1, (): 0.1})
+        names = [("ann",), ("ann", "chat"), ("ann", "mail", 7), "ann", ("ben",), (), None, "mail"]
+        assert [limits.group(each) for each in names] == [1, 1, 2, 3, 4, 4, 0, 0]
+
+    def test_an_unhashable_namespace_is_refused_as_without_limits(self):
+        cache = PrefixCache(8, 1, namespace_limits={("a",): 0.5})
+        with pytest.raises(InvalidInput, match="hashable"):
+            cache.open([1], ("a", []))
+        cache.check()
+
+
+class TestRules:
+    def test_a_flood_evicts_its_own_blocks_and_never_a_share(self):
+        cache = PrefixCache(10, 1, namespace_limits={"a": 0.5, "b": 0.4})
+        fill(cache, "a", 5)
+        fill(cache, "b", 50)
+        assert used(cache) == {"a": 5, "b": 5}
+        assert all(cached(cache, prompt(name, 1), "a") for name in range(5))
+
+    def test_free_blocks_can_be_borrowed_and_are_returned(self):
+        cache = PrefixCache(10, 1, namespace_limits={"a": 0.5, "b": 0.5})
+        fill(cache, "a", 10)
+        assert used(cache) == {"a": 10, "b": 0}
+        fill(cache, "b", 9)
+        assert used(cache) == {"a": 5, "b": 5}
+
+    def test_namespaces_without_a_share_are_evicted_first(self):
+        cache = PrefixCache(10, 1, namespace_limits={"a": 0.3})
+        fill(cache, "a", 5)
+        fill(cache, None, 2)
+        fill(cache, "other", 3)
+        fill(cache, "a", 3, first=5)
+        assert used(cache) == {"a": 8}
+        assert [cached(cache, prompt(name, 1)) for name in range(2)] == [0, 0], "the oldest of those without a share"
+
+    def test_the_namespace_that_exceeds_its_share_most_is_evicted_first(self):
+        cache = PrefixCache(20, 1, namespace_limits={"a": 0.1, "b": 0.4, "c": 0.2})
+        fill(cache, "b", 10)
+        fill(cache, "a", 6)
+        fill(cache, "c", 4)
+        fill(cache, "c", 2, first=4)
+        assert used(cache) == {"a": 4, "b": 10, "c": 6}, "3.0 of a's share, 1.25 of b's"
+
+    def test_a_sequence_that_would_need_the_shares_of_others_runs_out_of_blocks(self):
+        cache = PrefixCache(10, 1, namespace_limits={"a": 0.5, "b": 0.2})
+        fill(cache, "a", 5)
+        fill(cache, "b", 2)
+        assert [cache.evictable_for(each) for each in ("a", "b", None)] == [5, 2, 0]
+        with cache.open([7] * 4, "c") as sequence:
+            with pytest.raises(OutOfBlocks, match=r"4 blocks wanted, 3 are free and 0 evictable for this namespace"):
+                sequence.extend([7] * 4)
+            cache.check()
+            sequence.extend([7] * 3)
+        assert used(cache) == {"a": 5, "b": 2}
+
+    def test_blocks_of_open_sequences_count_and_cannot_be_evicted(self):
+        cache = PrefixCache(10, 1, namespace_limits={"a": 0.5})
+        with cache.open(prompt(1, 8), "a") as sequence:
+            sequence.extend(prompt(1, 8))
+            assert used(cache) == {"a": 8}
+            sequence.commit()
+            assert cache.evictable_for(None) == 0
+            cache.check()
+        assert cache.evictable_for(None) == 3
+        assert cache.namespace_usage()[0].cached_blocks == 8
+
+    def test_one_eviction_takes_no_more_of_a_long_leaf_than_exceeds_the_share(self):
+        cache = PrefixCache(10, 1, namespace_limits={"a": 0.6})
+        fill(cache, "a", 1, length=8)
+        fill(cache, None, 1, length=2)
+        with cache.open([5] * 4) as sequence:
+            sequence.extend([5] * 4)
+            cache.check()
+        assert cached(cache, prompt(0, 8), "a") == 6
+
+    def test_next_victims_begin_with_the_greatest_excess(self):
+        cache = PrefixCache(10, 1, namespace_limits={"a": 0.5, "b": 0.1})
+        fill(cache, "a", 3)
+        fill(cache, "b", 3)
+        fill(cache, None, 2)
+        roots = {root.id: namespace.value for namespace, root in cache.state.tree.roots.items()}
+        owner = {node.id: roots[node.parent.id] for node in cache.state.tree.walk() if node.parent is not None}
+        assert [owner[node] for node in cache.next_victims()] == [None] * 2 + ["b"] * 3 + ["a"] * 3
+        assert [owner[node] for node in cache.next_victims(3)] == [None] * 2 + ["b"]
+
+    def test_clearing_ignores_limits(self):
+        cache = PrefixCache(10, 1, namespace_limits={"a": 1.0})
+        fill(cache, "a", 10)
+        cache.clear()
+        cache.check()
+        assert cache.free_blocks == 10 and used(cache) == {"a": 0}
+
+    def test_a_cache_without_limits_has_no_usage(self):
+        cache = PrefixCache(8, 1)
+        fill(cache, "a", 2)
+        assert cache.namespace_usage() == () and cache.evictable_for("b") == cache.evictable_blocks == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("states", [False, True])
+def test_a_flood_leaves_the_hits_of_another_namespace_with_every_policy(policy: str, states: bool) -> None:
+    now = [0.0]
+    limits = {"quiet": 0.4, "loud": 0.6}
+    options = {"eviction": policy, "clock": lambda: now[0], "namespace_limits": limits}
+    cache = StatefulPrefixCache(30, 2, rows=2, snapshots=60, **options) if states else PrefixCache(30, 2, **options)
+    hits = 0
+    for turn in range(40):
+        for loud in range(5):
+            publish(cache, prompt(100 + 5 * turn + loud, 12), "loud")
+        hits += cache.match(prompt(turn % 2, 8), "quiet").matched == 8
+        publish(cache, prompt(turn % 2, 8), "quiet")
+        now[0] += 1
+        cache.check()
+    assert hits == 38, "all but the first two"
+
+
+@pytest.mark.parametrize("operations", mostly_long([20_000, 100_000], 20_000))
+@pytest.mark.parametrize(("block_size", "blocks", "policy", "suffix", "most_open"), mostly_long(POOLS, *QUICK))
+def test_long_runs_under_pressure(
+    block_size: int, blocks: int, policy: str, suffix: int, most_open: int, operations: int
+) -> None:
+    world = QuotaWorld(blocks, block_size, policy, seed=blocks, proofs=PROOFS)
+    Story(world, suffix, most_open, seed=block_size * 1000 + blocks).run(operations // 2 // len(POOLS))
+    assert world.evictions > 0
+    assert world.cache.stats().hit_tokens > 0
+    world.wind_down()
+
+
+class QuotaVerbs(Verbs):
+    """Every verb in every order, with limits."""
+
+    world_class = QuotaWorld
+
+
+class StatefulQuotaVerbs(Verbs):
+    """The same, with recurrent state."""
+
+    world_class = StatefulQuotaWorld
+
+
+class MoreQuotaVerbs(QuotaVerbs):
+    """The same, for `make test-all`."""
+
+
+class MoreStatefulQuotaVerbs(StatefulQuotaVerbs):
+    """The same, for `make test-all`."""
+
+
+TestUnderPressure = QuotaVerbs.TestCase
+TestUnderPressure.settings = how_long(20)
+TestStateful = StatefulQuotaVerbs.TestCase
+TestStateful.settings = how_long(10)
+TestMoreUnderPressure = pytest.mark.long(MoreQuotaVerbs.TestCase)
+TestMoreUnderPressure.settings = how_long(200)
+TestMoreStateful = pytest.mark.long(MoreStatefulQuotaVerbs.TestCase)
+TestMoreStateful.settings = how_long(100)
