@@ -37,7 +37,7 @@ class ChangeTracker:
     def __init__(self, state: CacheState) -> None:
         """Attach to the cache, in place of an earlier tracker. O(nodes)."""
         self._state = state
-        self._changed = set(state.tree.walk())
+        self._changed = set(state.tree.residents())
         self._gone: list[int] = []
         self.mark: Callable[[Node], None] = self._changed.add
         now = state.clock()

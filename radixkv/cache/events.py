@@ -72,6 +72,19 @@ class Observer(Protocol):
         """A plan of the sequence copies one block before it writes."""
 
 
+class TierObserver(Observer, Protocol):
+    """Receives the events of a cache with a host tier too. Observers without these methods do not receive them."""
+
+    def offloaded(self, node: int, host_node: int, start: int, tokens: int, blocks: int) -> None:
+        """The last `tokens` of a node, from token `start` on, are host-resident after the next step.
+
+        They are the first tokens of `host_node` now, and `blocks` of them are to be copied. `trimmed` told of the node.
+        """
+
+    def loaded(self, sequence: int, tokens: int) -> None:
+        """A sequence has committed `tokens` that it loaded from the host."""
+
+
 def guarded(observer: Observer, drop: Callable[[], None]) -> Observer:
     """Wrap an observer: its first exception is logged, `drop` is called, and the cache goes on."""
     return cast(Observer, _Guarded(observer, drop))
@@ -85,7 +98,7 @@ class _Guarded:
         self._drop = drop
 
     def __getattr__(self, event: str) -> Callable[..., None]:
-        receive = getattr(self._observer, event, None) or _missing
+        receive = getattr(self._observer, event, None) or (_missing if hasattr(Observer, event) else ignore)
         if receive is ignore:
             setattr(self, event, ignore)
             return ignore
@@ -94,7 +107,7 @@ class _Guarded:
             self._drop()
             _log.exception("the cache's observer failed at %r: it receives no more events", event)
 
-        call = _guard(receive, fail, getattr(Observer, event))
+        call = _guard(receive, fail, getattr(TierObserver, event))
         setattr(self, event, call)
         return call
 

@@ -40,7 +40,7 @@ def _check_shape(tree: RadixTree, nodes: list[Node]) -> None:
     for namespace, root in roots.items():
         assert root.ghost_owner is namespace, f"root {root.id} is filed under another namespace"
         assert namespace in known, f"the namespace of root {root.id} cannot be found"
-        assert root.locks or root.children, f"an empty namespace is kept: {root.id}"
+        assert not tree.is_empty(root), f"an empty namespace is kept: {root.id}"
         assert not root.key and not root.blocks and root.start == 0, f"a root covers tokens: {root.id}"
     for node in nodes:
         if node.parent is not None:

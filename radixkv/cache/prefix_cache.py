@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from random import Random
 from typing import ClassVar, cast
 
@@ -124,15 +124,7 @@ class PrefixCache:
         if length < found or found >= asked:
             return Explanation(asked, found, length, "limit" if length < found else "full")
         owner = space if node is None else node.ghost_owner
-        ghosts = [] if owner is None else self.state.ghosts.follow(owner, found, raw[matched:])
-        if ghosts:
-            first = ghosts[0][0]
-            gone = sum(tokens for _, tokens in ghosts)
-            ago = max(0.0, self.clock() - first.time)
-            return Explanation(asked, found, length, "evicted", None, gone, ago, str(first.pressure))
-        if found and node is not None and (found < node.end or node.children):
-            return Explanation(asked, found, length, "diverged", found)
-        return Explanation(asked, found, length, "never_seen")
+        return self._with_reason(Explanation(asked, found, length, "never_seen"), node, owner, raw)
 
     def random_run(self, rng: Random) -> CachedRun | None:
         """A random run of cached tokens to compute again and compare; None if nothing is cached. Reaches every run.
@@ -256,7 +248,7 @@ class PrefixCache:
             state.counters.query_tokens += asked
             state.counters.hit_tokens += length
             if rest:
-                self._count_regret(ghost_owner, length, rest)
+                self._count_regret(node, ghost_owner, length, rest)
         if length < node.end:
             node = tree.split(node, length - node.start)
         sequence = self.sequence_class(state, node, length, tree.table(node))
@@ -386,8 +378,24 @@ class PrefixCache:
         refuse_negative(raw, matched)
         return node, matched
 
-    def _count_regret(self, ghost_owner: GhostOwner, length: int, rest: bytes) -> None:
-        """Count requested tokens that were evicted."""
+    def _with_reason(
+        self, explained: Explanation, node: Node | None, owner: GhostOwner | None, raw: bytes
+    ) -> Explanation:
+        """Replace the reason if one is found. The match of `raw` ends in `node`, and its ghosts hang below `owner`."""
+        at = explained.matched + explained.host
+        ghosts = [] if owner is None else self.state.ghosts.follow(owner, at, raw[at * WIDTH :])
+        if ghosts:
+            first = ghosts[0][0]
+            gone = sum(tokens for _, tokens in ghosts)
+            ago = max(0.0, self.clock() - first.time)
+            cause = str(first.pressure)
+            return replace(explained, reason="evicted", evicted_tokens=gone, evicted_ago=ago, pressure=cause)
+        if at and node is not None and (at < node.end or node.children):
+            return replace(explained, reason="diverged", diverged_at=at)
+        return explained
+
+    def _count_regret(self, node: Node | None, ghost_owner: GhostOwner, length: int, rest: bytes) -> None:
+        """Count requested tokens that were evicted. `rest` follows the first `length` tokens, which end in `node`."""
         state = self.state
         for ghost, tokens in state.ghosts.regret(ghost_owner, length, rest):
             state.counters.regret_tokens += tokens

@@ -25,7 +25,7 @@ from radixkv.cache.events import Observer
 from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
 from radixkv.cache.namespaces import Namespace, Namespaces
 from radixkv.cache.tokens import WIDTH, common_prefix
-from radixkv.cache.types import NO_CHILDREN, CachedRun, ChangeLog, LeafIndex, Node
+from radixkv.cache.types import NO_CHILDREN, CachedRun, ChangeLog, GhostOwner, LeafIndex, Node
 
 Run = TypeVar("Run", bytearray, "array[int]")
 
@@ -103,6 +103,18 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+    def residents(self) -> Iterator[Node]:
+        """All nodes, roots included, of all tiers."""
+        return self.walk()
+
+    def is_empty(self, root: Node) -> bool:
+        """Whether a root has no children and no holders."""
+        return not root.locks and not root.children
+
+    def beyond(self, node: Node, owner: GhostOwner, rest: bytes) -> list[tuple[Node | Ghost, int]]:
+        """The records of `rest`, which follows the end of `node`: ghosts below `owner`, each with its tokens."""
+        return [*self.ghosts.follow(owner, node.end, rest, faded=True)]
 
     def idle_blocks(self, path: list[Node], end: int) -> int:
         """Evictable blocks of a path up to token `end` of its last node. O(depth) + O(blocks that forks may share)."""
@@ -327,7 +339,7 @@ class RadixTree:
         if upper.end % self.pool.block_size:
             block = upper.blocks.pop()
         shared = array("i", upper.boundary())
-        node.key, node.blocks = _joined(upper.key, node.key), _joined(upper.blocks, node.blocks)
+        node.key, node.blocks = joined(upper.key, node.key), joined(upper.blocks, node.blocks)
         node.start, node.parent = upper.start, upper.parent
         node.may_share_any_block |= upper.may_share_any_block
         node.hits += upper.hits
@@ -426,7 +438,7 @@ class RadixTree:
         return len(pool.free) - before
 
     def _drop_if_empty(self, root: Node) -> None:
-        if not root.locks and not root.children:
+        if self.is_empty(root):
             if self.changed is not None:
                 self.changed.gone(root)
             if self.observer is not None:
@@ -434,7 +446,7 @@ class RadixTree:
             del self.roots[cast(Namespace, root.ghost_owner)]
 
 
-def _joined(head: Run, tail: Run) -> Run:
+def joined(head: Run, tail: Run) -> Run:
     """Join both by moving the shorter one: sequences that decode the same text after a long prompt often merge."""
     if len(tail) < len(head):
         head += tail

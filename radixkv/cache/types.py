@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Set
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from radixkv.recurrent_state import StateStep
 # A request; a request that comes back after it was preempted; a reader of cached KV that must leave no trace.
 Purpose = Literal["request", "resume", "audit"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+Residence = Literal["device", "host"]  # the tier that a node's blocks belong to
 KVReason = Literal["full", "never_seen", "diverged", "evicted", "limit"]
 Reason = Literal[KVReason, "no_state"]
 
@@ -162,6 +163,8 @@ NO_CHILDREN: dict[bytes, Node] = {}
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A run of tokens and its blocks."""
+
+    residence: ClassVar[Residence] = "device"
 
     id: int
     parent: Node | None

@@ -1,6 +1,6 @@
 """The prefix cache with a second tier of blocks in host memory.
 
-Read `sequence` and `prefix_cache` in this order.
+Read `tier`, `tree`, `sequence` and `prefix_cache` in this order; `invariants` states the rules.
 """
 
 from radixkv.cache.host.prefix_cache import HostPrefixCache

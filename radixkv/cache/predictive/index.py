@@ -79,6 +79,7 @@ class PredictiveIndex(EvictionIndex):
             record.start = node.start
             self.baseline.insert(record)
             self._enter(record, 0)
+            self._limit_records()
         record.leaf = node
         self._insert(node, record, self._worth(node))
 
@@ -147,9 +148,9 @@ class PredictiveIndex(EvictionIndex):
         path, hit = tree.path(node), node.end
         asked, at = hit + len(rest) // WIDTH, hit
         parts: list[Part] = []
-        for ghost, tokens in tree.ghosts.follow(ghost_owner, hit, rest, faded=True) if rest else ():
-            if ghost.policy_data is not None:
-                parts.append((at, at + tokens, ghost.policy_data))
+        for record_holder, tokens in tree.beyond(node, ghost_owner, rest) if rest else ():
+            if record_holder.policy_data is not None:
+                parts.append((at, at + tokens, record_holder.policy_data))
             at += tokens
         parts.reverse()
         parts += [(each.start, each.end, each.policy_data) for each in reversed(path) if each.policy_data]
@@ -187,9 +188,7 @@ class PredictiveIndex(EvictionIndex):
         self.baseline.insert(record)
         self.hazard_model.ended()
         self._enter(record, 0)
-        if self.records > 2 * self._capacity:
-            oldest = next(ages for ages in reversed(self._ages) if ages)
-            self._leave(next(iter(oldest)))
+        self._limit_records()
 
     def fork(self, policy_data: AccessRecord | None) -> AccessRecord | None:
         """Return the record of a fork; an audit has none."""
@@ -287,6 +286,12 @@ class PredictiveIndex(EvictionIndex):
                     break
         if record.leaf is not None:
             self._update_worth(record)
+
+    def _limit_records(self) -> None:
+        """After one was added, forget the age of the oldest record if there are too many."""
+        if self.records > 2 * self._capacity:
+            oldest = next(ages for ages in reversed(self._ages) if ages)
+            self._leave(next(iter(oldest)))
 
     def _leave(self, record: AccessRecord) -> None:
         if record.bucket >= 0:

@@ -157,5 +157,5 @@ class StatefulPrefixCache(PrefixCache):
         sequence = cast(StatefulSequence, opened)
         sequence.begin(self._spacing, last, matched, diverged=matched < most, branches=branches)
         if purpose == "request" and matched < most and owner is not None:
-            self._count_regret(owner, matched, raw[found : most * WIDTH])
+            self._count_regret(node, owner, matched, raw[found : most * WIDTH])
         return sequence
