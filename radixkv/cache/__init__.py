@@ -4,6 +4,7 @@ Read in this order: `types`, `tokens`, `namespaces`, `block_pool`, `radix_tree`,
 are the core. Then `eviction` and `policies`, `ghosts`, `pins`, `events`, `change_tracker`, and `invariants` for all
 rules in one place. `predictive` is one policy, and nothing else depends on it. `recurrent` is the cache of models with
 recurrent state; the other modules do not depend on it. `quotas` keeps the shares of namespaces.
+`host` is the cache with a second tier in host memory.
 """
 
 from radixkv.cache.events import Observer

@@ -78,7 +78,8 @@ class TierObserver(Observer, Protocol):
     def offloaded(self, node: int, host_node: int, start: int, tokens: int, blocks: int) -> None:
         """The last `tokens` of a node, from token `start` on, are host-resident after the next step.
 
-        They are the first tokens of `host_node` now, and `blocks` of them are to be copied. `trimmed` told of the node.
+        They are the first tokens of `host_node` now, and a step must copy `blocks` of its blocks. A `trimmed` event of
+        the node comes first.
         """
 
     def loaded(self, sequence: int, tokens: int) -> None:
