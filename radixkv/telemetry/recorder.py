@@ -123,7 +123,8 @@ class Recorder:
         """
         started = time.perf_counter_ns()
         all_stats = {**self._cache_stats(), **stats}  # first, because it releases expired pins
-        nodes, gone_nodes = self._tracker.look()
+        changed_nodes, gone_nodes = self._tracker.look()
+        nodes = [node for node in changed_nodes if node.residence == "device"]  # records do not name another tier yet
         sequences, gone_sequences = self._sequence_changes(owners)
         requests = (*self._ended.values(), *self._requests.values())
         reset, self._reset_due = self._reset_due, False
