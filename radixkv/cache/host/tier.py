@@ -29,6 +29,10 @@ class HostNode(Node):
 
     residence: ClassVar[Residence] = "host"
 
+    def __lt__(self, other: HostNode) -> bool:
+        """Order leaves of the same recency: parts of a run that was offloaded at different times may have the same."""
+        return self.id < other.id
+
 
 class HostTier:
     """`num_blocks` blocks in host memory, and the nodes that are resident in them.
@@ -157,6 +161,12 @@ class HostTier:
         if not moves:
             self.confirm()
         return moves
+
+    def note_cancelled(self, node: HostNode) -> None:
+        """Make a node that has lost blocks resident if no move to it is left. O(its blocks)."""
+        if node in self.planned and self.moves.keys().isdisjoint(node.blocks):
+            del self.planned[node]
+            self.add_leaf(node)
 
     def confirm(self) -> None:
         """Make the nodes of the drained batch matchable."""

@@ -260,6 +260,7 @@ class HostTree(RadixTree):
         freed = len(node.blocks) - keep
         del node.blocks[keep:]
         del node.key[(start - node.start) * WIDTH :]
+        self.tier.note_cancelled(node)
         node.ghost_owner = next(self._ids)
         self._mark(node)
         if self.observer is not None:
@@ -411,6 +412,4 @@ class HostTree(RadixTree):
         del node.blocks[:whole]
         del node.key[:matched]
         node.start = start
-        if tier.moves.keys().isdisjoint(node.blocks):
-            tier.planned.pop(node, None)
-            tier.add_leaf(node)
+        tier.note_cancelled(node)
