@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -38,7 +38,7 @@ def main() -> int:
     torch.set_num_threads(1)
     if chosen.seed is not None:
         return replay(drawn(chosen.seed), chosen.verbose, chosen.shrink)
-    return survey([drawn(seed) for seed in range(*(chosen.seeds or (0, 200)))])
+    return survey(map(drawn, range(*(chosen.seeds or (0, 200)))))
 
 
 def replay(scenario: Scenario, verbose: bool, smaller: bool) -> int:
@@ -55,10 +55,11 @@ def replay(scenario: Scenario, verbose: bool, smaller: bool) -> int:
     return 0
 
 
-def survey(scenarios: Sequence[Scenario]) -> int:
-    """Run many lives; print one line for each that fails."""
-    failed, began, seen = 0, time.perf_counter(), Counter[str]()
+def survey(scenarios: Iterable[Scenario]) -> int:
+    """Run many lives, each drawn when it begins; print one line for each that fails."""
+    lives, failed, began, seen = 0, 0, time.perf_counter(), Counter[str]()
     for scenario in scenarios:
+        lives += 1
         try:
             seen += World(scenario).run().sights()
         except (Exception, Stuck) as error:
@@ -66,7 +67,7 @@ def survey(scenarios: Sequence[Scenario]) -> int:
             where = traceback.extract_tb(error.__traceback__)[-1]
             print(f"--seed {scenario.seed}: {type(error).__name__} in {where.name}: {str(error)[:150]}")
     print(", ".join(f"{name} {count}" for name, count in sorted(seen.items())))
-    print(f"{failed} of {len(scenarios)} failed, {time.perf_counter() - began:.1f} s")
+    print(f"{failed} of {lives} failed, {time.perf_counter() - began:.1f} s")
     return int(failed > 0)
 
 

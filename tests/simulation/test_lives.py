@@ -1,4 +1,6 @@
-"""Simulated lives of the engine: 60 in `make test`, 250 and fresh ones in `make test-all`, 6,000 with `RADIXKV_LONG=1`.
+"""Simulated lives of the engine: 60 in `make test`, 250 and fresh ones in `make test-all`, 20,000 in long runs.
+
+A long run has RADIXKV_LONG=1.
 
 `python -m tests.simulation --seed N --verbose` replays one.
 """
@@ -25,7 +27,8 @@ from tests.simulation.world import Stuck, World
 KEPT: tuple[int, ...] = (6283, 19355)
 """Seeds of fresh lives that failed once."""
 
-LIVES = 6000 if os.environ.get("RADIXKV_LONG") == "1" else 250
+LIVES = 20_000 if os.environ.get("RADIXKV_LONG") == "1" else 250
+SHARD = 500  # lives of one test: workers share the tests
 FRESH = int(os.environ.get("RADIXKV_SEED") or 0) * 1000  # the first seed of a run with fresh examples
 SIGHTS = (  # events that must occur, or the lives are too easy
     "cancelled: waiting",
@@ -92,8 +95,10 @@ def test_every_request_of_forty_lives_ends_as_it_must() -> None:
 
 
 @pytest.mark.long
-def test_every_request_of_every_life_ends_as_it_must() -> None:
-    seen = live([*range(40, LIVES), *(range(FRESH, FRESH + 100) if FRESH else ())])
+@pytest.mark.parametrize("first", range(40, LIVES, SHARD))
+def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
+    fresh = range(FRESH, FRESH + 100) if FRESH and first == 40 else ()
+    seen = live([*range(first, min(first + SHARD, LIVES)), *fresh])
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
