@@ -197,10 +197,10 @@ class MoreRoomyVerbs(RoomyVerbs):
 
 
 TestUnderPressure = Verbs.TestCase
-TestUnderPressure.settings = how_long(60)
+TestUnderPressure.settings = how_long(25)
 TestExact = RoomyVerbs.TestCase
-TestExact.settings = how_long(30)
+TestExact.settings = how_long(15)
 TestMoreUnderPressure = pytest.mark.long(MoreVerbs.TestCase)
-TestMoreUnderPressure.settings = how_long(250)
+TestMoreUnderPressure.settings = how_long(285)
 TestMoreExact = pytest.mark.long(MoreRoomyVerbs.TestCase)
-TestMoreExact.settings = how_long(100)
+TestMoreExact.settings = how_long(115)

@@ -27,6 +27,7 @@ def played():
     return status, out.getvalue(), time.perf_counter() - began
 
 
+@pytest.mark.long
 def test_it_succeeds_with_equal_answers_all_of_them_right(played):
     status, out, _ = played
     assert status == 0
@@ -35,6 +36,7 @@ def test_it_succeeds_with_equal_answers_all_of_them_right(played):
     assert f"{lines} of {lines} answers are right." in out
 
 
+@pytest.mark.long
 def test_it_shows_what_was_said_and_called(played):
     _, out, _ = played
     assert "What do you know about me?" in out
@@ -42,14 +44,17 @@ def test_it_shows_what_was_said_and_called(played):
     assert "place_order(item='camera', quantity=3)" in out
 
 
+@pytest.mark.long
 def test_it_is_plain_text_where_no_terminal_is(played):
     assert "\x1b" not in played[1]
 
 
+@pytest.mark.long
 def test_it_takes_less_than_a_minute(played):
     assert played[2] < 60
 
 
+@pytest.mark.long
 def test_the_table_adds_up(played):
     _, out, _ = played
     hit_rate = float(re.search(r"hit rate: found in the cache\D*([\d.]+)%", out)[1])

@@ -41,13 +41,13 @@ class MoreRoomyStatefulVerbs(RoomyStatefulVerbs):
 
 
 TestUnderPressure = StatefulVerbs.TestCase
-TestUnderPressure.settings = how_long(20)
+TestUnderPressure.settings = how_long(10)
 TestExact = RoomyStatefulVerbs.TestCase
-TestExact.settings = how_long(15)
+TestExact.settings = how_long(6)
 TestMoreUnderPressure = pytest.mark.long(MoreStatefulVerbs.TestCase)
-TestMoreUnderPressure.settings = how_long(200)
+TestMoreUnderPressure.settings = how_long(210)
 TestMoreExact = pytest.mark.long(MoreRoomyStatefulVerbs.TestCase)
-TestMoreExact.settings = how_long(100)
+TestMoreExact.settings = how_long(109)
 
 
 class StatefulStory(Story):

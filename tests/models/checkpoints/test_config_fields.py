@@ -76,9 +76,7 @@ def test_a_fuzz_changes_each_field_in_each_way(one: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "fields"),
-    mostly_long(
-        [("llama", ("num_key_value_heads",)), *((family, ()) for family in FUZZED)], ("llama", ("num_key_value_heads",))
-    ),
+    mostly_long([("llama", ("num_key_value_heads",)), *((family, ()) for family in FUZZED)]),
 )
 def test_each_configuration_is_refused_or_right(tmp_path: Path, family: str, fields: tuple[str, ...]) -> None:
     """All fields of a family (RADIXKV_LONG=1) take one to three minutes: over 300 loads, each in a limited process."""
