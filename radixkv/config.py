@@ -8,7 +8,7 @@ test compares the table in docs/engine.md with them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, cast
 
@@ -32,6 +32,7 @@ class EngineConfigFields(TypedDict, total=False):
     host_memory: str | int | None
     block_size: int
     eviction: str
+    namespace_limits: Mapping[Any, float] | None
     device: str
     dtype: Any
     attention: str
@@ -115,6 +116,11 @@ class EngineConfig:
     )
     block_size: int = _setting(16, "tokens per block", least=1)
     eviction: str = _setting("lru", "eviction policy, a name of radixkv.cache.POLICIES (an unknown name lists them)")
+    namespace_limits: Mapping[Any, float] | None = _setting(
+        None,
+        "shares of the pool that are guaranteed to namespaces, such as {'ann': 0.5}; the share of a tuple counts for "
+        "all tuples that begin with it",
+    )
     device: str = _setting("auto", "cpu, cuda, cuda:1, ...; auto is cuda where there is a GPU")
     dtype: Any = _setting(  # noqa: RUF009 - it returns a field
         "auto", "float32, bfloat16, ...; auto is float32 on a CPU, elsewhere the dtype of the weights"
@@ -187,6 +193,8 @@ class EngineConfig:
                 raise InvalidInput(rule[1].format(name=each.name, value=value))
         if not isinstance(self.eviction, str) or self.eviction not in _policies():
             raise UnknownPolicy(f"eviction={self.eviction!r}: allowed are {', '.join(_policies())}")
+        if self.namespace_limits is not None:
+            _check_limits(self.namespace_limits)
         if self.num_blocks is None and self.kv_memory != "auto":
             parse_bytes(self.kv_memory)
         if self.state_memory != "auto":
@@ -228,6 +236,12 @@ def settings_in(arguments: object) -> EngineConfigFields:
     """The attributes of `arguments` that are settings, such as the options of a command."""
     found = {each.name: getattr(arguments, each.name) for each in fields(EngineConfig) if hasattr(arguments, each.name)}
     return cast(EngineConfigFields, found)
+
+
+def _check_limits(shares: Mapping[Any, float]) -> None:
+    from radixkv.cache.quotas import NamespaceLimits  # as below
+
+    NamespaceLimits(shares)
 
 
 def _policies() -> list[str]:

@@ -197,6 +197,14 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         "else no limit)",
     )
     group.add_argument(
+        "--key-share",
+        action="append",
+        default=[],
+        metavar="NAME=SHARE",
+        help="share of the pool that is guaranteed to a tenant, such as ada=0.4; repeat for more tenants. Shares are "
+        "at most 1 together; tenants without a share are evicted first",
+    )
+    group.add_argument(
         "--max-connections",
         type=int,
         metavar="N",

@@ -13,7 +13,7 @@ and those of a lower priority than others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 from radixkv.cache import Match, Pin, PrefixCache, Sequence
 from radixkv.config import EngineConfig
@@ -50,16 +50,20 @@ class Admission:
 
         Reads nothing that changes, so any thread may call it.
         """
-        need, width = blocks_needed(request, self._block_size, 0, worst_case=True), request.width
+        need, most, width = self._worst_case(request), self._most_blocks(request), request.width
         if width > self._max_sequences:
             raise InvalidInput(f"n={width} streams exceed max_sequences={self._max_sequences}")
-        if need > self._num_blocks:
+        if need > most:
             streams = f" in each of {width} streams" if width > 1 else ""
             raise PromptTooLong(
                 f"a prompt of {len(request.prompt)} tokens and up to {request.max_tokens} new ones{streams} takes "
-                f"{need} blocks of {self._block_size} tokens, and the pool has {self._num_blocks}: shorten the prompt, "
+                f"{need} blocks of {self._block_size} tokens, and {self._holds(most)}: shorten the prompt, "
                 "lower max_tokens or n, or load the engine with more kv_memory"
             )
+
+    def most_tokens(self, namespace: Hashable) -> int:
+        """Return how many tokens a request of a namespace can have at most. Any thread may call this."""
+        return self._num_blocks * self._block_size
 
     def streams(self) -> int:
         """Return how many streams run, or will run once their prompts are computed."""
@@ -69,7 +73,7 @@ class Admission:
         """Return whether a request that would hit `match` can run with the others."""
         if self.streams() + request.streams_left > self._max_sequences:
             return False
-        return self._available() - self._promised() >= self._takes(request, match) and self._can_return(request)
+        return self._is_covered(request, match) and self._can_return(request)
 
     def fits_without_paused(self, request: Request, match: Match) -> bool:
         """Return whether the request could fit if every paused request was preempted."""
@@ -77,9 +81,7 @@ class Admission:
         if len(paused) == len(self._running):
             return True
         streams = self.streams() - sum(each.streams_left for each in paused) + request.streams_left
-        freed = sum(self._promise(each) + most_blocks_freed(each, self._block_size) for each in paused)
-        spare = self._available() - self._promised() + freed
-        room = streams <= self._max_sequences and spare >= self._takes(request, match)
+        room = streams <= self._max_sequences and self._is_covered(request, match, paused)
         return bool(paused) and room and self._can_return(request)
 
     def cut_to_fit(self, request: Request, sequence: Sequence) -> bool:
@@ -101,7 +103,7 @@ class Admission:
             return True
         # Unpinned leaves may share part-filled blocks with pinned nodes, which have copies: evict them if that helps.
         need = blocks_needed(request, self._block_size, sequence.length, worst_case=True)
-        return need <= self._num_blocks - self._pinned_blocks() and self._cache.evict(need, request.namespace)
+        return need <= self._most_blocks(request) - self._pinned_blocks() and self._cache.evict(need, request.namespace)
 
     def refusal(self, request: Request) -> PromptTooLong:
         """Explain why a request that fits the pool is refused: no other request runs, so pins hold the other blocks."""
@@ -114,7 +116,26 @@ class Admission:
             "release pins, or load the engine with more kv_memory"
         )
 
-    def _available(self) -> int:
+    def _most_blocks(self, request: Request) -> int:
+        """Return how many blocks a request that runs alone can have, whatever is cached and not pinned."""
+        return self._num_blocks
+
+    def _holds(self, most: int) -> str:
+        return f"the pool has {most}"
+
+    def _worst_case(self, request: Request) -> int:
+        return blocks_needed(request, self._block_size, 0, worst_case=True)
+
+    def _is_covered(self, request: Request, match: Match, without: Collection[Request] = ()) -> bool:
+        """Return whether the request can take its blocks and the running ones the blocks that are promised to them.
+
+        `without` are running requests that would be preempted first.
+        """
+        freed = sum(self._promise(each) + most_blocks_freed(each, self._block_size) for each in without)
+        return self._available(request) - self._promised() + freed >= self._takes(request, match)
+
+    def _available(self, request: Request) -> int:
+        """Return how many blocks are free or can be evicted for a request."""
         return self._cache.free_blocks + self._cache.evictable_blocks
 
     def _promised(self) -> int:
@@ -131,7 +152,7 @@ class Admission:
 
     def _can_finish(self, request: Request, sequence: Sequence, headroom: int = 0) -> bool:
         need = blocks_needed(request, self._block_size, sequence.length, worst_case=True)
-        return self._available() >= need + headroom
+        return self._available(request) >= need + headroom
 
     # ---- pins
 
@@ -143,9 +164,10 @@ class Admission:
         pin = self._cache.pin(tokens, namespace, ttl)
         begun = [(each, None) for each in self._running] + [(each, 0) for each in self._waiting if each.preemptions]
         most = [
-            blocks_needed(each, self._block_size, at, worst_case=True) + headroom_blocks(each) for each, at in begun
+            (each, blocks_needed(each, self._block_size, at, worst_case=True) + headroom_blocks(each))
+            for each, at in begun
         ]
-        if self._available() < max([self._promised(), *most]):
+        if not self._leaves_room(most):
             pin.release()
             raise PinBudgetExceeded(
                 f"the {len(begun)} requests under way may still need the {pin.blocks} blocks of this pin: try again "
@@ -175,7 +197,11 @@ class Admission:
         if not pinned:
             return True
         own = self._reuse.sure_hit(self._pinned_hit(request))
-        return blocks_needed(request, self._block_size, own, worst_case=True) <= self._num_blocks - pinned
+        return blocks_needed(request, self._block_size, own, worst_case=True) <= self._most_blocks(request) - pinned
+
+    def _leaves_room(self, most: list[tuple[Request, int]]) -> bool:
+        """Return whether each of these requests can take its blocks alone, and the running ones the promised ones."""
+        return all(self._available(each) >= max(self._promised(), blocks) for each, blocks in most)
 
     def _pinned_blocks(self) -> int:
         """Return how many blocks pins hold; releases those that have expired."""
@@ -193,8 +219,8 @@ class Admission:
 
     # ---- preemption
 
-    def victim(self) -> Request:
-        """Return the running request to preempt; O(running requests * depth of the tree)."""
+    def victim(self, request: Request) -> Request:
+        """Return the running request to preempt for a running one; O(running requests * depth of the tree)."""
         return self._first_to_go(self._running)
 
     def paused_victim(self) -> Request | None:

@@ -29,7 +29,7 @@ from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
 from radixkv.engine.input_processor import InputProcessor, Params, Prompt, check_seconds
 from radixkv.engine.kv_scrub import Auditor, piece_tokens
-from radixkv.engine.namespaces import NamespaceTable
+from radixkv.engine.namespaces import NamespaceTable, NumberedLimits
 from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Warmed
@@ -83,14 +83,16 @@ class RequestEngine:
             core.observers.append(trace)
             self._outputs.append(trace)
         thread = EngineThread(core.step, core.idle_for, lambda: core.busy, core.close)
-        namespaces = NamespaceTable(partial(_cached_namespaces, weakref.ref(cache)))  # closing frees the cache
+        limits = None if cache.quotas is None else cache.quotas.limits
+        # A weak reference, as closing frees the cache.
+        namespaces = NamespaceTable(partial(_cached_namespaces, weakref.ref(cache)), limits=limits)
         pool_tokens = cache.num_blocks * cache.block_size
 
         def check(request: Request) -> None:
             weights.check()
             core.admission.check_fits(request)
 
-        inputs = InputProcessor(model, pool_tokens, config.seed, check, namespaces)
+        inputs = InputProcessor(model, pool_tokens, config.seed, check, namespaces, core.admission.most_tokens)
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
         self.client = CoreClient(core, auditor, thread, inputs, facts, decode, weights)
@@ -423,6 +425,8 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
 
     Snapshots of a deterministic engine lie on its chunk grid.
     """
+    shares = config.namespace_limits
+    limits: dict[str, Any] = {"namespace_limits": NumberedLimits(shares) if shares else None}
     blocks = (size.num_blocks, config.block_size, config.eviction)
     if not loaded.state:
         if config.state_memory != "auto":
@@ -430,8 +434,8 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
         if config.host_memory is not None and not config.prefix_cache:
             _log.warning("%s: host_memory has no effect: prefix_cache=False, so nothing would be loaded", loaded.name)
         if size.host_blocks:
-            return config, HostPrefixCache(*blocks, host_blocks=size.host_blocks)
-        return config, PrefixCache(*blocks)
+            return config, HostPrefixCache(*blocks, host_blocks=size.host_blocks, **limits)
+        return config, PrefixCache(*blocks, **limits)
     rows, snapshots = size.slots
     if rows < config.max_sequences:
         _log.warning(
@@ -440,5 +444,5 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
         )  # fmt: skip
     spacing = Spacing(grid=config.prefill_chunk) if config.deterministic else None
     snapshots = snapshots if config.prefix_cache else 0
-    cache = StatefulPrefixCache(*blocks, rows=rows, snapshots=snapshots, spacing=spacing)
+    cache = StatefulPrefixCache(*blocks, rows=rows, snapshots=snapshots, spacing=spacing, **limits)
     return replace(config, max_sequences=rows), cache

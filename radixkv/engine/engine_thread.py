@@ -295,6 +295,7 @@ class CoreClient:
             waiting=len(core.scheduler.waiting),
             running=len(core.scheduler.running),
             cache=core.cache.stats(),
+            namespace_usage=core.cache.namespace_usage(),
             **asdict(core.counters),
             **core.state_stats(),
         )

@@ -44,15 +44,16 @@ class InputProcessor:
         seed: int,
         check_fits: Callable[[Request], None],
         namespaces: NamespaceTable,
+        most_tokens: Callable[[Hashable], int],
     ) -> None:
         """Process prompts for a model and a pool of `pool_tokens`; `seed` is the root of the requests' seeds.
 
         `check_fits` raises for a request that would not fit into an empty pool. Requests have the numbers of their
-        `namespaces`.
+        `namespaces`, and at most `most_tokens(number)` tokens.
         """
         self.namespaces = namespaces
         self.context_limit = min(model.max_length, pool_tokens)
-        self._model, self._pool_tokens = model, pool_tokens
+        self._model, self._most_tokens = model, most_tokens
         self._check_fits = check_fits
         self._seed, self._numbers = seed, itertools.count(1)
         self.default_params = suggested(getattr(model, "model", None))
@@ -86,13 +87,14 @@ class InputProcessor:
         number = self.namespaces.number(namespace)
         check_seconds("timeout", timeout)
         _check_numbers(priority, session, reply_start)
-        room = self.context_limit - len(ids)
+        limit, pool_tokens = self._limits(number)
+        room = limit - len(ids)
         if sample and room < 1:
             raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens and leaves no room for a reply: the model takes {model.max_length} "
-                f"tokens, the pool holds {self._pool_tokens}",
+                f"tokens, the pool holds {pool_tokens}",
                 tokens=len(ids),
-                limit=self.context_limit - 1,
+                limit=limit - 1,
             )
         request = Request(
             prompt=ids,
@@ -113,6 +115,15 @@ class InputProcessor:
             request.deadline = request.submitted + timeout
         self._check_fits(request)
         return request
+
+    def context_limit_for(self, namespace: Hashable) -> int:
+        """Return the most tokens of prompt and reply in a namespace: with limits, others may have parts of the pool."""
+        return self._limits(self.namespaces.number(namespace))[0]
+
+    def _limits(self, number: Hashable) -> tuple[int, int]:
+        """Return the most tokens of prompt and reply, and of the pool, in a namespace."""
+        pool_tokens = self._most_tokens(number)
+        return min(self._model.max_length, pool_tokens), pool_tokens
 
     def batch(
         self, prompts: str | Sequence[Prompt], params: Params, namespace: Hashable, timeout: float | None

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
+from radixkv.cache.quotas import NamespaceLimits
 from radixkv.errors import InvalidInput
 from radixkv.telemetry.records import NamespaceId
 
@@ -31,8 +32,14 @@ class NamespaceTable:
     True
     """
 
-    def __init__(self, cached: Callable[[], Collection[Any]], most: int = MOST) -> None:
-        """`cached` returns the numbers that have cached prefixes, on the caller's thread."""
+    def __init__(
+        self, cached: Callable[[], Collection[Any]], most: int = MOST, limits: NamespaceLimits | None = None
+    ) -> None:
+        """`cached` returns the numbers that have cached prefixes, on the caller's thread.
+
+        With `limits`, each number has the group of its namespace.
+        """
+        self._limits = limits
         self._cached, self._most, self._limit = cached, most, most
         self._ids: dict[_Key, NamespaceId] = {}
         self._numbers = itertools.count(1)
@@ -58,6 +65,8 @@ class NamespaceTable:
             raise InvalidInput(
                 f"a namespace must be hashable (a string, say), and {type(namespace).__name__} is not: {error}"
             ) from error
+        if self._limits is not None and not found.used:
+            found.group = self._limits.group(namespace)
         found.used = next(self._uses)
         if len(self._ids) > self._limit:
             self._drop()
@@ -78,6 +87,14 @@ class NamespaceTable:
             return  # the next new namespace tries again
         finally:
             self._dropping.release()
+
+
+class NumberedLimits(NamespaceLimits):
+    """The limits of an engine's cache: the group of a number is read from it, without code of the value's class."""
+
+    def group(self, namespace: Hashable) -> int:
+        """Return the group of a number, or of a caller's value."""
+        return namespace.group if isinstance(namespace, NamespaceId) else super().group(namespace)
 
 
 class _Key:

@@ -26,6 +26,7 @@ from radixkv.config import EngineConfig
 from radixkv.engine.admission import Admission
 from radixkv.engine.fault_isolation import failure
 from radixkv.engine.observers import EngineObserver
+from radixkv.engine.quota_admission import QuotaAdmission
 from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.stats import Counters
@@ -70,7 +71,8 @@ class Scheduler:
         """Schedule onto `cache`. `end` ends a request that cannot be admitted or scheduled, and must `remove` it."""
         self.waiting = QUEUES[config.order](config, cache.block_size, reuse)
         self.running: list[Request] = []  # by rank
-        self.admission = Admission(cache, config, reuse, self.running, self.waiting)
+        admission = Admission if cache.quotas is None else QuotaAdmission
+        self.admission = admission(cache, config, reuse, self.running, self.waiting)
         self._cache, self._reuse = cache, reuse
         self._max_sequences, self._max_batch_tokens = config.max_sequences, config.max_batch_tokens
         self._counters, self._observers, self._end = counters, observers, end
@@ -149,7 +151,7 @@ class Scheduler:
                     self._budget -= count
                 return
             except OutOfBlocks:
-                self.preempt(self.admission.victim())
+                self.preempt(self.admission.victim(stream.request))
             except Exception as error:
                 self._fail(stream.request, error)
 

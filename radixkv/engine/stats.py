@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from radixkv.cache import CacheStats
+from radixkv.cache.quotas import NamespaceUsage
 
 
 @dataclass
@@ -42,7 +43,8 @@ class EngineStats:
     that. `failed` includes requests that `timed_out`. `audited_blocks` were recomputed by audits, which count nowhere
     else, and `differing_blocks` of them differed. `cache` has the pool's own counters and gauges, which include
     requests that ended before their first step. Of a model with recurrent state, `state_bytes` is the memory of all
-    slots, and `state_copies` of `state_copied_bytes` went from slot to slot.
+    slots, and `state_copies` of `state_copied_bytes` went from slot to slot. `namespace_usage` has the blocks of each
+    namespace with a limit.
     """
 
     model: str
@@ -74,6 +76,7 @@ class EngineStats:
     state_bytes: int = 0
     state_copies: int = 0
     state_copied_bytes: int = 0
+    namespace_usage: tuple[NamespaceUsage, ...] = ()
 
     @property
     def requests(self) -> int:

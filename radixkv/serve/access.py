@@ -64,8 +64,13 @@ def namespace(tenant: str | None, headers: Headers) -> Hashable:
     if name and len(name) > LONGEST_NAME:
         message = f"{NAMESPACE_HEADER} is at most {LONGEST_NAME} characters long"
         raise bad_request(message, NAMESPACE_HEADER, "invalid_value")
-    own = () if tenant is None else (tenant,)
+    own = () if tenant is None else tenant_namespace(tenant)
     return (*own, name) if name else own or None
+
+
+def tenant_namespace(tenant: str) -> tuple[str]:
+    """Return the namespace of a tenant; those within it begin with it, so that its share of the pool is for all."""
+    return (tenant,)
 
 
 def _bearer(headers: Headers) -> str:

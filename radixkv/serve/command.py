@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +19,7 @@ from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
 from radixkv.kv_size import bytes_of
 from radixkv.memory import limit_arenas
+from radixkv.serve.access import tenant_namespace
 from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
 
@@ -26,6 +27,7 @@ KEYS = "RADIXKV_API_KEYS"
 _OPTION_OF = {
     **{name: name for name in (field.name for field in (*fields(EngineConfig), *fields(Settings)))},
     "max_running": "max_sequences",
+    "namespace_limits": "key_share",
     "drain_timeout": "drain",
     "history_bytes": "history_memory",
     "response_bytes": "response_memory",
@@ -40,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     with _naming_options():
         settings = read_settings(arguments, os.environ)
-        config = _engine_config(arguments)
+        config = _engine_config(arguments, read_shares(arguments.key_share, settings.api_keys))
     limit_arenas()
     with bind(settings.host, settings.port) as sock:
         _log_to_stderr(arguments.quiet)
@@ -93,12 +95,13 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
     )
 
 
-def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
+def _engine_config(arguments: argparse.Namespace, shares: Mapping[str, float]) -> EngineConfig:
     """Return the engine's settings; a step always has a token for each sequence. Raises InvalidInput."""
+    limits = {tenant_namespace(tenant): share for tenant, share in shares.items()} or None
     if arguments.max_batch_tokens < 1:
         raise InvalidInput(f"max_batch_tokens must be a number, at least 1, got {arguments.max_batch_tokens}")
     most = max(arguments.max_batch_tokens, arguments.max_sequences)
-    return EngineConfig(**{**settings_in(arguments), "max_batch_tokens": most})
+    return EngineConfig(**{**settings_in(arguments), "max_batch_tokens": most, "namespace_limits": limits})
 
 
 @contextmanager
@@ -129,6 +132,26 @@ def read_keys(given: Iterable[str]) -> dict[str, str]:
             raise InvalidInput(f"two API keys have the name {name!r}: each tenant has one")
         keys[name] = _from_file(key[1:]) if key.startswith("@") else key
     return keys
+
+
+def read_shares(given: Iterable[str], tenants: Collection[str]) -> dict[str, float]:
+    """Return tenant -> share of the pool from NAME=SHARE each; raise InvalidInput.
+
+    >>> read_shares(["ada=0.5", "bob=.25"], ["ada", "bob", "cleo"])
+    {'ada': 0.5, 'bob': 0.25}
+    """
+    shares: dict[str, float] = {}
+    for each in given:
+        name, _, share = each.partition("=")
+        if name not in tenants:
+            raise InvalidInput(f"--key-share {each}: no --api-key has the name {name!r}")
+        if name in shares:
+            raise InvalidInput(f"--key-share {each}: {name!r} has a share already")
+        try:
+            shares[name] = float(share)
+        except ValueError as error:
+            raise InvalidInput(f"--key-share {each}: NAME=SHARE has a number from 0 to 1 after the name") from error
+    return shares
 
 
 def _from_file(path: str) -> str:

@@ -142,6 +142,9 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
         yield _gauge(f"radixkv:{name}", about, getattr(cache, name.removeprefix("tree_")))
     for name, about in _CACHE_COUNTERS.items():
         yield _counter(f"radixkv:{name}", about, getattr(cache, name))
+    for name, about in _SHARE_GAUGES.items():
+        numbers = {str(number): getattr(each, name) for number, each in enumerate(stats.namespace_usage, 1)}
+        yield _gauge(f"radixkv:share_{name}", about, numbers, "share")
     yield _counter("radixkv:audited_blocks", "Cached blocks that an audit computed again", stats.audited_blocks)
     yield _counter("radixkv:differing_blocks", "Audited blocks whose content differed", stats.differing_blocks)
     if snapshot.history is not None:
@@ -202,6 +205,11 @@ _CACHE_GAUGES = {
     "tree_leaves": "Evictable leaves of the radix tree",
     "namespaces": "Namespaces with cached tokens",
     "ghosts": "Evicted runs of tokens that are still recorded",
+}
+_SHARE_GAUGES = {  # a share is labelled by its place among the limits
+    "guaranteed_blocks": "Blocks that are guaranteed to a share of the pool",
+    "used_blocks": "Blocks of the namespaces with a share, cached or held by requests",
+    "cached_blocks": "Used blocks that are evictable",
 }
 _CACHE_COUNTERS = {
     "evicted_blocks": "Blocks that were evicted",

@@ -45,7 +45,7 @@ async def start(
     submit = partial(
         engine.submit, ids, namespace=caller.namespace, timeout=timeout, session=session, reply_start=reply_start
     )
-    shared = unbounded(params, engine.context_limit - len(ids))
+    shared = unbounded(params, engine.client.inputs.context_limit_for(caller.namespace) - len(ids))
     try:
         handle = await submit(params if options.bounded else shared)
     except PromptTooLong:

@@ -376,7 +376,8 @@ def drawable(text: str) -> str:
 class NamespaceId(int):
     """A namespace as the engine passes it to the cache: a number, with the value of the caller and its label.
 
-    It is hashed and compared as an int, without code of the value's class. `used` orders the uses of namespaces.
+    It is hashed and compared as an int, without code of the value's class. `used` orders the uses of namespaces, and
+    `group` numbers the namespaces that have a common limit.
     """
 
     def __new__(cls, number: int, value: Hashable) -> Self:
@@ -388,6 +389,7 @@ class NamespaceId(int):
     value: Hashable
     label: str | None
     used: int = 0
+    group: int = 0
 
 
 def namespace_value(namespace: Hashable) -> Hashable:

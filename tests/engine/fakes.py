@@ -16,6 +16,7 @@ from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.cache.recurrent.slots import StateSlots
 from radixkv.chat import Engine
 from radixkv.config import EngineConfig, EngineConfigFields
+from radixkv.engine.namespaces import NumberedLimits
 from radixkv.models.loaded import LayerSpec, LoadedModel, SequenceInput
 
 VOCAB = 50
@@ -175,11 +176,13 @@ def make_engine(
     """With `snapshots` the model has recurrent state."""
     model = model or FakeModel()
     config = EngineConfig(**{"monitor": False, **settings})
+    shares = config.namespace_limits
+    limits: dict[str, Any] = {"namespace_limits": NumberedLimits(shares) if shares else None}
     if snapshots is None:
         runner = runner_class(num_blocks, block_size, model.vocab_size, brain, fault)
-        return Engine(cast(LoadedModel, model), runner, PrefixCache(num_blocks, block_size), config), runner
+        return Engine(cast(LoadedModel, model), runner, PrefixCache(num_blocks, block_size, **limits), config), runner
     runner = StatefulFakeRunner(num_blocks, block_size, model.vocab_size, brain, fault)
-    cache = StatefulPrefixCache(num_blocks, block_size, rows=config.max_sequences, snapshots=snapshots)
+    cache = StatefulPrefixCache(num_blocks, block_size, rows=config.max_sequences, snapshots=snapshots, **limits)
     runner.queue = cache.copies
     return Engine(cast(LoadedModel, model), runner, cache, config), runner
 

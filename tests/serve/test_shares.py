@@ -9,7 +9,11 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+from radixkv.cli.main import main
+from radixkv.errors import InvalidInput
 from radixkv.serve import Settings, http_parser
+from radixkv.serve.access import tenant_namespace
+from radixkv.serve.command import read_shares
 from tests.serve.served import CHAT, Hosted, hosted, until
 
 KEYS = {"ann": "key-of-ann", "ben": "key-of-ben"}
@@ -170,3 +174,45 @@ def test_a_request_with_headers_has_its_own_times(parser: None, sockets: ExitSta
         slow.sendall(b'{"prompt": "x"}')
         idle.sendall(whole(None))
         assert answered(slow) == answered(idle) == b"HTTP/1.1 200 OK"
+
+
+def test_a_tenant_with_a_share_keeps_its_prompt_while_another_floods_the_pool() -> None:
+    shares = read_shares(["ann=0.5"], KEYS)
+    limits = {tenant_namespace(tenant): share for tenant, share in shares.items()}
+    with hosted(Settings(port=0, api_keys=KEYS), num_blocks=80, namespace_limits=limits) as host:
+
+        def cached(tenant: str, text: str) -> int:
+            headers = {"x-api-key": KEYS[tenant], "x-radixkv-namespace": "chats"}
+            body = {**SHORT, "messages": [{"role": "user", "content": text}]}
+            answer = httpx.post(f"{host.url}/v1/chat/completions", json=body, headers=headers, timeout=30)
+            return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        kept = "the prompt of ann, which is longer than a block"
+        assert cached("ann", kept) == 0 and cached("ben", kept) == 0
+        for number in range(40):
+            cached("ben", f"{number} floods the pool with prompts, one after the other")
+        assert cached("ann", kept) > 20
+        assert cached("ben", kept) < 20
+        metrics = httpx.get(f"{host.url}/metrics", headers={"x-api-key": KEYS["ben"]}, timeout=30).text
+        assert 'radixkv:share_guaranteed_blocks{share="1"} 40.0' in metrics
+        assert "ann" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["eve=0.5"], "--key-share eve=0.5: no --api-key has the name 'eve'"),
+        (["ann"], "NAME=SHARE has a number"),
+        (["ann=much"], "NAME=SHARE has a number"),
+        (["ann=0.1", "ann=0.2"], "'ann' has a share already"),
+    ],
+)
+def test_wrong_shares_are_refused_by_the_command(given: list[str], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        read_shares(given, KEYS)
+
+
+def test_shares_that_are_too_large_name_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [f"--api-key={name}={key}" for name, key in KEYS.items()]
+    assert main(["serve", "tiny", *keys, "--key-share", "ann=0.8", "--key-share", "ben=0.4"]) == 2
+    assert "--key-share: the shares are 1.2 together" in capsys.readouterr().err

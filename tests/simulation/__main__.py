@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tests.simulation.draw import draw, with_states
+from tests.simulation.draw import draw, with_limits, with_states
 from tests.simulation.scenario import Scenario
 from tests.simulation.shrink import shrink
 from tests.simulation.world import Stuck, World
@@ -32,8 +32,13 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print every step")
     parser.add_argument("--shrink", action="store_true", help="drop the parts that the failure does not need")
     parser.add_argument("--states", action="store_true", help="of a model with recurrent state")
+    parser.add_argument("--limits", action="store_true", help="with limits of namespaces")
     chosen = parser.parse_args()
-    drawn = (lambda seed: with_states(draw(seed))) if chosen.states else draw
+
+    def drawn(seed: int) -> Scenario:
+        life = with_limits(draw(seed)) if chosen.limits else draw(seed)
+        return with_states(life) if chosen.states else life
+
     logging.disable(logging.CRITICAL)  # the engine logs every injected fault
     torch.set_num_threads(1)
     if chosen.seed is not None:

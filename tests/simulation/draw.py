@@ -51,6 +51,12 @@ CROWD = MIXED._replace(
 FAMILIES = CROWD._replace(
     block_size=(1, 2, 3), widest=(2, 4), room=(1, 1.2, 1.5, 2), streams=(8, 16), chunk=(1, 2, 5), budget=(0, 1, 3, 10)
 )
+LIMITS: tuple[tuple[tuple[Hashable, float], ...], ...] = (
+    (("tenant", 0.5),),
+    (("tenant", 0.3), (7, 0.3)),
+    (("tenant", 0.2), (None, 0.5)),
+    (("tenant", 0.1), (7, 0.6), (None, 0.3)),
+)
 PROFILES = (MIXED, CROWD, FAMILIES)
 
 
@@ -66,6 +72,26 @@ def with_states(scenario: Scenario) -> Scenario:
     states = States(snapshots, rng.choice((2, 4, 16)), rng.choice((8, 32, 1000)), rng.choice((1, 1, 4)))
     asks = tuple(replace(ask, reply_start=rng.choice((0, rng.randint(0, len(ask.prompt))))) for ask in scenario.asks)
     return replace(scenario, states=states, asks=asks)
+
+
+def with_limits(scenario: Scenario) -> Scenario:
+    """Return the same life with limits of namespaces; every request has one that can be hashed."""
+    rng = random.Random(f"limits of {scenario.seed}")
+    limits = rng.choice(LIMITS)
+    asks = tuple(
+        replace(
+            ask,
+            namespace=rng.choice((ask.namespace, "tenant", 7)) if _is_hashable(ask) else rng.choice((None, 7)),
+            flaw=ask.flaw if _is_hashable(ask) else None,
+        )
+        for ask in scenario.asks
+    )
+    room = rng.choice((1, 1, 1.3, 1.7))  # some requests do not fit beside the shares of others
+    return replace(scenario, limits=limits, asks=asks, num_blocks=int(room * scenario.num_blocks) + 1)
+
+
+def _is_hashable(ask: Ask) -> bool:
+    return ask.flaw is None or ask.flaw.kind != "namespace"
 
 
 class _Draw:

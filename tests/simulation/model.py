@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.block_pool import BlockPool
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import SequenceInput
 
@@ -184,7 +183,7 @@ class SlotModel:
     def _poison_allocated_blocks(self) -> None:
         poison = self.poison
 
-        class Poisoned(BlockPool):
+        class Poisoned(type(self._pool)):  # type: ignore[misc]  # a pool with limits or without
             __slots__ = ()
 
             def take(self, *args: Any):  # type: ignore[no-untyped-def]

@@ -57,7 +57,8 @@ class OrderChecks:
 
     def _preemptions(self, before: Before) -> None:
         """A victim is paused, of the lowest priority, or new to preemption; with one priority it is preempted once."""
-        running = self.core.scheduler.running
+        # With limits, preempting requests of other namespaces may free no block.
+        running = [] if self.world.scenario.limits else self.core.scheduler.running
         stayed = [request for request in before.running if request in running]
         for request, preemptions in zip(before.running, before.preemptions, strict=True):
             customer = self.world.customer_of(request)

@@ -159,6 +159,7 @@ class Scenario:
     audits: tuple[Auditing, ...] = ()
     faults: tuple[Fault, ...] = ()
     states: States | None = None
+    limits: tuple[tuple[Hashable, float], ...] = ()  # namespaces and their shares
 
     @property
     def last(self) -> int:
@@ -176,7 +177,7 @@ class Scenario:
         facts = [
             f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
             f"{self.config}, observer raises at {self.observer_raises}",
-            f"{self.states}",
+            f"{self.states}, limits {dict(self.limits)}",
             f"no backpressure from {self.disable_backpressure}, close at {self.close}",
         ]
         facts += map(str, (*self.asks, *self.pinnings, *self.forgettings, *self.audits, *self.faults))

@@ -112,6 +112,7 @@ class World:
             clock=self.clock.perf_counter,
             observer=cast("Observer | None", self.listener),
             pin_budget=scenario.pin_budget,
+            namespace_limits=dict(scenario.limits) or None,
         )
         self.model = new_model(self.cache, scenario.seed)
         self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)

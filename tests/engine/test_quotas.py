@@ -1,0 +1,148 @@
+"""Limits of namespaces in an engine: refusals with the numbers, fair evictions, covered promises, usage."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from radixkv import SamplingParams
+from radixkv.config import EngineConfig
+from radixkv.engine.quota_admission import Group, are_covered
+from radixkv.errors import InvalidInput, PromptTooLong
+from tests.engine.fakes import check, make_engine
+from tests.engine.test_namespaces import Tenant
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+
+
+def text(name: int, length: int) -> list[int]:
+    return [name % 50, name // 50, *(at % 40 for at in range(length - 2))]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ([("ann", 0.5)], "namespace_limits must map namespaces to shares of the pool, got list"),
+        ({"ann": 2}, "namespace_limits: the share of 'ann' must be a number from 0 to 1, got 2"),
+        ({"ann": 0.6, "ben": 0.6}, "namespace_limits: the shares are 1.2 together, more than the whole pool"),
+    ],
+)
+def test_wrong_limits_are_refused_by_the_settings(limits, message):
+    with pytest.raises(InvalidInput, match=message):
+        EngineConfig(namespace_limits=limits)
+
+
+def test_a_flood_leaves_the_prefix_of_another_namespace_cached() -> None:
+    engine, _ = make_engine(64, 4, namespace_limits={("ann",): 0.25})
+    with engine:
+        prompt = text(1, 40)
+        engine.generate([prompt], greedy(1), namespace=("ann", "mail"))
+        for name in range(2, 40):
+            engine.generate([text(name, 40)], greedy(1), namespace="flood")
+        assert engine.generate([prompt], greedy(1), namespace=("ann", "mail"))[0].usage.cached_tokens == 39
+        (usage,) = engine.stats().namespace_usage
+        assert (usage.namespace, usage.guaranteed_blocks, usage.used_blocks) == (("ann",), 16, 10)
+        assert usage.cached_blocks == 10
+        check(engine)
+
+
+def test_a_request_is_refused_that_would_need_the_shares_of_others() -> None:
+    engine, _ = make_engine(40, 4, namespace_limits={"ann": 0.5, "ben": 0.25})
+    with engine:
+        for namespace, most in (("ann", 120), ("ben", 80), ("eve", 40), (None, 40)):
+            with pytest.raises(PromptTooLong, match=f"the pool holds {most}"):
+                engine.submit(text(1, most), greedy(1), namespace=namespace)
+            done = engine.generate([text(1, most - 8)], greedy(100), namespace=namespace)[0]
+            assert len(done.token_ids) == 8, "max_tokens is limited to the rest"
+        with pytest.raises(PromptTooLong, match="its namespace can have 10, as the pool has 40 with the shares"):
+            engine.submit(text(1, 30), SamplingParams(max_tokens=8, n=4, temperature=1), namespace="eve")
+        check(engine)
+
+
+def test_a_hash_that_changes_later_moves_no_blocks_to_another_share() -> None:
+    mutable = Tenant("ann")
+    engine, _ = make_engine(64, 4, namespace_limits={"ann": 0.25, mutable: 0.25})
+    with engine:
+        engine.generate([text(1, 20)], greedy(1), namespace=mutable)
+        mutable.name = "ben"
+        asked = len(mutable.asked)
+        for name in range(2, 20):
+            engine.generate([text(name, 40)], greedy(1))
+        assert [each.used_blocks for each in engine.stats().namespace_usage] == [0, 5]
+        assert len(mutable.asked) == asked, "the engine's thread ran the caller's code"
+        check(engine)
+
+
+@pytest.mark.parametrize("snapshots", [None, 40])
+def test_many_requests_of_three_namespaces_all_end(snapshots: int | None) -> None:
+    engine, _ = make_engine(
+        32, 4, snapshots=snapshots, max_sequences=8, max_batch_tokens=64, namespace_limits={"ann": 0.4, "ben": 0.3}
+    )
+    rng = random.Random(5)
+    with engine:
+        handles = []
+        for number in range(60):
+            prompt = text(rng.randrange(12), rng.randint(2, 6))
+            namespace = ("ann", "ben", "eve")[number % 3]
+            handles.append(engine.submit(prompt, greedy(rng.randint(20, 32)), namespace=namespace))
+        for handle in handles:
+            handle.result(60)
+        assert engine.stats().preemptions
+        check(engine)
+
+
+class TestPromises:
+    """`are_covered` against every order in which two groups can take their blocks."""
+
+    @staticmethod
+    def can_fail(groups: list[Group], free: int) -> bool:
+        """Whether some order of taking leaves a promised block that cannot be taken."""
+        seen, waiting = set(), [(free, tuple((g.used, g.evictable, g.promised) for g in groups))]
+        least = [g.guaranteed for g in groups]
+        while waiting:
+            state = waiting.pop()
+            if state in seen:
+                continue
+            seen.add(state)
+            left, rows = state
+            for own, (_, _, promised) in enumerate(rows):
+                if not promised:
+                    continue
+                sources = [-1] if left else []
+                if not left:
+                    sources = [
+                        at
+                        for at, (used, evictable, _) in enumerate(rows)
+                        if evictable and (at == own or used > least[at])
+                    ]
+                if not sources:
+                    return True
+                for source in sources:
+                    after = [list(row) for row in rows]
+                    if source >= 0:
+                        after[source][0] -= 1
+                        after[source][1] -= 1
+                    after[own][0] += 1
+                    after[own][2] -= 1
+                    waiting.append((left - (source < 0), tuple(map(tuple, after))))
+        return False
+
+    def test_no_order_of_taking_breaks_a_covered_promise(self):
+        rng, covered, refused = random.Random(1), 0, 0
+        for _ in range(3000):
+            groups = []
+            for _ in range(rng.choice((2, 3))):
+                used = rng.randint(0, 5)
+                row = {"used": used, "evictable": rng.randint(0, used), "guaranteed": rng.randint(0, 4)}
+                groups.append(Group(**row, promised=rng.randint(0, 3), running=True))
+            free = rng.randint(0, 3)
+            common = free + sum(each.spare for each in groups)
+            if are_covered(groups, common):
+                covered += 1
+                assert not self.can_fail(groups, free), groups
+            else:
+                refused += self.can_fail(groups, free)
+        assert covered > 500 and refused > 500

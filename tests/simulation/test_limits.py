@@ -1,0 +1,67 @@
+"""Simulated lives with limits of namespaces: 15 in `make test`, more in `make test-all`.
+
+`python -m tests.simulation --limits --seed N --verbose` replays one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.simulation.draw import draw, with_limits, with_states
+from tests.simulation.scenario import Scenario
+from tests.simulation.test_lives import FRESH, LIVES
+from tests.simulation.world import Stuck, World
+
+SIGHTS = (  # events that must occur, or the lives are too easy
+    "cancelled: preempted",
+    "preemptions",
+    "recomputed_tokens",
+    "coalesced_tokens",
+    "evicted",
+    "hits",
+    "pinned",
+    "refused",
+    "audited_blocks",
+    "a fault: forward",
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def live(seeds: list[int], life: Callable[[int], Scenario]) -> Counter[str]:
+    failures, seen = [], Counter[str]()
+    for seed in seeds:
+        try:
+            world = World(life(seed)).run()
+            world.cache.check()
+            seen += world.sights()
+        except (Exception, Stuck) as error:
+            failures.append(f"seed {seed}: {type(error).__name__}: {error}")
+    assert not failures, "\n".join([f"{len(failures)} of {len(seeds)} lives failed", *failures[:5]])
+    return seen
+
+
+def test_every_request_of_some_lives_ends_as_it_must() -> None:
+    seen = live(list(range(15)), lambda seed: with_limits(draw(seed)))
+    assert seen["hits"] and seen["evicted"]
+
+
+def test_every_request_of_some_lives_with_states_ends_as_it_must() -> None:
+    assert live(list(range(15, 21)), lambda seed: with_states(with_limits(draw(seed))))["hits"]
+
+
+@pytest.mark.long
+def test_every_request_of_every_life_ends_as_it_must() -> None:
+    fresh = range(FRESH, FRESH + 100) if FRESH else ()
+    seen = live([*range(15, LIVES), *fresh], lambda seed: with_limits(draw(seed)))
+    assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
