@@ -231,7 +231,7 @@ def test_times_that_look_wrong_are_warned_about(say: Say, tmp_path: Path) -> Non
 
 
 def test_ctrl_c_before_a_replay_has_begun_keeps_what_others_found(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(workload: object, capacity: int) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(simulate, "ClairvoyantPool", interrupted)

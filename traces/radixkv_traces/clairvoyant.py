@@ -17,11 +17,17 @@ from radixkv_traces.workload import Workload
 
 
 class ClairvoyantPool:
-    """A pool of `capacity` blocks with perfect foresight; `serve` the requests of its workload in order."""
+    """A pool of `capacity` blocks with perfect foresight; `serve` the requests of its workload in order.
 
-    def __init__(self, workload: Workload, capacity: int) -> None:
+    Of each prompt at most `longest` blocks enter (default: `capacity`), as in a device with a host tier below it.
+    """
+
+    host = None  # one pool has no traffic
+
+    def __init__(self, workload: Workload, capacity: int, longest: int | None = None) -> None:
         self._workload = workload
         self._capacity = capacity
+        self._longest = capacity if longest is None else longest
         self._uses = next_uses(workload)
         self._first = 0  # index of the next request's blocks in `_uses`
         self._cached = bytearray(workload.unique_blocks)
@@ -36,7 +42,7 @@ class ClairvoyantPool:
         chain = self._workload.requests[index].blocks
         cached = self._cached
         hit = next((i for i, block in enumerate(chain) if not cached[block]), len(chain))
-        fits = min(len(chain), self._capacity)  # at least `hit`, which is cached
+        fits = min(len(chain), self._longest)  # at least `hit`, which is cached
         for i in range(fits):
             self._next[chain[i]] = self._uses[self._first + i]
         self._first += len(chain)

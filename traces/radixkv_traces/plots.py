@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from radixkv_traces.host_report import row_name
 from radixkv_traces.saved_results import Row, Run, Simulation
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B")
@@ -53,19 +54,19 @@ def _of_run(found: Run) -> Iterator[tuple[str, Figure | None]]:
 
 
 def hit_rate(found: Simulation) -> Figure:
-    """Draw token hit rate against capacity, a line for each policy, with the clairvoyant optimum and the infinite
-    cache.
+    """Draw token hit rate against capacity, a line for each policy and host tier, with the clairvoyant optimum and the
+    infinite cache.
 
     Rows that Ctrl-C interrupted are left out: they cover another part of the trace.
     """
     unique = found.summary.get("unique_blocks")
     figure, axis = _one(f"{found.summary.get('trace', found.name)}: hit rate by pool size")
-    for policy, colour, dashes, mark in _styled([str(row["policy"]) for row in found.rows]):
-        mine = [row for row in found.rows if row["policy"] == policy and row.get("finished", True)]
+    for name, colour, dashes, mark in _styled([row_name(row) for row in found.rows]):
+        mine = [row for row in found.rows if row_name(row) == name and row.get("finished", True)]
         points = sorted((row["capacity_blocks"], row["token_hit_rate"]) for row in mine)
         capacities = [blocks / unique * 100 if unique else blocks for blocks, _ in points]
         rates = [rate for _, rate in points]
-        axis.plot(capacities, rates, color=colour, ls=dashes, marker=mark, ms=4, lw=1.5, label=policy)
+        axis.plot(capacities, rates, color=colour, ls=dashes, marker=mark, ms=4, lw=1.5, label=name)
     infinite = found.summary.get("infinite_token_hit_rate")
     if infinite is not None:
         axis.axhline(infinite, color=_BOUNDS["infinite"], lw=1, ls=(0, (1, 3)), label="infinite pool")
@@ -86,7 +87,7 @@ def over_time(found: Simulation, series: str, label: str) -> Figure | None:
     capacities = list(dict.fromkeys(row["capacity_blocks"] for row in rows))
     figure = Figure(figsize=(6.4, 0.6 + 1.7 * len(capacities)), layout="constrained")
     axes = figure.subplots(len(capacities), 1, sharex=True, squeeze=False)[:, 0]
-    styles = {policy: style for policy, *style in _styled([str(row["policy"]) for row in rows])}
+    styles = {name: style for name, *style in _styled([row_name(row) for row in rows])}
     for axis, capacity in zip(axes, capacities, strict=True):
         _panel(axis, [row for row in rows if row["capacity_blocks"] == capacity], series, styles)
         axis.set_title(f"{capacity:,} blocks", loc="left")
@@ -156,9 +157,9 @@ def occupancy(found: Run) -> Figure | None:
 
 def _panel(axis: Any, rows: Sequence[Row], series: str, styles: dict[str, Any]) -> None:
     for row in rows:
-        colour, dashes, _ = styles[str(row["policy"])]
+        colour, dashes, _ = styles[row_name(row)]
         times, values = zip(*row[series], strict=True)
-        axis.plot(times, values, color=colour, ls=dashes, lw=1.2, label=row["policy"])
+        axis.plot(times, values, color=colour, ls=dashes, lw=1.2, label=row_name(row))
     axis.set_ylim(bottom=0)
 
 

@@ -3,7 +3,7 @@
 Requests run one at a time in the given order, and only prompts enter the cache. A recorded block is one token in a
 block of size 1, so that only eviction is measured. The cache receives the same facts as in a live engine: the time, and
 for each closed request its output length and stop reason. In addition to the cache's policies there are "clairvoyant",
-the upper bound of all policies, and "infinite".
+the upper bound of all policies, and "infinite". `simulate_host` adds a host tier.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from radixkv.cache.tokens import check_int
 from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv_traces.clairvoyant import ClairvoyantPool
 from radixkv_traces.records import TraceRequest
+from radixkv_traces.simulate_host import HostPool, HostTraffic
 from radixkv_traces.workload import Workload, prepare
 
 BOUNDS = ("clairvoyant", "infinite")
@@ -44,6 +45,9 @@ class ReplayResult:
     finished: bool  # False: Ctrl-C ended the replay early
     hits: array[int]  # for each request, the blocks that hit
     cached: array[int]  # for each request, the blocks in the pool after it
+    host_blocks: int = 0
+    host: HostTraffic | None = None  # None for bounds, and without a host tier
+    host_hit_tokens: int = 0  # part of hit_tokens: loaded from the host in place of a prefill
 
     @property
     def token_hit_rate(self) -> float:
@@ -60,7 +64,11 @@ class Pool(Protocol):
 
     @property
     def evicted_blocks(self) -> int:
-        """Blocks evicted so far."""
+        """Blocks evicted so far; with a host tier, from the host or directly from the device."""
+
+    @property
+    def host(self) -> HostTraffic | None:
+        """The traffic of a host tier so far."""
 
     def serve(self, index: int) -> int:
         """Serve one request; returns its hit in blocks."""
@@ -87,8 +95,13 @@ def replay(
     policy: str = "lru",
     block_tokens: int = 512,
     progress: Progress | None = None,
+    *,
+    host_blocks: int = 0,
 ) -> ReplayResult:
     """Serve the requests in order from a pool of `capacity_blocks` blocks; a Workload has its own `block_tokens`.
+
+    With `host_blocks`, evicted blocks move to a host tier of that size, and hits on the host are loaded. "clairvoyant"
+    then has one pool of both sizes, of which a prompt takes at most `capacity_blocks`: the upper bound of both tiers.
 
     A request's hit is its longest cached chain of blocks, at most its input length. The request holds these blocks
     while victims are evicted for the rest of its prompt. Of a chain longer than the pool, the head stays cached.
@@ -100,7 +113,7 @@ def replay(
     [0.611, 0.686, 0.943]
     """
     workload = trace if isinstance(trace, Workload) else prepare(trace, block_tokens)
-    pool = _pool(workload, capacity_blocks, policy)
+    pool = _pool(workload, capacity_blocks, policy, host_blocks)
     hits, cached = array("i"), array("i")
     begin = time.process_time()
     try:
@@ -111,23 +124,35 @@ def replay(
                 progress(index, len(workload.requests))
     except KeyboardInterrupt:
         del hits[len(cached) :]
-    return _result(workload, policy, capacity_blocks, pool, hits, cached, time.process_time() - begin)
+    seconds = time.process_time() - begin
+    return _result(workload, policy, capacity_blocks, host_blocks, pool, hits, cached, seconds)
 
 
-def _pool(workload: Workload, capacity: int, policy: str) -> Pool:
+def _pool(workload: Workload, capacity: int, policy: str, host: int) -> Pool:
     check_policy(policy)
-    check_int("capacity_blocks", capacity)
-    if capacity < 1:
-        raise InvalidInput(f"capacity_blocks={capacity}: allowed is an int of at least 1")
+    for name, blocks, least in (("capacity_blocks", capacity, 1), ("host_blocks", host, 0)):
+        check_int(name, blocks)
+        if blocks < least:
+            raise InvalidInput(f"{name}={blocks}: allowed is an int of at least {least}")
     if policy == "infinite":
         return _InfinitePool(workload)
-    return ClairvoyantPool(workload, capacity) if policy == "clairvoyant" else _CachePool(workload, capacity, policy)
+    if policy == "clairvoyant":
+        return ClairvoyantPool(workload, capacity + host, longest=capacity)
+    return HostPool(workload, capacity, policy, host) if host else _CachePool(workload, capacity, policy)
 
 
 def _result(
-    workload: Workload, policy: str, capacity: int, pool: Pool, hits: array[int], cached: array[int], seconds: float
+    workload: Workload,
+    policy: str,
+    capacity: int,
+    host_blocks: int,
+    pool: Pool,
+    hits: array[int],
+    cached: array[int],
+    seconds: float,
 ) -> ReplayResult:
-    hit_tokens = sum(workload.hit_tokens(index, hit) for index, hit in enumerate(hits))
+    hit_tokens = _tokens(workload, hits)
+    on_device = hits if pool.host is None else pool.host.device_hits[: len(hits)]
     return ReplayResult(
         policy=policy,
         capacity_blocks=workload.unique_blocks if policy == "infinite" else capacity,
@@ -137,16 +162,25 @@ def _result(
         hit_tokens=hit_tokens,
         hit_blocks=sum(hits),
         evicted_blocks=pool.evicted_blocks,
-        regret_tokens=sum(workload.hit_tokens(i, workload.known[i]) for i in range(len(hits))) - hit_tokens,
+        regret_tokens=_tokens(workload, workload.known[: len(hits)]) - hit_tokens,
         seconds=seconds,
         finished=len(hits) == len(workload.requests),
         hits=hits,
         cached=cached,
+        host_blocks=host_blocks,
+        host=pool.host,
+        host_hit_tokens=hit_tokens - _tokens(workload, on_device),
     )
+
+
+def _tokens(workload: Workload, hits: Iterable[int]) -> int:
+    return sum(workload.hit_tokens(index, hit) for index, hit in enumerate(hits))
 
 
 class _CachePool:
     """The real cache."""
+
+    host = None
 
     def __init__(self, workload: Workload, capacity: int, policy: str) -> None:
         self._workload = workload
@@ -175,6 +209,7 @@ class _InfinitePool:
     """A pool that never evicts."""
 
     evicted_blocks = 0
+    host = None
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from radixkv.cache import POLICIES
@@ -22,6 +22,7 @@ from radixkv_traces.cli import (
     positive,
     table,
 )
+from radixkv_traces.host_report import HOST_COLUMNS, add_host, host_cells, host_fields, host_sizes, row_name
 from radixkv_traces.queue_report import add_queue, queue_rows, queue_text, service_of
 from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
 from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
@@ -58,6 +59,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: a
         "--model", metavar="NAME", help="model that defines the bytes of a token: a folder, a config.json, or a name"
     )
     pools.add_argument("--kv-bytes", type=positive, metavar="N", help="bytes of KV for each token, instead of --model")
+    add_host(pools)
     add_queue(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument("--by", choices=GROUPINGS, help="add a row for each session, tenant or stop reason")
@@ -84,15 +86,22 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if arguments.order is not None:
         return _run_queue(arguments, workload, capacities, policies)
+    pools = [
+        Pools(capacity, host)
+        for capacity in capacities
+        for host in host_sizes(arguments.host, capacity, workload.unique_blocks, workload.block_tokens, kv_bytes)
+    ]
+    tiers = arguments.host is not None
     with StopSignals() as signals:
-        found = list(_replays(workload, capacities, policies))
-        doubled = _doubled(workload, found)
-    rows = [_row(workload, capacity, result, arguments.by) for capacity, result in found]
-    for row in rows:
+        found = list(_replays(workload, pools, policies))
+        doubled = {} if tiers else _doubled(workload, found)
+    rows = [_row(workload, each, result, arguments.by) for each, result in found]
+    for row, (each, result) in zip(rows, found, strict=True):
         row["token_hit_rate_twice"] = doubled.get((row["policy"], row["capacity_blocks"]))
+        row |= host_fields(each.host, result) if tiers else {}
     _compare(rows)
-    finished = len(found) == len(capacities) * len(policies) and all(
-        row["token_hit_rate_twice"] is not None for row in rows
+    finished = len(found) == len(pools) * len(policies) and (
+        tiers or all(row["token_hit_rate_twice"] is not None for row in rows)
     )
     summary = _summary(arguments.trace, workload, finished=finished)
     print(json.dumps({**summary, "rows": rows}) if arguments.json else _text(summary, rows, arguments.by))
@@ -103,8 +112,9 @@ def _run_queue(
     arguments: argparse.Namespace, workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str]
 ) -> int:
     """Simulate each policy with each order of waiting requests, and print hit rates and waits."""
-    if arguments.by is not None:
-        raise InvalidInput("--by needs a replay without a queue: leave out --order")
+    for option in ("by", "host"):
+        if getattr(arguments, option) is not None:
+            raise InvalidInput(f"--{option} needs a replay without a queue: leave out --order")
     if arguments.policy == _POLICIES:
         policies = [policy for policy in policies if policy not in BOUNDS]
     service, orders = service_of(arguments), [each.strip() for each in arguments.order.split(",")]
@@ -118,23 +128,35 @@ def _run_queue(
     return 0 if finished else signals.status
 
 
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The sizes of one simulation: the device's, and that of a host tier or None."""
+
+    device: Capacity
+    host: Capacity | None
+
+    def __str__(self) -> str:
+        return self.device.text + ("" if self.host is None else f", host {self.host.text}")
+
+
 def _replays(
-    workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str]
-) -> Iterator[tuple[Capacity, ReplayResult]]:
-    """Replay every policy at every capacity, until Ctrl-C or SIGTERM."""
-    for capacity in capacities:
+    workload: Workload, pools: Sequence[Pools], policies: Sequence[str]
+) -> Iterator[tuple[Pools, ReplayResult]]:
+    """Replay every policy at all sizes, until Ctrl-C or SIGTERM."""
+    for sizes in pools:
+        host_blocks = 0 if sizes.host is None else sizes.host.blocks
         for policy in policies:
             try:
-                with Progress(f"{policy} at {capacity.text}") as progress:
-                    result = replay(workload, capacity.blocks, policy, progress=progress)
+                with Progress(f"{policy} at {sizes}") as progress:
+                    result = replay(workload, sizes.device.blocks, policy, progress=progress, host_blocks=host_blocks)
             except KeyboardInterrupt:  # before its first request
                 return
-            yield capacity, result
+            yield sizes, result
             if not result.finished:
                 return
 
 
-def _doubled(workload: Workload, found: Sequence[tuple[Capacity, ReplayResult]]) -> dict[tuple[str, int], float]:
+def _doubled(workload: Workload, found: Sequence[tuple[Pools, ReplayResult]]) -> dict[tuple[str, int], float]:
     """Return the token hit rate of each policy at twice each capacity, until Ctrl-C or SIGTERM.
 
     A capacity that was replayed already is not replayed again.
@@ -156,11 +178,11 @@ def _doubled(workload: Workload, found: Sequence[tuple[Capacity, ReplayResult]])
     return doubled
 
 
-def _row(workload: Workload, capacity: Capacity, result: ReplayResult, grouping: str | None) -> dict[str, Any]:
+def _row(workload: Workload, sizes: Pools, result: ReplayResult, grouping: str | None) -> dict[str, Any]:
     moments = over_time(workload, result)
     row: dict[str, Any] = {
         "policy": result.policy,
-        "capacity": capacity.text,
+        "capacity": sizes.device.text,
         "capacity_blocks": result.capacity_blocks,
         "token_hit_rate": result.token_hit_rate,
         "gap_closed": None,
@@ -190,9 +212,11 @@ def _row(workload: Workload, capacity: Capacity, result: ReplayResult, grouping:
 
 def _compare(rows: list[dict[str, Any]]) -> None:
     """Add the share of the gap between LRU and the clairvoyant optimum that each policy closes, where both were run."""
-    rates = {(row["capacity"], row["policy"]): row["token_hit_rate"] for row in rows if row["finished"]}
+    rates = {
+        (row["capacity"], row.get("host"), row["policy"]): row["token_hit_rate"] for row in rows if row["finished"]
+    }
     for row in rows:
-        lru, best = (rates.get((row["capacity"], policy)) for policy in ("lru", "clairvoyant"))
+        lru, best = (rates.get((row["capacity"], row.get("host"), policy)) for policy in ("lru", "clairvoyant"))
         if (
             lru is not None
             and best is not None
@@ -226,9 +250,11 @@ def _head(summary: dict[str, Any]) -> str:
 
 
 def _text(summary: dict[str, Any], rows: list[dict[str, Any]], grouping: str | None) -> str:
-    columns = ("capacity", "blocks", "policy", "hit rate", "2x memory", "gap closed", *_COSTS)
+    tiers = any("host" in row for row in rows)
+    sizes, found = (("host blocks",), HOST_COLUMNS) if tiers else ((), ("2x memory",))
+    columns = ("capacity", "blocks", *sizes, "policy", "hit rate", *found, "gap closed", *_COSTS)
     lines = [_cells(row) for row in rows]
-    parts = [_head(summary), table(columns, lines, left=(0, 2))]
+    parts = [_head(summary), table(columns, lines, left=(0, columns.index("policy")))]
     if grouping is not None and rows:
         parts += _groups(rows, grouping)
     if not summary["finished"] or not all(row["finished"] for row in rows):
@@ -237,13 +263,14 @@ def _text(summary: dict[str, Any], rows: list[dict[str, Any]], grouping: str | N
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    rate = f"{row['token_hit_rate']:.4f}"
+    rate, twice = f"{row['token_hit_rate']:.4f}", row["token_hit_rate_twice"]
     return [
         row["capacity"],
         f"{row['capacity_blocks']:,}",
+        *([f"{row['host_blocks']:,}"] if "host" in row else []),
         row["policy"],
         rate if row["finished"] else f"{rate} of {row['requests']:,} requests",
-        "" if row["token_hit_rate_twice"] is None else f"{row['token_hit_rate_twice']:.4f}",
+        *(host_cells(row) if "host" in row else ["" if twice is None else f"{twice:.4f}"]),
         "" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}",
         f"{row['evicted_blocks']:,}",
         f"{row['regret_tokens']:,}",
@@ -252,7 +279,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _groups(rows: list[dict[str, Any]], grouping: str) -> Iterator[str]:
-    """Return a table for each capacity: a row for each session (or tenant, ...), a column for each policy."""
+    """Return a table for each capacity: a row for each session (or tenant, ...), a column for each policy and tier."""
     for capacity in dict.fromkeys(row["capacity"] for row in rows):
         chosen = [row for row in rows if row["capacity"] == capacity]
         groups = chosen[0]["by"]
@@ -262,6 +289,6 @@ def _groups(rows: list[dict[str, Any]], grouping: str) -> Iterator[str]:
             + [f"{each[group[grouping]]:.4f}" if group[grouping] in each else "" for each in rates]
             for group in groups[:_GROUPS_SHOWN]
         ]
-        columns = (f"{grouping} at {capacity}", "requests", "prompt tokens", *(row["policy"] for row in chosen))
+        columns = (f"{grouping} at {capacity}", "requests", "prompt tokens", *map(row_name, chosen))
         more = len(groups) - _GROUPS_SHOWN
         yield table(columns, lines, left=(0,)) + (f"\nand {more:,} more: --json has them" if more > 0 else "")

@@ -1,0 +1,251 @@
+"""The replay with a host tier, compared with two plain LRU lists, with bounds, and as a command."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import OrderedDict
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from radixkv.cache import POLICIES
+from radixkv.cache.host import HostPrefixCache
+from radixkv.errors import InvalidInput
+from radixkv_traces import cli, simulate_host
+from radixkv_traces.formats import TraceRequest, read, sample
+from radixkv_traces.simulate import replay
+from radixkv_traces.workload import Workload, prepare
+
+
+def agents(count: int = 60) -> Workload:
+    return prepare(islice(read(sample("cc_agent")), count), 64)
+
+
+def workload(chains: list[list[int]]) -> Workload:
+    return prepare([TraceRequest(0.0, 10 * len(chain), 1, array("q", chain)) for chain in chains], 10)
+
+
+class TwoLists:
+    """An exclusive cache of two LRU lists of blocks, least recently used first; loads `piece` blocks at a time."""
+
+    def __init__(self, device: int, host: int, piece: int) -> None:
+        self.sizes, self.piece = (device, host), piece
+        self.device: OrderedDict[int, None] = OrderedDict()
+        self.host: OrderedDict[int, None] = OrderedDict()
+        self.read = self.written = self.evicted = 0
+
+    def serve(self, blocks: array[int]) -> tuple[int, int]:
+        """Return the hits on the device, and of both tiers."""
+        chain = list(blocks[: self.sizes[0]])
+        found = next((i for i, block in enumerate(chain) if block not in self.device), len(chain))
+        hit = next((i for i in range(found, len(chain)) if chain[i] not in self.host), len(chain))
+        for block in reversed(chain[:hit]):
+            (self.device if block in self.device else self.host).move_to_end(block)
+        for start in range(found, hit, self.piece):
+            sources = chain[start : min(start + self.piece, hit)]
+            self.insert(chain[: start + len(sources)], set(sources))
+            for block in sources:
+                del self.host[block]
+            self.read += len(sources)
+        self.insert(chain, set())
+        return found, hit
+
+    def insert(self, path: list[int], sources: set[int]) -> None:
+        """Make room for a path, which is then the most recently used; `sources` stay on the host."""
+        kept = set(path)
+        excess = len(self.device) + sum(block not in self.device for block in path) - self.sizes[0]
+        leaving = [block for block in self.device if block not in kept][: max(0, excess)]
+        for block in leaving:
+            del self.device[block]
+        while len(self.host) + len(leaving) > self.sizes[1]:
+            del self.host[next(block for block in self.host if block not in sources)]
+            self.evicted += 1
+        self.host.update(dict.fromkeys(leaving))
+        self.written += len(leaving)
+        for block in reversed(path):
+            self.device[block] = None
+            self.device.move_to_end(block)
+
+
+@pytest.mark.parametrize("piece", [1, 16])
+@pytest.mark.parametrize(("name", "count", "share", "times"), [("cc_agent", 25, 0.3, 2), ("conversation", 150, 0.1, 3)])
+def test_lru_equals_two_lists(
+    name: str, count: int, share: float, times: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = prepare(islice(read(sample(name)), count), 64)
+    monkeypatch.setattr(simulate_host, "LOAD_TOKENS", 64 * piece)
+    device = int(trace.unique_blocks * share)
+    lists = TwoLists(device, times * device, piece)
+    expected = [lists.serve(request.blocks) for request in trace.requests]
+    result = replay(trace, device, host_blocks=times * device)
+    assert result.host is not None
+    assert list(result.host.device_hits) == [found for found, _ in expected]
+    assert list(result.hits) == [hit for _, hit in expected]
+    traffic = (result.host.read_blocks, result.host.written_blocks, result.evicted_blocks)
+    assert traffic == (lists.read, lists.written, lists.evicted)
+    assert min(traffic) > 0
+
+
+def test_a_host_tier_leaves_the_device_as_it_is() -> None:
+    trace = agents()
+    device = trace.unique_blocks // 5
+    alone, tiered = replay(trace, device), replay(trace, device, host_blocks=4 * device)
+    assert tiered.host is not None and alone.host is None
+    assert list(tiered.host.device_hits) == list(alone.hits)
+    assert tiered.hit_tokens - tiered.host_hit_tokens == alone.hit_tokens
+    assert alone.host_hit_tokens == 0 < tiered.host_hit_tokens
+    assert all(both >= one for both, one in zip(tiered.hits, alone.hits, strict=True))
+
+
+def test_a_host_that_holds_everything_never_misses_twice() -> None:
+    trace = agents()
+    device = max(len(request.blocks) for request in trace.requests)
+    result = replay(trace, device, host_blocks=trace.unique_blocks)
+    assert (result.evicted_blocks, result.regret_tokens) == (0, 0)
+    assert list(result.hits) == list(trace.known)
+
+
+def test_blocks_go_to_the_host_and_come_back() -> None:
+    result = replay(workload([[1, 2], [3, 4], [1, 2], [1, 2]]), 2, host_blocks=4)
+    assert result.host is not None
+    assert (list(result.hits), list(result.host.device_hits)) == ([0, 0, 2, 2], [0, 0, 0, 2])
+    assert (result.host.written_blocks, result.host.read_blocks, result.host_hit_tokens) == (4, 2, 20)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[HostPrefixCache]:
+    """The caches of the replays, each of which checks itself after each move."""
+    caches: list[HostPrefixCache] = []
+
+    class Checked(HostPrefixCache):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            caches.append(self)
+
+        def moves_done(self) -> None:
+            super().moves_done()
+            self.check()
+
+    monkeypatch.setattr(simulate_host, "HostPrefixCache", Checked)
+    return caches
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_keeps_its_books(policy: str, checked: list[HostPrefixCache]) -> None:
+    trace = prepare(islice(read(sample("conversation")), 120), 512)
+    device = trace.unique_blocks // 10
+    result = replay(trace, device, policy, host_blocks=3 * device)
+    bound = replay(trace, device, "clairvoyant", host_blocks=3 * device)
+    assert result.host is not None and result.host.read_blocks > 0
+    assert replay(trace, device, policy).hit_tokens < result.hit_tokens <= bound.hit_tokens
+    stats = checked[0].stats()
+    resident = stats.host_blocks - stats.host_free_blocks
+    left_the_host = result.host.written_blocks - result.host.read_blocks - resident
+    assert 0 <= left_the_host <= result.evicted_blocks
+
+
+def test_a_load_leaves_no_room_on_a_full_host_until_it_has_run() -> None:
+    result = replay(workload([[1, 2], [3, 4], [1, 2], [3, 4]]), 2, host_blocks=2)
+    assert (list(result.hits), result.evicted_blocks) == ([0, 0, 2, 0], 2)
+
+
+def test_namespaces_share_nothing_on_the_host() -> None:
+    asked = [TraceRequest(0.0, 20, 1, array("q", [1, 2]), namespace=name) for name in ("a", "b", "a", "b")]
+    result = replay(prepare(asked, 10), 2, host_blocks=4)
+    assert list(result.hits) == [0, 0, 2, 2] and result.host is not None
+    assert list(result.host.device_hits) == [0, 0, 0, 0]
+
+
+def test_the_bound_is_one_pool_of_both_sizes_with_prompts_cut_to_the_device() -> None:
+    trace = agents()
+    device = 200
+    assert any(len(request.blocks) > device for request in trace.requests)
+    bound = replay(trace, device, "clairvoyant", host_blocks=3 * device)
+    cut = [TraceRequest(0.0, each.input_length, 1, each.blocks[:device]) for each in trace.requests]
+    assert bound.hits == replay(prepare(cut, 64), 4 * device, "clairvoyant").hits
+    assert bound.host is None and bound.host_blocks == 600
+    assert replay(trace, device, "clairvoyant").hit_tokens < bound.hit_tokens
+
+
+@pytest.mark.parametrize("blocks", [-1, True, 1.5])
+def test_wrong_sizes_are_refused(blocks: Any) -> None:
+    with pytest.raises(InvalidInput, match="host_blocks"):
+        replay([], 1, host_blocks=blocks)
+
+
+# ---- the command
+
+SIMULATE = ("simulate", "sample:cc_agent", "--limit", "60", "--capacity", "1000")
+
+
+def test_rows_with_tiers_follow_the_device_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SIMULATE, "--host", "2x,500", "--policy", "lru,clairvoyant", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [(row["host"], row["host_blocks"], row["policy"]) for row in said["rows"]] == [
+        (None, 0, "lru"), (None, 0, "clairvoyant"), ("2x", 2000, "lru"), ("2x", 2000, "clairvoyant"),
+        ("500", 500, "lru"), ("500", 500, "clairvoyant"),
+    ]  # fmt: skip
+    alone, tiered, bound = (said["rows"][i] for i in (0, 2, 3))
+    result = replay(agents(), 1000, host_blocks=2000)
+    assert result.host is not None
+    assert [tiered[name] for name in ("hit_tokens", "host_hit_tokens", "written_blocks", "read_blocks")] == [
+        result.hit_tokens, result.host_hit_tokens, result.host.written_blocks, result.host.read_blocks,
+    ]  # fmt: skip
+    assert [alone[name] for name in ("host_hit_tokens", "written_blocks", "read_blocks")] == [0, 0, 0]
+    assert [bound[name] for name in ("host_hit_tokens", "written_blocks", "read_blocks")] == [None] * 3
+    assert (tiered["gap_closed"], bound["gap_closed"]) == (0, 1)
+    assert said["finished"] and {row["token_hit_rate_twice"] for row in said["rows"]} == {None}
+
+
+def test_the_table_shows_both_parts_of_the_hit_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SIMULATE, "--host", " 2X ", "--by", "stop"]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    result = replay(agents(), 1000, host_blocks=2000)
+    assert result.host is not None
+    shown = [f"{result.token_hit_rate:.4f}", f"{result.host_hit_tokens / result.input_tokens:.4f}"]
+    traffic = [f"{result.host.written_blocks:,}", f"{result.host.read_blocks:,}"]
+    assert ["1000", "1,000", "2,000", "lru", *shown, *traffic, "0%"] in [line[:9] for line in lines]
+    assert "from host" in out and "2x memory" not in out and "lru, host 2X" in out
+
+
+@pytest.mark.parametrize(
+    ("size", "complaint"),
+    [
+        ("0x", "--host '0x': 0 blocks for a capacity of 1,000"),
+        ("9999999x", "allowed are 1 to 67,108,864"),
+        ("large", "or a multiple of the capacity (2x)"),
+        ("0", "not even one block"),
+        ("1GB", "--model"),
+        ("2x,", "--host: capacity ''"),
+    ],
+)
+def test_wrong_sizes_are_named(size: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SIMULATE, "--host", size]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and complaint in said.err
+
+
+def test_a_queue_has_no_host_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SIMULATE, "--host", "2x", "--order", "fcfs"]) == 2
+    assert "leave out --order" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_the_rows_before_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, calls = simulate_host.HostPool.serve, []
+
+    def interrupted(pool: simulate_host.HostPool, index: int) -> int:
+        calls.append(index)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return serve(pool, index)
+
+    monkeypatch.setattr(simulate_host.HostPool, "serve", interrupted)
+    assert cli.main([*SIMULATE, "--host", "2x,4x", "--policy", "lru", "--json"]) == 130
+    said = json.loads(capsys.readouterr().out)
+    assert not said["finished"]
+    assert [(row["host"], row["requests"], row["finished"]) for row in said["rows"]] == [
+        (None, 60, True), ("2x", 19, False),
+    ]  # fmt: skip
