@@ -5,5 +5,6 @@ Read `tier`, `tree`, `sequence` and `prefix_cache` in this order; `invariants` s
 
 from radixkv.cache.host.prefix_cache import HostPrefixCache
 from radixkv.cache.host.sequence import HostSequence
+from radixkv.cache.host.tree import HostRun
 
-__all__ = ["HostPrefixCache", "HostSequence"]
+__all__ = ["HostPrefixCache", "HostRun", "HostSequence"]

@@ -22,11 +22,12 @@ from radixkv.errors import InvalidInput
 class HostSequence(Sequence):
     """A sequence that can load KV from the host. Made by HostPrefixCache.open and by fork."""
 
-    __slots__ = ("_hit", "_loading", "_tree")
+    __slots__ = ("_hit", "_loading", "_tier", "_tree")
 
     def __init__(self, state: CacheState, node: Node, length: int, table: array[int]) -> None:
         super().__init__(state, node, length, table)
         self._tree = cast(HostTree, state.tree)
+        self._tier = self._tree.tier
         self._loading: dict[int, int] | None = None  # host block -> the end of the tokens that the load reads there
 
         self._hit = False  # whether a request's commit of loaded tokens is under way
@@ -56,7 +57,7 @@ class HostSequence(Sequence):
         if found < asked:
             raise InvalidInput(f"load of {asked} tokens: {found} of them are resident on the host, see loadable()")
         sources, reads = _sources(path, self._state.pool.block_size)
-        tier = self._tree.tier
+        tier = self._tier
         tier.hold(reads)  # before extend, whose evictions must not free these blocks
         try:
             plan = self.extend(tokens)
@@ -75,7 +76,7 @@ class HostSequence(Sequence):
             super().commit(publish)
             return
         self._loading = None
-        state, tier, count = self._state, self._tree.tier, len(self._planned or b"") // WIDTH
+        state, tier, count = self._state, self._tier, len(self._planned or b"") // WIDTH
         state.counters.committed_tokens -= count  # they were computed and committed before
         state.counters.hit_tokens += count * (self.purpose == "request")
         tier.loaded_tokens += count
@@ -92,7 +93,7 @@ class HostSequence(Sequence):
         """Release all blocks and locks, and the host blocks of a pending load."""
         super().close(hint)
         if self._loading is not None:
-            self._tree.tier.release(self._loading)
+            self._tier.release(self._loading)
             self._loading = None
 
     def reads_host(self, blocks: Set[int], start: int) -> bool:
@@ -107,9 +108,12 @@ class HostSequence(Sequence):
         """The host nodes that a load of `raw` would read, each with the number of tokens."""
         if self._planned is not None or self._tail:
             return []
-        return self._tree.tier.follow(self.node, raw)
+        return self._tier.follow(self.node, raw)
 
     def _publish(self) -> None:
+        if not self._tier.below:
+            super()._publish()
+            return
         start = self.length - len(self._tail) // WIDTH
         super()._publish()
         self._tree.settle(self.node, start, hit=self._hit)
