@@ -122,7 +122,7 @@ class HostStore:
         sources = np.concatenate([each.sources for each in loads])
         if not len(slots):
             return
-        first = self._whole_blocks(slots)
+        first = self._whole_blocks(slots, sources)
         rest = np.ones(len(slots), dtype=bool)
         rest[(first[:, None] + np.arange(self.block_size)).ravel()] = False
         with self._on_device():
@@ -158,13 +158,17 @@ class HostStore:
         device = self._store.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def _whole_blocks(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions in `slots` where all slots of a block follow one another."""
+    def _whole_blocks(self, slots: NDArray[np.int64], sources: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions where all slots of a block follow one another, with a single image as their source.
+
+        Where two cached runs meet inside a block, each has an image of its own.
+        """
         size = self.block_size
         starts = np.flatnonzero(slots % size == 0)
         starts = starts[starts + size <= len(slots)]
-        complete: NDArray[np.int64] = starts[slots[starts + size - 1] == slots[starts] + size - 1]
-        return complete
+        for each in (slots, sources):
+            starts = starts[each[starts + size - 1] == each[starts] + size - 1]
+        return starts
 
 
 class DirectTransfers:

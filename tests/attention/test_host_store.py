@@ -127,6 +127,18 @@ def test_many_batches_do_what_numpy_does(
             np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize(("kind", "staged"), KINDS, ids=NAMES)
+def test_a_block_in_which_two_cached_runs_meet_is_loaded_from_both_images(kind: type[KVStore], staged: bool) -> None:
+    store = filled(kind, SHAPES["one head"], torch.float32)
+    host, before = HostStore(store, HOST, staged=staged), bits(store)
+    host.offload([(1, 5), (2, 7), (3, 9)])
+    sources = np.concatenate([slots_of([5, 7], end=SIZE + 2), slots_of([0, 9], start=SIZE + 2)])
+    host.load([Load(WritePlan(slots_of([20, 21]), []), sources)])
+    for old, new in zip(before, bits(store), strict=True):
+        expected = np.concatenate([old[:, slots_of([1, 2], end=SIZE + 2)], old[:, slots_of([0, 3], start=SIZE + 2)]], 1)
+        assert (new[:, slots_of([20, 21])] == expected).all()
+
+
 class VirtualStream(TorchDispatchMode):
     """A device's stream on a CPU: it runs nothing before `run`, and then all in order.
 
