@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from radixkv.cache import Observer
+from radixkv.cache import Observer, WritePlan
 from radixkv.cache.quotas import QuotaIndex
 from tests.cache.recurrent.world import StatefulWorld
+from tests.cache.verbs import Ids
 from tests.cache.world import Tracked, World
 
 LIMITS: tuple[dict[Hashable, float], ...] = (
@@ -94,13 +95,13 @@ class QuotaWorld(World):
         )
         self.before_eviction = self.recount()
 
-    def extend(self, one: Tracked, tokens: Sequence[int]) -> bool:
+    def plan(self, one: Tracked, tokens: Sequence[int], verb: Callable[[Ids], WritePlan]) -> bool:
         self.cache.stats()
         self.requester, self.before_eviction = one.namespace, self.recount()
-        extended = super().extend(one, tokens)
+        planned = super().plan(one, tokens, verb)
         for failure in self.failures:
             raise failure
-        return extended
+        return planned
 
     def evict(self, count: int) -> None:
         """Evict for a namespace until `count` blocks are free; no more is left for it if they are not."""
@@ -144,12 +145,13 @@ class Watch(Observer):
 def watch(world: QuotaWorld) -> Watch:
     """Return an observer that checks each eviction; it keeps no reference to the world that a frozen state shows."""
 
-    def evicted(number, node, start, tokens, blocks, *facts):
+    def evicted(node, blocks):
         try:
             world.evicted(node, blocks)
         except AssertionError as error:
             world.failures.append(error)
 
     made = Watch()
-    made.evicted = evicted  # type: ignore[method-assign]
+    made.evicted = lambda number, node, start, tokens, blocks, *facts: evicted(node, blocks)
+    made.offloaded = lambda node, host_node, start, tokens, blocks: evicted(node, blocks)
     return made
