@@ -9,6 +9,7 @@ core.py             schedule, run, commit
 scheduler.py        the tokens of the next step
 wait_queue.py       the order of waiting requests; requests that wait for a shared prefix
 admission.py        how many blocks a request needs, and which request is preempted
+quota_admission.py  the same with shares of the pool for namespaces
 reuse_policy.py     which cached tokens a request uses and publishes; deterministic or not
 request.py          a request, its streams and their text
 output.py           results, the channel that carries them, and the caller's handle

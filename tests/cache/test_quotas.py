@@ -3,12 +3,14 @@
 `quota_world` checks both rules at each eviction, with every policy.
 """
 
+import random
 from collections.abc import Hashable
 
 import numpy as np
 import pytest
 
 from radixkv.cache import POLICIES, PrefixCache
+from radixkv.cache.host import HostPrefixCache
 from radixkv.cache.quotas import NamespaceLimits
 from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.errors import InvalidInput, OutOfBlocks
@@ -152,12 +154,16 @@ class TestRules:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("states", [False, True])
-def test_a_flood_leaves_the_hits_of_another_namespace_with_every_policy(policy: str, states: bool) -> None:
+@pytest.mark.parametrize("kind", ["plain", "states", "host"])
+def test_a_flood_leaves_the_hits_of_another_namespace_with_every_policy(policy: str, kind: str) -> None:
     now = [0.0]
     limits = {"quiet": 0.4, "loud": 0.6}
     options = {"eviction": policy, "clock": lambda: now[0], "namespace_limits": limits}
-    cache = StatefulPrefixCache(30, 2, rows=2, snapshots=60, **options) if states else PrefixCache(30, 2, **options)
+    cache = PrefixCache(30, 2, **options)
+    if kind == "states":
+        cache = StatefulPrefixCache(30, 2, rows=2, snapshots=60, **options)
+    elif kind == "host":
+        cache = HostPrefixCache(30, 2, host_blocks=10, **options)
     hits = 0
     for turn in range(40):
         for loud in range(5):
@@ -165,8 +171,42 @@ def test_a_flood_leaves_the_hits_of_another_namespace_with_every_policy(policy: 
         hits += cache.match(prompt(turn % 2, 8), "quiet").matched == 8
         publish(cache, prompt(turn % 2, 8), "quiet")
         now[0] += 1
+        cache.moves()
+        cache.moves_done()
         cache.check()
     assert hits == 38, "all but the first two"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_shares_are_kept_while_runs_move_to_the_host_and_back(policy: str) -> None:
+    rng, now = random.Random(7), [0.0]
+    limits: dict[Hashable, float] = {"a": 0.4, "b": 0.2}
+    cache = HostPrefixCache(20, 2, policy, lambda: now[0], host_blocks=30, namespace_limits=limits)
+    texts = [[name, *(rng.randrange(2) for _ in range(rng.randint(4, 15)))] for name in range(12)]
+    loaded = 0
+    for _ in range(400):
+        now[0] += 1
+        namespace, text = rng.choice(("a", "b", None, "c")), rng.choice(texts)
+        others = {each.namespace: each for each in cache.namespace_usage() if each.namespace != namespace}
+        with cache.open(text, namespace) as sequence:
+            rest = text[sequence.length :]
+            if (count := sequence.loadable(rest)) > 0:
+                sequence.load(rest[:count])
+                sequence.commit()
+                loaded += count
+            sequence.extend(text[sequence.length :])
+            cache.check()
+            sequence.commit()
+        for each in cache.namespace_usage():
+            before = others.get(each.namespace)
+            kept = 0 if before is None else min(before.used_blocks, before.guaranteed_blocks)
+            assert each.used_blocks >= kept, f"{each.namespace} has lost blocks of its share"
+        cache.check()
+        if rng.random() < 0.8:
+            cache.moves()
+            cache.moves_done()
+            cache.check()
+    assert loaded > 100 and cache.stats().evicted_blocks > 0
 
 
 @pytest.mark.parametrize("operations", mostly_long([20_000, 100_000], 20_000))
