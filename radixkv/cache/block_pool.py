@@ -71,9 +71,11 @@ class BlockPool:
             self.free.extend(blocks)
 
     def give_back_idle(self, blocks: array[int]) -> None:
-        """Free a run of evictable blocks that had one owner."""
+        """Free a run of one or more evictable blocks that had one owner."""
         self.evictable -= len(blocks)
-        self.give_back(blocks)
+        self.fill.pop(blocks[-1], None)
+        blocks.reverse()
+        self.free.extend(blocks)
 
     def share(self, block: int, *, idle: bool, sole_idle: bool, sole_node: Node | None = None) -> None:
         """Add an owner. For a block with one owner so far: whether that is idle, and the node if it is one."""

@@ -89,7 +89,7 @@ class QuotaPool(BlockPool):
 
     def give_back_idle(self, blocks: array[int]) -> None:
         """Free a run of evictable blocks of one namespace."""
-        self._count(self.owner[blocks[0]], 0, -len(blocks))
+        self._count(self.owner[blocks[0]], -len(blocks), -len(blocks))
         super().give_back_idle(blocks)
 
     def share(self, block: int, *, idle: bool, sole_idle: bool, sole_node: Node | None = None) -> None:
