@@ -409,6 +409,7 @@ def _facts(
         max_batch_tokens=config.max_batch_tokens,
         prefill_chunk=config.prefill_chunk,
         exposes_text=exposes_text,
+        host_blocks=cache.stats().host_blocks,
     )
 
 

@@ -345,6 +345,7 @@ def _hello(fields: dict[str, Any], **common: Any) -> Hello:
     facts = EngineFacts.unpack(_tuple(fields, "engine"))
     # A monitor has an entry for each block, and divides by the block size.
     _require(0 < facts.num_blocks <= MOST_POOL, f"a pool cannot have {facts.num_blocks} blocks")
+    _require(facts.host_blocks <= MOST_POOL, f"host memory cannot have {facts.host_blocks} blocks")
     _require(facts.block_size > 0, f"a block cannot have {facts.block_size} tokens")
     return Hello(facts, **common)
 

@@ -123,8 +123,7 @@ class Recorder:
         """
         started = time.perf_counter_ns()
         all_stats = {**self._cache_stats(), **stats}  # first, because it releases expired pins
-        changed_nodes, gone_nodes = self._tracker.look()
-        nodes = [node for node in changed_nodes if node.residence == "device"]  # records do not name another tier yet
+        nodes, gone_nodes = self._tracker.look()
         sequences, gone_sequences = self._sequence_changes(owners)
         requests = (*self._ended.values(), *self._requests.values())
         reset, self._reset_due = self._reset_due, False
@@ -297,6 +296,7 @@ def node_record(node: Node, pins: int, offset: float, text: str | None = None) -
         namespace_label(node.ghost_owner.value) if isinstance(node.ghost_owner, Namespace) else None,
         tuple(tokens(node, HEAD)),
         text,
+        node.residence,
     )
 
 

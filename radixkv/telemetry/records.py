@@ -19,6 +19,7 @@ from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hint
 
 Phase = Literal["waiting", "prefill", "decode", "paused", "preempted", "finished", "cancelled", "failed"]
 MissReason = Literal["full", "never_seen", "diverged", "evicted", "limit"]
+Residence = Literal["device", "host"]
 
 LIVE: frozenset[str] = frozenset({"waiting", "prefill", "decode", "paused", "preempted"})
 """Phases of a request that has not ended."""
@@ -53,7 +54,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts(Record):
-    """The constant facts of a loaded engine; `engine` is a name that is new with every load."""
+    """The constant facts of a loaded engine; `engine` is a name that is new with every load.
+
+    `num_blocks` are the blocks of the pool, and `host_blocks` those of the second tier in host memory, 0 without one.
+    Both have `block_size` tokens and `bytes_per_block` bytes.
+    """
 
     engine: str
     pid: int
@@ -72,6 +77,7 @@ class EngineFacts(Record):
     max_batch_tokens: int
     prefill_chunk: int
     exposes_text: bool = False
+    host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,8 @@ class NodeRecord(Record):
 
     `holders` are sequences and pins that end at this node, and `pins` are the pins among them. `locks` are holders plus
     locked children; a node with 0 locks is evictable. `head` are its first token ids (at most 8). `text` is the
-    beginning of its text, if the engine exposes text.
+    beginning of its text, if the engine exposes text. `residence` is the tier whose blocks it has: `blocks` of a node
+    on the host are ids of host memory, a range of their own. All nodes below such a node are on the host too.
     """
 
     id: int
@@ -99,6 +106,7 @@ class NodeRecord(Record):
     namespace: str | None = None
     head: tuple[int, ...] = ()
     text: str | None = None
+    residence: Residence = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +134,7 @@ class RequestRecord(Record):
     where it occurred. For "evicted", they are also the tokens that would have matched, the seconds since their eviction
     (at admission), and its cause. `miss_without_state` are cached tokens before it that were computed again, because
     the model's recurrent state was not kept there. `coalesced` is True if the request waited for another one to prefill
-    their shared prefix.
+    their shared prefix. `host_tokens` are the cached tokens that were loaded from host memory.
     """
 
     number: int
@@ -154,6 +162,7 @@ class RequestRecord(Record):
     miss_evicted_ago: float | None = None
     miss_pressure: str | None = None
     miss_without_state: int = 0
+    host_tokens: int = 0
 
     @property
     def live(self) -> bool:

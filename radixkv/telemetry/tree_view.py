@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from radixkv.cache import PrefixCache
 from radixkv.cache.types import Node
 from radixkv.telemetry.recorder import TEXT_TOKENS, Decode, node_record, node_text, tokens
-from radixkv.telemetry.records import NodeRecord
+from radixkv.telemetry.records import NodeRecord, Residence
 
 ALL: Hashable = ...
 """Stands for all namespaces where one may be named; None is the default namespace."""
@@ -59,13 +59,18 @@ class TreeView:
 
     @property
     def tokens(self) -> int:
-        """The number of cached tokens, each counted once."""
+        """The number of cached tokens, on the device and on the host, each counted once."""
         return sum(node.tokens for node in self._nodes.values())
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that nodes own, each counted once. O(blocks)."""
-        return len({block for node in self._nodes.values() for block in _blocks(node)})
+        """The number of blocks of the pool that nodes own, each counted once. O(blocks)."""
+        return self._count_blocks("device")
+
+    @property
+    def host_blocks(self) -> int:
+        """The number of blocks in host memory that nodes own, each counted once. O(blocks)."""
+        return self._count_blocks("host")
 
     def children(self, node: NodeRecord) -> tuple[NodeRecord, ...]:
         """Return the children of a node."""
@@ -80,7 +85,9 @@ class TreeView:
         return tuple(reversed(nodes))
 
     def to_dot(self) -> str:
-        """Draw the tree for Graphviz; held nodes have thick lines, pinned ones double lines. O(nodes)."""
+        """Draw the tree for Graphviz: held nodes with thick lines, pinned ones with double lines, and nodes on the host
+        with dashed lines. O(nodes).
+        """
         lines = ["digraph tree {", "  rankdir=LR;", '  node [shape=box, fontname="monospace"];']
         for node in self:
             lines.append(f'  {node.id} [label="{_escaped(_label(node))}"{_line(node)}];')
@@ -102,8 +109,14 @@ class TreeView:
             lines.append(line)
         return "\n".join([self._summary(), *lines])
 
+    def _count_blocks(self, residence: Residence) -> int:
+        nodes = (node for node in self._nodes.values() if node.residence == residence)
+        return len({block for node in nodes for block in _blocks(node)})
+
     def _summary(self) -> str:
-        return f"{_count(len(self), 'node')}, {_count(self.tokens, 'token')}, {_count(self.blocks, 'block')}"
+        counts = [_count(len(self), "node"), _count(self.tokens, "token"), _count(self.blocks, "block")]
+        on_host = self.host_blocks
+        return ", ".join([*counts, f"{_count(on_host, 'block')} on the host"] if on_host else counts)
 
     def _lines(self) -> Iterator[str]:
         for node, indent in self._walk():
@@ -122,18 +135,25 @@ class TreeView:
 
 
 def tree_view(cache: PrefixCache, namespace: Hashable = ALL, *, decode: Decode | None = None) -> TreeView:
-    """Copy the tree of a cache, or of one namespace if that is given. O(nodes + blocks).
+    """Copy the tree of a cache in all tiers, or of one namespace if that is given. O(nodes + blocks).
 
     Call it on the cache's thread. Nodes have times only while an observer is attached to the cache. With `decode`,
     nodes have text.
     """
     pins, offset, tree = cache.state.pins.by_node(), time.time() - cache.clock(), cache.state.tree
-    roots = list(tree.roots.values())
+    nodes = tree.residents()
     if namespace is not ALL:
-        root = tree.find_root(tree.namespaces.find(namespace))
-        roots = [] if root is None else [root]
-    nodes = (node for root in roots for node in tree.walk(root))
+        nodes = _below(tree.find_root(tree.namespaces.find(namespace)), nodes)
     return TreeView([node_record(node, pins[node.id], offset, _said(node, decode)) for node in nodes])
+
+
+def _below(root: Node | None, nodes: Iterator[Node]) -> Iterator[Node]:
+    """Yield the root and its descendants, of nodes that come after their parents."""
+    found = {root}
+    for node in nodes:
+        if node is root or (node.parent is not None and node.parent in found):
+            found.add(node)
+            yield node
 
 
 def _said(node: Node, decode: Decode | None) -> str | None:
@@ -154,7 +174,7 @@ def _label(node: NodeRecord) -> str:
         says = " ".join(map(str, node.head)) + more
     else:
         says = repr(node.text[:_SHOWN]) + " …" * (len(node.text) > _SHOWN)
-    facts = [_count(sum(node.blocks[1::2]), "block")]
+    facts = [_count(sum(node.blocks[1::2]), "block") + (" on the host" if node.residence == "host" else "")]
     facts += [_count(node.holders - node.pins, "sequence")] if node.holders > node.pins else []
     facts += [_count(node.pins, "pin")] if node.pins else []
     facts += [_count(node.hits, "hit")] if node.hits else []
@@ -168,8 +188,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _line(node: NodeRecord) -> str:
+    on_host = ", style=dashed" if node.residence == "host" else ""
     pinned = ", peripheries=2" if node.pins else ""
-    return pinned + (", penwidth=2" if node.locks else "")
+    return on_host + pinned + (", penwidth=2" if node.locks else "")
 
 
 def _escaped(text: str) -> str:

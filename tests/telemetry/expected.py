@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 from radixkv.cache import PrefixCache
+from radixkv.cache.host import HostPrefixCache
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import NEXT_VICTIMS, NodeRecord, namespace_label
@@ -16,11 +18,12 @@ OFFSET = 1000.0  # seconds between the cache's clock and the recorder's
 
 
 def watched(
-    num_blocks: int = 16, block_size: int = 4, **options: Any
+    num_blocks: int = 16, block_size: int = 4, *, host_blocks: int = 0, **options: Any
 ) -> tuple[PrefixCache, Recorder, Mirror, list[float]]:
     """A cache, its recorder, an empty mirror, and the time."""
     now = [0.0]
-    cache = PrefixCache(num_blocks, block_size, clock=lambda: now[0])
+    make = partial(HostPrefixCache, host_blocks=host_blocks) if host_blocks else PrefixCache
+    cache = make(num_blocks, block_size, clock=lambda: now[0])
     recorder = Recorder(clock=lambda: now[0] + OFFSET, **options)
     recorder.attach(cache)
     return cache, recorder, Mirror(), now
@@ -53,22 +56,23 @@ def assert_nodes(mirror: Mirror, cache: PrefixCache, offset: float) -> None:
     pins = Counter(node.id for node in cache.state.pins.nodes())
     holders = Counter(sequence.node.id for sequence in cache.state.open.values()) + pins
     seen = set()
-    for namespace, root in cache.state.tree.roots.items():
-        for node in cache.state.tree.walk(root):
-            seen.add(node.id)
-            record = mirror.nodes[node.id]
-            assert record.parent == (node.parent.id if node.parent else 0)
-            assert (record.start, record.tokens) == (node.start, node.end - node.start)
-            assert expand(record.blocks) == list(node.blocks)
-            assert all(count > 0 for count in record.blocks[1::2])
-            assert record.holders == holders[node.id]
-            assert record.locks == holders[node.id] + sum(child.locks > 0 for child in node.children.values())
-            assert record.pins == pins[node.id]
-            assert (record.hits, record.priority, record.demoted) == (node.hits, node.priority, node.demoted)
-            assert (record.used, record.born) == (node.used_at + offset, node.born_at + offset)
-            assert record.namespace == (namespace_label(namespace.value) if node is root else None)
-            head = [int.from_bytes(node.key[at : at + 4], "little") for at in range(0, min(32, len(node.key)), 4)]
-            assert list(record.head) == head
+    roots = {root: namespace for namespace, root in cache.state.tree.roots.items()}
+    for node in cache.state.tree.residents():
+        seen.add(node.id)
+        record = mirror.nodes[node.id]
+        assert record.parent == (node.parent.id if node.parent else 0)
+        assert record.residence == node.residence
+        assert (record.start, record.tokens) == (node.start, node.end - node.start)
+        assert expand(record.blocks) == list(node.blocks)
+        assert all(count > 0 for count in record.blocks[1::2])
+        assert record.holders == holders[node.id]
+        assert record.locks == holders[node.id] + sum(child.locks > 0 for child in node.children.values())
+        assert record.pins == pins[node.id]
+        assert (record.hits, record.priority, record.demoted) == (node.hits, node.priority, node.demoted)
+        assert (record.used, record.born) == (node.used_at + offset, node.born_at + offset)
+        assert record.namespace == (namespace_label(roots[node].value) if node in roots else None)
+        head = [int.from_bytes(node.key[at : at + 4], "little") for at in range(0, min(32, len(node.key)), 4)]
+        assert list(record.head) == head
     assert mirror.nodes.keys() == seen
 
 
@@ -88,8 +92,13 @@ def assert_pool(mirror: Mirror, cache: PrefixCache) -> None:
     free.
     """
     stats = cache.stats()
-    cached = {block for node in mirror.nodes.values() if not node.locks for block in expand(node.blocks)}
-    held = {block for node in mirror.nodes.values() if node.locks for block in expand(node.blocks)}
+    device = [node for node in mirror.nodes.values() if node.residence == "device"]
+    host = [node for node in mirror.nodes.values() if node.residence == "host"]
+    images = [block for node in host for block in expand(node.blocks)]
+    assert len(images) == len(set(images)) <= stats.host_blocks - stats.host_free_blocks
+    assert len(host) == stats.host_nodes and not any(node.locks or node.pins for node in host)
+    cached = {block for node in device if not node.locks for block in expand(node.blocks)}
+    held = {block for node in device if node.locks for block in expand(node.blocks)}
     held |= {block for sequence in mirror.sequences.values() for block in expand(sequence.blocks)}
     cached -= held
     free = set(range(stats.num_blocks)) - cached - held

@@ -164,7 +164,7 @@ class RequestRecorder(EngineObserver):
             ended=self._dated(ended),
             finish=finish,
             miss_reason=_miss_reason(miss) if miss is not None else "full" if streams and self._reuses else None,
-            miss_at=None if miss is None else miss.length + _without_state(miss),
+            miss_at=None if miss is None else miss.length + miss.host + _without_state(miss),
             miss_evicted_tokens=0 if miss is None else miss.evicted_tokens,
             miss_evicted_ago=None if miss is None else miss.evicted_ago,
             miss_pressure=None if miss is None else miss.pressure,
