@@ -138,6 +138,11 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     slots = {"used": cache.state_slots_used, "free": cache.state_slots - cache.state_slots_used}
     yield _gauge("radixkv:state_rows", "Recurrent states that running sequences have, or may take", rows, "state")
     yield _gauge("radixkv:state_slots", "Slots of cached recurrent states", slots, "state")
+    images = {"used": cache.host_blocks - cache.host_free_blocks, "free": cache.host_free_blocks}
+    yield _gauge("radixkv:host_blocks", "Blocks of the second tier, in host memory", images, "state")
+    yield _gauge("radixkv:state_bytes", "Memory of all rows and slots of recurrent states, in bytes", stats.state_bytes)
+    yield _counter("radixkv:state_copies", "Copies of recurrent states from slot to slot", stats.state_copies)
+    yield _counter("radixkv:state_copied_bytes", "Bytes of these copies", stats.state_copied_bytes)
     for name, about in _CACHE_GAUGES.items():
         yield _gauge(f"radixkv:{name}", about, getattr(cache, name.removeprefix("tree_")))
     for name, about in _CACHE_COUNTERS.items():
@@ -205,6 +210,7 @@ _CACHE_GAUGES = {
     "tree_leaves": "Evictable leaves of the radix tree",
     "namespaces": "Namespaces with cached tokens",
     "ghosts": "Evicted runs of tokens that are still recorded",
+    "host_nodes": "Nodes of the radix tree that are resident on the host",
 }
 _SHARE_GAUGES = {  # a share is labelled by its place among the limits
     "guaranteed_blocks": "Blocks that are guaranteed to a share of the pool",
@@ -212,11 +218,14 @@ _SHARE_GAUGES = {  # a share is labelled by its place among the limits
     "cached_blocks": "Used blocks that are evictable",
 }
 _CACHE_COUNTERS = {
-    "evicted_blocks": "Blocks that were evicted",
+    "evicted_blocks": "Blocks that were evicted, from the last tier that had their tokens",
     "evicted_tokens": "Tokens that were evicted",
     "evicted_states": "Cached recurrent states that were evicted to make room",
     "copied_blocks": "Blocks that were copied on write",
     "regret_tokens": "Tokens that were requested again after their eviction",
+    "offloaded_blocks": "Evicted blocks that were copied to the host",
+    "loaded_tokens": "Tokens whose KV was loaded from the host",
+    "host_evicted_blocks": "Blocks that were evicted on the host to make room there; part of the evicted blocks",
 }
 _OWN_HISTOGRAMS = {
     "token_gap_seconds": ("gap", "Seconds between two tokens of a stream"),

@@ -130,12 +130,12 @@ class RequestWatch(EngineObserver):
 
     def _note(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
         missed = len(tokens) - sequence.length
-        if missed <= 1:  # the last token is always computed, for its logits
-            reason = "full"
-        elif request.miss is not None:  # the monitor's recorder has just explained the miss
-            reason = request.miss.reason
-        else:
-            reason = self._core.cache.explain(tokens, request.namespace, limit).reason
+        reason = "full"
+        if missed > 1:  # the last token is always computed, for its logits
+            # The monitor's recorder may have just explained the miss.
+            explained = request.miss or self._core.cache.explain(tokens, request.namespace, limit)
+            missed -= explained.host
+            reason = explained.reason if missed > 1 else "full"
         begins = request not in self._live
         self._live[request] = (reason, missed)
         if begins:

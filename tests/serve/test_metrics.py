@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +111,7 @@ def test_counters_and_gauges_are_the_engines() -> None:
         assert states == {"free": cache.free_blocks, "cached": cache.cached_blocks, "held": 0}
         assert sum(states.values()) == cache.num_blocks
         assert numbers["radixkv:state_rows", (("state", "free"),)] == cache.state_rows == 0
+        assert numbers["radixkv:host_blocks", (("state", "used"),)] == cache.host_blocks == 0
         assert numbers["radixkv:tree_nodes", ()] == cache.nodes > 0
         ends = {dict(labels)["outcome"]: value for (name, labels), value in numbers.items() if "ended_total" in name}
         assert ends == {"finished": 2, "cancelled": 0, "timed_out": 0, "failed": 0, "refused": 3}
@@ -118,10 +120,13 @@ def test_counters_and_gauges_are_the_engines() -> None:
 
 
 def test_rows_and_snapshots_of_recurrent_state() -> None:
+    copied = {"state_bytes": 4096, "state_copies": 5, "state_copied_bytes": 640}
+
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
         for prefix in range(3):  # each is computed twice, and keeps a snapshot where its prompts diverge
             for tail in (30, 31):
                 await engine.generate([[prefix, *range(19), tail, *range(9)]], greedy(1))
+        engine.client.core.runner.states = SimpleNamespace(stats=lambda: copied)
         numbers, cache = read(await metrics.scrape()), (await engine.stats()).cache
         rows, slots = (
             [numbers[f"radixkv:{name}", (("state", state),)] for state in ("used", "free")]
@@ -129,6 +134,9 @@ def test_rows_and_snapshots_of_recurrent_state() -> None:
         )
         assert (rows, slots) == ([0, 3], [2, 0])
         assert numbers["radixkv:evicted_states_total", ()] == cache.evicted_states > 0
+        assert numbers["radixkv:state_bytes", ()] == 4096
+        assert numbers["radixkv:state_copies_total", ()] == 5
+        assert numbers["radixkv:state_copied_bytes_total", ()] == 640
 
     watched(test, max_sequences=3, snapshots=2)
 
