@@ -59,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--demo", action="store_true", help="show a made-up workload over a real cache; needs no engine"
     )
+    parser.add_argument(
+        "--host-blocks", metavar="N", type=int, default=0, help="with --demo: add a host tier of N blocks (of 2 MiB)"
+    )
     parser.add_argument("--replay", metavar="FILE", type=Path, help="play a recording")
     parser.add_argument("--record", metavar="FILE", type=Path, help="record to a new file from the first state on")
     parser.add_argument("--view", choices=VIEW_NAMES, default="overview", help="the view to start with")
@@ -90,6 +93,9 @@ def _run(arguments: argparse.Namespace) -> int:
     chosen = [each for each in (arguments.target, arguments.replay, arguments.demo or None) if each is not None]
     if len(chosen) > 1:
         print("radixkv-monitor: a target, --replay and --demo exclude each other: give one of them", file=sys.stderr)
+        return MISUSED
+    if arguments.host_blocks and not (arguments.demo and arguments.host_blocks > 0):
+        print("radixkv-monitor: --host-blocks goes with --demo, and is a number above 0", file=sys.stderr)
         return MISUSED
     if arguments.json and not arguments.once:
         print("radixkv-monitor: --json goes with --once", file=sys.stderr)
@@ -126,7 +132,7 @@ def _feed(arguments: argparse.Namespace) -> Any:
     from radixkv_monitor import feed_factory
 
     if arguments.demo:
-        return feed_factory.demo()
+        return feed_factory.demo(arguments.host_blocks)
     target = arguments.replay or arguments.target
     if target is not None:
         return feed_factory.feed_of(str(target), arguments.token)

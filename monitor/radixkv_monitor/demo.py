@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
@@ -29,7 +30,7 @@ LEAP = 60.0
 
 
 @dataclass(eq=False)
-class _Request:
+class DemoRequest:
     """A request of the demo."""
 
     record: RequestRecord
@@ -91,12 +92,12 @@ class DemoSource:
         )
         self._now = started
         self._recorder = Recorder(clock=lambda: self._now)
-        self._cache = PrefixCache(num_blocks, 16, clock=lambda: self._now)
+        self._cache = self._new_cache()
         self._recorder.attach(self._cache)
         self._workload = Workload(seed, sessions, started)
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []
-        self._batch: list[tuple[_Request, int]] = []
+        self._waiting: deque[DemoRequest] = deque()
+        self._running: list[DemoRequest] = []
+        self._batch: list[tuple[DemoRequest, int]] = []
         self._takes, self._ends = 0.0, started
         self._pins: dict[bytes, Pin] = {}
         self._counts = dict.fromkeys(
@@ -106,6 +107,9 @@ class DemoSource:
         self._step_seconds = 0.0
         self._requests = 0
         self._sessions: dict[int, SessionRecord] = {}
+
+    def _new_cache(self) -> PrefixCache:
+        return PrefixCache(self.facts.num_blocks, self.facts.block_size, clock=lambda: self._now)
 
     def step(self, now: float) -> Changes:
         """Advance to `now`, by at most a minute."""
@@ -155,7 +159,7 @@ class DemoSource:
     def _schedule(self) -> None:
         """Start a step: decoding requests first, then prompts while there is room."""
         room = MAX_BATCH_TOKENS
-        for request in sorted(self._running, key=lambda each: each.prefills):
+        for request in sorted(self._computing(), key=lambda each: each.prefills):
             wanted = len(request.prompt) - request.computed if request.prefills else len(request.answers)
             tokens = min(wanted, CHUNK, room)
             if tokens:
@@ -164,7 +168,11 @@ class DemoSource:
         self._takes = STEP_SECONDS + (MAX_BATCH_TOKENS - room) / TOKENS_PER_SECOND
         self._ends = self._now + self._takes
 
-    def _run(self, batch: list[tuple[_Request, int]]) -> None:
+    def _computing(self) -> Iterable[DemoRequest]:
+        """Return the requests that may compute in this step."""
+        return self._running
+
+    def _run(self, batch: list[tuple[DemoRequest, int]]) -> None:
         """End a step: commit its tokens."""
         self._counts["steps"] += 1
         self._step_seconds += self._takes
@@ -196,7 +204,7 @@ class DemoSource:
             coalesced=False,
             submitted=when,
         )
-        request = _Request(record, conversation, prompt, answers, conversation.stop_after())
+        request = DemoRequest(record, conversation, prompt, answers, conversation.stop_after())
         self._waiting.append(request)
         self._publish(request)
         self._count_session(request, requests=1, live=1)
@@ -213,7 +221,7 @@ class DemoSource:
             self._waiting.popleft()
             self._open(request)
 
-    def _open(self, request: _Request) -> None:
+    def _open(self, request: DemoRequest) -> None:
         limit = len(request.prompt) - 1  # the last token is always computed, for its logits
         why = self._cache.explain(request.prompt, request.conversation.namespace, limit)
         again = request.record.preemptions > 0
@@ -229,21 +237,22 @@ class DemoSource:
             return
         self._counts["prompt_tokens"] += len(request.prompt)
         self._counts["cached_tokens"] += sequence.length
-        full = sequence.length == limit
+        found = why.length + why.host
+        full = found == limit
         self._publish(
             request,
             phase="prefill",
             cached_tokens=sequence.length,
             admitted=self._now,
             miss_reason="full" if full else why.reason,
-            miss_at=None if full else why.length,
+            miss_at=None if full else found,
             miss_evicted_tokens=why.evicted_tokens,
             miss_evicted_ago=why.evicted_ago,
             miss_pressure=why.pressure,
         )
         self._count_session(request, prompt_tokens=len(request.prompt), cached_tokens=sequence.length)
 
-    def _prefill(self, request: _Request, tokens: int) -> None:
+    def _prefill(self, request: DemoRequest, tokens: int) -> None:
         chunk = request.prompt[request.computed : request.computed + tokens]
         if not self._extend(request, request.sequences[0], chunk):
             return
@@ -259,7 +268,7 @@ class DemoSource:
             self._publish(request, phase="decode", first_token=first)
             self._sample(request)
 
-    def _decode(self, request: _Request) -> None:
+    def _decode(self, request: DemoRequest) -> None:
         """Commit sampled tokens; after a preemption these are all that were sampled before."""
         for index, sequence in enumerate(list(request.sequences)):
             tokens = request.missing(index)
@@ -268,7 +277,7 @@ class DemoSource:
             self._count_recomputed(request, max(0, len(tokens) - 1))
         self._sample(request)
 
-    def _sample(self, request: _Request) -> None:
+    def _sample(self, request: DemoRequest) -> None:
         """Sample a token of each answer, unless tokens sampled before a preemption still lack KV."""
         if all(len(request.missing(index)) == 0 for index in range(len(request.answers))):
             before, request.sampled = request.sampled_tokens(), request.sampled + 1
@@ -276,22 +285,25 @@ class DemoSource:
         if request.stopped or all(request.sampled >= len(answer) for answer in request.answers):
             self._finish(request)
 
-    def _extend(self, request: _Request, sequence: Sequence, tokens: array[int]) -> bool:
+    def _extend(self, request: DemoRequest, sequence: Sequence, tokens: array[int]) -> bool:
         """Commit tokens; while blocks run out, preempt the newest request. Returns False if that is this one."""
         while True:
             try:
                 sequence.extend(tokens)
             except OutOfBlocks:
-                victim = self._running[-1]
-                self._preempt(victim)
-                if victim is request:
+                if self._preempt_newest() is request:
                     return False
             else:
                 sequence.commit()
                 self._counts["step_tokens"] += len(tokens)
                 return True
 
-    def _preempt(self, request: _Request) -> None:
+    def _preempt_newest(self) -> DemoRequest:
+        victim = self._running[-1]
+        self._preempt(victim)
+        return victim
+
+    def _preempt(self, request: DemoRequest) -> None:
         for sequence in request.sequences:
             sequence.close()
         self._running.remove(request)
@@ -304,7 +316,7 @@ class DemoSource:
             output_tokens=request.sampled_tokens(),
         )
 
-    def _finish(self, request: _Request) -> None:
+    def _finish(self, request: DemoRequest) -> None:
         for index, sequence in enumerate(request.sequences):
             sequence.close(Hint(done=index > 0 or request.conversation.over))
         self._running.remove(request)
@@ -334,16 +346,16 @@ class DemoSource:
 
     # ---- records
 
-    def _count_recomputed(self, request: _Request, tokens: int, **new: Any) -> None:
+    def _count_recomputed(self, request: DemoRequest, tokens: int, **new: Any) -> None:
         self._counts["recomputed_tokens"] += tokens
         if tokens or new:
             self._publish(request, recomputed_tokens=request.record.recomputed_tokens + tokens, **new)
 
-    def _publish(self, request: _Request, phase: Phase | None = None, **new: Any) -> None:
+    def _publish(self, request: DemoRequest, phase: Phase | None = None, **new: Any) -> None:
         request.record = replace(request.record, phase=phase or request.record.phase, **new)
         self._recorder.request(request.record)
 
-    def _count_session(self, request: _Request, **more: int) -> None:
+    def _count_session(self, request: DemoRequest, **more: int) -> None:
         conversation = request.conversation
         old = self._sessions.get(conversation.number) or SessionRecord(
             conversation.number, conversation.namespace, 0, 0, 0, 0, 0, 0, self._now, self._now

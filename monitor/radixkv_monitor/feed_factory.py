@@ -50,13 +50,15 @@ def feed_of_found(found: FoundEngine) -> SocketFeed:
     return SocketFeed(f"{found.model}, pid {found.pid}", _reconnecting(found))
 
 
-def demo() -> DemoFeed:
+def demo(host_blocks: int = 0) -> DemoFeed:
     """Return the feed of the demo's engine. The workload is imported here, since only the demo needs it."""
 
     def source() -> DemoSource:
-        return DemoSource(started=time.time() - DEMO_PAST)
+        started = time.time() - DEMO_PAST
+        return HostDemoSource(host_blocks=host_blocks, started=started) if host_blocks else DemoSource(started=started)
 
     from radixkv_monitor.demo import DemoSource
+    from radixkv_monitor.demo_host import HostDemoSource
 
     return DemoFeed(source)
 

@@ -95,6 +95,8 @@ def test_several_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         (["--demo", "--replay", "x"], "exclude each other"),
         (["1", "--demo"], "exclude each other"),
         (["--demo"], "no terminal"),
+        (["--host-blocks", "9", "--once"], "goes with --demo"),
+        (["--demo", "--host-blocks", "-9", "--once"], "a number above 0"),
         (["--demo", "--once", "--record", "/"], "there already"),
     ],
 )

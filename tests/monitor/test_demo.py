@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import median
 
 import pytest
 
 from radixkv.telemetry.mirror import Mirror
 from radixkv_monitor.demo import DemoSource
+from radixkv_monitor.demo_host import HostDemoSource
 from radixkv_monitor.summary import is_hit
 
 BEGAN = 1_790_000_000.0  # a float of this size resolves a quarter of a microsecond
 
 
-def played(seed: int, seconds: int, every: float = 1.0, num_blocks: int = 1024, sessions: int = 30) -> Mirror:
-    source, mirror = DemoSource(seed, num_blocks=num_blocks, sessions=sessions, started=BEGAN), Mirror()
+def played(
+    seed: int, seconds: int, every: float = 1.0, num_blocks: int = 1024, sessions: int = 30, host_blocks: int = 0
+) -> Mirror:
+    make = partial(HostDemoSource, host_blocks=host_blocks) if host_blocks else DemoSource
+    source, mirror = make(seed, num_blocks=num_blocks, sessions=sessions, started=BEGAN), Mirror()
     for tick in range(1, int(seconds / every) + 1):
         mirror.apply(source.step(BEGAN + tick * every))
         source._cache.check()
@@ -56,7 +61,26 @@ def test_where_the_pool_is_too_small_requests_give_way_and_come_back(crowd: Mirr
     assert crowd.stats["preemptions"] == sum(each.preemptions for each in (*ended, *crowd.live.values()))
 
 
-@pytest.mark.parametrize("name", ["minute", "crowd"])
+@pytest.fixture(scope="module")
+def tiered() -> Mirror:
+    """Return the demo with more sessions than the pool can hold, and a host tier that is too small as well."""
+    return played(7, 30, num_blocks=640, host_blocks=400)
+
+
+def test_a_host_tier_has_nodes_that_are_offloaded_loaded_and_evicted(tiered: Mirror) -> None:
+    stats, on_host = tiered.stats, [each for each in tiered.nodes.values() if each.residence == "host"]
+    assert stats["cache.offloaded_blocks"] > 400 < stats["cache.evicted_blocks"] and stats["cache.host_evicted_blocks"]
+    assert stats["cache.loaded_tokens"] == stats["host_tokens"] > 1000
+    assert len(on_host) == stats["cache.host_nodes"] > 5
+    used = sum(count for each in on_host for count in each.blocks[1::2])
+    assert used == 400 - stats["cache.host_free_blocks"]
+    requests = [*tiered.ended.values(), *tiered.live.values()]
+    assert all(each.host_tokens <= each.cached_tokens for each in requests)
+    hits = sum(each.host_tokens for each in requests)
+    assert 1000 < hits < stats["host_tokens"], "preempted requests load tokens that they have computed"
+
+
+@pytest.mark.parametrize("name", ["minute", "crowd", "tiered"])
 def test_what_it_says_of_its_requests_adds_up(name: str, request: pytest.FixtureRequest) -> None:
     mirror: Mirror = request.getfixturevalue(name)
     for each in mirror.ended.values():
@@ -68,7 +92,7 @@ def test_what_it_says_of_its_requests_adds_up(name: str, request: pytest.Fixture
     assert mirror.stats["finished"] + mirror.stats["cancelled"] == len(mirror.ended)
     assert {each.number for each in requests} == set(range(1, len(requests) + 1))
     for name in ("cached_tokens", "computed_tokens", "recomputed_tokens", "output_tokens"):
-        assert mirror.stats[name] == sum(getattr(each, name) for each in requests), name
+        assert mirror.stats.get(name, 0) == sum(getattr(each, name) for each in requests), name
 
 
 def test_who_finds_more_in_the_cache_waits_less() -> None:
@@ -86,6 +110,8 @@ def test_the_same_seed_tells_the_same_story_however_often_one_looks() -> None:
     for name in ("nodes", "live", "ended", "sessions", "evictions", "stats"):
         assert dict(getattr(one, name)) == dict(getattr(two, name)), name
     assert one.nodes != other.nodes
+    one, two = (played(3, 12, every=every, num_blocks=480, host_blocks=640) for every in (0.5, 3.0))
+    assert dict(one.nodes) == dict(two.nodes) and dict(one.ended) == dict(two.ended) and one.stats["host_tokens"]
 
 
 def test_a_leap_in_time_is_cut_to_a_minute() -> None:
