@@ -1,4 +1,4 @@
-"""Map each block of the pool to its owners, and keep the map up to date record by record.
+"""Map each block of the pool, or of host memory, to its owners, and keep the map up to date record by record.
 
 A block is free, or it has owners: the nodes that name it, and the sequences that hold it privately. Its *tip* is the
 owner to show: a sequence, else the deepest node. A record names its blocks as runs (first, count, first, count, ...) of
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.telemetry.records import NodeRecord, SequenceRecord
+from radixkv.telemetry.records import NodeRecord, Residence, SequenceRecord
 
 FREE, CACHED, ACTIVE, PRIVATE, PINNED = range(5)
 """The states of a block. Cached: in the tree and not held. Private: held by a sequence and not (yet) in the tree."""
@@ -36,10 +36,10 @@ class Claim(NamedTuple):
 
 
 class BlockMap:
-    """Map `num_blocks` blocks of `block_size` tokens to their owners."""
+    """Map `num_blocks` blocks of `block_size` tokens to their owners, of the records that have this residence."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+    def __init__(self, num_blocks: int, block_size: int, residence: Residence = "device") -> None:
+        self.num_blocks, self.block_size, self.residence = num_blocks, block_size, residence
         self.tip = np.zeros(num_blocks, np.int32)  # block -> slot of its tip, NO_OWNER if it is free
         self.owners = np.zeros(num_blocks, np.int32)
         self.holding = np.zeros(num_blocks, np.int32)  # owners that hold the block: sequences and locked nodes
@@ -72,7 +72,8 @@ class BlockMap:
         changed: dict[Owner, Claim | None] = {}
         for number in some_nodes:
             node = nodes.get(number)
-            _compare(changed, number, before.get(number), None if node is None else _claim_of_node(node))
+            claim = None if node is None or node.residence != self.residence else _claim_of_node(node)
+            _compare(changed, number, before.get(number), claim)
             self._note_pins(number, node)
         for number in some_sequences:
             sequence = sequences.get(number)

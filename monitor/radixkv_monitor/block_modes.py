@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.telemetry.records import NodeRecord, SequenceRecord
+from radixkv.telemetry.records import NodeRecord, Residence, SequenceRecord
 from radixkv_monitor import theme
 from radixkv_monitor.block_map import NO_OWNER, BlockMap, Owner, count_blocks, is_node
 from radixkv_monitor.session_tracker import SHARED, UNKNOWN, SessionTracker, path
@@ -44,10 +44,11 @@ class ColourMode:
 
 
 class Blocks:
-    """The blocks of the engine that is shown: their owners, and the sessions that held them."""
+    """The blocks of one tier of the engine that is shown: their owners, and the sessions that held them."""
 
-    def __init__(self) -> None:
-        self.map = BlockMap(0, 1)
+    def __init__(self, residence: Residence = "device") -> None:
+        self.residence = residence
+        self.map = BlockMap(0, 1, residence)
         self.state: State | None = None
         self.sessions = SessionTracker()
         self.session_shades: list[int | None] = [None] * len(theme.SESSIONS)  # the session of each shade
@@ -56,12 +57,15 @@ class Blocks:
         """Update to this state. O(touched since the last one + depth of open sequences), or O(all) after a gap."""
         last = self.state
         if last is None or last.line != state.line or last.facts.engine != state.facts.engine:
-            self.map = BlockMap(state.facts.num_blocks, state.facts.block_size)
+            on_host = self.residence == "host"
+            blocks = state.facts.host_blocks if on_host else state.facts.num_blocks
+            self.map = BlockMap(blocks, state.facts.block_size, self.residence)
         touched = state.touched_since(last)
+        sequences = {} if self.residence == "host" else state.sequences
         if touched is None:
-            self.map.update(state.nodes, state.sequences)
+            self.map.update(state.nodes, sequences)
         else:
-            self.map.update(state.nodes, state.sequences, touched.nodes, touched.sequences)
+            self.map.update(state.nodes, sequences, touched.nodes, touched.sequences)
         self.state = state
         self.sessions.update(state)
 
@@ -234,6 +238,21 @@ MODES = (
     ColourMode("references", _reference_levels, lambda _: _REFERENCES),
     ColourMode("session", _session_levels, _session_legend),
 )
+
+
+HOST_STATE_NAMES = ("free", "on the host")
+"""Indexed by the states of block_map, of which blocks of host memory have the first two."""
+HOST_LEGEND = (LegendEntry(HOST_STATE_NAMES[1], theme.HOST),)
+_HOST_STATE = ColourMode(
+    "state",
+    lambda blocks: (blocks.map.owners > 0).astype(np.uint8),
+    lambda _: (LegendEntry("free", theme.FREE), *HOST_LEGEND),
+)
+
+
+def host_mode(mode: ColourMode) -> ColourMode:
+    """Return the mode for blocks of host memory, which have no references, and no sessions that were seen."""
+    return mode if mode.name == "age" else _HOST_STATE
 
 
 # ---- fewer cells than blocks

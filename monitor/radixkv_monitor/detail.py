@@ -1,4 +1,4 @@
-"""Describe one node or one block: its facts, its holders, and its place in the eviction order."""
+"""Describe one node or one block: its facts, its holders, its tier, and its place in the eviction order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor.block_map import Owner, count_blocks, is_node, place_of, runs
-from radixkv_monitor.block_modes import STATE_NAMES, Blocks
+from radixkv_monitor.block_modes import HOST_STATE_NAMES, STATE_NAMES, Blocks
 from radixkv_monitor.formatting import duration, plural, size
 from radixkv_monitor.session_tracker import SHARED, UNKNOWN, path
 from radixkv_monitor.state import State
@@ -44,7 +44,7 @@ def next_to_go(state: State) -> str:
 def _place_in_order(state: State, branch: Branch) -> list[str]:
     """Say how many nodes eviction takes before this one, if it is a leaf that nothing holds and the order is known."""
     victims = state.next_victims
-    if branch.children or branch.node.locks:
+    if branch.node.residence == "host" or _nodes_below(branch) or branch.node.locks:
         return []
     if victims is None:
         return ["The eviction order is unknown: the engine or recording is too old to send it."]
@@ -52,7 +52,8 @@ def _place_in_order(state: State, branch: Branch) -> list[str]:
         return [f"Eviction takes at least {plural(len(victims), 'node')} before it."] if victims else []
     place = victims.index(branch.node.id)
     if place == 0:
-        return [f"Eviction takes it next, block by block off its end ({state.facts.eviction})."]
+        target = " to the host" if state.facts.host_blocks and not branch.node.demoted else ""
+        return [f"Eviction takes it next{target}, block by block off its end ({state.facts.eviction})."]
     return [f"Eviction takes {plural(place, 'node')} before it."]
 
 
@@ -66,8 +67,10 @@ def holder_name(state: State, sequence: SequenceRecord) -> str:
 
 
 def why_held(state: State, branch: Branch) -> list[str]:
-    """Say why a node is not evicted, a sentence for each holder; or that it is evictable."""
+    """Say why a node is not evicted, a sentence for each holder; or that it is evictable or on the host."""
     node = branch.node
+    if node.residence == "host":
+        return [_on_host(state, node)]
     here = [sequence for sequence in state.sequences.values() if sequence.node == node.id]
     reasons = [f"Held by {holder_name(state, sequence)}." for sequence in here[:MOST_NAMED]]
     if len(here) > MOST_NAMED:
@@ -100,9 +103,25 @@ def _held_from_below(state: State, branch: Branch) -> list[str]:
 def _not_held(branch: Branch) -> str:
     if branch.is_root:
         return "A namespace: it holds no blocks itself."
-    if branch.children:
-        return f"Not held. Evictable after its descendants ({plural(branch.nodes - 1, 'node')})."
+    if below := _nodes_below(branch):
+        return f"Not held. Evictable after its descendants ({plural(below, 'node')})."
     return "Not held. Evictable now."
+
+
+def _nodes_below(branch: Branch) -> int:
+    """Count the descendants of a node of the pool that are in the pool too."""
+    return branch.nodes - 1 - branch.host_nodes
+
+
+def _on_host(state: State, node: NodeRecord) -> str:
+    """Say that a node is on the host, and the cost of loading it next to that of computing it, if both were sent."""
+    blocks = count_blocks(node.blocks)
+    place = f"On the host: {plural(blocks, 'block')}, {size(blocks * state.facts.bytes_per_block)}"
+    load, prefill = (state.stats.get(f"{name}_seconds_per_token") for name in ("load", "prefill"))
+    if load is None or prefill is None:
+        return f"{place}, to be copied to the pool when a prompt needs them."
+    times = (duration(node.tokens * seconds) for seconds in (load, prefill))
+    return "{}. Loading costs about {}, computing {}.".format(place, *times)
 
 
 def node_detail(state: State, branch: Branch) -> Detail:
@@ -122,6 +141,7 @@ def _facts(state: State, branch: Branch) -> list[tuple[str, str]]:
     facts = [
         ("tokens", f"{node.start:,} to {node.start + node.tokens:,} ({node.tokens:,})"),
         ("namespace", branch.namespace or "default"),
+        *([("residence", "host memory" if node.residence == "host" else "device")] if state.facts.host_blocks else []),
         ("references", f"{node.holders} here, {node.locks - node.holders} below"),
         ("hits", f"{node.hits:,}"),
         ("last used", f"{duration(state.now - node.used)} ago"),
@@ -130,6 +150,7 @@ def _facts(state: State, branch: Branch) -> list[tuple[str, str]]:
         ("block ids", block_ids(node)),
         ("parent", str(node.parent)),
         ("descendants", _below(branch)),
+        *_host_below(state, branch),
         ("begins with", " ".join(map(str, node.head)) + (" …" if node.tokens > len(node.head) else "")),
     ]
     if node.priority:
@@ -146,11 +167,20 @@ def _below(branch: Branch) -> str:
     return f"{plural(below, 'node')}, {plural(branch.tokens - branch.node.tokens, 'token')}"
 
 
+def _host_below(state: State, branch: Branch) -> list[tuple[str, str]]:
+    """Count the descendants on the host of a node of the pool; no fact without any."""
+    if not branch.host_nodes or branch.node.residence == "host":
+        return []
+    memory = size(branch.host_blocks * state.facts.bytes_per_block)
+    return [("on the host", f"{plural(branch.host_nodes, 'node')}, {plural(branch.host_blocks, 'block')} ({memory})")]
+
+
 def _account_of_root(state: State, branch: Branch) -> Detail:
     facts = [
         ("children", f"{len(branch.children):,}"),
         ("nodes", f"{branch.nodes - 1:,}"),
         ("tokens", f"{branch.tokens:,}"),
+        *_host_below(state, branch),
         ("last used", f"{duration(state.now - branch.newest)} ago"),
     ]
     return Detail(f"Namespace {branch.namespace or 'default'}", facts, why_held(state, branch))
@@ -163,19 +193,21 @@ def block_ids(node: NodeRecord, most: int = 4) -> str:
 
 
 def block_detail(blocks: Blocks, block: int, per: int) -> Detail:
-    """Describe a block, the first of `per` that its cell shows."""
-    state = blocks.state
+    """Describe a block of the pool or of host memory, the first of `per` that its cell shows."""
+    state, on_host = blocks.state, blocks.residence == "host"
     if state is None or not 0 <= block < blocks.map.num_blocks:
         return Detail("No block")
     states = blocks.map.states(block, block + per).tolist()
-    facts = [("state", STATE_NAMES[states[0]])]
+    names = HOST_STATE_NAMES if on_host else STATE_NAMES
+    facts = [("state", names[states[0]])]
     owners = blocks.map.all_owners(block)
     if owners:
         facts += _facts_of_owner(state, blocks, block, owners)
     notes = [_readers(state, blocks, owners)] if owners else ["Free: available for new tokens."]
     if per > 1:
-        notes.append(_neighbours(states))
-    title = f"Block {block:,}" if per == 1 else f"Block {block:,}, first of {per} in its cell"
+        notes.append(_neighbours(states, names))
+    name = f"{'Host block' if on_host else 'Block'} {block:,}"
+    title = name if per == 1 else f"{name}, first of {per} in its cell"
     return Detail(title, facts, notes)
 
 
@@ -218,6 +250,8 @@ def _name(owner: Owner) -> str:
 def _readers(state: State, blocks: Blocks, owners: list[Owner]) -> str:
     """Name the readers of a block's tip."""
     tip = owners[0]
+    if blocks.residence == "host":
+        return "Loaded when a prompt needs it."
     if not is_node(tip):
         named = [holder_name(state, state.sequences[-each]) for each in owners if -each in state.sequences]
         return f"Private to {'; '.join(named)}: not in the tree (yet)."
@@ -231,6 +265,6 @@ def _readers(state: State, blocks: Blocks, owners: list[Owner]) -> str:
     return f"Its node is held by {'; '.join(named)}." if named else "Not held: eviction may take it."
 
 
-def _neighbours(states: list[int]) -> str:
-    counts = [(states.count(state), name) for state, name in enumerate(STATE_NAMES)]
+def _neighbours(states: list[int], names: Sequence[str]) -> str:
+    counts = [(states.count(state), name) for state, name in enumerate(names)]
     return "This cell: " + ", ".join(f"{count} {name}" for count, name in counts if count) + "."

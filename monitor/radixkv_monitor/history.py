@@ -119,11 +119,16 @@ _LEAST = 1.0  # the least seconds of samples for a rate
 
 @dataclass(frozen=True, slots=True)
 class LastMinute:
-    """Sums over the last minute; counters cover `watched` of its seconds."""
+    """Sums over the last minute; counters cover `watched` of its seconds.
+
+    `host_tokens` are the part of the cached tokens that was loaded from host memory. The counters do not divide the
+    cached tokens, so their division is that of the requests that were recorded.
+    """
 
     watched: float
     prompt_tokens: float
     cached_tokens: float
+    host_tokens: float
     ended: int
     failed: int
     preemptions: int
@@ -149,15 +154,18 @@ def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
 
     ended = [each for each in state.ended.values() if each.ended is not None and each.ended >= since]
     current = (*ended, *state.live.values())
-    prompt, cached = _prompts((*state.ended.values(), *state.live.values()), since)
+    prompt, cached, host = _prompts((*state.ended.values(), *state.live.values()), since)
     wanted = sum(each.tokens for each in state.evictions.values() if (each.wanted_again or 0.0) >= since)
     queried = max(growth("cache.query_tokens"), prompt)
     if growth("prompt_tokens") >= prompt:
+        part = host / cached if cached else 0.0
         prompt, cached = growth("prompt_tokens"), growth("cached_tokens")
+        host = part * cached
     return LastMinute(
         watched=min(MINUTE, state.now - history[0].time) if history else 0.0,
         prompt_tokens=prompt,
         cached_tokens=cached,
+        host_tokens=min(host, cached),
         ended=max(len(ended), round(growth("finished") + growth("failed") + growth("cancelled"))),
         failed=max(sum(each.phase == "failed" for each in ended), round(growth("failed"))),
         preemptions=_preemptions(history, growth("preemptions"), current, state.now),
@@ -179,10 +187,11 @@ def evicted_per_second(state: State) -> float:
     return sum(each.tokens for each in state.evictions.values() if each.time >= since) / MOMENT
 
 
-def _prompts(requests: Iterable[RequestRecord], since: float) -> tuple[float, float]:
-    """Return the prompt tokens and cached tokens of requests admitted since then."""
+def _prompts(requests: Iterable[RequestRecord], since: float) -> tuple[float, float, float]:
+    """Return the prompt tokens, cached tokens and tokens loaded from the host of requests admitted since then."""
     admitted = [each for each in requests if each.admitted is not None and each.admitted >= since]
-    return sum(each.prompt_tokens for each in admitted), sum(each.cached_tokens for each in admitted)
+    prompt, cached = sum(each.prompt_tokens for each in admitted), sum(each.cached_tokens for each in admitted)
+    return prompt, cached, sum(each.host_tokens for each in admitted)
 
 
 def _preemptions(history: Sequence[Sample], counted: float, current: Iterable[RequestRecord], now: float) -> int:

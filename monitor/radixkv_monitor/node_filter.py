@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from radixkv.telemetry.records import NodeRecord
 
-STATES = ("active", "cached", "pinned", "done")
-EXAMPLES = "team-a   session:12   ids:15,42   min:500   active | cached | pinned | done"
+STATES = ("active", "cached", "pinned", "done", "host")
+EXAMPLES = "team-a  session:12  ids:15,42  min:500  active | cached | pinned | done | host"
 
 
 class InvalidFilter(ValueError):
@@ -15,8 +15,11 @@ class InvalidFilter(ValueError):
 
 
 def states_of(node: NodeRecord) -> frozenset[str]:
-    """Return the node's states: active or cached; pinned if a pin ends here; done if its user said so."""
-    states = {"active" if node.locks else "cached"}
+    """Return the node's states: active, cached or host; pinned if a pin ends here; done if its user said so.
+
+    "host" is a node in host memory; the two others are nodes of the pool.
+    """
+    states = {"host" if node.residence == "host" else "active" if node.locks else "cached"}
     if node.pins:
         states.add("pinned")
     if node.demoted:

@@ -77,4 +77,6 @@ def to_text(state: State) -> str:
     ]
     if summary.states is not None:
         lines.insert(3, f"states      {summary.states}, {count(summary.states.copies)} copies between slots")
+    if summary.host is not None:
+        lines.insert(3, f"host        {summary.host}")
     return "\n".join(lines)

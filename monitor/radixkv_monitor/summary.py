@@ -11,7 +11,7 @@ from radixkv.telemetry.protocol import CRASHED
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import history as counters
 from radixkv_monitor.formatting import duration, plural, share
-from radixkv_monitor.history import MINUTE, evicted_per_second, last_minute, per_second, samples_since_start
+from radixkv_monitor.history import MINUTE, LastMinute, evicted_per_second, last_minute, per_second, samples_since_start
 from radixkv_monitor.state import Sample, State
 
 Level = Literal["good", "idle", "warn", "bad"]
@@ -76,6 +76,41 @@ class States:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """The second tier, in host memory. `blocks` are used ones of all, and `bytes` is the memory of all.
+
+    `from_device`, `from_host` and `computed` divide the prompt tokens of the last minute. Rates are of the last ten
+    seconds; None until a second was sampled. `evicted_blocks` were dropped to make room for others. `failed_minute`
+    counts failed copies to and from the host.
+    """
+
+    blocks: Part
+    nodes: int
+    bytes: int
+    from_device: int
+    from_host: int
+    computed: int
+    offloaded_blocks: int
+    offloaded_per_second: float | None
+    loaded_tokens: int
+    loaded_per_second: float | None
+    evicted_blocks: int
+    failed_minute: int
+
+    @property
+    def sources(self) -> str:
+        """The origins of the prompt tokens of the last minute, in percent."""
+        parts = (("device", self.from_device), ("host", self.from_host))
+        whole = self.from_device + self.from_host + self.computed
+        named = [f"{share(tokens, whole)} from the {tier}" for tier, tokens in parts]
+        return f"{', '.join(named)}, {share(self.computed, whole)} computed"
+
+    def __str__(self) -> str:
+        moved = f"{self.offloaded_blocks:,} offloaded, {self.loaded_tokens:,} tokens loaded"
+        return f"{self.blocks.counts} blocks, {moved}; prompt tokens in 1 min: {self.sources}"
+
+
+@dataclass(frozen=True, slots=True)
 class Percentiles:
     """Percentiles of `count` durations, in seconds; None without any."""
 
@@ -91,11 +126,12 @@ class Summary:
 
     A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss. Figures of the last minute
     include records from before the monitor attached; counters cover `watched` of its seconds. Rates are None until a
-    second was sampled. `states` is None for a model without recurrent state.
+    second was sampled. `states` is None for a model without recurrent state, `host` for an engine without a host tier.
     """
 
     pool: Pool
     states: States | None
+    host: Host | None
     hit_minute: Part
     hit_run: Part
     hit_lifetime: Part
@@ -127,8 +163,12 @@ class Summary:
     watched: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON, with a `share` next to each part and whole, and without absent `states`."""
+        """Return the fields for JSON, with a `share` next to each part and whole, and without absent fields."""
         plain = asdict(self)
+        if self.host is None:
+            del plain["host"]
+        else:
+            plain["host"]["blocks"]["share"] = self.host.blocks.share
         if self.states is None:
             del plain["states"]
         else:
@@ -168,6 +208,7 @@ def summarise(state: State) -> Summary:
     return Summary(
         pool=pool(stats, state.facts.num_blocks),
         states=states(stats),
+        host=_host(state, history, minute),
         hit_minute=Part(minute.cached_tokens, minute.prompt_tokens),
         hit_run=Part(_since(state.baseline, stats, "cached_tokens"), _since(state.baseline, stats, "prompt_tokens")),
         hit_lifetime=Part(total("cached_tokens"), total("prompt_tokens")),
@@ -220,6 +261,32 @@ def states(stats: Mapping[str, float]) -> States | None:
         int(stats.get(name, 0)) for name in ("cache.evicted_states", "state_copies", "state_bytes")
     )
     return States(rows, slots, evicted, copies, memory)
+
+
+def _host(state: State, history: Sequence[Sample], minute: LastMinute) -> Host | None:
+    """Count the blocks of the host tier, and its traffic; None for an engine without one."""
+    stats, whole = state.stats, state.facts.host_blocks
+    if not whole:
+        return None
+
+    def total(name: str) -> int:
+        return int(stats.get(name, 0))
+
+    failed = (_recent(history, name, state.now) for name in ("failed_loads", "failed_offloads"))
+    return Host(
+        blocks=Part(whole - min(whole, total("cache.host_free_blocks")), whole),
+        nodes=total("cache.host_nodes"),
+        bytes=whole * state.facts.bytes_per_block,
+        from_device=round(minute.cached_tokens - minute.host_tokens),
+        from_host=round(minute.host_tokens),
+        computed=round(max(0.0, minute.prompt_tokens - minute.cached_tokens)),
+        offloaded_blocks=total("cache.offloaded_blocks"),
+        offloaded_per_second=per_second(state, history, "cache.offloaded_blocks"),
+        loaded_tokens=total("cache.loaded_tokens"),
+        loaded_per_second=per_second(state, history, "cache.loaded_tokens"),
+        evicted_blocks=total("cache.host_evicted_blocks"),
+        failed_minute=round(sum(failed)),
+    )
 
 
 def percentiles(durations: Iterable[float | None]) -> Percentiles:
@@ -288,6 +355,8 @@ def _warnings(summary: Summary) -> Iterable[str]:
         yield f"{plural(summary.preemptions_minute, 'preemption')} {when}: the pool is too small for this load"
     if (summary.regret_minute.share or 0) >= REGRET_SHARE:
         yield f"{summary.regret_minute} of the tokens requested in the last minute had been evicted"
+    if summary.host is not None and summary.host.failed_minute:
+        yield f"{plural(summary.host.failed_minute, 'transfer')} to or from the host failed in the last minute"
     if summary.pool.total and (summary.pool.active + summary.pool.pinned) / summary.pool.total >= HELD_SHARE:
         yield f"{share(summary.pool.active + summary.pool.pinned, summary.pool.total)} of the pool is held"
 

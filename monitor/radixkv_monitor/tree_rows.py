@@ -18,23 +18,34 @@ TOP = 0
 Predicate = Callable[["Branch"], bool]
 
 
+class OwnBlocks(NamedTuple):
+    """The numbers that one node adds to those of its branch."""
+
+    blocks: int
+    host_nodes: int
+    host_blocks: int
+
+
 class Branch:
     """A node and its descendants; `nodes`, `tokens`, `blocks`, `matching` and `newest` are of all of them.
 
     `matching` counts nodes that match the filter, and `newest` is the latest time of use. A block in which a node ends
-    and a child continues counts for the node, not for the child.
+    and a child continues counts for the node, not for the child. `blocks` are those of the pool. `host_nodes` and
+    `host_blocks` are the nodes on the host among them, and their blocks.
     """
 
     __slots__ = (
         "blocks",
         "children",
+        "host_blocks",
+        "host_nodes",
         "is_match",
         "matching",
         "newest",
         "nodes",
         "number",
         "order",
-        "own_blocks",
+        "own",
         "parent",
         "record",
         "tokens",
@@ -46,7 +57,8 @@ class Branch:
         self.parent: Branch | None = None
         self.children: dict[int, Branch] = {}
         self.order: list[Branch] | None = None  # the children as they are shown; None if unknown
-        self.nodes = self.tokens = self.blocks = self.own_blocks = self.matching = 0
+        self.nodes = self.tokens = self.blocks = self.matching = self.host_nodes = self.host_blocks = 0
+        self.own = OwnBlocks(0, 0, 0)
         self.is_match = False
         self.newest = 0.0
 
@@ -166,7 +178,8 @@ class TreeRows:
             return
         del parent.children[branch.node.id]
         self._mark_unsorted(parent)
-        self._add(parent, -branch.nodes, -branch.tokens, -branch.blocks, -branch.matching)
+        self._add(parent, -branch.nodes, -branch.tokens, -branch.matching)
+        self._add_blocks(parent, -branch.blocks, -branch.host_nodes, -branch.host_blocks)
         self._lower(parent, branch.newest)
 
     def _forget(self, number: int) -> None:
@@ -190,11 +203,11 @@ class TreeRows:
             branch.nodes = 1
         old, branch.record = branch.record, node
         before, tokens = branch.is_match, 0 if old is None else old.tokens
-        if old is None or old.blocks != node.blocks:
+        if old is None or (old.blocks, old.residence) != (node.blocks, node.residence):
             for each in (branch, *branch.children.values()):
                 self._recount(each)
         branch.is_match = self._predicate is None or self._predicate(branch)
-        self._add(branch, 0, node.tokens - tokens, 0, branch.is_match - before)
+        self._add(branch, 0, node.tokens - tokens, branch.is_match - before)
         if node.used >= branch.newest:
             self._raise(branch, node.used)
         elif old is not None and old.used == branch.newest:
@@ -223,7 +236,8 @@ class TreeRows:
         parent.children[node.id] = branch
         self._mark_unsorted(parent)
         self._must_flatten = True  # it may have become a root in the same place
-        self._add(parent, branch.nodes, branch.tokens, branch.blocks, branch.matching)
+        self._add(parent, branch.nodes, branch.tokens, branch.matching)
+        self._add_blocks(parent, branch.blocks, branch.host_nodes, branch.host_blocks)
         self._raise(parent, branch.newest)
         self._recount(branch)
 
@@ -231,12 +245,23 @@ class TreeRows:
 
     def _recount(self, branch: Branch) -> None:
         """Count the branch's own blocks after a change of its record or parent. O(its runs + depth)."""
-        before, branch.own_blocks = branch.own_blocks, _own_blocks(branch)
-        self._add(branch, 0, 0, branch.own_blocks - before, 0)
+        before, branch.own = branch.own, _own_blocks(branch)
+        self._add_blocks(branch, *(now - then for now, then in zip(branch.own, before, strict=True)))
 
-    def _add(self, branch: Branch, nodes: int, tokens: int, blocks: int, matching: int) -> None:
+    def _add_blocks(self, branch: Branch, blocks: int, host_nodes: int, host_blocks: int) -> None:
+        """Add blocks to a branch and to all its ancestors."""
+        if not (blocks or host_nodes or host_blocks):
+            return
+        up: Branch | None = branch
+        while up is not None:
+            up.blocks += blocks
+            up.host_nodes += host_nodes
+            up.host_blocks += host_blocks
+            up = up.parent
+
+    def _add(self, branch: Branch, nodes: int, tokens: int, matching: int) -> None:
         """Add to a branch and to all its ancestors."""
-        if not (nodes or tokens or blocks or matching):
+        if not (nodes or tokens or matching):
             return
         by_size = bool(tokens) and self.sort == "subtree"
         up: Branch | None = branch
@@ -244,7 +269,6 @@ class TreeRows:
             was, up.matching = up.matching, up.matching + matching
             up.nodes += nodes
             up.tokens += tokens
-            up.blocks += blocks
             shows_or_hides = (was > 0) != (up.matching > 0)
             if up.parent is not None and (by_size or shows_or_hides):
                 self._mark_unsorted(up.parent)
@@ -342,7 +366,7 @@ class TreeRows:
             if branch is None or branch.record is None:
                 continue
             before, branch.is_match = branch.is_match, self._predicate is None or self._predicate(branch)
-            self._add(branch, 0, 0, 0, branch.is_match - before)
+            self._add(branch, 0, 0, branch.is_match - before)
 
     @property
     def matching(self) -> int:
@@ -395,9 +419,12 @@ class TreeRows:
         return None
 
 
-def _own_blocks(branch: Branch) -> int:
-    """Count the branch's blocks, without a first block in which its parent ends."""
-    blocks = branch.node.blocks
-    above = branch.parent.record.blocks if branch.parent is not None and branch.parent.record is not None else ()
-    goes_on = bool(blocks and above) and above[-2] + above[-1] - 1 == blocks[0]
-    return count_blocks(blocks) - goes_on
+def _own_blocks(branch: Branch) -> OwnBlocks:
+    """Count the branch's own blocks; of the pool, without a first block in which its parent ends."""
+    node = branch.node
+    if node.residence == "host":
+        return OwnBlocks(0, 1, count_blocks(node.blocks))
+    parent = None if branch.parent is None else branch.parent.record
+    above = parent.blocks if parent is not None and parent.residence == "device" else ()
+    goes_on = bool(node.blocks and above) and above[-2] + above[-1] - 1 == node.blocks[0]
+    return OwnBlocks(count_blocks(node.blocks) - goes_on, 0, 0)

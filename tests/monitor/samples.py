@@ -16,6 +16,18 @@ STATES = {
 """Gauges of a hybrid model."""
 
 
+HOST_BLOCKS = 40
+HOST = {
+    "cache.host_free_blocks": 15.0,
+    "cache.host_nodes": 6.0,
+    "cache.offloaded_blocks": 300.0,
+    "cache.loaded_tokens": 1600.0,
+    "cache.host_evicted_blocks": 12.0,
+    "host_tokens": 1600.0,
+}
+"""Gauges and counters of an engine with a host tier of HOST_BLOCKS blocks."""
+
+
 def request(**values: Any) -> RequestRecord:
     """A finished request."""
     usual: dict[str, Any] = {

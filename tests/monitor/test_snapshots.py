@@ -30,11 +30,12 @@ from radixkv_monitor.recording_writer import save
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.self_usage import Cost, UsageMeter
+from radixkv_monitor.state import State
 from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS
 from scripts.draw_monitor import FOLDER, PICTURES, RECORDING, Moment, draw, settle
 from scripts.record_demo import BEGAN, SECONDS, frames
-from tests.monitor.samples import STATES
+from tests.monitor.samples import HOST, STATES
 from tests.selection import mostly_long
 
 DREW = {"textual": "8.2.8", "rich": "15.0.0"}
@@ -138,6 +139,30 @@ def test_a_view_of_a_hybrid_model(looks: Looks, name: str, size: tuple[int, int]
     stats = {**feed.latest.stats, **STATES, "state_bytes": 2.0**26, "state_copies": 40.0}
     feed._shown = replace(feed.latest, stats=stats)
     looks(watching(name, feed), size)
+
+
+@pictured
+@SIZES
+@pytest.mark.parametrize("name", mostly_long(["overview", "tree", "pool"], "tree"))
+def test_a_view_of_an_engine_with_a_host_tier(looks: Looks, name: str, size: tuple[int, int]) -> None:
+    """Every leaf that nothing holds is shown as a node on the host."""
+    feed = Moment()
+    assert feed.latest is not None
+    feed._shown = on_host(feed.latest)
+    looks(watching(name, feed), size)
+
+
+def on_host(shown: State) -> State:
+    """Move unheld leaves to a host tier: a run of host blocks for each."""
+    parents = {each.parent for each in shown.nodes.values()}
+    nodes, used = dict(shown.nodes), 0
+    for each in shown.nodes.values():
+        if each.parent and each.id not in parents and not each.locks:
+            blocks = sum(each.blocks[1::2])
+            nodes[each.id] = replace(each, blocks=(used, blocks), residence="host")
+            used += blocks
+    stats = {**shown.stats, **HOST, "cache.host_free_blocks": 2560.0 - used, "host_tokens": 30_000.0}
+    return replace(shown, facts=replace(shown.facts, host_blocks=2560), nodes=nodes, stats=stats)
 
 
 @pytest.mark.long

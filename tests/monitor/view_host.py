@@ -80,6 +80,9 @@ class Host(App[None]):
     def on_block_selected(self, message: Selected) -> None:
         self.selections.append(message)
 
+    def on_host_block_selected(self, message: Selected) -> None:
+        self.selections.append(message)
+
     def on_request_selected(self, message: Selected) -> None:
         self.selections.append(message)
 

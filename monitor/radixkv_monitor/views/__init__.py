@@ -22,11 +22,12 @@ from radixkv_monitor.state import State
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The selected node, block and request; None if there is none."""
+    """The selected node, block of the pool, request, and block of host memory; None if there is none."""
 
     node: int | None = None
     block: int | None = None
     request: int | None = None
+    host_block: int | None = None
 
 
 class Selected(Message):
@@ -51,6 +52,12 @@ class BlockSelected(Selected):
     """A block of the pool was selected."""
 
     kind, home = "block", "pool"
+
+
+class HostBlockSelected(Selected):
+    """A block of host memory was selected."""
+
+    kind, home = "host_block", "pool"
 
 
 class RequestSelected(Selected):

@@ -15,14 +15,20 @@ from radixkv_monitor import history as counters
 from radixkv_monitor import theme
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
 from radixkv_monitor.state import Sample, State
-from radixkv_monitor.summary import Percentiles, States, Summary, summarise, verdict
+from radixkv_monitor.summary import Host, Part, Percentiles, States, Summary, summarise, verdict
 from radixkv_monitor.views import Table, View
 from radixkv_monitor.widgets.panel import Panel, stacked
 
 SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
 POOL = (("active", theme.ACTIVE), ("pinned", theme.PINNED), ("cached", theme.CACHED), ("free", theme.FREE))
 GAUGE = 10
-"""Cells of a bar of used rows or snapshots."""
+"""Cells of a bar of used rows, snapshots or host blocks."""
+SOURCES = (
+    ("from_device", "device", theme.CACHED),
+    ("from_host", "host", theme.HOST),
+    ("computed", "computed", theme.ACTIVE),
+)
+"""The origins of prompt tokens: the field of a summary, the name and the shade."""
 LOW = 14
 """Lines below which each card is one line of numbers."""
 BRIEF = {"hit-rate": "hits", "first-token": "TTFT", "evictions": "evicted"}
@@ -39,12 +45,14 @@ class OverviewView(View):
     #pool-bar { height: 3; }
     #cards { grid-size: 2 3; grid-gutter: 0 3; height: 1fr; }
     OverviewView.-states { #pool-bar { height: 4; } }
+    OverviewView.-host { #pool-bar { height: 5; } }
     OverviewView.-wide {
         #cards { grid-size: 3 2; grid-gutter: 1 4; }
         #verdict { margin: 1 0; }
         #pool-bar { height: 5; margin: 1 0; }
     }
     OverviewView.-wide.-states { #pool-bar { height: 6; } }
+    OverviewView.-wide.-host { #pool-bar { height: 7; } }
     OverviewView.-low {
         #cards { grid-size: 1 6; grid-gutter: 0 0; }
         #verdict { margin: 0; max-height: 1; }
@@ -89,7 +97,8 @@ class OverviewView(View):
     def _draw(self) -> None:
         if self._state is None or self._summary is None:
             return
-        self._make_room_for_states(self._summary)
+        self._make_room("-states", self._summary.states is not None)
+        self._make_room("-host", self._summary.host is not None)
         self._draw_verdict(self._state, self._summary)
         self._panel("facts").show([Text(facts_line(self._state), self._panel("facts").style_of("dim"), no_wrap=True)])
         self._panel("pool-bar").show(self._pool(self._panel("pool-bar"), self._state, self._summary))
@@ -104,10 +113,10 @@ class OverviewView(View):
     def _panel(self, name: str) -> Panel:
         return self.query_one(f"#{name}", Panel)
 
-    def _make_room_for_states(self, summary: Summary) -> None:
-        """Give the pool a line more if the model has recurrent state."""
-        if self.has_class("-states") != (summary.states is not None):
-            self.set_class(summary.states is not None, "-states")
+    def _make_room(self, name: str, needed: bool) -> None:
+        """Give the pool more lines if the model has recurrent state, or the engine a host tier."""
+        if self.has_class(name) != needed:
+            self.set_class(needed, name)
             self.call_after_refresh(self._draw)
 
     def _draw_verdict(self, state: State, summary: Summary) -> None:
@@ -131,7 +140,9 @@ class OverviewView(View):
             f" · {count(state.stats.get('cache.nodes', 0))} nodes"
         )
         bar = stacked(parts, panel.size.width)
-        below = [legend] if summary.states is None else [legend, states_line(panel, summary.states)]
+        below = [legend]
+        below += [] if summary.states is None else [states_line(panel, summary.states)]
+        below += [] if summary.host is None else host_lines(panel, summary.host)
         return [panel.title("Pool", aside), *([bar] * max(1, panel.size.height - 1 - len(below))), *below]
 
 
@@ -140,17 +151,55 @@ def states_line(panel: Panel, states: States) -> Text:
     dark = panel.app.current_theme.dark
     line = Text("states", panel.style_of("title"), no_wrap=True, overflow="ellipsis")
     for name, slots, shade in (("rows", states.rows, theme.ACTIVE), ("snapshots", states.snapshots, theme.CACHED)):
-        used, free = Style(color=shade.on(dark)), Style(color=theme.FREE.on(dark))
         line.append(f"  {name} ", panel.style_of("dim"))
-        line.append_text(
-            stacked([(slots.part, shade.sign, used), (slots.whole - slots.part, theme.FREE.sign, free)], GAUGE)
-        )
+        line.append_text(_gauge(slots, shade, dark))
         line.append(f" {slots.counts}", panel.style_of("strong"))
     line.append(f"  {count(states.evicted)} evicted", panel.style_of("dim"))
     more = f"  {size(states.bytes)}, {count(states.copies)} copies" if states.bytes else ""
     if line.cell_len + len(more) <= panel.size.width:
         line.append(more, panel.style_of("dim"))
     return line
+
+
+def host_lines(panel: Panel, host: Host) -> list[Text]:
+    """Draw the used blocks of the host with its traffic, and the origins of prompt tokens, as two lines."""
+    dim, strong = panel.style_of("dim"), panel.style_of("strong")
+    used = Text("host    ", panel.style_of("title"), no_wrap=True, overflow="ellipsis")
+    used.append_text(_gauge(host.blocks, theme.HOST, panel.app.current_theme.dark))
+    moved = Text()
+    for name, rate, unit in (
+        ("offloads", host.offloaded_per_second, "blocks/s"),
+        ("loads", host.loaded_per_second, "tokens/s"),
+    ):
+        moved.append(f"  {name} ", dim)
+        moved.append(short(rate), strong)
+        moved.append(f" {unit}", dim)
+    moved.append(", 10 s", dim)
+    room = panel.size.width - used.cell_len - moved.cell_len
+    forms = (f" {host.blocks.counts} blocks, {size(host.bytes)}", f" {host.blocks.counts}")
+    used.append(next((form for form in forms if len(form) <= room), f" {host.blocks}"), strong)
+    used.append_text(moved)
+    return [used, _sources_line(panel, host)]
+
+
+def _sources_line(panel: Panel, host: Host) -> Text:
+    dark = panel.app.current_theme.dark
+    line = Text("prompts ", panel.style_of("title"), no_wrap=True, overflow="ellipsis")
+    parts = [(getattr(host, field), shade.sign, Style(color=shade.on(dark))) for field, _, shade in SOURCES]
+    whole = sum(tokens for tokens, _, _ in parts)
+    line.append_text(stacked(parts, GAUGE) if whole else Text(theme.FREE.sign * GAUGE, panel.style_of("dim")))
+    for (tokens, sign, style), (_, name, _) in zip(parts, SOURCES, strict=True):
+        line.append(f"  {sign} ", style)
+        line.append(share(tokens, whole), panel.style_of("strong"))
+        line.append(f" {name}", panel.style_of("dim"))
+    line.append(" of tokens, 1 min", panel.style_of("dim"))
+    return line
+
+
+def _gauge(slots: Part, shade: theme.Shade, dark: bool) -> Text:
+    """Draw the used part of some slots as a short bar."""
+    used, free = Style(color=shade.on(dark)), Style(color=theme.FREE.on(dark))
+    return stacked([(slots.part, shade.sign, used), (slots.whole - slots.part, theme.FREE.sign, free)], GAUGE)
 
 
 def _brief(panel: Panel, name: str, numbers: Text) -> Text:

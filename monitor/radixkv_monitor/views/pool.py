@@ -1,26 +1,28 @@
-"""The Pool view: a map of every block, by state, age, references or session, and a description of one block."""
+"""The Pool view: a map of every block, by state, age, references or session, and a description of one block.
+
+An engine with a host tier has a second map, of the blocks in host memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Container
+from textual.containers import Container, Vertical
 from textual.content import Content
 from textual.widgets import Static
 
 from radixkv_monitor import detail
 from radixkv_monitor.block_map import is_node
-from radixkv_monitor.block_modes import MODES, STATE_NAMES, Blocks, LegendEntry, Levels, reduce
-from radixkv_monitor.formatting import share
+from radixkv_monitor.block_modes import HOST_LEGEND, MODES, STATE_NAMES, Blocks, ColourMode, LegendEntry, host_mode
+from radixkv_monitor.formatting import share, size
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import states
-from radixkv_monitor.views import BlockSelected, NodeSelected, Selection, Table, View
+from radixkv_monitor.views import BlockSelected, HostBlockSelected, NodeSelected, Selection, Table, View
+from radixkv_monitor.widgets.block_pane import BlockPane
 from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.heat_map import HeatMap
 
@@ -29,22 +31,27 @@ WIDE, LOW = 120, 14
 below.
 """
 NO_BREAK = "\N{NO-BREAK SPACE}"
-ZOOM_LEVELS = ((1, True), (1, False), *((2**power, False) for power in range(1, 17)))
-"""From near to far: blocks per cell, and whether cells have signs."""
 
 
 class PoolView(View):
-    """The block map. O(blocks) an update, in numpy; only lines that differ are drawn."""
+    """The block maps. O(blocks) an update, in numpy; only lines that differ are drawn.
+
+    The keys act on the map that has the focus.
+    """
 
     DEFAULT_CSS = """
     PoolView { layout: vertical; }
-    PoolView > .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    PoolView .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
     PoolView > .legend { height: auto; max-height: 2; padding: 0 1; }
     PoolView > Container { height: 1fr; layout: vertical; }
+    PoolView Vertical { height: 1fr; }
+    PoolView #device { height: 2fr; }
+    PoolView .host { display: none; }
+    PoolView.-host .host { display: block; }
     PoolView DetailPane { height: 6; border-top: solid $panel; }
-    PoolView.-low DetailPane { display: none; }
+    PoolView.-low DetailPane, PoolView.-low #host { display: none; }
     PoolView.-wide > Container { layout: horizontal; }
-    PoolView.-wide HeatMap { width: 1fr; }
+    PoolView.-wide Vertical { width: 1fr; }
     PoolView.-wide DetailPane { width: 42; height: 1fr; border-top: none; border-left: solid $panel; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -61,26 +68,48 @@ class PoolView(View):
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self.blocks = Blocks()
+        self.device, self.host = BlockPane("device", id="device"), BlockPane("host", id="host")
+        self.host.add_class("host")
         self.mode = 0
-        self._zoom: int | None = None  # an index of ZOOM_LEVELS; None: the nearest that fits
-        self._levels: Levels = np.empty(0, np.uint8)
         self._node: int | None = None
         self._state: State | None = None
         self._legend: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
-        """Lay out headline, legend, map and description."""
-        yield Static("", classes="headline", markup=False)
+        """Lay out headline, legend, maps and description."""
+        yield Static("", classes="headline", id="device-headline", markup=False)
         yield Static("", classes="legend", markup=False)
         with Container():
-            yield HeatMap()
+            with Vertical():
+                yield self.device
+                yield Static("", classes="headline host", id="host-headline", markup=False)
+                yield self.host
             yield DetailPane()
 
     @property
+    def pane(self) -> BlockPane:
+        """The pane that the keys act on: that of the host if it has the focus, else that of the device."""
+        return self.host if self.host.is_mounted and self.host.map.has_focus else self.device
+
+    @property
     def map(self) -> HeatMap:
-        """The widget with the cells."""
-        return self.query_one(HeatMap)
+        """The cells of that pane."""
+        return self.pane.map
+
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks of that pane."""
+        return self.pane.blocks
+
+    @property
+    def block(self) -> int:
+        """The first block of the cell under the cursor of that pane."""
+        return self.pane.block
+
+    @property
+    def zoom_level(self) -> int:
+        """The zoom of that pane, as an index."""
+        return self.pane.zoom_level
 
     def on_mount(self) -> None:
         """Draw a state that arrived before the widget was mounted."""
@@ -93,95 +122,78 @@ class PoolView(View):
         self.set_class(event.size.width < WIDE and event.size.height < LOW, "-low")
 
     def take_focus(self) -> None:
-        """Focus the map."""
-        self.map.focus(scroll_visible=False)
+        """Focus the map that has the selected node."""
+        pane = self.host if self._is_on_host(self._node) and self.host.display else self.device
+        pane.map.focus(scroll_visible=False)
+
+    def _is_on_host(self, node: int | None) -> bool:
+        record = None if node is None or self._state is None else self._state.nodes.get(node)
+        return record is not None and record.residence == "host"
 
     # ---- states
 
     def update(self, state: State) -> None:
         """Draw this state."""
         self._state = state
-        self.blocks.update(state)
+        self.device.blocks.update(state)
+        if state.facts.host_blocks:
+            self.host.blocks.update(state)
         if self.is_mounted:
+            self.set_class(state.facts.host_blocks > 0, "-host")
             self._draw()
 
     def _draw(self) -> None:
-        heat = self.map
-        if self._state is None or not heat.size.width:
+        state = self._state
+        if state is None or not self.device.is_mounted or not self.device.map.size.width:
             return
         mode = MODES[self.mode]
-        self._levels = mode.levels(self.blocks)
-        legend = mode.legend(self.blocks)
-        per, signs = ZOOM_LEVELS[self.zoom_level]
-        heat.set_zoom(per, signs)
-        cells = reduce(self._levels, per, len(legend))
-        heat.show(cells, [meaning.shade for meaning in legend], self._marked(per, len(cells)))
-        self._update_text(legend)
+        legend = self.device.show(mode, self._node)
+        counts = self.device.counts(len(legend))
+        tier = "Device: " if state.facts.host_blocks else ""
+        marked = "" if self._node is None else f" · node {self._node} is highlighted"
+        self._show_headline(
+            "device", f"{tier}{_use(self.device, counts[0])}{_states_text(state)} · {_scale(self.device, mode)}{marked}"
+        )
+        if state.facts.host_blocks:
+            counts += self._draw_host(state)
+            legend += HOST_LEGEND
+        self._update_legend(legend, counts)
+        self._update_detail()
 
-    @property
-    def zoom_level(self) -> int:
-        """The index in ZOOM_LEVELS: the user's choice, else the nearest that shows the whole pool."""
-        if self._zoom is not None:
-            return self._zoom
-        blocks = self.blocks.map.num_blocks
-        fitting = (place for place, (per, signs) in enumerate(ZOOM_LEVELS) if -(-blocks // per) <= self.map.room(signs))
-        return next(fitting, len(ZOOM_LEVELS) - 1)
+    def _draw_host(self, state: State) -> list[int]:
+        """Draw the map of the host; return the count of used blocks."""
+        mode = host_mode(MODES[self.mode])
+        counts = self.host.counts(len(self.host.show(mode, self._node)))
+        used, memory = (
+            self.host.blocks.map.num_blocks - counts[0],
+            size(state.facts.host_blocks * state.facts.bytes_per_block),
+        )
+        free = f", {counts[0]:,} free · {_scale(self.host, mode)} · {memory}"
+        self._show_headline("host", f"Host: {_use(self.host, counts[0])}{free}")
+        return [used]
 
-    def _marked(self, per: int, cells: int) -> npt.NDArray[np.bool_] | None:
-        """Mark the cells with blocks of the selected node."""
-        if self._node is None:
-            return None
-        marked = np.zeros(cells, np.bool_)
-        marked[self.blocks.map.blocks_of(self._node) // per] = True
-        return marked
+    def _show_headline(self, tier: str, text: str) -> None:
+        self.query_one(f"#{tier}-headline", Static).update(text, layout=False)
 
-    def _update_text(self, legend: tuple[LegendEntry, ...]) -> None:
-        counts = np.bincount(self._levels, minlength=len(legend)).tolist()
+    def _update_legend(self, legend: tuple[LegendEntry, ...], counts: list[int]) -> None:
         dark = self.app.current_theme.dark
         key = (dark, *((meaning.name, meaning.shade, count) for meaning, count in zip(legend, counts, strict=True)))
-        per, signs = ZOOM_LEVELS[self.zoom_level]
-        size = "1 block per cell" if signs else f"{per} block{'s' if per > 1 else ''} per cell"
-        fit = " (fits)" if self._zoom is None else ""
-        marked = "" if self._node is None else f" · node {self._node} is highlighted"
-        total = self.blocks.map.num_blocks
-        used = share(total - counts[0], total)
-        self.query_one(".headline", Static).update(
-            f"{total:,} blocks, {used} in use{self._states_text()} · by {MODES[self.mode].name} · {size}{fit}{marked}",
-            layout=False,
-        )
         if key != self._legend:
             self._legend = key
             self.query_one(".legend", Static).update(_legend(legend, counts, dark))
-        self._update_detail()
-
-    def _states_text(self) -> str:
-        """Return the used rows and snapshots of recurrent states; "" for a model without such states."""
-        found = None if self._state is None else states(self._state.stats)
-        return "" if found is None else f" · {found.rows.counts} rows, {found.snapshots.counts} snapshots"
 
     def _update_detail(self) -> None:
-        self.query_one(DetailPane).show_detail(detail.block_detail(self.blocks, self.block, self.map.per))
-
-    @property
-    def block(self) -> int:
-        """The first block of the cell under the cursor."""
-        return self.map.cursor * self.map.per
+        pane = self.pane
+        self.query_one(DetailPane).show_detail(detail.block_detail(pane.blocks, pane.block, pane.map.per))
 
     def select(self, selection: Selection) -> None:
-        """Highlight the selected node, and move the cursor to the selected block."""
+        """Highlight the selected node, and move the cursors to the selected blocks."""
         if not self.is_mounted:
             return
         self._node = selection.node
-        block = self._chosen(selection)
-        if block is not None and block // self.map.per != self.map.cursor:
-            self.map.go_to(block // self.map.per)
+        self.device.select(selection.node, selection.block)
+        self.host.select(selection.node, selection.host_block)
         self._draw()
-
-    def _chosen(self, selection: Selection) -> int | None:
-        """Return the selected block, or the selected node's first block if the node lacks it."""
-        block, node = selection.block, selection.node
-        own = [] if node is None else self.blocks.map.blocks_of(node).tolist()
-        return own[0] if own and block not in own else block
 
     @classmethod
     def sorts(cls) -> Sequence[str]:
@@ -199,25 +211,29 @@ class PoolView(View):
         return True
 
     def export(self) -> Table:
-        """Return a row for each block."""
-        blocks, levels = self.blocks, self._levels
-        legend = MODES[self.mode].legend(blocks)
+        """Return a row for each block, those of the pool first; with a host tier, `residence` says the tier."""
+        rows = list(self._rows(self.device, MODES[self.mode]))
+        if self._state is None or not self._state.facts.host_blocks:
+            return Table("pool", rows)
+        host = self._rows(self.host, host_mode(MODES[self.mode]))
+        return Table(
+            "pool", [{**row, "residence": "device"} for row in rows] + [{**row, "residence": "host"} for row in host]
+        )
+
+    def _rows(self, pane: BlockPane, mode: ColourMode) -> Iterator[dict[str, Any]]:
+        blocks = pane.blocks
+        legend = mode.legend(blocks)
         states, owners = blocks.map.states().tolist(), blocks.map.tip.tolist()
         named = {slot: owner for owner, slot in blocks.map.slots.items()}
-        return Table(
-            "pool",
-            [
-                {
-                    "block": block,
-                    "state": STATE_NAMES[states[block]],
-                    "node": owner if owner > 0 else None,
-                    "sequence": -owner if owner < 0 else None,
-                    MODES[self.mode].name + "_level": legend[level].name,
-                }
-                for block, level in enumerate(levels.tolist())
-                for owner in (named.get(owners[block], 0),)
-            ],
-        )
+        for block, level in enumerate(pane.levels.tolist()):
+            owner = named.get(owners[block], 0)
+            yield {
+                "block": block,
+                "state": STATE_NAMES[states[block]],
+                "node": owner if owner > 0 else None,
+                "sequence": -owner if owner < 0 else None,
+                MODES[self.mode].name + "_level": legend[level].name,
+            }
 
     # ---- keys
 
@@ -227,63 +243,69 @@ class PoolView(View):
         self._draw()
 
     def action_zoom(self, by: int) -> None:
-        """Zoom in (-1) or out (1), until the whole pool is in view."""
-        block = self.block
-        zoom = min(max(self.zoom_level + by, 0), len(ZOOM_LEVELS) - 1)
-        if (
-            by > 0
-            and self.map.room(ZOOM_LEVELS[self.zoom_level][1]) * ZOOM_LEVELS[self.zoom_level][0]
-            >= self.blocks.map.num_blocks
-        ):
-            return
-        self._zoom = zoom
-        self._keep(block)
+        """Zoom in (-1) or out (1), until all blocks are in view."""
+        pane, block = self.pane, self.block
+        if pane.zoom(by):
+            self._keep(pane, block)
 
     def action_fit(self) -> None:
-        """Show the whole pool."""
-        block, self._zoom = self.block, None
-        self._keep(block)
+        """Show all blocks."""
+        pane, block = self.pane, self.block
+        pane.fit()
+        self._keep(pane, block)
 
-    def _keep(self, block: int) -> None:
+    def _keep(self, pane: BlockPane, block: int) -> None:
         """Draw again, with the cursor on this block."""
         self._draw()
-        self.map.go_to(block // self.map.per)
+        pane.go_to(block)
         self._update_detail()
 
     def action_run(self, by: int) -> None:
         """Move to the next or previous block with another owner."""
-        tips = self.blocks.map.tip
-        cuts = np.flatnonzero(np.diff(tips)) + 1
-        if by > 0:
-            found = cuts[cuts >= (self.map.cursor + 1) * self.map.per][:1]
-        else:
-            found = cuts[cuts < self.block][-1:]
-        for block in found.tolist():
-            self.map.go_to(block // self.map.per)
+        self.pane.go_to_run(by)
 
-    @on(HeatMap.Resized)
-    def _resized(self, event: HeatMap.Resized) -> None:
-        event.stop()
-        self._keep(self.block)
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """Describe the block under the cursor of the map that has the focus now."""
+        if self._state is not None:
+            self._update_detail()
 
-    @on(HeatMap.Moved)
-    def _moved(self, event: HeatMap.Moved) -> None:
+    @on(BlockPane.Resized)
+    def _resized(self, event: BlockPane.Resized) -> None:
         event.stop()
-        self.post_message(BlockSelected(self.block))
-        owner = self.blocks.map.owner(self.block) if self.block < self.blocks.map.num_blocks else None
+        self._keep(event.pane, event.pane.block)
+
+    @on(BlockPane.Moved)
+    def _moved(self, event: BlockPane.Moved) -> None:
+        event.stop()
+        pane, owner = event.pane, event.pane.owner
+        self.post_message((HostBlockSelected if pane is self.host else BlockSelected)(pane.block))
         if owner is not None and is_node(owner):
             self.post_message(NodeSelected(owner))
         self._update_detail()
 
-    @on(HeatMap.Opened)
-    def _opened(self, event: HeatMap.Opened) -> None:
+    @on(BlockPane.Opened)
+    def _opened(self, event: BlockPane.Opened) -> None:
         event.stop()
-        owner = self.blocks.map.owner(self.block)
-        node = None if owner is None else owner
+        node = event.pane.owner
         if node is not None and not is_node(node) and self._state is not None:
             node = self._state.sequences[-node].node if -node in self._state.sequences else None
         if node is not None:
             self.post_message(NodeSelected(node, show=True))
+
+
+def _use(pane: BlockPane, free: int) -> str:
+    total = pane.blocks.map.num_blocks
+    return f"{total:,} blocks, {share(total - free, total)} in use"
+
+
+def _scale(pane: BlockPane, mode: ColourMode) -> str:
+    return f"by {mode.name} · {pane.scale}"
+
+
+def _states_text(state: State) -> str:
+    """Return the used rows and snapshots of recurrent states; "" for a model without such states."""
+    found = states(state.stats)
+    return "" if found is None else f" · {found.rows.counts} rows, {found.snapshots.counts} snapshots"
 
 
 def _legend(legend: tuple[LegendEntry, ...], counts: list[int], dark: bool) -> Content:

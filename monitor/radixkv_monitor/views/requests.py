@@ -234,6 +234,8 @@ def miss_sentence(request: RequestRecord) -> str:
         return "It has not been admitted yet, so the cache was not searched."
     cached, asked = request.cached_tokens, request.prompt_tokens
     head = f"{cached:,} of {plural(asked, 'prompt token')} ({share(cached, asked)}) were cached."
+    if request.host_tokens:
+        head = f"{head.removesuffix('.')}, {request.host_tokens:,} of them on the host."
     return f"{head} {_rest(request)}".rstrip()
 
 

@@ -18,7 +18,7 @@ from radixkv_monitor.formatting import plural
 from radixkv_monitor.session_tracker import SessionTracker
 from radixkv_monitor.state import State
 from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
-from radixkv_monitor.views import BlockSelected, FilteredView, NodeSelected, Selection, Table
+from radixkv_monitor.views import BlockSelected, FilteredView, HostBlockSelected, NodeSelected, Selection, Table
 from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.flat_tree import FlatTree
 from radixkv_monitor.widgets.tree_row import RowContext
@@ -129,6 +129,8 @@ class TreeView(FilteredView):
         """Update the headline and the description."""
         roots = len(self.rows.branches[0].children)
         parts = [f"{plural(len(state.nodes) - roots, 'node')} in {plural(roots, 'namespace')}", f"by {self.rows.sort}"]
+        if state.facts.host_blocks:
+            parts.insert(1, f"{self.rows.branches[0].host_nodes:,} on the host")
         if self.rows.is_filtered:
             parts.append(f"{self.rows.matching:,} match the filter")
         if self.is_following:
@@ -245,8 +247,9 @@ class TreeView(FilteredView):
         branch = self.rows.branches.get(event.node)
         block = None if branch is None else block_at(branch.node.blocks, 0)
         self.post_message(NodeSelected(event.node))
-        if block is not None:
-            self.post_message(BlockSelected(block, show=True))
+        if branch is not None and block is not None:
+            message = HostBlockSelected if branch.node.residence == "host" else BlockSelected
+            self.post_message(message(block, show=True))
 
 
 def _facts(branch: Branch) -> dict[str, object]:
@@ -266,6 +269,7 @@ def _facts(branch: Branch) -> dict[str, object]:
         "born": node.born,
         "used": node.used,
         "blocks": count_blocks(node.blocks),
+        "residence": node.residence,
         "subtree_nodes": branch.nodes,
         "subtree_tokens": branch.tokens,
         "head": list(node.head),

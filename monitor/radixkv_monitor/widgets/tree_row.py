@@ -110,7 +110,8 @@ class RowRenderer:
         hidden = Segment(f"  +{branch.nodes - 1:,}" if closed and branch.children else "", dim)
         if branch.is_root:
             name = Segment(f" {branch.namespace or 'default'}", self._ink("bold"))
-            return [lead, name, Segment(f"  {plural(branch.nodes - 1, 'node')}", dim)]
+            host = f", {branch.host_nodes:,} {theme.HOST.sign}" if branch.host_nodes else ""
+            return [lead, name, Segment(f"  {plural(branch.nodes - 1, 'node')}{host}", dim)]
         shade = shade_of(node)
         faint = self._rows.is_filtered and not branch.is_match
         weight = "bold" if on_path or (self._rows.is_filtered and branch.is_match) else ""
@@ -136,6 +137,8 @@ class RowRenderer:
 
 def sign_of(node: NodeRecord) -> str:
     """Return a sign for the state of a node, with the same meaning as its shade."""
+    if node.residence == "host":
+        return theme.HOST.sign
     if node.pins:
         return "◆"
     return "●" if node.locks else "▽" if node.demoted else "○"
@@ -143,6 +146,8 @@ def sign_of(node: NodeRecord) -> str:
 
 def shade_of(node: NodeRecord) -> Shade:
     """Return the shade of a node's state."""
+    if node.residence == "host":
+        return theme.HOST
     if node.pins:
         return theme.PINNED
     return theme.ACTIVE if node.locks else theme.DEMOTED if node.demoted else theme.CACHED

@@ -1,0 +1,303 @@
+"""Test the screens of an engine with a host tier: tree, pool, overview and their descriptions, and none without one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Static
+
+from radixkv.telemetry.records import Changes, NodeRecord, RequestRecord
+from radixkv_monitor import detail, node_filter
+from radixkv_monitor.app import MonitorApp
+from radixkv_monitor.block_map import CACHED, FREE, BlockMap
+from radixkv_monitor.print_once import to_dict, to_text
+from radixkv_monitor.state import Sample, State
+from radixkv_monitor.summary import summarise, verdict
+from radixkv_monitor.tree_rows import TreeRows
+from radixkv_monitor.views import HostBlockSelected, NodeSelected, Selection, View
+from radixkv_monitor.views.overview import OverviewView
+from radixkv_monitor.views.pool import PoolView
+from radixkv_monitor.views.tree import TreeView
+from radixkv_monitor.widgets.detail_pane import DetailPane
+from radixkv_monitor.widgets.heat_map import GUTTER
+from radixkv_monitor.widgets.panel import Panel
+from tests.monitor.fake_feed import FACTS, FakeFeed
+from tests.monitor.samples import HOST, HOST_BLOCKS, node, request
+from tests.monitor.view_host import hosted, screen, state
+
+both_sizes = pytest.mark.parametrize(
+    "size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)], ids=["80x24", "160x48"]
+)
+NODES = [
+    node(id=1, parent=0, tokens=0, blocks=(), namespace="team", locks=1, head=()),
+    node(id=2, parent=1, tokens=40, blocks=(0, 3), locks=1, holders=1),
+    node(id=3, parent=2, start=40, tokens=40, blocks=(2, 3)),  # it begins in the last block of node 2
+    node(id=4, parent=3, start=80, tokens=64, blocks=(2, 4), residence="host"),  # host blocks with ids of the pool's
+    node(id=5, parent=4, start=144, tokens=16, blocks=(30, 1), residence="host"),
+    node(id=6, parent=2, start=40, tokens=60, blocks=(6, 4), residence="host", demoted=True),
+]
+"""2 is held; 3 is a leaf of the pool; 4, 5 and 6 are on the host."""
+
+
+def with_host(nodes: list[NodeRecord] = NODES, **values: object) -> State:
+    shown = state(nodes=nodes, stats=HOST, next_victims=(3,), **values)
+    return replace(shown, facts=replace(shown.facts, host_blocks=HOST_BLOCKS))
+
+
+def run(
+    view: View, script: Callable[[Pilot[None]], Awaitable[None]], shown: State, size: tuple[int, int]
+) -> list[object]:
+    return list(hosted(view, shown, script, size).selections)
+
+
+def text(view: View, part: str) -> str:
+    return str(view.query_one(part, Static).content).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def notes(shown: State, number: int) -> list[str]:
+    return list(described(shown, number).notes)
+
+
+def described(shown: State, number: int) -> detail.Detail:
+    rows = TreeRows()
+    rows.update(shown.nodes)
+    return detail.node_detail(shown, rows.branches[number])
+
+
+# ---- tree
+
+
+def test_blocks_of_the_host_are_counted_apart() -> None:
+    rows = TreeRows()
+    rows.update(with_host().nodes)
+    root, held, leaf = (rows.branches[number] for number in (1, 2, 3))
+    assert (root.nodes, root.blocks, root.host_nodes, root.host_blocks) == (6, 5, 3, 9)
+    assert (held.blocks, held.host_blocks, leaf.blocks, leaf.host_nodes) == (5, 9, 2, 2)
+    moved = {each.id: each for each in NODES} | {6: replace(NODES[5], blocks=(7, 1))}
+    rows.update(moved, [6])
+    assert (root.blocks, root.host_blocks) == (5, 6)
+    rows.update({number: each for number, each in moved.items() if number != 4}, [4])
+    assert (leaf.host_blocks, root.host_nodes) == (0, 1), "node 5 lost its parent"
+    rows.update({}, list(moved))
+    assert (rows.branches[0].blocks, rows.branches[0].host_nodes, rows.branches[0].host_blocks) == (0, 0, 0)
+
+
+@both_sizes
+def test_nodes_on_the_host_have_a_sign_of_their_own(size: tuple[int, int]) -> None:
+    view = TreeView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        lines = screen(pilot.app)
+        assert "5 nodes in 1 namespace · 3 on the host · by recency" in lines[0]
+        assert any("team  5 nodes, 3 □" in line for line in lines)
+        assert [line.split("-")[0].split()[-2:] for line in lines if "□" in line][1:] == [
+            ["□", "80"], ["□", "144"], ["□", "40"],
+        ]  # fmt: skip
+        assert any("○ 40-80" in line for line in lines) and any("● 0-40" in line for line in lines)
+        await pilot.press("end", "enter")
+
+    selections = run(view, script, with_host(), size)
+    assert isinstance(selections[-1], HostBlockSelected) and (selections[-1].number, selections[-1].show) == (6, True)
+    assert [row["residence"] for row in view.export().rows] == ["device"] * 3 + ["host"] * 3
+
+
+def test_the_filter_finds_nodes_on_the_host() -> None:
+    matching = node_filter.parse("host")
+    assert matching is not None and [matching.matches(each, "team", None) for each in NODES] == [False] * 3 + [True] * 3
+    cached = node_filter.parse("cached")
+    assert cached is not None and [each.id for each in NODES if cached.matches(each, "team", None)] == [3]
+
+
+def test_a_node_on_the_host_is_described_with_its_costs() -> None:
+    shown = with_host()
+    assert notes(shown, 4) == ["On the host: 4 blocks, 4.0 KiB, to be copied to the pool when a prompt needs them."]
+    costs = {"load_seconds_per_token": 1e-4, "prefill_seconds_per_token": 1e-3}
+    told = replace(shown, stats={**shown.stats, **costs})
+    assert notes(told, 4) == ["On the host: 4 blocks, 4.0 KiB. Loading costs about 6 ms, computing 64 ms."]
+    facts = dict(described(shown, 4).facts)
+    assert (facts["residence"], facts["blocks"], facts["block ids"]) == ("host memory", "4 (4.0 KiB)", "2-5")
+    assert "on the host" not in facts
+
+
+def test_a_leaf_of_the_pool_is_evictable_although_nodes_on_the_host_follow_it() -> None:
+    shown = with_host()
+    assert notes(shown, 3) == [
+        "Not held. Evictable now.", "Eviction takes it next to the host, block by block off its end (lru).",
+    ]  # fmt: skip
+    assert dict(described(shown, 3).facts)["on the host"] == "2 nodes, 5 blocks (5.0 KiB)"
+    assert dict(described(shown, 1).facts)["on the host"] == "3 nodes, 9 blocks (9.0 KiB)"
+
+
+# ---- pool
+
+
+def test_a_map_of_one_tier_ignores_the_nodes_of_the_other() -> None:
+    nodes = {each.id: each for each in NODES}
+    device, host = BlockMap(8, 16), BlockMap(40, 16, "host")
+    device.update(nodes, {})
+    host.update(nodes, {})
+    assert device.states().tolist() == [2, 2, 2, CACHED, CACHED, FREE, FREE, FREE]
+    assert np.flatnonzero(host.states() == CACHED).tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 30]
+    assert host.owner(2) == 4 and device.owner(2) == 3 and not host.blocks_of(3).size
+    nodes[4] = replace(nodes[4], blocks=(20, 4))
+    host.update(nodes, {}, [4])
+    assert host.owner(2) is None and host.blocks_of(4).tolist() == [20, 21, 22, 23]
+
+
+@both_sizes
+def test_the_host_has_a_map_with_a_scale_of_its_own(size: tuple[int, int]) -> None:
+    view = PoolView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        assert text(view, "#device-headline").startswith("Device: 64 blocks, 8% in use · by state · 1 block per cell")
+        headline = text(view, "#host-headline")
+        assert headline.startswith("Host: 40 blocks, 22% in use, 31 free · by state · 1 block per cell (fits)")
+        assert "on the host 9" in text(view, ".legend") and "cached 2" in text(view, ".legend")
+        first = view.host.region.y
+        cells = "".join(line[GUTTER : GUTTER + view.host.map.columns] for line in screen(pilot.app)[first : first + 2])
+        assert cells[:11] == "··□□□□□□□□·" and cells[30] == "□"
+        await pilot.press("tab", "right", "right")
+        assert view.pane is view.host and view.block == 2
+        assert "Host block 2" in description(view) and "Loaded when a prompt needs it." in description(view)
+        assert "tokens: 80 to 96 of the sequence" in description(view), "its first token is at 80"
+        await pilot.press("n", "n", "n")
+        assert view.block == 30 and view.device.block == 0
+        await pilot.press("c")
+        assert "· by age ·" in text(view, "#host-headline")
+        assert {row["residence"] for row in view.export().rows} == {"device", "host"}
+        assert len(view.export().rows) == 64 + 40
+        view.sort_by("references")
+        assert "· by state ·" in text(view, "#host-headline")
+        await pilot.press("tab")
+        assert view.pane is view.device and "Block 0" in description(view)
+
+    selections = run(view, script, with_host(), size)
+    assert [each.number for each in selections if isinstance(each, HostBlockSelected)] == [1, 2, 6, 10, 30]
+    assert [each.number for each in selections if isinstance(each, NodeSelected)] == [4, 6, 5]
+
+
+def description(view: PoolView) -> str:
+    shown = view.query_one(DetailPane).detail
+    assert shown is not None
+    return "\n".join([shown.title, *(f"{name}: {value}" for name, value in shown.facts), *shown.notes])
+
+
+def test_a_selected_node_on_the_host_is_found_there_and_not_in_the_pool() -> None:
+    view = PoolView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        view.select(Selection(node=6, host_block=6))
+        view.take_focus()
+        await pilot.pause()
+        assert view.pane is view.host and view.block == 6 and view.device.block == 0
+        assert np.flatnonzero(view.host.map._shown & 0x40).tolist() == [6, 7, 8, 9]
+        assert not (view.device.map._shown & 0x40).any()
+        view.select(Selection(node=3, host_block=6))
+        view.take_focus()
+        await pilot.pause()
+        assert view.pane is view.device and view.block == 2
+
+    run(view, script, with_host(), (80, 24))
+
+
+def test_without_a_host_tier_there_is_one_map() -> None:
+    view = PoolView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        assert not view.host.display and text(view, "#device-headline").startswith("64 blocks")
+        assert "host" not in "\n".join(screen(pilot.app))
+        await pilot.press("tab")
+        assert view.pane is view.device and "residence" not in view.export().rows[0]
+        view.update(replace(with_host(), tick=2))
+        await pilot.pause()
+        assert view.host.display
+
+    run(view, script, state(nodes=NODES[:3]), (80, 24))
+
+
+# ---- overview and summary
+
+
+STATS = {**HOST, "prompt_tokens": 8000.0, "cached_tokens": 6000.0, "cache.nodes": 5.0}
+
+
+def history(stats: dict[str, float]) -> tuple[Sample, ...]:
+    """Return a minute of samples; all that was counted happened in its last ten seconds."""
+    return tuple(Sample(time, FACTS.engine, counted) for time, counted in ((942.0, {}), (992.0, {}), (1002.0, stats)))
+
+
+REQUEST = request(admitted=1001.0, cached_tokens=60, host_tokens=16)
+
+
+def engine(stats: dict[str, float] = STATS, ended: Sequence[RequestRecord] = (REQUEST,)) -> State:
+    shown = state(stats=stats, history=history(stats), ended=list(ended))
+    return replace(shown, facts=replace(FACTS, host_blocks=HOST_BLOCKS))
+
+
+def test_prompt_tokens_are_divided_by_their_source() -> None:
+    host = summarise(engine()).host
+    assert host is not None and (host.from_device, host.from_host, host.computed) == (4400, 1600, 2000)
+    assert (host.offloaded_per_second, host.loaded_per_second) == (30.0, 160.0)
+    assert str(host) == (
+        "25/40 blocks, 300 offloaded, 1,600 tokens loaded; prompt tokens in 1 min: "
+        "55% from the device, 20% from the host, 25% computed"
+    )
+    assert f"\nhost        {host}" in to_text(engine())
+    assert to_dict(engine())["summary"]["host"]["blocks"] == {"part": 25.0, "whole": 40, "share": 25 / 40}
+
+
+def test_requests_tell_the_source_where_counters_are_too_young() -> None:
+    ended = [request(number=1, host_tokens=20), request(number=2, host_tokens=30), request(number=3, admitted=900.0)]
+    host = summarise(engine({**STATS, "prompt_tokens": 0.0}, ended)).host
+    assert host is not None and (host.from_device, host.from_host, host.computed) == (70, 50, 80)
+
+
+def test_failed_transfers_are_a_warning() -> None:
+    shown = engine({**STATS, "failed_loads": 1.0, "failed_offloads": 2.0})
+    judged = verdict(shown, summarise(shown))
+    assert judged.level == "warn" and judged.sentence.startswith("3 transfers to or from the host failed in the last")
+
+
+def test_without_a_host_tier_nothing_mentions_it() -> None:
+    plain = state(stats=STATS, history=history(STATS))
+    assert summarise(plain).host is None and "host" not in to_dict(plain)["summary"]
+    assert "host" not in to_text(plain)
+
+
+@both_sizes
+def test_the_overview_draws_the_host(size: tuple[int, int]) -> None:
+    shown, plain = drawn(HOST_BLOCKS, size), drawn(0, size)
+    assert "host    □□□□□□····" in shown and "25/40" in shown
+    assert "  offloads 30 blocks/s  loads 160 tokens/s, 10 s" in shown
+    assert "prompts ░░░░░░□□▓▓  ░ 55% device  □ 20% host  ▓ 25% computed of tokens, 1 min" in shown
+    assert "host" not in plain
+
+
+def drawn(host_blocks: int, size: tuple[int, int]) -> str:
+    """Return the Overview's text for an engine with so many host blocks."""
+    feed = FakeFeed(
+        Changes(time=1002.0, reset=True, stats=STATS, requests=(REQUEST,)),
+        facts=replace(FACTS, host_blocks=host_blocks),
+    )
+    assert feed.state is not None
+    feed.state = replace(feed.state, history=history(STATS))
+    app = MonitorApp(feed)
+    lines: list[str] = []
+
+    async def run() -> None:
+        async with app.run_test(size=size) as pilot:
+            app.tick()
+            for _ in range(3):
+                await pilot.pause()
+            assert isinstance(app.view, OverviewView)
+            for panel in app.view.query(Panel):
+                assert len(panel._lines) <= max(1, panel.size.height)
+                lines.extend(line.plain for line in panel._lines)
+
+    asyncio.run(run())
+    return "\n".join(lines)
