@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from hypothesis import strategies as st
 
 from radixkv.cache import PrefixCache, Sequence
+from radixkv.cache.host import HostPrefixCache, HostSequence
 from radixkv.errors import OutOfBlocks, PinBudgetExceeded
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord, RequestRecord, SequenceRecord
@@ -40,19 +42,25 @@ def run_length(blocks: Iterable[int]) -> tuple[int, ...]:
 
 
 class RandomCache:
-    """A small cache that changes by random steps, and the records of it that a monitor would receive."""
+    """A small cache that changes by random steps, and the records of it that a monitor would receive.
 
-    def __init__(self, num_blocks: int = 24, block_size: int = 4) -> None:
+    With `host_blocks` it has a host tier, whose moves run before each step.
+    """
+
+    def __init__(self, num_blocks: int = 24, block_size: int = 4, host_blocks: int = 0) -> None:
         self.now = 0.0
-        self.cache = PrefixCache(num_blocks, block_size, clock=lambda: self.now)
+        make = partial(HostPrefixCache, host_blocks=host_blocks) if host_blocks else PrefixCache
+        self.cache = make(num_blocks, block_size, clock=lambda: self.now)
         self.open: list[Sequence] = []
         self.pins: list = []  # type: ignore[type-arg]
         self.mirror = Mirror()
-        self.copier = StateCopier(facts(num_blocks, block_size), 1)
+        self.copier = StateCopier(replace(facts(num_blocks, block_size), host_blocks=host_blocks), 1)
         self.used: dict[int, tuple[int, float]] = {}
 
     def step(self, verb: str, number: int) -> None:
         self.now += 1.0 + number % 7
+        self.cache.moves()
+        self.cache.moves_done()
         getattr(self, f"_{verb}")(number)
         self.cache.check()
 
@@ -64,7 +72,19 @@ class RandomCache:
         text = self._text(number)
         sequence = self.cache.open(text, None if number % 3 else "tenant")
         self.open.append(sequence)
-        self._extend(sequence, text[sequence.length :])
+        if isinstance(sequence, HostSequence):
+            self._load(sequence, text)
+        if not sequence.closed:
+            self._extend(sequence, text[sequence.length :])
+
+    def _load(self, sequence: HostSequence, text: list[int]) -> None:
+        if found := sequence.loadable(text[sequence.length :]):
+            try:
+                sequence.load(text[sequence.length : sequence.length + found])
+                sequence.commit()
+            except OutOfBlocks:
+                sequence.close()
+                self.open.remove(sequence)
 
     def _extend(self, sequence: Sequence, tokens: list[int]) -> None:
         try:
@@ -109,23 +129,22 @@ class RandomCache:
     def nodes(self) -> Iterator[NodeRecord]:
         """Yield a record of every node, by a walk."""
         pinned = Counter(node.id for node in self.cache.state.pins.nodes())
-        for root_name, root in self.cache.state.tree.roots.items():
-            for node in self.cache.state.tree.walk(root):
-                used = self.used.get(node.id, (-1, 0.0))
-                if used[0] != node.tick:
-                    used = self.used[node.id] = (node.tick, self.now)
-                yield NodeRecord(
-                    id=node.id, parent=0 if node.parent is None else node.parent.id, start=node.start,
-                    tokens=node.end - node.start, blocks=run_length(node.blocks), holders=node.direct_holders,
-                    locks=node.locks, pins=pinned[node.id], hits=node.hits, priority=node.priority,
-                    demoted=node.demoted, born=0.0, used=used[1],
-                    namespace=None if node.parent is not None else root_name.value,
-                    head=tuple(memoryview(bytes(node.key[:32])).cast("i")),
-                )  # fmt: skip
+        names = {root: name.value for name, root in self.cache.state.tree.roots.items()}
+        for node in self.cache.state.tree.residents():
+            used = self.used.get(node.id, (-1, 0.0))
+            if used[0] != node.tick:
+                used = self.used[node.id] = (node.tick, self.now)
+            yield NodeRecord(
+                id=node.id, parent=0 if node.parent is None else node.parent.id, start=node.start,
+                tokens=node.end - node.start, blocks=run_length(node.blocks), holders=node.direct_holders,
+                locks=node.locks, pins=pinned[node.id], hits=node.hits, priority=node.priority,
+                demoted=node.demoted, born=0.0, used=used[1], namespace=names.get(node),
+                head=tuple(memoryview(bytes(node.key[:32])).cast("i")), residence=node.residence,
+            )  # fmt: skip
 
     def sequences(self) -> Iterator[SequenceRecord]:
         """Yield a record of every open sequence; its request has the same number."""
-        named = {block for node in self.cache.state.tree.walk() for block in node.blocks}
+        named = {block for node in self.cache.state.tree.walk() for block in node.blocks}  # of the pool
         for sequence in self.open:
             private = [block for block in sequence.own_blocks() if block not in named]
             yield SequenceRecord(sequence.id, sequence.id, 0, sequence.node.id, sequence.length,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from textual.pilot import Pilot
 from textual.widgets import Static
 
 from radixkv.telemetry.records import Changes, NodeRecord, RequestRecord
 from radixkv_monitor import detail, node_filter
 from radixkv_monitor.app import MonitorApp
-from radixkv_monitor.block_map import CACHED, FREE, BlockMap
+from radixkv_monitor.block_map import CACHED, FREE, PINNED, BlockMap
+from radixkv_monitor.block_modes import Blocks
 from radixkv_monitor.print_once import to_dict, to_text
 from radixkv_monitor.state import Sample, State
 from radixkv_monitor.summary import summarise, verdict
@@ -27,6 +31,7 @@ from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.heat_map import GUTTER
 from radixkv_monitor.widgets.panel import Panel
 from tests.monitor.fake_feed import FACTS, FakeFeed
+from tests.monitor.random_cache import STEPS, RandomCache
 from tests.monitor.samples import HOST, HOST_BLOCKS, node, request
 from tests.monitor.view_host import hosted, screen, state
 
@@ -67,6 +72,39 @@ def described(shown: State, number: int) -> detail.Detail:
     rows = TreeRows()
     rows.update(shown.nodes)
     return detail.node_detail(shown, rows.branches[number])
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.integers(1, 4))
+def test_both_maps_and_the_sums_of_the_tree_are_those_of_a_recount(steps: list[tuple[str, int]], every: int) -> None:
+    life, device, host, rows, last = RandomCache(12, 4, 6), Blocks(), Blocks("host"), TreeRows(), None
+    for index, step in enumerate(steps):
+        life.step(*step)
+        if index % every and index < len(steps) - 1:
+            continue
+        shown = life.state()
+        device.update(shown)
+        host.update(shown)
+        touched = shown.touched_since(last)
+        rows.update(shown.nodes, None if touched is None else touched.nodes)
+        last = shown
+        stats = life.cache.stats()
+        counts = Counter(device.map.states().tolist())
+        assert (counts[FREE], counts[CACHED], counts[PINNED]) == (
+            stats.free_blocks, stats.cached_blocks, stats.pinned_blocks,
+        )  # fmt: skip
+        images = [
+            block for each in life.cache.state.tree.residents() if each.residence == "host" for block in each.blocks
+        ]
+        assert np.flatnonzero(host.map.states()).tolist() == sorted(images)
+        top = rows.branches[0]
+        assert (top.host_nodes, top.host_blocks) == (stats.host_nodes, len(images))
+        assert top.blocks == len({block for each in life.cache.state.tree.walk() for block in each.blocks})
+        for each in life.cache.state.tree.residents():
+            below = rows.branches[each.id]
+            assert below.host_nodes == sum(child.host_nodes for child in below.children.values()) + (
+                each.residence == "host"
+            )
 
 
 # ---- tree

@@ -61,7 +61,7 @@ def test_the_lists_have_the_keys_of_lists_and_no_others() -> None:
 
 def test_every_option_is_in_the_manual() -> None:
     options = {name for action in _parser()._actions for name in action.option_strings if name.startswith("--")}
-    documented = set(re.findall(r"^\| `(--\w+)", part("## Start"), re.MULTILINE))
+    documented = set(re.findall(r"^\| `(--[\w-]+)", part("## Start"), re.MULTILINE))
     assert documented == options - {"--help"}
 
 
