@@ -213,6 +213,7 @@ class HostTree(RadixTree):
         host.born, host.born_at = node.born, node.born_at
         for child in children.values():
             child.parent = host
+            self._mark(child)
         self.tier.count += 1
         return host
 
