@@ -10,7 +10,7 @@ import numpy as np
 
 from radixkv.cache import CacheStats, Hint, Match, PrefixCache, WritePlan
 from radixkv.cache.host import HostPrefixCache, HostSequence
-from radixkv.cache.types import Load
+from radixkv.cache.types import Load, Node
 from radixkv.errors import InvalidInput, PrefixHeld
 from tests.cache.naive import Texts, Values, kv
 from tests.cache.quota_world import QuotaWorld
@@ -20,6 +20,7 @@ from tests.cache.world import Tracked, World, common, leaves
 GARBAGE = np.uint64(13)  # in free blocks, and in those that a failed move has written
 ROOM = 4096  # blocks of a host that never evicts
 HOST_COUNTERS = ("offloaded_blocks", "loaded_tokens", "host_evicted_blocks")
+Facts = tuple[str, int | None, int, bytes, tuple[int, ...]]
 
 
 class HostWorld(World):
@@ -36,7 +37,8 @@ class HostWorld(World):
         self.intact = True  # whether they may be confirmed
         self.faults = True
         self.loads: dict[int, Load] = {}  # the pending ones, by sequence id
-        return HostPrefixCache(
+        self.has_failed = False
+        cache = HostPrefixCache(
             self.num_blocks,
             self.block_size,
             eviction,
@@ -44,6 +46,9 @@ class HostWorld(World):
             host_blocks=self.host_blocks,
             namespace_limits=self.limits(),
         )
+        self.tracker = cache.watch() if self.rng.random() < 0.5 else None
+        self.mirror: dict[int, Facts] = {}
+        return cache
 
     # Reading
 
@@ -120,6 +125,7 @@ class HostWorld(World):
         if self.intact:
             self.confirm_moves()
         failed = bool(self.batch)
+        self.has_failed |= failed
         known = {each: self.reaches(each) for each in self.texts} if failed else {}
         self.batch = self.cache.moves()
         self.assert_moves()
@@ -228,7 +234,9 @@ class HostWorld(World):
 
     def discard(self, namespace: Hashable, prompt: Sequence[int], start: int) -> bool:
         """Forget the tokens of a text in both tiers; a load of some of them holds them."""
-        if self.loads_of(namespace, prompt, start):
+        if self.pending and self.loads:
+            return False  # it is unclear which host nodes the loads read
+        if self.is_loading(namespace, prompt, start):
             self.assert_refused(PrefixHeld, lambda: self.cache.discard(self.shaped(prompt), namespace, start))
             return False
         reaches = self.reaches(namespace)
@@ -242,14 +250,12 @@ class HostWorld(World):
             assert self.reach(namespace, text) == left
         return True
 
-    def loads_of(self, namespace: Hashable, prompt: Sequence[int], start: int) -> bool:
-        """Whether a pending load reads tokens of a text from `start` on that are on the host."""
+    def is_loading(self, namespace: Hashable, prompt: Sequence[int], start: int) -> bool:
+        """Whether a pending load reads host-resident tokens of a text from `start` on."""
         for one in self.live:
             if one.seq.id in self.loads and one.namespace == namespace:
-                first = max(start, len(one.tokens))
-                shared = common(one.tokens + one.planned, prompt)
-                found = self.match(namespace, prompt[:shared])
-                if shared > first and found.length <= len(one.tokens) and found.length + found.host > first:
+                found = self.match(namespace, prompt[: common(one.tokens + one.planned, prompt)])
+                if found.host and found.length + found.host > max(start, len(one.tokens)):
                     return True
         return False
 
@@ -288,6 +294,9 @@ class HostWorld(World):
         assert self.before.host_blocks == self.host_blocks
         assert 0 <= self.before.host_free_blocks <= self.host_blocks
         assert all(getattr(before, name) <= getattr(self.before, name) for name in HOST_COUNTERS)
+        if self.roomy and not self.has_failed:
+            lost = self.before.evicted_tokens, self.before.evicted_blocks, self.before.ghosts, self.before.regret_tokens
+            assert lost == (0, 0, 0, 0), "nothing has left the last tier"
 
     def assert_counted(self, before: CacheStats, after: CacheStats) -> None:
         """Check that an eviction counted no more blocks than it freed in both tiers."""
@@ -325,12 +334,28 @@ class HostWorld(World):
         needed = set(tier.moves.values())
         self.pool.slots[[block for block in self.cache.state.pool.free if block not in needed]] = GARBAGE
 
+    def assert_mirror(self) -> None:
+        """Check that a mirror which reads the changes only has all nodes of both tiers."""
+        if self.tracker is not None:
+            changed, gone = self.tracker.look()
+            for number in gone:
+                del self.mirror[number]
+            self.mirror |= {node.id: facts(node) for node in changed}
+            assert self.mirror == {node.id: facts(node) for node in self.cache.state.tree.residents()}
+
     def verify(self) -> None:
         super().verify()
         self.assert_images()
+        self.assert_mirror()
         for one in self.live:
             if one.seq.id in self.loads and not one.executed:
                 self.values(one)
+
+
+def facts(node: Node) -> Facts:
+    """The part of a node that a mirror shows."""
+    above = None if node.parent is None else node.parent.id
+    return node.residence, above, node.start, bytes(node.key), tuple(node.blocks)
 
 
 class RoomyHostWorld(HostWorld):
