@@ -72,10 +72,15 @@ class Namespaces:
             raise _refusal(value, error) from error
 
     def add(self, value: Hashable) -> Namespace:
-        """Make the namespace of a value that `find` did not find. O(1), and InvalidInput as `find`."""
+        """Make the namespace of a value that `find` did not find. O(1).
+
+        Raises InvalidInput as `find`, and for a value that is found now: its hash or comparison changed meanwhile.
+        """
         try:
             key = value if (type(value).__hash__, type(value).__eq__) in _BUILT_IN else _Key(value)
-            made = self._known[key] = Namespace(value, self.group(value))
+            made = Namespace(value, self.group(value))
+            if self._known.setdefault(key, made) is not made:
+                raise ValueError("its hash or comparison changed within the call")
         except Exception as error:
             raise _refusal(value, error) from error
         return made

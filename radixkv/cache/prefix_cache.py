@@ -104,7 +104,10 @@ class PrefixCache:
 
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
         """The longest cached prefix of `tokens` in the namespace. O(tokens compared) by memcmp + O(depth)."""
-        node, matched = self._find(as_bytes(tokens), self._namespaces.find(namespace))
+        return self._match(as_bytes(tokens), self._namespaces.find(namespace))
+
+    def _match(self, raw: bytes, space: Namespace | None) -> Match:
+        node, matched = self._find(raw, space)
         if node is None:
             return Match(0, np.empty(0, np.int32), 0)
         tree, length = self.state.tree, matched // WIDTH
@@ -117,7 +120,9 @@ class PrefixCache:
         """The prefix that `open` would find now, and why the match ends there. Costs a match and a look at ghosts."""
         raw = as_bytes(tokens)
         check_limit(limit)
-        space = self._namespaces.find(namespace)
+        return self._explain(raw, self._namespaces.find(namespace), limit)
+
+    def _explain(self, raw: bytes, space: Namespace | None, limit: int | None) -> Explanation:
         node, matched = self._find(raw, space)
         asked, found = len(raw) // WIDTH, matched // WIDTH
         length = found if limit is None else min(found, limit)

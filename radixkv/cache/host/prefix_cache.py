@@ -15,6 +15,7 @@ from radixkv.cache.host import invariants
 from radixkv.cache.host.sequence import HostSequence
 from radixkv.cache.host.tier import HostNode, HostTier
 from radixkv.cache.host.tree import HostRun, HostTree
+from radixkv.cache.namespaces import Namespace
 from radixkv.cache.prefix_cache import Limits, PrefixCache, check_positive
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes
@@ -91,9 +92,11 @@ class HostPrefixCache(PrefixCache):
 
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
         """The longest prefix that is resident on the device; `host` counts the tokens after it that can be loaded."""
-        raw = as_bytes(tokens)
-        found = super().match(np.frombuffer(raw, np.int32), namespace)
-        path = self._host_path(raw, namespace) if self.tier.below else []
+        return super().match(tokens, namespace)
+
+    def _match(self, raw: bytes, space: Namespace | None) -> Match:
+        found = super()._match(raw, space)
+        path = self._host_path(raw, space) if self.tier.below else []
         return found._replace(host=sum(count for _, count in path))
 
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
@@ -101,13 +104,15 @@ class HostPrefixCache(PrefixCache):
 
         Tokens that the next step copies to the host count too.
         """
-        raw = as_bytes(tokens)
-        found = super().explain(np.frombuffer(raw, np.int32), namespace, limit)
+        return super().explain(tokens, namespace, limit)
+
+    def _explain(self, raw: bytes, space: Namespace | None, limit: int | None) -> Explanation:
+        found = super()._explain(raw, space, limit)
         if found.reason in ("full", "limit") or not self.tier.below:
             return found
-        path = self._host_path(raw, namespace, pending=True)
+        path = self._host_path(raw, space, pending=True)
         if not path:
-            node, _ = self._find(raw, self._namespaces.find(namespace))
+            node, _ = self._find(raw, space)
             diverged = found.reason == "never_seen" and found.matched and node in self.tier.below
             return replace(found, reason="diverged", diverged_at=found.matched) if diverged else found
         host = sum(count for _, count in path)
@@ -186,7 +191,7 @@ class HostPrefixCache(PrefixCache):
         """
         raw = as_bytes(tokens)
         super().demote(np.frombuffer(raw, np.int32), namespace, start)
-        path = self._host_path(raw, namespace, pending=True)
+        path = self._host_path(raw, self._namespaces.find(namespace), pending=True)
         if path and path[-1][0].end == path[-1][0].start + path[-1][1] and not path[-1][0].children:
             self.state.tree.demote_host([node for node, _ in path], start)
 
@@ -197,7 +202,7 @@ class HostPrefixCache(PrefixCache):
         """
         raw = as_bytes(tokens)
         freed = super().discard(np.frombuffer(raw, np.int32), namespace, start)
-        for node, count in self._host_path(raw, namespace, pending=True):
+        for node, count in self._host_path(raw, self._namespaces.find(namespace), pending=True):
             if node.start + count > start:
                 self._refuse_loads([node, *self.state.tree.descendants(node)], start)
                 self.state.tree.discard_host(node, int(start))
@@ -211,9 +216,9 @@ class HostPrefixCache(PrefixCache):
 
     # ---- helpers
 
-    def _host_path(self, raw: bytes, namespace: Hashable, *, pending: bool = False) -> list[tuple[HostNode, int]]:
+    def _host_path(self, raw: bytes, space: Namespace | None, *, pending: bool = False) -> list[tuple[HostNode, int]]:
         """The host nodes along a text, after the part that is resident on the device; see HostTier.follow."""
-        node, matched = self._find(raw, self._namespaces.find(namespace))
+        node, matched = self._find(raw, space)
         if node is None or matched < node.end * WIDTH:
             return []
         return self.tier.follow(node, raw, matched, pending=pending)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
-
 from radixkv.cache.events import Observer
+from radixkv.cache.namespaces import Namespace
 from radixkv.cache.pins import Pin
 from radixkv.cache.prefix_cache import Limits, PrefixCache, check_limit, check_positive
 from radixkv.cache.recurrent import invariants
@@ -81,17 +80,22 @@ class StatefulPrefixCache(PrefixCache):
 
     def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
         """The longest prefix of `tokens` with cached KV and state; `matched` counts the tokens with cached KV."""
-        raw = as_bytes(tokens)
-        node, matched = self._find(raw, self._namespaces.find(namespace))
+        return super().match(tokens, namespace)
+
+    def _match(self, raw: bytes, space: Namespace | None) -> Match:
+        node, matched = self._find(raw, space)
         last = self.snapshots.last(node, matched // WIDTH)
         usable = 0 if last is None else last.position
-        found = super().match(np.frombuffer(raw[: usable * WIDTH], np.int32), namespace)
+        found = super()._match(raw[: usable * WIDTH], space)
         return found._replace(matched=matched // WIDTH)
 
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
         """The prefix that `open` would find now, and why the match, or the state, ends there."""
-        explanation = super().explain(tokens, namespace, limit)
-        node, _ = self._find(as_bytes(tokens), self._namespaces.find(namespace))
+        return super().explain(tokens, namespace, limit)
+
+    def _explain(self, raw: bytes, space: Namespace | None, limit: int | None) -> Explanation:
+        explanation = super()._explain(raw, space, limit)
+        node, _ = self._find(raw, space)
         last = self.snapshots.last(node, explanation.length)
         usable = 0 if last is None else last.position
         if usable == explanation.length or explanation.reason == "no_state":

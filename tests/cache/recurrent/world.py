@@ -11,6 +11,7 @@ import numpy as np
 from radixkv.cache import Hint, Match, PrefixCache, WritePlan
 from radixkv.cache.recurrent import StatefulPrefixCache, StatefulSequence
 from radixkv.cache.recurrent.sequence import Spacing
+from radixkv.cache.tokens import as_bytes
 from radixkv.cache.types import Purpose
 from radixkv.errors import OutOfStates
 from radixkv.recurrent_state import EMPTY
@@ -64,7 +65,8 @@ class StatefulWorld(World):
     # Reading
 
     def cached(self, namespace: Hashable, prompt: Ids) -> Match:
-        return PrefixCache.match(self.cache, prompt, namespace)
+        """The match of KV alone."""
+        return PrefixCache._match(self.cache, as_bytes(prompt), self.cache.state.tree.namespaces.find(namespace))
 
     def usable(self, namespace: Hashable, prompt: Sequence[int]) -> int:
         found, kv_match = self.cache.match(self.shaped(prompt), namespace), self.match(namespace, prompt)
