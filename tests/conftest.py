@@ -7,7 +7,9 @@ example.
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +31,20 @@ providers._get_local_constants = providers.Constants  # an empty set of constant
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fresh", settings.get_profile("fixed"), derandomize=False, database=None)
 settings.load_profile("fresh" if SEED else "fixed")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported and tests collected: nearly all of these objects stay.
+
+    That takes half of the CPU time of this phase otherwise. Later collections look at the objects of the tests only.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
