@@ -1,12 +1,15 @@
 """Time two versions of the prefix cache, and of an engine's step, against each other in one process.
 
     python benchmarks/pairwise.py [--base REVISION] [--slices 500] [--only turns,match]
+    python benchmarks/pairwise.py --host
 
 `--base` is a git revision (by default HEAD, so that uncommitted changes are measured). Both versions are imported into
 this process, each with its own modules. Each workload runs in slices of some milliseconds; both versions
 run the same slice of the same seeded workload in turn, and the one that goes first changes with every slice. A slice is
 timed by the CPU time of the thread. A machine that gets slower or faster meanwhile changes both sides alike, so the
-ratio of the medians is steady to about 1%. The last line is JSON; the exit code is 1 if a row is slower than 1.02.
+ratio of the medians is steady to about 1%. With --host both versions are this checkout, and the second one has a host
+tier: idle in `decode`, `match` and `step`, in use where the pool evicts. The last line is JSON; the exit
+code is 1 if a row is slower than 1.02.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ def import_from(checkout: Path) -> SimpleNamespace:
     sys.path[:0] = paths
     try:
         modules = {name: importlib.import_module(f"radixkv.{name}") for name in ("cache", "engine", "engine.core")}
+        host = importlib.import_module("radixkv.cache.host") if (checkout / "radixkv/cache/host").exists() else None
         request = importlib.import_module("radixkv.engine.request")
         package = importlib.import_module("radixkv")
         assert Path(package.__file__ or "").is_relative_to(checkout), package.__file__
@@ -61,7 +65,12 @@ def import_from(checkout: Path) -> SimpleNamespace:
         config = package.EngineConfig if hasattr(package, "EngineConfig") else modules["engine"].Limits
         params = package.SamplingParams
         return SimpleNamespace(
-            cache=modules["cache"], core=modules["engine.core"], request=request, config=config, params=params
+            cache=modules["cache"],
+            host=host,
+            core=modules["engine.core"],
+            request=request,
+            config=config,
+            params=params,
         )
     finally:
         del sys.path[: len(paths)]
@@ -257,11 +266,23 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a smoke run of 20 slices")
     parser.add_argument("--slices", type=int, default=500)
     parser.add_argument("--only", default=",".join(WORKLOADS), help="comma-separated names of workloads")
+    parser.add_argument("--host", action="store_true", help="compare the cache with and without a host tier")
     options = parser.parse_args()
     slices = 20 if options.quick else options.slices
+    if options.host:
+        return report([import_from(HERE), with_host(import_from(HERE))], options.only.split(","), slices)
     with tempfile.TemporaryDirectory() as folder:
         base = check_out(options.base, Path(folder))
         return report([import_from(each) for each in (base, HERE)], options.only.split(","), slices)
+
+
+def with_host(version: SimpleNamespace) -> SimpleNamespace:
+    """The same modules with a cache that has a host tier twice as large as its pool."""
+
+    def cache(num_blocks: int, block_size: int) -> Any:
+        return version.host.HostPrefixCache(num_blocks, block_size, host_blocks=2 * num_blocks)
+
+    return SimpleNamespace(**{**vars(version), "cache": SimpleNamespace(PrefixCache=cache)})
 
 
 def report(versions: list[SimpleNamespace], names: list[str], slices: int) -> int:

@@ -96,8 +96,9 @@ class HostPrefixCache(PrefixCache):
 
     def _match(self, raw: bytes, space: Namespace | None) -> Match:
         found = super()._match(raw, space)
-        path = self._host_path(raw, space) if self.tier.below else []
-        return found._replace(host=sum(count for _, count in path))
+        if not self.tier.below:
+            return found
+        return found._replace(host=sum(count for _, count in self._host_path(raw, space)))
 
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
         """The prefix that `open` would find now, the tokens after it on the host, and why the match ends there.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Set
 from typing import cast
 
@@ -13,24 +12,25 @@ from radixkv.cache.events import TierObserver
 from radixkv.cache.host.tier import HostNode
 from radixkv.cache.host.tree import HostTree
 from radixkv.cache.sequence import Sequence
-from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, refuse_negative
-from radixkv.cache.types import Hint, Load, Node
+from radixkv.cache.types import Hint, Load
 from radixkv.errors import InvalidInput
 
 
 class HostSequence(Sequence):
-    """A sequence that can load KV from the host. Made by HostPrefixCache.open and by fork."""
+    """A sequence that can load KV from the host. Made by HostPrefixCache.open and by fork.
 
-    __slots__ = ("_hit", "_loading", "_tier", "_tree")
+    While a load is pending it is a LoadingSequence: a request that loads nothing has the cost of a plain sequence.
+    """
 
-    def __init__(self, state: CacheState, node: Node, length: int, table: array[int]) -> None:
-        super().__init__(state, node, length, table)
-        self._tree = cast(HostTree, state.tree)
-        self._tier = self._tree.tier
-        self._loading: dict[int, int] | None = None  # host block -> the end of the tokens that the load reads there
+    __slots__ = ("_reads",)
 
-        self._hit = False  # whether a request's commit of loaded tokens is under way
+    _reads: dict[int, int]  # of a pending load: host block -> the end of the tokens that are read there
+    _hits = False  # whether the tokens that are published now were loaded by a request
+
+    @property
+    def _tree(self) -> HostTree:
+        return cast(HostTree, self._state.tree)
 
     def loadable(self, tokens: Tokens) -> int:
         """Count the leading `tokens`, which would follow the committed ones, whose KV could be loaded from the host.
@@ -57,66 +57,79 @@ class HostSequence(Sequence):
         if found < asked:
             raise InvalidInput(f"load of {asked} tokens: {found} of them are resident on the host, see loadable()")
         sources, reads = _sources(path, self._state.pool.block_size)
-        tier = self._tier
+        tier = self._tree.tier
         tier.hold(reads)  # before extend, whose evictions must not free these blocks
         try:
             plan = self.extend(tokens)
         except BaseException:
             tier.release(reads)
             raise
-        self._loading = reads
+        self._reads = reads
+        self.__class__ = LoadingSequence
         if path and self.purpose != "audit":
             self._tree.touch_host([node for node, _ in path])
         return Load(plan, sources)
 
-    def commit(self, publish: bool = True) -> None:
-        """Commit as PrefixCache does; with `publish`, the host blocks of loaded tokens are freed. O(new tokens)."""
-        reads = self._loading
-        if reads is None:
-            super().commit(publish)
-            return
-        self._loading = None
-        state, tier, count = self._state, self._tier, len(self._planned or b"") // WIDTH
-        state.counters.committed_tokens -= count  # they were computed and committed before
-        state.counters.hit_tokens += count * (self.purpose == "request")
-        tier.loaded_tokens += count
-        if self.cached_length == self.length:
-            self.cached_length += count
-        tier.release(reads)
-        self._hit = self.purpose == "request"
-        super().commit(publish)
-        self._hit = False
-        if state.tree.observer is not None:
-            cast(TierObserver, state.tree.observer).loaded(self.id, count)
-
-    def close(self, hint: Hint | None = None) -> None:
-        """Release all blocks and locks, and the host blocks of a pending load."""
-        super().close(hint)
-        if self._loading is not None:
-            self._tier.release(self._loading)
-            self._loading = None
-
     def reads_host(self, blocks: Set[int], start: int) -> bool:
         """Whether a pending load reads tokens from `start` on in one of these host blocks."""
-        return any(end > start and block in blocks for block, end in (self._loading or {}).items())
+        return False
 
     def host_reads(self) -> Set[int]:
         """The host blocks that a pending load reads."""
-        return (self._loading or {}).keys()
+        return frozenset()
 
     def _path(self, raw: bytes) -> list[tuple[HostNode, int]]:
         """The host nodes that a load of `raw` would read, each with the number of tokens."""
         if self._planned is not None or self._tail:
             return []
-        return self._tier.follow(self.node, raw)
+        return self._tree.tier.follow(self.node, raw)
 
     def _publish(self) -> None:
-        if not self._tier.below:
-            super()._publish()
+        # Decodes publish each token: neither a cast nor super() is cheap here.
+        if not self._state.tree.tier.below:  # type: ignore[attr-defined]
+            Sequence._publish(self)
             return
         start = self.length - len(self._tail) // WIDTH
-        super()._publish()
-        self._tree.settle(self.node, start, hit=self._hit)
+        Sequence._publish(self)
+        self._tree.settle(self.node, start, hit=self._hits)
+
+
+class LoadingSequence(HostSequence):
+    """A sequence whose load is pending: its host blocks are released by `commit` or `close`."""
+
+    __slots__ = ()
+
+    @property
+    def _hits(self) -> bool:  # type: ignore[override]
+        return self.purpose == "request"
+
+    def commit(self, publish: bool = True) -> None:
+        """Commit as PrefixCache does; with `publish`, the host blocks of loaded tokens are freed. O(new tokens)."""
+        state, tree, count = self._state, self._tree, len(self._planned or b"") // WIDTH
+        state.counters.committed_tokens -= count  # they were computed and committed before
+        state.counters.hit_tokens += count * (self.purpose == "request")
+        tree.tier.loaded_tokens += count
+        if self.cached_length == self.length:
+            self.cached_length += count
+        tree.tier.release(self._reads)
+        super().commit(publish)
+        self.__class__ = HostSequence  # type: ignore[assignment]  # both have the same slots
+        if tree.observer is not None:
+            cast(TierObserver, tree.observer).loaded(self.id, count)
+
+    def close(self, hint: Hint | None = None) -> None:
+        """Release all blocks and locks, and the host blocks of the pending load."""
+        super().close(hint)
+        self._tree.tier.release(self._reads)
+        self.__class__ = HostSequence  # type: ignore[assignment]  # both have the same slots
+
+    def reads_host(self, blocks: Set[int], start: int) -> bool:
+        """Whether the load reads tokens from `start` on in one of these host blocks."""
+        return any(end > start and block in blocks for block, end in self._reads.items())
+
+    def host_reads(self) -> Set[int]:
+        """The host blocks that the load reads."""
+        return self._reads.keys()
 
 
 def _sources(path: list[tuple[HostNode, int]], size: int) -> tuple[npt.NDArray[np.int64], dict[int, int]]:
