@@ -1,0 +1,171 @@
+"""Measure the hits and the traffic of a host tier, beside tiers that keep a copy of every block.
+
+    python benchmarks/tiers.py [--traces DIR] [--quick]
+
+  tiers     Recorded traces at devices of 1, 2, 5 and 10% of their unique blocks, each with a host tier 2, 4 and 8 times
+            as large. `radixkv` is the real cache: a block is on the device or on the host, and eviction from the device
+            writes it to the host. `write-through` is the default of vLLM's OffloadingConnector and SGLang's HiCache:
+            each new block is written at once, and the host's copy stays. `second use` writes a block at its second use.
+            These two are models with LRU in both tiers (tiers_parts/models.py), with the same blocks. `one pool` is LRU
+            in one pool of both sizes, of which a prompt takes at most the device's part: a bound for exclusive LRU.
+            `uncut` is the same pool without that limit. `clairvoyant` has perfect foresight.
+
+The traces and the rules of serving are those of `trace_lru.py`. Rates are shares of prompt tokens. `written` and `read`
+are blocks copied to and from the host; `w/hit` is tokens written per hit token, `w/host hit` per token that hit on the
+host. Rates are exact.
+
+The bars: radixkv's LRU hits as much as one pool, less 0.01, and no less than write-through, if half of the prompts fit
+on the device. Both have the same hits there. The last line is one JSON object; the exit code is 1 if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiers_parts.models import WriteThrough
+from trace_lru import add_traces, sources
+
+from radixkv_traces.formats import read
+from radixkv_traces.simulate import ReplayResult, replay
+from radixkv_traces.workload import Workload, prepare
+
+SHARES = (0.01, 0.02, 0.05, 0.10)
+HOSTS = (2, 4, 8)  # times the device
+POLICIES = ("lru", "predictive")
+THRESHOLDS = {"write-through": 1, "second use": 2}  # the use at which a block is written
+TOLERANCE = 0.01  # of hit rate below one pool
+MOST_LONGER = 0.5  # share of prompts that are longer than the device, up to which a device is judged
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of one replay: hits in tokens, traffic in blocks."""
+
+    hit: int
+    host_hit: int
+    written: int | None = None  # None: no tiers
+    read: int | None = None
+    device_hits: Sequence[int] = ()  # for each request, in blocks
+
+
+def tiers(name: str, workload: Workload, shares: Sequence[float]) -> list[dict[str, Any]]:
+    print(
+        f"\ntiers: {name}, {len(workload.requests):,} requests, {workload.input_tokens:,} prompt tokens, "
+        f"{workload.unique_blocks:,} unique blocks of {workload.block_tokens} tokens"
+    )
+    print(f"  {'device':>16} host  {'':<19} {'hit':>6} {'device':>7} {'host':>7} {'written':>11} {'read':>11}"
+          f" {'w/hit':>6} {'w/host hit':>10}")  # fmt: skip
+    rows = []
+    for share in shares:
+        device = max(1, int(workload.unique_blocks * share))
+        alone, cut = replay(workload, device), _cut(workload, device)
+        replays = [(0, "device alone", Found(alone.hit_tokens, 0))]
+        for times in HOSTS:
+            replays += [(times, *each) for each in _replays(workload, alone, cut, times * device)]
+        longer = sum(len(request.blocks) > device for request in workload.requests) / len(workload.requests)
+        for times, each, found in replays:
+            row = {"trace": name, "share": share, "device_blocks": device, "host": times, "name": each}
+            rows.append(row | _figures(workload, found) | {"longer_prompts": round(longer, 4)})
+            _print(rows[-1])
+    return rows
+
+
+def _replays(workload: Workload, alone: ReplayResult, cut: Workload, host: int) -> Iterator[tuple[str, Found]]:
+    """Yield each name and its result. Asserts that the models hit the same blocks on the device as the real cache."""
+    device = alone.capacity_blocks
+    for policy in POLICIES:
+        found = _found(replay(workload, device, policy, host_blocks=host))
+        assert policy != "lru" or list(found.device_hits) == list(alone.hits), "a host tier changed the device's hits"
+        yield "radixkv" if policy == "lru" else f"radixkv, {policy}", found
+    for name, threshold in THRESHOLDS.items():
+        found = _modelled(workload, WriteThrough(device, host, threshold))
+        assert list(found.device_hits) == list(alone.hits), "the model's device is not the LRU of the cache"
+        yield name, found
+    yield "one pool", Found(replay(cut, device + host).hit_tokens, 0)
+    yield "uncut", Found(replay(workload, device + host).hit_tokens, 0)
+    yield "clairvoyant", Found(replay(workload, device, "clairvoyant", host_blocks=host).hit_tokens, 0)
+
+
+def _found(result: ReplayResult) -> Found:
+    traffic = result.host
+    assert traffic is not None
+    return Found(
+        result.hit_tokens, result.host_hit_tokens, traffic.written_blocks, traffic.read_blocks, traffic.device_hits
+    )
+
+
+def _modelled(workload: Workload, model: WriteThrough) -> Found:
+    hits = [model.serve(request.blocks) for request in workload.requests]
+    on_device = [device for device, _ in hits]
+    hit = sum(workload.hit_tokens(i, sum(both)) for i, both in enumerate(hits))
+    on_host = hit - sum(workload.hit_tokens(i, device) for i, device in enumerate(on_device))
+    return Found(hit, on_host, model.written_blocks, model.read_blocks, on_device)
+
+
+def _cut(workload: Workload, most: int) -> Workload:
+    """Limit each prompt to its first `most` blocks; its length stays, so that shares are those of the whole trace."""
+    return prepare([replace(each, blocks=each.blocks[:most]) for each in workload.requests], workload.block_tokens)
+
+
+def _figures(workload: Workload, found: Found) -> dict[str, Any]:
+    tokens, written = workload.input_tokens, found.written
+    figures = {"hit_rate": found.hit / tokens, "device_hit_rate": (found.hit - found.host_hit) / tokens}
+    figures |= {"host_hit_rate": found.host_hit / tokens}
+    row: dict[str, Any] = {name: round(value, 4) for name, value in figures.items()}
+    if written is None:
+        row = {"hit_rate": row["hit_rate"]}
+    else:
+        row |= {"written_blocks": written, "read_blocks": found.read}
+        for name, hit in (("written_per_hit", found.hit), ("written_per_host_hit", found.host_hit)):
+            row[name] = round(written * workload.block_tokens / hit, 3) if hit else None
+    return row
+
+
+def _print(row: dict[str, Any]) -> None:
+    host = f"{row['host']}x" if row["host"] else "-"
+    line = f"  {row['share']:>6.0%} {row['device_blocks']:>9,} {host:>4}  {row['name']:<19} {row['hit_rate']:.4f}"
+    if "written_blocks" in row:
+        ratios = [row[name] for name in ("written_per_hit", "written_per_host_hit")]
+        line += f" {row['device_hit_rate']:>7.4f} {row['host_hit_rate']:>7.4f}"
+        line += f" {row['written_blocks']:>11,} {row['read_blocks']:>11,}"
+        cells = ["" if each is None else f"{each:.2f}" for each in ratios]
+        line += f" {cells[0]:>6} {cells[1]:>10}"
+    print(line, flush=True)
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each bar that is missed."""
+    fit = [row for row in rows if row["longer_prompts"] <= MOST_LONGER]
+    rates = {(row["trace"], row["share"], row["host"], row["name"]): row["hit_rate"] for row in fit}
+    failures = []
+    for (trace, share, host, name), rate in rates.items():
+        if name != "radixkv":
+            continue
+        for other, allowed in (("one pool", TOLERANCE), ("write-through", 0.0)):
+            wanted = rates[trace, share, host, other]
+            if rate < wanted - allowed:
+                failures.append(f"{trace}, {share:.0%} and {host}x: {rate:.4f} hit, {other} {wanted:.4f}")
+    return failures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_traces(parser)
+    parser.add_argument("--quick", action="store_true", help="devices of 1 and 5%% only")
+    options = parser.parse_args()
+    rows = []
+    for name, source, block_tokens in sources(options.traces):
+        rows += tiers(name, prepare(read(source), block_tokens), SHARES[::2] if options.quick else SHARES)
+    failures = missed(rows)
+    print("\n" + ("\n".join(f"MISSED: {failure}" for failure in failures) or "all bars are met"))
+    print(json.dumps({"benchmark": "tiers", "tolerance": TOLERANCE, "tiers": rows, "missed": failures}))
+    if failures:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
