@@ -69,6 +69,25 @@ def test_hit_rate_is_drawn_against_the_share_of_unique_blocks(simulation):
     assert set(axis.xaxis.get_minor_formatter().format_ticks([2, 3])) == {""}
 
 
+def test_each_host_tier_is_a_line_of_its_own(tmp_path):
+    rows = [
+        {
+            "policy": "lru",
+            "capacity_blocks": 10 * size,
+            "token_hit_rate": rate,
+            "host": host,
+            "occupancy": [[1.0, rate]],
+        }
+        for size, host, rate in ((1, None, 0.1), (1, "2x", 0.3), (2, None, 0.2), (2, "2x", 0.5))
+    ]
+    (tmp_path / "sim.json").write_text(json.dumps({"unique_blocks": 1000, "rows": rows}))
+    found = read(str(tmp_path / "sim.json"))
+    (axis,) = hit_rate(found).axes
+    assert lines(axis)["lru"] == [(1.0, 0.1), (2.0, 0.2)]
+    assert lines(axis)["lru, host 2x"] == [(1.0, 0.3), (2.0, 0.5)]
+    assert lines(over_time(found, "occupancy", "").axes[0])["lru, host 2x"] == [(1.0, 0.3)]
+
+
 def test_series_have_a_panel_for_each_capacity(simulation):
     figure = over_time(read(simulation), "occupancy", "blocks in use")
     assert [axis.get_title(loc="left") for axis in figure.axes] == ["10 blocks", "100 blocks"]
