@@ -18,12 +18,8 @@ TOP = 0
 Predicate = Callable[["Branch"], bool]
 
 
-class OwnBlocks(NamedTuple):
-    """The numbers that one node adds to those of its branch."""
-
-    blocks: int
-    host_nodes: int
-    host_blocks: int
+NOT_ON_HOST = (0, 0)
+"""The host nodes and host blocks of a node of the pool itself."""
 
 
 class Branch:
@@ -45,7 +41,8 @@ class Branch:
         "nodes",
         "number",
         "order",
-        "own",
+        "own_blocks",
+        "own_host",
         "parent",
         "record",
         "tokens",
@@ -57,8 +54,9 @@ class Branch:
         self.parent: Branch | None = None
         self.children: dict[int, Branch] = {}
         self.order: list[Branch] | None = None  # the children as they are shown; None if unknown
-        self.nodes = self.tokens = self.blocks = self.matching = self.host_nodes = self.host_blocks = 0
-        self.own = OwnBlocks(0, 0, 0)
+        self.nodes = self.tokens = self.blocks = self.own_blocks = self.matching = 0
+        self.host_nodes = self.host_blocks = 0
+        self.own_host = NOT_ON_HOST
         self.is_match = False
         self.newest = 0.0
 
@@ -178,8 +176,8 @@ class TreeRows:
             return
         del parent.children[branch.node.id]
         self._mark_unsorted(parent)
-        self._add(parent, -branch.nodes, -branch.tokens, -branch.matching)
-        self._add_blocks(parent, -branch.blocks, -branch.host_nodes, -branch.host_blocks)
+        self._add(parent, -branch.nodes, -branch.tokens, -branch.blocks, -branch.matching)
+        self._add_host(parent, -branch.host_nodes, -branch.host_blocks)
         self._lower(parent, branch.newest)
 
     def _forget(self, number: int) -> None:
@@ -207,7 +205,7 @@ class TreeRows:
             for each in (branch, *branch.children.values()):
                 self._recount(each)
         branch.is_match = self._predicate is None or self._predicate(branch)
-        self._add(branch, 0, node.tokens - tokens, branch.is_match - before)
+        self._add(branch, 0, node.tokens - tokens, 0, branch.is_match - before)
         if node.used >= branch.newest:
             self._raise(branch, node.used)
         elif old is not None and old.used == branch.newest:
@@ -236,8 +234,8 @@ class TreeRows:
         parent.children[node.id] = branch
         self._mark_unsorted(parent)
         self._must_flatten = True  # it may have become a root in the same place
-        self._add(parent, branch.nodes, branch.tokens, branch.matching)
-        self._add_blocks(parent, branch.blocks, branch.host_nodes, branch.host_blocks)
+        self._add(parent, branch.nodes, branch.tokens, branch.blocks, branch.matching)
+        self._add_host(parent, branch.host_nodes, branch.host_blocks)
         self._raise(parent, branch.newest)
         self._recount(branch)
 
@@ -245,23 +243,24 @@ class TreeRows:
 
     def _recount(self, branch: Branch) -> None:
         """Count the branch's own blocks after a change of its record or parent. O(its runs + depth)."""
-        before, branch.own = branch.own, _own_blocks(branch)
-        self._add_blocks(branch, *(now - then for now, then in zip(branch.own, before, strict=True)))
+        before, branch.own_blocks = branch.own_blocks, _own_blocks(branch)
+        self._add(branch, 0, 0, branch.own_blocks - before, 0)
+        node = branch.node
+        if node.residence == "host" or branch.own_host is not NOT_ON_HOST:
+            nodes, blocks = branch.own_host
+            branch.own_host = (1, count_blocks(node.blocks)) if node.residence == "host" else NOT_ON_HOST
+            self._add_host(branch, branch.own_host[0] - nodes, branch.own_host[1] - blocks)
 
-    def _add_blocks(self, branch: Branch, blocks: int, host_nodes: int, host_blocks: int) -> None:
-        """Add blocks to a branch and to all its ancestors."""
-        if not (blocks or host_nodes or host_blocks):
-            return
-        up: Branch | None = branch
-        while up is not None:
-            up.blocks += blocks
-            up.host_nodes += host_nodes
-            up.host_blocks += host_blocks
-            up = up.parent
+    def _add_host(self, branch: Branch, nodes: int, blocks: int) -> None:
+        """Add host nodes and their blocks to a branch and to all its ancestors."""
+        if nodes or blocks:
+            for each in (branch, *branch.up()):
+                each.host_nodes += nodes
+                each.host_blocks += blocks
 
-    def _add(self, branch: Branch, nodes: int, tokens: int, matching: int) -> None:
+    def _add(self, branch: Branch, nodes: int, tokens: int, blocks: int, matching: int) -> None:
         """Add to a branch and to all its ancestors."""
-        if not (nodes or tokens or matching):
+        if not (nodes or tokens or blocks or matching):
             return
         by_size = bool(tokens) and self.sort == "subtree"
         up: Branch | None = branch
@@ -269,6 +268,7 @@ class TreeRows:
             was, up.matching = up.matching, up.matching + matching
             up.nodes += nodes
             up.tokens += tokens
+            up.blocks += blocks
             shows_or_hides = (was > 0) != (up.matching > 0)
             if up.parent is not None and (by_size or shows_or_hides):
                 self._mark_unsorted(up.parent)
@@ -366,7 +366,7 @@ class TreeRows:
             if branch is None or branch.record is None:
                 continue
             before, branch.is_match = branch.is_match, self._predicate is None or self._predicate(branch)
-            self._add(branch, 0, 0, branch.is_match - before)
+            self._add(branch, 0, 0, 0, branch.is_match - before)
 
     @property
     def matching(self) -> int:
@@ -419,12 +419,12 @@ class TreeRows:
         return None
 
 
-def _own_blocks(branch: Branch) -> OwnBlocks:
-    """Count the branch's own blocks; of the pool, without a first block in which its parent ends."""
+def _own_blocks(branch: Branch) -> int:
+    """Count the branch's own blocks of the pool, without a first block in which its parent ends."""
     node = branch.node
     if node.residence == "host":
-        return OwnBlocks(0, 1, count_blocks(node.blocks))
+        return 0
     parent = None if branch.parent is None else branch.parent.record
-    above = parent.blocks if parent is not None and parent.residence == "device" else ()
+    above = () if parent is None else parent.blocks
     goes_on = bool(node.blocks and above) and above[-2] + above[-1] - 1 == node.blocks[0]
-    return OwnBlocks(count_blocks(node.blocks) - goes_on, 0, 0)
+    return count_blocks(node.blocks) - goes_on
