@@ -9,19 +9,22 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from random import Random
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.fault_isolation import failure, fault_isolation, in_halves
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, Stream, TokenIds
-from radixkv.engine.reuse_policy import reuse_policy
+from radixkv.engine.reuse_policy import ReusePolicy, reuse_policy
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
@@ -32,6 +35,9 @@ from radixkv.sampling.token_mask import ConstrainedRow, StepMasks, TokenMask, To
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from radixkv.cache.host.tree import HostRun
+    from radixkv.cache.types import CachedRun
 
 _log = logging.getLogger(__name__)
 Row = tuple[int, Stream]
@@ -64,6 +70,8 @@ class BackgroundTask(Protocol):
 class Core:
     """Runs requests over one cache and one runner, one step at a time."""
 
+    scheduler_class: ClassVar[type[Scheduler]] = Scheduler
+
     def __init__(self, cache: PrefixCache, runner: Forward, config: EngineConfig) -> None:
         """Own `cache` and `runner` from now on."""
         self.cache = cache
@@ -73,14 +81,17 @@ class Core:
         self.observers: list[EngineObserver] = []
         self.background: list[BackgroundTask] = []
         self.step_seconds, self.step_tokens = 0.0, 0  # of all steps that ran something
-        self._reuse = reuse_policy(cache, config, row_dependent=getattr(runner, "row_dependent", False))
-        self.scheduler = Scheduler(cache, config, self.counters, self._reuse, self.observers, self.end)
+        self._reuse = self._reuse_policy()
+        self.scheduler = self.scheduler_class(cache, config, self.counters, self._reuse, self.observers, self.end)
         self._isolation = fault_isolation(cache, lambda request: self.scheduler.preempt(request))
         self.admission = self.scheduler.admission
         self._masks = TokenMasks()
         # A guard in place of a null object: looking for constrained streams takes 1% of a step.
         self._constrained = False  # whether there has been a constrained request
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; requests that ended are skipped
+
+    def _reuse_policy(self) -> ReusePolicy:
+        return reuse_policy(self.cache, self.config, row_dependent=getattr(self.runner, "row_dependent", False))
 
     @property
     def busy(self) -> bool:
@@ -151,8 +162,21 @@ class Core:
 
     def demote(self, tokens: TokenIds, keep: int, namespace: Hashable) -> None:
         """Evict the cached part of `tokens` from position `keep` on first, as far as no other prefix shares it."""
-        cached = self.cache.match(tokens, namespace).matched  # a reply's last token never is
+        match = self.cache.match(tokens, namespace)
+        cached = match.matched + match.host  # a reply's last token never is
         self.cache.demote(tokens[:cached], namespace, start=keep)
+
+    # ---- for audits
+
+    def random_run(self, rng: Random) -> CachedRun | HostRun | None:
+        """Return a random run of cached tokens; None if nothing is cached."""
+        return self.cache.random_run(rng)
+
+    @contextmanager
+    def cached_blocks(self, tokens: TokenIds, namespace: Hashable) -> Iterator[NDArray[np.int32] | None]:
+        """Yield the block table of a cached text, to be read only while this is open; None if some is not cached."""
+        match = self.cache.match(tokens, namespace)
+        yield match.blocks if match.length == len(tokens) else None
 
     # ---- one step
 

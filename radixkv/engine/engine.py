@@ -27,6 +27,7 @@ from radixkv.cache.recurrent.sequence import Spacing
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
+from radixkv.engine.host_tier import new_core
 from radixkv.engine.input_processor import InputProcessor, Params, Prompt, check_seconds
 from radixkv.engine.kv_scrub import Auditor, piece_tokens
 from radixkv.engine.namespaces import NamespaceTable, NumberedLimits
@@ -75,7 +76,7 @@ class RequestEngine:
         """Connect parts that exist; `load` makes them. The engine owns runner and cache from now on."""
         self.config = config
         self._model = model
-        core = Core(cache, runner, config)
+        core = new_core(cache, runner, config)
         auditor = Auditor(core, scrub=config.scrub_rate)
         self._outputs: list[TraceWriter | monitoring.Monitoring] = []
         if (file := check_path(config.record)) is not None:

@@ -168,7 +168,7 @@ class Auditor:
         if self._walk is not None:
             self._walk_on(self._walk, job)
             return True
-        run = self._core.cache.random_run(self._rng)
+        run = self._core.random_run(self._rng)
         if run is None:
             return False
         length = self._runner.recheck_tokens
@@ -178,7 +178,11 @@ class Auditor:
         if start < 0:
             return False
         tokens = run.tokens[: start + length]
-        if self._recheck(tokens, start, run.blocks, job).positions:
+        with self._core.cached_blocks(tokens, run.namespace) as table:
+            if table is None:
+                return False
+            found = self._recheck(tokens, start, table, job)
+        if found.positions:
             _log.warning("an audit: tokens from %d on are not what was cached; looking for the first", start)
             self._walk = _Walk(tokens, run.namespace)
         return True
@@ -188,11 +192,11 @@ class Auditor:
         walk.start += self._runner.recheck_tokens
         if walk.start >= len(walk.tokens):
             self._walk = None
-        match = self._core.cache.match(tokens, walk.namespace)
-        if match.length < len(tokens) or not self._is_comparable(len(tokens) - start):  # evicted or dropped meanwhile
-            self._walk = None
-            return
-        found = self._recheck(tokens, start, match.blocks, job)
+        with self._core.cached_blocks(tokens, walk.namespace) as table:
+            if table is None or not self._is_comparable(len(tokens) - start):  # evicted or dropped meanwhile
+                self._walk = None
+                return
+            found = self._recheck(tokens, start, table, job)
         if found.positions:
             self._walk = None
             self._drop(tokens, walk.namespace, start, found, job)
@@ -267,13 +271,13 @@ class Dropped(NamedTuple):
 
 
 def drop_wrong(core: Core, tokens: TokenIds, namespace: Hashable, wrong: int) -> Dropped:
-    """Drop a cached text from its wrong token on, with all its continuations.
+    """Drop a cached text from its wrong token on, with all its continuations, on the device and on the host.
 
     Requests that read it now fail with RequestFailed. So do preempted requests that have sampled after it: they hold no
     blocks any more, so it is not known which KV they read. Pins on it are released. Between two steps only.
     """
     cache, scheduler = core.cache, core.scheduler
-    free = cache.free_blocks
+    free = _free_blocks(cache)
     start, block = _owned_from(cache, tokens, namespace, wrong)
     prefix, index = tokens[: start + 1], wrong // cache.block_size
     pins = scheduler.admission.unpin(tokens, namespace, start)
@@ -294,17 +298,24 @@ def drop_wrong(core: Core, tokens: TokenIds, namespace: Hashable, wrong: int) ->
             core.end(request, _unreliable(wrong))
         failed += holders
         cache.discard(tokens, namespace, start)
-    return Dropped(cache.free_blocks - free, len(failed), pins)
+    return Dropped(_free_blocks(cache) - free, len(failed), pins)
+
+
+def _free_blocks(cache: PrefixCache) -> int:
+    """Return the free blocks of all tiers."""
+    return cache.free_blocks + cache.stats().host_free_blocks
 
 
 def _owned_from(cache: PrefixCache, tokens: TokenIds, namespace: Hashable, wrong: int) -> tuple[int, int]:
     """Return the position from which tokens lie in the block that is wrong, and that block.
 
     As a rule that is the block's first position. But if two branches differ inside a block, the lower one has a copy
-    of it. If the copy is wrong, the other block is not.
+    of it. If the copy is wrong, the other block is not. The block is -1 for a host-resident token: no request reads it.
     """
-    index = wrong // cache.block_size
-    block = int(cache.match(tokens, namespace).blocks[index])
+    index, match = wrong // cache.block_size, cache.match(tokens, namespace)
+    if match.length <= wrong:
+        return max(index * cache.block_size, match.length), -1
+    block = int(match.blocks[index])
     for start in range(index * cache.block_size, len(tokens)):
         if int(cache.match(tokens[: start + 1], namespace).blocks[index]) == block:
             return start, block

@@ -37,7 +37,8 @@ class Usage:
     either. Streams 1..n-1 of a request fork after the prompt, so that the whole prompt counts as cached for them. Times
     are measured from `submit`.
     `preemptions` counts how often the request was preempted. `recomputed_tokens` are tokens that were computed again
-    because of that; `computed_tokens` counts them once.
+    because of that; `computed_tokens` counts them once. `host_tokens` were loaded from host memory in place of being
+    computed: cached tokens, and tokens that a preempted request would else compute again.
     """
 
     prompt_tokens: int
@@ -48,6 +49,7 @@ class Usage:
     total_s: float
     preemptions: int = 0
     recomputed_tokens: int = 0
+    host_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,7 @@ class Stream:
         self.common_length: int = sequence.length if index == 0 else request.streams[0].common_length
         self.diverged = False
         self.recomputed_tokens = 0
+        self.host_tokens = 0
         self.matcher = request.matcher  # None unless the reply is constrained
         if self.matcher is not None and index:
             self.matcher = self.matcher.fork()
@@ -249,10 +250,7 @@ class Stream:
         """Go on after a preemption, on a sequence with a cached prefix or one forked from another stream."""
         assert not self.active
         self.sequence = sequence
-        gained = max(sequence.length - self.reached, 0)  # another request computed these
-        self.cached_tokens += gained
-        self._uncounted_hits += gained
-        self.reached += gained
+        self._add_hits(sequence.length)  # another request computed these
         self.common_length = sequence.length if common_length is None else common_length
         self.diverged = False
 
@@ -266,6 +264,28 @@ class Stream:
         self.recomputed_tokens += count - new
         hits, self._uncounted_hits = self._uncounted_hits, 0
         return new, hits
+
+    def count_loaded(self, start: int, count: int) -> None:
+        """Record that [start, start + count) were loaded from the host; those that are new are hits."""
+        self.host_tokens += count
+        self._add_hits(start + count)
+
+    def cut_hit(self, length: int) -> None:
+        """Drop the end of a hit before the stream computes anything: it goes on at `length`."""
+        lost = self.sequence.length - length
+        uncounted = min(lost, self._uncounted_hits) if self.reached == self.sequence.length else 0
+        self.sequence.truncate(length)
+        self.common_length = length
+        self.cached_tokens -= uncounted
+        self._uncounted_hits -= uncounted
+        self.reached -= uncounted
+
+    def _add_hits(self, end: int) -> None:
+        """Count the tokens up to `end` that the stream has neither computed nor hit before."""
+        gained = max(end - self.reached, 0)
+        self.cached_tokens += gained
+        self._uncounted_hits += gained
+        self.reached += gained
 
     def close(self) -> None:
         """Release the blocks, with a hint for eviction; published tokens stay cached. May be called twice."""
@@ -288,6 +308,7 @@ class Stream:
             total_s=self.finished_at - request.submitted,
             preemptions=request.preemptions,
             recomputed_tokens=self.recomputed_tokens,
+            host_tokens=self.host_tokens,
         )
         logprobs = tuple(self.logprobs) if self.logprobs else None
         text = self.text

@@ -10,12 +10,17 @@ published, never that of a decode. Cached KV is then the KV that any request wit
 
 A row's bits may depend on the rows after it as well: an expert multiplies as many rows at once as are routed to it. For
 such a model a cached chunk is never joined from two chunks that began with the same tokens and then differed.
+
+With a host tier, a cached prefix is the device-resident part and the host-resident part after it. A load ends where a
+hit may end. A hit of a deterministic engine may end inside a chunk if a load of the rest of that chunk follows.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,10 +32,22 @@ _log = logging.getLogger(__name__)
 _NOTHING = Match(0, np.empty(0, np.int32), 0)
 
 
-def reuse_policy(cache: PrefixCache, config: EngineConfig, *, row_dependent: bool = False) -> ReusePolicy:
+class LoadLimits(NamedTuple):
+    """How many host-resident tokens to load in place of computing them: `least` at once, `most` in a step."""
+
+    least: int
+    most: int
+
+
+NO_LOADS = LoadLimits(least=sys.maxsize, most=0)
+
+
+def reuse_policy(
+    cache: PrefixCache, config: EngineConfig, *, row_dependent: bool = False, loads: LoadLimits = NO_LOADS
+) -> ReusePolicy:
     """Return an engine's policy; `row_dependent` means that a row's bits depend on the other rows of its forward."""
-    aligned = AlignedReuse(cache, config, row_dependent) if config.deterministic else None
-    policy = aligned or ReusePolicy(cache, config)
+    aligned = AlignedReuse(cache, config, loads, row_dependent) if config.deterministic else None
+    policy = aligned or ReusePolicy(cache, config, loads)
     return policy if config.prefix_cache else NoReuse(cache, config, policy)
 
 
@@ -40,8 +57,9 @@ class ReusePolicy:
     reopens_branches = True
     """Whether a preempted request's streams look for their own cached tokens again, instead of forking its prompt."""
 
-    def __init__(self, cache: PrefixCache, config: EngineConfig) -> None:
+    def __init__(self, cache: PrefixCache, config: EngineConfig, loads: LoadLimits = NO_LOADS) -> None:
         """Apply to the requests of one cache."""
+        self.loads = loads
         self._cache = cache
         self._chunk = config.prefill_chunk
 
@@ -74,6 +92,16 @@ class ReusePolicy:
         """
         size = self._cache.block_size
         return max(-(-pinned // size) - 1, 0) * size
+
+    # ---- loads
+
+    def worth_loading(self, start: int, available: int) -> bool:
+        """Return whether to load `available` host-resident tokens from `start` on, as far as a hit may reach."""
+        return self.aligned(start + available) - start >= self.loads.least
+
+    def loaded(self, stream: Stream, count: int) -> bool:
+        """Record that the next `count` tokens were loaded; returns whether they become matchable now."""
+        return not stream.request.publish_late
 
     # ---- chunks
 
@@ -109,15 +137,22 @@ class AlignedReuse(ReusePolicy):
 
     reopens_branches = False
 
-    def __init__(self, cache: PrefixCache, config: EngineConfig, row_dependent: bool) -> None:
+    def __init__(self, cache: PrefixCache, config: EngineConfig, loads: LoadLimits, row_dependent: bool) -> None:
         """Apply to the requests of one cache; see `reuse_policy` for `row_dependent`."""
-        super().__init__(cache, config)
+        super().__init__(cache, config, loads)
         self._row_dependent = row_dependent
 
     def limit(self, tokens: TokenIds, namespace: Hashable) -> int:
-        """Return the last multiple before the end, or before the point where eviction has cut the cached prefix."""
+        """Return the last multiple before the end, or before the point where eviction has cut the cached prefix.
+
+        If the rest of that chunk will be loaded, the hit may end at the cut.
+        """
         most = self.aligned(len(tokens) - 1)
-        return self._uncut(tokens[:most], namespace) if most else 0
+        if not most:
+            return 0
+        match = self._cache.match(tokens[:most], namespace)
+        whole = self.aligned(match.matched)
+        return most if match.matched == whole or self.worth_loading(match.matched, match.host) else whole
 
     def aligned(self, length: int) -> int:
         """Return the largest multiple of the chunk length up to `length`."""
@@ -149,9 +184,14 @@ class AlignedReuse(ReusePolicy):
         stream.common_length += count
         tokens = np.array(stream.tokens[: start + count], np.int32)
         match = self._cache.match(tokens, stream.request.namespace)
-        # A chunk that is cached as a whole without its recurrent state is computed again, with the same bits.
-        stream.diverged |= match.length > start or start < match.matched < len(tokens)
+        # A chunk that is cached as a whole without its recurrent state, or on the host, has the same bits.
+        stream.diverged |= match.length > start or start < match.matched + match.host < len(tokens)
         return not stream.diverged and super().publishes(stream, count, isolated=isolated)
+
+    def loaded(self, stream: Stream, count: int) -> bool:
+        """Record that the next `count` tokens were loaded, which any request would have computed with the same bits."""
+        stream.common_length += count
+        return super().loaded(stream, count)
 
     def publish_rest(self, stream: Stream) -> None:
         """Drop the tokens that other requests would compute differently, and publish the others."""
@@ -169,7 +209,8 @@ class AlignedReuse(ReusePolicy):
 
     def _uncut(self, tokens: TokenIds, namespace: Hashable) -> int:
         """Return the length of `tokens`, or the last multiple up to their cached part if that ends inside a chunk."""
-        cached = self._cache.match(tokens, namespace).matched
+        match = self._cache.match(tokens, namespace)
+        cached = match.matched + match.host
         return len(tokens) if cached == self.aligned(cached) else self.aligned(cached)
 
 

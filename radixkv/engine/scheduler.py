@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,7 +126,7 @@ class Scheduler:
         work, self._planned = list(self._planned.values()), {}
         return work
 
-    def _in_order(self) -> list[Stream]:
+    def _in_order(self) -> Iterable[Stream]:
         """Return the active streams whose requests are not paused: those that decode, then those that prefill."""
         decoding: list[Stream] = []
         prefilling: list[Stream] = []

@@ -29,6 +29,9 @@ class Counters:
     audited_blocks: int = 0
     differing_blocks: int = 0
     forced_tokens: int = 0
+    host_tokens: int = 0
+    failed_loads: int = 0
+    failed_offloads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,9 @@ class EngineStats:
     else, and `differing_blocks` of them differed. `cache` has the pool's own counters and gauges, which include
     requests that ended before their first step. Of a model with recurrent state, `state_bytes` is the memory of all
     slots, and `state_copies` of `state_copied_bytes` went from slot to slot. `namespace_usage` has the blocks of each
-    namespace with a limit.
+    namespace with a limit. `host_tokens` were loaded from host memory in place of being computed. `failed_loads`
+    raised, so that their requests computed the tokens; `failed_offloads` raised, so that the evicted blocks of a step
+    were lost.
     """
 
     model: str
@@ -77,6 +82,9 @@ class EngineStats:
     state_copies: int = 0
     state_copied_bytes: int = 0
     namespace_usage: tuple[NamespaceUsage, ...] = ()
+    host_tokens: int = 0
+    failed_loads: int = 0
+    failed_offloads: int = 0
 
     @property
     def requests(self) -> int:

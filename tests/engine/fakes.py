@@ -6,14 +6,18 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain as chain_of
 from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
 
+from radixkv.attention.host_store import HostCosts
 from radixkv.cache import PrefixCache
+from radixkv.cache.host import HostPrefixCache
 from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.cache.recurrent.slots import StateSlots
+from radixkv.cache.types import Load
 from radixkv.chat import Engine
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.namespaces import NumberedLimits
@@ -82,13 +86,15 @@ class FakeRunner:
         self.steps: list[list[tuple[int, int]]] = []  # per step, (start, tokens) of each chunk
         self.gate: threading.Semaphore | None = None  # with one, each step waits for it
         self.began = threading.Semaphore(0)
+        self.host: FakeHost | None = None
+        self.host_costs: Callable[[int], HostCosts] | None = None
 
     def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
         self.began.release()
         if self.gate is not None:
             self.gate.acquire()
         self.steps.append([(chunk.start, len(chunk.tokens)) for chunk in chunks])
-        self._copy(copies)
+        self.copy(copies)
         written: set[int] = set()
         for chunk in chunks:
             assert written.isdisjoint(chunk.slots.tolist()), "two chunks write one slot"
@@ -98,7 +104,7 @@ class FakeRunner:
             self.fault(chunks)
         return torch.from_numpy(np.stack([self._logits(chunk) for chunk in chunks]))
 
-    def _copy(self, copies: Iterable[tuple[int, int]]) -> None:
+    def copy(self, copies: Iterable[tuple[int, int]]) -> None:
         pairs = list(copies)
         for content in (self.state, self.tokens):
             blocks = content.reshape(-1, self.size)
@@ -129,6 +135,43 @@ class FakeRunner:
         return logits
 
 
+class FakeHost:
+    """Host memory of a FakeRunner. `fault(kind)` is called after each "offload" and "load", and may raise."""
+
+    def __init__(self, runner: FakeRunner, num_blocks: int) -> None:
+        self.runner = runner
+        self.state = np.zeros((num_blocks, runner.size), dtype=np.uint64)
+        self.tokens = np.full((num_blocks, runner.size), -2, dtype=np.int64)
+        self.fault: Callable[[str], None] = lambda kind: None
+        self.loads: list[list[int]] = []  # per step, the tokens of each load
+
+    def _contents(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(self.state, self.runner.state), (self.tokens, self.runner.tokens)]
+
+    def offload(self, moves: Sequence[tuple[int, int]]) -> None:
+        assert moves
+        for images, pool in self._contents():
+            for source, target in moves:
+                images[target] = pool.reshape(-1, self.runner.size)[source]
+        self.fault("offload")
+
+    def load(self, loads: Sequence[Load]) -> None:
+        assert loads
+        self.runner.copy(chain_of.from_iterable(each.plan.copies for each in loads))
+        for images, pool in self._contents():
+            for each in loads:
+                pool[each.plan.slots] = images.reshape(-1)[each.sources]
+        self.loads.append([len(each.sources) for each in loads])
+        self.fault("load")
+
+
+def add_host(runner: FakeRunner, num_blocks: int, speed: float = 10.0) -> FakeHost:
+    """Give a fake host memory, from which a token loads `speed` times as fast as it is computed."""
+    host = FakeHost(runner, num_blocks)
+    runner.host, runner.host_costs = host, lambda chunk: HostCosts(1.0, speed)
+    return host
+
+
 class StatefulFakeRunner(FakeRunner):
     """A FakeRunner of a model with recurrent state: a row holds the history of its sequence."""
 
@@ -138,8 +181,8 @@ class StatefulFakeRunner(FakeRunner):
         self.rows: dict[int, int] = {}
         self.taken: list[int] = []  # the positions of all snapshots inside chunks
 
-    def _copy(self, copies: Iterable[tuple[int, int]]) -> None:
-        super()._copy(copies)
+    def copy(self, copies: Iterable[tuple[int, int]]) -> None:
+        super().copy(copies)
         assert self.queue is not None
         for source, target in self.queue.drain():
             self.rows[target] = self.rows.get(source, 0) if source >= 0 else 0
@@ -171,16 +214,21 @@ def make_engine(
     fault: Callable[[Sequence[SequenceInput]], None] | None = None,
     runner_class: type[FakeRunner] = FakeRunner,
     snapshots: int | None = None,
+    host_blocks: int | None = None,
     **settings: Unpack[EngineConfigFields],
 ) -> tuple[Engine, FakeRunner]:
-    """With `snapshots` the model has recurrent state."""
+    """With `snapshots` the model has recurrent state; with `host_blocks` the engine has a host tier."""
     model = model or FakeModel()
     config = EngineConfig(**{"monitor": False, **settings})
     shares = config.namespace_limits
     limits: dict[str, Any] = {"namespace_limits": NumberedLimits(shares) if shares else None}
     if snapshots is None:
         runner = runner_class(num_blocks, block_size, model.vocab_size, brain, fault)
-        return Engine(cast(LoadedModel, model), runner, PrefixCache(num_blocks, block_size, **limits), config), runner
+        cache = PrefixCache(num_blocks, block_size, **limits)
+        if host_blocks is not None:
+            add_host(runner, host_blocks)
+            cache = HostPrefixCache(num_blocks, block_size, host_blocks=host_blocks, **limits)
+        return Engine(cast(LoadedModel, model), runner, cache, config), runner
     runner = StatefulFakeRunner(num_blocks, block_size, model.vocab_size, brain, fault)
     cache = StatefulPrefixCache(num_blocks, block_size, rows=config.max_sequences, snapshots=snapshots, **limits)
     runner.queue = cache.copies

@@ -1,0 +1,302 @@
+"""Requests of an engine with a host tier: evicted tokens come back by a load, and every answer stays the same.
+
+The fake model stores the history of each token in its slot and in host memory, and reads all of it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+
+from radixkv import SamplingParams
+from radixkv.attention.host_store import HostCosts
+from radixkv.cache import PrefixCache
+from radixkv.config import EngineConfig
+from radixkv.engine.core import Core
+from radixkv.engine.host_tier import HostCore, LoadWork, load_limits, new_core
+from radixkv.engine.request import Request
+from radixkv.engine.reuse_policy import NO_LOADS
+from radixkv.errors import RequestCancelled, RequestTimedOut
+from tests.engine.fakes import FakeRunner, greedy_reply, sized
+from tests.engine.host_world import GREEDY, SIZE, World, failing, is_right, tokens, usage
+
+# ---- loads
+
+
+def test_evicted_tokens_come_back_by_a_load() -> None:
+    world = World()
+    prompt = tokens(41)
+    first = world.answer(prompt)
+    world.offload(prompt)
+    computed = world.core.counters.computed_tokens
+    again = world.answer(prompt)
+    assert (usage(first).cached_tokens, usage(first).host_tokens) == (0, 0)
+    assert (usage(again).cached_tokens, usage(again).host_tokens) == (40, 40)
+    assert usage(again).computed_tokens == world.core.counters.computed_tokens - computed == 1 + 5
+    assert world.core.counters.host_tokens == world.cache.stats().loaded_tokens == 40
+    assert world.core.counters.cached_tokens == 40
+
+
+def test_a_prefix_on_the_device_is_hit_and_the_rest_is_loaded() -> None:
+    world = World()
+    prompt = tokens(41)
+    world.answer(prompt)
+    for seed in range(1000, 1050):
+        if world.cache.match(prompt).length < 30:
+            break
+        world.answer(tokens(SIZE, seed), GREEDY.but(max_tokens=1))
+    on_device = world.cache.match(prompt).length
+    assert 0 < on_device < 30
+    again = world.answer(prompt)
+    assert (usage(again).cached_tokens, usage(again).host_tokens) == (40, 40 - on_device)
+
+
+def test_less_than_two_blocks_are_computed() -> None:
+    world = World()
+    prompt = tokens(2 * SIZE)  # the last token is always computed
+    world.answer(prompt, GREEDY.but(max_tokens=1))
+    world.offload(prompt)
+    assert not usage(world.answer(prompt)).host_tokens
+    world.offload(prompt)
+    assert usage(world.answer([*prompt, 1])).host_tokens == 2 * SIZE
+
+
+def test_nothing_is_loaded_where_computing_is_faster(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "radixkv"):
+        world = World(speed=0.9)
+    assert "the host tier has no effect" in caplog.text
+    prompt = tokens(41)
+    world.answer(prompt)
+    world.offload(prompt)
+    assert world.cache.match(prompt).host == 41
+    assert usage(world.answer(prompt)).cached_tokens == 0
+    assert not world.host.loads
+
+
+def test_limits_follow_from_the_costs() -> None:
+    config = sized(4, 36, 16)
+    assert load_limits(HostCosts(1e-6, 1e-4), config, 16) == (32, 1600)
+    assert load_limits(HostCosts(1e-4, 1.1e-4), config, 16) == (32, 48)  # a chunk and the least load fit at least
+    assert load_limits(HostCosts(1e-4, 1e-4), config, 16) is NO_LOADS
+    assert load_limits(HostCosts(0.0, 1e-4), config, 16).most > 1_000_000
+
+
+def test_a_core_has_a_tier_if_its_cache_has() -> None:
+    assert isinstance(World().core, HostCore)
+    assert type(new_core(PrefixCache(8, SIZE), FakeRunner(8, SIZE), EngineConfig())) is Core
+
+
+# ---- steps
+
+
+def test_a_large_load_stalls_no_other_stream() -> None:
+    """Each step loads at most what takes as long as a chunk, besides all decodes and the chunk of another prompt."""
+    world = World(100, 200, sized(8, 40, 16), speed=2.0)
+    large = tokens(161)
+    world.answer(large)
+    world.offload(large)
+    deciding = [world.submit(tokens(5, seed), GREEDY.but(max_tokens=40)) for seed in (1, 2)]
+    world.step()
+    loading, computing = world.submit(large), world.submit(tokens(60, 3))
+    steps = []
+    while not loading.channel.ended:
+        world.step()
+        steps.append(sum(world.loads()))
+        assert steps[-1] <= 32
+        if steps[-1]:
+            decodes = [each for each in world.work if each.stream.request in deciding]
+            assert [len(each.tokens) for each in decodes] == [1, 1]
+            assert sum(len(each.tokens) for each in world.work if not isinstance(each, LoadWork)) <= 40
+        if len(steps) == 2:
+            assert any(each.stream.request is computing for each in world.work)
+    assert steps[:5] == [32] * 5 and not any(steps[5:])
+    world.finish()
+    assert all(map(is_right, [*deciding, loading, computing]))
+
+
+def test_loads_of_several_requests_share_a_step() -> None:
+    """The first takes what it can, and the second waits until the next step; it computes nothing meanwhile."""
+    world = World(64, 200, sized(8, 40, 16), speed=2.0)
+    prompts = [tokens(49, seed) for seed in (1, 2)]
+    for prompt in prompts:
+        world.answer(prompt)
+    for prompt in prompts:
+        world.offload(prompt)
+    requests = [world.submit(prompt) for prompt in prompts]
+    seen = []
+    while world.core.busy:
+        world.step()
+        seen.append([(each.stream.request.number - requests[0].number, len(each.tokens)) for each in world.work])
+    assert seen[:3] == [[(0, 32)], [(0, 16), (1, 16)], [(0, 1), (1, 32)]]
+    assert all(map(is_right, requests))
+    assert world.core.counters.host_tokens == 96
+
+
+def test_followers_wait_for_a_loading_leader_and_hit() -> None:
+    world = World(64, 200, sized(8, 40, 16), speed=2.0)
+    shared = tokens(81)
+    world.answer(shared)
+    world.offload(shared)
+    requests = [world.submit([*shared, *tokens(3, seed)]) for seed in (1, 2, 3)]
+    world.finish()
+    assert all(map(is_right, requests))
+    assert [usage(each).host_tokens for each in requests] == [81, 0, 0]
+    assert all(usage(each).cached_tokens >= 81 for each in requests)
+    assert world.core.counters.coalesced_requests == 2
+
+
+# ---- preemption
+
+
+def test_a_preempted_request_returns_by_a_load() -> None:
+    """Both grow until the pool is full: the later one leaves, and goes on where it was."""
+    world = World(22, 100, sized(2, 36, 16))
+    requests = [world.submit(tokens(20, seed), GREEDY.but(max_tokens=40)) for seed in (1, 2)]
+    world.finish()
+    assert all(map(is_right, requests))
+    counters = world.core.counters
+    assert counters.preemptions == 1
+    assert counters.host_tokens >= 2 * SIZE and counters.recomputed_tokens <= 1
+    swapped = next(each for each in requests if each.preemptions)
+    assert usage(swapped).host_tokens == counters.host_tokens
+    assert usage(swapped).cached_tokens == 0  # it computed all of them itself
+
+
+def test_streams_of_a_preempted_request_load_what_each_had() -> None:
+    world = World(36, 100, sized(6, 36, 16))
+    drawn = SamplingParams(max_tokens=24, temperature=1, ignore_eos=True, seed=1, n=3)
+    expected = World(200, 1, sized(6, 36, 16))
+    prompts = [tokens(24, seed) for seed in (1, 2)]
+    roomy = [expected.submit(prompt, drawn) for prompt in prompts]
+    expected.finish()
+    small = [world.submit(prompt, drawn) for prompt in prompts]
+    world.finish()
+    for one, other in zip(roomy, small, strict=True):
+        done, again = one.channel.wait(0), other.channel.wait(0)
+        assert [each.token_ids for each in (done, *done.alternatives)] == [
+            each.token_ids for each in (again, *again.alternatives)
+        ]
+    assert world.core.counters.preemptions and world.core.counters.host_tokens
+
+
+# ---- failures
+
+
+def traffic(world: World, seed: int, count: int = 40) -> list[Request]:
+    """Run turns of six conversations that branch off each other now and then, a few at a time."""
+    rng = random.Random(seed)
+    texts = [tokens(20, number) for number in range(6)]
+    requests = []
+    for _ in range(count):
+        number = rng.randrange(6)
+        stem = texts[number]
+        if len(stem) > 60 or rng.random() < 0.1:
+            other = rng.choice(texts)
+            stem = other[: rng.randrange(20, len(other) + 1)][:40]
+        prompt = [*stem, *rng.choices(range(49), k=rng.randrange(1, 8))]
+        requests.append(world.submit(prompt, GREEDY.but(max_tokens=rng.randrange(1, 12))))
+        texts[number] = [*prompt, *greedy_reply(prompt, requests[-1].max_tokens)]
+        for _ in range(rng.choice((0, 1, 5, 30))):
+            world.step()
+    world.finish()
+    return requests
+
+
+@pytest.mark.parametrize("kind", ["none", "offload", "load", "both"])
+@pytest.mark.parametrize(("blocks", "host_blocks"), [(24, 100), (24, 10), (40, 1), (30, 60)])
+def test_answers_are_right_with_any_failures(kind: str, blocks: int, host_blocks: int) -> None:
+    world = World(blocks, host_blocks)
+    flaky = random.Random(7)
+
+    def fault(done: str) -> None:
+        if kind in (done, "both") and flaky.random() < 0.5:
+            raise RuntimeError(f"no {done}")
+
+    world.host.fault = fault
+    requests = traffic(world, 5)
+    assert all(map(is_right, requests))
+    counters, stats = world.core.counters, world.cache.stats()
+    assert (counters.failed_offloads > 0) == (kind in ("offload", "both"))
+    assert stats.offloaded_blocks
+    if kind != "both":
+        assert (counters.host_tokens > 0) == (host_blocks > 1)
+        assert (counters.failed_loads > 0) == (kind == "load" and host_blocks > 1)
+    assert sum(usage(each).cached_tokens for each in requests) == counters.cached_tokens
+    assert sum(usage(each).host_tokens for each in requests) == counters.host_tokens
+
+
+def test_a_failed_load_is_computed_and_tried_no_more() -> None:
+    world = World()
+    prompt = tokens(41)
+    world.answer(prompt)
+    world.offload(prompt)
+    world.host.fault = failing("load")
+    again = world.answer(prompt)
+    assert world.core.counters.failed_loads == len(world.host.loads) == 1
+    assert (usage(again).cached_tokens, usage(again).preemptions) == (0, 1)
+    assert usage(again).recomputed_tokens == 0
+    world.offload(prompt)
+    world.host.fault = lambda kind: None
+    assert usage(world.answer(prompt)).host_tokens == 40
+
+
+def test_one_failed_load_spoils_no_other() -> None:
+    world = World(64, 200)
+    prompts = [tokens(33, seed) for seed in (1, 2, 3)]
+    for prompt in prompts:
+        world.answer(prompt)
+    for prompt in prompts:
+        world.offload(prompt)
+    world.host.fault = failing("load", times=2)  # all together, and the first alone
+    requests = [world.submit(prompt) for prompt in prompts]
+    world.finish()
+    assert all(map(is_right, requests))
+    assert [usage(each).host_tokens for each in requests] == [0, 32, 32]
+    assert [each.preemptions for each in requests] == [1, 0, 0]
+
+
+def test_a_failed_offload_loses_its_blocks_only() -> None:
+    world = World()
+    prompt = tokens(41)
+    world.answer(prompt)
+    world.host.fault = failing("offload")
+    world.offload(prompt)
+    assert world.cache.stats().host_nodes == 0 or world.cache.match(prompt).host == 0
+    world.host.fault = lambda kind: None
+    assert usage(world.answer(prompt)).host_tokens == 0
+    world.offload(prompt)
+    assert usage(world.answer(prompt)).host_tokens == 40
+
+
+def begin_load(world: World) -> Request:
+    """Run a request until it has loaded a part of its prompt."""
+    prompt = tokens(81)
+    world.answer(prompt)
+    world.offload(prompt)
+    request = world.submit(prompt)
+    world.step()
+    assert 0 < request.streams[0].sequence.length < 64
+    return request
+
+
+def test_a_request_may_be_cancelled_between_two_loads() -> None:
+    world = World(64, 200, speed=2.0)
+    request = begin_load(world)
+    world.core.cancel(request)
+    world.finish()
+    with pytest.raises(RequestCancelled):
+        request.channel.wait(0)
+    assert usage(world.answer(request.prompt.tolist())).cached_tokens == 80
+
+
+def test_a_request_may_time_out_between_two_loads() -> None:
+    world = World(64, 200, speed=2.0)
+    request = begin_load(world)
+    request.deadline = request.submitted
+    world.core._deadlines.append((request.deadline, request.number, request))
+    world.finish()
+    with pytest.raises(RequestTimedOut):
+        request.channel.wait(0)
+    assert usage(world.answer(request.prompt.tolist())).cached_tokens == 80
