@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tests.simulation.draw import draw, with_limits, with_states
+from tests.simulation.draw import draw, with_host, with_limits, with_states
 from tests.simulation.scenario import Scenario
 from tests.simulation.shrink import shrink
 from tests.simulation.world import Stuck, World
@@ -33,11 +33,12 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="drop the parts that the failure does not need")
     parser.add_argument("--states", action="store_true", help="of a model with recurrent state")
     parser.add_argument("--limits", action="store_true", help="with limits of namespaces")
+    parser.add_argument("--host", action="store_true", help="of an engine with a host tier")
     chosen = parser.parse_args()
 
     def drawn(seed: int) -> Scenario:
         life = with_limits(draw(seed)) if chosen.limits else draw(seed)
-        return with_states(life) if chosen.states else life
+        return with_states(life) if chosen.states else with_host(life) if chosen.host else life
 
     logging.disable(logging.CRITICAL)  # the engine logs every injected fault
     torch.set_num_threads(1)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.simulation.host import HostSlotModel
+
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
@@ -46,6 +48,8 @@ class Accounting:
 
     def contents(self) -> None:
         """Read the whole cache back along the tree: each block holds its own tokens, and belongs to one namespace."""
+        if isinstance(self.world.model, HostSlotModel):
+            self.world.model.host.check(self.are_canonical)
         model, tree = self.world.model, self.cache.state.tree
         owner: dict[int, Any] = {}
         for namespace, root in tree.roots.items():
@@ -63,10 +67,14 @@ class Accounting:
 
     def is_canonical(self, table: Any, length: int, prompt_length: int) -> bool:
         """Return whether the first tokens were computed in the chunks of a deterministic engine, or it is not one."""
+        return self.are_canonical(self.world.model.came_from(table, length), prompt_length)
+
+    def are_canonical(self, origins: Any, prompt_length: int, start: int = 0) -> bool:
+        """Return that of tokens [n, 3] from `start` on, by the chunks that computed them."""
         config = self.world.scenario.config
         if not config.deterministic:
             return True
-        begins = np.arange(length) // config.prefill_chunk * config.prefill_chunk
+        begins = np.arange(start, start + len(origins)) // config.prefill_chunk * config.prefill_chunk
         counts = np.minimum(config.prefill_chunk, prompt_length - begins)
         expected = np.stack([begins, counts, np.ones_like(begins)], axis=1)
-        return bool((self.world.model.came_from(table, length) == expected).all())
+        return bool((origins == expected).all())

@@ -15,7 +15,19 @@ from radixkv.config import EngineConfig
 from radixkv.sampling.params import SamplingParams
 from tests.simulation.model import VOCAB
 from tests.simulation.oracle import Reply, replies
-from tests.simulation.scenario import Ask, Auditing, Fault, Flaw, Forgetting, Ids, Pinning, Scenario, States, Unhashable
+from tests.simulation.scenario import (
+    Ask,
+    Auditing,
+    Fault,
+    Flaw,
+    Forgetting,
+    Host,
+    Ids,
+    Pinning,
+    Scenario,
+    States,
+    Unhashable,
+)
 
 
 class Profile(NamedTuple):
@@ -92,6 +104,28 @@ def with_limits(scenario: Scenario) -> Scenario:
 
 def _is_hashable(ask: Ask) -> bool:
     return ask.flaw is None or ask.flaw.kind != "namespace"
+
+
+def with_host(scenario: Scenario) -> Scenario:
+    """Return such a life of an engine with a host tier: prompts come back, mostly with failing transfers.
+
+    Smaller blocks make more prefixes worth a load.
+    """
+    rng = random.Random(f"host of {scenario.seed}")
+    size = rng.choice((1, 1, 2, scenario.block_size))
+    pool = int(scenario.num_blocks * scenario.block_size / size) + 1
+    host = Host(rng.choice((2, pool // 2 + 1, pool, 4 * pool)), rng.choice((0.9, 1.1, 2, 5, 50)))
+    kinds = rng.choice(((), ("offload",), ("load",), ("load", "load", "offload")))
+    later = rng.choice((0, 5, scenario.last))
+    again = tuple(
+        replace(ask, number=len(scenario.asks) + ask.number, at=ask.at + later, cancel=None, lags=(), flaw=None)
+        for ask in scenario.asks
+        if _is_hashable(ask)
+    )
+    last = scenario.last + later
+    faults = tuple(Fault(rng.randint(0, last), kind, rng.randrange(2), rng.choice((1, 1, 2, 5))) for kind in kinds)
+    asks, faults = (*scenario.asks, *again), (*scenario.faults, *faults)
+    return replace(scenario, num_blocks=pool, block_size=size, host=host, asks=asks, faults=faults)
 
 
 class _Draw:

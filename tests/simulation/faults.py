@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class Faults:
     swept: dict[int, set[int]] = field(default_factory=dict)
     fired: set[Fault] = field(default_factory=set)
     began: dict[Fault, int] = field(default_factory=dict)
+    transfers: Counter[Fault] = field(default_factory=Counter)  # how often each has failed
 
     # ---- called by the engine
 
@@ -77,6 +79,15 @@ class Faults:
             self.swept[self.now()] = {ask.number for ask in present}
             return True
         return False
+
+    def in_transfer(self, kind: str, part: int) -> None:
+        """Raise the faults of offloads or loads that are due; no request fails because of them."""
+        for fault in self._due(kind):
+            if part == min(fault.part, 1):
+                self.transfers[fault] += 1
+                if self.transfers[fault] >= fault.size:
+                    self.fired.add(fault)
+                raise Sabotage(f"a fault of the {kind} at step {fault.at}")
 
     # ---- afterwards
 

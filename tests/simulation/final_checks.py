@@ -115,7 +115,9 @@ class FinalChecks:
         if ends[type(None)] == len(customers):
             self._sums(counters)
         stats = self.cache.stats()
-        assert counters.computed_tokens + counters.recomputed_tokens == stats.committed_tokens, f"{counters}, {stats}"
+        committed = counters.computed_tokens + counters.recomputed_tokens
+        assert committed == stats.committed_tokens, f"{counters}, {stats}"
+        assert counters.host_tokens == stats.loaded_tokens, f"{counters}, {stats}"
         asked = sum(len(c.ask.prompt) for c in customers if c.request.admitted)
         refused = sum(len(c.ask.prompt) for c in customers if isinstance(c.channel.error, PromptTooLong))
         assert asked <= stats.query_tokens <= asked + refused, f"{asked} tokens were asked for: {stats}"
@@ -127,6 +129,7 @@ class FinalChecks:
         assert counters.prompt_tokens == sum(each.usage.prompt_tokens for each in done)
         assert counters.computed_tokens == sum(each.usage.computed_tokens for each in streams)
         assert counters.recomputed_tokens == sum(each.usage.recomputed_tokens for each in streams)
+        assert counters.host_tokens == sum(each.usage.host_tokens for each in streams)
         forked = sum(len(first.alternatives) * first.usage.prompt_tokens for first in done)  # no hits, but shared
         assert counters.cached_tokens == sum(each.usage.cached_tokens for each in streams) - forked
         assert all(each.usage.preemptions or not each.usage.recomputed_tokens for each in streams)
@@ -141,7 +144,8 @@ class FinalChecks:
             assert cache.free_blocks == cache.num_blocks, "something was published"
         cache.clear()
         cache.check()
-        assert cache.free_blocks == cache.num_blocks, "something leaked"
+        stats = cache.stats()
+        assert cache.free_blocks == cache.num_blocks and stats.host_free_blocks == stats.host_blocks, "something leaked"
 
 
 def _deadline(customer: Customer) -> float:

@@ -120,6 +120,8 @@ class Fault:
     sampler   the sampler raises
     schedule  planning raises, before (`part` 0) or after its work
     garbled   the run returns one row of logits too few
+    offload   copies to host memory raise, `size` times, before (`part` 0) or after some were done
+    load      copies from host memory raise, `size` times, before (`part` 0) or after some were done
     clock     `size` seconds pass at once (the engine must not mind)
     """
 
@@ -137,6 +139,14 @@ class States:
     prompt: int
     long: int
     least: int
+
+
+@dataclass(frozen=True)
+class Host:
+    """Host memory of `blocks` blocks, from which a token loads `speed` times as fast as it is computed."""
+
+    blocks: int
+    speed: float
 
 
 @dataclass(frozen=True)
@@ -160,6 +170,7 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     states: States | None = None
     limits: tuple[tuple[Hashable, float], ...] = ()  # namespaces and their shares
+    host: Host | None = None
 
     @property
     def last(self) -> int:
@@ -177,7 +188,7 @@ class Scenario:
         facts = [
             f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
             f"{self.config}, observer raises at {self.observer_raises}",
-            f"{self.states}, limits {dict(self.limits)}",
+            f"{self.states}, limits {dict(self.limits)}, {self.host}",
             f"no backpressure from {self.disable_backpressure}, close at {self.close}",
         ]
         facts += map(str, (*self.asks, *self.pinnings, *self.forgettings, *self.audits, *self.faults))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+from radixkv.engine.host_tier import LoadWork
 from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
 
@@ -67,7 +68,8 @@ class StepChecks:
         counters = self.core.counters
         audited = counters.audited_blocks, self.world.auditor.pending
         shaken = sum(c.shaken * c.request.preemptions for c in self.world.customers.values())
-        return (ended, counters.computed_tokens, counters.recomputed_tokens, *audited, shaken)
+        loads = counters.host_tokens, counters.failed_loads
+        return (ended, counters.computed_tokens, counters.recomputed_tokens, *audited, shaken, *loads)
 
     def after(self, before: Before) -> None:
         """Check a step."""
@@ -76,6 +78,7 @@ class StepChecks:
             raise self.world.model.broken
         self.world.accounting.check()
         self._budget(self.world.work)
+        self._loads(self.world.work)
         self._planned_streams(before, self.world.work)
         self._shared_prefixes(self.world.work)
         self._bits_repeat(self.world.work)
@@ -90,8 +93,9 @@ class StepChecks:
 
     def _budget(self, work: list[Work]) -> None:
         running = self.core.scheduler.running
-        assert sum(len(each.tokens) for each in work) <= self.config.max_batch_tokens
-        assert all(0 < len(each.tokens) <= self.config.prefill_chunk for each in work)
+        computed = [len(each.tokens) for each in work if not isinstance(each, LoadWork)]
+        assert sum(computed) <= self.config.max_batch_tokens
+        assert all(0 < count <= self.config.prefill_chunk for count in computed)
         assert len({id(each.stream) for each in work}) == len(work), "two chunks of one stream"
         assert sum(len(request.live) for request in running) <= self.config.max_sequences
 
@@ -103,19 +107,45 @@ class StepChecks:
             assert gone or id(stream) in planned, (
                 f"{self.world.name_of(stream.request)} decodes, but was left out of a step"
             )
-        left = self.config.max_batch_tokens - sum(len(each.tokens) for each in work)
-        # A deterministic engine does not cut a chunk to fit.
-        if left >= (self.config.prefill_chunk if self.config.deterministic else 1):
+        left = self.config.max_batch_tokens - sum(len(each.tokens) for each in work if not isinstance(each, LoadWork))
+        # A deterministic engine does not cut a chunk to fit. A stream may wait until the next step for its load.
+        if left >= (self.config.prefill_chunk if self.config.deterministic else 1) and not self._loads_are_full(work):
             idle = [s for s, sequence in before.active if s.sequence is sequence and s.active and id(s) not in planned]
             assert not idle, f"{idle} could have run in the rest of the budget"
             cut = [each for each in work if self._is_cut(each)]
             assert not cut, f"{cut} could have been longer by the rest of the budget"
-        self._higher_ranks_first(before, planned)
+        if not self._loads_are_full(work):
+            self._higher_ranks_first(before, planned)
         away = [each for each in work if self.world.customer_of(each.stream.request).channel.is_away]
         assert not away, f"computed, though its reader is away: {away}"
 
+    def _loads(self, work: list[Work]) -> None:
+        """Loads have two blocks or more, leave a token to compute, and together take as long as a chunk."""
+        loads = [each for each in work if isinstance(each, LoadWork)]
+        host, size = self.world.scenario.host, self.world.scenario.block_size
+        assert not loads or (host is not None and host.speed > 1)
+        assert self._loaded(work) <= self._most_loaded()
+        for each in loads:
+            end = each.start + len(each.tokens)
+            assert len(each.tokens) >= 2 * size and end < self.world.known_tokens[id(each)]
+            assert end == self._reusable(end), f"{each} ends inside a chunk"
+
+    def _loaded(self, work: list[Work]) -> int:
+        return sum(len(each.tokens) for each in work if isinstance(each, LoadWork))
+
+    def _most_loaded(self) -> int:
+        host, chunk = self.world.scenario.host, self.config.prefill_chunk
+        return 0 if host is None else max(int(chunk * host.speed), chunk + 2 * self.world.scenario.block_size)
+
+    def _loads_are_full(self, work: list[Work]) -> bool:
+        """Return whether this step's loads leave too little room for another one."""
+        loaded, chunk = self._loaded(work), self.config.prefill_chunk if self.config.deterministic else 1
+        return loaded > 0 and self._most_loaded() - loaded < chunk + 2 * self.world.scenario.block_size
+
     def _is_cut(self, work: Work) -> bool:
         """Return whether a chunk ends before its prompt, its stream's tokens, and the limit of a chunk."""
+        if isinstance(work, LoadWork):
+            return False
         end, stream = work.start + len(work.tokens), work.stream
         whole = end == len(stream.request.prompt) or end == self.world.known_tokens[id(work)]
         return not whole and len(work.tokens) < self.config.prefill_chunk

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
 
 from radixkv.cache import Pin, PrefixCache
 from radixkv.cache.events import Observer
-from radixkv.engine.core import Core
+from radixkv.engine.host_tier import new_core
 from radixkv.engine.kv_scrub import Auditor
 from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
@@ -33,6 +33,7 @@ from tests.simulation.channel import ScriptedChannel
 from tests.simulation.constraint import RuleMatcher
 from tests.simulation.faults import Faults, Listener
 from tests.simulation.final_checks import FinalChecks
+from tests.simulation.host import HostSlotModel, host_parts
 from tests.simulation.model import SlotModel
 from tests.simulation.order_checks import OrderChecks
 from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
@@ -104,7 +105,7 @@ class World:
         scenario = self.scenario
         raises = scenario.observer_raises
         self.listener = None if raises is None else Listener(raises)
-        new_cache, new_model = (PrefixCache, SlotModel) if scenario.states is None else stateful_parts(scenario)
+        new_cache, new_model = self._parts()
         self.cache: PrefixCache = new_cache(
             scenario.num_blocks,
             scenario.block_size,
@@ -118,11 +119,19 @@ class World:
         self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)
         self.model.fault, self.model.gives_nan = self.faults.in_forward, self.faults.gives_nan
         self.model.garbles = lambda: self.faults.garbles(self.work_of())
-        self.core = Core(self.cache, self.model, replace(scenario.config, prefix_cache=scenario.reuse))
+        if isinstance(self.model, HostSlotModel):
+            self.model.host.fault = self.faults.in_transfer
+        self.core = new_core(self.cache, self.model, replace(scenario.config, prefix_cache=scenario.reuse))
         self.auditor = Auditor(self.core)
         self._wrap_scheduler()
         self.accounting, self.final_checks = Accounting(self), FinalChecks(self)
         self.step_checks, self.order_checks = StepChecks(self), OrderChecks(self)
+
+    def _parts(self) -> tuple[Any, Any]:
+        """Return the classes of cache and model."""
+        if self.scenario.states is not None:
+            return stateful_parts(self.scenario)
+        return (PrefixCache, SlotModel) if self.scenario.host is None else host_parts(self.scenario)
 
     # ---- the whole life
 
@@ -169,6 +178,9 @@ class World:
             "recomputed_tokens",
             "coalesced_tokens",
             "forced_tokens",
+            "host_tokens",
+            "failed_loads",
+            "failed_offloads",
         )
         seen = Counter({name: getattr(counters, name) for name in names})
         seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
