@@ -7,6 +7,7 @@ example.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Generator
@@ -39,6 +40,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
     That takes half of the CPU time of this phase otherwise. Later collections look at the objects of the tests only.
     """
+    atexit.register(gc.unfreeze)  # the interpreter frees all objects at its end; some libraries warn otherwise
     gc.disable()
     try:
         return (yield)

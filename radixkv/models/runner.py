@@ -33,6 +33,7 @@ from radixkv_kernels.work_list import WorkList
 
 _FIRST_TOKENS = 16
 _PREFILL_SECONDS = 0.2  # of the forward that measures a prefill, about
+_MEASURING_SECONDS = 1.0  # after which no other forward measures a prefill
 WorkLists = dict[AttentionWindow, WorkList]
 
 
@@ -127,17 +128,21 @@ class Runner:
         """Measure the seconds per token of loading KV from the host, and of a prefill of up to `chunk` tokens.
 
         Nothing may be cached yet, because blocks of the pool and of the host are overwritten. Costs a few copies, and
-        forwards of about half a second in all. Needs `host`.
+        forwards of about half a second in all. On a busy machine they may take longer: after the first two, none begins
+        more than a second after the start. Needs `host`.
         """
         assert self.host is not None
         size = self.store.block_size
         load = self.host.bytes_per_block / size / self.host.measure()
         most = max(1, min(chunk, self._spare_block * size, self.loaded.max_length))
         count = first = min(_FIRST_TOKENS, most)
+        until = time.perf_counter() + _MEASURING_SECONDS
         self._prefill_seconds(count)  # the first forward of a process takes longer
-        while (seconds := self._prefill_seconds(count)) < _PREFILL_SECONDS / 2 and count < most:
+        seconds = self._prefill_seconds(count)
+        while seconds < _PREFILL_SECONDS / 2 and count < most and time.perf_counter() < until:
             count = min(most, max(2 * count, int(count * _PREFILL_SECONDS / seconds)))  # a GPU is faster with more
-        if count > first:  # and so does the first forward of a size
+            seconds = self._prefill_seconds(count)
+        if count > first and time.perf_counter() < until:  # and so does the first forward of a size
             seconds = min(seconds, self._prefill_seconds(count))
         return HostCosts(load, seconds / count)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +130,33 @@ def test_host_memory_keeps_what_a_forward_computed(build: Callable[..., Any]) ->
 def test_costs_are_measured_within_a_small_pool(build: Callable[..., Any]) -> None:
     runner = Runner(adapter.load(build("llama", torch.float32)), 1, 4, host_blocks=2)
     assert min(runner.host_costs(512)) > 0
+
+
+@pytest.mark.parametrize(
+    ("tick", "counts"),
+    [
+        (1e-4, [16, 16, 256, 256]),  # seconds of each look at the clock
+        (0.095, [16, 16, 33, 69]),
+        (0.4, [16, 16]),
+    ],
+)
+def test_measuring_ends_soon_on_a_busy_machine(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tick: float, counts: list[int]
+) -> None:
+    runner = Runner(adapter.load(build("llama", torch.float32)), 64, 4, host_blocks=2)
+    computed: list[int] = []
+    run = runner.run
+
+    def counted(inputs: list[SequenceInput]) -> torch.Tensor:
+        computed.extend(len(each.tokens) for each in inputs)
+        return run(inputs)
+
+    monkeypatch.setattr(runner, "run", counted)
+    clock = itertools.count(0, tick)
+    monkeypatch.setattr("radixkv.models.runner.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    costs = runner.host_costs(512)
+    assert computed == counts
+    assert costs.prefill_seconds_per_token == pytest.approx(tick / counts[-1])
 
 
 def test_a_runner_without_host_blocks_has_no_host_memory(runner: Runner) -> None:
