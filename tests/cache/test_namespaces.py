@@ -227,6 +227,24 @@ def test_a_comparison_that_raises_is_seen_by_keys_of_its_class_only() -> None:
     assert cache.stats().namespaces == 0
 
 
+def test_a_comparison_that_raises_for_all_classes_does_not_reach_the_others() -> None:
+    class Fussy:
+        """A key that has the hash of a text and cannot be compared."""
+
+        def __hash__(self) -> int:
+            return hash("x")
+
+        def __eq__(self, other: object) -> bool:
+            raise TypeError("not comparable")
+
+    cache = PrefixCache(64, 4)
+    publish(cache, TEXT, Fussy())
+    assert publish(cache, TEXT, "x") == 0
+    assert cached(cache, TEXT, "x") == 10
+    with pytest.raises(InvalidInput, match="not comparable"):
+        cache.open(TEXT, Fussy())
+
+
 def test_equal_values_of_different_classes_are_one_namespace() -> None:
     class Name(str):
         """A class that inherits hash and comparison."""

@@ -216,6 +216,15 @@ class TestEvict:
         assert not cache.evict(4), "the pinned block stays"
         assert cached(cache, [1, 5]) == 2
 
+    def test_evicts_what_a_pin_held_whose_time_is_over(self) -> None:
+        now = [100.0]
+        cache = PrefixCache(4, 4, clock=lambda: now[0])
+        publish(cache, prompt(1, 16))
+        cache.pin(prompt(1, 8), ttl=10)
+        assert not cache.evict(4)
+        now[0] += 10.1
+        assert cache.evict(4)
+
     def test_evicts_nothing_if_enough_is_free(self) -> None:
         cache = PrefixCache(4, 4)
         publish(cache, [1, 2, 3])

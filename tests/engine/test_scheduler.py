@@ -443,14 +443,16 @@ def test_timeouts_of_requests_that_have_ended_are_forgotten() -> None:
 
 def test_who_cannot_fit_because_of_pins_is_refused_not_kept_waiting() -> None:
     world = World(16, 4)
-    pinned = tokens(32, 1)
+    pinned, cached = tokens(32, 1), tokens(12, 3)
     world.submit(pinned, GREEDY.but(max_tokens=1))
+    world.submit(cached, GREEDY.but(max_tokens=1))
     world.finish()
     pin = world.core.admission.pin(np.array(pinned, np.int32))
     request = world.submit(tokens(40, 2))
     world.finish()
     with pytest.raises(PromptTooLong, match="8 are pinned"):
         request.channel.wait(0)
+    assert world.core.cache.match(cached).length == 12, "nothing was evicted for it in vain"
     pin.release()
     again = world.submit(tokens(40, 2))
     world.finish()
