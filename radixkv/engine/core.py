@@ -103,6 +103,10 @@ class Core:
         states = getattr(self.runner, "states", None)
         return {} if states is None else dict(states.stats())
 
+    def token_costs(self) -> dict[str, float]:
+        """Return the measured seconds of a token's load and of its prefill, by name; {} without a host tier."""
+        return {}
+
     def idle_for(self) -> float | None:
         """Return the seconds for which a step would have nothing to do: 0.0 for none, None until the next call.
 

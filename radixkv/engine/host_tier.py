@@ -181,12 +181,16 @@ class HostCore(Core):
         super().__init__(cache, runner, config)
 
     def _reuse_policy(self) -> ReusePolicy:
-        costs = self.runner.host_costs(self.config.prefill_chunk)
+        self._costs = costs = self.runner.host_costs(self.config.prefill_chunk)
         limits = load_limits(costs, self.config, self.cache.block_size)
         if limits is NO_LOADS:
             _log.warning("the host tier has no effect: loading a token takes %.3g s, and computing it %.3g s", *costs)
         row_dependent = getattr(self.runner, "row_dependent", False)
         return reuse_policy(self.cache, self.config, row_dependent=row_dependent, loads=limits)
+
+    def token_costs(self) -> dict[str, float]:
+        """Return the measured seconds of a token's load and of its prefill, by name."""
+        return self._costs._asdict()
 
     @property
     def _host(self) -> HostMemory:

@@ -173,6 +173,7 @@ class Stream:
         self.diverged = False
         self.recomputed_tokens = 0
         self.host_tokens = 0
+        self.host_hits = 0
         self.matcher = request.matcher  # None unless the reply is constrained
         if self.matcher is not None and index:
             self.matcher = self.matcher.fork()
@@ -267,8 +268,10 @@ class Stream:
 
     def count_loaded(self, start: int, count: int) -> None:
         """Record that [start, start + count) were loaded from the host; those that are new are hits."""
+        before = self.cached_tokens
         self.host_tokens += count
         self._add_hits(start + count)
+        self.host_hits += self.cached_tokens - before
 
     def cut_hit(self, length: int) -> None:
         """Drop the end of a hit before the stream computes anything: it goes on at `length`."""

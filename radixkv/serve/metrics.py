@@ -140,6 +140,8 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     yield _gauge("radixkv:state_slots", "Slots of cached recurrent states", slots, "state")
     images = {"used": cache.host_blocks - cache.host_free_blocks, "free": cache.host_free_blocks}
     yield _gauge("radixkv:host_blocks", "Blocks of the second tier, in host memory", images, "state")
+    failed = {"load": stats.failed_loads, "offload": stats.failed_offloads}
+    yield _counter("radixkv:host_failures", "Failed copies from the host and to the host", failed, "direction")
     yield _gauge("radixkv:state_bytes", "Memory of all rows and slots of recurrent states, in bytes", stats.state_bytes)
     yield _counter("radixkv:state_copies", "Copies of recurrent states from slot to slot", stats.state_copies)
     yield _counter("radixkv:state_copied_bytes", "Bytes of these copies", stats.state_copied_bytes)

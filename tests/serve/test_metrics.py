@@ -141,6 +141,25 @@ def test_rows_and_snapshots_of_recurrent_state() -> None:
     watched(test, max_sequences=3, snapshots=2)
 
 
+def test_the_host_tier() -> None:
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        for prompt in ([*range(40)], [30] * 40, [*range(40), 41, 42, 43]):
+            await engine.generate([prompt], greedy(1))
+        numbers, stats = read(await metrics.scrape()), await engine.stats()
+        cache = stats.cache
+        used, free = (numbers["radixkv:host_blocks", (("state", state),)] for state in ("used", "free"))
+        assert (used + free, free) == (64, cache.host_free_blocks) and used > 0
+        for name in ("offloaded_blocks", "loaded_tokens", "host_evicted_blocks"):
+            assert numbers[f"radixkv:{name}_total", ()] == getattr(cache, name)
+        assert cache.offloaded_blocks > 0 < cache.loaded_tokens == stats.host_tokens
+        assert numbers["radixkv:host_nodes", ()] == cache.host_nodes > 0
+        assert numbers["radixkv:host_failures_total", (("direction", "load"),)] == 0
+        missed = {dict(labels)["reason"]: value for (name, labels), value in numbers.items() if "missed" in name}
+        assert missed == {"never_seen": 83} and stats.prompt_tokens - stats.cached_tokens == 83
+
+    watched(test, num_blocks=16, host_blocks=64)
+
+
 def test_times_and_sizes_of_requests() -> None:
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
         prompt = list(range(1, 11))
@@ -267,7 +286,7 @@ def test_no_label_and_no_help_tells_of_anybody() -> None:
         await engine.generate([[1, 2, 3]], greedy(3), namespace=("tenant-of-mine", "key-of-his"))
         body = (await metrics.scrape()).decode()
         assert "tenant-of-mine" not in body and "key-of-his" not in body
-        allowed = {"reason", "state", "outcome", "cached", "le", "model", "device", "dtype", "attention"}
+        allowed = {"reason", "state", "outcome", "cached", "direction", "le", "model", "device", "dtype", "attention"}
         assert {label for _, labels in read(body.encode()) for label, _ in labels} <= allowed
 
     watched(test)

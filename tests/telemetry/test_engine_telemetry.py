@@ -24,6 +24,7 @@ from tests.telemetry.expected import assert_matches_cache
 from tests.telemetry.served import runtime_folder
 
 FOUR = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+FOUR_TIMES_FIVE = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +90,33 @@ def test_requests_tell_what_their_usage_and_the_stats_say() -> None:
         assert mirror.stats["step_tokens"] == stats.computed_tokens
         assert mirror.stats["steps"] == stats.steps and 0 < mirror.stats["step_seconds"] < stats.uptime_s
         assert mirror.stats["monitor_ns"] > 0 and mirror.stats["finished"] == 5
+
+
+def test_tokens_from_the_host_are_cached_tokens_of_their_own_kind() -> None:
+    engine, _, mirror = watched(num_blocks=16, host_blocks=64)
+    with engine:
+        one, other = [*range(40)], [30] * 40
+        for prompt in (one, other):
+            engine.generate([prompt], SamplingParams(max_tokens=1))
+        usage = engine.generate([[*one, 41, 42, 43]], SamplingParams(max_tokens=1))[0].usage
+        record = ended(look(engine, mirror))[-1]
+        assert any(node.residence == "host" for node in mirror.nodes.values())
+        assert record.cached_tokens == usage.cached_tokens == 40 > record.host_tokens == usage.host_tokens > 8
+        assert (record.miss_reason, record.miss_at, record.computed_tokens) == ("never_seen", 40, 3)
+        assert mirror.stats["host_tokens"] == mirror.stats["cache.loaded_tokens"] == record.host_tokens
+        assert engine.monitoring.publisher.facts.host_blocks == 64  # type: ignore[union-attr]
+        assert (mirror.stats["load_seconds_per_token"], mirror.stats["prefill_seconds_per_token"]) == (1.0, 10.0)
+
+
+def test_tokens_that_a_preempted_request_loads_again_are_no_hits() -> None:
+    engine, _, mirror = watched(num_blocks=12, host_blocks=64)
+    with engine:
+        handles = [engine.submit([start, *range(20, 30)], FOUR_TIMES_FIVE) for start in (1, 2)]
+        usages = [handle.result().usage for handle in handles]
+        records = ended(look(engine, mirror))
+        assert sum(usage.host_tokens for usage in usages) > 0 < sum(record.preemptions for record in records)
+        assert all(record.host_tokens <= record.cached_tokens for record in records)
+        assert mirror.stats["host_tokens"] == sum(usage.host_tokens for usage in usages)
 
 
 def test_a_miss_has_a_reason() -> None:

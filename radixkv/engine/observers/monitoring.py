@@ -69,7 +69,8 @@ def start(
 
     cache_recorder = Recorder(decode=decode)
     cache_recorder.attach(core.cache)
-    constants = {"max_length": facts.max_length, "kv_bytes": facts.bytes_per_block * facts.num_blocks}
+    kv_bytes = facts.bytes_per_block * facts.num_blocks
+    constants = {"max_length": facts.max_length, "kv_bytes": kv_bytes, **core.token_costs()}
     recorder = RequestRecorder(core, cache_recorder, constants)
 
     def collect() -> Future[Changes]:

@@ -169,6 +169,7 @@ class RequestRecorder(EngineObserver):
             miss_evicted_ago=None if miss is None else miss.evicted_ago,
             miss_pressure=None if miss is None else miss.pressure,
             miss_without_state=0 if miss is None else _without_state(miss),
+            host_tokens=streams[0].host_hits if streams else 0,
         )
 
     def _dated(self, at: float | None) -> float | None:
