@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Protocol, cast
@@ -36,7 +36,7 @@ from radixkv.engine.core import Core, Forward
 from radixkv.engine.request import Stream, TokenIds
 from radixkv.engine.reuse_policy import NO_LOADS, LoadLimits, ReusePolicy, reuse_policy
 from radixkv.engine.scheduler import Scheduler, Work
-from radixkv.errors import OutOfBlocks
+from radixkv.errors import OutOfBlocks, PrefixHeld
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -296,7 +296,8 @@ class HostCore(Core):
         tokens = np.array(work.stream.tokens, np.int32)[: work.start + len(work.tokens)]
         self.scheduler.preempt(request)
         if self.cache.match(tokens, request.namespace).length <= work.start:  # or others have computed or loaded it
-            self.cache.discard(tokens, request.namespace, work.start)
+            with suppress(PrefixHeld):  # by another load of it, which drops it if it fails too
+                self.cache.discard(tokens, request.namespace, work.start)
 
     def _commit_load(self, work: LoadWork) -> None:
         """Count and publish loaded tokens."""

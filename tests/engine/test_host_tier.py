@@ -257,6 +257,23 @@ def test_one_failed_load_spoils_no_other() -> None:
     assert [each.preemptions for each in requests] == [1, 0, 0]
 
 
+@pytest.mark.parametrize(("times", "loaded"), [(2, 32), (1 << 30, 0)])
+def test_two_loads_of_one_run_may_fail_together(times: int, loaded: int) -> None:
+    world = World(64, 200)
+    prompt = tokens(33)
+    world.answer(prompt)
+    world.offload(prompt)
+    requests = [world.submit(prompt) for _ in range(2)]
+    for each in requests:
+        each.waited_enough = True  # neither waits for the other one
+    world.host.fault = failing("load", times)
+    world.step()
+    assert world.loads() == [32, 32]
+    world.finish()
+    assert all(map(is_right, requests))
+    assert {usage(each).host_tokens for each in requests} <= {0, loaded}
+
+
 def test_a_failed_offload_loses_its_blocks_only() -> None:
     world = World()
     prompt = tokens(41)
