@@ -94,7 +94,7 @@ class HostStore:
         kind = StagedTransfers if staged else DirectTransfers
         try:
             self._transfers: Transfers = kind(store, num_blocks)
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError, ValueError) as error:  # numpy raises ValueError for a size beyond 63 bits
             raise InvalidInput(f"host memory of {self.nbytes} bytes cannot be allocated: {error}") from error
 
     @property

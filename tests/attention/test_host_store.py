@@ -249,6 +249,7 @@ def test_memory_without_kv_is_refused(layers: list[LayerShape], num_blocks: int)
         HostStore(KVStore(layers, 3, SIZE), num_blocks)
 
 
-def test_memory_that_cannot_be_allocated_is_refused_with_its_size() -> None:
-    with pytest.raises(InvalidInput, match=r"host memory of 64000000000000000 bytes cannot be allocated"):
-        HostStore(KVStore([LayerShape(1, 2, 2)], 3, SIZE), 10**15)
+@pytest.mark.parametrize("num_blocks", [10**15, 2**62])
+def test_memory_that_cannot_be_allocated_is_refused_with_its_size(num_blocks: int) -> None:
+    with pytest.raises(InvalidInput, match=f"host memory of {64 * num_blocks} bytes cannot be allocated"):
+        HostStore(KVStore([LayerShape(1, 2, 2)], 3, SIZE), num_blocks)
