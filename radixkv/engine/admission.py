@@ -103,7 +103,7 @@ class Admission:
             return True
         # Unpinned leaves may share part-filled blocks with pinned nodes, which have copies: evict them if that helps.
         need = blocks_needed(request, self._block_size, sequence.length, worst_case=True)
-        return need <= self._most_blocks(request) - self._pinned_blocks() and self._cache.evict(need, request.namespace)
+        return need <= self._most_beside_pins(request) and self._cache.evict(need, request.namespace)
 
     def refusal(self, request: Request) -> PromptTooLong:
         """Explain why a request that fits the pool is refused: no other request runs, so pins hold the other blocks."""
@@ -112,8 +112,8 @@ class Admission:
         beside = f" beside {own // self._block_size} that are pinned for it" if own >= self._block_size else ""
         need = blocks_needed(request, self._block_size, own, worst_case=True)
         return PromptTooLong(
-            f"{begun}the request takes {need} blocks{beside}; of the pool's {self._num_blocks}, {pinned} are pinned: "
-            "release pins, or load the engine with more kv_memory"
+            f"{begun}the request takes {need} blocks{beside}; {self._holds(self._most_blocks(request))}, and "
+            f"{pinned} are pinned: release pins, or load the engine with more kv_memory"
         )
 
     def _most_blocks(self, request: Request) -> int:
@@ -193,11 +193,14 @@ class Admission:
 
         A request that could not waits until no other one runs, and is refused then, before it has produced a token.
         """
-        pinned = self._pinned_blocks()
-        if not pinned:
+        if not self._pinned_blocks():
             return True
         own = self._reuse.sure_hit(self._pinned_hit(request))
-        return blocks_needed(request, self._block_size, own, worst_case=True) <= self._most_blocks(request) - pinned
+        return blocks_needed(request, self._block_size, own, worst_case=True) <= self._most_beside_pins(request)
+
+    def _most_beside_pins(self, request: Request) -> int:
+        """Return how many blocks that are not pinned a request can have if it runs alone."""
+        return self._num_blocks - self._pinned_blocks()
 
     def _leaves_room(self, most: list[tuple[Request, int]]) -> bool:
         """Return whether each of these requests can take its blocks alone, and the running ones the promised ones."""

@@ -53,7 +53,7 @@ class InputProcessor:
         """
         self.namespaces = namespaces
         self.context_limit = min(model.max_length, pool_tokens)
-        self._model, self._most_tokens = model, most_tokens
+        self._model, self._pool_tokens, self._most_tokens = model, pool_tokens, most_tokens
         self._check_fits = check_fits
         self._seed, self._numbers = seed, itertools.count(1)
         self.default_params = suggested(getattr(model, "model", None))
@@ -90,9 +90,11 @@ class InputProcessor:
         limit, pool_tokens = self._limits(number)
         room = limit - len(ids)
         if sample and room < 1:
+            all_tokens = self._pool_tokens
+            others = f" of {all_tokens}, without the shares of other namespaces" if pool_tokens < all_tokens else ""
             raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens and leaves no room for a reply: the model takes {model.max_length} "
-                f"tokens, the pool holds {pool_tokens}",
+                f"tokens, the pool holds {pool_tokens}{others}",
                 tokens=len(ids),
                 limit=limit - 1,
             )

@@ -122,6 +122,14 @@ class QuotaAdmission(Admission):
     def _holds(self, most: int) -> str:
         return f"its namespace can have {most}, as the pool has {self._num_blocks} with the shares of others"
 
+    def _most_beside_pins(self, request: Request) -> int:
+        """Return how many blocks that are not pinned a request can have: pins of other groups are in their shares."""
+        own = self._group(request)
+        pinned = self._quotas.pinned_blocks(self._cache.state)
+        guaranteed = self._quotas.pool.guaranteed
+        kept = sum(max(pair) for at, pair in enumerate(zip(guaranteed, pinned, strict=True)) if at != own)
+        return self._num_blocks - kept - pinned[own]
+
     def _available(self, request: Request) -> int:
         return self._cache.free_blocks + self._quotas.pool.evictable_for(self._group(request))
 

@@ -444,7 +444,7 @@ def test_a_prompt_without_room_because_of_pins_is_refused_with_the_numbers():
     engine, _ = make_engine(num_blocks=10)
     with engine:
         engine.warm(prompt_of(20), pin=True)
-        with pytest.raises(PromptTooLong, match="takes 9 blocks; of the pool's 10, 5 are pinned"):
+        with pytest.raises(PromptTooLong, match="takes 9 blocks; the pool has 10, and 5 are pinned"):
             engine.generate([prompt_of(30, 1)], GREEDY)
         assert list(engine.generate([prompt_of(10, 1)], GREEDY)[0].token_ids) == greedy_reply(prompt_of(10, 1), 6)
         check(engine)

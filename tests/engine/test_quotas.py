@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -10,6 +12,7 @@ from radixkv import SamplingParams
 from radixkv.config import EngineConfig
 from radixkv.engine.quota_admission import Group, are_covered
 from radixkv.errors import InvalidInput, PromptTooLong
+from radixkv.models.loaded import SequenceInput
 from tests.engine.fakes import check, make_engine
 from tests.engine.test_namespaces import Tenant
 
@@ -53,12 +56,47 @@ def test_a_request_is_refused_that_would_need_the_shares_of_others() -> None:
     engine, _ = make_engine(40, 4, namespace_limits={"ann": 0.5, "ben": 0.25})
     with engine:
         for namespace, most in (("ann", 120), ("ben", 80), ("eve", 40), (None, 40)):
-            with pytest.raises(PromptTooLong, match=f"the pool holds {most}"):
+            with pytest.raises(PromptTooLong, match=f"the pool holds {most} of 160, without the shares of other names"):
                 engine.submit(text(1, most), greedy(1), namespace=namespace)
             done = engine.generate([text(1, most - 8)], greedy(100), namespace=namespace)[0]
             assert len(done.token_ids) == 8, "max_tokens is limited to the rest"
         with pytest.raises(PromptTooLong, match="its namespace can have 10, as the pool has 40 with the shares"):
             engine.submit(text(1, 30), SamplingParams(max_tokens=8, n=4, temperature=1), namespace="eve")
+        check(engine)
+
+
+def test_shares_of_the_whole_pool_leave_other_namespaces_no_request() -> None:
+    engine, _ = make_engine(40, 4, namespace_limits={"ann": 0.5, "ben": 0.5})
+    with engine:
+        with pytest.raises(PromptTooLong, match="the pool holds 0 of 160, without the shares of other namespaces"):
+            engine.submit(text(1, 2), greedy(1))
+        done = engine.generate([text(1, 79)], greedy(9), namespace="ann")[0]
+        assert (done.usage.prompt_tokens, len(done.token_ids)) == (79, 1), "as long as the share allows"
+        check(engine)
+
+
+def test_pins_within_a_share_take_no_blocks_from_others() -> None:
+    """Requests of ann and eve run together, although the pins of ben are as many blocks as eve can have."""
+    submitted, together = threading.Event(), []
+
+    def fault(chunks: Sequence[SequenceInput]) -> None:
+        submitted.wait(30)
+        together.append(len(chunks))
+
+    engine, _ = make_engine(40, 4, fault=fault, namespace_limits={"ann": 0.5, "ben": 0.25})
+    with engine:
+        submitted.set()
+        engine.warm(text(1, 37), pin=True, namespace="ben")
+        submitted.clear()
+        handles = [engine.submit(text(2, 4), greedy(60), namespace="ann")]
+        handles.append(engine.submit(text(3, 4), greedy(32), namespace="eve"))
+        submitted.set()
+        for handle in handles:
+            handle.result(60)
+        assert max(together) == 2
+        engine.warm(text(4, 40), pin=True, namespace="ann")
+        with pytest.raises(PromptTooLong, match=r"takes 30 blocks; its namespace can have 30, .* and 20 are pinned"):
+            engine.generate([text(5, 100)], greedy(20), namespace="ann")
         check(engine)
 
 

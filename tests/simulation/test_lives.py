@@ -199,7 +199,7 @@ def beside_pins(prompt: tuple[int, ...], tokens: int, *pinnings: Pinning, until:
 def test_who_could_not_come_back_for_pins_is_refused_before_it_says_a_word() -> None:
     stranger = beside_pins((10, 11, 12), 33).customers[2]
     assert isinstance(stranger.channel.error, PromptTooLong)
-    assert "takes 9 blocks; of the pool's 10, 2 are pinned" in str(stranger.channel.error)
+    assert "takes 9 blocks; the pool has 10, and 2 are pinned" in str(stranger.channel.error)
     assert not stranger.channel.chunks and not stranger.request.admitted
 
 

@@ -48,6 +48,13 @@ class Quotas:
         named = zip(self.limits.namespaces, list(rows)[1:], strict=True)
         return tuple(NamespaceUsage(namespace, *row) for namespace, row in named)
 
+    def pinned_blocks(self, state: CacheState) -> list[int]:
+        """Count the pinned blocks of each group. O(pinned blocks)."""
+        pinned = [0] * len(self.limits)
+        for block in state.pins.blocks():
+            pinned[self.pool.owner[block]] += 1
+        return pinned
+
     def check(self, state: CacheState) -> None:
         """Recount the blocks of each group. AssertionError names the broken invariant. O(blocks)."""
         idle = {block for node in state.tree.walk() if not node.locks for block in node.blocks}
