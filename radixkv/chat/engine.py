@@ -16,7 +16,7 @@ from radixkv.chat.saved import Overflow
 from radixkv.chat.session import ChatSession
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import RequestEngine
-from radixkv.engine.chat_messages import check_roles
+from radixkv.engine.chat_messages import check_messages
 from radixkv.engine.input_processor import is_chat
 from radixkv.errors import InvalidInput
 
@@ -54,7 +54,7 @@ class Engine(RequestEngine):
             )
         if not is_chat(messages) and messages:
             raise InvalidInput(f"messages must be a list of dicts with role and content, got {messages!r}")
-        check_roles(messages or ())
+        check_messages(messages or ())
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         model = self.model
         template = ChatTemplate(model.tokenizer, model.stop_token_ids, tools, limit=self.context_limit)

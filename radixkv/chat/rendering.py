@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from radixkv.chat.generic_tools import with_tools_in_text
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import Arguments, arguments_key
-from radixkv.engine.chat_messages import check_roles, rendered_with_text
+from radixkv.engine.chat_messages import check_messages, rendered_with_text
 from radixkv.engine.input_processor import ControlTokens, check_date, rendered, template_source, today
 from radixkv.errors import ChatError, InvalidInput
 
@@ -194,7 +194,7 @@ class Rendering:
         Raises ChatError if the template refuses the messages, and InvalidInput, with the index, for a message without
         role or text.
         """
-        check_roles(messages)
+        check_messages(messages)
         guarded = [self._guard.message(message) for message in messages]
         return rendered_with_text(guarded, lambda each: self._rendered(each, reply=reply))
 

@@ -1,4 +1,4 @@
-"""Check that chat messages have a role, and a text or tool calls, as every template needs them.
+"""Check that chat messages have a role, and a text or a list of tool calls, as every template needs them.
 
 A message may lack its content, which OpenAI's clients write as None next to tool calls. Where it is missing, some
 templates write no text, some write the word None, and some raise an error.
@@ -15,8 +15,8 @@ Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message]], str]
 
 
-def check_roles(messages: Sequence[Message]) -> None:
-    """Raise InvalidInput, with the index, for a message without a role."""
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise InvalidInput, with the index, for a message without a role or with calls that are no list of objects."""
     for at, message in enumerate(messages):
         role = message.get("role")
         if not isinstance(role, str) or not role:
@@ -24,6 +24,13 @@ def check_roles(messages: Sequence[Message]) -> None:
                 f"message {at} has no role, it has {', '.join(map(repr, message)) or 'no field'}: "
                 'write {"role": "user", "content": "..."}'
             )
+        calls = message.get("tool_calls")
+        if calls and not (isinstance(calls, list | tuple) and all(map(_is_call, calls))):
+            raise InvalidInput(f"message {at} has tool_calls that are no list of dicts: {calls!r}")
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, Mapping) and isinstance(call.get("function") or {}, Mapping)
 
 
 def rendered_with_text(messages: Sequence[Message], render: Render) -> str:

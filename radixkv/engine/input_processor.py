@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.engine.chat_messages import Message, check_roles, rendered_with_text
+from radixkv.engine.chat_messages import Message, check_messages, rendered_with_text
 from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
 from radixkv.engine.request import Request, TokenIds, derive_seed
@@ -203,13 +203,13 @@ def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[in
     """Render messages with the tokenizer's chat template, as a session that begins today does, and encode them.
 
     Control tokens come from the template only. Raises ChatError if the template refuses the messages, and InvalidInput
-    as `check_roles` and `rendered_with_text` do.
+    as `check_messages` and `rendered_with_text` do.
     """
     if tokenizer is None:
         raise InvalidInput("this model has no tokenizer, so it cannot read chat messages: pass token ids")
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInput("this tokenizer has no chat template: pass text or token ids instead of chat messages")
-    check_roles(messages)
+    check_messages(messages)
     control_tokens = ControlTokens(tokenizer)
     guarded = [control_tokens.message(message) for message in messages]
     date = today()

@@ -41,6 +41,15 @@ def test_a_message_without_a_role_is_refused_by_its_index(wrong: dict[str, Any])
                 ask([USER, {"role": "assistant", "content": "y"}, wrong])
 
 
+@pytest.mark.parametrize("wrong", ["look", [None], ["look"], [{"function": "look"}], {"name": "look"}, 1])
+def test_tool_calls_that_are_no_list_of_objects_are_refused_by_the_index(wrong: object) -> None:
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": wrong}]
+    with chat_engine() as engine:
+        for ask in (engine.submit, lambda messages: engine.chat(messages=messages)):
+            with pytest.raises(InvalidInput, match="message 1 has tool_calls that are no list of dicts"):
+                ask(messages)
+
+
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 @pytest.mark.parametrize("template", [GETS, ADDS])
 @pytest.mark.parametrize("wrong", [{"content": None}, {}])
