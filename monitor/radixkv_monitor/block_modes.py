@@ -241,7 +241,7 @@ MODES = (
 
 
 HOST_STATE_NAMES = ("free", "on the host")
-"""Indexed by the states of block_map, of which blocks of host memory have the first two."""
+"""Indexed by the first two states of block_map; blocks of host memory have no others."""
 HOST_LEGEND = (LegendEntry(HOST_STATE_NAMES[1], theme.HOST),)
 _HOST_STATE = ColourMode(
     "state",
@@ -251,7 +251,7 @@ _HOST_STATE = ColourMode(
 
 
 def host_mode(mode: ColourMode) -> ColourMode:
-    """Return the mode for blocks of host memory, which have no references, and no sessions that were seen."""
+    """Return the mode for blocks of host memory, which have neither references nor sessions."""
     return mode if mode.name == "age" else _HOST_STATE
 
 

@@ -1,4 +1,4 @@
-"""The demo with a host tier: evicted blocks are offloaded to host memory, and loaded when a prompt needs them again."""
+"""The demo with a host tier: blocks that leave the pool are offloaded, and loaded when a prompt needs them again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from radixkv.errors import OutOfBlocks
 from radixkv_monitor.demo import TOKENS_PER_SECOND, DemoRequest, DemoSource
 
 LOADED_PER_SECOND = 20 * TOKENS_PER_SECOND
-"""The rate at which loads add to the seconds of a step, in tokens."""
+"""Tokens that are loaded per second of a step."""
 LEAST_BLOCKS = 2
-"""A shorter run is computed, as an engine does."""
+"""A shorter run is computed, as in an engine."""
 
 
 class HostDemoSource(DemoSource):
@@ -58,7 +58,7 @@ class HostDemoSource(DemoSource):
         return cast(HostSequence, request.sequences[0]).loadable(request.prompt[request.computed : -1])
 
     def _run(self, batch: list[tuple[DemoRequest, int]]) -> None:
-        """End a step: offload the blocks that were evicted since the last one, then load and commit."""
+        """End a step: offload the blocks that left the pool since the last one, then load and commit."""
         self._cache.moves()
         self._cache.moves_done()
         super()._run(batch)
@@ -92,7 +92,7 @@ class HostDemoSource(DemoSource):
         self._counts["step_tokens"] += count
         self._counts["host_tokens"] += count
         self._counts["cached_tokens"] += gained
-        if gained:  # a preempted request loads tokens that it had computed too
+        if gained:  # a preempted request also loads tokens that it had computed
             cached, host = request.record.cached_tokens + gained, request.record.host_tokens + gained
             self._publish(request, cached_tokens=cached, host_tokens=host)
             self._count_session(request, cached_tokens=gained)

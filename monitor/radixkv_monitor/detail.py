@@ -52,8 +52,8 @@ def _place_in_order(state: State, branch: Branch) -> list[str]:
         return [f"Eviction takes at least {plural(len(victims), 'node')} before it."] if victims else []
     place = victims.index(branch.node.id)
     if place == 0:
-        target = " to the host" if state.facts.host_blocks and not branch.node.demoted else ""
-        return [f"Eviction takes it next{target}, block by block off its end ({state.facts.eviction})."]
+        target = ", and offloads it to the host" if state.facts.host_blocks and not branch.node.demoted else ""
+        return [f"Eviction takes it next, block by block off its end ({state.facts.eviction}){target}."]
     return [f"Eviction takes {plural(place, 'node')} before it."]
 
 
@@ -109,12 +109,12 @@ def _not_held(branch: Branch) -> str:
 
 
 def _nodes_below(branch: Branch) -> int:
-    """Count the descendants of a node of the pool that are in the pool too."""
+    """Count the descendants of a node that are resident in the pool."""
     return branch.nodes - 1 - branch.host_nodes
 
 
 def _on_host(state: State, node: NodeRecord) -> str:
-    """Say that a node is on the host, and the cost of loading it next to that of computing it, if both were sent."""
+    """Say that a node is on the host, with the times of loading and of computing its tokens if they were sent."""
     blocks = count_blocks(node.blocks)
     place = f"On the host: {plural(blocks, 'block')}, {size(blocks * state.facts.bytes_per_block)}"
     load, prefill = (state.stats.get(f"{name}_seconds_per_token") for name in ("load", "prefill"))
@@ -168,7 +168,7 @@ def _below(branch: Branch) -> str:
 
 
 def _host_below(state: State, branch: Branch) -> list[tuple[str, str]]:
-    """Count the descendants on the host of a node of the pool; no fact without any."""
+    """Count the host-resident descendants of a node of the pool; no fact without any."""
     if not branch.host_nodes or branch.node.residence == "host":
         return []
     memory = size(branch.host_blocks * state.facts.bytes_per_block)

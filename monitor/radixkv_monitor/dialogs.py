@@ -29,7 +29,7 @@ WORDS = (
     ("pinned", "blocks that a pin holds, until it is released or expires"),
     ("rows", "slots for the recurrent states of open sequences, in models that have such state"),
     ("snapshots", "slots for recurrent states in the tree, which later prompts resume from"),
-    ("host", "host memory: blocks are offloaded there when evicted, and loaded when needed again"),
+    ("host", "host memory: blocks that leave the pool are offloaded there, and loaded when needed again"),
     ("● ○ ◆ ▽ □", "nodes held by a sequence, not held, held by a pin, marked as done, on the host"),
     ("hit rate", "cached share of all prompt tokens; a request counts when it is admitted"),
     ("hit, miss", "at least half of the prompt was cached, or less"),

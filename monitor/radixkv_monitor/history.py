@@ -121,8 +121,8 @@ _LEAST = 1.0  # the least seconds of samples for a rate
 class LastMinute:
     """Sums over the last minute; counters cover `watched` of its seconds.
 
-    `host_tokens` are the part of the cached tokens that was loaded from host memory. The counters do not divide the
-    cached tokens, so their division is that of the requests that were recorded.
+    `host_tokens` is the part of the cached tokens that was loaded from host memory. The counter of
+    loaded tokens includes those of preempted requests, so the part is that of the recorded requests.
     """
 
     watched: float

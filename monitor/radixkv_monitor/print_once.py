@@ -78,5 +78,5 @@ def to_text(state: State) -> str:
     if summary.states is not None:
         lines.insert(3, f"states      {summary.states}, {count(summary.states.copies)} copies between slots")
     if summary.host is not None:
-        lines.insert(3, f"host        {summary.host}")
+        lines[3:3] = [f"host        {summary.host}", f"prompts     {summary.host.sources}"]
     return "\n".join(lines)

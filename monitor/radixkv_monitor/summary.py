@@ -77,11 +77,11 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The second tier, in host memory. `blocks` are used ones of all, and `bytes` is the memory of all.
+    """The host tier. `blocks` counts the used blocks of all host blocks, and `bytes` is the memory of all.
 
-    `from_device`, `from_host` and `computed` divide the prompt tokens of the last minute. Rates are of the last ten
-    seconds; None until a second was sampled. `evicted_blocks` were dropped to make room for others. `failed_minute`
-    counts failed copies to and from the host.
+    `from_device`, `from_host` and `computed` divide the prompt tokens of the last minute. Rates are means over the last
+    ten seconds; None until a second was sampled. `evicted_blocks` were dropped to make room for others. `failed_minute`
+    counts failed copies to and from the host in the last minute.
     """
 
     blocks: Part
@@ -99,15 +99,13 @@ class Host:
 
     @property
     def sources(self) -> str:
-        """The origins of the prompt tokens of the last minute, in percent."""
-        parts = (("device", self.from_device), ("host", self.from_host))
+        """The sources of the prompt tokens of the last minute, in percent."""
         whole = self.from_device + self.from_host + self.computed
-        named = [f"{share(tokens, whole)} from the {tier}" for tier, tokens in parts]
-        return f"{', '.join(named)}, {share(self.computed, whole)} computed"
+        device, host, computed = (share(part, whole) for part in (self.from_device, self.from_host, self.computed))
+        return f"{device} of the tokens from the device, {host} from the host, {computed} computed, in 1 min"
 
     def __str__(self) -> str:
-        moved = f"{self.offloaded_blocks:,} offloaded, {self.loaded_tokens:,} tokens loaded"
-        return f"{self.blocks.counts} blocks, {moved}; prompt tokens in 1 min: {self.sources}"
+        return f"{self.blocks.counts} blocks, {self.offloaded_blocks:,} offloaded, {self.loaded_tokens:,} tokens loaded"
 
 
 @dataclass(frozen=True, slots=True)

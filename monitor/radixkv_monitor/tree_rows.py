@@ -19,7 +19,7 @@ Predicate = Callable[["Branch"], bool]
 
 
 NOT_ON_HOST = (0, 0)
-"""The host nodes and host blocks of a node of the pool itself."""
+"""The host nodes and host blocks that a node of the pool counts for itself."""
 
 
 class Branch:

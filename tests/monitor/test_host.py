@@ -165,8 +165,9 @@ def test_a_node_on_the_host_is_described_with_its_costs() -> None:
 def test_a_leaf_of_the_pool_is_evictable_although_nodes_on_the_host_follow_it() -> None:
     shown = with_host()
     assert notes(shown, 3) == [
-        "Not held. Evictable now.", "Eviction takes it next to the host, block by block off its end (lru).",
-    ]  # fmt: skip
+        "Not held. Evictable now.",
+        "Eviction takes it next, block by block off its end (lru), and offloads it to the host.",
+    ]
     assert dict(described(shown, 3).facts)["on the host"] == "2 nodes, 5 blocks (5.0 KiB)"
     assert dict(described(shown, 1).facts)["on the host"] == "3 nodes, 9 blocks (9.0 KiB)"
 
@@ -194,7 +195,7 @@ def test_the_host_has_a_map_with_a_scale_of_its_own(size: tuple[int, int]) -> No
     async def script(pilot: Pilot[None]) -> None:
         assert text(view, "#device-headline").startswith("Device: 64 blocks, 8% in use · by state · 1 block per cell")
         headline = text(view, "#host-headline")
-        assert headline.startswith("Host: 40 blocks, 22% in use, 31 free · by state · 1 block per cell (fits)")
+        assert headline.startswith("Host: 40.0 KiB, 40 blocks, 22% in use · by state · 1 block per cell (fits)")
         assert "on the host 9" in text(view, ".legend") and "cached 2" in text(view, ".legend")
         first = view.host.region.y
         cells = "".join(line[GUTTER : GUTTER + view.host.map.columns] for line in screen(pilot.app)[first : first + 2])
@@ -281,11 +282,9 @@ def test_prompt_tokens_are_divided_by_their_source() -> None:
     host = summarise(engine()).host
     assert host is not None and (host.from_device, host.from_host, host.computed) == (4400, 1600, 2000)
     assert (host.offloaded_per_second, host.loaded_per_second) == (30.0, 160.0)
-    assert str(host) == (
-        "25/40 blocks, 300 offloaded, 1,600 tokens loaded; prompt tokens in 1 min: "
-        "55% from the device, 20% from the host, 25% computed"
-    )
-    assert f"\nhost        {host}" in to_text(engine())
+    lines = to_text(engine()).splitlines()
+    assert lines[3] == "host        25/40 blocks, 300 offloaded, 1,600 tokens loaded"
+    assert lines[4] == ("prompts     55% of the tokens from the device, 20% from the host, 25% computed, in 1 min")
     assert to_dict(engine())["summary"]["host"]["blocks"] == {"part": 25.0, "whole": 40, "share": 25 / 40}
 
 

@@ -28,7 +28,7 @@ SOURCES = (
     ("from_host", "host", theme.HOST),
     ("computed", "computed", theme.ACTIVE),
 )
-"""The origins of prompt tokens: the field of a summary, the name and the shade."""
+"""The sources of prompt tokens: the field of Host, the name and the shade."""
 LOW = 14
 """Lines below which each card is one line of numbers."""
 BRIEF = {"hit-rate": "hits", "first-token": "TTFT", "evictions": "evicted"}
@@ -162,7 +162,7 @@ def states_line(panel: Panel, states: States) -> Text:
 
 
 def host_lines(panel: Panel, host: Host) -> list[Text]:
-    """Draw the used blocks of the host with its traffic, and the origins of prompt tokens, as two lines."""
+    """Draw two lines: the used blocks of the host with its traffic, and the sources of prompt tokens."""
     dim, strong = panel.style_of("dim"), panel.style_of("strong")
     used = Text("host    ", panel.style_of("title"), no_wrap=True, overflow="ellipsis")
     used.append_text(_gauge(host.blocks, theme.HOST, panel.app.current_theme.dark))

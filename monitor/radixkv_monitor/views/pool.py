@@ -88,27 +88,27 @@ class PoolView(View):
 
     @property
     def pane(self) -> BlockPane:
-        """The pane that the keys act on: that of the host if it has the focus, else that of the device."""
+        """The pane that the keys act on: the host's if it has the focus, else the device's."""
         return self.host if self.host.is_mounted and self.host.map.has_focus else self.device
 
     @property
     def map(self) -> HeatMap:
-        """The cells of that pane."""
+        """The cells of the pane that the keys act on."""
         return self.pane.map
 
     @property
     def blocks(self) -> Blocks:
-        """The blocks of that pane."""
+        """The blocks of the pane that the keys act on."""
         return self.pane.blocks
 
     @property
     def block(self) -> int:
-        """The first block of the cell under the cursor of that pane."""
+        """The first block of the cell under the cursor of the pane that the keys act on."""
         return self.pane.block
 
     @property
     def zoom_level(self) -> int:
-        """The zoom of that pane, as an index."""
+        """The zoom of the pane that the keys act on, an index in ZOOM_LEVELS."""
         return self.pane.zoom_level
 
     def on_mount(self) -> None:
@@ -164,13 +164,9 @@ class PoolView(View):
         """Draw the map of the host; return the count of used blocks."""
         mode = host_mode(MODES[self.mode])
         counts = self.host.counts(len(self.host.show(mode, self._node)))
-        used, memory = (
-            self.host.blocks.map.num_blocks - counts[0],
-            size(state.facts.host_blocks * state.facts.bytes_per_block),
-        )
-        free = f", {counts[0]:,} free · {_scale(self.host, mode)} · {memory}"
-        self._show_headline("host", f"Host: {_use(self.host, counts[0])}{free}")
-        return [used]
+        memory = size(state.facts.host_blocks * state.facts.bytes_per_block)
+        self._show_headline("host", f"Host: {memory}, {_use(self.host, counts[0])} · {_scale(self.host, mode)}")
+        return [self.host.blocks.map.num_blocks - counts[0]]
 
     def _show_headline(self, tier: str, text: str) -> None:
         self.query_one(f"#{tier}-headline", Static).update(text, layout=False)
