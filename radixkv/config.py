@@ -111,8 +111,8 @@ class EngineConfig:
     )
     host_memory: str | int | None = _setting(
         None,
-        "memory of the host for evicted KV, in addition to kv_memory: bytes, or a size such as 8GiB. A hit in it is "
-        "loaded instead of computed. None and 0 switch it off; hybrid models refuse it",
+        "host memory for KV that leaves the pool, in addition to kv_memory: bytes, or a size such as 8GiB. A hit in it "
+        "is loaded instead of computed. None and 0 switch it off; hybrid models refuse it",
     )
     block_size: int = _setting(16, "tokens per block", least=1)
     eviction: str = _setting("lru", "eviction policy, a name of radixkv.cache.POLICIES (an unknown name lists them)")

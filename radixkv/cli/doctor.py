@@ -287,7 +287,7 @@ def _host_memory(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
     try:
         blocks = _size(loaded, arguments, arguments.host_memory).host_blocks
         if not blocks:
-            return ok("host memory", "0: evicted KV is computed again")
+            return ok("host memory", "0: KV that leaves the pool is computed again")
         tried = -(-_HOST_TOKENS // block_size)
         costs = Runner(loaded, tried, block_size, host_blocks=min(blocks, tried)).host_costs(_HOST_TOKENS)
     except InvalidInput as error:

@@ -94,7 +94,9 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
         help="part of the memory for the recurrent states of a hybrid model (default: up to a third)",
     )  # fmt: skip
     plan.add_argument(
-        "--host-memory", metavar="SIZE", help="host memory of each rank for evicted KV, such as 64GiB (default: none)"
+        "--host-memory",
+        metavar="SIZE",
+        help="host memory of each rank for KV that leaves the pool, such as 64GiB (default: none)",
     )
     plan.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the KV heads")
     plan.add_argument("--json", action="store_true", help="print one JSON object with all sizes, for scripts")

@@ -1,4 +1,4 @@
-"""Run an engine whose cache has a second tier in host memory: offload evicted blocks, and load them back.
+"""Run an engine whose cache has a second tier in host memory: offload blocks that leave the pool, and load them back.
 
 A step runs the cache's moves (device to host), then loads (host to device), then its forward. Each starts with the
 copies of its plans. So a block is offloaded before it is written again, and one stream keeps the order.
@@ -170,7 +170,7 @@ class LoadingScheduler(Scheduler):
 
 
 class HostCore(Core):
-    """A core whose cache keeps evicted blocks in host memory."""
+    """A core whose cache keeps blocks that leave the pool in host memory."""
 
     scheduler_class = LoadingScheduler
     cache: HostPrefixCache
@@ -262,7 +262,7 @@ class HostCore(Core):
     # ---- offload
 
     def _offload(self) -> None:
-        """Copy the blocks that were evicted since the last step to the host; if that raises, they are lost."""
+        """Copy the blocks that left the pool since the last step to the host; if that raises, they are lost."""
         moves = self.cache.moves()
         if not moves:
             return
@@ -270,7 +270,7 @@ class HostCore(Core):
             self._host.offload(moves)
         except Exception:
             self.counters.failed_offloads += 1
-            _log.exception("%d evicted blocks could not be copied to host memory, and are lost", len(moves))
+            _log.exception("%d blocks could not be offloaded to host memory, and are lost", len(moves))
             return
         self.cache.moves_done()
 

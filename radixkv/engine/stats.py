@@ -48,8 +48,8 @@ class EngineStats:
     requests that ended before their first step. Of a model with recurrent state, `state_bytes` is the memory of all
     slots, and `state_copies` of `state_copied_bytes` went from slot to slot. `namespace_usage` has the blocks of each
     namespace with a limit. `host_tokens` were loaded from host memory in place of being computed. `failed_loads`
-    raised, so that their requests computed the tokens; `failed_offloads` raised, so that the evicted blocks of a step
-    were lost.
+    raised, so that their requests computed the tokens; `failed_offloads` raised, so that the blocks that left the
+    pool in a step were lost.
     """
 
     model: str

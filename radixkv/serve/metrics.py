@@ -225,7 +225,7 @@ _CACHE_COUNTERS = {
     "evicted_states": "Cached recurrent states that were evicted to make room",
     "copied_blocks": "Blocks that were copied on write",
     "regret_tokens": "Tokens that were requested again after their eviction",
-    "offloaded_blocks": "Evicted blocks that were copied to the host",
+    "offloaded_blocks": "Blocks that left the pool and were copied to the host",
     "loaded_tokens": "Tokens whose KV was loaded from the host",
     "host_evicted_blocks": "Blocks that were evicted on the host to make room there; part of the evicted blocks",
 }

@@ -271,7 +271,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="'tiny' (bundled, the default), a local folder, a GGUF file, or a hub name")
     group.add_argument("--kv-memory", metavar="SIZE", help="memory of the KV pool, such as 512MB (default: auto)")
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the KV pool, instead of --kv-memory")
-    group.add_argument("--host-memory", metavar="SIZE", help="memory of the host for evicted KV (default: none)")
+    group.add_argument("--host-memory", metavar="SIZE", help="host memory for KV that leaves the pool (default: none)")
     group.add_argument("--block-size", type=int, metavar="N", help="tokens of a block of the pool (default: 16)")
     group.add_argument("--eviction", metavar="POLICY", help="eviction policy (default: lru)")
     group.add_argument("--max-sequences", type=int, metavar="N", help="most requests that run at once (default: 64)")
