@@ -11,13 +11,13 @@ with the exceptions that `admission` names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
-from radixkv.cache import Match, PrefixCache
+from radixkv.cache import Match, PrefixCache, Sequence
 from radixkv.cache.quotas import Quotas
 from radixkv.config import EngineConfig
-from radixkv.engine.admission import Admission, most_blocks_freed
+from radixkv.engine.admission import Admission, blocks_needed, most_blocks_freed
 from radixkv.engine.request import Request
 from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.wait_queue import WaitQueue
@@ -60,7 +60,7 @@ class Group:
         return max(self.from_common, self.below) if self.running else 0
 
 
-def are_covered(groups: Sequence[Group], common: int) -> bool:
+def are_covered(groups: list[Group], common: int) -> bool:
     """Return whether all promises can be kept with `common` blocks for all groups, in any order of taking.
 
     >>> ann, ben = Group(used=5, evictable=5, guaranteed=5, promised=4), Group(used=5, evictable=0, guaranteed=5)
@@ -105,7 +105,18 @@ class QuotaAdmission(Admission):
         group_of = {each: self._group(each) for each in self._running}
         return self._first_to_go([each for each, group in group_of.items() if group == own or pool.exceeds(group)])
 
+    def cut_to_fit(self, request: Request, sequence: Sequence) -> bool:
+        """Cut the hit of a request that runs alone; returns False also if it counts on free blocks of other shares.
+
+        Their namespaces may take these blocks later. If the request was preempted then, it could not return.
+        """
+        return self._fits_beside_shares(request) and super().cut_to_fit(request, sequence)
+
     # ---- room
+
+    def _fits_beside_shares(self, request: Request) -> bool:
+        need = blocks_needed(request, self._block_size, self._pinned_hit(request), worst_case=True)
+        return need <= self._most_beside_pins(request)
 
     @property
     def _quotas(self) -> Quotas:
@@ -145,7 +156,7 @@ class QuotaAdmission(Admission):
 
     def _leaves_room(self, most: list[tuple[Request, int]]) -> bool:
         groups = self._groups()
-        alone = all(self._available(each) >= blocks for each, blocks in most)
+        alone = all(self._available(each) >= blocks and self._fits_beside_shares(each) for each, blocks in most)
         return alone and are_covered(groups, self._common(groups))
 
     def _groups(self, without: Collection[Request] = ()) -> list[Group]:

@@ -53,6 +53,7 @@ class TestLimits:
     def test_rounding_does_not_refuse_shares_that_add_up_to_one(self):
         limits = NamespaceLimits({"a": 0.1, "b": 0.2, "c": 0.7})
         assert limits.blocks(100) == [0, 10, 20, 70]
+        assert NamespaceLimits({"a": 0.29}).blocks(100) == [0, 29], "0.29 * 100 is less than 29 in floating point"
 
     def test_a_share_of_a_tuple_counts_for_all_tuples_that_begin_with_it(self):
         limits = NamespaceLimits({("ann",): 0.1, ("ann", "mail"): 0.1, "ann": 0.1, (): 0.1})
@@ -129,6 +130,21 @@ class TestRules:
             sequence.extend([5] * 4)
             cache.check()
         assert cached(cache, prompt(0, 8), "a") == 6
+
+    def test_leaves_whose_blocks_a_fork_holds_are_evicted_last(self):
+        cache = PrefixCache(12, 1, namespace_limits={"a": 0.1, "b": 0.5})
+        fill(cache, "b", 8)
+        with cache.open(prompt(0, 3), "a") as first:
+            first.extend(prompt(0, 3))
+            first.commit(publish=False)
+            twin = first.fork()
+            first.commit()
+        with cache.open([5] * 2, "c") as sequence:
+            sequence.extend([5] * 2)
+            cache.check()
+        assert cached(cache, prompt(0, 3), "a") == 3, "to evict it would free nothing"
+        assert used(cache) == {"a": 3, "b": 7}
+        twin.close()
 
     def test_next_victims_begin_with_the_greatest_excess(self):
         cache = PrefixCache(10, 1, namespace_limits={"a": 0.5, "b": 0.1})

@@ -100,6 +100,17 @@ def test_pins_within_a_share_take_no_blocks_from_others() -> None:
         check(engine)
 
 
+def test_a_request_that_needs_free_blocks_of_a_share_beside_pins_is_refused_before_it_begins() -> None:
+    engine, _ = make_engine(40, 4, namespace_limits={"ann": 0.5, "ben": 0.25})
+    with engine:
+        engine.warm(text(1, 20), pin=True, namespace="eve")
+        assert len(engine.generate([text(2, 80)], greedy(21), namespace="ann")[0].token_ids) == 21
+        with pytest.raises(PromptTooLong, match=r"takes 26 blocks; its namespace can have 30, .* 5 are pinned"):
+            engine.generate([text(3, 80)], greedy(22), namespace="ann")
+        assert engine.stats().namespace_usage[1].used_blocks == 0, "its ten blocks are free, but ben may take them"
+        check(engine)
+
+
 def test_a_hash_that_changes_later_moves_no_blocks_to_another_share() -> None:
     mutable = Tenant("ann")
     engine, _ = make_engine(64, 4, namespace_limits={"ann": 0.25, mutable: 0.25})
@@ -184,3 +195,10 @@ class TestPromises:
             else:
                 refused += self.can_fail(groups, free)
         assert covered > 500 and refused > 500
+
+    def test_a_request_with_all_its_blocks_promised_waits_for_room_beside_growing_shares(self):
+        ann, ben = Group(used=0, evictable=0, guaranteed=0, promised=4), Group(used=1, evictable=0, guaranteed=4)
+        assert are_covered([ann, ben], common=4)
+        ann.has_guaranteed = ben.running = True
+        assert not are_covered([ann, ben], common=6), "ben may take three blocks more"
+        assert are_covered([ann, ben], common=7)
