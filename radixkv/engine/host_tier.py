@@ -211,14 +211,22 @@ class HostCore(Core):
 
     @contextmanager
     def cached_blocks(self, tokens: TokenIds, namespace: Hashable) -> Iterator[NDArray[np.int32] | None]:
-        """Yield the block table of a cached text; its host-resident part is loaded into other blocks for that time."""
+        """Yield the block table of a cached text; its host-resident part is loaded into other blocks for that time.
+
+        If the load raises, that part is dropped.
+        """
         match = self.cache.match(tokens, namespace)
         if not match.host or match.length + match.host < len(tokens):
             with super().cached_blocks(tokens, namespace) as blocks:
                 yield blocks
             return
         with closing(self.cache.open(tokens, namespace, purpose="audit")) as sequence:
-            yield self._load_at_once(sequence, tokens)
+            blocks = self._load_at_once(sequence, tokens)
+            if blocks is not None:
+                yield blocks
+                return
+        self.cache.discard(tokens, namespace, match.length)
+        yield None
 
     def _fits(self, tokens: TokenIds, namespace: Hashable) -> bool:
         """Return whether the pool has room for the host-resident part of a text."""
@@ -234,7 +242,7 @@ class HostCore(Core):
             self._host.load([load])
         except Exception:
             self.counters.failed_loads += 1
-            _log.exception("a cached run could not be loaded from the host for an audit")
+            _log.exception("a cached run could not be loaded from the host for an audit, and is dropped")
             return None
         return sequence.block_table
 

@@ -23,7 +23,7 @@ from radixkv.models import adapter
 from radixkv.models.runner import Runner
 from tests.engine import test_audit
 from tests.engine.fakes import FakeRunner, check, make_engine, sized
-from tests.engine.host_world import GREEDY, SIZE, World, tokens, usage
+from tests.engine.host_world import GREEDY, SIZE, World, failing, tokens, usage
 from tests.selection import mostly_long
 
 # ---- pins
@@ -131,6 +131,20 @@ def test_an_audit_finds_a_flipped_value_in_host_memory_and_drops_it(position: in
     world.finish()
     assert again.channel.wait(0).token_ids == first.channel.wait(0).token_ids
     assert not world.audit(100).differ
+
+
+def test_an_audit_drops_a_run_that_cannot_be_loaded_and_goes_on() -> None:
+    world = AuditedWorld(30)
+    prompt = tokens(45)
+    world.answer(prompt)
+    world.offload(prompt)
+    world.host.fault = failing("load", times=1)
+    report = world.audit(200)
+    assert report.blocks >= 200 and not report.differ
+    assert world.core.counters.failed_loads == 1
+    world.host.fault = failing("load")
+    report = world.audit(200)  # the host is empty after some failures
+    assert report.blocks >= 200 and world.cache.stats().host_nodes == 0
 
 
 def test_an_audit_fails_a_preempted_request_whose_offloaded_tokens_are_wrong() -> None:
