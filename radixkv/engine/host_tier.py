@@ -232,7 +232,7 @@ class HostCore(Core):
         """Return whether the pool has room for the host-resident part of a text."""
         size, match = self.cache.block_size, self.cache.match(tokens, namespace)
         need = -(-len(tokens) // size) - match.length // size + match.idle_blocks
-        return need <= self.cache.free_blocks + self.cache.evictable_blocks
+        return need <= self.cache.free_blocks + self.cache.evictable_for(namespace)
 
     def _load_at_once(self, sequence: HostSequence, tokens: TokenIds) -> NDArray[np.int32] | None:
         """Load the rest of `tokens` between two steps; returns the block table, None if that failed."""

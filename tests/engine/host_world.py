@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,15 @@ class World:
     """A core with a host tier over a fake model, without its thread; each step checks every invariant of the cache."""
 
     def __init__(
-        self, num_blocks: int = 24, host_blocks: int = 100, config: EngineConfig | None = None, *, speed: float = 10.0
+        self,
+        num_blocks: int = 24,
+        host_blocks: int = 100,
+        config: EngineConfig | None = None,
+        *,
+        speed: float = 10.0,
+        limits: Mapping[Hashable, float] | None = None,
     ) -> None:
-        self.cache = HostPrefixCache(num_blocks, SIZE, host_blocks=host_blocks)
+        self.cache = HostPrefixCache(num_blocks, SIZE, host_blocks=host_blocks, namespace_limits=limits)
         self.runner = self.new_runner(num_blocks)
         self.host = add_host(self.runner, host_blocks, speed)
         self.core = new_core(self.cache, self.runner, config or sized(4, 36, 16))
