@@ -288,9 +288,9 @@ class RequestEngine:
 
         Waits for the report. Requests go on meanwhile, more slowly: about 128 tokens are recomputed between two steps
         (with `deterministic` a whole chunk). Requests that read a differing block, or may have, fail with
-        RequestFailed. The cache's recency and hits stay as they are. With `host_memory`, runs on the host are loaded for
-        that time, which may evict others; a run that cannot be loaded is dropped. Raises InvalidInput where there is
-        nothing to audit, EngineError if the model raises, EngineClosed.
+        RequestFailed. The cache's recency and hits stay as they are. With `host_memory`, runs on the host are loaded
+        for that time, which may evict others; a run that cannot be loaded is dropped. Raises InvalidInput where there
+        is nothing to audit, EngineError if the model raises, EngineClosed.
         """
         report = self.client.audit(blocks)
         try:
