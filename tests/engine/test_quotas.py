@@ -111,6 +111,18 @@ def test_a_request_that_needs_free_blocks_of_a_share_beside_pins_is_refused_befo
         check(engine)
 
 
+def test_no_request_within_its_share_is_preempted_for_another_namespace() -> None:
+    submitted = threading.Event()
+    engine, _ = make_engine(40, 4, fault=lambda chunks: submitted.wait(30), namespace_limits={"ann": 0.5})
+    with engine:
+        floods = [engine.submit(text(name, 40), greedy(32), namespace="eve") for name in (1, 2)]
+        last = engine.submit(text(3, 4), greedy(60), namespace="ann")  # the cheapest one to preempt
+        submitted.set()
+        assert sum(each.result(60).usage.preemptions for each in floods) == 1
+        assert last.result(60).usage.preemptions == 0
+        check(engine)
+
+
 def test_a_hash_that_changes_later_moves_no_blocks_to_another_share() -> None:
     mutable = Tenant("ann")
     engine, _ = make_engine(64, 4, namespace_limits={"ann": 0.25, mutable: 0.25})

@@ -24,16 +24,17 @@ def test_the_host_evicts_the_least_recently_used_run_in_any_order_of_offload() -
 
 
 def test_a_voided_load_counts_as_a_use_of_the_run() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=8)
+    cache = HostPrefixCache(8, 4, host_blocks=12)
     for text in (A[:16], B[:16], C):
         put(cache, text)
     run_moves(cache)
     with cache.open(A[:16]) as sequence:
-        sequence.load(A[:16])
-        run_moves(cache)  # a part of the third text takes the place of the second one
-    put(cache, range(500, 516))
+        sequence.load(A[:16])  # offloads a half of the third text
+        run_moves(cache)
+    assert reach(cache, A[:16]) == reach(cache, B[:16]) == (0, 16)
+    put(cache, range(500, 532))
     run_moves(cache)
-    assert (reach(cache, A[:16]), reach(cache, B[:16])) == ((0, 16), (0, 0))
+    assert (reach(cache, A[:16]), reach(cache, B[:16]), reach(cache, C)) == ((0, 16), (0, 0), (0, 32))
 
 
 def test_a_run_has_its_priority_after_it_was_offloaded_and_loaded() -> None:
@@ -146,3 +147,15 @@ def test_a_load_holds_tokens_below_text_that_was_published_meanwhile() -> None:
         sequence.commit()
         cache.check()
     assert reach(cache, A) == (32, 0)
+
+
+def test_a_flood_offloads_no_block_of_a_share_and_may_evict_its_text_on_the_host() -> None:
+    cache = HostPrefixCache(8, 4, host_blocks=4, namespace_limits={"ann": 0.5})
+    put(cache, A[:24], "ann")
+    put(cache, B[:16], "eve")
+    run_moves(cache)
+    assert reach(cache, A[:24], "ann") == (16, 8)
+    for first in (500, 600, 700):
+        put(cache, range(first, first + 16), "eve")
+        run_moves(cache)
+    assert reach(cache, A[:24], "ann") == (16, 0)
