@@ -7,7 +7,7 @@
             writes it to the host. `write-through` is the default of vLLM's OffloadingConnector and SGLang's HiCache:
             each new block is written at once, and the host's copy stays. `second use` writes a block at its second use.
             These two are models with LRU in both tiers (tiers_parts/models.py), with the same blocks. `one pool` is LRU
-            in one pool of both sizes, of which a prompt takes at most the device's part: a bound for exclusive LRU.
+            in one pool of both sizes; a prompt takes at most the device's part of it: a bound for exclusive LRU.
             `uncut` is the same pool without that limit. `clairvoyant` has perfect foresight.
   ttft      Time to the first token of a session of 4,096 tokens and a message of 32, on an engine of SmolLM2 (135
             million weights, a GGUF file): opened again on the device, on the host, and computed. The pool holds one

@@ -31,7 +31,7 @@ class WriteThrough:
     def serve(self, chain: Sequence[int]) -> tuple[int, int]:
         """Serve one request; returns its hits in blocks: on the device, and after them on the host.
 
-        Of a chain longer than the device, only the head is kept.
+        A chain longer than the device keeps only its head there.
         """
         chain = chain[: self._device_blocks]
         on_device = next((i for i, block in enumerate(chain) if block not in self._device), len(chain))

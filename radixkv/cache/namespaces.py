@@ -93,7 +93,7 @@ class Namespaces:
 
 
 class _Key:
-    """A value with the hash that it had when it was added. It equals the values that its own comparison says."""
+    """A value with the hash that it had when it was added; it is compared by its own `==`."""
 
     __slots__ = ("_hash", "_value")
 
@@ -104,7 +104,7 @@ class _Key:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        """Compare with the value of a call. Raises for a value of the same class only: others are then not equal."""
+        """Compare with the value of a call. If that raises, only a value of the same class passes it on."""
         if type(other) is _Key:
             return self is other
         if self._value is other:

@@ -138,7 +138,7 @@ class CacheStats:
     state_slots_used: int = 0
     evicted_states: int = 0  # snapshots evicted to make room for others; those that left with their KV do not count
     host_blocks: int = 0  # blocks of the second tier, in host memory; 0 without one
-    host_free_blocks: int = 0  # without KV, and not awaiting any
+    host_free_blocks: int = 0  # neither resident nor reserved
     host_nodes: int = 0  # runs of tokens that are resident there
     offloaded_blocks: int = 0  # written to the host
     loaded_tokens: int = 0  # copied from the host to the pool and committed

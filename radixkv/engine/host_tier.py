@@ -8,8 +8,8 @@ computing. Loads take no part of a step's token budget. In one step, all of them
 chunk of a prompt. Each loads at least two blocks.
 
 Preemption by swap needs nothing more. A preempted request publishes its tokens and closes its sequences. Its blocks are
-offloaded when others take them, and loaded when the request returns. Loading costs each token the same share of
-computing it, so the order of victims stays that of the tokens to compute again.
+offloaded when others take them, and loaded when the request returns. The victims are
+those of an engine without a host tier: loading a token costs a fixed fraction of computing it.
 
 A failed offload loses cached KV only. A failed load preempts its request and drops the cached run, so that the request
 computes those tokens.

@@ -38,7 +38,7 @@ class Usage:
     are measured from `submit`.
     `preemptions` counts how often the request was preempted. `recomputed_tokens` are tokens that were computed again
     because of that; `computed_tokens` counts them once. `host_tokens` were loaded from host memory in place of being
-    computed: cached tokens, and tokens that a preempted request would else compute again.
+    computed: cached tokens, and tokens that a preempted request would otherwise compute again.
     """
 
     prompt_tokens: int

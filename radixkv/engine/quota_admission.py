@@ -4,9 +4,9 @@ Evictable blocks of a namespace within its share are for its own requests only. 
 ones, are common. So a request is admitted if every running request of every namespace still gets its promised blocks,
 in whatever order they take them.
 
-A preempted request comes back only if it can finish even when the other running namespaces grow to their shares. The
-blocks that requests take beyond that come back when these requests are preempted. So no request is preempted twice,
-with the exceptions that `admission` names.
+A preempted request is admitted again only if it can finish even when the other running namespaces grow to their shares.
+Blocks that requests take beyond their shares are free again when these requests are preempted. So no request is
+preempted twice, with the exceptions that `admission` names.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Group:
 
     @property
     def most_from_common(self) -> int:
-        """The same if it also grows to its share beyond its promises."""
+        """The most common blocks that it takes if it also grows to its share beyond its promises."""
         return max(self.from_common, self.below) if self.running else 0
 
 

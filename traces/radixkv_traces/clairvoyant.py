@@ -19,7 +19,7 @@ from radixkv_traces.workload import Workload
 class ClairvoyantPool:
     """A pool of `capacity` blocks with perfect foresight; `serve` the requests of its workload in order.
 
-    Of each prompt at most `longest` blocks enter (default: `capacity`), as in a device with a host tier below it.
+    At most `longest` blocks of each prompt enter (default: `capacity`), as in a device that has a host tier.
     """
 
     host = None  # one pool has no traffic

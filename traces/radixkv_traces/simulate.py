@@ -100,8 +100,8 @@ def replay(
 ) -> ReplayResult:
     """Serve the requests in order from a pool of `capacity_blocks` blocks; a Workload has its own `block_tokens`.
 
-    With `host_blocks`, evicted blocks move to a host tier of that size, and hits on the host are loaded. "clairvoyant"
-    then has one pool of both sizes, of which a prompt takes at most `capacity_blocks`: the upper bound of both tiers.
+    With `host_blocks`, blocks that leave the pool move to a host tier of that size, and hits on the host are loaded.
+    "clairvoyant" is then one pool of both sizes, and a prompt takes at most `capacity_blocks` of it: the upper bound.
 
     A request's hit is its longest cached chain of blocks, at most its input length. The request holds these blocks
     while victims are evicted for the rest of its prompt. Of a chain longer than the pool, the head stays cached.

@@ -1,4 +1,4 @@
-"""Simulate a device pool with a host tier: the real cache offloads evicted blocks, and hits on the host are loaded.
+"""Simulate a device pool with a host tier: the real cache offloads blocks, and hits on the host are loaded.
 
 As in `simulate`, a recorded block is one token in a block of size 1, and requests run one at a time. A request's hit on
 the host begins where its hit on the device ends. Loads and offloads take no time, and a load is always taken: the
@@ -15,7 +15,7 @@ from radixkv.cache.host import HostPrefixCache
 from radixkv_traces.workload import Workload
 
 LOAD_TOKENS = 8192
-"""The most tokens that a step loads, as in an engine, where loading many at once would delay other requests."""
+"""The most tokens that a step loads. An engine has such a limit because long loads would delay other requests."""
 
 
 @dataclass(frozen=True, slots=True)

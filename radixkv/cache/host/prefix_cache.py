@@ -35,10 +35,11 @@ class HostCacheState(CacheState):
 class HostPrefixCache(PrefixCache):
     """A prefix cache over `num_blocks` blocks of a device and `host_blocks` blocks of the same size on the host.
 
-    Where the pool is full, `extend` offloads cached blocks to the host instead of evicting them; only what leaves the
-    host too is evicted. Your program keeps the host's KV, and runs in each step: the copies of `moves`, then
-    `moves_done`, the copies of the plans, the loads, the writes. Other arguments are those of PrefixCache. Each cached
-    token is resident in one tier; of each text a leading part is on the device, the following one on the host.
+    When the pool is full, `extend` offloads cached blocks to the host instead of evicting them. Only tokens that leave
+    the host, too, are evicted. Your program stores the KV of both tiers. In each step it runs the copies of `moves`,
+    calls `moves_done`, and runs the copies of the plans, the loads and the writes. Other arguments are those of
+    PrefixCache. Each cached token is resident in one tier: the first part of a text on the device, the next part on the
+    host.
 
     >>> cache = HostPrefixCache(num_blocks=2, block_size=4, host_blocks=8)
     >>> with cache.open([]) as first:
@@ -126,7 +127,7 @@ class HostPrefixCache(PrefixCache):
         return self._with_reason(explained, last, last.ghost_owner, raw)
 
     def random_host_run(self, rng: Random) -> HostRun | None:
-        """A random text that ends on the host and can be loaded, to compute it again and compare; None without one.
+        """A random text that ends on the host and can be loaded, for an audit; None if there is none.
 
         O(log leaves + depth + tokens of the text), more only while moves are not confirmed.
         """
@@ -156,8 +157,8 @@ class HostPrefixCache(PrefixCache):
     def moves(self) -> list[tuple[int, int]]:
         """Take the pending copies (device block, host block); run them before any copy, load or write of a step.
 
-        A host block occurs once. Then confirm them by `moves_done`. If that was not called for the moves taken before,
-        these have failed: the tokens of that batch, and all tokens after them on the host, are evicted. O(moves).
+        Each host block occurs once. Then confirm them by `moves_done`. A batch that was not confirmed before the next
+        call has failed: its tokens, and all tokens after them on the host, are evicted. O(moves).
         """
         if self.tier.drained:
             tokens, _ = self.state.tree.drop_failed(self.clock())
@@ -199,7 +200,8 @@ class HostPrefixCache(PrefixCache):
     def discard(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> int:
         """Forget the cached tokens of this text from `start` on, and everything below them, in both tiers.
 
-        Returns the blocks that this freed on the device. See PrefixCache.discard; a pending load holds its tokens.
+        Returns the blocks that this freed on the device. Raises PrefixHeld as PrefixCache.discard does, and for tokens
+        that a pending load reads.
         """
         raw = as_bytes(tokens)
         freed = super().discard(np.frombuffer(raw, np.int32), namespace, start)
@@ -211,7 +213,7 @@ class HostPrefixCache(PrefixCache):
         return freed
 
     def clear(self, *, pins: bool = False) -> None:
-        """Forget everything that no sequence or pin holds, the whole host and the ghosts. Counts as no eviction."""
+        """Forget the whole host, the ghosts, and everything that no sequence or pin holds. Counts as no eviction."""
         self.state.tree.forget_host()
         super().clear(pins=pins)
 

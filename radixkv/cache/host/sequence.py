@@ -25,7 +25,7 @@ class HostSequence(Sequence):
 
     __slots__ = ("_reads",)
 
-    _reads: dict[int, int]  # of a pending load: host block -> the end of the tokens that are read there
+    _reads: dict[int, int]  # of a pending load: host block -> the end of the tokens that it reads there
     _hits = False  # whether the tokens that are published now were loaded by a request
 
     @property
@@ -104,7 +104,7 @@ class LoadingSequence(HostSequence):
         return self.purpose == "request"
 
     def commit(self, publish: bool = True) -> None:
-        """Commit as PrefixCache does; with `publish`, the host blocks of loaded tokens are freed. O(new tokens)."""
+        """Commit as a plain Sequence does; `publish` also frees the host blocks of loaded tokens. O(new tokens)."""
         state, tree, count = self._state, self._tree, len(self._planned or b"") // WIDTH
         state.counters.committed_tokens -= count  # they were computed and committed before
         state.counters.hit_tokens += count * (self.purpose == "request")
@@ -133,7 +133,7 @@ class LoadingSequence(HostSequence):
 
 
 def _sources(path: list[tuple[HostNode, int]], size: int) -> tuple[npt.NDArray[np.int64], dict[int, int]]:
-    """The host slots of the leading tokens of nodes, and the blocks that have them with the end of these tokens."""
+    """The host slots of the leading tokens of nodes; and their host blocks, each with the end of these tokens."""
     parts = [np.empty(0, np.int64)]
     reads: dict[int, int] = {}
     for node, count in path:

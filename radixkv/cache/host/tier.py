@@ -30,7 +30,7 @@ class HostNode(Node):
     residence: ClassVar[Residence] = "host"
 
     def __lt__(self, other: HostNode) -> bool:
-        """Order leaves of the same recency: parts of a run that was offloaded at different times may have the same."""
+        """Order leaves of equal recency, such as parts of a run that were offloaded at different times."""
         return self.id < other.id
 
 
@@ -49,7 +49,9 @@ class HostTier:
         self.planned: dict[HostNode, Pressure] = {}  # nodes with moves that were not drained, and the cause
         self.drained: dict[HostNode, Pressure] = {}  # nodes with moves that were drained and are not confirmed
         self.reading: dict[int, int] = {}  # host block -> pending loads that read it
-        self.deferred: set[int] = set()  # without a node, to be freed when the last load of it ends
+        self.deferred: set[int] = (
+            set()
+        )  # blocks without a node, which are freed when the last load that reads them ends
         self.count = 0  # nodes
         self.offloaded_blocks = 0
         self.loaded_tokens = 0
@@ -91,7 +93,7 @@ class HostTier:
         return found
 
     def victim(self, node: Node) -> HostNode | None:
-        """Return the leaf to evict next, so that `node` can be offloaded; None if `node` is the less valuable one.
+        """Return the leaf to evict next, so that `node` can be offloaded; None if no leaf is colder than `node`.
 
         A leaf that is being read is passed over. O(log leaves).
         """

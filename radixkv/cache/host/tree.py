@@ -85,7 +85,7 @@ class HostTree(RadixTree):
     # ---- nodes of both tiers
 
     def merge(self, upper: Node) -> None:
-        """Join a node with its only child if nothing ends there, in either tier. Requests may count in both: hits."""
+        """Join a node with its only child if no other text follows it in either tier. The more hits are kept."""
         if upper in self.tier.below or len(upper.children) != 1:
             return
         (child,) = upper.children.values()
@@ -141,7 +141,8 @@ class HostTree(RadixTree):
         """Offload up to `most` blocks off the tail of an unlocked leaf. Returns the tokens that left the last tier.
 
         The host makes room by evicting leaves that are colder than `node`. The part that finds no room is evicted, and
-        with it all host nodes after it. So is a tail at the cold end. O(log leaves + tokens), and more for evictions.
+        with it all host nodes after it. A node at the cold end is evicted, not offloaded. O(log leaves + tokens), and
+        more for evictions.
         """
         tier = self.tier
         cut, lost = min(most, len(node.blocks)), 0
@@ -283,7 +284,7 @@ class HostTree(RadixTree):
         return self._evict_all(list(self.tier.nodes(node)), now, pressure)
 
     def _evict_all(self, nodes: list[HostNode], now: float, pressure: Pressure) -> int:
-        """Evict whole host nodes, of which all children are in the list, after them. Returns the tokens."""
+        """Evict whole host nodes; the list has all their children, after them. Returns the tokens."""
         return sum(self._evict(each, len(each.blocks), now, pressure) for each in reversed(nodes))
 
     def _forget_all(self, nodes: list[HostNode]) -> None:
@@ -360,7 +361,7 @@ class HostTree(RadixTree):
             node = above
 
     def _overlay(self, upper: Node, node: Node, hit: bool) -> None:
-        """Drop the host tokens after `upper` that its child `node`, a leaf, has. What follows them hangs at `node`.
+        """Drop the host tokens after `upper` that its child `node`, a leaf, has. Host nodes after them move to `node`.
 
         The node is split where other text branches off on the host.
         """

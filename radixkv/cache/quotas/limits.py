@@ -14,7 +14,7 @@ class NamespaceLimits:
     """Shares of the pool by namespace. A share of a tuple counts for all tuples that begin with it, together.
 
     Group 0 has the namespaces without a share; the group of each share is its place in the mapping, from 1 on. Raises
-    InvalidInput for shares that are no numbers from 0 to 1, or are more than 1 together.
+    InvalidInput for shares that are not numbers from 0 to 1, or that add up to more than 1.
 
     >>> limits = NamespaceLimits({("ann",): 0.5, "ben": 0.25})
     >>> [limits.group(each) for each in (("ann",), ("ann", "mail"), "ben", "eve", None)]
@@ -46,9 +46,9 @@ class NamespaceLimits:
         return len(self.shares)
 
     def group(self, namespace: Hashable) -> int:
-        """Return the group of a namespace: that of the longest tuple with a share that it begins with. O(its length).
+        """Return the group of a namespace; of a tuple, that of its longest beginning with a share. O(its length).
 
-        It hashes the namespace, and passes on what that raises.
+        Exceptions of the namespace's hash are passed on.
         """
         found = self._groups.get(namespace)
         if found is None and isinstance(namespace, tuple):
@@ -68,6 +68,6 @@ def _is_share(value: object) -> bool:
 
 
 def _name(namespace: Hashable) -> str:
-    """Describe a namespace of a message without running code of its class."""
+    """Describe a namespace in a message, without running code of its class."""
     plain = namespace is None or type(namespace) in (str, int, bytes)
     return repr(namespace) if plain else f"a {type(namespace).__name__}"

@@ -48,7 +48,7 @@ class QuotaPool(BlockPool):
         return self.evictable_in[group] + self.total_spare - self.spare[group]
 
     def most_blocks(self, group: int) -> int:
-        """How many blocks a group can have in any case: the pool without the blocks guaranteed to others."""
+        """The most blocks that a group can have: the pool without the blocks guaranteed to others."""
         return self.num_blocks - sum(self.guaranteed) + self.guaranteed[group]
 
     def exceeds(self, group: int) -> bool:
