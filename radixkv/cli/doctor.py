@@ -300,6 +300,8 @@ def _host_memory(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
     text = f"{text}; loading a token takes {load} ({speed}), computing it {prefill}"
     if costs.load_seconds_per_token >= costs.prefill_seconds_per_token:
         return note("host memory", f"{text}: nothing would be loaded")
+    if loaded.device.type == "cpu":
+        return note("host memory", f"{text}; a larger --kv-memory holds as much in the same memory, without copies")
     return ok("host memory", text)
 
 

@@ -203,8 +203,8 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=SHARE",
-        help="share of the pool that is guaranteed to a tenant, such as ada=0.4; repeat for more tenants. Shares are "
-        "at most 1 together; tenants without a share are evicted first",
+        help="share of the pool that is guaranteed to a tenant, such as ada=0.4; repeat for more tenants. Shares add "
+        "up to at most 1; prompts of tenants without a share are evicted first",
     )
     group.add_argument(
         "--max-connections",
