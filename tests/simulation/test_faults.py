@@ -14,11 +14,9 @@ The life has chunked prompts, shared ones, forks, evictions and preemptions, and
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from radixkv.config import EngineConfig
 from radixkv.errors import RequestFailed
@@ -54,14 +52,6 @@ LIFE = Scenario(
         ask(7, 10, (*SHARED, 1), 5, n=2),
     ),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

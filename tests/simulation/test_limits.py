@@ -5,16 +5,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-
 import pytest
-import torch
 
 from tests.simulation.draw import draw, with_limits, with_states
-from tests.simulation.scenario import Scenario
-from tests.simulation.test_lives import FRESH, LIVES
-from tests.simulation.world import Stuck, World
+from tests.simulation.test_lives import FRESH, LIVES, live
 
 SIGHTS = (  # events that must occur, or the lives are too easy
     "cancelled: preempted",
@@ -28,27 +22,6 @@ SIGHTS = (  # events that must occur, or the lives are too easy
     "audited_blocks",
     "a fault: forward",
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def live(seeds: list[int], life: Callable[[int], Scenario]) -> Counter[str]:
-    failures, seen = [], Counter[str]()
-    for seed in seeds:
-        try:
-            world = World(life(seed)).run()
-            world.cache.check()
-            seen += world.sights()
-        except (Exception, Stuck) as error:
-            failures.append(f"seed {seed}: {type(error).__name__}: {error}")
-    assert not failures, "\n".join([f"{len(failures)} of {len(seeds)} lives failed", *failures[:5]])
-    return seen
 
 
 def test_every_request_of_some_lives_ends_as_it_must() -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from radixkv.config import EngineConfig
 from radixkv.errors import PromptTooLong
@@ -63,27 +62,19 @@ SIGHTS = (  # events that must occur, or the lives are too easy
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: the tensors have ten numbers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def live(seeds: list[int]) -> Counter[str]:
+def live(seeds: list[int], life: Callable[[int], Scenario] = draw) -> Counter[str]:
+    """Run the life of each seed; return how often each event occurred in all of them."""
     failures, seen = [], Counter[str]()
     for seed in seeds:
         try:
-            seen += World(draw(seed)).run().sights()
+            seen += World(life(seed)).run().sights()
         except (Exception, Stuck) as error:
             failures.append(f"seed {seed}: {type(error).__name__}: {error}")
     assert not failures, "\n".join(
         [
             f"{len(failures)} of {len(seeds)} lives failed",
             *failures[:5],
-            "replay: python -m tests.simulation --seed N --verbose",
+            "replay one: the first lines of this test file have the command",
         ]
     )
     return seen

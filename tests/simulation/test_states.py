@@ -5,20 +5,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from radixkv.config import EngineConfig
 from radixkv.sampling.params import SamplingParams
 from tests.simulation.draw import draw, with_states
 from tests.simulation.scenario import Ask, Fault, Flaw, Scenario, States
 from tests.simulation.test_faults import EVERY_THIRD, LIFE, failed, in_step
-from tests.simulation.test_lives import FRESH, LIVES, SHARD
-from tests.simulation.world import Stuck, World
+from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
+from tests.simulation.world import World
 
 SIGHTS = (  # events that must occur, or the lives are too easy
     "cancelled: preempted",
@@ -37,34 +34,19 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0)
 CONFIG = EngineConfig(max_sequences=6, max_batch_tokens=64, prefill_chunk=16)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def live(seeds: list[int]) -> Counter[str]:
-    failures, seen = [], Counter[str]()
-    for seed in seeds:
-        try:
-            seen += World(with_states(draw(seed))).run().sights()
-        except (Exception, Stuck) as error:
-            failures.append(f"seed {seed}: {type(error).__name__}: {error}")
-    assert not failures, "\n".join([f"{len(failures)} of {len(seeds)} lives failed", *failures[:5]])
-    return seen
+def life(seed: int) -> Scenario:
+    return with_states(draw(seed))
 
 
 def test_every_request_of_some_lives_ends_as_it_must() -> None:
-    assert live(list(range(12)))["hits"]
+    assert live(list(range(12)), life)["hits"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(12, LIVES, SHARD))
 def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
     fresh = range(FRESH, FRESH + 100) if FRESH and first == 12 else ()
-    seen = live([*range(first, min(first + SHARD, LIVES)), *fresh])
+    seen = live([*range(first, min(first + SHARD, LIVES)), *fresh], life)
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
