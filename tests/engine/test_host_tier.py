@@ -37,6 +37,8 @@ def test_evicted_tokens_come_back_by_a_load() -> None:
     assert usage(again).computed_tokens == world.core.counters.computed_tokens - computed == 1 + 5
     assert world.core.counters.host_tokens == world.cache.stats().loaded_tokens == 40
     assert world.core.counters.cached_tokens == 40
+    counters = world.core.counters
+    assert world.core.step_tokens == counters.computed_tokens, "a step's tokens for telemetry are those it computed"
 
 
 def test_a_prefix_on_the_device_is_hit_and_the_rest_is_loaded() -> None:
@@ -125,11 +127,12 @@ def test_loads_of_several_requests_share_a_step() -> None:
     for prompt in prompts:
         world.offload(prompt)
     requests = [world.submit(prompt) for prompt in prompts]
-    seen = []
+    steps, seen = world.core.counters.steps, []
     while world.core.busy:
         world.step()
         seen.append([(each.stream.request.number - requests[0].number, len(each.tokens)) for each in world.work])
     assert seen[:3] == [[(0, 32)], [(0, 16), (1, 16)], [(0, 1), (1, 32)]]
+    assert world.core.counters.steps - steps == sum(map(bool, seen)), "a step of loads only is a step"
     assert all(map(is_right, requests))
     assert world.core.counters.host_tokens == 96
 
