@@ -273,8 +273,8 @@ class Dropped(NamedTuple):
 def drop_wrong(core: Core, tokens: TokenIds, namespace: Hashable, wrong: int) -> Dropped:
     """Drop a cached text from its wrong token on, with all its continuations, on the device and on the host.
 
-    Requests that read it now fail with RequestFailed. So do preempted requests that have sampled after it: they hold no
-    blocks any more, so it is not known which KV they read. Pins on it are released. Between two steps only.
+    Requests that read it now fail with RequestFailed, and so do those that may have read it: see `_may_have_read`.
+    Pins on it are released. Between two steps only.
     """
     cache, scheduler = core.cache, core.scheduler
     free = _free_blocks(cache)
@@ -285,7 +285,7 @@ def drop_wrong(core: Core, tokens: TokenIds, namespace: Hashable, wrong: int) ->
     may_have_read = [
         request
         for request in (*scheduler.waiting, *scheduler.running)
-        if any(not each.active and each.output_length and _begins(each, prefix, namespace) for each in request.live)
+        if any(_may_have_read(each, block) and _begins(each, prefix, namespace) for each in request.live)
     ]
     failed = list(dict.fromkeys([*reading, *may_have_read]))
     for request in failed:
@@ -310,7 +310,7 @@ def _owned_from(cache: PrefixCache, tokens: TokenIds, namespace: Hashable, wrong
     """Return the position from which tokens lie in the block that is wrong, and that block.
 
     As a rule that is the block's first position. But if two branches differ inside a block, the lower one has a copy
-    of it. If the copy is wrong, the other block is not. The block is -1 for a host-resident token: no request reads it.
+    of it. If the copy is wrong, the other block is not. The block is -1 for a host-resident token.
     """
     index, match = wrong // cache.block_size, cache.match(tokens, namespace)
     if match.length <= wrong:
@@ -331,6 +331,17 @@ def _begins(stream: Stream, prefix: TokenIds, namespace: Hashable) -> bool:
 def _reads(request: Request, block: int, index: int) -> bool:
     tables = (stream.sequence.block_table for stream in request.live if stream.active)
     return any(len(table) > index and table[index] == block for table in tables)
+
+
+def _may_have_read(stream: Stream, block: int) -> bool:
+    """Return whether a stream with the wrong text may have read it elsewhere than in a block that it holds.
+
+    A preempted stream holds no blocks any more, so it is not known which KV it sampled after. A host-resident run may
+    have been loaded by a request that does not publish: its copy is in other blocks, and the run is still on the host.
+    """
+    if stream.active:
+        return block < 0 and stream.host_tokens > 0
+    return stream.output_length > 0
 
 
 def _unreliable(position: int) -> RequestFailed:

@@ -160,6 +160,25 @@ def test_an_audit_loads_no_run_that_does_not_fit_the_share_of_its_namespace() ->
     assert not world.core.counters.failed_loads
 
 
+def test_an_audit_fails_a_request_that_loaded_wrong_tokens_without_publishing_them() -> None:
+    """A request that runs alone without headroom publishes late: what it loads stays on the host, too."""
+    world = AuditedWorld(18, 60)
+    prompt = tokens(33)
+    world.answer(prompt, GREEDY.but(max_tokens=1))
+    world.offload(prompt)
+    world.spoil(prompt, 17)
+    request = world.submit(prompt, GREEDY.but(max_tokens=18 * SIZE - 32))
+    for _ in range(4):
+        world.step()
+    assert request.publish_late and request.streams[0].host_tokens == 32 and world.cache.match(prompt).host
+    while not (report := world.audit(20)).differ:
+        pass
+    assert [(each.start, each.failed_requests) for each in report.differences] == [(17, 1)]
+    with pytest.raises(RequestFailed, match="from token 17 on"):
+        request.channel.wait(0)
+    assert world.cache.match(prompt).host <= 16
+
+
 def test_an_audit_fails_a_preempted_request_whose_offloaded_tokens_are_wrong() -> None:
     """It may have read them before: that is not known."""
     world = AuditedWorld(22, config=sized(2, 36, 16))
