@@ -119,5 +119,6 @@ def test_long_runs_under_pressure(
     world = world_class(blocks, block_size, policy, seed=blocks, proofs=PROOFS)
     HostStory(world, suffix, most_open, seed=block_size * 1000 + blocks).run(operations // (3 * len(POOLS)))
     stats = world.cache.stats()
-    assert min(stats.offloaded_blocks, stats.loaded_tokens, stats.hit_tokens) > 0
+    assert min(stats.offloaded_blocks, stats.hit_tokens) > 0
+    assert stats.loaded_tokens or world.host_blocks == 1, "only a host of one block may never have the next tokens"
     world.wind_down()
