@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,7 @@ from radixkv.engine.core import Core
 from radixkv.engine.host_tier import HostCore, LoadWork, load_limits, new_core
 from radixkv.engine.request import Request
 from radixkv.engine.reuse_policy import NO_LOADS
-from radixkv.errors import RequestCancelled, RequestTimedOut
+from radixkv.errors import RequestCancelled, RequestFailed, RequestTimedOut
 from tests.engine.fakes import FakeRunner, greedy_reply, sized
 from tests.engine.host_world import GREEDY, SIZE, World, failing, is_right, tokens, usage
 
@@ -135,6 +136,24 @@ def test_loads_of_several_requests_share_a_step() -> None:
     assert world.core.counters.steps - steps == sum(map(bool, seen)), "a step of loads only is a step"
     assert all(map(is_right, requests))
     assert world.core.counters.host_tokens == 96
+
+
+def test_a_load_needs_nothing_of_the_token_budget() -> None:
+    """A request of a higher priority computes whole budgets, and the loads of another one go on."""
+    world = World(100, 200, sized(8, 16, 16), speed=2.0)
+    large = tokens(161)
+    world.answer(large)
+    world.offload(large)
+    loading = world.submit(large)
+    world.step()
+    computing = world.submit(tokens(60, 3), priority=1)
+    seen = []
+    for _ in range(3):
+        world.step()
+        seen.append([(each.stream.request is loading, len(each.tokens)) for each in world.work])
+    assert seen == [[(True, 32), (False, 16)], [(False, 16), (True, 32)], [(False, 16), (True, 32)]]
+    world.finish()
+    assert is_right(loading) and is_right(computing)
 
 
 def test_followers_wait_for_a_loading_leader_and_hit() -> None:
@@ -288,6 +307,25 @@ def test_a_failed_offload_loses_its_blocks_only() -> None:
     assert usage(world.answer(prompt)).host_tokens == 0
     world.offload(prompt)
     assert usage(world.answer(prompt)).host_tokens == 40
+
+
+def test_a_step_that_raises_after_its_loads_ends_no_request_that_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(64, 200)
+    prompt = tokens(41)
+    world.answer(prompt)
+    world.offload(prompt)
+    loading, computing = world.submit(prompt), world.submit(tokens(12, 3))
+
+    def broken(*given: object) -> None:
+        raise RuntimeError("no step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.core, "_isolation", SimpleNamespace(run=broken))
+        world.step()
+    with pytest.raises(RequestFailed, match="no step"):
+        computing.channel.wait(0)
+    world.finish()
+    assert is_right(loading) and usage(loading).host_tokens == 40
 
 
 def begin_load(world: World) -> Request:
