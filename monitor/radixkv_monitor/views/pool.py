@@ -64,6 +64,7 @@ class PoolView(View):
         Binding("0", "fit", "Fit"),
         Binding("n", "run(1)", "Next owner", show=False),
         Binding("N", "run(-1)", "Previous owner", show=False),
+        Binding("tab", "app.focus_next", "Other map, with a host tier", show=False),
     ]
 
     def __init__(self, *, id: str | None = None) -> None:
