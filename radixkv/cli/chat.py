@@ -208,4 +208,6 @@ def _cost(reply: Reply, context_limit: int) -> str:
     cut = ", stopped because the context is full" if full else ", stopped at --max-tokens"
     ended = cut if reply.finish_reason == "length" else ""
     found = f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens from the cache"
+    if usage.host_tokens:
+        found += f", {usage.host_tokens} tokens loaded from host memory"
     return f"{found}, first token after {usage.ttft_s * 1000:.0f} ms{ended}"

@@ -45,6 +45,21 @@ def test_main_talks_until_the_input_ends(monkeypatch, capsys):
     assert "\x1b" not in out, "control codes where no terminal is"
 
 
+def test_a_conversation_that_left_the_pool_returns_from_host_memory(monkeypatch):
+    torch.set_num_threads(1)
+    with Engine.load("tiny", num_blocks=24, block_size=4, host_memory="4MiB", monitor=False) as engine:
+        session, said = engine.chat(), []
+        for line in ("My name is Nora.", "What is my name?"):
+            monkeypatch.setattr(sys, "stdin", io.StringIO(f"{line}\n"))
+            out = io.StringIO()
+            Repl(engine, session, SamplingParams(temperature=0), Console(file=out, width=120)).loop()
+            said.append(out.getvalue())
+            engine.generate([list(range(100, 185))], SamplingParams(temperature=0, max_tokens=4))
+    assert "host memory" not in said[0]
+    assert "Your name is Nora." in said[1]
+    assert "tokens loaded from host memory" in said[1]
+
+
 def test_quit_leaves_at_once(typed):
     out = typed("/quit", "Hello!")
     assert "How can I help" not in out
