@@ -68,11 +68,11 @@ TestRoomy.settings = how_long(8)
 TestQuotas = HostQuotaVerbs.TestCase
 TestQuotas.settings = how_long(4)
 TestMoreUnderPressure = pytest.mark.long(MoreHostVerbs.TestCase)
-TestMoreUnderPressure.settings = how_long(200)
+TestMoreUnderPressure.settings = how_long(100)
 TestMoreRoomy = pytest.mark.long(MoreRoomyHostVerbs.TestCase)
-TestMoreRoomy.settings = how_long(200)
+TestMoreRoomy.settings = how_long(80)
 TestMoreQuotas = pytest.mark.long(MoreHostQuotaVerbs.TestCase)
-TestMoreQuotas.settings = how_long(100)
+TestMoreQuotas.settings = how_long(60)
 
 
 class HostStory(Story):

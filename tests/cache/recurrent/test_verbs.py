@@ -45,9 +45,9 @@ TestUnderPressure.settings = how_long(10)
 TestExact = RoomyStatefulVerbs.TestCase
 TestExact.settings = how_long(6)
 TestMoreUnderPressure = pytest.mark.long(MoreStatefulVerbs.TestCase)
-TestMoreUnderPressure.settings = how_long(210)
+TestMoreUnderPressure.settings = how_long(150)
 TestMoreExact = pytest.mark.long(MoreRoomyStatefulVerbs.TestCase)
-TestMoreExact.settings = how_long(109)
+TestMoreExact.settings = how_long(60)
 
 
 class StatefulStory(Story):
