@@ -143,7 +143,7 @@ def pool_size(
     if num_blocks is None:
         num_blocks = blocks_for(memory - states, bytes_per_block, device)
     memory = num_blocks * bytes_per_block + states
-    if offloaded and device.startswith("cuda"):
+    if offloaded and _is_gpu(device):
         _release_pinned()
     check_free(memory, device.partition(":")[0], offloaded * bytes_per_block)
     return PoolSize(num_blocks, slots, memory, offloaded)
@@ -161,6 +161,12 @@ def check_free(memory: int, device: str, host: int = 0) -> None:
         raise InvalidInput(f"{' and '.join(parts)} {fits}: {free} bytes are free here")
 
 
+def _is_gpu(device: str) -> bool:
+    from radixkv.device import device_of
+
+    return device_of(device).is_gpu
+
+
 def _release_pinned() -> None:
     """Release the pinned memory that torch keeps of closed engines, with a torch that can."""
     import torch
@@ -172,11 +178,12 @@ def _release_pinned() -> None:
 
 def _automatic(device: str) -> int:
     """Return a quarter of a CPU's free memory, at most 4 GiB, or the free memory below 90% of a GPU's."""
-    if device.startswith("cuda"):
-        import torch
+    if _is_gpu(device):
+        from radixkv.device import device_of
 
-        torch.cuda.empty_cache()  # torch keeps the memory of freed pools
-        free, total = torch.cuda.mem_get_info(device)
+        gpu = device_of(device)
+        gpu.release_cached()  # torch keeps the memory of freed pools
+        free, total = gpu.memory()
         return max(0, int(free - (1 - _GPU_SHARE) * total))
     return min(free_memory() // _CPU_SHARE, _CPU_MOST)
 

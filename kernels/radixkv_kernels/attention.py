@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -151,14 +152,16 @@ def plan(
     device: torch.device,
     processors: int,
     split: int | None = None,
+    pinned: Callable[[int, torch.dtype], Tensor] | None = None,
 ) -> TilePlan:
     """Cut `work` into tiles and send them to `device`, which has `processors` processors, in one copy.
 
-    With `split`, keys are cut into parts of about `split` keys in every step; else the step is balanced.
+    With `split`, keys are cut into parts of about `split` keys in every step; else the step is balanced. The copy runs
+    while the host goes on if `pinned` allocates host memory that allows it.
     """
     tiles = cut(work, heads=heads, kv_heads=kv_heads, chosen=chosen, processors=processors, split=split)
     lists = [tiles.block_ids, tiles.row_ids, tiles.positions, tiles.merge_rows, tiles.merge_offset, tiles.merge_ids]
-    there = _upload([*lists, *tiles.kinds], device)
+    there = _upload([*lists, *tiles.kinds], device, pinned)
     return TilePlan(
         kinds=chosen,
         counts=tuple(tiles.num_tiles(kind) for kind in range(len(chosen))),
@@ -173,15 +176,21 @@ def plan(
     )
 
 
-def _upload(arrays: list[Int32], device: torch.device) -> tuple[Tensor, ...]:
+def _upload(
+    arrays: list[Int32], device: torch.device, pinned: Callable[[int, torch.dtype], Tensor] | None
+) -> tuple[Tensor, ...]:
     """Copy all arrays at once, each on a boundary of 64 bytes, so that kernels may load 16 bytes at a time."""
     lengths = [-(-len(array) // 16) * 16 for array in arrays]
     starts = [0, *itertools.accumulate(lengths)]
-    joined = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    joined = (pinned or _pageable)(starts[-1], torch.int32)
     for array, start in zip(arrays, starts[:-1], strict=True):
         joined.numpy()[start : start + len(array)] = array
     there = joined.to(device, non_blocking=True)
     return tuple(there[start : start + len(array)] for array, start in zip(arrays, starts[:-1], strict=True))
+
+
+def _pageable(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(size, dtype=dtype)
 
 
 def attend(

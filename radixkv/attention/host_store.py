@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
+from radixkv.device import device_of
 from radixkv.errors import InvalidInput
 
 PIECE = 1 << 30
@@ -150,13 +151,11 @@ class HostStore:
 
     def _wait(self) -> None:
         """Wait until all copies are done."""
-        if self._store.device.type == "cuda":
-            torch.cuda.synchronize(self._store.device)
+        device_of(self._store.device).synchronize()
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Copy on the present stream of the pool's device, whichever device the thread uses otherwise."""
-        device = self._store.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        return device_of(self._store.device).current()
 
     def _whole_blocks(self, slots: NDArray[np.int64], sources: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions where all slots of a block follow one another, with a single image as their source.
@@ -242,10 +241,10 @@ class StagedTransfers:
 
     def _allocate(self, num_blocks: int, numbers: int) -> list[Tensor]:
         """Return the images [blocks, numbers] in pieces of about a GiB, and show the progress of pinning many."""
-        dtype, pinned = self._store.dtype, self._store.device.type == "cuda"
+        dtype, device = self._store.dtype, device_of(self._store.device)
         counts = [min(self._per_piece, num_blocks - at) for at in range(0, num_blocks, self._per_piece)]
-        shown = pinned and num_blocks * self._store.bytes_per_block >= _SHOWN
-        return [torch.empty(count, numbers, dtype=dtype, pin_memory=pinned) for count in _shown(counts, shown)]
+        shown = device.is_gpu and num_blocks * self._store.bytes_per_block >= _SHOWN
+        return [device.pinned((count, numbers), dtype) for count in _shown(counts, shown)]
 
     def offload(self, blocks: NDArray[np.int64], images: NDArray[np.int64]) -> None:
         """Copy blocks of the pool to images."""

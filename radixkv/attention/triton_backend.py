@@ -18,6 +18,7 @@ from torch import Tensor
 
 from radixkv.attention import torch_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
+from radixkv.device import device_of
 from radixkv_kernels.work_list import WorkList
 
 TRITON = find_spec("triton") is not None
@@ -37,7 +38,7 @@ def device_obstacle(device: torch.device) -> str | None:
     """Return the reason why no kernel can run on this device; None if kernels can."""
     if not TRITON:
         return "Triton is not installed"
-    if device.type != "cuda" and not _kernels().INTERPRETED:
+    if not device_of(device).is_gpu and not _kernels().INTERPRETED:
         return f"Triton does not run on {device.type}"
     return None
 
@@ -147,13 +148,13 @@ def _chosen(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> tupl
     return kinds
 
 
-@cache
 def _device(device: torch.device) -> tuple[int, int]:
     """Return the number of a device's processors, and its generation as in `attention.kinds`."""
-    if device.type != "cuda":
+    gpu = device_of(device)
+    if not gpu.is_gpu:
         return INTERPRETED_PROCESSORS, 9
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, 8 if torch.version.hip else properties.major
+    properties = gpu.properties()
+    return properties.processors, properties.generation
 
 
 def _plan(store: KVStore, layer: int, heads: int, work: WorkList, split: int | None) -> Any:
@@ -162,7 +163,9 @@ def _plan(store: KVStore, layer: int, heads: int, work: WorkList, split: int | N
     shape = store.layers[layer]
     key = (store, shape, heads, split)
     if key not in plans:
-        plans[key] = _kernels().plan(work, device=store.device, split=split, **tiling(store, shape, heads))
+        device = device_of(store.device)
+        tiled = tiling(store, shape, heads)
+        plans[key] = _kernels().plan(work, device=device.place, pinned=device.pinned, split=split, **tiled)
     return plans[key]
 
 

@@ -18,13 +18,12 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
-import torch
-
 from radixkv.cache import Explanation, PrefixCache
 from radixkv.cache.host import HostPrefixCache
 from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.cache.recurrent.sequence import Spacing
 from radixkv.config import EngineConfig, EngineConfigFields
+from radixkv.device import default_place
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
 from radixkv.engine.host_tier import new_core
@@ -136,7 +135,7 @@ class RequestEngine:
         check_path(config.record)  # before the model is loaded, which takes longer
         device = config.device
         if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = str(default_place())
         fused = wanted(config.compile, str(device), deterministic=config.deterministic)
         loaded = load(
             model,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from radixkv import model_path
+from radixkv.device import default_place, device_of
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import architecture, attention_interface, fallback, loader, packed, rope
 from radixkv.models.architecture import max_length
@@ -213,12 +214,12 @@ def _without_unreached_limits(layer: LayerSpec, max_length: int) -> LayerSpec:
 def _device(device: str | torch.device) -> torch.device:
     """Return the device; "auto" is CUDA if present, else the CPU. Raises InvalidInput for a missing device."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_place()
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidInput(f"{device!r} is no device; use 'auto', 'cpu' or 'cuda'") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
+    if not device_of(place).available():
         raise InvalidInput("device 'cuda' was asked for, but torch sees no CUDA device here")
     return place
 

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from radixkv.attention import torch_backend, triton_backend
 from radixkv.attention.kv_store import KVStore
+from radixkv.device import device_of
 from radixkv.errors import InvalidInput
 from radixkv.models import compiled_attention
 from radixkv.models.loaded import LayerSpec, LoadedModel
@@ -252,7 +253,7 @@ def choose_backend(
     backend that was asked for cannot serve a layer.
     """
     shapes = [layer.shape for layer in layers]
-    if asked == "auto" and device.type != "cuda":
+    if asked == "auto" and not device_of(device).is_gpu:
         served = small_weights and compiled_attention.obstacle(shapes, dtype, device) is None
         return "compiled" if served else "torch"
     if asked == "torch":

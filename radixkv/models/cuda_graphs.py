@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixkv.device import Device, device_of
 from radixkv.models.attention_interface import keys_per_tile, recordable_backend
 from radixkv.models.loaded import AttentionWindow, SequenceInput
 from radixkv.models.rounding import agree
-from radixkv.models.runner import ForwardContext, PoolForward, Runner, on_device
+from radixkv.models.runner import ForwardContext, PoolForward, Runner
 from radixkv_kernels.work_list import WorkList
 
 if TYPE_CHECKING:
@@ -55,10 +56,10 @@ def record_decodes(runner: Runner, most: int, recorder: Recorder | None = None) 
         _log.info("decode steps run without CUDA graphs: its layers keep recurrent state")
     elif any(layer.chunk for layer in loaded.layers):
         _log.info("decode steps run without CUDA graphs: chunks of attention have block tables of their own")
-    elif loaded.attention == "triton" and (recorder is not None or store.device.type == "cuda"):
+    elif loaded.attention == "triton" and (recorder is not None or device_of(store.device).is_gpu):
         assert isinstance(forward, PoolForward)
-        with torch.inference_mode(), on_device(store.device):
-            graphs = _graphs_of(runner, forward, most, recorder or CudaRecorder(store.device))
+        with torch.inference_mode(), device_of(store.device).current():
+            graphs = _graphs_of(runner, forward, most, recorder or CudaRecorder(device_of(store.device)))
             if _replays_the_same(graphs, forward, store.block_size, loaded.dtype):
                 runner.forward = ReplayedForward(graphs, forward)
 
@@ -226,35 +227,26 @@ WARM_UPS = 2
 class CudaRecorder:
     """Records graphs that share their memory: only one replays at a time, and its result is read before the next."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         """Record on `device`, and count the memory that it takes."""
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
-        self._limit = SHARE * torch.cuda.get_device_properties(device).total_memory
+        self._pool, self._stream = device.graph_pool(), device.stream()
+        self._limit = SHARE * device.properties().memory
         self._taken = 0
 
     @property
     def full(self) -> bool:
         """Whether the graphs' share of memory is used up, or the device has less memory left than the rest of it."""
-        return self._taken >= self._limit or torch.cuda.mem_get_info(self._device)[0] < self._limit - self._taken
+        return self._taken >= self._limit or self._device.memory()[0] < self._limit - self._taken
 
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Run `step` some times on a stream of its own, then record it; see `Recorder.record`."""
-        before = torch.cuda.mem_get_info(self._device)[0]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        before = self._device.memory()[0]
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.on(self._stream):
             for _ in range(WARM_UPS):
                 step()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile; their launches must neither be recorded nor fail the recording.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = step()
-        self._taken += max(0, before - torch.cuda.mem_get_info(self._device)[0])
-
-        def replay() -> Tensor:
-            graph.replay()
-            return output
-
-        return replay
+        self._device.current_stream().wait_stream(self._stream)
+        graph = self._device.capture(step, stream=self._stream, pool=self._pool)
+        self._taken += max(0, before - self._device.memory()[0])
+        return graph.replay

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from radixkv.attention import triton_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
+from radixkv.device import device_of
 from radixkv.models.loaded import AttentionWindow, LayerSpec, SequenceInput
 from radixkv_kernels import attention, graph_capacity
 from radixkv_kernels.graph_capacity import GraphCapacity
@@ -38,10 +39,10 @@ class HostStaging:
         self._sizes = list(sizes)
         self._starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
         with torch.inference_mode(False):  # they are also written outside of inference mode
-            self._host_tensor = torch.zeros(self._starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._host_tensor = device_of(device).pinned(self._starts[-1], torch.int32).zero_()
             self._device_numbers = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
         self._numbers: NDArray[np.int32] = self._host_tensor.numpy()
-        self._sent = torch.Event(device) if device.type == "cuda" else None
+        self._sent = device_of(device).event()
 
     @property
     def nbytes(self) -> int:
@@ -50,8 +51,7 @@ class HostStaging:
 
     def wait(self) -> None:
         """Wait until the last copy is done: its source must not change before."""
-        if self._sent is not None:
-            self._sent.synchronize()
+        self._sent.synchronize()
 
     def put(self, index: int, numbers: NDArray[np.int32]) -> None:
         """Write an array on the host; after `wait`, before `send`."""
@@ -63,8 +63,7 @@ class HostStaging:
         """Start to copy all arrays to the device, but only the first `last` numbers of the last one."""
         used = self._starts[-2] + last
         self._device_numbers[:used].copy_(self._host_tensor[:used], non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        self._sent.record()
 
     def on_device(self, index: int, count: int | None = None) -> Tensor:
         """Return the first `count` numbers of an array on the device, or all."""

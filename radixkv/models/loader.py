@@ -21,6 +21,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from radixkv import model_path
+from radixkv.device import device_of
 from radixkv.errors import InvalidInput, RadixKVError, UnsupportedModel
 from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import GGUFHeader, read_header
@@ -122,8 +123,8 @@ def _check_memory(
     They take `needed` bytes in `dtype` with `weights`, and `half` in a dtype of 16 bits.
     """
     places = {"cpu": free_memory()}
-    if device.type == "cuda":
-        places[str(device)] = torch.cuda.mem_get_info(device)[0]
+    if device_of(device).is_gpu:
+        places[str(device)] = device_of(device).memory()[0]
     for place, free in places.items():
         if needed > free:
             kind = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "they are saved"

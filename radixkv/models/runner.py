@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 from radixkv.attention import plan
 from radixkv.attention.host_store import HostCosts, HostStore
 from radixkv.attention.kv_store import KVStore
+from radixkv.device import device_of
 from radixkv.models import kv_recompute
 from radixkv.models.architecture import ForwardSignature
 from radixkv.models.attention_interface import AttentionBackend, AttentionCall, backend_of, handled_by
@@ -111,7 +111,7 @@ class Runner:
         MLP is widest) and len(inputs) * vocab logits. They never take T * T scores, and T * vocab logits only if the
         architecture cannot leave rows out. An `isolated` input takes one more forward; the fallback takes one each.
         """
-        with on_device(self.store.device):
+        with device_of(self.store.device).current():
             self.backend.copy(copies)
             isolated = [index for index, each in enumerate(inputs) if each.isolated]
             logits = self._run_isolated(inputs, isolated) if isolated else self.forward.run(inputs)
@@ -187,11 +187,6 @@ class Runner:
         table = np.concatenate([block_table[:first], spares])
         self.run([SequenceInput(new, start, slots, table, isolated=True)], copies)
         return kv_recompute.compare(self.store, block_table[first:], spares, offset, count, exact=self.deterministic)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Launch kernels on `device` while this is open, whichever device the thread uses otherwise."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class PoolForward:

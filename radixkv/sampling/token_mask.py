@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixkv.device import device_of
 from radixkv.errors import InvalidConstraint
 
 Bits = NDArray[np.int32]  # [rows, words]: token t is bit t % 32 of word t // 32
@@ -94,6 +95,7 @@ class TokenMasks:
         self._filling: Future[Any] | None = None
         self._bits = np.empty((0, 0), np.int32)
         self._limits = np.empty((0, 0, 8), np.float32)
+        self._place = torch.device("cpu")  # of the logits
         self.limits_on_host = True  # whether logits are in host memory, until a step has shown another device
 
     def begin(self, rows: Mapping[Any, ConstrainedRow]) -> StepMasks:
@@ -105,8 +107,7 @@ class TokenMasks:
             wait([self._filling])  # of a step that failed
         words = -(-next(iter(rows.values())).matcher.vocab_size // 32)
         if self._bits.shape[0] < len(rows) or self._bits.shape[1] != words:
-            pinned = not self.limits_on_host and torch.cuda.is_available()
-            self._bits = torch.empty((len(rows), words), dtype=torch.int32, pin_memory=pinned).numpy()
+            self._bits = device_of(self._place).pinned((len(rows), words), torch.int32).numpy()
             self._limits = np.empty((len(rows), words * 4, 8), np.float32)
         bits, limits = self._bits[: len(rows)], self._limits[: len(rows)]
         self._filling = self._thread.submit(fill, list(rows.values()), bits, limits if self.limits_on_host else None)
@@ -116,7 +117,7 @@ class TokenMasks:
         """Return the upper limits of the logits, float32 [rows, tokens], on their device."""
         if device.type == "cpu" and self.limits_on_host:
             return torch.from_numpy(limits).flatten(1)
-        self.limits_on_host = device.type == "cpu"
+        self._place, self.limits_on_host = device, device.type == "cpu"
         packed = torch.from_numpy(bits).to(device, non_blocking=True)
         allowed = packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device) & 1
         return torch.where(allowed.flatten(1) > 0, torch.inf, -torch.inf)

@@ -1,0 +1,231 @@
+"""A device answers the same calls on a CPU and by CUDA; CUDA's are checked against a fake `torch.cuda`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import radixkv
+import radixkv_kernels
+from radixkv.device import (
+    RECOVERABLE,
+    CudaDevice,
+    Device,
+    PinnedDownload,
+    default_place,
+    device_of,
+    registered,
+)
+from tests.fake_cuda import MEMORY, PLACE, FakeCuda
+
+TENSORS = [
+    torch.arange(5),
+    torch.tensor([[True], [False], [True]]),
+    torch.empty(0, 3),
+    torch.linspace(0, 1, 6).reshape(2, 3).T,  # not contiguous
+    torch.tensor(7, dtype=torch.int16),
+]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    monkeypatch.setattr(CudaDevice, "_left_capturing", False)
+    return FakeCuda(monkeypatch)
+
+
+class Pageable(CudaDevice):
+    """A GPU of a machine that cannot pin memory."""
+
+    def pinned(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+
+# ---- which device
+
+
+def test_each_place_has_one_device() -> None:
+    assert device_of("cpu") is device_of(torch.device("cpu")) and not device_of("cpu").is_gpu
+    assert device_of("cuda:1") is device_of(torch.device("cuda", 1)) and device_of("cuda:1").is_gpu
+    with pytest.raises(RuntimeError):
+        device_of("nonsense")
+
+
+def test_another_device_is_registered_for_a_while() -> None:
+    before, other = device_of("cpu"), Device(torch.device("cpu"))
+    with registered(other):
+        assert device_of("cpu") is other
+    assert device_of("cpu") is before
+
+
+def test_the_gpu_is_the_default_where_there_is_one(cuda: FakeCuda) -> None:
+    assert device_of("cpu").available() and device_of(PLACE).available()
+    assert default_place() == torch.device("cuda")
+
+
+def test_no_other_module_calls_cuda() -> None:
+    """Doctor may: it prints facts about cards."""
+    used = re.compile(r"torch\.cuda|is_cuda|type [!=]= \"cuda\"|pin_memory=")
+    roots = [Path(package.__path__[0]) for package in (radixkv, radixkv_kernels)]
+    found = {path.name for root in roots for path in root.rglob("*.py") if used.search(path.read_text())}
+    assert found <= {"device.py", "doctor.py"}
+
+
+# ---- on a CPU
+
+
+def test_a_cpu_is_done_when_a_call_returns() -> None:
+    cpu = device_of("cpu")
+    numbers = np.arange(3)
+    there = cpu.upload(numbers)
+    numbers[:] = 0
+    assert there.tolist() == [0, 1, 2]
+    download = cpu.download(TENSORS)
+    with cpu.current(), cpu.on(cpu.stream()), cpu.refuse_synchronisation(), cpu.peak() as peak:
+        cpu.current_stream().wait_stream(cpu.stream())
+        event = cpu.event()
+        event.record()
+        event.wait()
+        event.synchronize()
+        cpu.synchronize()
+        cpu.release_cached()
+    for found, tensor in zip(download.wait(), TENSORS, strict=True):
+        np.testing.assert_array_equal(found, tensor.numpy(), strict=True)
+    assert peak.bytes == 0 and not cpu.is_fatal(RuntimeError("CUDA error: unspecified launch failure"))
+
+
+def test_a_download_of_a_cpu_keeps_its_values() -> None:
+    tensor = torch.zeros(2)
+    download = device_of("cpu").download([tensor])
+    tensor.fill_(1)
+    assert download.wait()[0].tolist() == [0, 0]
+
+
+def test_a_cpu_has_no_graphs_or_memory_of_its_own() -> None:
+    cpu = device_of("cpu")
+    for call in (cpu.graph_pool, cpu.memory, cpu.properties, lambda: cpu.capture(list, stream=cpu.stream(), pool=None)):
+        with pytest.raises(NotImplementedError, match="cpu is no GPU"):
+            call()
+
+
+# ---- by CUDA
+
+
+def test_a_download_is_one_copy_and_waits_for_its_event_alone(cuda: FakeCuda) -> None:
+    download = PinnedDownload(Pageable(PLACE), TENSORS)
+    assert cuda.calls == [("event", "record")]
+    found = download.wait()
+    assert cuda.calls == [("event", "record"), ("event", "synchronize")]
+    for array, tensor in zip(found, TENSORS, strict=True):
+        np.testing.assert_array_equal(array, tensor.numpy(), strict=True)
+
+
+def test_synchronisation_is_refused_for_a_while(cuda: FakeCuda) -> None:
+    cuda.sync_mode = 1
+    with CudaDevice(PLACE).refuse_synchronisation():
+        assert cuda.sync_mode == 2
+    assert cuda.sync_mode == 1
+    with pytest.raises(KeyError), CudaDevice(PLACE).refuse_synchronisation():
+        {}.popitem()
+    assert cuda.sync_mode == 1
+
+
+def test_the_peak_is_counted_from_the_memory_at_the_start(cuda: FakeCuda) -> None:
+    cuda.allocated, cuda.peak = 100, 900
+    with CudaDevice(PLACE).peak() as peak:
+        cuda.peak = 170
+    assert peak.bytes == 70
+
+
+def test_properties_are_those_of_the_card(cuda: FakeCuda) -> None:
+    found = CudaDevice(PLACE).properties()
+    assert (found.name, found.processors, found.generation) == ("Fake", 132, 9)
+    assert (found.shared_memory, found.memory) == (228 << 10, MEMORY)
+
+
+# ---- captures
+
+
+def capture(device: CudaDevice, step: object) -> object:
+    stream = device.stream()
+    return device.capture(step, stream=stream, pool=device.graph_pool())  # type: ignore[arg-type]
+
+
+def test_a_capture_waits_then_records_on_its_stream_and_replays_the_same_result(cuda: FakeCuda) -> None:
+    device = CudaDevice(PLACE)
+    graph = device.capture(cuda.step(), stream=device.stream(), pool=device.graph_pool())
+    assert cuda.calls == [
+        "synchronize",
+        "empty cache",
+        ("capture", (0, 7), "own", "thread_local"),
+        ("step on", "own"),
+        ("captured", "own"),
+    ]
+    cuda.calls.clear()
+    assert graph.replay() is graph.replay()
+    assert cuda.calls == ["replay", "replay"]
+    assert cuda.current.name == "default"
+
+
+def test_a_step_that_raises_ends_its_capture(cuda: FakeCuda) -> None:
+    with pytest.raises(KeyError):
+        capture(CudaDevice(PLACE), {}.popitem)
+    assert cuda.calls[-2:] == [("captured", "own"), ("end allocation", 0, (0, 7))]
+    assert cuda.current.name == "default"
+
+
+def test_an_invalid_capture_is_ended_in_the_allocator_too(cuda: FakeCuda) -> None:
+    """torch 2.11 raises from the end of the stream's capture, and does not reach the allocator's."""
+    invalid = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    cuda.left_capture, cuda.end_errors = False, [invalid, RuntimeError("not capturing")]
+    device = CudaDevice(PLACE)
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        capture(device, cuda.step())
+    assert cuda.left_capture and cuda.current.name == "default"
+    cuda.calls.clear()
+    device.release_cached()
+    assert cuda.calls == ["empty cache"]
+    capture(device, cuda.step())  # the next one succeeds
+
+
+def test_an_allocator_that_cannot_leave_a_capture_is_not_used_for_others(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
+    with pytest.raises(KeyError):
+        capture(CudaDevice(PLACE), {}.popitem)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    cuda.calls.clear()
+    other = CudaDevice(PLACE)  # the allocator belongs to the process
+    other.release_cached()
+    with pytest.raises(RuntimeError, match="an earlier capture failed"):
+        capture(other, cuda.step())
+    assert cuda.calls == []
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "fatal"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (RuntimeError("CUDA error: unspecified launch failure"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("the size of tensor a must match"), False),
+        (KeyError("CUDA illegal memory"), False),
+    ],
+)
+def test_errors_after_which_nothing_is_computed(error: Exception, fatal: bool) -> None:
+    assert CudaDevice(PLACE).is_fatal(error) == fatal
+
+
+@pytest.mark.parametrize(("code", "fatal"), [(2, False), (700, True), (719, True), (901, False), (999, True)])
+def test_the_number_of_an_error_is_decisive(code: int, fatal: bool) -> None:
+    error = torch.AcceleratorError("CUDA error")
+    error.error_code = code  # type: ignore[attr-defined]  # torch sets it
+    assert CudaDevice(PLACE).is_fatal(error) == fatal == (code not in RECOVERABLE)
