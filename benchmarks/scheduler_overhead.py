@@ -43,7 +43,6 @@ from torch import Tensor
 
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine import core as engine_core
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.models import adapter
@@ -130,8 +129,8 @@ def measure(loaded: LoadedModel, count: int, steps: int, profiled: int) -> tuple
     while not all_decode(core, count):
         core.step()
     parts: dict[str, list[float]] = {part: [] for part in PARTS}
-    sampler = Clocked(engine_core.sample)
-    with patch.object(engine_core, "sample", sampler):
+    sampler = Clocked(core.sampler.begin)
+    with patch.object(core.sampler, "begin", sampler):
         for number in range(-8, steps):  # the first eight warm up
             runner.clock.seconds = sampler.seconds = 0.0
             step = Clocked(core.step)

@@ -16,7 +16,6 @@ from random import Random
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
@@ -30,8 +29,8 @@ from radixkv.engine.stats import Counters
 from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import SequenceInput
 from radixkv.sampling.params import SampleRow, TokenLogprobs
-from radixkv.sampling.sampler import Sampled, sample
-from radixkv.sampling.token_mask import ConstrainedRow, StepMasks, TokenMask, TokenMasks
+from radixkv.sampling.sampler import HostSampler, Sampled, Sampler, finite_rows
+from radixkv.sampling.token_mask import ConstrainedRow, StepMasks, TokenMasks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +84,7 @@ class Core:
         self.scheduler = self.scheduler_class(cache, config, self.counters, self._reuse, self.observers, self.end)
         self._isolation = fault_isolation(cache, lambda request: self.scheduler.preempt(request))
         self.admission = self.scheduler.admission
+        self.sampler: Sampler = HostSampler()
         self._masks = TokenMasks()
         # A guard in place of a null object: looking for constrained streams takes 1% of a step.
         self._constrained = False  # whether there has been a constrained request
@@ -247,8 +247,7 @@ class Core:
 
     def _commit(self, work: list[Work], logits: Tensor, masks: StepMasks | None) -> None:
         """Publish the computed chunks, sample the next tokens, and close the streams that ended."""
-        finite = torch.isfinite(logits.amax(dim=1)).tolist()
-        for each, is_finite in zip(work, finite, strict=True):
+        for each, is_finite in zip(work, finite_rows(logits), strict=True):
             request = each.stream.request
             try:
                 if not request.channel.ended:  # another stream of it failed
@@ -308,7 +307,8 @@ class Core:
 
         def draw(rows: list[Row]) -> Sampled:
             mask = None if masks is None else masks.select(work[row].stream for row, _ in rows)
-            return _sample_rows(logits, rows, mask)
+            samples = [sample_row(stream) for _, stream in rows]
+            return self.sampler.begin(logits, samples, [row for row, _ in rows], mask).result()
 
         return in_halves(rows, draw, lambda row: row[1].request, self._fail_alone)
 
@@ -393,22 +393,14 @@ class Core:
             self.end(request, failure(error))
 
 
-def _sample_rows(logits: Tensor, rows: list[Row], mask: TokenMask | None) -> Sampled:
-    indices = [row for row, _ in rows]
-    if indices != list(range(len(logits))):  # while every stream decodes, all rows are sampled, without a copy
-        logits = logits.index_select(0, torch.tensor(indices, device=logits.device))
-    return sample(
-        logits,
-        [
-            SampleRow(
-                params=stream.request.params,
-                seed=stream.seed,
-                position=len(stream.tokens),
-                history=stream.tokens,
-                prompt_length=len(stream.request.prompt),
-                stop_token_ids=stream.request.stop_ids,
-            )
-            for _, stream in rows
-        ],
-        mask,
+def sample_row(stream: Stream) -> SampleRow:
+    """Return the row that samples a stream's next token."""
+    return SampleRow(
+        params=stream.request.params,
+        seed=stream.seed,
+        position=len(stream.tokens),
+        history=stream.tokens,
+        prompt_length=len(stream.request.prompt),
+        stop_token_ids=stream.request.stop_ids,
+        stream=(stream.request.number, stream.index),
     )

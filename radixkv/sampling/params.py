@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
@@ -382,7 +382,9 @@ class SampleRow:
 
     `history` is the prompt, `prompt_length` tokens, and the reply so far; only logits processors read it. The pair
     (`seed`, `position`) identifies a draw: each token has its own. `stop_token_ids` end the reply; they are masked
-    while it is shorter than `min_tokens`.
+    while it is shorter than `min_tokens`. `stream` identifies the row's stream from step to step: streams that sample
+    in turn have different values, and a stream keeps its own through preemptions. `in_flight` is the number of tokens
+    after `history` that were sampled by the preceding `begin` and are still unknown to the host: 0 or 1.
     """
 
     params: SamplingParams
@@ -391,6 +393,8 @@ class SampleRow:
     history: Sequence[int] = ()
     prompt_length: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    stream: Hashable = None
+    in_flight: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ import struct
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +47,90 @@ class Sampled:
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None
     broken: frozenset[int] = frozenset()
+
+
+class Pending(Protocol):
+    """The draws of one `Sampler.begin`, which may still be running on the device."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """The sampled tokens, int64 [rows] on the device, for kernels of the same stream; waits for nothing."""
+        ...
+
+    def finite(self) -> list[bool]:
+        """Wait; return for each row of the logits whether the model computed a finite maximum.
+
+        The KV of a row without one must not be published, whether the row was sampled or not.
+        """
+        ...
+
+    def result(self) -> Sampled:
+        """Wait; return the tokens on the host."""
+        ...
+
+
+class Sampler(Protocol):
+    """Samples the tokens of an engine's steps. One thread calls it."""
+
+    def begin(
+        self,
+        logits: Tensor,
+        rows: Sequence[SampleRow],
+        sources: Sequence[int] | None = None,
+        mask: TokenMask | None = None,
+    ) -> Pending:
+        """Start to sample one token for each of `rows`, from row sources[i] of logits [n, vocab] for rows[i].
+
+        `sources` may repeat and leave out rows; None means all rows of the logits in their order. `mask` is of the
+        sampled rows and may change the logits, unless the draw may be repeated: a `begin` that raises has changed
+        neither the logits nor the sampler, so it can be repeated for a part of the rows. Raises InvalidInput for rows
+        that cannot be sampled.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class HostPending:
+    """Draws that are done. The token tensor and the finite rows are computed when they are first read."""
+
+    logits: Tensor
+    sampled: Sampled
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """See Pending."""
+        return torch.tensor(self.sampled.tokens, dtype=torch.int64, device=self.logits.device)
+
+    def finite(self) -> list[bool]:
+        """See Pending."""
+        return finite_rows(self.logits)
+
+    def result(self) -> Sampled:
+        """See Pending."""
+        return self.sampled
+
+
+class HostSampler:
+    """Samples by `sample` before `begin` returns; the best way for logits in host memory."""
+
+    def begin(
+        self,
+        logits: Tensor,
+        rows: Sequence[SampleRow],
+        sources: Sequence[int] | None = None,
+        mask: TokenMask | None = None,
+    ) -> HostPending:
+        """See Sampler."""
+        chosen = logits
+        if sources is not None and list(sources) != list(range(len(logits))):  # while every stream decodes, no copy
+            chosen = logits.index_select(0, torch.tensor(sources, device=logits.device))
+        return HostPending(logits, sample(chosen, rows, mask))
+
+
+def finite_rows(logits: Tensor) -> list[bool]:
+    """Return for each row of logits [rows, vocab] whether it has a finite maximum and no NaN."""
+    finite: list[bool] = torch.isfinite(logits.amax(dim=1)).tolist()
+    return finite
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow], mask: TokenMask | None = None) -> Sampled:

@@ -10,7 +10,7 @@ import torch
 
 from radixkv.models.loaded import SequenceInput
 from radixkv.sampling.params import SampleRow
-from radixkv.sampling.sampler import Sampled, sample
+from radixkv.sampling.sampler import Pending, Sampler
 from radixkv.sampling.token_mask import TokenMask
 from tests.simulation.scenario import Ask, Fault, Sabotage, Scenario
 
@@ -57,12 +57,11 @@ class Faults:
         end = chunk.start + len(chunk.tokens)
         return ask.flaw is not None and ask.flaw.kind == "nan" and end >= len(ask.prompt) + ask.flaw.at
 
-    def sampler(self, logits: torch.Tensor, rows: Sequence[SampleRow], mask: TokenMask | None = None) -> Sampled:
-        """Sample, unless a fault is due."""
+    def in_sampler(self, rows: Sequence[SampleRow]) -> None:
+        """Raise the faults of the sampler that are due."""
         for fault in self._due("sampler"):
             self.fired.add(fault)
             self._raise("sampler", [self.row_of(row) for row in rows], f"a fault of the sampler at step {fault.at}")
-        return sample(logits, rows, mask)
 
     def in_schedule(self, part: int, running: list[Ask]) -> None:
         """Raise the faults that are due before or after planning, which end all running requests."""
@@ -116,6 +115,24 @@ class Faults:
             error = MEMORY_ERRORS[self.now() % 2](f"DefaultCPUAllocator: can't allocate memory: {text}")
         self.blamed[id(error)] = (error, {ask.number for ask in asks})
         raise error
+
+
+@dataclass(frozen=True)
+class FaultySampler:
+    """A sampler that calls `fault` with the rows of each `begin`."""
+
+    sampler: Sampler
+    fault: Callable[[Sequence[SampleRow]], None]
+
+    def begin(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SampleRow],
+        sources: Sequence[int] | None = None,
+        mask: TokenMask | None = None,
+    ) -> Pending:
+        self.fault(rows)
+        return self.sampler.begin(logits, rows, sources, mask)
 
 
 class Listener:

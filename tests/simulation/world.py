@@ -26,12 +26,11 @@ from radixkv.engine.scheduler import Work
 from radixkv.engine.stats import AuditReport
 from radixkv.errors import EngineClosed, InvalidInput, PinBudgetExceeded, PrefixHeld
 from radixkv.models.loaded import SequenceInput
-from radixkv.sampling import sampler
 from radixkv.sampling.params import SampleRow
 from tests.simulation.accounting import Accounting
 from tests.simulation.channel import ScriptedChannel
 from tests.simulation.constraint import RuleMatcher
-from tests.simulation.faults import Faults, Listener
+from tests.simulation.faults import Faults, FaultySampler, Listener
 from tests.simulation.final_checks import FinalChecks
 from tests.simulation.host import HostSlotModel, host_parts
 from tests.simulation.model import SlotModel
@@ -122,6 +121,7 @@ class World:
         if isinstance(self.model, HostSlotModel):
             self.model.host.fault = self.faults.in_transfer
         self.core = new_core(self.cache, self.model, replace(scenario.config, prefix_cache=scenario.reuse))
+        self.core.sampler = FaultySampler(self.core.sampler, self.faults.in_sampler)
         self.auditor = Auditor(self.core)
         self._wrap_scheduler()
         self.accounting, self.final_checks = Accounting(self), FinalChecks(self)
@@ -343,13 +343,11 @@ class World:
 
     @contextmanager
     def _virtual(self) -> Iterator[None]:
-        """Give the engine a virtual clock, and a sampler with faults."""
+        """Give the engine a virtual clock."""
         with ExitStack() as stack:
             for module in ENGINE:
                 if getattr(module, "time", None) is time:
                     stack.enter_context(mock.patch.object(module, "time", self.clock))
-                if getattr(module, "sample", None) is sampler.sample:
-                    stack.enter_context(mock.patch.object(module, "sample", self.faults.sampler))
             yield
 
     def _record(self) -> None:
