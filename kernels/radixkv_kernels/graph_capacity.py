@@ -11,6 +11,11 @@ DEPTH = 4
 """Shared runs on one path that fit: a system prompt, tools, an agent, its task. Deeper trees may fit."""
 
 
+def shared_rows(rows: int) -> int:
+    """Return the most rows that all shared runs of a step of `rows` decodes may have together."""
+    return rows * DEPTH
+
+
 @dataclass(frozen=True)
 class GraphCapacity:
     """Room for the tiles of one step; each kind has room for all tiles."""
@@ -48,7 +53,7 @@ def decode_capacity(
     keys: int,
     split: int | None = None,
 ) -> GraphCapacity:
-    """Return room for `rows` decodes whose tables have `blocks` blocks together and whose paths share `DEPTH` runs.
+    """Return room for `rows` decodes whose tables have `blocks` blocks together, and `shared_rows` in shared runs.
 
     Arguments are those of `tiles.build`; with `split` nothing is shared, and no sequence has more than `keys` keys.
 

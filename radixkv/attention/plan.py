@@ -10,6 +10,7 @@ their own: `cut_chunks` turns each chunk into a sequence that starts where the c
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from radixkv_kernels.work_list import WorkList
 
 Int = NDArray[np.int64]
 Table = NDArray[np.int32]
+Run = tuple[int, int, Int]
+"""A shared run: blocks [start, stop) of a path, and the sequences that read it, ascending."""
 
 MIN_SAVING = 256
 """Token reads that a shared run must save to become an item: below this, the item costs more than it saves."""
@@ -43,14 +46,16 @@ def build(
     block_size: int,
     min_saving: int = MIN_SAVING,
     max_tokens: int | None = None,
+    max_shared_rows: int | None = None,
 ) -> WorkList:
     """Return the work list of a step: each shared run once for all of its rows, then each sequence's private tail.
 
     Sequence `s` reads `kv_lengths[s]` keys, this step's own included, for its last `query_lengths[s]` positions; with
     0 it takes no part in the step. `window` is the model's sliding window. `previous` is the last step's list: its tree
     is reused while the batch keeps its members and only tails grow, and any other list is ignored. `max_tokens` cuts
-    longer items, so that many processors share the work. Raises InvalidInput for lengths that do not fit. Costs one
-    comparison of all tables (0.1 ms at 64 sequences), and a sort of them if the tree is new.
+    longer items, so that many processors share the work. `max_shared_rows` bounds the query rows of all shared runs
+    together, as `merge_runs` does. Raises InvalidInput for lengths that do not fit. Costs one comparison of all tables
+    (0.1 ms at 64 sequences), and a sort of them if the tree is new.
     """
     tables = [np.asarray(table, dtype=np.int32) for table in block_tables]
     kv, queries = np.asarray(kv_lengths, dtype=np.int64), np.asarray(query_lengths, dtype=np.int64)
@@ -61,9 +66,9 @@ def build(
     _check(tables, kv, queries, block_size)
     grouping = None
     if previous is not None and isinstance(previous.origin, Grouping) and previous.block_size == block_size:
-        grouping = previous.origin.grown(tables, kv, queries, min_saving)
+        grouping = previous.origin.grown(tables, kv, queries, min_saving, max_shared_rows)
     if grouping is None:
-        grouping = group(tables, kv, queries, block_size, min_saving)
+        grouping = group(tables, kv, queries, block_size, min_saving, max_shared_rows)
     return _ListBuilder(grouping, kv, queries, window, block_size, max_tokens).work_list()
 
 
@@ -220,17 +225,29 @@ class Grouping:
     block_ids: Table  # all tables, end to end
     table_offset: Int  # [sequences + 1] where each table starts in block_ids
     kv_lengths: Int
-    active: NDArray[np.bool_]  # [sequences] has query rows
+    query_lengths: Int
     min_saving: int
+    max_shared_rows: int | None
 
-    def grown(self, tables: list[Table], kv_lengths: Int, query_lengths: Int, min_saving: int) -> Grouping | None:
+    def grown(
+        self, tables: list[Table], kv_lengths: Int, query_lengths: Int, min_saving: int, max_shared_rows: int | None
+    ) -> Grouping | None:
         """Return this grouping for tables that have only grown at their ends; None if anything else has changed."""
-        if len(tables) != len(self.kv_lengths) or min_saving != self.min_saving or (kv_lengths < self.kv_lengths).any():
+        limits = min_saving, max_shared_rows
+        if limits != (self.min_saving, self.max_shared_rows) or len(tables) != len(self.kv_lengths):
+            return None
+        if (kv_lengths < self.kv_lengths).any():
             return None
         block_ids, offset = _flat(tables)
-        if not np.array_equal(query_lengths > 0, self.active) or not self._is_prefix(block_ids, offset):
+        if not self._has_rows(query_lengths) or not self._is_prefix(block_ids, offset):
             return None
-        return Grouping(self.runs, self.private_start, block_ids, offset, kv_lengths, self.active, min_saving)
+        return Grouping(self.runs, self.private_start, block_ids, offset, kv_lengths, query_lengths, *limits)
+
+    def _has_rows(self, query_lengths: Int) -> bool:
+        """Return whether the same sequences have query rows; as many of them, if the rows of runs are bounded."""
+        if self.max_shared_rows is not None:
+            return np.array_equal(query_lengths, self.query_lengths)
+        return np.array_equal(query_lengths > 0, self.query_lengths > 0)
 
     def _is_prefix(self, block_ids: Table, offset: Int) -> bool:
         """Return whether each of the new tables begins with the old one."""
@@ -246,7 +263,14 @@ class Grouping:
         return np.array_equal(block_ids[new:], self.block_ids[old:])
 
 
-def group(tables: list[Table], kv_lengths: Int, query_lengths: Int, block_size: int, min_saving: int) -> Grouping:
+def group(
+    tables: list[Table],
+    kv_lengths: Int,
+    query_lengths: Int,
+    block_size: int,
+    min_saving: int,
+    max_shared_rows: int | None = None,
+) -> Grouping:
     """Find the tree in the tables: sort them, compare neighbours, split where they differ.
 
     Only blocks that are full for every member are shared: after the fill mark of a common block, each sequence may
@@ -258,10 +282,13 @@ def group(tables: list[Table], kv_lengths: Int, query_lengths: Int, block_size: 
     order = sorted(np.flatnonzero(active).tolist(), key=lambda index: full[index].tobytes())
     common = [_common(full[a], full[b]) for a, b in itertools.pairwise(order)]
     runs, private = _split(np.array(order, dtype=np.int64), common, len(tables), -(-min_saving // block_size))
-    return Grouping(_joined(runs, block_size), private * block_size, block_ids, offset, kv_lengths, active, min_saving)
+    if max_shared_rows is not None:
+        runs, private = merge_runs(runs, private, query_lengths, max_shared_rows)
+    joined, limits = _joined(runs, block_size), (min_saving, max_shared_rows)
+    return Grouping(joined, private * block_size, block_ids, offset, kv_lengths, query_lengths, *limits)
 
 
-def _joined(runs: list[tuple[int, int, Int]], block_size: int) -> SharedRuns:
+def _joined(runs: list[Run], block_size: int) -> SharedRuns:
     """Turn runs of blocks, each (start, stop, members), into arrays in tokens."""
     start, stop = (np.array([run[i] for run in runs], dtype=np.int64) * block_size for i in range(2))
     counts = np.array([len(members) for *_, members in runs], dtype=np.int64)
@@ -283,12 +310,12 @@ def _common(a: Table, b: Table) -> int:
     return int(different.argmax()) if different.any() else length
 
 
-def _split(order: Int, common: list[int], sequences: int, min_saving: int) -> tuple[list[tuple[int, int, Int]], Int]:
+def _split(order: Int, common: list[int], sequences: int, min_saving: int) -> tuple[list[Run], Int]:
     """Return runs in blocks, each (start, stop, members), and the first private block of each sequence.
 
     `order` has the sequences in the order of their tables, `common` the overlap of neighbours. Not recursive.
     """
-    runs: list[tuple[int, int, Int]] = []
+    runs: list[Run] = []
     private = np.zeros(sequences, dtype=np.int64)
     waiting = [(0, len(order), 0)]
     while waiting:
@@ -303,6 +330,63 @@ def _split(order: Int, common: list[int], sequences: int, min_saving: int) -> tu
         edges = [low, *(i + 1 for i in range(low, high - 1) if common[i] == stop), high]
         waiting += [(a, b, start) for a, b in itertools.pairwise(edges)]
     return runs, private
+
+
+def merge_runs(runs: list[Run], private: Int, query_lengths: Int, most: int) -> tuple[list[Run], Int]:
+    """Merge shared runs into their children until all runs together have at most `most` query rows.
+
+    A merged run is read once for each child: runs below it, and sequences whose private part follows it. The run with
+    the fewest additional reads for each row that it had is merged first. `runs` have parents before children, and
+    `private` [sequences] is the first private block; both are returned unchanged if they fit. Costs O(n log n) for n
+    runs in most trees, and at most O(n * depth).
+    """
+    rows = [int(query_lengths[members].sum()) for *_, members in runs]
+    excess = sum(rows) - most
+    if excess <= 0:
+        return runs, private
+    deepest = np.full(len(private), -1, dtype=np.int64)
+    parents = []
+    for number, (*_, members) in enumerate(runs):
+        parents.append(int(deepest[members[0]]))
+        deepest[members] = number
+    below: list[list[int]] = [[] for _ in runs]
+    for number, parent in enumerate(parents):
+        if parent >= 0:
+            below[parent].append(number)
+    readers = np.bincount(deepest[deepest >= 0], minlength=len(runs)) + [len(children) for children in below]
+    starts, merged = [start for start, *_ in runs], set[int]()
+
+    def cost(number: int) -> float:
+        return float((runs[number][1] - starts[number]) * (readers[number] - 1) / rows[number])
+
+    waiting = [(cost(number), number) for number in range(len(runs))]
+    heapq.heapify(waiting)
+    while excess > 0:
+        estimate, number = heapq.heappop(waiting)
+        if number in merged:
+            continue
+        if (now := cost(number)) > estimate:  # costs only grow
+            heapq.heappush(waiting, (now, number))
+            continue
+        merged.add(number)
+        excess -= rows[number]
+        parent = parents[number]
+        if parent >= 0:
+            readers[parent] += readers[number] - 1
+            below[parent] += below[number]
+        for child in below[number]:
+            starts[child], parents[child] = starts[number], parent
+    return _laid_out([run for number, run in enumerate(runs) if number not in merged], len(private))
+
+
+def _laid_out(runs: list[Run], sequences: int) -> tuple[list[Run], Int]:
+    """Let each run start where its parent stops; return the runs, and the first private block of each sequence."""
+    private = np.zeros(sequences, dtype=np.int64)
+    found = []
+    for _, stop, members in runs:
+        found.append((int(private[members[0]]), stop, members))
+        private[members] = stop
+    return found, private
 
 
 def check_chunk(chunk: int, block_size: int) -> None:

@@ -20,6 +20,7 @@ from radixkv.models.attention_interface import keys_per_tile, recordable_backend
 from radixkv.models.loaded import AttentionWindow, SequenceInput
 from radixkv.models.rounding import agree
 from radixkv.models.runner import ForwardContext, PoolForward, Runner
+from radixkv_kernels import graph_capacity
 from radixkv_kernels.work_list import WorkList
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class ReplayedForward:
 
     def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
         """Return logits [len(inputs), vocab] of each input's last token."""
-        work = self.computed.planner.lists(inputs)
+        work = self.computed.planner.lists(inputs, self.graphs.max_shared_rows(inputs))
         logits = self.graphs.run(inputs, work)
         if logits is None:
             return self.computed.compute(inputs, work)
@@ -167,6 +168,11 @@ class DecodeGraphs:
         self._inputs.send()
         replay = self._replay(*key)
         return None if replay is None else replay()[: len(inputs)]
+
+    def max_shared_rows(self, inputs: Sequence[SequenceInput]) -> int | None:
+        """Return the most rows of shared runs with which a step fits its recording; None if none serves it."""
+        bucket = self._bucket(inputs)
+        return None if bucket is None else graph_capacity.shared_rows(bucket)
 
     def _bucket(self, inputs: Sequence[SequenceInput]) -> int | None:
         """Return the number of rows to which a step is padded; None for steps that are not recorded."""

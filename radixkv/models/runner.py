@@ -246,8 +246,8 @@ class AttentionPlanner:
         self._block_size, self._min_saving = block_size, min_saving
         self._previous: dict[int | None, WorkList] = {}
 
-    def lists(self, inputs: Sequence[SequenceInput]) -> WorkLists:
-        """Build the list of each window.
+    def lists(self, inputs: Sequence[SequenceInput], max_shared_rows: int | None = None) -> WorkLists:
+        """Build the list of each window; `max_shared_rows` as in `plan.build`.
 
         All windows see the same tree of tables, mostly that of the step before, so each list is built from the last.
         """
@@ -265,6 +265,7 @@ class AttentionPlanner:
                 self._previous.get(chunk),
                 block_size=self._block_size,
                 min_saving=self._min_saving,
+                max_shared_rows=max_shared_rows,
             )
             self._previous[chunk] = found[AttentionWindow(window, chunk)] = work
         return found

@@ -110,6 +110,46 @@ def test_a_list_grown_from_the_previous_one_covers_what_a_fresh_one_covers(
     assert work.origin.runs is before.origin.runs  # type: ignore[attr-defined]
 
 
+@given(batches(), windows, st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_merged_runs_have_the_rows_that_are_allowed_and_cover_what_all_runs_cover(
+    batch: tuple[list[list[int]], list[int], list[int], int], window: int | None, most: int
+) -> None:
+    tables, kv, queries, block_size = batch
+    free = plan.build(tables, kv, queries, window, block_size=block_size, min_saving=1)
+    work = plan.build(tables, kv, queries, window, block_size=block_size, min_saving=1, max_shared_rows=most)
+    rows, merged = (sum(queries[each] for each in found.origin.runs.members) for found in (free, work))  # type: ignore[attr-defined]
+    assert merged <= most
+    assert covered(work) == expected(tables, kv, queries, window, block_size)
+    if rows <= most:
+        assert items(work) == items(free)
+
+
+def items(work: WorkList) -> list[tuple[int, int, int]]:
+    return list(zip(work.kv_start.tolist(), work.tokens.tolist(), work.rows.tolist(), strict=True))
+
+
+def test_the_run_with_the_fewest_additional_reads_for_each_of_its_rows_is_merged() -> None:
+    """A run of 10 blocks for four sequences, below it one of 2 blocks for two of them."""
+    root = list(range(10))
+    tables = [[*root, 20, 21, 30], [*root, 20, 21, 31], [*root, 32], [*root, 33]]
+    kv = [12 * 16 + 5] * 2 + [10 * 16 + 5] * 2
+    work = plan.build(tables, kv, [1] * 4, block_size=16, min_saving=1, max_shared_rows=5)
+    assert items(work) == [(0, 160, 4), *[(160, 37, 1)] * 2, *[(160, 5, 1)] * 2]
+    work = plan.build(tables, kv, [1] * 4, block_size=16, min_saving=1, max_shared_rows=2)
+    assert items(work) == [*[(0, 197, 1)] * 2, *[(0, 165, 1)] * 2]
+    few = [[*root[:2], *range(20, 30), 30], [*root[:2], *range(20, 30), 31], [*root[:2], 32], [*root[:2], 33]]
+    work = plan.build(few, [197, 197, 37, 37], [1] * 4, block_size=16, min_saving=1, max_shared_rows=5)
+    assert items(work) == [(0, 192, 2), *[(192, 5, 1)] * 2, *[(0, 37, 1)] * 2]
+
+
+def test_a_list_with_another_bound_is_not_grown_from_the_previous_one() -> None:
+    tables = [[0, 1, 2], [0, 1, 3]]
+    before = plan.build(tables, [40, 40], [1, 1], block_size=16, min_saving=1)
+    work = plan.build(tables, [41, 41], [1, 1], None, before, block_size=16, min_saving=1, max_shared_rows=0)
+    assert items(work) == [(0, 41, 1)] * 2
+
+
 @given(batches(), batches())
 @SETTINGS
 def test_a_previous_list_of_another_batch_is_noticed(

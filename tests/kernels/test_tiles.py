@@ -20,6 +20,7 @@ from radixkv_kernels.graph_capacity import GraphCapacity
 from radixkv_kernels.tiles import FIELDS, HEADER, Shape, Tiles
 from radixkv_kernels.work_list import WorkList
 from tests.attention.batches import tree_tables
+from tests.attention.test_plan import covered, expected
 
 SETTINGS = settings(max_examples=100, deadline=None)
 SHAPES = (Shape(4, 4), Shape(8, 8), Shape(16, 4))
@@ -198,49 +199,98 @@ def test_a_row_with_nothing_to_read_is_merged_from_nothing() -> None:
 
 
 @st.composite
-def decodes(draw: st.DrawFn) -> WorkList:
-    """Draw trees of decodes, deep ones included."""
-    rng = random.Random(draw(st.integers(0, 10**9)))
-    tables, kv = tree_tables(rng, 4, draw(st.integers(1, 40)), adjacent=False)
-    kept = [(table, length) for table, length in zip(tables, kv, strict=True) if length]
-    window = draw(st.sampled_from([None, 3, 40]))
-    min_saving = draw(st.sampled_from([1, 8, plan.NEVER_SHARE]))
-    tables, kv = [table for table, _ in kept], [length for _, length in kept]
-    return plan.build(tables, kv, [1] * len(kv), window, block_size=4, min_saving=min_saving)
+def decodes(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    """Draw tables and lengths of decodes: random trees, and combs, in which each sequence leaves the others in turn."""
+    count = draw(st.integers(1, 40))
+    if draw(st.booleans()):
+        return comb(count, draw(st.integers(1, 3)))
+    tables, kv = tree_tables(random.Random(draw(st.integers(0, 10**9))), 4, count, adjacent=False)
+    return [table for table, length in zip(tables, kv, strict=True) if length], [length for length in kv if length]
 
 
-def depth(work: WorkList) -> int:
-    """Return the most shared runs on one path."""
-    origin = work.origin
-    assert isinstance(origin, Grouping)
-    return max(Counter(origin.runs.members.tolist()).values(), default=0)
+def comb(leaves: int, blocks: int, size: int = 4) -> tuple[list[list[int]], list[int]]:
+    """Return tables and lengths of sequences with 1, 2, 3 ... runs of `blocks` common blocks, and one token more."""
+    spine = list(range(leaves * blocks))
+    tables = [[*spine[: each * blocks], 10_000 + each] for each in range(1, leaves + 1)]
+    return tables, [(len(table) - 1) * size + 1 for table in tables]
+
+
+def binary(depth: int, size: int = 4) -> tuple[list[list[int]], list[int]]:
+    """Return tables and lengths of the 2**depth leaves of a binary tree, with a block for each node."""
+    tables = [[(leaf >> (depth - level)) + (1 << level) for level in range(depth + 1)] for leaf in range(1 << depth)]
+    return tables, [len(tables[0]) * size] * len(tables)
+
+
+def shared_rows(work: WorkList) -> int:
+    """Return the rows of all shared runs together."""
+    assert isinstance(work.origin, Grouping)
+    return len(work.origin.runs.members)
 
 
 @given(
     decodes(),
+    st.sampled_from([None, 3, 40]),
+    st.integers(0, 3),
     st.sampled_from([1, 3, 8]),
     st.sampled_from([0.1, 1, 9, 60, (33, 0.5, 7.5)]),
     st.sampled_from([None, 8, 30]),
 )
 @SETTINGS
 def test_a_decode_steps_tiles_fit_the_stated_bound(
-    work: WorkList, group: int, spread: float | tuple[float, ...], split: int | None
+    batch: tuple[list[list[int]], list[int]],
+    window: int | None,
+    padding: int,
+    group: int,
+    spread: float | tuple[float, ...],
+    split: int | None,
 ) -> None:
-    """The bound is for balanced steps of shallow trees, or a fixed split without sharing."""
-    if not work.num_rows or (split is not None and depth(work)):
+    """The bound is for balanced steps of any tree, or a fixed split without sharing."""
+    tables, kv = batch
+    if not kv:
         return
-    blocks, keys = len(work.block_ids), int(work.positions.max()) + 1
+    rows = len(kv) + padding
+    work = plan.build(
+        tables,
+        kv,
+        [1] * len(kv),
+        window,
+        block_size=4,
+        min_saving=1 if split is None else plan.NEVER_SHARE,
+        max_shared_rows=graph_capacity.shared_rows(rows),
+    )
+    assert covered(work) == expected(tables, kv, [1] * len(kv), window, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "SHORTEST", 4)
-        patch.setattr(graph_capacity, "DEPTH", depth(work))
         tiles = tiling.build(work, SHAPES, group, spread=spread, split=split)
         room = graph_capacity.decode_capacity(
-            work.num_rows, blocks, SHAPES, group, spread=spread, keys=keys, split=split
+            rows, len(work.block_ids), SHAPES, group, spread=spread, keys=max(kv), split=split
         )
     assert room.holds(tiles)
     merges = tiles.merge_rows, tiles.merge_offset, tiles.merge_ids
     arrays = [*tiles.kinds, tiles.row_ids, tiles.positions, *merges]
     assert all(len(array) <= size for array, size in zip(arrays, room.sizes(len(SHAPES)), strict=True))
+
+
+DEEP = {f"depth {depth}": binary(depth) for depth in (3, 5, 6)} | {f"comb {n}": comb(n, 16) for n in (5, 6, 8, 20, 64)}
+
+
+@pytest.mark.parametrize("tree", DEEP)
+def test_a_batch_that_fills_its_bucket_fits_however_deep_its_tree_is(tree: str) -> None:
+    tables, kv = DEEP[tree]
+    rows = len(kv)
+    most = graph_capacity.shared_rows(rows)
+    free, work = (
+        plan.build(tables, kv, [1] * rows, block_size=4, min_saving=1, max_shared_rows=limit) for limit in (None, most)
+    )
+    room = graph_capacity.decode_capacity(rows, len(work.block_ids), SHIPPED, 4, spread=AT_ONCE, keys=max(kv))
+    assert room.holds(tiling.build(work, SHIPPED, 4, spread=AT_ONCE))
+    if shared_rows(free) <= most:
+        assert work.num_items == free.num_items and (work.row_ids == free.row_ids).all()
+        assert tree in ("depth 3", "comb 5", "comb 6", "comb 8")
+        return
+    assert not room.holds(tiling.build(free, SHIPPED, 4, spread=AT_ONCE))
+    assert shared_rows(work) <= most
+    assert free.read_tokens < work.read_tokens < (1.2 if tree.startswith("depth") else 4) * free.read_tokens
 
 
 def test_a_long_run_that_many_share_is_cut_often_and_fits() -> None:

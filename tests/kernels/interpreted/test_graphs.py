@@ -186,13 +186,25 @@ def test_logits_outlive_the_next_replay() -> None:
     pair.decode(rng)
 
 
-@pytest.mark.parametrize("limit", ["depth", "blocks", "memory", "most"])
+def test_a_batch_with_more_shared_runs_than_fit_is_replayed_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MIN_SAVING", 1)
+    monkeypatch.setattr(graph_capacity, "DEPTH", 1)
+    pair, rng = Pair(load(), most=4), random.Random(13)
+    pair.prefill(9)
+    for blocks in (1, 2, 2):
+        pair.fork(0)
+        pair.lives[-1] = (blocks * SIZE, pair.lives[-1][1][:blocks])
+    replays = pair.recorder.replays
+    for _ in range(2):
+        pair.decode(rng)
+    assert pair.recorder.replays == replays + 2
+
+
+@pytest.mark.parametrize("limit", ["blocks", "memory", "most"])
 def test_what_does_not_fit_is_computed_without(
     limit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plan, "MIN_SAVING", 1)
-    if limit == "depth":
-        monkeypatch.setattr(graph_capacity, "DEPTH", 0)
     if limit == "blocks":
         monkeypatch.setattr(cuda_inputs, "MOST_BLOCKS", 9)
     pair = Pair(load(), LaunchRecorder(1 if limit == "memory" else 1000), most=2 if limit == "most" else 6)
