@@ -153,9 +153,10 @@ def needed(case: Case, name: str, kind: Kind | None, threads: int) -> dict[str, 
         numbers |= {f"query{i}": kind.rows * width for i, width in enumerate(keys) if width}
     elif name == "merge":
         numbers, element = {"parts": 16 * triton.next_power_of_2(case.value_dim)}, 32
-    elif name == "write":  # the last launch, of values
-        each = triton.next_power_of_2(case.kv_heads) * triton.next_power_of_2(case.value_dim)
-        numbers = {"numbers": max(each, blocks.ENOUGH // case.dtype.itemsize)}
+    elif name == "write":
+        heads, *widths = map(triton.next_power_of_2, (case.kv_heads, case.key_dim, case.value_dim))
+        tokens = max(1, blocks.ENOUGH // (heads * max(widths) * case.dtype.itemsize))
+        numbers = {load: tokens * heads * width for load, width in zip(("keys", "values"), widths, strict=True)}
     else:
         numbers, element = {"words": case.kv_heads * case.block_size * case.value_dim * element // 32}, 32
     return {load: max(element, min(128, element * (number // threads))) for load, number in numbers.items()}
@@ -230,9 +231,8 @@ def line(row: Row) -> tuple[str, ...]:
         kind = (f"{row.kind.rows} x {row.kind.keys}", str(row.kind.warps), str(row.kind.stages))
     code, found = ("",) * 5, "; ".join(row.faults)
     if row.code is not None:
-        moved = [
-            name for name in row.code.loads if name[:-1] in ("key", "value") or name in ("parts", "numbers", "words")
-        ]
+        others = ("parts", "keys", "values", "words")
+        moved = [name for name in row.code.loads if name[:-1] in ("key", "value") or name in others]
         wide = ", ".join(f"{name} {'/'.join(map(str, row.code.loads[name]))}" for name in moved)
         cores = ", ".join(f"{number} {name}" for name, number in row.code.tensor_cores.items())
         code = (str(row.code.registers), f"{row.code.shared / 1024:.1f}", str(row.code.spilled), wide, cores)

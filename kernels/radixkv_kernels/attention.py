@@ -96,6 +96,9 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 AT_ONCE = 16
 """Partials that a merge loads together."""
 
+MERGES_AT_ONCE = 8
+"""Programs of the merge that a processor is given: a recorded step launches as many even if no row has partials."""
+
 
 def head_parts(dim: int) -> tuple[int, int]:
     """Split a head's size into a power of two and the rest, both as the kernels load them; the rest may be 0.
@@ -287,7 +290,7 @@ def _reach(pool: Tensor) -> int:
 def _merge(step: TilePlan, partial: Tensor, lse: Tensor, sinks: Tensor | None, output: Tensor) -> None:
     """Merge the partials of all rows that have more than one partial, or none."""
     heads, dv = output.shape[1:]
-    merge_partials[(step.num_merges, heads)](
+    merge_partials[(min(step.num_merges * heads, step.processors * MERGES_AT_ONCE),)](
         partial,
         lse,
         *step.merges,

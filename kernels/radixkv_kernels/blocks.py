@@ -28,33 +28,37 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
     """Store key [kv_heads, T, dk] and value [kv_heads, T, dv] in slots int64 [T] of one layer's pools.
 
     The pools are [kv_heads, blocks, block_size, dk or dv], in any order of memory that keeps a head's numbers of one
-    token together. Slots are all different, except -1, which is a row that is not stored. Costs two launches.
+    token together. Slots are all different, except -1, which is a row that is not stored. Costs one launch.
     """
-    for new, pool in ((key, key_pool), (value, value_pool)):
-        assert new.stride(2) == 1 and pool.stride(3) == 1
-        heads, tokens, dim = new.shape
-        if not tokens:
-            continue
-        each = triton.next_power_of_2(heads) * triton.next_power_of_2(dim) * new.itemsize
-        at_once = max(1, ENOUGH // each)
-        write_slots[(triton.cdiv(tokens, at_once),)](
-            new,
-            pool,
-            slots,
-            tokens,
-            new.stride(0),
-            new.stride(1),
-            pool.stride(0),
-            pool.stride(1),
-            pool.stride(2),
-            HEADS=heads,
-            HEADS_PADDED=triton.next_power_of_2(heads),
-            DIM=dim,
-            DIM_PADDED=triton.next_power_of_2(dim),
-            BLOCK_SIZE=pool.shape[2],
-            TOKENS=at_once,
-            num_warps=_warps(at_once * each),
-        )
+    assert key.stride(2) == value.stride(2) == key_pool.stride(3) == value_pool.stride(3) == 1
+    heads, tokens, key_dim = key.shape
+    value_dim = value.shape[2]
+    if not tokens:
+        return
+    padded = [triton.next_power_of_2(size) for size in (heads, key_dim, value_dim)]
+    each = padded[0] * max(padded[1:]) * key.itemsize
+    at_once = max(1, ENOUGH // each)
+    write_slots[(triton.cdiv(tokens, at_once),)](
+        key,
+        value,
+        key_pool,
+        value_pool,
+        slots,
+        tokens,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_pool.stride()[:3],
+        *value_pool.stride()[:3],
+        HEADS=heads,
+        HEADS_PADDED=padded[0],
+        DK=key_dim,
+        DK_PADDED=padded[1],
+        DV=value_dim,
+        DV_PADDED=padded[2],
+        BLOCK_SIZE=key_pool.shape[2],
+        TOKENS=at_once,
+        num_warps=_warps(at_once * each),
+    )
 
 
 @dataclass(frozen=True, eq=False)

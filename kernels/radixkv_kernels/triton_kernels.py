@@ -266,13 +266,14 @@ def merge_partials(
     AT_ONCE: tl.constexpr,  # partials of one iteration
     SINKS: tl.constexpr,
 ):
-    """Merge a row's partials, one program per (row, head): weigh them by their log-sum-exps, in the order of keys.
+    """Merge rows' partials: weigh them by their log-sum-exps, in the order of keys.
 
-    Sinks take weight and add no value. A row without partials gets zeros. The order of additions depends on the row's
-    partials alone.
+    A fixed number of programs takes (row, head) pairs in turn. Sinks take weight and add no value. A row without
+    partials gets zeros. The order of additions depends on the row's partials alone.
     """
-    index, head = tl.program_id(0), tl.program_id(1)
-    if index < tl.load(rows):
+    pair, pairs = tl.program_id(0), tl.load(rows) * HEADS
+    while pair < pairs:
+        index, head = pair // HEADS, pair % HEADS
         row = tl.load(rows + _HEADER + index).to(tl.int64)
         begin, end = tl.load(offsets + index), tl.load(offsets + index + 1)
         column = tl.arange(0, DV_PADDED)
@@ -296,36 +297,64 @@ def merge_partials(
         result = total / tl.where(weight == 0.0, 1.0, weight)
         place = output + row * output_row + head.to(tl.int64) * output_head + column
         tl.store(place, result.to(output.dtype.element_ty), mask=column < DV)
+        pair += tl.num_programs(0)
+
+
+@triton.jit
+def _rows(source, token, head, inside, token_stride, head_stride, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """Load the numbers of (token, head) pairs [n, 1] -> [n, DIM_PADDED], where `inside` [n, 1] is true."""
+    column = tl.arange(0, DIM_PADDED)[None, :]
+    return tl.load(source + token * token_stride + head * head_stride + column, mask=inside & (column < DIM))
+
+
+@triton.jit
+def _store_slots(pool, numbers, slot, head, inside, block_stride, slot_stride, head_stride,
+                 DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """Store numbers [n, DIM_PADDED] at (slot, head) pairs [n, 1] of a pool, where `inside` [n, 1] is true."""
+    column = tl.arange(0, numbers.shape[1])[None, :]
+    place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + head * head_stride + column
+    tl.store(pool + place, numbers.to(pool.dtype.element_ty), mask=inside & (column < DIM))
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def write_slots(
-    new,  # [kv_heads, T, dim], any strides of heads and tokens
-    pool,  # [kv_heads, blocks, block_size, dim], any strides but of dim
+    key,  # [kv_heads, T, DK], any strides of heads and tokens
+    value,  # [kv_heads, T, DV]
+    key_pool,  # [kv_heads, blocks, BLOCK_SIZE, DK], any strides but of the last
+    value_pool,  # [kv_heads, blocks, BLOCK_SIZE, DV]
     slots,  # int64 [T], -1: a padded row
     tokens,  # T
-    new_head,
-    new_token,
-    pool_head,
-    pool_block,
-    pool_token,
+    key_head,
+    key_token,
+    value_head,
+    value_token,
+    key_pool_head,
+    key_pool_block,
+    key_pool_token,
+    value_pool_head,
+    value_pool_block,
+    value_pool_token,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
+    DK: tl.constexpr,
+    DK_PADDED: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,  # tokens of one program
 ):
-    """Write all heads of some tokens' keys, or values, to their slots."""
-    row = tl.arange(0, TOKENS * HEADS_PADDED)[:, None]
-    token = tl.program_id(0).to(tl.int64) * TOKENS + row // HEADS_PADDED
+    """Write all heads of some tokens' keys and values to their slots."""
+    pair = tl.arange(0, TOKENS * HEADS_PADDED)[:, None]
+    token = tl.program_id(0).to(tl.int64) * TOKENS + pair // HEADS_PADDED
     slot = tl.load(slots + token, mask=token < tokens, other=-1)
-    head = (row % HEADS_PADDED).to(tl.int64)
-    column = tl.arange(0, DIM_PADDED)[None, :]
-    inside = (slot >= 0) & (head < HEADS) & (column < DIM)
-    numbers = tl.load(new + token * new_token + head * new_head + column, mask=inside)
-    place = (slot // BLOCK_SIZE) * pool_block + (slot % BLOCK_SIZE) * pool_token + head * pool_head + column
-    tl.store(pool + place, numbers.to(pool.dtype.element_ty), mask=inside)
+    head = (pair % HEADS_PADDED).to(tl.int64)
+    inside = (slot >= 0) & (head < HEADS)
+    keys = _rows(key, token, head, inside, key_token, key_head, DK, DK_PADDED)
+    values = _rows(value, token, head, inside, value_token, value_head, DV, DV_PADDED)
+    _store_slots(key_pool, keys, slot, head, inside, key_pool_block, key_pool_token, key_pool_head, DK, BLOCK_SIZE)
+    _store_slots(
+        value_pool, values, slot, head, inside, value_pool_block, value_pool_token, value_pool_head, DV, BLOCK_SIZE
+    )
 
 
 @triton.jit

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 ATTENTION = ("tails", "sharers", "chunks")
 
-MOVED = {"merge": {"parts"}, "write": {"numbers"}, "copy": {"words"}}
+MOVED = {"merge": {"parts"}, "write": {"keys", "values"}, "copy": {"words"}}
 """What the other kernels move, by the name that it has in their source."""
 
 RESTS = {

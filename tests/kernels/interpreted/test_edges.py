@@ -121,8 +121,19 @@ def test_partials_that_saw_nothing_are_merged_as_nothing() -> None:
     offsets, ids = torch.tensor([0, count], dtype=torch.int32), torch.arange(count, dtype=torch.int32)
     output = torch.full((1, 1, 16), torch.nan)
     sizes = {"HEADS": 1, "DV": 16, "DV_PADDED": 16, "AT_ONCE": attention.AT_ONCE, "SINKS": False}
-    merge_partials[1, 1](partial, lse, rows, offsets, ids, partial, output, 16, 16, **sizes)
+    merge_partials[(1,)](partial, lse, rows, offsets, ids, partial, output, 16, 16, **sizes)
     assert torch.equal(output[0, 0], torch.arange(16.0))
+
+
+def test_a_merge_has_as_many_programs_as_the_device_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three programs take sixteen (row, head) pairs, or one program takes each."""
+    case = separate([64, 33, 20, 48], [1, 1, 1, 1], group=2)
+    outputs = []
+    for at_once in (1, 1 << 10):
+        monkeypatch.setattr(attention, "MERGES_AT_ONCE", at_once)
+        outputs.append(attend(case, kinds=ONE, processors=3, split=16, scale=0.3))
+    close(outputs[0], expected_output(case, scale=0.3), torch.float32)
+    assert torch.equal(*outputs)
 
 
 def test_a_row_of_sinks_alone_gets_zeros() -> None:
