@@ -110,8 +110,7 @@ def _handler() -> Handler:
     return handler
 
 
-@torch.library.custom_op("radixkv::attend", mutates_args=())
-def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
+def _call_handler(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
     """Answer one layer's call inside a compiled model: the compiler sees only shapes, and the layers keep their order.
 
     The handler takes a layer's window and softcap from the probe.
@@ -120,10 +119,17 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, sca
     return _handler().attend(call)
 
 
-@_attend.register_fake
-def _shape(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
-    """Return an empty [T, heads, dv] that shows a compiler the shape of `_attend`."""
+def _output_shape(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
+    """Return an empty [T, heads, dv] that shows a compiler the shape of an output."""
     return query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+
+
+# `torch.library.custom_op` would take twice as long in each call, for checks of aliases and for autograd.
+_library: Any = torch.library.Library("radixkv", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's own
+_library.define("attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, float scale) -> Tensor")
+_library.impl("attend", _call_handler, "CompositeExplicitAutograd")
+torch.library.register_fake("radixkv::attend", _output_shape, lib=_library)
+_attend: Callable[..., Tensor] = torch.ops.radixkv.attend.default
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
