@@ -101,7 +101,7 @@ class EngineConfig:
     kv_memory: str | int = _setting(
         "auto",
         "memory of the KV pool: bytes, a size such as 512MB, or auto (on a CPU a quarter of the free memory, at most "
-        "4 GiB; on a GPU the free memory below 90% of the card)",
+        "4 GiB; on a GPU the free memory, without that of the largest step and 3% of the card)",
     )
     num_blocks: int | None = _setting(None, "blocks of the KV pool; overrides kv_memory", least=1)
     state_memory: str | int = _setting(

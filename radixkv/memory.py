@@ -15,7 +15,7 @@ from radixkv.kv_size import parse_bytes
 
 _CPU_SHARE = 4
 _CPU_MOST = 4 * 2**30
-_GPU_SHARE = 0.9
+_GPU_SLACK = 0.03  # of a GPU's memory: partial results over long contexts, workspaces of libraries, fragments
 _M_ARENA_MAX = -8  # a parameter of mallopt, in malloc.h
 
 
@@ -25,9 +25,12 @@ _STATE_SHARE = 3
 _STATES_PER_ROW = 16
 
 
-def pool_memory(kv_memory: str | int, device: str) -> int:
-    """Return the bytes that `kv_memory` stands for; raises InvalidInput if it is no size."""
-    return _automatic(device) if kv_memory == "auto" else parse_bytes(kv_memory)
+def pool_memory(kv_memory: str | int, device: str, reserved: int = 0) -> int:
+    """Return the bytes that `kv_memory` stands for; raises InvalidInput if it is no size.
+
+    "auto" leaves `reserved` bytes of a GPU's memory free, which its steps take.
+    """
+    return _automatic(device, reserved) if kv_memory == "auto" else parse_bytes(kv_memory)
 
 
 class StateSlots(NamedTuple):
@@ -130,13 +133,15 @@ def pool_size(
     max_sequences: int = 64,
     state_memory: str | int = "auto",
     host_memory: str | int | None = None,
+    reserved: int = 0,
 ) -> PoolSize:
     """Return the size of the pool, of the states and of the host memory that an engine with these settings allocates.
 
+    `reserved` as in `pool_memory`.
     Raises InvalidInput with the numbers if the memory is too small, or is not free.
     """
     slots, offloaded = StateSlots(0, 0), host_blocks(host_memory, bytes_per_block, bytes_per_state)
-    memory = pool_memory(kv_memory, device) if bytes_per_state or num_blocks is None else 0
+    memory = pool_memory(kv_memory, device, reserved) if bytes_per_state or num_blocks is None else 0
     if bytes_per_state:
         slots = state_slots(memory, bytes_per_state, max_sequences, state_memory)
     states = slots.total * bytes_per_state
@@ -176,16 +181,16 @@ def _release_pinned() -> None:
         release()
 
 
-def _automatic(device: str) -> int:
-    """Return a quarter of a CPU's free memory, at most 4 GiB, or the free memory below 90% of a GPU's."""
-    if _is_gpu(device):
-        from radixkv.device import device_of
+def _automatic(device: str, reserved: int) -> int:
+    """Return a quarter of a CPU's free memory, at most 4 GiB, or a GPU's without `reserved` bytes and 3%."""
+    if not _is_gpu(device):
+        return min(free_memory() // _CPU_SHARE, _CPU_MOST)
+    from radixkv.device import device_of
 
-        gpu = device_of(device)
-        gpu.release_cached()  # torch keeps the memory of freed pools
-        free, total = gpu.memory()
-        return max(0, int(free - (1 - _GPU_SHARE) * total))
-    return min(free_memory() // _CPU_SHARE, _CPU_MOST)
+    gpu = device_of(device)
+    gpu.release_cached()  # torch keeps the memory of freed pools
+    free, total = gpu.memory()
+    return max(0, free - reserved - int(_GPU_SLACK * total))
 
 
 def free_memory() -> int:

@@ -246,12 +246,19 @@ def _obstacle(loaded: LoadedModel) -> str | None:
 
 def _size(loaded: LoadedModel, arguments: argparse.Namespace, host_memory: str | None = None) -> PoolSize:
     """Return the size of the pool that `Engine.load` would make. Raises InvalidInput."""
+    from radixkv.config import EngineConfig
     from radixkv.memory import pool_size
+    from radixkv.models.step_memory import step_memory
 
+    usual = EngineConfig()
+    reserved = arguments.kv_memory == "auto" and step_memory(
+        loaded, block_size=arguments.block_size, max_sequences=arguments.max_sequences,
+        max_batch_tokens=usual.max_batch_tokens, prefill_chunk=usual.prefill_chunk,
+    )  # fmt: skip
     return pool_size(
         arguments.kv_memory, str(loaded.device), bytes_per_block=loaded.bytes_per_token * arguments.block_size,
         bytes_per_state=loaded.state_bytes, max_sequences=arguments.max_sequences,
-        state_memory=arguments.state_memory, host_memory=host_memory,
+        state_memory=arguments.state_memory, host_memory=host_memory, reserved=int(reserved),
     )  # fmt: skip
 
 

@@ -126,6 +126,7 @@ class RequestEngine:
         from radixkv.models.cuda_graphs import record_decodes
         from radixkv.models.fusion import fuse, wanted
         from radixkv.models.runner import Runner
+        from radixkv.models.step_memory import step_memory
         from radixkv.models.weight_reload import watch_weights
 
         if not isinstance(config, EngineConfig | None):
@@ -148,6 +149,15 @@ class RequestEngine:
             trust_remote_code=config.trust_remote_code,
         )
         bytes_per_block = loaded.bytes_per_token * config.block_size
+        reserved = 0
+        if config.kv_memory == "auto" and (config.num_blocks is None or loaded.state):
+            reserved = step_memory(
+                loaded,
+                block_size=config.block_size,
+                max_batch_tokens=config.max_batch_tokens,
+                max_sequences=config.max_sequences,
+                prefill_chunk=config.prefill_chunk,
+            )
         size = pool_size(
             config.kv_memory,
             str(loaded.device),
@@ -157,6 +167,7 @@ class RequestEngine:
             max_sequences=config.max_sequences,
             state_memory=config.state_memory,
             host_memory=config.host_memory if config.prefix_cache else None,
+            reserved=reserved,
         )
         config, cache = _cache(loaded, config, size)
         again = config.prefill_chunk if config.deterministic else piece_tokens(config.block_size)

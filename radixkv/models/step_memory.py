@@ -1,0 +1,83 @@
+"""Measure the memory that the largest step of an engine takes in addition to the weights and the pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixkv.device import device_of
+from radixkv.errors import InvalidInput
+from radixkv.models.loaded import LoadedModel, SequenceInput
+from radixkv.models.runner import Runner
+from radixkv.recurrent_state import StateRow, StateStep
+from radixkv.sampling.params import SampleRow, SamplingParams
+from radixkv.sampling.sampler import sample
+
+_STATE_ROWS = 8  # of a model with recurrent state, whose rows are a part of the pool's memory
+_TIMES = 2  # the tensors of a step that is launched, and those of recorded steps, which share their memory
+
+
+def step_memory(
+    loaded: LoadedModel,
+    *,
+    block_size: int,
+    max_batch_tokens: int,
+    max_sequences: int,
+    prefill_chunk: int,
+) -> int:
+    """Return the bytes that tensors of steps take at most: 0 on a device without memory of its own.
+
+    Runs one step of max_batch_tokens tokens over a small pool, in chunks of up to prefill_chunk and of up to
+    max_sequences sequences, and samples from logits of max_sequences rows. Its sequences are short: the partial results
+    of attention over long contexts are not among these bytes. Raises InvalidInput, with the remedy, if the step does
+    not fit. Costs one such step, and a pool for its tokens.
+    """
+    device = device_of(loaded.device)
+    if not device.is_gpu:
+        return 0
+    inputs = _largest_step(loaded, block_size, max_batch_tokens, max_sequences, prefill_chunk)
+    try:
+        runner = Runner(
+            loaded,
+            sum(len(each.block_table) for each in inputs),
+            block_size,
+            state_slots=len(inputs) if loaded.state else 0,
+        )
+        with device.current(), torch.inference_mode():
+            runner.run(inputs[:1])  # libraries allocate their workspaces, and kernels are compiled
+            with device.peak() as peak:
+                logits = runner.run(inputs)
+                _sample_all(logits[:1].expand(max_sequences, -1).contiguous())
+            device.synchronize()
+    except torch.OutOfMemoryError as error:
+        raise InvalidInput(
+            f"max_batch_tokens={max_batch_tokens}: a step of that many tokens does not fit into the memory that the "
+            f"weights leave: lower max_batch_tokens or max_sequences={max_sequences} ({error})"
+        ) from error
+    del runner, logits
+    device.release_cached()
+    return _TIMES * peak.bytes
+
+
+def _largest_step(
+    loaded: LoadedModel, block_size: int, max_batch_tokens: int, max_sequences: int, prefill_chunk: int
+) -> list[SequenceInput]:
+    """Return inputs of max_batch_tokens tokens, or of as many as the sequences may have, the longest first."""
+    longest = min(prefill_chunk, loaded.max_length)
+    rows = min(max_sequences, max_batch_tokens, _STATE_ROWS if loaded.state else max_sequences)
+    left, inputs, block = max_batch_tokens, list[SequenceInput](), 0
+    for later in reversed(range(rows)):
+        count = min(longest, left - later)
+        table = np.arange(block, block - (-count // block_size), dtype=np.int32)
+        slots = block * block_size + np.arange(count)
+        state = StateStep(StateRow(len(inputs))) if loaded.state else None
+        inputs.append(SequenceInput(np.zeros(count, np.int32), 0, slots, table, state=state))
+        left, block = left - count, block + len(table)
+    return inputs
+
+
+def _sample_all(logits: Tensor) -> None:
+    """Sample a token from each row with parameters that take the most memory."""
+    params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1)
+    sample(logits, [SampleRow(params, seed, 1, [0], 1) for seed in range(len(logits))])

@@ -1,0 +1,98 @@
+"""The pool of a GPU leaves the memory of the largest step free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from radixkv import memory
+from radixkv.device import Device, Peak, device_of, registered
+from radixkv.errors import InvalidInput
+from radixkv.models import adapter
+from radixkv.models.loaded import LoadedModel
+from radixkv.models.runner import Runner
+from radixkv.models.step_memory import step_memory
+from radixkv.sampling.params import SampleRow
+
+STEP = {"block_size": 16, "max_batch_tokens": 300, "max_sequences": 5, "prefill_chunk": 100}
+FREE, TOTAL, PEAK = 700_000, 1_000_000, 1000
+
+
+class Gpu(Device):
+    """A GPU in the place of the CPU, with memory of its own."""
+
+    is_gpu: ClassVar[bool] = True
+
+    def memory(self) -> tuple[int, int]:
+        return FREE, TOTAL
+
+    @contextmanager
+    def peak(self) -> Iterator[Peak]:
+        found = Peak()
+        yield found
+        found.bytes = PEAK
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return adapter.load("tiny")
+
+
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    with registered(Gpu(torch.device("cpu"))):
+        yield
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_largest_step_has_all_tokens_and_samples_for_all_sequences(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[list[int]] = []
+    drawn: list[tuple[int, int]] = []
+    run = Runner.run
+
+    def counted(self: Runner, inputs: Any, *rest: Any) -> torch.Tensor:
+        steps.append([len(each.tokens) for each in inputs])
+        assert self.store.num_blocks == sum(-(-count // 16) for count in [100, 100, 98, 1, 1])
+        return run(self, inputs, *rest)
+
+    def sampled(logits: torch.Tensor, rows: list[SampleRow]) -> None:
+        drawn.append((len(logits), len(rows)))
+
+    monkeypatch.setattr(Runner, "run", counted)
+    monkeypatch.setattr("radixkv.models.step_memory.sample", sampled)
+    assert step_memory(loaded, **STEP) == 2 * PEAK
+    assert steps == [[100], [100, 100, 98, 1, 1]]
+    assert drawn == [(5, 5)]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_automatic_pool_leaves_that_memory_and_a_share_of_the_card() -> None:
+    device = str(device_of("cpu").place)
+    assert memory.pool_memory("auto", device, 2 * PEAK) == FREE - 2 * PEAK - 30_000
+    assert memory.pool_memory("auto", device, 10 * TOTAL) == 0
+    assert memory.pool_memory("1MB", device, 2 * PEAK) == 1_000_000
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_step_that_does_not_fit_is_refused_with_the_remedy(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(Runner, "run", out_of_memory)
+    with pytest.raises(
+        InvalidInput, match=r"max_batch_tokens=300: .* lower max_batch_tokens or max_sequences=5 .*20 GiB"
+    ):
+        step_memory(loaded, **STEP)
+
+
+def test_a_cpu_runs_no_step_for_it(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Runner, "run")
+    assert step_memory(loaded, **STEP) == 0
