@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixkv.errors import DeviceLost
+
 _log = logging.getLogger("radixkv")
 T = TypeVar("T")
 Result_co = TypeVar("Result_co", covariant=True)
@@ -176,10 +178,6 @@ class Device:
     def properties(self) -> Properties:
         """Return facts about the device."""
         self._refuse("processors")
-
-    def is_fatal(self, error: BaseException) -> bool:
-        """Return whether the device computes nothing more in this process after this error."""
-        return False
 
     def _refuse(self, asked: str) -> NoReturn:
         raise NotImplementedError(f"{self.place} is no GPU: it has no {asked}")
@@ -400,13 +398,6 @@ class CudaDevice(Device):
             )
         return self._properties
 
-    def is_fatal(self, error: BaseException) -> bool:
-        """See `Device.is_fatal`. Triton's launches and CUDA's libraries raise a RuntimeError with CUDA's text."""
-        if isinstance(error, torch.AcceleratorError):
-            return getattr(error, "error_code", None) not in RECOVERABLE
-        text = str(error)
-        return isinstance(error, RuntimeError) and "CUDA" in text and any(each in text for each in _STICKY_TEXTS)
-
 
 class CudaGraph(Generic[T]):
     """A captured CUDA graph."""
@@ -452,3 +443,21 @@ def registered(device: Device) -> Iterator[None]:
 def default_place() -> torch.device:
     """Return the present GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def refuse_fatal(error: BaseException) -> None:
+    """Raise DeviceLost from an error after which the device computes nothing more in this process; else return.
+
+    CUDA repeats such an error at each later call. Triton's launches and CUDA's libraries raise a RuntimeError with
+    CUDA's text in place of torch's class.
+    """
+    if isinstance(error, DeviceLost):
+        raise error
+    if isinstance(error, torch.AcceleratorError):
+        fatal = getattr(error, "error_code", None) not in RECOVERABLE
+    else:
+        text = str(error)
+        fatal = isinstance(error, RuntimeError) and "CUDA" in text and any(each in text for each in _STICKY_TEXTS)
+    if fatal:
+        reason = str(error).strip().partition("\n")[0]
+        raise DeviceLost(f"the device failed, and computes nothing more: restart the process ({reason})") from error

@@ -129,6 +129,10 @@ class RequestFailed(EngineError):
     """An exception inside a step ended the request; `__cause__` holds it."""
 
 
+class DeviceLost(EngineError):
+    """The device computes nothing more in this process: the engine has ended. Restart the process."""
+
+
 class WeightsChanged(EngineError):
     """The model's weights were updated after the engine had loaded them: see `Engine.reload_weights`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,10 @@ from radixkv.device import (
     PinnedDownload,
     default_place,
     device_of,
+    refuse_fatal,
     registered,
 )
+from radixkv.errors import DeviceLost
 from tests.fake_cuda import MEMORY, PLACE, FakeCuda
 
 TENSORS = [
@@ -94,7 +97,7 @@ def test_a_cpu_is_done_when_a_call_returns() -> None:
         cpu.release_cached()
     for found, tensor in zip(download.wait(), TENSORS, strict=True):
         np.testing.assert_array_equal(found, tensor.numpy(), strict=True)
-    assert peak.bytes == 0 and not cpu.is_fatal(RuntimeError("CUDA error: unspecified launch failure"))
+    assert peak.bytes == 0
 
 
 def test_a_download_of_a_cpu_keeps_its_values() -> None:
@@ -221,11 +224,25 @@ def test_an_allocator_that_cannot_leave_a_capture_is_not_used_for_others(
     ],
 )
 def test_errors_after_which_nothing_is_computed(error: Exception, fatal: bool) -> None:
-    assert CudaDevice(PLACE).is_fatal(error) == fatal
+    assert _is_fatal(error) == fatal
 
 
 @pytest.mark.parametrize(("code", "fatal"), [(2, False), (700, True), (719, True), (901, False), (999, True)])
 def test_the_number_of_an_error_is_decisive(code: int, fatal: bool) -> None:
     error = torch.AcceleratorError("CUDA error")
     error.error_code = code  # type: ignore[attr-defined]  # torch sets it
-    assert CudaDevice(PLACE).is_fatal(error) == fatal == (code not in RECOVERABLE)
+    assert _is_fatal(error) == fatal == (code not in RECOVERABLE)
+
+
+def _is_fatal(error: Exception) -> bool:
+    with suppress(DeviceLost):
+        refuse_fatal(error)
+        return False
+    with pytest.raises(DeviceLost) as raised:
+        refuse_fatal(error)
+    lost = raised.value
+    assert lost.__cause__ is error
+    with pytest.raises(DeviceLost) as again:
+        refuse_fatal(lost)
+    assert again.value is lost
+    return True

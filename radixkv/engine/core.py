@@ -58,7 +58,7 @@ class BackgroundTask(Protocol):
         ...
 
     def step(self, *, busy: bool) -> None:
-        """Do one piece if it is due. Raises nothing."""
+        """Do one piece if it is due. Raises nothing but DeviceLost."""
         ...
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Core:
     # ---- one step
 
     def step(self) -> None:
-        """Schedule, run, commit."""
+        """Schedule, run, commit. Raises DeviceLost if the device computes nothing more, and no other error."""
         work: list[Work] = []
         begun = time.perf_counter()
         try:

@@ -26,7 +26,7 @@ from radixkv.engine.output import Handle, Usage, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.engine.weights import State, Weights, reload_weights
-from radixkv.errors import EngineClosed, InvalidInput
+from radixkv.errors import DeviceLost, EngineClosed, InvalidInput
 from radixkv.sampling.params import is_int
 from radixkv.telemetry.tree_view import ALL, TreeView, tree_view
 
@@ -157,7 +157,8 @@ class EngineThread:
     def _closed_error(self, message: str) -> EngineClosed:
         if self._broken is None:
             return EngineClosed(message)
-        error = EngineClosed(f"the engine has closed, because its thread stopped: {self._broken!r}")
+        reason = str(self._broken) if isinstance(self._broken, DeviceLost) else f"its thread stopped: {self._broken!r}"
+        error = EngineClosed(f"the engine has closed, because {reason}")
         error.__cause__ = self._broken
         return error
 

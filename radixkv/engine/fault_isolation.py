@@ -5,6 +5,8 @@ again, so a request fails only if it fails alone. A step that needs too much mem
 
 A forward over recurrent state cannot be repeated: it updates rows in place. The requests of such a forward are
 preempted, and go on from their last snapshots, each in forwards of its own until it has passed that step.
+
+An error of the device that no later call survives is not isolated: DeviceLost leaves the step and ends the engine.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Protocol, TypeVar
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.recurrent import StatefulPrefixCache
+from radixkv.device import refuse_fatal
 from radixkv.engine.request import Request, Stream
 from radixkv.errors import RequestFailed
 
@@ -86,6 +89,7 @@ class OwnForwards:
                 results.append((part, call(part)))
                 continue
             except Exception as raised:
+                refuse_fatal(raised)
                 error = raised
             requests = list(dict.fromkeys(each.stream.request for each in part))
             if len(requests) == 1:
@@ -117,11 +121,13 @@ def in_halves(
 ) -> list[tuple[list[Item], Result]]:
     """Call `call` on all items; if it raises, on each half; `fail` the owner of an item that raises alone.
 
-    Leaves out items of requests that have ended meanwhile. Costs 2 log n calls of falling size for each that fails.
+    Leaves out items of requests that have ended meanwhile. Raises DeviceLost if the device is lost. Costs 2 log n calls
+    of falling size for each that fails.
     """
     try:
         return [(items, call(items))]
     except Exception as raised:
+        refuse_fatal(raised)
         error = raised
     if len(items) == 1:
         fail(owner(items[0]), error)
@@ -138,7 +144,8 @@ def in_halves(
 
 
 def failure(error: Exception) -> RequestFailed:
-    """Return the error for the caller of a request that raised `error` on the engine's thread."""
+    """Return the error for the caller of a request that raised `error`; raises DeviceLost if the device is lost."""
+    refuse_fatal(error)
     failed = RequestFailed(f"a step of this request raised {type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed

@@ -32,6 +32,7 @@ from radixkv.cache.host import HostPrefixCache, HostSequence
 from radixkv.cache.host.tree import HostRun
 from radixkv.cache.types import CachedRun, Load
 from radixkv.config import EngineConfig
+from radixkv.device import refuse_fatal
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.request import Stream, TokenIds
 from radixkv.engine.reuse_policy import NO_LOADS, LoadLimits, ReusePolicy, reuse_policy
@@ -276,7 +277,8 @@ class HostCore(Core):
             return
         try:
             self._host.offload(moves)
-        except Exception:
+        except Exception as error:
+            refuse_fatal(error)
             self.counters.failed_offloads += 1
             _log.exception("%d blocks could not be offloaded to host memory, and are lost", len(moves))
             return
@@ -290,6 +292,7 @@ class HostCore(Core):
             self._host.load([Load(each.plan, each.sources) for each in work])
             return work
         except Exception as error:
+            refuse_fatal(error)
             if len(work) == 1:
                 self._load_failed(work[0], error)
                 return []

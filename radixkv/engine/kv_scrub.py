@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.recurrent import StatefulPrefixCache
+from radixkv.device import refuse_fatal
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request, Stream, TokenIds, common_prefix
 from radixkv.engine.stats import AuditReport, Difference
@@ -118,7 +119,7 @@ class Auditor:
         return max(self._next - time.perf_counter(), 0.0)
 
     def step(self, *, busy: bool) -> None:
-        """Audit one piece if it is due. Raises nothing: a failure goes to the future of the audit."""
+        """Audit one piece if it is due. A failure goes to the future of the audit; only DeviceLost is raised."""
         if self.due_in(busy=busy) != 0.0:
             return
         job = self._jobs[0] if self._jobs else None
@@ -130,6 +131,7 @@ class Auditor:
         except Exception as error:
             _log.exception("an audit failed")
             self._give_up(job, error)
+            refuse_fatal(error)
 
     def close(self) -> None:
         """Fail the audits that have not ended."""

@@ -17,7 +17,7 @@ from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.fault_isolation import in_halves
 from radixkv.engine.request import Request
-from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, RequestFailed
+from radixkv.errors import DeviceLost, EngineClosed, InvalidInput, RequestCancelled, RequestFailed
 from radixkv.models.loaded import SequenceInput
 from tests.chat.worlds import chat_engine
 from tests.engine.fakes import VOCAB, FakeModel, check, greedy_reply, make_engine
@@ -293,3 +293,50 @@ def test_tensors_of_a_failed_forward_are_freed_before_its_halves_run() -> None:
     parts = in_halves(items, call, lambda item: request, lambda request, error: None)
     assert [part for part, _ in parts] == [[1], [2], [3], [4]]
     assert len(tensors) == 3 and not any(alive)
+
+
+# ---- errors of the device
+
+
+@pytest.mark.parametrize(
+    "error", [torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), DeviceLost("gone")]
+)
+def test_an_engine_ends_at_once_when_its_device_is_lost(error: Exception) -> None:
+    engine, model = make_engine()
+    runs: list[int] = []
+
+    def lost(chunks: list[SequenceInput], copies: Any) -> torch.Tensor:
+        runs.append(len(chunks))
+        raise error
+
+    model.run = lost  # type: ignore[method-assign]
+    with engine:
+        handles = engine.client.thread.ask(lambda: [engine.submit([1, 2, number], LONG) for number in range(4)])
+        for handle in handles:
+            with pytest.raises(
+                EngineClosed, match=r"the engine has closed, because .*(restart the process|gone)"
+            ) as ended:
+                handle.result()
+            assert isinstance(ended.value.__cause__, DeviceLost)
+        with pytest.raises(EngineClosed, match="because"):
+            engine.submit([1, 2], LONG)
+    assert runs == [4]  # not tried again, and not in halves
+
+
+def test_an_error_that_a_device_survives_ends_its_request_only() -> None:
+    engine, model = make_engine()
+    run = model.run
+
+    def refused(chunks: list[SequenceInput], copies: Any) -> torch.Tensor:
+        if any(len(each.tokens) == 5 for each in chunks):
+            error = torch.AcceleratorError("CUDA error: out of memory")
+            error.error_code = 2  # type: ignore[attr-defined]  # torch sets it
+            raise error
+        return run(chunks, copies)
+
+    model.run = refused  # type: ignore[method-assign]
+    with engine:
+        bad, good = engine.client.thread.ask(lambda: [engine.submit(list(range(count)), LONG) for count in (5, 3)])
+        with pytest.raises(RequestFailed, match="out of memory"):
+            bad.result()
+        assert len(good.result().token_ids) == 30
