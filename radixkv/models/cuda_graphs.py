@@ -105,12 +105,12 @@ class ReplayedForward:
     def __init__(self, graphs: DecodeGraphs, computed: PoolForward) -> None:
         self.graphs, self.computed = graphs, computed
 
-    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+    def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
         """Return logits [len(inputs), vocab] of each input's last token."""
         work = self.computed.planner.lists(inputs, self.graphs.max_shared_rows(inputs))
-        logits = self.graphs.run(inputs, work)
+        logits = self.graphs.run(inputs, work, sampled)
         if logits is None:
-            return self.computed.compute(inputs, work)
+            return self.computed.compute(inputs, work, sampled)
         return logits.to(torch.float32, copy=True)  # the next replay overwrites it
 
     def forget(self) -> None:
@@ -154,7 +154,12 @@ class DecodeGraphs:
         self.replays: dict[tuple[int, Present], Replay] = {}
         self.failed = False
 
-    def run(self, inputs: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList]) -> Tensor | None:
+    def run(
+        self,
+        inputs: Sequence[SequenceInput],
+        work: Mapping[AttentionWindow, WorkList],
+        sampled: Tensor | None = None,
+    ) -> Tensor | None:
         """Return logits [len(inputs), vocab] of a decode step, or None, with nothing done, if no recording serves it.
 
         The next call overwrites the result.
@@ -165,7 +170,7 @@ class DecodeGraphs:
         key = None if own is None or present is None else self._serving(own, present)
         if key is None or (key[0] != bucket and self._inputs.fill(inputs, work, key[0]) is None):
             return None
-        self._inputs.send()
+        self._inputs.send(sampled)
         replay = self._replay(*key)
         return None if replay is None else replay()[: len(inputs)]
 

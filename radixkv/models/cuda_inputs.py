@@ -19,6 +19,7 @@ from radixkv.attention import triton_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.device import device_of
 from radixkv.models.loaded import AttentionWindow, LayerSpec, SequenceInput
+from radixkv.models.step_batch import relay, unknown_tokens
 from radixkv_kernels import attention, graph_capacity
 from radixkv_kernels.graph_capacity import GraphCapacity
 from radixkv_kernels.tiles import Tiles
@@ -74,7 +75,7 @@ class HostStaging:
 MOST_BLOCKS = 1 << 20
 """Entries of a step's block tables, at most: four megabytes, 16 million tokens in blocks of 16."""
 
-TOKENS, POSITIONS, SLOTS = range(3)
+TOKENS, POSITIONS, SLOTS, PLACES, SAMPLED_ROWS = range(5)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class DecodeInputs:
         self._of_layer = [LayerGroup(layer.attention_window, layer.shape, layer.heads) for layer in layers]
         self._alike = list(dict.fromkeys(self._of_layer))
         self._tilings = [triton_backend.tiling(store, alike.shape, alike.heads) for alike in self._alike]
-        sizes, self._first = [2 * rows] * 3, []  # tokens, positions and slots have 64 bits
+        sizes, self._first = [2 * rows] * 5, []  # the columns have 64 bits
         for index, tiling in enumerate(self._tilings):
             self._first.append(len(sizes))
             sizes += self._room(index, rows).sizes(len(tiling["chosen"]))
@@ -130,6 +131,10 @@ class DecodeInputs:
         self._put(TOKENS, [sequence.tokens[0] for sequence in inputs], bucket, 0)
         self._put(POSITIONS, [sequence.start for sequence in inputs], bucket, 0)
         self._put(SLOTS, [sequence.slots[0] for sequence in inputs], bucket, -1)
+        places, rows = unknown_tokens(inputs, np.arange(len(inputs)))
+        self._unknown = len(places)
+        self._staging.put(PLACES, places.view(np.int32))
+        self._staging.put(SAMPLED_ROWS, rows.view(np.int32))
         for first, tiles in zip(self._first, cut, strict=True):
             merges = tiles.merge_rows, tiles.merge_offset, tiles.merge_ids
             for place, numbers in enumerate((*tiles.kinds, tiles.row_ids, tiles.positions, *merges)):
@@ -144,15 +149,21 @@ class DecodeInputs:
         column[: len(numbers)] = numbers
         self._staging.put(index, column.view(np.int32))
 
-    def send(self) -> None:
-        """Start to copy the filled step to the device."""
+    def send(self, sampled: Tensor | None = None) -> None:
+        """Start to copy the filled step to the device, and there its unknown tokens from `sampled` int64 [rows]."""
         self._staging.send(self._used)
+        places, rows = (self._column(index, self._unknown) for index in (PLACES, SAMPLED_ROWS))
+        relay(self._column(TOKENS), places, rows, sampled)
 
     # ---- on the device
 
     def columns(self, bucket: int) -> list[Tensor]:
         """Return tokens, positions and slots of a bucket's rows, int64 [bucket] each."""
-        return [self._staging.on_device(index, 2 * bucket).view(torch.int64) for index in (TOKENS, POSITIONS, SLOTS)]
+        return [self._column(index, bucket) for index in (TOKENS, POSITIONS, SLOTS)]
+
+    def _column(self, index: int, count: int | None = None) -> Tensor:
+        """Return the first `count` 64-bit numbers of an array, or all."""
+        return self._staging.on_device(index, None if count is None else 2 * count).view(torch.int64)
 
     def last_rows(self, bucket: int) -> Tensor:
         """Return the row of each sequence's last token, which is its only one."""

@@ -12,19 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from radixkv.attention.kv_store import KVStore
+from radixkv.device import device_of
 from radixkv.errors import UnsupportedModel
 from radixkv.models.architecture import ForwardSignature, short_error, window_limit
 from radixkv.models.attention_interface import OWN, own_attention
 from radixkv.models.loaded import LayerSpec, LoadedModel, SequenceInput
 from radixkv.models.probe import Probed
 from radixkv.models.rounding import agree
+from radixkv.models.step_batch import StepBatch
 
 
 class OwnAttention:
@@ -35,22 +36,18 @@ class OwnAttention:
         self._model, self._store = loaded.model, store
         self._forward = ForwardSignature.of(loaded.model)
 
-    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+    def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
         """Return logits [len(inputs), vocab] of each input's last token, in the model's dtype; a forward for each.
 
         Also costs a copy of each input's context per layer, and scores [heads, tokens, context] of one layer.
         """
-        return torch.cat([self._run(sequence) for sequence in inputs])
+        return torch.cat([self._run(sequence, sampled) for sequence in inputs])
 
-    def _run(self, sequence: SequenceInput) -> Tensor:
+    def _run(self, sequence: SequenceInput, sampled: Tensor | None) -> Tensor:
         """Return logits [1, vocab] of one input."""
-        device, count = self._store.device, len(sequence.tokens)
-        columns = np.stack([sequence.tokens, np.arange(sequence.start, sequence.start + count), sequence.slots]).astype(
-            np.int64
-        )
-        tokens, positions, slots = torch.from_numpy(columns).to(device)
-        layers = [PoolLayer(self._store, layer, sequence, slots) for layer in range(len(self._store.layers))]
-        logits = _logits(self._forward, self._model, tokens, positions, _cache(layers))
+        batch = StepBatch([sequence], device_of(self._store.device), sampled)
+        layers = [PoolLayer(self._store, layer, sequence, batch.slots) for layer in range(len(self._store.layers))]
+        logits = _logits(self._forward, self._model, batch.tokens, batch.positions, _cache(layers))
         unwritten = [index for index, layer in enumerate(layers) if not layer.written]
         if unwritten:
             raise RuntimeError(f"layer {unwritten[0]} of the cache was not written in this forward, as it was before")

@@ -28,6 +28,7 @@ from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import AttentionWindow, LayerSpec, LoadedModel, SequenceInput
 from radixkv.models.recurrent.arena import StateArena
 from radixkv.models.recurrent.forward import RecurrentForward
+from radixkv.models.step_batch import StepBatch
 from radixkv.recurrent_state import StateCopies
 from radixkv_kernels.work_list import WorkList
 
@@ -40,8 +41,8 @@ WorkLists = dict[AttentionWindow, WorkList]
 class StepForward(Protocol):
     """Computes the logits of a step whose copies are done."""
 
-    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
-        """Return logits [len(inputs), vocab] of each input's last token."""
+    def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
+        """Return logits [len(inputs), vocab] of each input's last token; `sampled` as in `Runner.run`."""
         ...
 
 
@@ -103,8 +104,16 @@ class Runner:
         self.states.queue = queue
 
     @torch.inference_mode()
-    def run(self, inputs: Sequence[SequenceInput], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+    def run(
+        self,
+        inputs: Sequence[SequenceInput],
+        copies: Sequence[tuple[int, int]] = (),
+        sampled: Tensor | None = None,
+    ) -> Tensor:
         """Execute one step, copies first, then all inputs in one forward; return float logits [len(inputs), vocab].
+
+        `sampled` int64 [rows] on the device has the tokens of inputs with a `sampled_row`. On a GPU nothing waits for
+        it on the host, and the logits are memory of their own that no later step overwrites.
 
         Row i belongs to the last token of input i. Inputs may have any lengths, may share blocks that earlier steps
         have written, and write to different slots. The step's T tokens take about T * hidden * 10 activations (the
@@ -114,15 +123,18 @@ class Runner:
         with device_of(self.store.device).current():
             self.backend.copy(copies)
             isolated = [index for index, each in enumerate(inputs) if each.isolated]
-            logits = self._run_isolated(inputs, isolated) if isolated else self.forward.run(inputs)
+            if isolated:
+                logits = self._run_isolated(inputs, isolated, sampled)
+            else:
+                logits = self.forward.run(inputs, sampled)
             return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _run_isolated(self, inputs: Sequence[SequenceInput], isolated: list[int]) -> Tensor:
+    def _run_isolated(self, inputs: Sequence[SequenceInput], isolated: list[int], sampled: Tensor | None) -> Tensor:
         """Run each isolated input in a forward of its own, then all others in one."""
         others = [index for index, each in enumerate(inputs) if not each.isolated]
         groups = [*([index] for index in isolated), *([others] if others else [])]
-        logits = torch.cat([self.forward.run([inputs[index] for index in group]) for group in groups])
-        return logits[np.argsort(np.concatenate(groups))]
+        logits = torch.cat([self.forward.run([inputs[index] for index in group], sampled) for group in groups])
+        return logits[device_of(self.store.device).upload(np.argsort(np.concatenate(groups)))]
 
     def host_costs(self, chunk: int) -> HostCosts:
         """Measure the seconds per token of loading KV from the host, and of a prefill of up to `chunk` tokens.
@@ -198,16 +210,16 @@ class PoolForward:
         self.planner = planner
         self.uncompiled = False  # a compilation was tried and failed, with a warning
         self._signature = ForwardSignature.of(loaded.model)
-        self._backend, self._layers, self._device = backend, loaded.layers, loaded.device
+        self._backend, self._layers, self._device = backend, loaded.layers, device_of(loaded.device)
         self._windows = [layer.attention_window for layer in loaded.layers]
 
-    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+    def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
         """Plan and compute a step; return logits [len(inputs), vocab] in the model's dtype."""
-        return self.compute(inputs, self.planner.lists(inputs))
+        return self.compute(inputs, self.planner.lists(inputs), sampled)
 
-    def compute(self, inputs: Sequence[SequenceInput], work: WorkLists) -> Tensor:
+    def compute(self, inputs: Sequence[SequenceInput], work: WorkLists, sampled: Tensor | None = None) -> Tensor:
         """Compute a planned step; return logits [len(inputs), vocab] in the model's dtype."""
-        batch = _Batch(inputs, self._device)
+        batch = StepBatch(inputs, self._device, sampled)
         lists = [work[window] for window in self._windows]
         context = ForwardContext(self._backend, self._layers, batch.slots, lists)
         return self.logits(context, batch.tokens, batch.positions, batch.last_rows)
@@ -218,20 +230,6 @@ class PoolForward:
             logits: Tensor = self._signature.logits(self.model, tokens, last_rows, positions=positions, use_cache=False)
         context.finish()
         return logits
-
-
-class _Batch:
-    """All inputs laid end to end: tokens, positions and slots [T], the row of each input's last token; in one copy."""
-
-    def __init__(self, inputs: Sequence[SequenceInput], device: torch.device) -> None:
-        lengths = [len(each.tokens) for each in inputs]
-        positions = [np.arange(each.start, each.start + n) for each, n in zip(inputs, lengths, strict=True)]
-        columns = [np.concatenate([each.tokens for each in inputs]), np.concatenate(positions)]
-        columns += [np.concatenate([each.slots for each in inputs]), np.cumsum(lengths) - 1]
-        there = torch.from_numpy(np.concatenate(columns).astype(np.int64)).to(device)
-        self.tokens, self.positions, self.slots, self.last_rows = there.split_with_sizes(
-            [sum(lengths)] * 3 + [len(inputs)]
-        )
 
 
 class AttentionPlanner:

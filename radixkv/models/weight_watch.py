@@ -107,10 +107,10 @@ class WatchedForward:
         """`check` raises if the weights are no longer those of the cached KV."""
         self.forward, self._check = forward, check
 
-    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+    def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
         """Return logits [len(inputs), vocab]; raises the error of `check` even if the forward raised another one."""
         try:
-            logits: Tensor = self.forward.run(inputs)
+            logits: Tensor = self.forward.run(inputs, sampled)
         finally:
             self._check()
         return logits

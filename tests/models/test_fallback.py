@@ -97,6 +97,14 @@ def test_16_bits_run_and_are_tested(build: Callable[..., Any], dtype: torch.dtyp
 
 
 @pytest.mark.usefixtures("forced")
+def test_a_token_that_the_host_has_not_read_is_that_of_its_sampled_row(build: Callable[..., Any]) -> None:
+    runner, table = Runner(adapter.load(build("llama")), 4, 4), np.zeros(1, np.int32)
+    known = SequenceInput(np.array([7], np.int32), 0, np.zeros(1, np.int64), table)
+    unknown = replace(known, tokens=np.zeros(1, np.int32), sampled_row=1)
+    assert torch.equal(runner.run([unknown], (), torch.tensor([3, 7])), runner.run([known]))
+
+
+@pytest.mark.usefixtures("forced")
 def test_bits_depend_on_the_sequence_alone(build: Callable[..., Any]) -> None:
     """The same bits with any other inputs in the step and any block ids, as `deterministic` needs."""
     runner = Runner(adapter.load(build("llama")), 12, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,23 @@ def test_only_the_slots_of_the_plan_are_written(runner: Runner) -> None:
         for part in runner.store.gather(layer, range(12), 48):
             written = (part != 7.0).any(dim=2).any(dim=0).nonzero()[:, 0].tolist()
             assert sorted(written) == [8, 36, 37, 38, 39]
+
+
+def test_tokens_that_the_host_has_not_read_are_those_of_their_sampled_rows(runner: Runner) -> None:
+    """Also of an input with a forward of its own, and after known tokens."""
+    known = [chunk([8], 0, [1]), chunk([5, 9], 0, [2]), chunk([7], 0, [3])]
+    expected = runner.run(known)
+    unknown = [
+        replace(known[0], tokens=np.zeros(1, np.int32), sampled_row=2),
+        replace(known[1], tokens=np.array([5, 0], np.int32), sampled_row=0),
+        known[2],
+    ]
+    sampled = torch.tensor([9, 96, 8])
+    for inputs in (unknown, [replace(unknown[0], isolated=True), *unknown[1:]]):
+        found = runner.run(inputs, (), sampled)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    with pytest.raises(AssertionError, match="not known"):
+        runner.run(unknown)
 
 
 def test_copies_come_before_writes(runner: Runner) -> None:

@@ -20,11 +20,11 @@ from radixkv.models.recurrent.mixers import Mixer, mixed_by
 class RecurrentForward:
     """Computes the steps of a model with recurrent state: `forward` computes them, with its mixers over `arena`."""
 
-    def __init__(self, forward: Callable[[Sequence[SequenceInput]], Tensor], arena: StateArena) -> None:
-        """`forward` returns the logits [len(inputs), vocab] of a step."""
+    def __init__(self, forward: Callable[[Sequence[SequenceInput], Tensor | None], Tensor], arena: StateArena) -> None:
+        """`forward` returns the logits [len(inputs), vocab] of a step and its sampled tokens."""
         self._forward, self._arena = forward, arena
 
-    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+    def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
         """Return logits [len(inputs), vocab] of each input's last token; every input has a state.
 
         A forward that raises leaves the rows of its inputs in an unknown state.
@@ -32,7 +32,7 @@ class RecurrentForward:
         self._arena.drain()
         step = MixerStep(self._arena, mixer_calls(inputs, self._arena.device))
         with mixed_by(step):
-            logits = self._forward(inputs)
+            logits = self._forward(inputs, sampled)
         self._arena.count(sum(len(each.state.snapshots) for each in inputs if each.state is not None))
         return logits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -172,6 +172,25 @@ def test_a_deterministic_step_is_replayed_only_where_nothing_is_padded(monkeypat
         pair.prefill(length)
         pair.decode(rng)
     assert pair.recorder.replays == 2 + 2
+
+
+def test_tokens_that_only_the_device_has_are_relayed_to_a_replay() -> None:
+    pair = Pair(load(), most=4)
+    for length in (5, 2, 6):
+        pair.prefill(length)
+    known = [pair._chunk([token], length, table) for token, (length, table) in zip((9, 8, 7), pair.lives, strict=True)]
+    expected, replays = pair.plain.run(known), pair.recorder.replays
+    unknown = [
+        replace(each, tokens=np.zeros(1, np.int32), sampled_row=row)
+        for each, row in zip(known, (3, -1, 0), strict=True)
+    ]
+    unknown[1] = known[1]
+    sampled = torch.tensor([7, 96, 96, 9])
+    for runner in (pair.plain, pair.replaying, pair.replaying):
+        torch.testing.assert_close(runner.run(unknown, sampled=sampled), expected, rtol=0, atol=1e-4)
+    assert pair.recorder.replays == replays + 2
+    with pytest.raises(AssertionError, match="not known"):
+        pair.replaying.run(unknown)
 
 
 def test_logits_outlive_the_next_replay() -> None:
