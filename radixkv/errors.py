@@ -19,6 +19,7 @@ RadixKVError
 │   ├── RequestCancelled           `.result()` of a request that was cancelled
 │   ├── RequestTimedOut            the request's own timeout ended it
 │   ├── RequestFailed              an exception inside a step; `__cause__` holds it
+│   ├── DeviceLost                 the device computes nothing more in this process; the engine has ended
 │   └── WeightsChanged             the model's weights were updated after the engine had loaded them
 ├── ChatError
 │   ├── SessionClosed              the chat session was closed before
