@@ -10,6 +10,7 @@ RadixKVError
 │   ├── OutOfBlocks                free + evictable blocks do not suffice; nothing has changed
 │   │   └── OutOfStates            all rows of recurrent state are in use; nothing has changed
 │   ├── PlanPending                the sequence's last plan was neither committed nor voided
+│   ├── UnknownToken               a token of the sequence is not known yet, so it cannot be published
 │   ├── SequenceClosed             the sequence (or pin) was closed before
 │   ├── PinBudgetExceeded          pinning this would hold more of the pool than the budget allows
 │   └── PrefixHeld                 a sequence or a pin holds the prefix to be discarded; nothing has changed
@@ -92,6 +93,10 @@ class OutOfStates(OutOfBlocks):
 
 class PlanPending(CacheError):
     """The sequence's last plan was neither committed nor voided."""
+
+
+class UnknownToken(CacheError):
+    """A token of the sequence is not known yet, so it cannot be published; or no token is unknown."""
 
 
 class SequenceClosed(CacheError):

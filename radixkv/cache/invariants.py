@@ -14,7 +14,7 @@ from radixkv.cache.pins import Pins
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.state import CacheState
-from radixkv.cache.tokens import WIDTH
+from radixkv.cache.tokens import UNKNOWN, WIDTH
 from radixkv.cache.types import Node
 
 
@@ -47,6 +47,7 @@ def _check_shape(tree: RadixTree, nodes: list[Node]) -> None:
             assert node.key and len(node.key) % WIDTH == 0, f"node {node.id} covers no whole tokens"
             spanned = -(-node.end // size) - node.start // size
             assert len(node.blocks) == spanned, f"node {node.id}: {len(node.blocks)} blocks for a span of {spanned}"
+            assert UNKNOWN not in node.key, f"node {node.id} covers an unknown token"
         for first, child in node.children.items():
             assert bytes(child.key[:WIDTH]) == first, f"node {child.id} is filed under another first token"
             assert child.parent is node, f"node {child.id} has another parent"
@@ -163,6 +164,10 @@ def _check_sequence(tree: RadixTree, sequence: Sequence) -> None:
     size, node = tree.pool.block_size, sequence.node
     planned = len(sequence._planned or b"") // WIDTH
     assert sequence.length == node.end + len(sequence._tail) // WIDTH, f"{sequence!r}: its node ends at {node.end}"
+    unpublished = bytes(sequence._tail) + (sequence._planned or b"")
+    unknown = -1 if UNKNOWN not in unpublished else node.end + unpublished.find(UNKNOWN) // WIDTH
+    assert unpublished.count(UNKNOWN) == (sequence._unknown >= 0), f"{sequence!r} has several unknown tokens"
+    assert unknown == sequence._unknown, f"{sequence!r}: token {unknown} is unknown, not {sequence._unknown}"
     blocks = -(-(sequence.length + planned) // size)
     assert len(sequence._table) == blocks, f"{sequence!r}: {len(sequence._table)} blocks in its table"
     assert sequence._own == node.end // size, (

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.state import CacheState
-from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
+from radixkv.cache.tokens import UNKNOWN, WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.cache.types import Hint, Node, Purpose, WritePlan
-from radixkv.errors import InvalidInput, PlanPending, SequenceClosed
+from radixkv.errors import InvalidInput, PlanPending, SequenceClosed, UnknownToken
 
 
 class Sequence:
@@ -33,6 +33,7 @@ class Sequence:
         "_state",
         "_table",
         "_tail",
+        "_unknown",
         "asked",
         "cached_length",
         "closed",
@@ -55,6 +56,7 @@ class Sequence:
         self._planned: bytes | None = None  # the tokens of the pending plan
         self._source = -1  # the block that the plan copies from, held until the plan ends; -1 for none
         self._forked = False
+        self._unknown = -1  # the position of the token that is not known yet; -1 for none
         self.length = length  # tokens committed
         self.cached_length = length  # tokens found in the cache when it was opened
         self.asked = length  # tokens that it was opened for: its prompt
@@ -72,7 +74,7 @@ class Sequence:
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The committed tokens: the caller's own int32 array [length]. O(length)."""
+        """The committed tokens: the caller's own int32 array [length], -1 for an unknown one. O(length)."""
         self._refuse_closed()
         raw = bytearray().join([node.key for node in self._state.tree.path(self.node)])
         return np.frombuffer(raw + self._tail, np.int32)
@@ -137,14 +139,44 @@ class Sequence:
         copies = [(source, table[start // pool.block_size])] if source >= 0 else []
         return WritePlan(_slots(table, start, end, pool), copies)
 
+    def extend_unknown(self) -> WritePlan:
+        """Plan the KV of one token that is still being sampled; `resolve` sets it later. O(1).
+
+        A sequence has at most one such token, which no match finds and no verb publishes. A fork has it too, and
+        resolves it to the same value. `truncate` and `close` may drop it. Raises UnknownToken, and as `extend`.
+        """
+        if self._unknown >= 0:
+            self._refuse_unknown()
+        plan = self.extend(_ANY_TOKEN)
+        self._planned, self._unknown = UNKNOWN, self.length
+        return plan
+
+    def resolve(self, token: int) -> None:
+        """Set the unknown token, planned or committed. O(1). Raises InvalidTokens; UnknownToken if there is none."""
+        raw = as_bytes([token])
+        refuse_negative(raw)
+        if self.closed or self._unknown < 0:
+            self._refuse_closed()
+            raise UnknownToken("this sequence has no unknown token")
+        if self._unknown >= self.length:
+            self._planned = raw
+        else:
+            at = (self._unknown - self.length) * WIDTH + len(self._tail)
+            self._tail[at : at + WIDTH] = raw
+        self._unknown = -1
+
     def snapshot_at(self, position: int, *, shared: bool = False) -> None:
         """Take a snapshot of recurrent state at `position`; a sequence without recurrent state does nothing."""
 
     def commit(self, publish: bool = True) -> None:
         """Count the tokens of the executed plan and, with `publish`, let others match them. O(new tokens).
 
-        Without a plan it publishes the tokens that are not published yet. An audit never publishes.
+        Without a plan it publishes the tokens that are not published yet. An audit never publishes. A plan counts as
+        executed when the device will run it before all that is launched later. Raises UnknownToken, with nothing
+        changed, if it would publish an unknown token.
         """
+        if self._unknown >= 0 and publish and self.purpose != "audit":
+            self._refuse_unknown()
         raw = self._planned
         if raw:
             count = len(raw) // WIDTH
@@ -159,13 +191,28 @@ class Sequence:
         if publish and self._tail and self.purpose != "audit":
             self._publish()
 
+    def publish(self, length: int) -> None:
+        """Let others match the committed tokens up to `length`, and keep later ones unpublished. O(unpublished tokens).
+
+        A plan may be pending. An audit never publishes. Raises InvalidInput, and UnknownToken if one is among them.
+        """
+        self._refuse_closed()
+        check_int("length", length)
+        if not 0 <= length <= self.length:
+            raise InvalidInput(f"publish({length!r}): allowed are 0..{self.length}, the tokens committed")
+        if 0 <= self._unknown < length:
+            self._refuse_unknown()
+        cut = len(self._tail) - (self.length - int(length)) * WIDTH
+        if cut > 0 and self.purpose != "audit":
+            self._publish_first(int(length), cut)
+
     def fork(self) -> Sequence:
         """Return another sequence with the same tokens and `cached_length`, sharing every block. O(blocks)."""
         self._refuse_pending()
         state = self._state
         twin = self.__class__(state, self.node, self.length, self._table[:])
         state.tree.hold(self.node)
-        twin._own, twin._tail = self._own, self._tail[:]
+        twin._own, twin._tail, twin._unknown = self._own, self._tail[:], self._unknown
         twin.cached_length, twin.namespace, twin.group = self.cached_length, self.namespace, self.group
         twin.priority, twin.purpose, twin.asked = self.priority, self.purpose, self.asked
         twin.policy_data = state.index.fork(self.policy_data)
@@ -210,6 +257,8 @@ class Sequence:
                 pool.share(node.blocks[-1], idle=False, sole_idle=False, sole_node=node)
             tree.hold(node)
             tree.unhold(held)
+        if self._unknown >= length:
+            self._unknown = -1
         self.length = int(length)
         self.cached_length = min(self.cached_length, self.length)
 
@@ -254,6 +303,27 @@ class Sequence:
         self.close()
 
     # ---- publishing
+
+    def _publish_first(self, length: int, cut: int) -> None:
+        """Publish as if the sequence ended at `length`, which is `cut` bytes into the tail."""
+        size, whole, target = self._state.pool.block_size, self.length, -1
+        blocks, copied = -(-length // size), whole // size
+        rest, later = self._tail[cut:], self._table[blocks:]
+        if self._planned is not None and self._source >= 0 and copied < blocks:
+            # The plan copies the last block, and may still be voided: publish the source.
+            target, self._table[copied] = self._table[copied], self._source
+        forked = self._forked and bool(rest)
+        del self._tail[cut:], self._table[blocks:]
+        self.length = length
+        try:
+            self._publish()
+        finally:
+            self.length = whole
+            self._tail += rest
+            self._forked |= forked
+            if target >= 0:
+                self._table[copied] = target
+            self._table += later
 
     def _publish(self) -> None:
         """Hand the tail to the tree: follow published nodes, then grow the held leaf or append a new one."""
@@ -387,10 +457,17 @@ class Sequence:
         if self.closed:
             raise SequenceClosed("this sequence was closed")
 
+    def _refuse_unknown(self) -> None:
+        self._refuse_closed()
+        raise UnknownToken(f"token {self._unknown} of this sequence is unknown: resolve(token) it first, or truncate()")
+
     def _refuse_pending(self) -> None:
         self._refuse_closed()
         if self._planned is not None:
             raise PlanPending("the last plan of this sequence is pending: commit() it once it was executed, or close()")
+
+
+_ANY_TOKEN = array("i", [0])
 
 
 def _slots(table: array[int], start: int, end: int, pool: BlockPool) -> npt.NDArray[np.int64]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from radixkv.errors import InvalidInput, InvalidTokens
 
 WIDTH = 4  # bytes a token
+UNKNOWN = b"\xff" * WIDTH  # stands for a token that is not known yet; no valid id has these bytes
 Tokens: TypeAlias = "SequenceOf[int] | array[int] | npt.NDArray[np.integer[Any]]"
 
 _ALLOWED = "token ids are a flat sequence of ints, 0 <= id < 2**31"

@@ -52,6 +52,9 @@ class Story:
             (12, self.close),
             (5, self.fork),
             (5, self.truncate),
+            (8, self.extend_unknown),
+            (5, self.resolve),
+            (5, self.publish),
             (4, self.ask),
             (1, self.pin),
             (2, self.release),
@@ -65,6 +68,7 @@ class Story:
     def run(self, operations: int) -> None:
         weights = [weight for weight, _ in self.verbs]
         of_somebody = (self.extend, self.execute, self.commit, self.close, self.fork, self.truncate)
+        of_somebody += (self.extend_unknown, self.resolve, self.publish)
         for number, (_, verb) in enumerate(self.rng.choices(self.verbs, weights, k=operations), 1):
             if self.world.live or verb not in of_somebody:
                 verb()
@@ -116,6 +120,22 @@ class Story:
         if one.plan is not None and self.rng.random() < 0.9:
             self.world.commit(one)
         self.world.extend(one, self.tokens())
+
+    def extend_unknown(self) -> None:
+        """Decode: plan a token that is not known yet, mostly after the last plan and the last token."""
+        one = self.one()
+        if one.plan is not None and self.rng.random() < 0.9:
+            self.world.commit(one, publish=False)
+        if one.unknown >= 0 and self.rng.random() < 0.9:
+            self.world.resolve(one)
+        self.world.extend_unknown(one, self.rng.randrange(3))
+
+    def resolve(self) -> None:
+        self.world.resolve(self.one())
+
+    def publish(self) -> None:
+        one = self.one()
+        self.world.publish(one, self.rng.randint(0, len(one.tokens) + 1))
 
     def execute(self) -> None:
         self.world.execute(self.rng.sample(self.world.live, self.rng.randint(1, len(self.world.live))))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from radixkv.cache import PrefixCache
-from radixkv.errors import OutOfBlocks, PlanPending
+from radixkv.errors import InvalidTokens, OutOfBlocks, PlanPending, UnknownToken
 from tests.cache.freeze import freeze
 from tests.cache.verbs import cached, held, prompt, publish
 from tests.cache.world import World
@@ -311,3 +311,100 @@ def test_a_shorter_sequence_has_no_more_cached_tokens_than_tokens() -> None:
         assert again.cached_length == 10
         again.truncate(3)
         assert (again.length, again.cached_length) == (3, 3)
+
+
+class TestAnUnknownToken:
+    """The next step is planned while the device still samples its input."""
+
+    def test_is_resolved_before_it_is_published(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = held(cache, [1, 2, 3])
+        assert seq.extend_unknown().slots.tolist() == [3]
+        seq.commit(publish=False)
+        assert seq.tokens.tolist() == [1, 2, 3, -1]
+        before = freeze(cache, seq)
+        for verb in (seq.commit, seq.extend_unknown, lambda: seq.publish(4)):
+            with pytest.raises(UnknownToken):
+                verb()
+            assert freeze(cache, seq) == before
+        seq.resolve(9)
+        seq.publish(4)
+        assert cached(cache, [1, 2, 3, 9]) == 4
+        with pytest.raises(UnknownToken, match="no unknown token"):
+            seq.resolve(9)
+        cache.check()
+
+    def test_may_be_resolved_while_it_is_planned(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = held(cache, [1, 2, 3])
+        seq.extend_unknown()
+        with pytest.raises(UnknownToken):
+            seq.commit()
+        with pytest.raises(InvalidTokens):
+            seq.resolve(-1)
+        seq.resolve(7)
+        seq.commit()
+        assert cached(cache, [1, 2, 3, 7]) == 4
+
+    def test_is_dropped_by_truncate_and_close(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = held(cache, [1, 2, 3])
+        seq.extend_unknown()
+        seq.commit(publish=False)
+        seq.truncate(3)
+        seq.extend_unknown()
+        cache.check()
+        seq.close()
+        cache.check()
+        assert cached(cache, [1, 2, 3]) == 3
+
+    def test_belongs_to_forks_too(self) -> None:
+        cache = PrefixCache(8, block_size=4)
+        seq = held(cache, [1, 2, 3])
+        seq.extend_unknown()
+        seq.commit(publish=False)
+        twin = seq.fork()
+        seq.resolve(5)
+        assert (seq.tokens.tolist(), twin.tokens.tolist()) == ([1, 2, 3, 5], [1, 2, 3, -1])
+        twin.resolve(5)
+        twin.commit()
+        seq.commit()
+        cache.check()
+        assert cached(cache, [1, 2, 3, 5]) == 4
+
+
+class TestTheFirstTokens:
+    @pytest.mark.parametrize("block_size", [1, 2, 3, 16])
+    def test_are_published_and_the_others_are_not(self, block_size: int) -> None:
+        tokens = list(range(7))
+        for length in range(8):
+            cache = PrefixCache(20, block_size)
+            seq = cache.open([])
+            seq.extend(tokens)
+            seq.commit(publish=False)
+            seq.publish(length)
+            cache.check()
+            assert cached(cache, tokens) == length
+            assert (seq.length, seq.tokens.tolist()) == (7, tokens)
+            seq.commit()
+            cache.check()
+            assert cached(cache, tokens) == 7
+
+    def test_are_published_from_the_block_that_a_pending_plan_copies(self) -> None:
+        """The plan may be voided, and its target would then never be written."""
+        cache = PrefixCache(8, block_size=4)
+        seq = cache.open([])
+        seq.extend([1, 2, 3])
+        seq.commit(publish=False)
+        twin = seq.fork()
+        seq.extend([4])  # in place
+        source = int(twin.block_table[0])
+        ((copied, target),) = twin.extend([5]).copies
+        twin.publish(2)
+        assert (copied, cache.match([1, 2, 3]).blocks.tolist()) == (source, [source])
+        assert twin.block_table.tolist() == [target]
+        cache.check()
+        twin.close()
+        cache.check()
+        seq.commit()
+        assert cached(cache, [1, 2, 3, 4]) == 4

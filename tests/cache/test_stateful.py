@@ -86,6 +86,24 @@ class Verbs(RuleBasedStateMachine):
         self.world.extend(self.one(which), [])
 
     @precondition(lambda self: self.some_open)
+    @rule(which=pick, token=st.integers(0, 2))
+    def extend_unknown(self, which: int, token: int) -> None:
+        one = self.one(which)
+        if self.world.extend_unknown(one, token):
+            self.earlier.append([*one.tokens, token])
+
+    @precondition(lambda self: self.some_open)
+    @rule(which=pick)
+    def resolve(self, which: int) -> None:
+        self.world.resolve(self.one(which))
+
+    @precondition(lambda self: self.some_open)
+    @rule(which=pick, back=st.integers(-1, 6))
+    def publish(self, which: int, back: int) -> None:
+        one = self.one(which)
+        self.world.publish(one, max(0, len(one.tokens) - back))
+
+    @precondition(lambda self: self.some_open)
     @rule(chosen=st.integers(1, 255))
     def execute(self, chosen: int) -> None:
         self.world.execute([one for i, one in enumerate(self.world.live) if chosen >> i % 8 & 1])

@@ -15,7 +15,16 @@ import pytest
 from radixkv.cache import CachedRun, CacheStats, Hint, Match, Pin, PrefixCache, WritePlan
 from radixkv.cache import Sequence as CacheSequence
 from radixkv.cache.types import Purpose
-from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PlanPending, PrefixHeld, SequenceClosed
+from radixkv.errors import (
+    InvalidInput,
+    InvalidTokens,
+    OutOfBlocks,
+    PinBudgetExceeded,
+    PlanPending,
+    PrefixHeld,
+    SequenceClosed,
+    UnknownToken,
+)
 from tests.cache.freeze import freeze
 from tests.cache.naive import Pool, Texts, Work, kv
 from tests.cache.verbs import Ids
@@ -43,11 +52,17 @@ class Tracked:
     plan: WritePlan | None = None
     planned: list[int] = field(default_factory=list)
     executed: bool = False
+    unknown: int = -1  # the position of the token that the cache does not have yet; -1 for none
 
     @property
     def readable(self) -> bool:
         """Whether the block table's content is valid: a planned copy may not have run yet."""
         return self.plan is None or self.executed
+
+    @property
+    def shown(self) -> list[int]:
+        """The tokens that the sequence shows."""
+        return [-1 if at == self.unknown else token for at, token in enumerate(self.tokens)]
 
 
 @dataclass
@@ -110,7 +125,7 @@ class World:
         others = [other.tokens[: other.published] for other in self.live if other.namespace == one.namespace]
         others.remove(one.tokens[: one.published])
         others += [each.tokens for each in self.pins if each.namespace == one.namespace and self.now < each.expires]
-        return max((common(one.tokens, text) for text in others), default=0)
+        return max((common(one.shown, text) for text in others), default=0)
 
     def bounds(self, namespace: Hashable, prompt: Sequence[int]) -> tuple[int, int]:
         """The least and the most that a prompt can hit."""
@@ -264,11 +279,55 @@ class World:
         self.note_plan(one, plan, list(tokens), must_stay_in_place=least == most)
         taken = self.taken(one, plan)
         left = self.available(one.namespace)
-        stranded = len(self.live) + len(self.pins)  # evicting a branch may free a block that was stranded above it
+        # Evicting a branch may free a block that was stranded above it.
+        stranded = max(len(self.live) + len(self.pins), stats.nodes - self.cache.stats().nodes)
         assert 0 <= left - (available - taken) <= stranded, f"{taken} taken of {available}, {left} left"
         if taken <= stats.free_blocks:
             assert self.cache.stats().evicted_blocks == stats.evicted_blocks, "evicted without need"
         return True
+
+    def extend_unknown(self, one: Tracked, token: int) -> bool:
+        """Plan a token that the cache gets later; see `extend`."""
+        if one.unknown >= 0:
+            self.assert_refused(UnknownToken, one.seq.extend_unknown)
+            return False
+        if not self.plan(one, [token], lambda tokens: one.seq.extend_unknown()):
+            return False
+        one.unknown = len(one.tokens)
+        return True
+
+    def resolve(self, one: Tracked) -> None:
+        """Give the cache the token that it did not have, to every fork of its own."""
+        if one.unknown < 0:
+            self.assert_refused(UnknownToken, lambda: one.seq.resolve(1))
+            return
+        self.assert_refused(InvalidTokens, lambda: one.seq.resolve(-1))
+        stats, table = self.cache.stats(), one.seq.block_table.tolist()
+        one.seq.resolve((one.tokens + one.planned)[one.unknown])
+        one.unknown = -1
+        assert self.cache.stats() == stats
+        assert one.seq.block_table.tolist() == table
+        self.assert_sequence(one)
+
+    def publish(self, one: Tracked, length: int) -> None:
+        """Publish the first tokens of a sequence, whose plan may be pending."""
+        if length > len(one.tokens):
+            self.assert_refused(InvalidInput, lambda: one.seq.publish(length))
+            return
+        if 0 <= one.unknown < length:
+            self.assert_refused(UnknownToken, lambda: one.seq.publish(length))
+            return
+        before = self.cache.stats()
+        one.seq.publish(length)
+        one.table = one.seq.block_table.tolist()
+        if one.purpose != "audit":
+            one.published = max(one.published, length)
+            self.texts.setdefault(one.namespace, Texts()).add(one.tokens[: one.published])
+            self.private.difference_update(one.table, *(one.plan.copies if one.plan else ()))
+        assert self.cache.stats().evicted_blocks == before.evicted_blocks
+        assert self.cache.free_blocks >= before.free_blocks
+        assert self.match(one.namespace, one.tokens).length >= one.published
+        self.assert_sequence(one)
 
     def need(self, one: Tracked, count: int) -> tuple[int, int]:
         """The fewest and the most blocks that `count` more tokens need; a possible copy takes one more."""
@@ -328,6 +387,9 @@ class World:
 
     def commit(self, one: Tracked, publish: bool = True) -> None:
         self.execute([one])
+        if publish and one.unknown >= 0 and one.purpose != "audit":
+            self.assert_refused(UnknownToken, one.seq.commit)
+            self.resolve(one)
         before = self.cache.stats()
         one.seq.commit(publish)
         one.tokens += one.planned
@@ -354,6 +416,7 @@ class World:
             return None
         before = self.cache.stats()
         twin = Tracked(one.seq.fork(), one.namespace, list(one.tokens), one.published, list(one.table), one.purpose)
+        twin.unknown = one.unknown
         self.live.append(twin)
         assert twin.seq.cached_length == one.seq.cached_length
         assert (twin.seq.namespace, twin.seq.purpose) == (one.namespace, one.purpose)
@@ -374,6 +437,7 @@ class World:
         one.seq.truncate(length)
         length = self.cut_length(one, length)
         one.tokens, one.published = one.tokens[:length], min(one.published, length)
+        one.unknown = one.unknown if one.unknown < length else -1
         whole, table = length // self.block_size, one.seq.block_table.tolist()
         assert len(table) == -(-length // self.block_size)
         assert table[:whole] == one.table[:whole]  # a part-filled last block may become an equal one
@@ -389,7 +453,15 @@ class World:
         assert self.cache.free_blocks >= before.free_blocks
         assert self.cache.stats().evicted_blocks == before.evicted_blocks
         one.seq.close(hint)
-        for verb in (one.seq.commit, one.seq.fork, lambda: one.seq.extend([1]), lambda: one.seq.truncate(0)):
+        for verb in (
+            one.seq.commit,
+            one.seq.fork,
+            one.seq.extend_unknown,
+            lambda: one.seq.extend([1]),
+            lambda: one.seq.resolve(1),
+            lambda: one.seq.publish(0),
+            lambda: one.seq.truncate(0),
+        ):
             with pytest.raises(SequenceClosed):
                 verb()
 
@@ -497,13 +569,13 @@ class World:
         tails inside such blocks, and tokens that a closed twin has published while the other reads them unpublished.
         """
         flood, taken = self.open("flood", []), 0
-        first = self.available()
+        first, nodes = self.available(), self.cache.stats().nodes
         while available := self.available():
             self.commit(flood, publish=False)
             assert not self.extend(flood, [0] * (available * self.block_size + 1))
             assert self.extend(flood, [0] * (available * self.block_size))
             taken += available
-        stranded = len(self.live) - 1 + len(self.pins)
+        stranded = max(len(self.live) - 1 + len(self.pins), nodes - self.cache.stats().nodes)
         assert first <= taken <= first + stranded
         held, said, self.texts = self.held_texts(), self.texts, self.held_texts()
         for namespace, texts in said.items():
@@ -556,7 +628,7 @@ class World:
         assert not seq.closed
         assert seq.length == len(one.tokens)
         assert seq.tokens.dtype == seq.block_table.dtype == np.int32
-        assert seq.tokens.tolist() == one.tokens
+        assert seq.tokens.tolist() == one.shown
         assert seq.block_table.tolist() == one.table, "a block table changed under its owner's feet"
         assert seq.unshared_length == len(one.tokens) - self.shared_length(one)
         if one.readable:

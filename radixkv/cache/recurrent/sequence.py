@@ -138,10 +138,12 @@ class StatefulSequence(Sequence):
         """Count the tokens of the executed plan, and publish them with their snapshots."""
         super().commit(publish)
         if self._written:
-            published = [each for each in self._written if each.position <= self.node.end]
-            self._written = self._written[len(published) :]
-            for position, slot, kind in published:
-                self._last = self._snapshots.attach(self.node, position, slot, kind, self._last)
+            self._attach_published()
+
+    def publish(self, length: int) -> None:
+        """Publish the committed tokens up to `length` with their snapshots."""
+        super().publish(length)
+        self._attach_published()
 
     def fork(self) -> StatefulSequence:
         """Return another sequence with the same tokens, whose row is a copy. Raises OutOfStates."""
@@ -183,6 +185,13 @@ class StatefulSequence(Sequence):
         self._last = None
 
     # ---- helpers
+
+    def _attach_published(self) -> None:
+        """Hand the snapshots inside published tokens to the tree."""
+        published = [each for each in self._written if each.position <= self.node.end]
+        self._written = self._written[len(published) :]
+        for position, slot, kind in published:
+            self._last = self._snapshots.attach(self.node, position, slot, kind, self._last)
 
     def _want(self, position: int, kind: Kind) -> None:
         """Take a snapshot at a position, or at the multiple of the grid before it."""

@@ -3,7 +3,7 @@
 The naive model is a set of texts, one for each snapshot that was ever taken. `exact`: there are enough slots for all.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -132,8 +132,8 @@ class StatefulWorld(World):
         if one.plan is not None:
             self.note_snapshots(one, one.plan)
 
-    def extend(self, one: Tracked, tokens: Sequence[int]) -> bool:
-        planned = super().extend(one, tokens)
+    def plan(self, one: Tracked, tokens: Sequence[int], verb: Callable[[Ids], WritePlan]) -> bool:
+        planned = super().plan(one, tokens, verb)
         if planned and one.plan is not None:
             facts = self.facts[one.seq.id]
             facts.drained = False
@@ -188,6 +188,14 @@ class StatefulWorld(World):
         if one.published == len(one.tokens) and one.purpose != "audit":
             self.remember(one, facts.written)
             facts.written.clear()
+
+    def publish(self, one: Tracked, length: int) -> None:
+        super().publish(one, length)
+        if one.purpose != "audit":
+            facts = self.facts[one.seq.id]
+            published = {at for at in facts.written if at <= one.published}
+            self.remember(one, published)
+            facts.written -= published
 
     def remember(self, one: Tracked, positions: set[int]) -> None:
         self.states.setdefault(one.namespace, set()).update(tuple(one.tokens[:at]) for at in positions)
