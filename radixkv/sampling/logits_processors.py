@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -57,8 +57,7 @@ def logit_bias(values: Tensor, row: SampleRow) -> None:
     """Add the bias of each token that has one."""
     bias = row.params.logit_bias
     if bias:
-        if max(bias) >= len(values):
-            raise InvalidInput(f"logit_bias names token {max(bias)}; this model's ids end at {len(values) - 1}")
+        check_bias(bias, len(values))
         values[_as_index(list(bias), values.device)] += torch.tensor(
             list(bias.values()), dtype=values.dtype, device=values.device
         )
@@ -72,6 +71,18 @@ def minimum_length(values: Tensor, row: SampleRow) -> None:
 
 
 PROCESSORS: list[LogitsProcessor] = [repetition_penalty, reply_penalties, logit_bias, minimum_length]
+
+BATCHED = frozenset((repetition_penalty, reply_penalties, logit_bias, minimum_length))
+"""The processors that `DeviceSampler` applies to all rows together.
+
+It calls each other processor once per row, after these. The row's history then lacks a token in flight.
+"""
+
+
+def check_bias(bias: Mapping[int, float], vocab: int) -> None:
+    """Raise InvalidInput if a token of a bias, which is not empty, is beyond the vocabulary."""
+    if max(bias) >= vocab:
+        raise InvalidInput(f"logit_bias names token {max(bias)}; this model's ids end at {vocab - 1}")
 
 
 def _as_index(history: Sequence[int], device: torch.device) -> Tensor:

@@ -13,8 +13,6 @@ kept or dropped together. So the kept set needs no tie-breaking.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,13 +25,11 @@ from torch import Tensor
 from radixkv.errors import InvalidInput
 from radixkv.sampling.logits_processors import adjusted
 from radixkv.sampling.params import SampleRow, SamplingParams, TokenLogprobs
+from radixkv.sampling.race import PAGE, draw_key, race
 from radixkv.sampling.token_mask import TokenMask
 
 _FIRST_CANDIDATES = 64  # most likely tokens that are sorted first if only top_p or min_p filters
 _WIDEN = 8  # factor for the rows whose kept set may reach beyond the candidates
-_PAGE = 256  # tokens whose weights are summed together if no filter applies
-# The constants of SplitMix64 (Steele, Lea, Flood 2014), as signed integers.
-_STEP, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _FLOAT = torch.finfo(torch.float32)
 
 
@@ -187,28 +183,9 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[SampleRow], members: list
         logits if all_rows else logits[members],
         (best if all_rows else best[members])[:, None],
         [row.params for row in chosen],
-        torch.tensor([[_key(row.seed, row.position)] for row in chosen], device=best.device),
+        torch.tensor([[draw_key(row.seed, row.position)] for row in chosen], device=best.device),
     )
     return draw.from_all() if candidates == 0 else draw.from_candidates(candidates)
-
-
-def _key(seed: int, position: int) -> int:
-    """Return the signed 64 bits from which the random numbers of (seed, position) are made."""
-    digest = hashlib.blake2b(struct.pack("<QQ", seed % 2**64, position % 2**64), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def _exponential(keys: Tensor, ids: Tensor) -> Tensor:
-    """Return the exponentially distributed float64 of each (key, id), greater than 0; int64s that broadcast.
-
-    SplitMix64 in integers that wrap around: the same numbers on every device.
-    """
-    bits = keys + ids * _STEP
-    bits = (bits ^ (bits >> 30 & 2**34 - 1)) * _FIRST  # the masks turn arithmetic shifts into logical ones
-    bits = (bits ^ (bits >> 27 & 2**37 - 1)) * _SECOND
-    bits = bits ^ (bits >> 31 & 2**33 - 1)
-    uniform = ((bits >> 12 & 2**52 - 1).double() + 0.5) * 2.0**-52
-    return -uniform.log()
 
 
 class _RandomDraw:
@@ -229,18 +206,14 @@ class _RandomDraw:
     def from_all(self) -> list[int]:
         """Sample the whole distribution: first a page of tokens by the sums of the pages, then a token of the page."""
         weights = self._scaled(self.logits).exp_()
-        pages = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _PAGE)).view(len(weights), -1, _PAGE)
+        pages = torch.nn.functional.pad(weights, (0, -weights.shape[1] % PAGE)).view(len(weights), -1, PAGE)
         sums = pages.sum(dim=2, dtype=torch.float64)
         # Pages are numbered from -1 downwards: tokens have the other ids.
-        page = self._winner(sums, -1 - torch.arange(sums.shape[1], device=sums.device))
-        ids = page * _PAGE + torch.arange(_PAGE, device=page.device)
-        place = self._winner(pages.take_along_dim(page[:, :, None], dim=1)[:, 0], ids)
+        page = race(sums, self.keys, -1 - torch.arange(sums.shape[1], device=sums.device))
+        ids = page * PAGE + torch.arange(PAGE, device=page.device)
+        place = race(pages.take_along_dim(page[:, :, None], dim=1)[:, 0], self.keys, ids)
         tokens: list[int] = ids.gather(1, place)[:, 0].tolist()
         return tokens
-
-    def _winner(self, weights: Tensor, ids: Tensor) -> Tensor:
-        """Return the places [rows, 1] of one id per row, drawn in proportion to the weights [rows, n], not all 0."""
-        return (weights.double() / _exponential(self.keys, ids)).argmax(dim=1, keepdim=True)
 
     def from_candidates(self, candidates: int) -> list[int]:
         """Sample the tokens that top-k, top-p and min-p keep, sorting only the most likely `candidates`.
@@ -251,7 +224,7 @@ class _RandomDraw:
         values = self._scaled(best_logits)
         weights = values.double().exp()
         threshold = self._threshold(values, weights)
-        place = self._winner(weights * (values >= threshold), ids)
+        place = race(weights * (values >= threshold), self.keys, ids)
         tokens: list[int] = ids.gather(1, place)[:, 0].tolist()
         if candidates == self.logits.shape[1]:
             return tokens

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from radixkv.errors import InvalidInput
 from radixkv.sampling import logits_processors
+from radixkv.sampling.device_sampler import DeviceSampler
 from radixkv.sampling.params import Integer, SampleRow, SamplingParams, parameter
 from radixkv.sampling.sampler import sample
 from tests.serve.served import Served, served
@@ -57,6 +58,7 @@ def test_the_sampler_applies_it_to_its_row_alone(added: None) -> None:
     logits = torch.arange(10.0).repeat(2, 1)
     rows = [SampleRow(MoreParams(temperature=0, only_token=3), 0, 0), SampleRow(MoreParams(temperature=0), 0, 0)]
     assert sample(logits, rows).tokens == [3, 9]
+    assert DeviceSampler(logits.device).begin(logits, rows).result().tokens == [3, 9]
 
 
 def test_the_engine_takes_it(server: Served) -> None:

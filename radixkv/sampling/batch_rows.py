@@ -1,0 +1,171 @@
+"""Pack the parameters of a batch's rows into one array of integers, so that they travel to the device in one copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.device import Device
+from radixkv.sampling.batch_draw import FILTERED, GREEDY, PLAIN, DrawRows, clamped_temperature
+from radixkv.sampling.logits_processors import check_bias
+from radixkv.sampling.params import SampleRow, SamplingParams
+from radixkv.sampling.race import draw_key
+from radixkv.sampling.token_counts import Filling, TokenCounts
+
+_INTEGERS, _FLOATS = 6, 6  # numbers of each row, by kind
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of a batch on the device: columns [rows], and lists of entries of the logits or of the counts.
+
+    `biased` and `stops` are entries of the logits [rows * vocab]; `reported` are the rows with log probabilities.
+    """
+
+    sources: Tensor
+    slots: Tensor
+    increments: Tensor
+    draws: DrawRows
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    bias: Tensor
+    biased: Tensor
+    stops: Tensor
+    reported: Tensor
+    reported_sources: Tensor
+    cleared: Tensor
+    seen: Tensor
+    replied: Tensor
+
+
+class Batch:
+    """One call of a sampler, planned on the host.
+
+    `adjusts` says whether a processor changes the logits; `random`, whether a row is not greedy; `filling`, None if no
+    row has penalties; `most_logprobs` is the largest number of alternatives, None if no row has log probabilities.
+    """
+
+    def __init__(
+        self, rows: Sequence[SampleRow], sources: Sequence[int], shape: tuple[int, int], counts: TokenCounts
+    ) -> None:
+        """Plan to sample `rows` from row sources[i] of logits of this shape; raises InvalidInput."""
+        self.logits_rows, self.vocab = shape
+        self.rows, self.sources = rows, sources
+        self.in_order = len(rows) == self.logits_rows and all(at == source for at, source in enumerate(sources))
+        params = [row.params for row in rows]
+        self.adjusts = any(each.adjusts_logits for each in params)
+        self._kinds = [_kind(each) for each in params]
+        self.random = any(self._kinds)
+        self.reported = [at for at, each in enumerate(params) if each.logprobs is not None]
+        self.most_logprobs = (
+            min(max(params[at].logprobs or 0 for at in self.reported), self.vocab) if self.reported else None
+        )
+        self.bias: list[float] = []
+        self.biased: list[int] = []
+        self.stops: list[int] = []
+        self.repetition = self.reply = False
+        self.filling: Filling | None = None
+        if self.adjusts:
+            self._plan_adjustments(counts)
+
+    def _plan_adjustments(self, counts: TokenCounts) -> None:
+        self._counted: list[int] = []
+        for at, row in enumerate(self.rows):
+            params, first = row.params, at * self.vocab
+            if not params.adjusts_logits:
+                continue
+            if params.logit_bias:
+                check_bias(params.logit_bias, self.vocab)
+                self.biased += [first + token for token in params.logit_bias]
+                self.bias += params.logit_bias.values()
+            if len(row.history) + row.in_flight - row.prompt_length < params.min_tokens:
+                self.stops += [first + token for token in row.stop_token_ids if token < self.vocab]
+            repetition = params.repetition_penalty != 1.0
+            reply = bool(params.presence_penalty or params.frequency_penalty)
+            self.repetition |= repetition
+            self.reply |= reply
+            if repetition or reply:
+                self._counted.append(at)
+        if self._counted:
+            self.filling = counts.plan([self.rows[at] for at in self._counted], self.vocab)
+
+    def upload(self, device: Device) -> Numbers:
+        """Start to copy all numbers to the device, in one piece."""
+        size, filling = len(self.rows), self.filling
+        integers = np.zeros((_INTEGERS, size), np.int64)
+        floats = np.zeros((_FLOATS, size), np.float64)
+        params = [row.params for row in self.rows]
+        integers[0] = self.sources
+        if filling is not None:
+            integers[1, self._counted] = [slot.index for slot in filling.slots]
+            integers[2, self._counted] = 2
+            floats[3] = [each.repetition_penalty for each in params]
+            floats[4] = [each.presence_penalty for each in params]
+            floats[5] = [each.frequency_penalty for each in params]
+        if self.random:
+            integers[3] = self._kinds
+            integers[4] = [
+                draw_key(row.seed, row.position) if kind else 0
+                for row, kind in zip(self.rows, self._kinds, strict=True)
+            ]
+            integers[5] = [min(max(each.top_k, 0), self.vocab) for each in params]
+            floats[0] = [clamped_temperature(each.temperature) for each in params]
+            floats[1] = [each.top_p for each in params]
+            floats[2] = [math.log(each.min_p) if each.min_p else -math.inf for each in params]
+        lists: list[NDArray[np.int64]] = [
+            np.array(self.bias, np.float64).view(np.int64),
+            *(np.array(each, np.int64) for each in (self.biased, self.stops, self.reported)),
+            np.array([self.sources[at] for at in self.reported], np.int64),
+        ]
+        lists += [np.empty(0, np.int64)] * 3 if filling is None else [filling.cleared, filling.seen, filling.replied]
+        packed = device.upload(np.concatenate([integers.ravel(), floats.view(np.int64).ravel(), *lists]))
+        return self._numbers(packed, [len(each) for each in lists])
+
+    def _numbers(self, packed: Tensor, lengths: list[int]) -> Numbers:
+        """Return views of the uploaded numbers."""
+        size = len(self.rows)
+        head = (_INTEGERS + _FLOATS) * size
+        sources, slots, increments, kinds, keys, top_k = packed[: _INTEGERS * size].view(_INTEGERS, size).unbind()
+        doubles = packed[_INTEGERS * size : head].view(torch.float64).view(_FLOATS, size)
+        temperature, _, least, _, presence, frequency = doubles.float().unbind()
+        bias, biased, stops, reported, reported_sources, cleared, seen, replied = torch.split(packed[head:], lengths)
+        draws = DrawRows(
+            kinds,
+            keys,
+            top_k,
+            temperature,
+            doubles[1],
+            least,
+            has_plain=PLAIN in self._kinds,
+            has_filtered=FILTERED in self._kinds,
+        )
+        return Numbers(
+            sources,
+            slots,
+            increments,
+            draws,
+            doubles[3],
+            presence,
+            frequency,
+            bias.view(torch.float64),
+            biased,
+            stops,
+            reported,
+            reported_sources,
+            cleared,
+            seen,
+            replied,
+        )
+
+
+def _kind(params: SamplingParams) -> int:
+    if params.greedy:
+        return GREEDY
+    return FILTERED if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else PLAIN

@@ -1,0 +1,271 @@
+"""`DeviceSampler` draws the tokens of `sample`, in a number of launches that does not depend on the rows."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from radixkv.errors import InvalidInput
+from radixkv.sampling.batch_draw import draw
+from radixkv.sampling.device_sampler import DeviceSampler
+from radixkv.sampling.params import SampleRow, SamplingParams
+from radixkv.sampling.sampler import finite_rows, sample
+from radixkv.sampling.token_counts import TokenCounts, table_bytes
+from radixkv.sampling.token_mask import TokenMasks
+from tests.sampling.test_sampler import PARAMS, STOPS, logits_for
+from tests.sampling.test_token_mask import row
+
+CPU = torch.device("cpu")
+VOCAB = 150
+CASES = 2000 if os.environ.get("RADIXKV_LONG") else 25
+
+
+@dataclass
+class Life:
+    """A stream of a simulated engine: its tokens on the host, and the token that is in flight, if any."""
+
+    number: int
+    params: SamplingParams
+    tokens: list[int]
+    prompt_length: int
+    flying: int | None = None
+
+    def land(self) -> None:
+        """Append the token in flight, unless it was dropped."""
+        if self.flying is not None:
+            self.tokens.append(self.flying)
+            self.flying = None
+
+    def row(self, *, whole: bool = False) -> SampleRow:
+        """Return the row of the next draw, with all tokens for the host sampler if `whole`."""
+        known = [*self.tokens, self.flying] if whole and self.flying is not None else list(self.tokens)
+        return SampleRow(
+            self.params,
+            seed=self.number % 3,
+            position=len(self.tokens) + (self.flying is not None),
+            history=known,
+            prompt_length=self.prompt_length,
+            stop_token_ids=STOPS,
+            stream=self.number,
+            in_flight=0 if whole or self.flying is None else 1,
+        )
+
+
+def life(rng: Random, params: SamplingParams, number: int) -> Life:
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 9))]
+    reply = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
+    return Life(number, params, prompt + reply, len(prompt))
+
+
+@settings(max_examples=CASES, deadline=None)
+@given(
+    params=st.lists(PARAMS.flatmap(lambda p: st.sampled_from([p, p.but(logprobs=3)])), min_size=1, max_size=7),
+    seed=st.integers(0, 10**6),
+)
+def test_streams_get_the_tokens_of_the_host_sampler(params: list[SamplingParams], seed: int) -> None:
+    """Each draw begins before the preceding one is read. Some tokens in flight are dropped; streams end and start."""
+    rng = Random(seed)
+    device = DeviceSampler(CPU)
+    streams = [life(rng, each, number) for number, each in enumerate(params)]
+    unread: list[tuple[Any, Any, list[bool], list[Life]]] = []  # the draw in flight, its expected results, its streams
+    for step in range(6):
+        batch = [each for each in streams if rng.random() < 0.8]
+        rng.shuffle(batch)
+        logits = logits_for(len(batch) + 2, seed % 1000 + step)
+        sources = [rng.randrange(len(logits)) for _ in batch]
+        untouched = logits.clone()
+        pending = device.begin(logits, [each.row() for each in batch], sources)
+        expected = sample(logits[sources], [each.row(whole=True) for each in batch])
+        assert torch.equal(logits, untouched)
+        assert pending.tokens.tolist() == expected.tokens
+        for earlier, found, finite, lives in unread:
+            assert earlier.result() == found
+            assert earlier.finite() == finite
+            for each in lives:
+                each.land()
+        unread = [(pending, expected, finite_rows(logits), batch)]
+        for each, token in zip(batch, expected.tokens, strict=True):
+            each.flying = token
+        for each in streams:
+            if rng.random() < 0.15:  # preempted
+                each.flying = None
+        if rng.random() < 0.3:
+            streams[rng.randrange(len(streams))] = life(rng, rng.choice(params), 100 + step)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that compute or copy, and refuses those that make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # in inference mode torch calls the mode before it decomposes the operator
+                return func.decompose(*args, **(kwargs or {}))
+        assert name not in ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "index", "index_put_"), name
+        views = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        self.found[name] += not (views or name in ("empty", "detach", "_unsafe_view", "new_empty"))
+        return func(*args, **(kwargs or {}))
+
+
+PENALTIES = SamplingParams(temperature=0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5)
+BATCHES = {
+    "greedy": [SamplingParams(temperature=0)],
+    "random": [SamplingParams()],
+    "top-p": [SamplingParams(top_p=0.9)],
+    "top-k": [SamplingParams(top_k=5)],
+    "penalties": [PENALTIES],
+    "log probabilities": [SamplingParams(temperature=0, logprobs=5)],
+    "bias": [SamplingParams(temperature=0, logit_bias={3: 1.0, 5: -1.0})],
+    "min_tokens": [SamplingParams(temperature=0, min_tokens=50)],
+    "mixed": [
+        SamplingParams(min_p=0.1, logprobs=2, min_tokens=50, logit_bias={7: 2.0}),
+        SamplingParams(temperature=0.5),
+        PENALTIES,
+    ],
+}
+# With the torch operators of `draw`; an upload and a download count as one each.
+LAUNCHES = {
+    "greedy": 6,
+    "random": 66,
+    "top-p": 64,
+    "top-k": 64,
+    "penalties": 27,
+    "log probabilities": 13,
+    "bias": 11,
+    "min_tokens": 10,
+    "mixed": 152,
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_the_number_of_launches_does_not_depend_on_the_rows(kind: str) -> None:
+    counts = []
+    for size in (3 if kind == "mixed" else 1, 7, 64):
+        device = DeviceSampler(CPU)
+        params = (BATCHES[kind] * size)[:size]
+        lives = [Life(number, each, [1, 2, 3, number], 2) for number, each in enumerate(params)]
+        logits = torch.randn(size, VOCAB)
+        first = device.begin(logits, [each.row() for each in lives]).result()  # fills the slots
+        for each, token in zip(lives, first.tokens, strict=True):
+            each.flying = token
+        with Launches() as launches:
+            device.begin(logits, [each.row() for each in lives])
+        counts.append(launches.found)
+    assert counts[0] == counts[1] == counts[2]
+    assert counts[0].total() <= LAUNCHES[kind]
+
+
+def greedy_tokens(device: DeviceSampler, logits: torch.Tensor, lives: Sequence[Life]) -> list[int]:
+    return device.begin(logits, [each.row() for each in lives]).result().tokens
+
+
+def test_slots_are_taken_over_and_filled_again() -> None:
+    counts = TokenCounts(CPU)
+    device = DeviceSampler(CPU, counts=counts)
+    lives = [Life(number, PENALTIES, [number % VOCAB, 7], 1) for number in range(100)]
+    logits = logits_for(1, 4)
+    for each in (*lives, *lives[::7]):
+        expected = sample(logits, [each.row()]).tokens
+        assert greedy_tokens(device, logits, [each]) == expected
+        each.tokens += expected
+    assert counts.table.shape == (8, VOCAB)
+    greedy_tokens(device, logits_for(40, 1), lives[:40])
+    assert counts.table.shape == (64, VOCAB)
+    assert counts.table.nbytes <= table_bytes(40, VOCAB)
+
+
+def test_a_stream_in_flight_keeps_its_slot() -> None:
+    device = DeviceSampler(CPU)
+    first = Life(0, PENALTIES, [1, 2, 2], 1)
+    logits = logits_for(1, 4)
+    pending = device.begin(logits, [first.row()])
+    others = [Life(number, PENALTIES, [number], 0) for number in range(1, 60)]
+    for each in others:
+        greedy_tokens(device, logits, [each])
+    first.flying = int(pending.tokens[0])
+    assert greedy_tokens(device, logits, [first]) == sample(logits, [first.row(whole=True)]).tokens
+
+
+def test_streams_without_penalties_take_no_memory() -> None:
+    counts = TokenCounts(CPU)
+    device = DeviceSampler(CPU, counts=counts)
+    greedy_tokens(
+        device,
+        logits_for(2, 0),
+        [Life(0, SamplingParams(logit_bias={1: 1.0}), [1], 1), Life(1, SamplingParams(), [1], 1)],
+    )
+    assert counts.table.nbytes == 0
+
+
+def test_a_batch_that_raises_can_be_repeated_in_parts() -> None:
+    device = DeviceSampler(CPU)
+    lives = [Life(number, PENALTIES, [number, 5], 1) for number in range(3)]
+    logits = logits_for(4, 3)
+    pending = device.begin(logits[:3], [each.row() for each in lives])
+    for each, token in zip(lives, pending.result().tokens, strict=True):
+        each.flying = token
+    bad = Life(3, PENALTIES.but(logit_bias={VOCAB: 1.0}), [1], 1)
+    with pytest.raises(InvalidInput, match="logit_bias names token 150"):
+        device.begin(logits, [each.row() for each in (*lives, bad)])
+    for part in ([0, 1], [2]):
+        chosen = [lives[at] for at in part]
+        found = device.begin(logits, [each.row() for each in chosen], part).result().tokens
+        assert found == sample(logits[part], [each.row(whole=True) for each in chosen]).tokens
+
+
+def test_a_failed_launch_leaves_the_counts_right() -> None:
+    def no_memory(*arguments: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    draws = [draw]
+    device = DeviceSampler(CPU, lambda *arguments: draws[0](*arguments))
+    each = Life(0, PENALTIES.but(temperature=1.0), [1, 2], 1)
+    logits = logits_for(1, 3)
+    for _ in range(4):
+        draws[0] = no_memory
+        with pytest.raises(torch.OutOfMemoryError):
+            device.begin(logits, [each.row()])
+        draws[0] = draw
+        pending = device.begin(logits, [each.row()])
+        assert pending.result() == sample(logits, [each.row(whole=True)])
+        each.land()
+        each.flying = int(pending.tokens[0])
+
+
+def test_rows_may_be_none_while_prompts_are_computed() -> None:
+    logits = logits_for(3, 1)
+    logits[1, 4] = torch.nan
+    pending = DeviceSampler(CPU).begin(logits, [], [])
+    assert pending.finite() == [True, False, True]
+    assert pending.result().tokens == []
+
+
+def test_masked_rows_leave_others_and_the_model_apart() -> None:
+    """A row may be broken because the model computed NaN, or because nothing is left to draw."""
+    logits = logits_for(3, 1)
+    logits[1, 4] = torch.nan
+    step = TokenMasks().begin({"a": row(3, 8), "b": row()})
+    step.wait()
+    rows = [SampleRow(SamplingParams(logprobs=1), 0, 0)] * 3
+    keys = ["a", None, "b"]
+    pending = DeviceSampler(CPU).begin(logits, rows, None, step.select(keys))
+    expected = sample(logits, rows, step.select(keys))
+    assert pending.finite() == [True, False, True]
+    assert pending.result().broken == expected.broken == {1, 2}
+    assert pending.result().tokens[0] == expected.tokens[0]
+    assert expected.logprobs is not None and pending.result().logprobs is not None
+    assert pending.result().logprobs[0] == expected.logprobs[0]
