@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from random import Random
 from typing import ClassVar, cast
 
@@ -19,7 +19,7 @@ from radixkv.cache.pins import Pin
 from radixkv.cache.policies import new_index
 from radixkv.cache.quotas import NamespaceLimits, NamespaceUsage, Quotas
 from radixkv.cache.sequence import Sequence
-from radixkv.cache.state import CacheState
+from radixkv.cache.state import COUNTERS, CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.cache.types import PURPOSES, CachedRun, CacheStats, Explanation, GhostOwner, Match, Node, Purpose
 from radixkv.errors import InvalidInput, PrefixHeld
@@ -151,22 +151,25 @@ class PrefixCache:
 
         O(1), but O(pinned blocks) the first time after pins, or the blocks that they hold, have changed.
         """
+        return CacheStats(**self._stats())
+
+    def _stats(self) -> dict[str, int]:
+        """The fields of `stats`; a cache with more parts overrides this method and adds theirs."""
         state = self.state
         state.pins.expire()
         free, cached = len(state.pool.free), state.pool.evictable
-        return CacheStats(
-            **asdict(state.counters),
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            free_blocks=free,
-            cached_blocks=cached,
-            held_blocks=self.num_blocks - free - cached,
-            pinned_blocks=state.pins.count(),
-            nodes=state.tree.nodes,
-            leaves=len(state.index),
-            namespaces=len(state.tree.roots),
-            ghosts=len(state.ghosts),
-        )
+        return {name: getattr(state.counters, name) for name in COUNTERS} | {
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+            "free_blocks": free,
+            "cached_blocks": cached,
+            "held_blocks": self.num_blocks - free - cached,
+            "pinned_blocks": state.pins.count(),
+            "nodes": state.tree.nodes,
+            "leaves": len(state.index),
+            "namespaces": len(state.tree.roots),
+            "ghosts": len(state.ghosts),
+        }
 
     def namespace_usage(self) -> tuple[NamespaceUsage, ...]:
         """The blocks of each namespace with a limit now, in the order of the limits."""

@@ -7,7 +7,7 @@ Sequences take free blocks from the pool, after `make_room` has evicted where th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from radixkv.cache.block_pool import BlockPool
@@ -33,6 +33,9 @@ class Counters:
     regret_tokens: int = 0
     opened_sequences: int = 0
     closed_sequences: int = 0
+
+
+COUNTERS = tuple(field.name for field in fields(Counters))
 
 
 class CacheState:

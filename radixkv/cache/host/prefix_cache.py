@@ -19,7 +19,7 @@ from radixkv.cache.namespaces import Namespace
 from radixkv.cache.prefix_cache import Limits, PrefixCache, check_positive
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes
-from radixkv.cache.types import CacheStats, Explanation, GhostOwner, Match, Node, Purpose
+from radixkv.cache.types import Explanation, GhostOwner, Match, Node, Purpose
 from radixkv.errors import PrefixHeld
 
 
@@ -133,19 +133,17 @@ class HostPrefixCache(PrefixCache):
         """
         return self.state.tree.random_host_run(rng)
 
-    def stats(self) -> CacheStats:
-        """Counters and gauges now, with those of the host."""
-        tier, stats = self.tier, super().stats()
-        return replace(
-            stats,
-            evicted_blocks=stats.evicted_blocks - self.state.tree.freed_by_offload + tier.evicted_blocks,
-            host_blocks=tier.num_blocks,
-            host_free_blocks=len(tier.free),
-            host_nodes=tier.count,
-            offloaded_blocks=tier.offloaded_blocks,
-            loaded_tokens=tier.loaded_tokens,
-            host_evicted_blocks=tier.evicted_blocks,
-        )
+    def _stats(self) -> dict[str, int]:
+        tier, stats = self.tier, super()._stats()
+        return stats | {
+            "evicted_blocks": stats["evicted_blocks"] - self.state.tree.freed_by_offload + tier.evicted_blocks,
+            "host_blocks": tier.num_blocks,
+            "host_free_blocks": len(tier.free),
+            "host_nodes": tier.count,
+            "offloaded_blocks": tier.offloaded_blocks,
+            "loaded_tokens": tier.loaded_tokens,
+            "host_evicted_blocks": tier.evicted_blocks,
+        }
 
     def check(self) -> None:
         """Recount everything; AssertionError names the broken invariant. O(blocks + tokens): for tests."""

@@ -18,7 +18,7 @@ from radixkv.cache.recurrent.snapshots import Snapshots
 from radixkv.cache.recurrent.tree import StatefulTree
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes
-from radixkv.cache.types import CacheStats, Explanation, Match, Purpose
+from radixkv.cache.types import Explanation, Match, Purpose
 
 
 class StatefulCacheState(CacheState):
@@ -102,17 +102,15 @@ class StatefulPrefixCache(PrefixCache):
             return explanation
         return replace(explanation, length=usable, reason="no_state", kv_reason=explanation.reason)
 
-    def stats(self) -> CacheStats:
-        """Counters and gauges now, with those of recurrent state."""
+    def _stats(self) -> dict[str, int]:
         slots = self.copies
-        return replace(
-            super().stats(),
-            state_rows=slots.num_rows,
-            state_rows_used=slots.rows_in_use,
-            state_slots=slots.num_snapshots,
-            state_slots_used=slots.num_snapshots - len(slots.free),
-            evicted_states=self.snapshots.evicted,
-        )
+        return super()._stats() | {
+            "state_rows": slots.num_rows,
+            "state_rows_used": slots.rows_in_use,
+            "state_slots": slots.num_snapshots,
+            "state_slots_used": slots.num_snapshots - len(slots.free),
+            "evicted_states": self.snapshots.evicted,
+        }
 
     def check(self) -> None:
         """Recount everything; AssertionError names the broken invariant. O(blocks + tokens): for tests."""
