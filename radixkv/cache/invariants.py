@@ -6,6 +6,7 @@ Each function raises AssertionError with the invariant's name and the numbers th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import cast
 
@@ -31,6 +32,14 @@ def check(state: CacheState) -> None:
     _check_fill(pool, nodes, sequences)
     for sequence in sequences:
         _check_sequence(tree, sequence)
+
+
+def check_partition(name: str, owned: Iterable[int], whole: range) -> None:
+    """Raise AssertionError unless each number of a range has exactly one owner; `owned` has a number for each owner."""
+    found = sorted(owned)
+    if found != list(whole):
+        owners, once = Counter(found), Counter(whole)
+        raise AssertionError(f"{name} lost or owned twice: {sorted((owners - once) + (once - owners))}")
 
 
 def _check_shape(tree: RadixTree, nodes: list[Node]) -> None:
@@ -93,10 +102,10 @@ def _check_owners(pool: BlockPool, nodes: list[Node], sequences: list[Sequence])
             owners[sequence._source] += 1
     free = set(pool.free)
     assert len(free) == len(pool.free), "a block is free twice"
-    assert not free & owners.keys(), f"blocks both free and referenced: {sorted(free & owners.keys())}"
-    assert free | owners.keys() == set(range(pool.num_blocks)), (
-        f"blocks lost: {sorted(set(range(pool.num_blocks)) - free - owners.keys())}"
-    )
+    assert free.isdisjoint(owners), f"blocks both free and referenced: {sorted(free & owners.keys())}"
+    lost = set(range(pool.num_blocks)).difference(free, owners)
+    assert not lost, f"blocks lost: {sorted(lost)}"
+    assert len(free) + len(owners) == pool.num_blocks, "a block that the pool does not have is free or referenced"
     shared = {block for block, count in owners.items() if count > 1}
     assert shared == pool.shared.keys(), f"shared blocks {sorted(pool.shared)}, recounted {sorted(shared)}"
     for node in nodes:
@@ -148,7 +157,7 @@ def _check_redundancy(pool: BlockPool, nodes: list[Node]) -> None:
 
 def _check_fill(pool: BlockPool, nodes: list[Node], sequences: list[Sequence]) -> None:
     size = pool.block_size
-    assert not set(pool.free) & pool.fill.keys(), "a free block has a fill mark"
+    assert pool.fill.keys().isdisjoint(pool.free), "a free block has a fill mark"
     for block, mark in pool.fill.items():
         assert 0 < mark < size, f"block {block}: fill mark {mark}"
     for node in nodes:

@@ -8,6 +8,7 @@ from typing import cast
 
 from radixkv.cache.host.sequence import HostSequence
 from radixkv.cache.host.tier import HostNode, HostTier
+from radixkv.cache.invariants import check_partition
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH
 from radixkv.cache.types import Node
@@ -52,12 +53,10 @@ def _check_shape(state: CacheState, tier: HostTier, nodes: list[HostNode]) -> No
 
 
 def _check_blocks(tier: HostTier, nodes: list[HostNode]) -> None:
-    owners = Counter(tier.free)
-    owners.update(tier.deferred)
+    owned = [*tier.free, *tier.deferred]
     for node in nodes:
-        owners.update(node.blocks)
-    whole = Counter(range(tier.num_blocks))
-    assert owners == whole, f"host blocks lost or owned twice: {sorted((owners - whole) + (whole - owners))}"
+        owned += node.blocks
+    check_partition("host blocks", owned, range(tier.num_blocks))
 
 
 def _check_moves(state: CacheState, tier: HostTier, nodes: list[HostNode]) -> None:

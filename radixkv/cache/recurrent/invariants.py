@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import cast
 
+from radixkv.cache.invariants import check_partition
 from radixkv.cache.recurrent.sequence import StatefulSequence
 from radixkv.cache.recurrent.slots import StateSlots
 from radixkv.cache.recurrent.snapshots import Snapshots
@@ -32,19 +32,17 @@ def _check_rows(slots: StateSlots, sequences: list[StatefulSequence]) -> None:
         assert row is None or row.number == number, f"row {number} has another number"
     gaps = [number for number, row in enumerate(slots._rows) if row is None]
     assert sorted(slots._gaps) == gaps, f"gaps {sorted(slots._gaps)}, recounted {gaps}"
-    used = set(range(slots.num_rows + slots.num_snapshots))
+    used = range(slots.num_rows + slots.num_snapshots)
     for source, target in slots.queued():
         assert source in used or source == EMPTY, f"a copy from slot {source}"
         assert target in used, f"a copy to slot {target}"
 
 
 def _check_slots(slots: StateSlots, snapshots: Snapshots, sequences: list[StatefulSequence]) -> None:
-    owners = Counter(slots.free)
-    owners.update(each.slot for each in snapshots)
+    owned = [*slots.free, *(each.slot for each in snapshots)]
     for sequence in sequences:
-        owners.update(sequence.reserved_slots())
-    whole = Counter(range(slots.num_rows, slots.num_rows + slots.num_snapshots))
-    assert owners == whole, f"slots lost or owned twice: {sorted((owners - whole) + (whole - owners))}"
+        owned += sequence.reserved_slots()
+    check_partition("slots", owned, range(slots.num_rows, slots.num_rows + slots.num_snapshots))
 
 
 def _check_places(state: CacheState, snapshots: Snapshots) -> None:
