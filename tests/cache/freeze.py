@@ -3,7 +3,7 @@
 import types
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # the most frequent atoms, found by their exact type
+_ABSENT = "an attribute without a value"
 
 
 def freeze(*roots: object) -> list[object]:
@@ -20,7 +22,7 @@ def freeze(*roots: object) -> list[object]:
     waiting: list[Any] = list(reversed(roots))
     while waiting:
         thing = waiting.pop()
-        if isinstance(thing, _ATOMS):
+        if type(thing) in _PLAIN or isinstance(thing, _ATOMS):
             written.append(thing)
         elif isinstance(thing, _BY_NAME):
             written.append(id(thing))
@@ -28,46 +30,44 @@ def freeze(*roots: object) -> list[object]:
             written.append(("seen", numbers[id(thing)]))
         else:
             numbers[id(thing)] = len(numbers)
-            parts = list(_parts(thing))
+            parts = _parts(thing)
             written.append((type(thing).__name__, len(parts)))
-            waiting.extend(reversed(parts))
+            if _PLAIN.issuperset(map(type, parts)):
+                written.extend(parts)
+            else:
+                waiting.extend(reversed(parts))
     return written
 
 
-def _parts(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, (list, tuple)):
-        yield from thing
-    elif isinstance(thing, np.ndarray):
-        yield from (str(thing.dtype), str(thing.shape), thing.tobytes())
-    elif isinstance(thing, (array, bytearray, memoryview)):
-        yield bytes(thing)
-    elif isinstance(thing, Mapping):
-        for key, value in thing.items():
-            yield key
-            yield value
-    elif isinstance(thing, (set, frozenset, deque)):
-        yield from thing
-    elif isinstance(thing, types.MethodType):
-        yield from (thing.__func__, thing.__self__)
-    elif not _attributes(thing):
-        yield repr(thing)
-    yield from _attributes(thing)
-
-
-def _attributes(thing: Any) -> list[Any]:
-    found: list[Any] = []
-    for name in _names(type(thing)):  # type: ignore[arg-type]  # a class is hashable
-        value = getattr(thing, name, thing)
-        if value is not thing:
-            found += [name, value]
-    for name, value in getattr(thing, "__dict__", {}).items():
-        found += [name, value]
-    return found
+def _parts(thing: Any) -> list[Any]:
+    contents, slots = _shape(type(thing))  # type: ignore[arg-type]  # a class is hashable
+    parts = [] if contents is None else contents(thing)
+    parts += [getattr(thing, name, _ABSENT) for name in slots]
+    attributes = getattr(thing, "__dict__", None)
+    if attributes:
+        parts += attributes.keys()
+        parts += attributes.values()
+    return [repr(thing)] if contents is None and not parts else parts
 
 
 @cache
-def _names(kind: type) -> list[str]:
-    return [name for name in _slots(kind) if name not in ("__dict__", "__weakref__")]
+def _shape(kind: type) -> tuple[Callable[[Any], list[Any]] | None, list[str]]:
+    """A function that lists the contents of a kind of object, if it has some, and the names of its slots."""
+    slots = [name for name in _slots(kind) if name not in ("__dict__", "__weakref__")]
+    for kinds, contents in _CONTENTS:
+        if issubclass(kind, kinds):
+            return contents, slots
+    return None, slots
+
+
+_CONTENTS: list[tuple[tuple[type, ...], Callable[[Any], list[Any]]]] = [
+    ((list, tuple), list),
+    ((np.ndarray,), lambda thing: [str(thing.dtype), str(thing.shape), thing.tobytes()]),
+    ((array, bytearray, memoryview), lambda thing: [bytes(thing)]),
+    ((Mapping,), lambda thing: [*thing.keys(), *thing.values()]),
+    ((set, frozenset, deque), list),
+    ((types.MethodType,), lambda thing: [thing.__func__, thing.__self__]),
+]
 
 
 def _slots(kind: type) -> Iterator[str]:

@@ -130,8 +130,13 @@ class World:
     def bounds(self, namespace: Hashable, prompt: Sequence[int]) -> tuple[int, int]:
         """The least and the most that a prompt can hit."""
         most = self.texts.get(namespace, Texts()).longest_prefix(prompt)
-        least = most if self.exact else self.held_texts().get(namespace, Texts()).longest_prefix(prompt)
-        return least, most
+        return (most if self.exact else self.held_length(namespace, prompt)), most
+
+    def held_length(self, namespace: Hashable, prompt: Sequence[int]) -> int:
+        """The number of leading tokens of a prompt that open sequences and pins protect from eviction."""
+        texts = [one.tokens[: one.published] for one in self.live if one.namespace == namespace]
+        texts += [each.tokens for each in self.pins if each.namespace == namespace and self.now < each.expires]
+        return max((common(prompt, text) for text in texts), default=0)
 
     def state(self) -> list[object] | None:
         """The whole state of the cache and its holders; in long runs only for some steps."""
@@ -526,7 +531,7 @@ class World:
 
     def somebody_has(self, namespace: Hashable, wrong: Sequence[int], start: int, blocks: set[int]) -> bool:
         """Whether a token of `wrong` from `start` on is protected, or read in these blocks."""
-        if self.held_texts().get(namespace, Texts()).longest_prefix(wrong) > start:
+        if self.held_length(namespace, wrong) > start:
             return True
         first = start // self.block_size
         for one in self.live:
