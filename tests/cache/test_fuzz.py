@@ -7,13 +7,13 @@ with `RADIXKV_LONG=1`.
 import os
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from radixkv.cache import Hint
 from radixkv.cache.types import Purpose
 from tests.cache.world import Tracked, World
-from tests.selection import mostly_long
 
 OPERATIONS = 1_000_000 if os.environ.get("RADIXKV_LONG") == "1" else 100_000
 STRIDE = 50  # operations between two full checks; tables are compared whenever an operation reads them
@@ -35,6 +35,13 @@ POOLS = [
     (16, 40, "lru", 60, 10),
 ]
 QUICK = (*POOLS[1:4], POOLS[5], POOLS[-1])  # every policy, and four block sizes
+RUN = ("block_size", "blocks", "policy", "suffix", "most_open", "operations")
+
+
+def runs(*quick: tuple[int, int, str, int, int]) -> list[Any]:
+    """Parameters of long runs: 20,000 operations in the quick pools, and OPERATIONS in all pools in `make test-all`."""
+    every = [pytest.param(*pool, OPERATIONS, marks=pytest.mark.long) for pool in POOLS]
+    return [pytest.param(*pool, 20_000) for pool in quick] + every
 
 
 class Story:
@@ -187,8 +194,7 @@ class Story:
             self.world.release(self.rng.choice(self.world.pins))
 
 
-@pytest.mark.parametrize("operations", mostly_long([20_000, OPERATIONS], 20_000))
-@pytest.mark.parametrize(("block_size", "blocks", "policy", "suffix", "most_open"), mostly_long(POOLS, *QUICK))
+@pytest.mark.parametrize(RUN, runs(*QUICK))
 def test_long_runs_under_pressure(
     block_size: int, blocks: int, policy: str, suffix: int, most_open: int, operations: int
 ) -> None:

@@ -15,10 +15,9 @@ from radixkv.cache.quotas import NamespaceLimits
 from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.errors import InvalidInput, OutOfBlocks
 from tests.cache.quota_world import QuotaWorld, StatefulQuotaWorld
-from tests.cache.test_fuzz import POOLS, PROOFS, QUICK, Story
+from tests.cache.test_fuzz import POOLS, PROOFS, QUICK, RUN, Story, runs
 from tests.cache.test_stateful import Verbs, how_long
 from tests.cache.verbs import cached, prompt, publish
-from tests.selection import mostly_long
 
 
 def used(cache: PrefixCache) -> dict[Hashable, int]:
@@ -225,8 +224,7 @@ def test_shares_are_kept_while_runs_move_to_the_host_and_back(policy: str) -> No
     assert loaded > 100 and cache.stats().evicted_blocks > 0
 
 
-@pytest.mark.parametrize("operations", mostly_long([20_000, 100_000], 20_000))
-@pytest.mark.parametrize(("block_size", "blocks", "policy", "suffix", "most_open"), mostly_long(POOLS, *QUICK))
+@pytest.mark.parametrize(RUN, runs(*QUICK))
 def test_long_runs_under_pressure(
     block_size: int, blocks: int, policy: str, suffix: int, most_open: int, operations: int
 ) -> None:

@@ -5,9 +5,8 @@ import pytest
 from hypothesis.stateful import precondition, rule
 
 from tests.cache.host.world import HostQuotaWorld, HostWorld, RoomyHostWorld
-from tests.cache.test_fuzz import OPERATIONS, POOLS, PROOFS, QUICK, Story
+from tests.cache.test_fuzz import POOLS, PROOFS, QUICK, RUN, Story, runs
 from tests.cache.test_stateful import Verbs, how_long, pick
-from tests.selection import mostly_long
 
 
 class HostVerbs(Verbs):
@@ -105,8 +104,7 @@ class HostStory(Story):
 
 
 @pytest.mark.parametrize("world_class", [HostWorld, RoomyHostWorld, HostQuotaWorld])
-@pytest.mark.parametrize("operations", mostly_long([20_000, OPERATIONS], 20_000))
-@pytest.mark.parametrize(("block_size", "blocks", "policy", "suffix", "most_open"), mostly_long(POOLS, *QUICK[1:4]))
+@pytest.mark.parametrize(RUN, runs(*QUICK[1:4]))
 def test_long_runs_under_pressure(
     block_size: int,
     blocks: int,
