@@ -1,10 +1,10 @@
 """Constrain the tokens of a batch: the seam between the sampler and the option that knows grammars.
 
 A `TokenMatcher` follows one stream. Before each draw it fills a row of bits, one for each token that may come next.
-`TokenMasks` fills the rows of a step on a thread of its own while the forward runs, and turns them into a tensor of
-upper limits of the logits: infinity for an allowed token, minus infinity for another. So the sampler's thread only
-takes the minimum of two tensors, in place: 0.5 ms for 64 rows of 49,152 tokens on one core of a CPU, where a masked
-fill takes 3 to 16 ms.
+`TokenMasks` fills the rows of a step on a thread of its own while the forward runs. For logits in host memory it turns
+them into a tensor of upper limits of the logits: infinity for an allowed token, minus infinity for another. So the
+sampler's thread only takes the minimum of two tensors, in place: 0.5 ms for 64 rows of 49,152 tokens on one core of a
+CPU, where a masked fill takes 3 to 16 ms. A device gets the bits, in one upload.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.device import device_of
+from radixkv.device import Device, device_of
 from radixkv.errors import InvalidConstraint
 
 Bits = NDArray[np.int32]  # [rows, words]: token t is bit t % 32 of word t // 32
@@ -95,7 +95,6 @@ class TokenMasks:
         self._filling: Future[Any] | None = None
         self._bits = np.empty((0, 0), np.int32)
         self._limits = np.empty((0, 0, 8), np.float32)
-        self._place = torch.device("cpu")  # of the logits
         self.limits_on_host = True  # whether logits are in host memory, until a step has shown another device
 
     def begin(self, rows: Mapping[Any, ConstrainedRow]) -> StepMasks:
@@ -107,20 +106,11 @@ class TokenMasks:
             wait([self._filling])  # of a step that failed
         words = -(-next(iter(rows.values())).matcher.vocab_size // 32)
         if self._bits.shape[0] < len(rows) or self._bits.shape[1] != words:
-            self._bits = device_of(self._place).pinned((len(rows), words), torch.int32).numpy()
+            self._bits = np.empty((len(rows), words), np.int32)
             self._limits = np.empty((len(rows), words * 4, 8), np.float32)
         bits, limits = self._bits[: len(rows)], self._limits[: len(rows)]
         self._filling = self._thread.submit(fill, list(rows.values()), bits, limits if self.limits_on_host else None)
         return StepMasks(self, list(rows), bits, limits, self._filling)
-
-    def limits_of(self, bits: Bits, limits: NDArray[np.float32], device: torch.device) -> Tensor:
-        """Return the upper limits of the logits, float32 [rows, tokens], on their device."""
-        if device.type == "cpu" and self.limits_on_host:
-            return torch.from_numpy(limits).flatten(1)
-        self._place, self.limits_on_host = device, device.type == "cpu"
-        packed = torch.from_numpy(bits).to(device, non_blocking=True)
-        allowed = packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device) & 1
-        return torch.where(allowed.flatten(1) > 0, torch.inf, -torch.inf)
 
 
 class StepMasks:
@@ -137,7 +127,7 @@ class StepMasks:
         """Hold the rows of `keys`, which `filling` fills."""
         self._masks, self._bits, self._limits, self._filling = masks, bits, limits, filling
         self._places = {key: place for place, key in enumerate(keys)}
-        self._tensor: Tensor | None = None
+        self._uploaded: Tensor | None = None
 
     def wait(self) -> dict[Any, InvalidConstraint]:
         """Wait until all rows are filled; returns the errors of those that failed."""
@@ -149,11 +139,19 @@ class StepMasks:
         places = [self._places.get(key) for key in keys]
         return None if all(place is None for place in places) else SelectedMask(self, places)
 
-    def tensor(self, device: torch.device) -> Tensor:
-        """Return the limits of all rows, made once."""
-        if self._tensor is None:
-            self._tensor = self._masks.limits_of(self._bits, self._limits, device)
-        return self._tensor
+    def limits(self) -> Tensor | None:
+        """Return the upper limits of the logits in host memory, float32 [rows, tokens]; None if there are only bits."""
+        return torch.from_numpy(self._limits).flatten(1) if self._masks.limits_on_host else None
+
+    def bits_on(self, device: Device) -> Tensor:
+        """Return the bits of all rows on a device, int32 [rows, words], uploaded once.
+
+        The next step may fill the host's bits while the copy runs. From now on steps fill bits only, without limits.
+        """
+        if self._uploaded is None:
+            self._masks.limits_on_host = False
+            self._uploaded = device.upload(self._bits)
+        return self._uploaded
 
 
 class SelectedMask:
@@ -165,15 +163,17 @@ class SelectedMask:
 
     @torch.inference_mode()
     def limit(self, logits: Tensor) -> None:
-        """Set the logits [rows, vocab] of tokens that are not allowed to -inf, in place."""
-        limits = self._masks.tensor(logits.device)
+        """Set the logits [rows, vocab] of tokens that are not allowed to -inf, in place.
+
+        On a device the host does not wait, and the number of launches does not depend on the rows.
+        """
+        limits = self._masks.limits() if logits.device.type == "cpu" else None
+        if limits is None:
+            self._limit_on(device_of(logits.device), logits)
+            return
         rows = [row for row, place in enumerate(self._places) if place is not None]
         places = [place for place in self._places if place is not None]
         width = min(limits.shape[1], logits.shape[1])
-        if logits.device.type != "cpu":
-            logits[rows, :width] = torch.minimum(logits[rows, :width], limits[places, :width])
-            logits[rows, width:] = -torch.inf
-            return
         # NumPy takes one thread. Two threads of torch wait for each other for milliseconds on a busy machine.
         values, most = logits.numpy(), limits.numpy()
         if rows == places == list(range(len(values))):
@@ -182,6 +182,17 @@ class SelectedMask:
             for row, place in zip(rows, places, strict=True):
                 np.minimum(values[row, :width], most[place, :width], out=values[row, :width])
         values[rows, width:] = -np.inf
+
+    def _limit_on(self, device: Device, logits: Tensor) -> None:
+        bits = self._masks.bits_on(device)
+        places = device.upload(np.array([-1 if place is None else place for place in self._places], np.int64))
+        constrained = (places >= 0)[:, None]
+        words = bits.index_select(0, places.clamp(min=0))
+        single = 1 << torch.arange(32, dtype=torch.int32, device=logits.device)
+        forbidden = ((words[:, :, None] & single) == 0).flatten(1).logical_and_(constrained)
+        width = min(forbidden.shape[1], logits.shape[1])
+        logits[:, :width].masked_fill_(forbidden[:, :width], -torch.inf)
+        logits[:, width:].masked_fill_(constrained, -torch.inf)
 
 
 def fill(

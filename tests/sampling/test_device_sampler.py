@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -13,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixkv.errors import InvalidInput
 from radixkv.sampling.batch_draw import draw
@@ -22,6 +20,7 @@ from radixkv.sampling.params import SampleRow, SamplingParams
 from radixkv.sampling.sampler import finite_rows, sample
 from radixkv.sampling.token_counts import TokenCounts, table_bytes
 from radixkv.sampling.token_mask import TokenMasks
+from tests.sampling.launches import Launches
 from tests.sampling.test_sampler import PARAMS, STOPS, logits_for
 from tests.sampling.test_token_mask import row
 
@@ -101,24 +100,6 @@ def test_streams_get_the_tokens_of_the_host_sampler(params: list[SamplingParams]
                 each.flying = None
         if rng.random() < 0.3:
             streams[rng.randrange(len(streams))] = life(rng, rng.choice(params), 100 + step)
-
-
-class Launches(TorchDispatchMode):
-    """Counts the operators that compute or copy, and refuses those that make the host wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:  # in inference mode torch calls the mode before it decomposes the operator
-                return func.decompose(*args, **(kwargs or {}))
-        assert name not in ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "index", "index_put_"), name
-        views = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-        self.found[name] += not (views or name in ("empty", "detach", "_unsafe_view", "new_empty"))
-        return func(*args, **(kwargs or {}))
 
 
 PENALTIES = SamplingParams(temperature=0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5)

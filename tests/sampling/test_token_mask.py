@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from radixkv.device import device_of
 from radixkv.errors import InvalidConstraint
 from radixkv.sampling.params import SampleRow, SamplingParams
 from radixkv.sampling.sampler import sample
 from radixkv.sampling.token_mask import Bits, ConstrainedRow, TokenMasks
+from tests.sampling.launches import Launches
 
 VOCAB, STOP = 100, 99
 
@@ -105,15 +107,26 @@ def test_the_errors_of_rows_are_returned_with_their_keys() -> None:
     assert list(errors) == ["b"] and str(errors["b"]) == "too much"
 
 
-def test_a_mask_made_on_the_device_equals_one_made_on_the_host() -> None:
+@pytest.mark.parametrize("width", [VOCAB - 30, VOCAB, VOCAB + 1, VOCAB + 70])
+def test_a_mask_made_on_the_device_equals_one_made_on_the_host(width: int) -> None:
     masks = TokenMasks()
-    step = masks.begin({at: row(*range(at, VOCAB, 7), accepts=True) for at in range(4)})
-    step.wait()
-    host = step.tensor(torch.device("cpu")).clone()
-    masks.limits_on_host = False
-    again = masks.begin({at: row(*range(at, VOCAB, 7), accepts=True) for at in range(4)})
-    again.wait()
-    assert torch.equal(again.tensor(torch.device("cpu")), host)
+    rows = {at: row(*range(at, VOCAB, 7), accepts=True) for at in range(4)}
+    found = []
+    for on_host in (True, False):
+        masks.limits_on_host = on_host
+        step = masks.begin(rows)
+        step.wait()
+        mask = step.select([2, None, 0, 2])
+        assert mask is not None
+        if not on_host:
+            step.bits_on(device_of("cpu"))
+            masks.begin({0: row(1)}).wait()  # the next step fills the same bits
+        logits = torch.randn(4, width, generator=torch.Generator().manual_seed(1))
+        with Launches() as launches:
+            mask.limit(logits)
+        found.append(logits)
+        assert launches.found.total() <= (0 if on_host else 11), launches.found
+    assert torch.equal(*found)
 
 
 def test_log_probabilities_are_those_before_the_mask() -> None:
