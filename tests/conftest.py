@@ -10,11 +10,15 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+
+if TYPE_CHECKING:
+    from tests.virtual_gpu import VirtualGpu
 
 SEED = os.environ.get("RADIXKV_SEED", "")
 KEEP = f"""\
@@ -47,6 +51,17 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture
+def virtual_gpu() -> Iterator[VirtualGpu]:
+    """Install a simulated GPU, and check at the end that no mistake was found; see `tests.virtual_gpu`."""
+    from tests.virtual_gpu import VirtualGpu, installed  # imports torch
+
+    with installed(VirtualGpu()) as gpu:
+        yield gpu
+        gpu.release_cached()
+        assert not gpu.findings, "\n".join(map(str, gpu.findings))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

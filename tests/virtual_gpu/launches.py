@@ -1,0 +1,81 @@
+"""Install a simulated GPU: torch's factories, new threads, and launches of Triton's interpreter use it meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from radixkv.device import registered
+from tests.virtual_gpu.gpu import VirtualGpu
+from tests.virtual_gpu.memory import TOUCH, span_of
+from tests.virtual_gpu.tensor import OperatorMode, VirtualTensor
+
+
+@contextmanager
+def installed(gpu: VirtualGpu) -> Iterator[VirtualGpu]:
+    """Let `torch.device("meta")` be `gpu` while this is open, in this thread and in those that start meanwhile."""
+    with pytest.MonkeyPatch.context() as patch, registered(gpu), OperatorMode(gpu):
+        _patch_factories(patch, gpu)
+        _patch_threads(patch, gpu)
+        if find_spec("triton") is not None:
+            _patch_launches(patch, gpu)
+        yield gpu
+
+
+def _patch_factories(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:
+    """Let `torch.tensor` and its like copy numbers: torch makes none of them for the meta device."""
+
+    def on_device(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            if device is None or torch.device(device) != gpu.place:
+                return original(data, *args, device=device, **kwargs)
+            return original(data, *args, **kwargs).to(gpu.place)
+
+        return make
+
+    for name in ("tensor", "as_tensor", "asarray"):
+        patch.setattr(torch, name, on_device(getattr(torch, name)))
+
+
+def _patch_threads(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:
+    """Let new threads queue their operators too: a dispatch mode belongs to one thread."""
+    original = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def bootstrap(thread: threading.Thread) -> None:
+        with OperatorMode(gpu):
+            original(thread)
+
+    patch.setattr(threading.Thread, "_bootstrap_inner", bootstrap)
+
+
+def _patch_launches(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:
+    """Queue the launches of Triton's interpreter that have a tensor of the GPU."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    original = InterpretedFunction.run
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        there = [leaf for leaf in leaves if isinstance(leaf, VirtualTensor)]
+        if not there:
+            return original(kernel, *args, **kwargs)
+        if len(there) < len(leaves):
+            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        spans = [span for leaf in there for span in span_of(leaf.lease.memory, leaf.backing, TOUCH)]
+        host_args, host_kwargs = tree_map(_backing, args), tree_map(_backing, kwargs)
+        name = f"the launch of {getattr(kernel, '__name__', kernel)}"
+        return gpu.enqueue(name, lambda: original(kernel, *host_args, **host_kwargs), spans)
+
+    patch.setattr(InterpretedFunction, "run", run)
+
+
+def _backing(leaf: Any) -> Any:
+    return leaf.backing if isinstance(leaf, VirtualTensor) else leaf
