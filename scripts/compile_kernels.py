@@ -20,15 +20,17 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
-from kernel_cases import CASES, PINNED, Case, launches
+from kernel_cases import CASES, PINNED, Case
+from kernel_cases import launches as launches_of
 from machine_code import UNNAMED, Code, read
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from radixkv_kernels import blocks
+from radixkv_kernels import blocks, launches
 from radixkv_kernels.attention import AMD, Kind, head_parts
 
 
@@ -95,17 +97,14 @@ def compiled_for(name: str) -> Iterator[list[Any]]:
         return seen[-1]
 
     driver.set_active(CompileOnly(name))
-    jit.JITFunction.run = compile_it
-    try:
+    with patch.object(jit.JITFunction, "run", compile_it), patch.object(launches, "place", return_value=None):
         yield seen
-    finally:
-        jit.JITFunction.run = run
 
 
 def compiled(job: tuple[str, Case, str]) -> Row:
     """Compile one launch and inspect its code; a launch that Triton refuses is also a row."""
     target, case, name = job
-    launch = launches(case, GPUS[target].generation)[name]
+    launch = launches_of(case, GPUS[target].generation)[name]
     start = time.perf_counter()
     try:
         with compiled_for(target) as seen:
@@ -185,7 +184,7 @@ def jobs(options: argparse.Namespace) -> list[tuple[str, Case, str]]:
         for target in options.target or (["sm_80", "sm_90"] if options.pinned else GPUS)
         for case in CASES
         if not options.case or options.case in case.name
-        for name in launches(case, GPUS[target].generation)
+        for name in launches_of(case, GPUS[target].generation)
         if not options.pinned or name in PINNED.get(case.name, ())
     ]
 

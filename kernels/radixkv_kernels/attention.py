@@ -10,12 +10,17 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import or_
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from radixkv_kernels import launches
 from radixkv_kernels import tiles as tiling
+from radixkv_kernels.launches import Bound
 from radixkv_kernels.triton_kernels import attend_tiles, merge_partials
 from radixkv_kernels.work_list import Int32, WorkList
 
@@ -111,6 +116,16 @@ def head_parts(dim: int) -> tuple[int, int]:
     return main, 0 if rest <= 0 else max(16, triton.next_power_of_2(rest))
 
 
+@dataclass(frozen=True)
+class Addresses:
+    """Where the arrays of a plan are."""
+
+    tiles: tuple[int, ...]
+    rows: tuple[int, ...]
+    merges: tuple[int, ...]
+    joined: int  # all bits of all addresses: a multiple of 16 if all of them are
+
+
 @dataclass(frozen=True, eq=False)
 class TilePlan:
     """A step's tiles on a device, for layers of one head shape; made once per step, used by each layer."""
@@ -125,6 +140,12 @@ class TilePlan:
     block_size: int
     window: int | None
     processors: int
+
+    @cached_property
+    def addresses(self) -> Addresses:
+        """The addresses of all arrays, which do not move."""
+        tiles, rows, merges = (tuple(each.data_ptr() for each in some) for some in (self.tiles, self.rows, self.merges))
+        return Addresses(tiles, rows, merges, joined=reduce(or_, (*tiles, *rows, *merges)))
 
 
 def cut(
@@ -217,89 +238,141 @@ def attend(
     if output is None:
         output = query.new_empty(rows, heads, value_pool.shape[3])
     assert query.stride(2) == key_pool.stride(3) == value_pool.stride(3) == output.stride(2) == 1
-    partial = query.new_empty(step.num_partials, heads, value_pool.shape[3], dtype=torch.float32)
-    lse = query.new_empty(step.num_partials, heads, dtype=torch.float32)
-    for kind, tiles, count in zip(step.kinds, step.tiles, step.counts, strict=True):
+    call = _Call(query, key_pool, value_pool, step, scale, softcap, sinks, output)
+    for index, count in enumerate(step.counts):
         if count:
-            _launch(kind, tiles, query, key_pool, value_pool, step, scale, softcap, sinks, output, partial, lse)
+            call.launch(index)
     if step.num_merges:
-        _merge(step, partial, lse, sinks, output)
+        call.merge()
     return output
 
 
-def _launch(
-    kind: Kind,
-    tiles: Tensor,
-    query: Tensor,
-    key_pool: Tensor,
-    value_pool: Tensor,
-    step: TilePlan,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    output: Tensor,
-    partial: Tensor,
-    lse: Tensor,
-) -> None:
-    """Launch all tiles of one kind."""
-    kv_heads, dk, dv = key_pool.shape[0], key_pool.shape[3], value_pool.shape[3]
-    (dk0, dk1), (dv0, dv1) = head_parts(dk), head_parts(dv)
-    attend_tiles[(step.processors * kind.resident,)](
-        query,
-        key_pool,
-        value_pool,
-        tiles,
-        *step.rows,
-        query if sinks is None else sinks,
-        output,
-        partial,
-        lse,
-        scale * LOG2_E if softcap is None else 2 * scale / softcap * LOG2_E,
-        0.0 if softcap is None else softcap * LOG2_E,
-        step.window or 0,
-        *query.stride()[:2],
-        *key_pool.stride()[:3],
-        *value_pool.stride()[:3],
-        *output.stride()[:2],
-        KV_HEADS=kv_heads,
-        GROUP=query.shape[0] // kv_heads,
-        DK=dk,
-        DV=dv,
-        DK0=dk0,
-        DK1=dk1,
-        DV0=dv0,
-        DV1=dv1,
-        BLOCK_SIZE=step.block_size,
-        ROWS=kind.rows,
-        KEYS=kind.keys,
-        WINDOWED=step.window is not None,
-        CAPPED=softcap is not None,
-        SINKS=sinks is not None,
-        WIDE=_reach(key_pool) > 2**31 or _reach(value_pool) > 2**31,
-        UPCAST=INTERPRETED and key_pool.dtype == torch.bfloat16,
-        num_warps=kind.warps,
-        num_stages=kind.stages,
-    )
+_BOUND: dict[tuple[Any, ...], dict[Kind | None, Bound]] = {}
+"""Bound launches of each kind of tile, and under None that of the merge, by all that they depend on."""
+
+
+class _Call:
+    """One call of `attend`: launches its kernels, bound if they were launched for such arguments before."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key_pool: Tensor,
+        value_pool: Tensor,
+        step: TilePlan,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+        output: Tensor,
+    ) -> None:
+        """Allocate the partials, in one piece: all outputs, then all log-sum-exps, on a boundary of 16 bytes."""
+        heads, dv = query.shape[0], value_pool.shape[3]
+        self._step, self._scale, self._softcap, self._heads = step, scale, softcap, heads
+        self._offset = -(-step.num_partials * heads * dv // 4) * 4
+        partials = query.new_empty(self._offset + step.num_partials * heads, dtype=torch.float32)
+        self._tensors = query, key_pool, value_pool, sinks, output, partials
+        place = launches.place()
+        self._bound: dict[Kind | None, Bound] | None = None
+        if place is not None:
+            self._bind(place)
+
+    def _bind(self, place: launches.Place) -> None:
+        """Find the launches that are bound for such arguments, unless an address is not aligned."""
+        step = self._step
+        query, key_pool, value_pool, sinks, output, partials = self._tensors
+        q, k, v = query.data_ptr(), key_pool.data_ptr(), value_pool.data_ptr()
+        s, o, p = q if sinks is None else sinks.data_ptr(), output.data_ptr(), partials.data_ptr()
+        if (q | k | v | s | o | p | step.addresses.joined) % launches.ALIGNMENT:
+            return
+        key = (
+            place.device, step.block_size, step.window, self._scale, self._softcap,
+            self._heads, query.dtype, query.stride(), output.dtype, output.stride(), sinks is not None and sinks.dtype,
+            key_pool.dtype, key_pool.shape, key_pool.stride(), value_pool.dtype, value_pool.shape, value_pool.stride(),
+        )  # fmt: skip
+        bound = _BOUND.get(key)
+        if bound is None:
+            bound = launches.remember(_BOUND, key, {})
+        self._bound, self._stream, self._addresses = bound, place.stream, (q, k, v, s, o, p, p + 4 * self._offset)
+
+    def launch(self, index: int) -> None:
+        """Launch all tiles of one kind."""
+        step = self._step
+        kind = step.kinds[index]
+        programs = step.processors * kind.resident
+        bound = None if self._bound is None else self._bound.get(kind)
+        if bound is not None:
+            q, k, v, s, o, p, lse = self._addresses
+            bound(programs, self._stream, q, k, v, step.addresses.tiles[index], *step.addresses.rows, s, o, p, lse)
+            return
+        query, key_pool, value_pool, sinks, output, partials = self._tensors
+        softcap, dk, dv = self._softcap, key_pool.shape[3], value_pool.shape[3]
+        (dk0, dk1), (dv0, dv1) = head_parts(dk), head_parts(dv)
+        self._keep(kind, launches.first(
+            attend_tiles,
+            programs,
+            (
+                query, key_pool, value_pool, step.tiles[index], *step.rows,
+                query if sinks is None else sinks, output, partials, partials[self._offset :],
+            ),
+            (
+                self._scale * LOG2_E if softcap is None else 2 * self._scale / softcap * LOG2_E,
+                0.0 if softcap is None else softcap * LOG2_E,
+                step.window or 0,
+                *query.stride()[:2], *key_pool.stride()[:3], *value_pool.stride()[:3], *output.stride()[:2],
+            ),
+            {
+                "KV_HEADS": key_pool.shape[0],
+                "GROUP": self._heads // key_pool.shape[0],
+                "DK": dk,
+                "DV": dv,
+                "DK0": dk0,
+                "DK1": dk1,
+                "DV0": dv0,
+                "DV1": dv1,
+                "BLOCK_SIZE": step.block_size,
+                "ROWS": kind.rows,
+                "KEYS": kind.keys,
+                "WINDOWED": step.window is not None,
+                "CAPPED": softcap is not None,
+                "SINKS": sinks is not None,
+                "WIDE": _reach(key_pool) > 2**31 or _reach(value_pool) > 2**31,
+                "UPCAST": INTERPRETED and key_pool.dtype == torch.bfloat16,
+            },
+            num_warps=kind.warps,
+            num_stages=kind.stages,
+        ))  # fmt: skip
+
+    def merge(self) -> None:
+        """Merge the partials of all rows that have more than one partial, or none."""
+        step = self._step
+        programs = min(step.num_merges * self._heads, step.processors * MERGES_AT_ONCE)
+        bound = None if self._bound is None else self._bound.get(None)
+        if bound is not None:
+            _, _, _, s, o, p, lse = self._addresses
+            bound(programs, self._stream, p, lse, *step.addresses.merges, s, o)
+            return
+        *_, value_pool, sinks, output, partials = self._tensors
+        dv = value_pool.shape[3]
+        self._keep(None, launches.first(
+            merge_partials,
+            programs,
+            (partials, partials[self._offset :], *step.merges, partials if sinks is None else sinks, output),
+            output.stride()[:2],
+            {
+                "HEADS": self._heads,
+                "DV": dv,
+                "DV_PADDED": triton.next_power_of_2(dv),
+                "AT_ONCE": AT_ONCE,
+                "SINKS": sinks is not None,
+            },
+        ))  # fmt: skip
+
+    def _keep(self, kind: Kind | None, bound: Bound | None) -> None:
+        """Remember a bound launch, if this call's arguments are those that it assumes."""
+        if self._bound is not None and bound is not None:
+            self._bound[kind] = bound
 
 
 def _reach(pool: Tensor) -> int:
     """Return one more than the offset of a pool's last number."""
     return 1 + sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
-
-
-def _merge(step: TilePlan, partial: Tensor, lse: Tensor, sinks: Tensor | None, output: Tensor) -> None:
-    """Merge the partials of all rows that have more than one partial, or none."""
-    heads, dv = output.shape[1:]
-    merge_partials[(min(step.num_merges * heads, step.processors * MERGES_AT_ONCE),)](
-        partial,
-        lse,
-        *step.merges,
-        partial if sinks is None else sinks,
-        output,
-        *output.stride()[:2],
-        HEADS=heads,
-        DV=dv,
-        DV_PADDED=triton.next_power_of_2(dv),
-        AT_ONCE=AT_ONCE,
-        SINKS=sinks is not None,
-    )

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ INTERPRETED_PROCESSORS = 2
 
 _log = logging.getLogger("radixkv")
 _PLANS: WeakKeyDictionary[WorkList, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+_OBSTACLES: WeakKeyDictionary[KVStore, dict[tuple[int, int], str | None]] = WeakKeyDictionary()
 _REGIONS: WeakKeyDictionary[KVStore, Any] = WeakKeyDictionary()
 
 
@@ -44,8 +46,15 @@ def device_obstacle(device: torch.device) -> str | None:
 
 
 def layer_obstacle(store: KVStore, heads: int, layer: int = 0) -> str | None:
-    """Return the reason why the kernels cannot serve this layer for `heads` query heads; None if they can."""
-    return shape_obstacle(store.layers[layer], heads, store.dtype, store.device)
+    """Return the reason why the kernels cannot serve this layer for `heads` query heads; None if they can.
+
+    Costs less than a microsecond from the second call on.
+    """
+    found = _OBSTACLES.setdefault(store, {})
+    key = heads, layer
+    if key not in found:
+        found[key] = shape_obstacle(store.layers[layer], heads, store.dtype, store.device)
+    return found[key]
 
 
 def shape_obstacle(shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -129,9 +138,10 @@ def copy(store: KVStore, pairs: Sequence[tuple[int, int]]) -> None:
         return store.copy(pairs)
     from radixkv_kernels import blocks
 
+    upload = device_of(store.device).upload  # the host does not wait for these copies
     if store not in _REGIONS:
-        _REGIONS[store] = blocks.regions([*store.keys, *store.values])
-    blocks.copy(_REGIONS[store], torch.tensor(pairs, dtype=torch.int64).to(store.device))
+        _REGIONS[store] = blocks.regions([*store.keys, *store.values], upload)
+    blocks.copy(_REGIONS[store], upload(np.array(pairs, dtype=np.int64)))
 
 
 @cache
