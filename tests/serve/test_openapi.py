@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jsonschema_rs
@@ -9,7 +10,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from schemathesis import checks
+from schemathesis import GenerationMode, checks
 
 from radixkv.serve import Settings, schemas
 from radixkv.serve.anthropic import schemas as schemas_of_messages
@@ -17,11 +18,12 @@ from radixkv.serve.errors import ApiError
 from radixkv.serve.message_schemas import ANY_ORDER
 from radixkv.serve.openai_responses.schemas import read_response
 from radixkv.serve.openapi import document
-from tests.selection import mostly_long
 from tests.serve.served import ASKED, CHAT, LOCAL, fake_model, says, served
 
 DOCUMENT = document("fake", Settings())
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
+MANY = 20 if os.environ.get("RADIXKV_LONG") == "1" else 12  # examples in `make test-all`
+NOT_GET = [(path, method) for path, method in OPERATIONS if method != "get"]  # a GET has no body
 CHECKS = [
     checks.not_a_server_error,
     checks.status_code_conformance,
@@ -37,16 +39,21 @@ def server():
         yield found
 
 
-@pytest.mark.parametrize("wrong", mostly_long([False, True], False), ids=["as documented", "against it"])
-@pytest.mark.parametrize(("path", "method"), OPERATIONS)
-@pytest.mark.parametrize("count", mostly_long([3, 20], 3))
-def test_answers_are_as_documented(server, path: str, method: str, wrong: bool, count: int) -> None:
-    app = server.client.app
-    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+@pytest.fixture(scope="module")
+def schema(server):
+    return schemathesis.openapi.from_asgi("/openapi.json", server.client.app)
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "count", "mode"),
+    [
+        *((*each, 3, GenerationMode.POSITIVE) for each in OPERATIONS),
+        *(pytest.param(*each, MANY, GenerationMode.POSITIVE, marks=pytest.mark.long) for each in OPERATIONS),
+        *(pytest.param(*each, MANY, GenerationMode.NEGATIVE, marks=pytest.mark.long) for each in NOT_GET),
+    ],
+)
+def test_answers_are_as_documented(schema, path: str, method: str, count: int, mode: GenerationMode) -> None:
     operation = schema[path][method]
-    mode = schemathesis.GenerationMode.NEGATIVE if wrong else schemathesis.GenerationMode.POSITIVE
-    if wrong and method == "get":
-        return  # a GET has no body
 
     @settings(
         max_examples=count,
@@ -64,8 +71,7 @@ def test_answers_are_as_documented(server, path: str, method: str, wrong: bool, 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("words", [1, 200], ids=["short", "too long"])
-def test_streams_are_as_documented(server, path: str, words: int) -> None:
-    schema = schemathesis.openapi.from_asgi("/openapi.json", server.client.app)
+def test_streams_are_as_documented(schema, path: str, words: int) -> None:
     text = "a " * words
     prompt = {"/v1/completions": {"prompt": text}, "/v1/responses": {"input": text}}
     asked = prompt.get(path, {"messages": [{"role": "user", "content": text}]})
@@ -73,8 +79,7 @@ def test_streams_are_as_documented(server, path: str, words: int) -> None:
     case.call_and_validate(LOCAL, checks=CHECKS)
 
 
-def test_stored_responses_are_as_documented(server) -> None:
-    schema = schemathesis.openapi.from_asgi("/openapi.json", server.client.app)
+def test_stored_responses_are_as_documented(server, schema) -> None:
     number = server.post("/v1/responses", {"model": "fake", "input": "a", "max_output_tokens": 2}).json()["id"]
     stored = [each for each in OPERATIONS if "{response_id}" in each[0]]
     for path, method in sorted(stored, key=lambda each: each[1] == "delete"):
