@@ -102,11 +102,18 @@ def tiny() -> Iterator[tuple[int, str]]:
         yield served
 
 
+@pytest.fixture(scope="module")
+def own() -> http_load.Run:
+    """The replies of a session in this process, computed once for all endpoints."""
+    return asyncio.run(http_load.in_process(CLIENTS // 2, 2))
+
+
 @pytest.mark.long
 @each_endpoint
-def test_replies_are_those_of_the_session_in_process(tiny: tuple[int, str], endpoint: Endpoint) -> None:
+def test_replies_are_those_of_the_session_in_process(
+    tiny: tuple[int, str], own: http_load.Run, endpoint: Endpoint
+) -> None:
     pid, url = tiny
-    own = asyncio.run(http_load.in_process(CLIENTS, 2))
-    run = asyncio.run(http_load.over_http(endpoint, pid, url, CLIENTS, 2))
+    run = asyncio.run(http_load.over_http(endpoint, pid, url, CLIENTS // 2, 2))
     assert run.answers == own.answers and run.tokens == own.tokens
-    assert not asyncio.run(http_load.leave_early(endpoint, url, CLIENTS))
+    assert not asyncio.run(http_load.leave_early(endpoint, url, CLIENTS // 2))
