@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.long
-def test_the_screen_says_what_the_engine_says(engine: subprocess.Popen[str]) -> None:
+def test_the_screen_and_the_command_say_what_the_engine_says(engine: subprocess.Popen[str]) -> None:
     async def watch() -> None:
         feed = SocketFeed("test", lambda: discovery.connect(engine.pid, hz=10.0))
         app = MonitorApp(feed)
@@ -77,6 +78,7 @@ def test_the_screen_says_what_the_engine_says(engine: subprocess.Popen[str]) -> 
             say(engine)
             assert engine.stdout is not None
             truth = json.loads(await asyncio.to_thread(engine.stdout.readline))
+            await asyncio.to_thread(the_command_says, engine.pid, truth)
             await until(lambda: app.shown is not None and app.shown.stats["finished"] == truth["finished"])
             await until(lambda: app.shown is not None and not app.shown.live and not app.shown.sequences)
             shown = app.shown
@@ -102,24 +104,21 @@ def test_the_screen_says_what_the_engine_says(engine: subprocess.Popen[str]) -> 
     asyncio.run(watch())
 
 
-@pytest.mark.long
-def test_the_command_says_the_same_to_scripts(engine: subprocess.Popen[str], folder: Path) -> None:
-    say(engine)
-    assert engine.stdout is not None
-    truth = json.loads(engine.stdout.readline())
+def the_command_says(pid: int, truth: dict[str, Any]) -> None:
+    """Check that `radixkv-monitor --once --json` prints the state of the engine."""
     command = [sys.executable, "-c", "import sys; from radixkv_monitor.cli import main; sys.exit(main())"]
     expected = (truth["cache"]["free_blocks"], truth["cache"]["cached_blocks"])
     end = time.monotonic() + DEADLINE
     while True:  # a client gets the last published state at once, which may be older than the engine's rest
         said = subprocess.run(
-            [*command, str(engine.pid), "--once", "--json"],
+            [*command, str(pid), "--once", "--json"],
             capture_output=True,
             text=True,
             timeout=DEADLINE,
             check=True,
         )
         printed = json.loads(said.stdout)
-        assert printed["engine"]["pid"] == engine.pid
+        assert printed["engine"]["pid"] == pid
         pool = printed["summary"]["pool"]
         if (pool["free"], pool["cached"]) == expected or time.monotonic() > end:
             break
