@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,13 @@ def mostly_long(values: Iterable[Any], *quick: Any) -> list[Any]:
     every = list(values)
     assert all(value in every for value in quick), f"{quick} must be among {every}"
     return [value if value in quick else pytest.param(*_each(value), marks=pytest.mark.long) for value in every]
+
+
+def sampled(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Return the kept values for `pytest.mark.parametrize`, or all values with `RADIXKV_LONG=1`."""
+    every = list(values)
+    assert all(value in every for value in kept), f"{kept} must be among {every}"
+    return every if os.environ.get("RADIXKV_LONG") == "1" else list(kept)
 
 
 def _each(value: Any) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.chat.worlds import byte_tokenizer
 from tests.cli.gguf_chat_model import write_chat_model
 from tests.models.checkpoints.files import same
 from tests.models.gguf_files import CONFIGS, made, write
+from tests.selection import sampled
 
 IDS = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(3))
 RADIXKV = [sys.executable, "-m", "radixkv"]
@@ -266,8 +268,15 @@ def test_a_process_that_may_write_no_more_leaves_nothing(file: Path, out: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("seconds", [0.3, 2.0, 5.0])
+@pytest.mark.parametrize(
+    ("seconds", "number"),
+    sampled(
+        product((0.3, 2.0, 5.0), (signal.SIGINT, signal.SIGTERM)),
+        (0.3, signal.SIGINT),
+        (2.0, signal.SIGTERM),
+        (5.0, signal.SIGINT),
+    ),
+)
 def test_a_real_signal_leaves_nothing(seconds: float, number: signal.Signals, file: Path, out: Path) -> None:
     command = [*RADIXKV, "convert", str(file), str(out / "new")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
