@@ -23,7 +23,7 @@ from radixkv.models.loaded import LoadedModel
 from radixkv.models.recurrent.selftest_cases import RecurrentSelfTestCases
 from radixkv.models.rounding import TOLERANCE, relative_error
 from radixkv.models.selftest_cases import SHORTEST, SelfTestCases
-from radixkv.models.widening import widened_by_layers
+from radixkv.models.widening import widened, widened_by_layers
 
 _log = logging.getLogger(__name__)
 
@@ -144,14 +144,8 @@ def _weights(loaded: LoadedModel) -> int:
 @contextmanager
 def _widened(loaded: LoadedModel) -> Iterator[LoadedModel]:
     """Hold the model's weights in float32 while this is open; afterwards they lie where they were."""
-    narrow = [(p, p.data) for p in loaded.model.parameters() if p.dtype == loaded.dtype]
-    try:
-        for parameter, data in narrow:
-            parameter.data = data.float()
+    with widened(each for each in loaded.model.parameters() if each.dtype == loaded.dtype):
         yield _as_float32(loaded)
-    finally:
-        for parameter, data in narrow:
-            parameter.data = data
 
 
 def _prompt_length(loaded: LoadedModel) -> int:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+@contextmanager
+def widened(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Hold these parameters in float32 while this is open; afterwards they lie where they were."""
+    layer = _Layer(list(parameters))
+    layer.widen()
+    try:
+        yield
+    finally:
+        layer.restore()
 
 
 @contextmanager

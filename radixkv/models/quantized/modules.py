@@ -7,16 +7,14 @@ position. The module's parts stay.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from radixkv.models.architecture import ForwardSignature
 from radixkv.models.attention_interface import AttentionCall, handled_by, handler_or_none
+from radixkv.models.observed import Player, Use, observed
 from radixkv.models.quantized.kernels import Kernels, SiblingWeights, as_float32, kernels, rows_of
 from radixkv.models.quantized.layers import QuantizedLinear
 from radixkv.models.quantized.norms import FusedNorm
@@ -38,7 +36,7 @@ def fuse_modules(model: nn.Module, max_length: int) -> int:
     if library is None or not candidates:
         return 0
     try:
-        seen = _observed(model, candidates, max_length)
+        seen = observed(model, candidates, max_length)
     except Exception:  # the self-test comes later, and reports what fails
         return 0
     count = 0
@@ -56,52 +54,6 @@ def restore_modules(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("forward"), FusedMLP | FusedAttention):
             del module.forward
-
-
-@dataclass
-class Use:
-    """One call of a module in a forward: its arguments, and its attention calls with their answers."""
-
-    args: tuple[Any, ...]
-    named: dict[str, Any]
-    calls: list[tuple[AttentionCall, Tensor]]
-
-
-class _Observer:
-    """Answers attention calls with random numbers, and records them and the calls of modules."""
-
-    def __init__(self) -> None:
-        self.uses: dict[int, list[Use]] = defaultdict(list)
-        self._calls: list[tuple[AttentionCall, Tensor]] = []
-        self._draw = torch.Generator().manual_seed(1)
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Return random numbers [T, heads, dv]."""
-        shape = call.query.shape[2], call.query.shape[1], call.value.shape[3]
-        answer = torch.randn(shape, generator=self._draw).to(call.query.dtype)
-        self._calls.append((call, answer))
-        return answer
-
-    def record(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        """Record a call of a module, which has made the attention calls that name it."""
-        calls = [each for each in self._calls if each[0].module is module]
-        self._calls = [each for each in self._calls if each[0].module is not module]
-        self.uses[id(module)].append(Use(args, named, calls))
-
-
-def _observed(model: nn.Module, modules: list[nn.Module], max_length: int) -> dict[int, list[Use]]:
-    """Return the calls of each module, by id, in a forward of a few tokens and in one of a single token."""
-    observer, forward = _Observer(), ForwardSignature.of(model)
-    hooks = [module.register_forward_hook(observer.record, with_kwargs=True) for module in modules]
-    try:
-        with handled_by(observer):
-            for positions in ([0, 1, max_length // 3, max_length - 1], [max_length // 2]):
-                at = torch.tensor(sorted(set(positions)))
-                forward.logits(model, at % 7 + 3, at[:1] * 0, positions=at, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return observer.uses
 
 
 def _fused(module: nn.Module, uses: list[Use], library: Kernels) -> Iterator[FusedMLP | FusedAttention]:
@@ -278,7 +230,7 @@ class FusedAttention(_Fused):
 
     def _agrees(self, named: dict[str, Any], answer: Tensor) -> bool:
         """Return whether this and the module do the same with these arguments, if `answer` is the attention."""
-        ours, own = _Player(answer), _Player(answer)
+        ours, own = Player(answer), Player(answer)
         with handled_by(ours):
             output = self(**named)
         with handled_by(own):
@@ -310,18 +262,6 @@ class FusedAttention(_Fused):
             and shape[2] <= self._key_dim
             and shape[2] % 2 == 0
         )
-
-
-class _Player:
-    """Answers attention calls alike, and keeps them."""
-
-    def __init__(self, answer: Tensor) -> None:
-        self.calls: list[AttentionCall] = []
-        self._answer = answer
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        self.calls.append(call)
-        return self._answer
 
 
 # ---- structure
