@@ -140,7 +140,8 @@ class EngineConfig:
     )
     compile: bool | str = _setting(
         "auto",
-        "compile the model around its attention, which takes a minute; auto does so on CUDA unless deterministic",
+        "fuse the layers' operators on CUDA: by kernels for layers like Llama's, else by torch.compile, which takes a "
+        "minute; auto does not compile if deterministic; False leaves the model as written",
         _COMPILE,
     )
     max_sequences: int = _setting(64, "streams that run at once", least=1)

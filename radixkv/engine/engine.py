@@ -147,6 +147,7 @@ class RequestEngine:
             weights=config.weights,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
+            fuse=config.compile is not False,
         )
         bytes_per_block = loaded.bytes_per_token * config.block_size
         reserved = 0

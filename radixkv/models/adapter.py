@@ -23,6 +23,7 @@ from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import architecture, attention_interface, fallback, loader, packed, rope
 from radixkv.models.architecture import max_length
 from radixkv.models.attention_interface import IMPLEMENTATION, OWN, select
+from radixkv.models.gpu_layers.fuse import fuse_layers, restore_layers, should_fuse
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.probe import Probed, probe
 from radixkv.models.quantized.kernels import kernels
@@ -48,6 +49,7 @@ def load(
     weights: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    fuse: bool = True,
 ) -> LoadedModel:
     """Load `model`: "tiny" (bundled), a folder, a GGUF file, a hub name, or a transformers model that is already built.
 
@@ -59,7 +61,8 @@ def load(
     linear layers for float32 on a CPU; "auto" keeps the bits of a quantised GGUF file there, and quantises nothing
     else. `attention` is "torch", "triton", or
     "auto": Triton on CUDA if it serves the model (else one warning), torch elsewhere. With "auto", a model whose
-    attention cannot be replaced runs by the fallback, with one warning that gives the reason. Raises InvalidInput if
+    attention cannot be replaced runs by the fallback, with one warning that gives the reason. With `fuse`, the layers
+    of Llama-like models are fused around attention in Triton on a GPU (`gpu_layers`). Raises InvalidInput if
     there is no whole model to load, or no such attention, and UnsupportedModel with the reason if the model cannot run
     exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
     """
@@ -89,7 +92,7 @@ def load(
     own = _quantized(module.eval(), small, name, keep=built)
     if quantized_weights(own):  # a model of our own, whose decodes are short
         fuse_norms(own)
-    loaded = _take_over(own, tokenizer, name, keep=built and own is module, attention=attention)
+    loaded = _take_over(own, tokenizer, name, keep=built and own is module, attention=attention, fuse=fuse)
     _taken[module] = weakref.ref(loaded)
     return loaded
 
@@ -110,15 +113,18 @@ def _quantized(module: Any, weights: str, name: str, *, keep: bool) -> Any:
     return own
 
 
-def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str = "auto") -> LoadedModel:
+def _take_over(
+    module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str = "auto", fuse: bool = True
+) -> LoadedModel:
     """Freeze, replace attention, probe, test; raises UnsupportedModel and leaves the model with its own attention."""
     own = module.config._attn_implementation
     architecture.check_supported(module)
     try:
         _freeze(module, name)
         install(module)
-        loaded, error = _paged_or_own(module, tokenizer, name, keep=keep, attention=attention)
+        loaded, error = _paged_or_own(module, tokenizer, name, keep=keep, attention=attention, fuse=fuse)
     except BaseException:
+        restore_layers(module)
         select(module, own)
         raise
     _log.info("%s: %d layers, context %d, self-test error %.1e", name, len(loaded.layers), loaded.max_length, error)
@@ -126,12 +132,12 @@ def _take_over(module: Any, tokenizer: Any | None, name: str, *, keep: bool, att
 
 
 def _paged_or_own(
-    module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str
+    module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str, fuse: bool
 ) -> tuple[LoadedModel, float]:
     """Return the model over the pool, or with attention "auto" by its own attention; and its self-test's error."""
     try:
         select(module, IMPLEMENTATION)
-        return _proven(_inspect(module, tokenizer, name, probe), attention, keep=keep)
+        return _proven(_inspect(module, tokenizer, name, probe), attention, keep=keep, fuse=fuse)
     except UnsupportedModel as reason:
         if attention != "auto" or has_mixers(module):  # the fallback has no states
             raise
@@ -154,13 +160,21 @@ def _freeze(module: Any, name: str) -> None:
         _log.warning("%s: the rotary frequencies of %s are fixed to those for %d tokens", name, frozen, length)
 
 
-def _proven(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedModel, float]:
+def _proven(loaded: LoadedModel, attention: str, *, keep: bool, fuse: bool) -> tuple[LoadedModel, float]:
     """Return the model with the requested attention, and the error of its self-test, which it has passed."""
     small = bool(quantized_weights(loaded.model))
     backend = attention_interface.choose_backend(attention, loaded.layers, loaded.dtype, loaded.device, small)
     loaded = replace(loaded, attention=backend)
     if small:
         fuse_modules(loaded.model, loaded.max_length)
+    if not (fuse and should_fuse(loaded)):
+        restore_layers(loaded.model)
+    elif fuse_layers(loaded):
+        try:
+            return _packed(loaded, keep=keep)
+        except UnsupportedModel as reason:
+            restore_layers(loaded.model)
+            _log.warning("%s: its layers run as written: fused, %s", loaded.name, reason)
     try:
         return _packed(loaded, keep=keep)
     except UnsupportedModel as reason:

@@ -53,6 +53,43 @@ class AttentionCall:
     extra: dict[str, Any]
 
 
+@dataclass(slots=True)
+class RotaryCall:
+    """One layer's call before norms and rotation, for layers of `gpu_layers`; heads of keys and values have one size.
+
+    `rows` [T, (heads + 2 * kv_heads) * dim] hold the queries, keys and values of each token. The heads of queries and
+    keys are normalised if there are weights [dim], then rotated if there are angles [T, dim].
+    """
+
+    module: nn.Module
+    rows: Tensor
+    heads: int
+    scale: float
+    cosines: Tensor | None = None
+    sines: Tensor | None = None
+    query_weight: Tensor | None = None
+    key_weight: Tensor | None = None
+    epsilon: float = 0.0
+
+    def rotate_and_write(self, key_pool: Tensor, value_pool: Tensor, slots: Tensor) -> Tensor:
+        """Store keys and values in slots [T] of one layer's pools, and return the queries [heads, T, dim], a view."""
+        from radixkv_kernels import layers  # needs Triton
+
+        query: Tensor = layers.rotate_and_write(
+            self.rows,
+            self.heads,
+            key_pool,
+            value_pool,
+            slots,
+            cosines=self.cosines,
+            sines=self.sines,
+            query_weight=self.query_weight,
+            key_weight=self.key_weight,
+            epsilon=self.epsilon,
+        )
+        return query
+
+
 class Handler(Protocol):
     """Answers the attention calls of one forward pass, in their order."""
 
@@ -184,13 +221,14 @@ class AttentionBackend:
     copy: Callable[[Sequence[tuple[int, int]]], None]  # (source, destination) blocks
     write: Callable[[int, Tensor, Tensor, Tensor], None]  # layer, slots, key, value
     attend: Callable[..., Tensor]  # layer, query, work, and by name scale, softcap and sinks
+    rotate: Callable[[int, Tensor, RotaryCall], Tensor] | None = None  # layer, slots, call: writes, returns queries
 
 
 def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = False) -> AttentionBackend:
     """Return the backend that this model was tested with, over `store`, which has a layer for each stored one."""
     if loaded.attention == "triton":
         attend = partial(triton_backend.attend, store, split=keys_per_tile(deterministic))
-        backend = AttentionBackend(partial(triton_backend.copy, store), partial(triton_backend.write, store), attend)
+        backend = _kernels_over(store, attend)
     elif loaded.attention == "compiled":
         compiled = compiled_attention.CompiledAttention(store)
         backend = AttentionBackend(store.copy, compiled.write, compiled.attend)
@@ -202,8 +240,16 @@ def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = Fal
 def recordable_backend(store: KVStore, layers: Sequence[LayerSpec]) -> AttentionBackend:
     """Return the kernels along plans whose arrays are on the device; they only launch, so they can be recorded."""
     attend = partial(triton_backend.follow, store)
-    backend = AttentionBackend(partial(triton_backend.copy, store), partial(triton_backend.write, store), attend)
-    return _storing_once(backend, layers)
+    return _storing_once(_kernels_over(store, attend), layers)
+
+
+def _kernels_over(store: KVStore, attend: Callable[..., Tensor]) -> AttentionBackend:
+    """Return the kernels that copy and write, and `attend`."""
+
+    def rotate(layer: int, slots: Tensor, call: RotaryCall) -> Tensor:
+        return call.rotate_and_write(store.keys[layer], store.values[layer], slots)
+
+    return AttentionBackend(partial(triton_backend.copy, store), partial(triton_backend.write, store), attend, rotate)
 
 
 def _storing_once(backend: AttentionBackend, layers: Sequence[LayerSpec]) -> AttentionBackend:

@@ -22,7 +22,7 @@ from radixkv.attention.kv_store import KVStore
 from radixkv.device import device_of
 from radixkv.models import kv_recompute
 from radixkv.models.architecture import ForwardSignature
-from radixkv.models.attention_interface import AttentionBackend, AttentionCall, backend_of, handled_by
+from radixkv.models.attention_interface import AttentionBackend, AttentionCall, RotaryCall, backend_of, handled_by
 from radixkv.models.fallback import OwnAttention
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import AttentionWindow, LayerSpec, LoadedModel, SequenceInput
@@ -278,19 +278,24 @@ class ForwardContext:
         """Write new KV to `slots` [T]; `work` holds each layer's list or plan, as `backend` takes it."""
         self._backend, self._layers, self._slots, self._work = backend, layers, slots, work
         self._next = 0
+        self.attend_rows = None if backend.rotate is None else self._attend_rows
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the layer's new keys and values, then attend."""
         layer, self._next = self._next, self._next + 1
         self._backend.write(layer, self._slots, call.key.squeeze(0), call.value.squeeze(0))
-        return self._backend.attend(
-            layer,
-            call.query.squeeze(0),  # in half the time of an index
-            self._work[layer],
-            scale=call.scale,
-            softcap=self._layers[layer].softcap,
-            sinks=call.sinks,
-        )
+        # squeeze takes half the time of an index
+        return self._attend(layer, call.query.squeeze(0), call.scale, call.sinks)
+
+    def _attend_rows(self, call: RotaryCall) -> Tensor:
+        """Rotate the rows of a layer of `gpu_layers` and store its keys and values, then attend."""
+        assert self._backend.rotate is not None
+        layer, self._next = self._next, self._next + 1
+        return self._attend(layer, self._backend.rotate(layer, self._slots, call), call.scale)
+
+    def _attend(self, layer: int, query: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        softcap = self._layers[layer].softcap
+        return self._backend.attend(layer, query, self._work[layer], scale=scale, softcap=softcap, sinks=sinks)
 
     def finish(self) -> None:
         """Check that the forward called each layer once, as in the probe."""

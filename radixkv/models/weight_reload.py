@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from radixkv.errors import InvalidInput, WeightsChanged
 from radixkv.models.cuda_graphs import ReplayedForward
+from radixkv.models.gpu_layers.fuse import restack
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.packed import PackedLinear
 from radixkv.models.quantized.kernels import QuantizedWeights
@@ -148,6 +149,7 @@ class ModelWeights:
         if state is not None:
             _write(owner, state)
         _check_dtypes(self._loaded.name, self._slots, _slots(owner))
+        restack(owner)  # weights that were replaced, and not overwritten
         self.watch()  # before anything is read
         if owner is not own:
             _share_tensors(own, owner)

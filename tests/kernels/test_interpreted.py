@@ -14,13 +14,14 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 FOLDER = "tests/kernels/interpreted"
 FILES = sorted(path.name for path in (ROOT / FOLDER).glob("test_*.py"))
-WITH_MODELS = ("test_engine.py", "test_graphs.py")  # the others start without transformers
+WITH_MODELS = ("test_engine.py", "test_gpu_layers.py", "test_graphs.py")  # the others start without transformers
 QUICK = (
     "test_attention.py::test_along_the_tree_equals_sequence_by_sequence",
     "test_backend.py",
     "test_blocks.py",
     "test_combinations.py::test_any_two_settings_meet",
     "test_edges.py::test_decodes_of_lengths_around_blocks",
+    "test_layers.py::test_a_rotation_has_the_bits_of_torch",
 )
 
 

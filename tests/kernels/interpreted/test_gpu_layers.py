@@ -1,0 +1,301 @@
+"""Fused layers of Llama-like models compute what the layers as written compute, in at most eleven launches each."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from radixkv.attention import torch_backend, triton_backend
+from radixkv.errors import UnsupportedModel
+from radixkv.models import adapter, fusion
+from radixkv.models.attention_interface import own_attention
+from radixkv.models.cuda_graphs import record_decodes
+from radixkv.models.gpu_layers.fuse import is_fused
+from radixkv.models.loaded import LoadedModel, SequenceInput
+from radixkv.models.runner import Runner
+from radixkv.models.weight_reload import ModelWeights
+from tests.kernels.launch_recorder import LaunchRecorder
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy warns of SiLU at -1e4
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "llama": lambda **more: transformers.LlamaConfig(**SIZES | more),
+    "llama, biases": lambda **more: transformers.LlamaConfig(**SIZES | more, attention_bias=True, mlp_bias=True),
+    "qwen2": lambda **more: transformers.Qwen2Config(**SIZES | more, tie_word_embeddings=True),
+    "qwen3": lambda **more: transformers.Qwen3Config(**SIZES | more, head_dim=16),
+    "mistral": lambda **more: transformers.MistralConfig(**SIZES | more, head_dim=16, sliding_window=5),
+    "smollm3": lambda **more: transformers.SmolLM3Config(**SIZES | {"num_hidden_layers": 2}, no_rope_layers=[1, 0]),
+}
+SIZE, BLOCKS = 4, 40
+LONG = os.environ.get("RADIXKV_LONG") == "1"
+
+
+@pytest.fixture(autouse=True)
+def _attention_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attend in torch over the pool that fused layers write to: the interpreted kernel takes longer than all else."""
+
+    def attend(*args: Any, split: int | None = None, **options: Any) -> torch.Tensor:
+        return torch_backend.attend(*args, **options)
+
+    monkeypatch.setattr(triton_backend, "attend", attend)
+
+
+def made(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a random decoder."""
+    torch.manual_seed(11)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0 if parameter.ndim >= 2 else 1.0, 0.2)
+    return model.to(dtype)
+
+
+def load(model: Any, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = True) -> LoadedModel:
+    """Load a model on the kernels as if on a GPU; without a self-test, which takes seconds here."""
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter, "should_fuse", lambda loaded: gpu)
+        patch.setattr(adapter, "self_test", lambda loaded: 0.0)
+        return adapter.load(model, attention="triton")
+
+
+def chunk(tokens: list[int], start: int, table: list[int]) -> SequenceInput:
+    places = np.arange(start, start + len(tokens))
+    blocks = np.array(table, dtype=np.int32)
+    slots = blocks[places // SIZE].astype(np.int64) * SIZE + places % SIZE
+    return SequenceInput(np.array(tokens, dtype=np.int32), start, slots, blocks)
+
+
+STEPS = [
+    [chunk([3, 4, 5, 6, 7], 0, [5, 2])],
+    [chunk([8], 5, [5, 2]), chunk([3, 4], 0, [1])],
+    [chunk([9], 6, [5, 2]), chunk([5], 2, [1])],
+]
+
+
+def logits(loaded: LoadedModel) -> torch.Tensor:
+    """Return the logits of a prefill, a mixed step and decodes."""
+    runner = Runner(loaded, BLOCKS, SIZE)
+    return torch.cat([runner.run(step) for step in STEPS])
+
+
+def as_written(loaded: LoadedModel) -> torch.Tensor:
+    """Return the same by the layers as written, which attention in torch uses also in a fused model."""
+    return logits(replace(loaded, attention="torch"))
+
+
+@pytest.mark.parametrize("name", CONFIGS if LONG else ["llama, biases", "qwen3", "smollm3"])
+def test_a_fused_model_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(made(CONFIGS[name]()), monkeypatch)
+    assert is_fused(loaded.model)
+    torch.testing.assert_close(logits(loaded), as_written(loaded), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if LONG else [torch.bfloat16])
+def test_in_16_bits_it_computes_the_same_up_to_rounding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(made(CONFIGS["qwen3"](), dtype), monkeypatch)
+    assert is_fused(loaded.model)
+    found, expected = logits(loaded), as_written(loaded)
+    assert (found - expected).norm() / expected.norm() < (0.02 if dtype == torch.bfloat16 else 0.003)
+
+
+def test_the_self_test_runs_on_the_fused_layers(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Layers that pass their proof and fail it run as written, with one warning."""
+    tested: list[bool] = []
+
+    def failing(loaded: LoadedModel) -> float:
+        tested.append(is_fused(loaded.model))
+        if tested[-1]:
+            raise UnsupportedModel("a decode differs")
+        return 0.0
+
+    monkeypatch.setattr(adapter, "self_test", failing)
+    monkeypatch.setattr(adapter, "should_fuse", lambda loaded: True)
+    loaded = adapter.load(made(CONFIGS["llama"]()), attention="triton")
+    assert tested == [True, False] and not is_fused(loaded.model)
+    assert caplog.messages == ["LlamaForCausalLM: its layers run as written: fused, a decode differs"]
+
+
+def test_a_fused_model_is_not_compiled(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
+    fusion.fuse(Runner(load(made(CONFIGS["llama"]()), monkeypatch), BLOCKS, SIZE))
+    assert not caplog.messages
+
+
+# ---- other models
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.5, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+OTHERS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "a scaled residual": (
+        lambda: transformers.GraniteConfig(**SIZES, residual_multiplier=0.5),
+        ["of layer 0, the parts are connected in another way"],
+    ),
+    "a norm of Gemma": (
+        lambda: transformers.GemmaConfig(**SIZES, head_dim=8),
+        ["of layer 0, input_layernorm is no plain RMS norm"],
+    ),
+    "another activation": (
+        lambda: transformers.LlamaConfig(**SIZES, hidden_act="relu"),
+        ["of layer 0, the MLP is not gated by SiLU"],
+    ),
+    "queries that grow with the position": (
+        lambda: transformers.Ministral3Config(**SIZES, head_dim=8, rope_parameters=YARN),
+        ["of layer 0, attention computes something else than projections, norms and a rotation of whole heads"],
+    ),
+    "parts of another kind": (lambda: transformers.Gemma2Config(**SIZES, head_dim=8), []),
+    "attention of another kind": (lambda: transformers.Phi3Config(**SIZES), []),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_run_as_written(name: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """One warning gives the reason, unless the parts have other names: torch.compile is for those."""
+    config, reasons = OTHERS[name]
+    assert not is_fused(load(made(config()), monkeypatch).model)
+    assert [message.partition(": its layers run as written: ")[2] for message in caplog.messages] == reasons
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda layer: layer.mlp.register_forward_hook(lambda *_: None),
+    "a forward": lambda layer: setattr(layer.self_attn, "forward", layer.self_attn.forward),
+    "a shared weight": lambda layer: setattr(layer.self_attn.k_proj, "weight", layer.self_attn.v_proj.weight),
+    "one bias": lambda layer: setattr(layer.mlp.up_proj, "bias", torch.nn.Parameter(torch.ones(48))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_with_one_changed_layer_runs_as_written(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(CONFIGS["llama"](num_hidden_layers=2))
+    CHANGES[change](model.model.layers[1])
+    assert not is_fused(load(model, monkeypatch).model)
+
+
+def test_a_limit_that_ordinary_numbers_do_not_reach_is_found(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    model = made(CONFIGS["llama"]())
+    attention: Any = model.model.layers[0].self_attn
+
+    class Limited(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, **named: Any) -> Any:
+            return super().forward(hidden_states.clamp(-100, 100), **named)
+
+    attention.__class__ = Limited
+    assert not is_fused(load(model, monkeypatch).model)
+    assert "attention computes something else" in caplog.text
+
+
+# ---- weights
+
+
+def test_weights_are_stored_once_under_their_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(CONFIGS["qwen2"]())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    load(model, monkeypatch)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    for stack in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
+        storages = {each.weight.untyped_storage().data_ptr(): each.weight.untyped_storage() for each in stack}
+        assert [each.nbytes() for each in storages.values()] == [sum(each.weight.nbytes for each in stack)]
+    after = model.state_dict()
+    assert [*after] == [*before] and all(torch.equal(after[name], before[name]) for name in before)
+    model.save_pretrained(tmp_path)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert [*saved] == [*before] and all(torch.equal(saved[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("way", ["written", "given", "replaced"] if LONG else ["replaced"])
+def test_new_weights_count(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that are written into the weights, a state, and other tensors in their place."""
+    loaded = load(made(CONFIGS["llama, biases"]()), monkeypatch)
+    weights, before = ModelWeights(loaded), logits(loaded)
+    state = {name: 1.5 * tensor for name, tensor in loaded.model.state_dict().items()}
+    monkeypatch.setattr("radixkv.models.weight_reload.self_test", lambda loaded: 0.0)
+    if way == "given":
+        weights.reload(state)
+    else:
+        loaded.model.load_state_dict(state, assign=way == "replaced")
+        torch.testing.assert_close(logits(loaded), as_written(loaded), rtol=0, atol=1e-3)
+        weights.reload()
+    layer: Any = loaded.model.get_submodule("model.layers.0")
+    assert all(stack.stacked for stack in layer.forward.stacks)
+    torch.testing.assert_close(logits(loaded), as_written(loaded), rtol=0, atol=1e-3)
+    assert not torch.allclose(logits(loaded), before, atol=0.1)
+
+
+def test_a_copy_of_a_model_computes_with_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(made(CONFIGS["llama"]()), monkeypatch)
+    before = logits(loaded)
+    other = replace(loaded, model=copy.deepcopy(loaded.model))
+    layer: Any = other.model.get_submodule("model.layers.0")
+    with torch.no_grad():
+        layer.self_attn.v_proj.weight.mul_(2.0)
+        layer.post_attention_layernorm.weight.mul_(2.0)
+    assert torch.equal(logits(loaded), before)
+    torch.testing.assert_close(logits(other), as_written(other), rtol=0, atol=1e-4)
+    assert not torch.allclose(logits(other), before, atol=0.1)
+
+
+def test_a_model_that_is_loaded_again_keeps_its_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(CONFIGS["llama"]())
+    load(model, monkeypatch)
+    places = [each.data_ptr() for each in model.parameters()]
+    assert is_fused(load(model, monkeypatch).model)
+    assert [each.data_ptr() for each in model.parameters()] == places
+    assert not is_fused(load(model, monkeypatch, gpu=False).model)
+
+
+def test_outside_of_radixkv_the_model_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = made(CONFIGS["qwen3"]()), torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        load(model, monkeypatch)
+        with own_attention(model):
+            torch.testing.assert_close(model(ids, use_cache=True).logits, expected, rtol=0, atol=1e-5)
+
+
+# ---- launches
+
+FREE = {"t", "view", "transpose", "slice", "squeeze", "unsqueeze", "select", "flatten", "split_with_sizes", "detach"}
+FREE |= {"empty", "empty_like", "new_empty"}  # views and allocations
+
+
+def kernels(loaded: LoadedModel) -> list[str]:
+    """Return the operators and launches of a decode of two sequences that cost a kernel each."""
+    recorder, runner = LaunchRecorder(), Runner(loaded, BLOCKS, SIZE)
+    record_decodes(runner, 1, recorder)
+    return [name for name, _, _ in recorder.recordings[0].calls if name not in FREE]
+
+
+def kernels_of_a_layer(name: str, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = True) -> list[str]:
+    """Return the kernels that a second layer adds to a decode."""
+    one, two = (kernels(load(made(CONFIGS[name](num_hidden_layers=layers)), monkeypatch, gpu=gpu)) for layers in (1, 2))
+    start = next(place for place, (a, b) in enumerate(zip([*one, ""], two, strict=False)) if a != b)
+    return two[start : start + len(two) - len(one)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"] if LONG else ["llama"])
+def test_a_layer_of_a_decode_takes_at_most_eleven_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its four products, four launches around them, and those of attention."""
+    found = kernels_of_a_layer(name, monkeypatch)
+    assert len(found) <= 11, found
+    assert found.count("linear") == 4 and set(found) == {"linear", "launch"}
