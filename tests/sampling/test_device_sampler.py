@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -17,89 +14,22 @@ from radixkv.errors import InvalidInput
 from radixkv.sampling.batch_draw import draw
 from radixkv.sampling.device_sampler import DeviceSampler
 from radixkv.sampling.params import SampleRow, SamplingParams
-from radixkv.sampling.sampler import finite_rows, sample
+from radixkv.sampling.sampler import sample
 from radixkv.sampling.token_counts import TokenCounts, table_bytes
 from radixkv.sampling.token_mask import TokenMasks
 from tests.sampling.launches import Launches
-from tests.sampling.test_sampler import PARAMS, STOPS, logits_for
+from tests.sampling.lives import PARAM_LISTS, VOCAB, Life, compare_lives
+from tests.sampling.test_sampler import logits_for
 from tests.sampling.test_token_mask import row
 
 CPU = torch.device("cpu")
-VOCAB = 150
 CASES = 2000 if os.environ.get("RADIXKV_LONG") else 25
 
 
-@dataclass
-class Life:
-    """A stream of a simulated engine: its tokens on the host, and the token that is in flight, if any."""
-
-    number: int
-    params: SamplingParams
-    tokens: list[int]
-    prompt_length: int
-    flying: int | None = None
-
-    def land(self) -> None:
-        """Append the token in flight, unless it was dropped."""
-        if self.flying is not None:
-            self.tokens.append(self.flying)
-            self.flying = None
-
-    def row(self, *, whole: bool = False) -> SampleRow:
-        """Return the row of the next draw, with all tokens for the host sampler if `whole`."""
-        known = [*self.tokens, self.flying] if whole and self.flying is not None else list(self.tokens)
-        return SampleRow(
-            self.params,
-            seed=self.number % 3,
-            position=len(self.tokens) + (self.flying is not None),
-            history=known,
-            prompt_length=self.prompt_length,
-            stop_token_ids=STOPS,
-            stream=self.number,
-            in_flight=0 if whole or self.flying is None else 1,
-        )
-
-
-def life(rng: Random, params: SamplingParams, number: int) -> Life:
-    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 9))]
-    reply = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
-    return Life(number, params, prompt + reply, len(prompt))
-
-
 @settings(max_examples=CASES, deadline=None)
-@given(
-    params=st.lists(PARAMS.flatmap(lambda p: st.sampled_from([p, p.but(logprobs=3)])), min_size=1, max_size=7),
-    seed=st.integers(0, 10**6),
-)
+@given(params=PARAM_LISTS, seed=st.integers(0, 10**6))
 def test_streams_get_the_tokens_of_the_host_sampler(params: list[SamplingParams], seed: int) -> None:
-    """Each draw begins before the preceding one is read. Some tokens in flight are dropped; streams end and start."""
-    rng = Random(seed)
-    device = DeviceSampler(CPU)
-    streams = [life(rng, each, number) for number, each in enumerate(params)]
-    unread: list[tuple[Any, Any, list[bool], list[Life]]] = []  # the draw in flight, its expected results, its streams
-    for step in range(6):
-        batch = [each for each in streams if rng.random() < 0.8]
-        rng.shuffle(batch)
-        logits = logits_for(len(batch) + 2, seed % 1000 + step)
-        sources = [rng.randrange(len(logits)) for _ in batch]
-        untouched = logits.clone()
-        pending = device.begin(logits, [each.row() for each in batch], sources)
-        expected = sample(logits[sources], [each.row(whole=True) for each in batch])
-        assert torch.equal(logits, untouched)
-        assert pending.tokens.tolist() == expected.tokens
-        for earlier, found, finite, lives in unread:
-            assert earlier.result() == found
-            assert earlier.finite() == finite
-            for each in lives:
-                each.land()
-        unread = [(pending, expected, finite_rows(logits), batch)]
-        for each, token in zip(batch, expected.tokens, strict=True):
-            each.flying = token
-        for each in streams:
-            if rng.random() < 0.15:  # preempted
-                each.flying = None
-        if rng.random() < 0.3:
-            streams[rng.randrange(len(streams))] = life(rng, rng.choice(params), 100 + step)
+    compare_lives(params, seed, DeviceSampler(CPU), CPU)
 
 
 PENALTIES = SamplingParams(temperature=0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5)

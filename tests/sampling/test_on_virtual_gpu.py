@@ -1,0 +1,78 @@
+"""`DeviceSampler` on a simulated GPU: nothing waits, nothing is overwritten, and late results are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.device import device_of
+from radixkv.sampling.device_sampler import DeviceSampler
+from radixkv.sampling.params import SampleRow, SamplingParams
+from radixkv.sampling.sampler import sample
+from radixkv.sampling.token_mask import TokenMasks
+from tests.sampling.lives import PARAM_LISTS, Life, compare_lives
+from tests.sampling.test_sampler import logits_for
+from tests.sampling.test_token_mask import row
+from tests.virtual_gpu import VirtualGpu, installed
+
+PENALTIES = SamplingParams(temperature=0, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5)
+
+
+@settings(max_examples=6, deadline=None)
+@given(params=PARAM_LISTS, seed=st.integers(0, 10**6))
+def test_streams_get_the_tokens_of_the_host_sampler(params: list[SamplingParams], seed: int) -> None:
+    with installed(VirtualGpu(seed)) as gpu:
+        with gpu.serving():
+            compare_lives(params, seed, DeviceSampler(gpu.place), gpu.place)
+        gpu.synchronize()
+        assert not gpu.findings
+
+
+def test_masks_of_steps_that_overlap(virtual_gpu: VirtualGpu) -> None:
+    masks, rows = TokenMasks(), [SampleRow(SamplingParams(), 0, 0), SampleRow(PENALTIES, 0, 0, stream=1)]
+    device = DeviceSampler(virtual_gpu.place)
+    flights = []
+    with virtual_gpu.serving():
+        for number in range(4):
+            step = masks.begin({"a": row(number, number + 40), "b": row(number + 9)})
+            step.wait()
+            there = device_of(virtual_gpu.place).upload(logits_for(2, number))
+            flights.append(device.begin(there, rows, None, step.select(["a", "b"])))
+    for number, flight in enumerate(flights):
+        first, second = flight.result().tokens
+        assert first in (number, number + 40) and second == number + 9
+
+
+def test_a_mask_leaves_unconstrained_rows_alone(virtual_gpu: VirtualGpu) -> None:
+    step = TokenMasks().begin({"a": row(3)})
+    step.wait()
+    logits = logits_for(3, 0)
+    greedy = [SampleRow(SamplingParams(temperature=0), 0, 0)] * 3
+    with virtual_gpu.serving():
+        there = virtual_gpu.upload(logits)
+        found = DeviceSampler(virtual_gpu.place).begin(there, greedy, [2, 0, 1], step.select([None, "a", None]))
+        assert found.result().tokens == [int(logits[2].argmax()), 3, int(logits[1].argmax())]
+
+
+@pytest.mark.parametrize("after", range(0, 40, 3))
+def test_a_lack_of_memory_at_any_allocation_can_be_repeated(after: int) -> None:
+    """The counts are right afterwards, even for a token that is in flight."""
+    with installed(VirtualGpu(after)) as gpu:
+        device = DeviceSampler(gpu.place)
+        stream = Life(0, PENALTIES.but(logprobs=1), [1, 2, 2], 1)
+        logits = logits_for(1, 3)
+        there = gpu.upload(logits)
+        for step in range(3):
+            if step == 1 or after % 2:
+                gpu.inject("allocation", after)
+            expected = sample(logits, [stream.row(whole=True)])
+            try:
+                pending = device.begin(there, [stream.row()])
+            except torch.OutOfMemoryError:
+                pending = device.begin(there, [stream.row()])
+            stream.land()
+            stream.flying = expected.tokens[0]
+            assert pending.result() == expected
+        assert not gpu.findings
