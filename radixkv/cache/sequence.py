@@ -100,6 +100,11 @@ class Sequence:
         """Whether a plan is pending."""
         return self._planned is not None
 
+    @property
+    def has_unknown(self) -> bool:
+        """Whether a token is not known yet: see `extend_unknown`."""
+        return self._unknown >= 0
+
     def own_blocks(self) -> array[int]:
         """The blocks that the sequence references itself, including the source of a pending copy. O(blocks)."""
         blocks = self._table[self._own :]

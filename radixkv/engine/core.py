@@ -160,6 +160,7 @@ class Core:
 
         Ends the requests that have begun with `error`. Waiting requests that have computed nothing stay.
         """
+        self.finish_step()
         for request in [*self.scheduler.running, *(each for each in self.scheduler.waiting if each.admitted)]:
             self.end(request, error)
         self.cache.clear(pins=True)
@@ -186,8 +187,17 @@ class Core:
 
     def step(self) -> None:
         """Schedule, run, commit. Raises DeviceLost if the device computes nothing more, and no other error."""
-        work: list[Work] = []
         begun = time.perf_counter()
+        work = self._advance()
+        if work:
+            self.step_seconds += time.perf_counter() - begun
+            self.step_tokens += sum(len(each.tokens) for each in work)
+        if self.background:
+            self._run_background()
+
+    def _advance(self) -> list[Work]:
+        """Schedule, run, commit; return the step's work."""
+        work: list[Work] = []
         try:
             self._end_overdue()
             work = self.scheduler.schedule()
@@ -196,9 +206,12 @@ class Core:
                 self._commit(part, logits, masks)
         except Exception as error:
             self._fail(work, error)
-        if work:
-            self.step_seconds += time.perf_counter() - begun
-            self.step_tokens += sum(len(each.tokens) for each in work)
+        return work
+
+    def finish_step(self) -> None:
+        """Finish the step in flight, if the core has one between two steps: an `OverlappedCore` may."""
+
+    def _run_background(self) -> None:
         for task in self.background:
             task.step(busy=self.busy)
 
@@ -221,17 +234,7 @@ class Core:
         return self._isolation.run(work, self._forward, self._fail_alone)
 
     def _forward(self, work: list[Work]) -> Tensor:
-        chunks = [
-            SequenceInput(
-                np.frombuffer(each.tokens, dtype=np.int32),
-                each.start,
-                each.plan.slots,
-                each.stream.sequence.block_table,
-                each.isolated,
-                each.plan.state,
-            )
-            for each in work
-        ]
+        chunks = [sequence_input(each) for each in work]
         return self.runner.run(chunks, list(chain.from_iterable(each.plan.copies for each in work)))
 
     def _masks_of(self, work: list[Work]) -> StepMasks | None:
@@ -259,6 +262,10 @@ class Core:
                 self._fail_alone(stream.request, failed)
         for rows, sampled in self._draw(work, logits, masks):
             self._accept(rows, sampled, constrained=masks is not None)
+        self._end_step(work)
+
+    def _end_step(self, work: list[Work]) -> None:
+        """Close the streams that ended, and wake the readers."""
         requests = {each.stream.request: None for each in work}
         for request in requests:
             try:
@@ -270,6 +277,10 @@ class Core:
 
     def _commit_chunk(self, work: Work, is_finite: bool) -> None:
         """Count and publish a computed chunk; never the KV of a forward that gave no numbers."""
+        work.stream.sequence.commit(self._count_chunk(work, is_finite))
+
+    def _count_chunk(self, work: Work, is_finite: bool) -> bool:
+        """Count a computed chunk; return whether to publish it now."""
         if not is_finite:
             raise InvalidInput("the model's logits have no finite maximum: it computed NaN or infinity")
         counters, stream, count = self.counters, work.stream, len(work.tokens)
@@ -280,7 +291,7 @@ class Core:
         if not stream.request.counted:
             stream.request.counted = True
             counters.prompt_tokens += len(stream.request.prompt)
-        stream.sequence.commit(self._reuse.publishes(stream, count, isolated=work.isolated))
+        return self._reuse.publishes(stream, work.start, count, isolated=work.isolated)
 
     def _rows_to_sample(self, work: list[Work]) -> list[Row]:
         """Return (row of the logits, stream) for each stream that samples; forks requests whose prompt is computed."""
@@ -346,11 +357,11 @@ class Core:
         """Close the streams that ended, and the request with its last one."""
         if request.channel.ended:
             return
-        if not request.max_tokens and not request.streams[0].prefilling:
+        if not request.max_tokens and request.streams[0].computed_length >= len(request.prompt):
             request.streams[0].finish_reason = "length"  # only the prompt was asked for
         finished = [stream for stream in request.streams if stream.finish_reason is not None]
         for stream in finished:
-            self._reuse.publish_rest(stream)
+            self._publish_rest(stream)
             stream.close()
         if len(finished) == request.width:
             self.scheduler.remove(request)
@@ -377,7 +388,10 @@ class Core:
 
     def _publish_all(self, request: Request) -> None:
         for stream in request.streams:
-            self._reuse.publish_rest(stream)
+            self._publish_rest(stream)
+
+    def _publish_rest(self, stream: Stream) -> None:
+        self._reuse.publish_rest(stream)
 
     def _fail_alone(self, request: Request, error: Exception) -> None:
         """End the one request that raised."""
@@ -393,14 +407,28 @@ class Core:
             self.end(request, failure(error))
 
 
-def sample_row(stream: Stream) -> SampleRow:
-    """Return the row that samples a stream's next token."""
+def sequence_input(work: Work, sampled_row: int = -1) -> SequenceInput:
+    """Return the input of a forward that computes a chunk; see SequenceInput for `sampled_row`."""
+    return SequenceInput(
+        np.frombuffer(work.tokens, dtype=np.int32),
+        work.start,
+        work.plan.slots,
+        work.stream.sequence.block_table,
+        work.isolated,
+        work.plan.state,
+        sampled_row,
+    )
+
+
+def sample_row(stream: Stream, in_flight: int = 0) -> SampleRow:
+    """Return the row that samples a stream's next token, after `in_flight` tokens that are still being sampled."""
     return SampleRow(
         params=stream.request.params,
         seed=stream.seed,
-        position=len(stream.tokens),
+        position=len(stream.tokens) + in_flight,
         history=stream.tokens,
         prompt_length=len(stream.request.prompt),
         stop_token_ids=stream.request.stop_ids,
         stream=(stream.request.number, stream.index),
+        in_flight=in_flight,
     )

@@ -96,7 +96,7 @@ class OwnForwards:
                 fail(requests[0], error)
                 continue
             _log.warning("a step of %d requests raised %r: each goes on alone", len(requests), error)
-            _release_tensors(error)
+            release_tensors(error)
             self._until.update((each.stream, each.start + len(each.tokens)) for each in part)
             for request in requests:
                 self._preempt(request)
@@ -133,7 +133,7 @@ def in_halves(
         fail(owner(items[0]), error)
         return []
     _log.warning("a step of %d parts raised %r: trying its halves", len(items), error)
-    _release_tensors(error)
+    release_tensors(error)
     results: list[tuple[list[Item], Result]] = []
     middle = len(items) // 2
     for half in (items[:middle], items[middle:]):
@@ -151,7 +151,7 @@ def failure(error: Exception) -> RequestFailed:
     return failed
 
 
-def _release_tensors(error: BaseException | None) -> None:
+def release_tensors(error: BaseException | None) -> None:
     """Clear the frames of an exception and of its causes: they hold tensors, and it may have been out of memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -165,6 +165,7 @@ class Stream:
         self.finish_reason: FinishReason | None = None
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
+        self.in_flight = 0  # tokens of the sequence whose step has not finished: an overlapped engine launches ahead
         self.reached = sequence.length  # tokens that were computed or hit at least once
         self._uncounted_hits = sequence.length if index == 0 else 0
         # For `AlignedReuse`: the length up to which every request with these tokens would compute the same KV, and
@@ -182,6 +183,11 @@ class Stream:
     def pending(self) -> int:
         """The number of tokens without KV: the rest of the prompt, or the last sampled token."""
         return len(self.tokens) - self.sequence.length
+
+    @property
+    def computed_length(self) -> int:
+        """The number of tokens with KV from steps that have finished."""
+        return self.sequence.length - self.in_flight
 
     @property
     def active(self) -> bool:

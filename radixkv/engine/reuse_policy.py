@@ -115,8 +115,8 @@ class ReusePolicy:
 
     # ---- publishing
 
-    def publishes(self, stream: Stream, count: int, *, isolated: bool) -> bool:
-        """Return whether the next `count` tokens, which were computed, become matchable by other requests now."""
+    def publishes(self, stream: Stream, start: int, count: int, *, isolated: bool) -> bool:
+        """Return whether [start, start + count), which were computed, become matchable by other requests now."""
         return not stream.request.publish_late
 
     def publish_rest(self, stream: Stream) -> None:
@@ -173,12 +173,11 @@ class AlignedReuse(ReusePolicy):
         """Return whether this is a chunk of a prompt."""
         return stream.prefilling
 
-    def publishes(self, stream: Stream, count: int, *, isolated: bool) -> bool:
+    def publishes(self, stream: Stream, start: int, count: int, *, isolated: bool) -> bool:
         """Return whether any request with these tokens would have computed the same bits, and records how far.
 
         From the first chunk that the tree has by now, the stream uses its own KV and publishes none.
         """
-        start = stream.sequence.length  # the new tokens are not committed yet
         if not isolated or count != self._chunk or start != stream.common_length:
             return False
         stream.common_length += count
@@ -186,7 +185,7 @@ class AlignedReuse(ReusePolicy):
         match = self._cache.match(tokens, stream.request.namespace)
         # A chunk that is cached as a whole without its recurrent state, or on the host, has the same bits.
         stream.diverged |= match.length > start or start < match.matched + match.host < len(tokens)
-        return not stream.diverged and super().publishes(stream, count, isolated=isolated)
+        return not stream.diverged and super().publishes(stream, start, count, isolated=isolated)
 
     def loaded(self, stream: Stream, count: int) -> bool:
         """Record that the next `count` tokens were loaded, which any request would have computed with the same bits."""
@@ -249,7 +248,7 @@ class NoReuse(ReusePolicy):
         """Return the other policy's answer."""
         return self._chunks.isolated(stream)
 
-    def publishes(self, stream: Stream, count: int, *, isolated: bool) -> bool:
+    def publishes(self, stream: Stream, start: int, count: int, *, isolated: bool) -> bool:
         """Return False."""
         return False
 

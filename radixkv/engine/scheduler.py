@@ -51,9 +51,14 @@ class Work:
     isolated: bool = False
 
     @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.tokens)
+
+    @property
     def samples(self) -> bool:
-        """Whether the chunk ends at the last known token, so that the next one is sampled from its logits."""
-        return self.start + len(self.tokens) == len(self.stream.tokens) and self.stream.request.max_tokens > 0
+        """Whether the chunk ends at the stream's last token, so that the next one is sampled from its logits."""
+        return self.start + len(self.tokens) >= len(self.stream.tokens) and self.stream.request.max_tokens > 0
 
 
 class Scheduler:
@@ -141,19 +146,29 @@ class Scheduler:
         """Plan a stream's chunk, unless no budget is left or the stream's own request is preempted."""
         while self._budget and stream.active:
             try:
-                start = stream.sequence.length
-                count = len(stream.tokens) - start
-                if count > 1:
-                    count = self._prefill_count(stream, count)
-                if count:
-                    tokens, isolated = stream.tokens[start : start + count], self._reuse.isolated(stream)
-                    self._planned[stream] = Work(stream, start, tokens, stream.sequence.extend(tokens), isolated)
-                    self._budget -= count
+                if (work := self._next(stream)) is not None:
+                    self._planned[stream] = work
+                    self._budget -= len(work.tokens)
                 return
             except OutOfBlocks:
-                self.preempt(self.admission.victim(stream.request))
+                self._free_blocks(stream.request)
             except Exception as error:
                 self._fail(stream.request, error)
+
+    def _next(self, stream: Stream) -> Work | None:
+        """Plan a stream's next tokens; None if there are none to compute, or if they do not fit this step."""
+        start = stream.sequence.length
+        count = len(stream.tokens) - start
+        if count > 1:
+            count = self._prefill_count(stream, count)
+        if not count:
+            return None
+        tokens, isolated = stream.tokens[start : start + count], self._reuse.isolated(stream)
+        return Work(stream, start, tokens, stream.sequence.extend(tokens), isolated)
+
+    def _free_blocks(self, request: Request) -> None:
+        """Free blocks for a running request, by a preemption."""
+        self.preempt(self.admission.victim(request))
 
     def _prefill_count(self, stream: Stream, pending: int) -> int:
         """Return the length of a chunk of a prompt; 0 if it does not fit."""
@@ -260,7 +275,7 @@ class Scheduler:
     def _resume_branches(self, request: Request) -> None:
         """Resume the suspended streams of a request once its first stream has computed the prompt again."""
         first = next(stream for stream in request.live if stream.active)
-        if first.sequence.length < len(request.prompt):
+        if first.computed_length < len(request.prompt):
             return
         for stream in request.suspended:
             if self._reuse.reopens_branches and not request.publish_late:

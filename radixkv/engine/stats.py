@@ -32,6 +32,8 @@ class Counters:
     host_tokens: int = 0
     failed_loads: int = 0
     failed_offloads: int = 0
+    wasted_tokens: int = 0
+    host_bound_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ class EngineStats:
     slots, and `state_copies` of `state_copied_bytes` went from slot to slot. `namespace_usage` has the blocks of each
     namespace with a limit. `host_tokens` were loaded from host memory in place of being computed. `failed_loads`
     raised, so that their requests computed the tokens; `failed_offloads` raised, so that the blocks that left the
-    pool in a step were lost.
+    pool in a step were lost. An overlapped engine launches a step before it has the results of the preceding one.
+    `wasted_tokens` were computed for streams that had ended. `host_bound_rows` counts how often a stream was left out
+    of a step, because the host must read its last token first to constrain the next one.
     """
 
     model: str
@@ -85,6 +89,8 @@ class EngineStats:
     host_tokens: int = 0
     failed_loads: int = 0
     failed_offloads: int = 0
+    wasted_tokens: int = 0
+    host_bound_rows: int = 0
 
     @property
     def requests(self) -> int:

@@ -172,6 +172,6 @@ QUEUES: dict[str, type[WaitQueue]] = {"fcfs": WaitQueue, "longest-prefix": Longe
 def _prefill_position(leader: Request) -> int | None:
     """Return how many tokens of its prompt a request has computed; None if it computes or publishes none of it now."""
     stream = next((each for each in leader.live if each.active), None)
-    if stream is None or leader.publish_late or leader.channel.paused or stream.sequence.length >= len(leader.prompt):
+    if stream is None or leader.publish_late or leader.channel.paused or stream.computed_length >= len(leader.prompt):
         return None
-    return stream.sequence.length
+    return stream.computed_length

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -33,11 +34,13 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="drop the parts that the failure does not need")
     parser.add_argument("--states", action="store_true", help="of a model with recurrent state")
     parser.add_argument("--limits", action="store_true", help="with limits of namespaces")
+    parser.add_argument("--overlap", action="store_true", help="of an engine that launches steps ahead")
     parser.add_argument("--host", action="store_true", help="of an engine with a host tier")
     chosen = parser.parse_args()
 
     def drawn(seed: int) -> Scenario:
         life = with_limits(draw(seed)) if chosen.limits else draw(seed)
+        life = replace(life, overlap=chosen.overlap)
         return with_states(life) if chosen.states else with_host(life) if chosen.host else life
 
     logging.disable(logging.CRITICAL)  # the engine logs every injected fault

@@ -48,6 +48,7 @@ class Accounting:
 
     def contents(self) -> None:
         """Read the whole cache back along the tree: each block holds its own tokens, and belongs to one namespace."""
+        self.world.model.flush()
         if isinstance(self.world.model, HostSlotModel):
             self.world.model.host.check(self.are_canonical)
         model, tree = self.world.model, self.cache.state.tree

@@ -131,7 +131,8 @@ class FaultySampler:
         sources: Sequence[int] | None = None,
         mask: TokenMask | None = None,
     ) -> Pending:
-        self.fault(rows)
+        if rows:  # without rows only the finite logits are asked for
+            self.fault(rows)
         return self.sampler.begin(logits, rows, sources, mask)
 
 

@@ -161,6 +161,9 @@ class SlotModel:
 
     # ---- contents of the pool
 
+    def flush(self) -> None:
+        """Do what was launched and is not done yet: nothing, as a forward is done when it returns."""
+
     def holds(self, table: npt.NDArray[np.int32], length: int) -> bool:
         """Return whether the first `length` slots along a block table are one whole history."""
         digests, tokens = self.digests[table].reshape(-1)[:length], self.tokens[table].reshape(-1)[:length]

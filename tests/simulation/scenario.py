@@ -171,6 +171,7 @@ class Scenario:
     states: States | None = None
     limits: tuple[tuple[Hashable, float], ...] = ()  # namespaces and their shares
     host: Host | None = None
+    overlap: bool = False  # whether a step is launched before the results of the preceding one are read
 
     @property
     def last(self) -> int:
@@ -188,7 +189,7 @@ class Scenario:
         facts = [
             f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
             f"{self.config}, observer raises at {self.observer_raises}",
-            f"{self.states}, limits {dict(self.limits)}, {self.host}",
+            f"{self.states}, limits {dict(self.limits)}, {self.host}, overlap={self.overlap}",
             f"no backpressure from {self.disable_backpressure}, close at {self.close}",
         ]
         facts += map(str, (*self.asks, *self.pinnings, *self.forgettings, *self.audits, *self.faults))

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from radixkv.engine.host_tier import LoadWork
-from radixkv.engine.request import Request
+from radixkv.engine.request import Request, Stream
 from radixkv.engine.scheduler import Work
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Before:
     preemptions: tuple[int, ...]  # of running requests
     computed: dict[int, int]  # tokens that requests had computed which ran or had ended, by id
     progress: tuple[int, ...]
+    in_flight: bool  # whether a step was launched and not finished
 
 
 class StepChecks:
@@ -39,26 +40,43 @@ class StepChecks:
         # An upper bound: one token a step, everything computed twice, and some waiting.
         tokens = sum(ask.params.n * (len(ask.prompt) + ask.max_tokens) for ask in world.scenario.asks)
         self.most = world.scenario.last + 4 * tokens + 20 * len(world.scenario.asks)
+        self.most *= 1 + world.scenario.overlap
         self.most += sum(audit.blocks + 1 for audit in world.scenario.audits)
 
     def before(self) -> Before:
         """Record the state before a step."""
         running = tuple(self.core.scheduler.running)
         read = [request for request in running if not self.world.customer_of(request).channel.in_span]
-        active = [stream for request in read for stream in request.live if stream.active]
+        active = [stream for request in read for stream in request.live if stream.active and self._can_run(stream)]
         return Before(
             running,
             tuple((stream, stream.sequence) for stream in active),
-            tuple((stream, stream.sequence) for stream in active if stream.pending == 1 and stream.output_length),
+            tuple((stream, stream.sequence) for stream in active if _decodes(stream)),
             tuple(request.preemptions for request in running),
             self._computed(),
             self._progress(),
+            self.in_flight,
         )
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step was launched and is not finished."""
+        return self.world.scenario.overlap and self.world.model.unread > 0
+
+    def _can_run(self, stream: Stream) -> bool:
+        """Return whether a stream has a token to compute: one that the host has, or one that is being sampled."""
+        if not self.in_flight:
+            return True
+        if stream.request.suspended and stream.sequence.length >= len(stream.request.prompt):
+            return False  # the other streams begin at the end of the prompt, once its step has finished
+        if stream.pending:
+            return True
+        return stream.matcher is None and stream.output_length + 1 < stream.request.max_tokens
 
     def _computed(self) -> dict[int, int]:
         computed = {}
         for customer in self.world.customers.values():
-            active = [stream.sequence.length for stream in customer.request.live if stream.active]
+            active = [stream.computed_length for stream in customer.request.live if stream.active]
             if active or customer.channel.ended:
                 computed[id(customer.request)] = active[0] if active else len(customer.ask.prompt)
         return computed
@@ -69,7 +87,8 @@ class StepChecks:
         audited = counters.audited_blocks, self.world.auditor.pending
         shaken = sum(c.shaken * c.request.preemptions for c in self.world.customers.values())
         loads = counters.host_tokens, counters.failed_loads
-        return (ended, counters.computed_tokens, counters.recomputed_tokens, *audited, shaken, *loads)
+        computed = counters.computed_tokens, counters.recomputed_tokens, counters.wasted_tokens
+        return (ended, *computed, *audited, shaken, *loads)
 
     def after(self, before: Before) -> None:
         """Check a step."""
@@ -88,7 +107,8 @@ class StepChecks:
             left = [customer for customer in self.world.customers.values() if not customer.channel.ended]
             away = [customer.channel.in_span for customer in left]
             undecided = any(customer.channel.in_span and customer.ask.flickers for customer in left)
-            assert all(away) or undecided, "a step without progress"
+            begins = self.in_flight and not before.in_flight  # its results come with the next step
+            assert all(away) or undecided or begins, "a step without progress"
         assert self.count <= self.most, "too many steps"
 
     def _budget(self, work: list[Work]) -> None:
@@ -147,7 +167,7 @@ class StepChecks:
         if isinstance(work, LoadWork):
             return False
         end, stream = work.start + len(work.tokens), work.stream
-        whole = end == len(stream.request.prompt) or end == self.world.known_tokens[id(work)]
+        whole = end == len(stream.request.prompt) or end >= self.world.known_tokens[id(work)]
         return not whole and len(work.tokens) < self.config.prefill_chunk
 
     def _higher_ranks_first(self, before: Before, planned: set[int]) -> None:
@@ -193,6 +213,7 @@ class StepChecks:
 
         That does not hold for preempted requests: their sampled tokens are computed again in chunks.
         """
+        self.world.model.flush()
         for each in work if self.config.deterministic else []:
             stream, request = each.stream, each.stream.request
             if stream.active and not request.preemptions:
@@ -212,9 +233,16 @@ class StepChecks:
         if idle == 0:
             resting = left and all(customer.channel.is_away for customer in left)
             due = any(c.ask.timeout is not None for c in self.world.customers.values())
-            assert not resting or due or self.world.auditor.pending, "a step is due, though all readers are away"
+            busy = self.world.auditor.pending or self.in_flight
+            assert not resting or due or busy, "a step is due, though all readers are away"
             return
+        assert not self.in_flight, "idle, though a step is in flight"
         assert all(customer.channel.in_span for customer in left), "idle, though a request could run"
         deadlines = [c.request.deadline for c in left if c.request.deadline is not None]
         if deadlines:  # it may be earlier: the deadline of a request that has ended
             assert idle is not None and idle <= min(deadlines) - self.world.clock.now, f"idle for {idle}: {deadlines}"
+
+
+def _decodes(stream: Stream) -> bool:
+    """Return whether a stream must compute its last token, which may still be sampled."""
+    return not stream.pending or (stream.pending == 1 and stream.output_length > 0)

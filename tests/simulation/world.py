@@ -19,8 +19,11 @@ import numpy as np
 
 from radixkv.cache import Pin, PrefixCache
 from radixkv.cache.events import Observer
+from radixkv.config import EngineConfig
+from radixkv.engine.core import Core
 from radixkv.engine.host_tier import new_core
 from radixkv.engine.kv_scrub import Auditor
+from radixkv.engine.overlap import OverlappedCore
 from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
 from radixkv.engine.stats import AuditReport
@@ -33,6 +36,7 @@ from tests.simulation.constraint import RuleMatcher
 from tests.simulation.faults import Faults, FaultySampler, Listener
 from tests.simulation.final_checks import FinalChecks
 from tests.simulation.host import HostSlotModel, host_parts
+from tests.simulation.late import LateSampler, LateSlotModel
 from tests.simulation.model import SlotModel
 from tests.simulation.order_checks import OrderChecks
 from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
@@ -120,7 +124,7 @@ class World:
         self.model.garbles = lambda: self.faults.garbles(self.work_of())
         if isinstance(self.model, HostSlotModel):
             self.model.host.fault = self.faults.in_transfer
-        self.core = new_core(self.cache, self.model, replace(scenario.config, prefix_cache=scenario.reuse))
+        self.core = self._core(replace(scenario.config, prefix_cache=scenario.reuse))
         self.core.sampler = FaultySampler(self.core.sampler, self.faults.in_sampler)
         self.auditor = Auditor(self.core)
         self._wrap_scheduler()
@@ -131,7 +135,16 @@ class World:
         """Return the classes of cache and model."""
         if self.scenario.states is not None:
             return stateful_parts(self.scenario)
+        if self.scenario.overlap:
+            return PrefixCache, LateSlotModel
         return (PrefixCache, SlotModel) if self.scenario.host is None else host_parts(self.scenario)
+
+    def _core(self, config: EngineConfig) -> Core:
+        if not isinstance(self.model, LateSlotModel):
+            return new_core(self.cache, self.model, config)
+        core = OverlappedCore(self.cache, cast(Any, self.model), config)
+        core.sampler = LateSampler(self.model)
+        return core
 
     # ---- the whole life
 
@@ -182,6 +195,7 @@ class World:
             "failed_loads",
             "failed_offloads",
         )
+        names += ("wasted_tokens", "host_bound_rows")
         seen = Counter({name: getattr(counters, name) for name in names})
         seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
         seen |= Counter(closed=sum(isinstance(c.channel.error, EngineClosed) for c in self.customers.values()))
@@ -309,9 +323,10 @@ class World:
         return [self.customer_of(each.stream.request).ask for each in self.work]
 
     def _first_requests(self) -> list[Ask]:
-        """Return the running requests; if there are none, the first waiting one."""
+        """Return the running requests; if there are none, or if they may end with the step in flight, a waiting one."""
         scheduler = self.core.scheduler
-        first = scheduler.running or list(scheduler.waiting)[:1]
+        first = [] if self.scenario.overlap else scheduler.running
+        first = first or [*scheduler.running, *list(scheduler.waiting)[:1]]
         return [self.customer_of(request).ask for request in first]
 
     # ---- around the engine
@@ -333,6 +348,10 @@ class World:
             self.preempted += 1
             if self.preempted > 10 * len(self.customers):
                 raise Stuck(f"step {self.step}: they preempt each other forever")
+            self.core.finish_step()
+            if request not in self.core.scheduler.running:
+                self.preempted -= 1
+                return
             kept = self.order_checks.before_preemption(request)
             preempt(request)
             self.customer_of(request).shaken |= self.model.runs > 0

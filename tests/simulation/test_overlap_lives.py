@@ -1,0 +1,93 @@
+"""Simulated lives of an engine that launches each step before it reads the results of the preceding one.
+
+30 lives, and more in long runs, with RADIXKV_LONG=1. `python -m tests.simulation --overlap --seed N --verbose` replays
+one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.draw import draw, with_limits
+from tests.simulation.scenario import Fault, Flaw, Scenario
+from tests.simulation.test_faults import LIFE, LONG, failed, tokens_of
+from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
+from tests.simulation.world import World
+
+SIGHTS = (  # events that must occur, or the lives are too easy
+    "a fault: forward",
+    "a fault: garbled",
+    "a fault: memory",
+    "a fault: sampler",
+    "a fault: schedule",
+    "audited_blocks",
+    "cancelled: decode",
+    "coalesced_tokens",
+    "evicted",
+    "hits",
+    "host_bound_rows",
+    "nan",
+    "pinned",
+    "preemptions",
+    "timed_out",
+    "wasted_tokens",
+)
+OVERLAPPED = replace(LIFE, overlap=True)
+
+
+def life(seed: int) -> Scenario:
+    scenario = draw(seed)
+    return replace(with_limits(scenario) if seed % 8 == 7 else scenario, overlap=True)
+
+
+def test_every_request_of_some_lives_ends_as_it_must() -> None:
+    seen = live(list(range(30)), life)
+    assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(30, LIVES, SHARD) if LONG else [])
+def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
+    fresh = range(FRESH, FRESH + 100) if FRESH and first == 30 else ()
+    live([*range(first, min(first + SHARD, LIVES)), *fresh], life)
+
+
+@pytest.fixture(scope="module")
+def whole() -> World:
+    """Return the life without a fault."""
+    return World(OVERLAPPED).run()
+
+
+def test_the_life_without_a_fault_preempts_and_wastes_nothing(whole: World) -> None:
+    """All its streams end by max_tokens, which is known in advance."""
+    seen = whole.sights()
+    assert not failed(whole)
+    assert seen["preemptions"] and seen["coalesced_tokens"] and seen["copied"]
+    assert not seen["wasted_tokens"]
+
+
+@pytest.mark.parametrize("kind", ["forward", "sampler"])
+def test_a_launch_that_raises_once_at_any_step_ends_no_request(whole: World, kind: str) -> None:
+    """The preceding step is finished first, and then the step is tried again."""
+    for step in range(0, whole.step, 1 if LONG else 6):
+        world = World(replace(OVERLAPPED, faults=(Fault(step, kind, step % 3),))).run()
+        assert not failed(world), f"step {step}"
+
+
+@pytest.mark.parametrize("kind", ["schedule", "garbled"])
+def test_a_fault_of_a_whole_step_ends_only_requests_of_that_step(whole: World, kind: str) -> None:
+    for step in range(0, whole.step, 1 if LONG else 6):
+        world = World(replace(OVERLAPPED, faults=(Fault(step, kind, part=step % 2),))).run()
+        swept = set().union(*world.faults.swept.values())
+        assert set(failed(world)) <= swept, f"step {step}"
+
+
+@pytest.mark.parametrize("kind", ["forward", "memory", "nan", "put", "finish"])
+def test_a_request_that_breaks_breaks_alone(kind: str) -> None:
+    for broken in LIFE.asks if LONG else LIFE.asks[::3]:
+        for at in tokens_of(broken, kind):
+            asks = tuple(replace(each, flaw=Flaw(kind, at)) if each is broken else each for each in LIFE.asks)
+            world = World(replace(OVERLAPPED, asks=asks)).run()
+            assert failed(world) == [broken.number], f"request {broken.number}, token {at}"
