@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from radixkv.device import refuse_fatal
 from radixkv.errors import InvalidInput, WeightsChanged
 from radixkv.models.cuda_graphs import ReplayedForward
 from radixkv.models.gpu_layers.fuse import restack
@@ -78,9 +79,18 @@ class ModelWeights:
     # ---- changes
 
     def check(self) -> None:
-        """Raise WeightsChanged if the weights are no longer those of the cached KV; see `WeightWatch.changed`."""
-        if not self._reloading:  # a request that is sent during a reload runs after it
-            self._refuse(changed=self._watch.changed())
+        """Raise WeightsChanged if the weights are no longer those of the cached KV; see `WeightWatch.changed`.
+
+        Raises DeviceLost if the device computes nothing more.
+        """
+        if self._reloading:  # a request that is sent during a reload runs after it
+            return
+        try:
+            changed = self._watch.changed()
+        except RuntimeError as error:
+            refuse_fatal(error)
+            raise
+        self._refuse(changed=changed)
 
     def check_step(self) -> None:
         """Raise WeightsChanged after an update that torch counts; see `WeightWatch.moved`."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from radixkv.device import device_of
 from radixkv.models.loaded import SequenceInput
 
 _SAMPLES = 4  # numbers of each weight
@@ -27,6 +28,9 @@ class WeightWatch:
     all updates that torch counts (`Tensor._version`). torch counts neither updates through `.data` nor those of
     its fused optimizers. `changed` finds these by four numbers of each weight, unless all sampled numbers stayed equal.
     It also finds replaced modules, such as the layers of an adapter.
+
+    On a GPU the numbers are read in a stream of its own, which does not wait for a step that is running. An update that
+    torch does not count and that the GPU has not done yet is found by a later call.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,6 +47,10 @@ class WeightWatch:
         self._parents, self._children = [(owner, key) for owner, key, _ in parts], [child for _, _, child in parts]
         self._views = _views(self._tensors)
         self._samples = [torch.cat(views) for views in self._views]
+        self._devices = [device_of(sample.device) for sample in self._samples]
+        self._streams = [device.stream() for device in self._devices]
+        for device, stream in zip(self._devices, self._streams, strict=True):
+            stream.wait_stream(device.current_stream())
 
     @property
     def pointers(self) -> list[int]:
@@ -58,13 +66,18 @@ class WeightWatch:
         )
 
     def changed(self) -> bool:
-        """Return whether `moved`, or a module or sampled number differs. On a GPU this waits for the device."""
+        """Return whether `moved`, or a module or sampled number differs; waits for reads of these numbers alone."""
         replaced = not all(map(is_, [owner.get(key) for owner, key in self._parents], self._children))
-        return (
-            self.moved()
-            or replaced
-            or not all(torch.equal(torch.cat(now), old) for now, old in zip(self._views, self._samples, strict=True))
-        )
+        return self.moved() or replaced or self._differ()
+
+    @torch.inference_mode()
+    def _differ(self) -> bool:
+        """Return whether a sampled number differs."""
+        downloads = []
+        for now, old, device, stream in zip(self._views, self._samples, self._devices, self._streams, strict=True):
+            with device.current(), device.on(stream):
+                downloads.append(device.download([torch.cat(now) != old]))
+        return any(download.wait()[0].any() for download in downloads)
 
     def first_change(self) -> str:
         """Return the name of the first weight that is seen to have changed, for messages. O(weights)."""

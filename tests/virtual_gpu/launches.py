@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from radixkv.device import registered
 from tests.virtual_gpu.gpu import VirtualGpu
 from tests.virtual_gpu.memory import TOUCH, span_of
-from tests.virtual_gpu.tensor import OperatorMode, VirtualTensor
+from tests.virtual_gpu.tensor import OperatorMode, VirtualTensor, leaves_of, map_leaves
 
 
 @contextmanager
@@ -63,14 +62,14 @@ def _patch_launches(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:
     original = InterpretedFunction.run
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         there = [leaf for leaf in leaves if isinstance(leaf, VirtualTensor)]
         if not there:
             return original(kernel, *args, **kwargs)
         if len(there) < len(leaves):
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         spans = [span for leaf in there for span in span_of(leaf.lease.memory, leaf.backing, TOUCH)]
-        host_args, host_kwargs = tree_map(_backing, args), tree_map(_backing, kwargs)
+        host_args, host_kwargs = map_leaves(_backing, args), map_leaves(_backing, kwargs)
         name = f"the launch of {getattr(kernel, '__name__', kernel)}"
         return gpu.enqueue(name, lambda: original(kernel, *host_args, **host_kwargs), spans)
 

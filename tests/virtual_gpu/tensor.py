@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.virtual_gpu.memory import READ, WRITE, Lease, Span, poison, span_of
 from tests.virtual_gpu.transfers import copying, to_device, to_host
@@ -54,7 +53,7 @@ class VirtualTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        gpu = next(leaf.gpu for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, VirtualTensor))
+        gpu = next(leaf.gpu for leaf in leaves_of((args, kwargs)) if isinstance(leaf, VirtualTensor))
         return run_operator(gpu, func, args, kwargs or {})
 
     @property
@@ -109,6 +108,28 @@ class OperatorMode(TorchDispatchMode):
         if kwargs.get("device") == self._gpu.place or any(issubclass(each, VirtualTensor) for each in types):
             return run_operator(self._gpu, func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of nested tuples, lists and dicts, as an operator's arguments are."""
+    if isinstance(tree, tuple | list):
+        for each in tree:
+            yield from leaves_of(each)
+    elif isinstance(tree, dict):
+        for each in tree.values():
+            yield from leaves_of(each)
+    else:
+        yield tree
+
+
+def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Return the tree with changed leaves."""
+    if isinstance(tree, tuple | list):
+        changed = [map_leaves(change, each) for each in tree]
+        return changed if isinstance(tree, list) else tuple(changed)
+    if isinstance(tree, dict):
+        return {key: map_leaves(change, each) for key, each in tree.items()}
+    return change(tree)
 
 
 def _meta(tensor: Tensor) -> Tensor:
@@ -172,7 +193,7 @@ def run_operator(gpu: VirtualGpu, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _virtual(tree: Any) -> Iterator[VirtualTensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, VirtualTensor))
+    return (leaf for leaf in leaves_of(tree) if isinstance(leaf, VirtualTensor))
 
 
 def _values(leaf: Any) -> Any:
@@ -221,9 +242,9 @@ def _view(gpu: VirtualGpu, func: Any, args: Any, kwargs: Any) -> Any:
     """Make a view, which needs no work of the device."""
     base = next(_virtual((args, kwargs)))
     with torch.inference_mode():
-        made = func(*tree_map(_values, args), **tree_map(_values, kwargs))
+        made = func(*map_leaves(_values, args), **map_leaves(_values, kwargs))
     with torch.inference_mode(base.is_inference()):  # torch tracks the views of any other tensor
-        return tree_map(lambda each: VirtualTensor(gpu, each, base.lease) if isinstance(each, Tensor) else each, made)
+        return map_leaves(lambda each: VirtualTensor(gpu, each, base.lease) if isinstance(each, Tensor) else each, made)
 
 
 def _spans(tree: Any, kind: str) -> list[Span]:
@@ -232,7 +253,7 @@ def _spans(tree: Any, kind: str) -> list[Span]:
 
 def _check_place(func: Any, tree: Any) -> None:
     """Raise for tensors of the host that an operator cannot take."""
-    for leaf in tree_leaves(tree):
+    for leaf in leaves_of(tree):
         if isinstance(leaf, Tensor) and not isinstance(leaf, VirtualTensor) and leaf.ndim:
             raise RuntimeError(f"Expected all tensors to be on the same device, but {func.name()} has one on the host")
 
@@ -240,10 +261,10 @@ def _check_place(func: Any, tree: Any) -> None:
 def _queue(gpu: VirtualGpu, func: Any, operator: Operator, args: Any, kwargs: Any) -> Any:
     """Queue an operator whose results have sizes that do not depend on values."""
     if kwargs.get("device") is not None and kwargs["device"] != gpu.place:  # like a tensor here, but on the host
-        return func(*tree_map(_zeros, args), **tree_map(_zeros, kwargs))
+        return func(*map_leaves(_zeros, args), **map_leaves(_zeros, kwargs))
     _check_place(func, (args, kwargs))
     targets = [_argument(args, kwargs, place, name) for place, name in operator.written]
-    sized = _sized(func, args, kwargs)
+    sized = _remembered(func, args, kwargs)
     many = isinstance(sized, tuple | list)
     metas = list(sized) if many else [sized]
     results: list[Any] = []
@@ -263,14 +284,29 @@ def _queue(gpu: VirtualGpu, func: Any, operator: Operator, args: Any, kwargs: An
     return type(sized)(results) if many else results[0]
 
 
+_SIZES: dict[Any, Any] = {}
+
+
+def _remembered(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the results without values; torch computes them once for the same sizes and numbers."""
+    key = func, map_leaves(_key, list(args)).__repr__(), map_leaves(_key, kwargs).__repr__()
+    if key not in _SIZES:
+        _SIZES[key] = _sized(func, args, kwargs)
+    return _SIZES[key]
+
+
+def _key(leaf: Any) -> Any:
+    return (*leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
 def _sized(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the results without values."""
     try:
-        return func(*tree_map(_sizes, args), **tree_map(_sizes, kwargs))
+        return func(*map_leaves(_sizes, args), **map_leaves(_sizes, kwargs))
     except NotImplementedError:  # no kernel for the meta device
         with torch.inference_mode():
-            made = func(*tree_map(_zeros, args), **{**tree_map(_zeros, kwargs), **_on_host(kwargs)})
-        return tree_map(lambda each: _meta(each) if isinstance(each, Tensor) else each, made)
+            made = func(*map_leaves(_zeros, args), **{**map_leaves(_zeros, kwargs), **_on_host(kwargs)})
+        return map_leaves(lambda each: _meta(each) if isinstance(each, Tensor) else each, made)
 
 
 def _zeros(leaf: Any) -> Any:
@@ -291,7 +327,7 @@ def _computation(
     gpu: VirtualGpu, func: Any, operator: Operator, args: Any, kwargs: Any, results: list[Any]
 ) -> Callable[[], None]:
     """Return the work: compute on the values, then copy to the memory of the results that are new."""
-    host_args, host_kwargs = tree_map(_values, args), {**tree_map(_values, kwargs), **_on_host(kwargs)}
+    host_args, host_kwargs = map_leaves(_values, args), {**map_leaves(_values, kwargs), **_on_host(kwargs)}
     if operator.draws and host_kwargs.get("generator") is None:
         host_kwargs["generator"] = gpu.generator
     targets = [each.backing if isinstance(each, VirtualTensor) else None for each in results]
@@ -313,7 +349,7 @@ def _read_back(gpu: VirtualGpu, func: Any, operator: Operator, args: Any, kwargs
     gpu.enqueue("reading a number back", lambda: None, _spans((args, kwargs), READ), kind="copy")
     gpu.host_waits(f"reading a number back ({operator.name})")
     with torch.inference_mode():
-        return func(*tree_map(_values, args), **tree_map(_values, kwargs))
+        return func(*map_leaves(_values, args), **map_leaves(_values, kwargs))
 
 
 def _by_values(gpu: VirtualGpu, func: Any, operator: Operator, args: Any, kwargs: Any) -> Any:
@@ -321,7 +357,7 @@ def _by_values(gpu: VirtualGpu, func: Any, operator: Operator, args: Any, kwargs
     gpu.enqueue(operator.name, lambda: None, _spans((args, kwargs), READ))
     gpu.host_waits(f"a size that depends on values ({operator.name})")
     with torch.inference_mode():
-        made = func(*tree_map(_values, args), **tree_map(_values, kwargs))
+        made = func(*map_leaves(_values, args), **map_leaves(_values, kwargs))
     if operator.written:
         return _argument(args, kwargs, *operator.written[0])
 
@@ -332,7 +368,7 @@ def _by_values(gpu: VirtualGpu, func: Any, operator: Operator, args: Any, kwargs
         gpu.enqueue(operator.name, copying(target.backing, each), _spans(target, WRITE))
         return target
 
-    return tree_map(keep, made)
+    return map_leaves(keep, made)
 
 
 def _copy_(

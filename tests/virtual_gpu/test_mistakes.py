@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from radixkv.device import refuse_fatal
+from radixkv.errors import DeviceLost
 from tests.virtual_gpu import SERVING, VirtualGpu, VirtualGpuError, installed
 
 SEEDS = range(4)
@@ -209,7 +211,8 @@ def test_an_index_out_of_range_loses_the_device_later(gpu: VirtualGpu) -> None:
         gpu.synchronize()
     with pytest.raises(torch.AcceleratorError) as raised:
         there + 1
-    assert gpu.is_fatal(raised.value)
+    with pytest.raises(DeviceLost):
+        refuse_fatal(raised.value)
     assert [each.kind for each in gpu.findings] == ["device-side assert"]
     assert "test_mistakes.py" in gpu.findings[0].where
 
@@ -252,4 +255,6 @@ def test_an_injected_loss_of_the_device(gpu: VirtualGpu) -> None:
     there + 1
     with pytest.raises(torch.AcceleratorError, match="illegal memory access") as raised:
         there.tolist()
-    assert gpu.is_fatal(raised.value) and not gpu.findings
+    with pytest.raises(DeviceLost):
+        refuse_fatal(raised.value)
+    assert not gpu.findings

@@ -1,0 +1,76 @@
+"""A whole engine on a simulated GPU: the answers of the CPU, whatever runs late, and whatever fails."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from radixkv.errors import DeviceLost, EngineClosed, WeightsChanged
+from tests.virtual_gpu import VirtualGpu, installed
+from tests.virtual_gpu.engines import answers, load
+
+
+@cache
+def expected() -> list[tuple[int, ...]]:
+    with load("cpu") as engine:
+        return answers(engine)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_those_of_the_cpu(seed: int) -> None:
+    with installed(VirtualGpu(seed)) as gpu, load(gpu.place) as engine:
+        assert answers(engine) == expected()
+        assert answers(engine) == expected()  # hits
+        stats = engine.stats()
+        assert stats.cached_tokens and stats.cache.copied_blocks
+        engine.client.thread.ask(engine.core.cache.check)
+        assert not gpu.findings
+
+
+@pytest.mark.parametrize("after", range(20, 400, 90))
+def test_a_step_without_memory_is_tried_again_or_fails_alone(after: int) -> None:
+    with installed(VirtualGpu(after)) as gpu, load(gpu.place) as engine:
+        gpu.inject("allocation", after)
+        assert answers(engine) == expected()
+        engine.client.thread.ask(engine.core.cache.check)
+        assert gpu.counts["allocation"] > after and not gpu.findings
+
+
+@pytest.mark.parametrize("after", [0, 60, 200])
+def test_a_lost_device_ends_the_engine_with_its_reason(after: int) -> None:
+    with installed(VirtualGpu(after)) as gpu, load(gpu.place) as engine:
+        gpu.inject("launch", after)
+        with pytest.raises((DeviceLost, EngineClosed), match=r"the device failed.*illegal memory access"):
+            answers(engine)
+        launched = gpu.counts["launch"]
+        with pytest.raises((DeviceLost, EngineClosed), match=r"the device failed.*illegal memory access"):
+            engine.generate([[1, 2, 3]])
+        assert gpu.counts["launch"] == launched and not gpu.findings
+
+
+def test_a_request_is_checked_for_changed_weights_without_waiting_for_a_step() -> None:
+    with installed(VirtualGpu()) as gpu, load(gpu.place) as engine:
+        request = engine.client.inputs.request
+        request([1, 2])
+        torch.ones(3, device=gpu.place) + 1
+        step = gpu.current_stream().last
+        with gpu.serving():
+            request([1, 2])
+        assert step is not None and not step.done
+        engine.core.runner.loaded.model.lm_head.weight.data.fill_(0)
+        gpu.synchronize()
+        with pytest.raises(WeightsChanged):
+            request([1, 2])
+        engine.reload_weights()
+        request([1, 2])
+        assert not gpu.findings
+
+
+def test_the_pool_takes_the_memory_that_steps_leave() -> None:
+    with installed(VirtualGpu(memory=1 << 20)) as gpu, load(gpu.place, num_blocks=None) as engine:
+        total = engine.stats().cache.num_blocks
+        assert total > 20
+        assert answers(engine) == expected()
+        assert torch.device(engine.core.runner.store.device) == gpu.place
