@@ -167,15 +167,15 @@ def measure(store: KVStore, step: Step, count: int) -> dict[str, float]:
     found: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for turn in range(count + 3):
         for name in VARIANTS:
-            place = launches.place if name == "bound" else no_place
-            with mock.patch.object(launches, "place", place):
+            device = launches.device if name == "bound" else no_device
+            with mock.patch.object(launches, "device", device):
                 seconds = forward(store, step)
             if turn >= 3:  # the first ones compile and bind
                 found[name].append(seconds / (LAYERS - 1) * 1e6)
     return {name: round(statistics.median(times), 1) for name, times in found.items()}
 
 
-def no_place() -> None:
+def no_device() -> None:
     """Let Triton launch each kernel."""
 
 

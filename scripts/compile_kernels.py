@@ -97,7 +97,7 @@ def compiled_for(name: str) -> Iterator[list[Any]]:
         return seen[-1]
 
     driver.set_active(CompileOnly(name))
-    with patch.object(jit.JITFunction, "run", compile_it), patch.object(launches, "place", return_value=None):
+    with patch.object(jit.JITFunction, "run", compile_it), patch.object(launches, "device", return_value=None):
         yield seen
 
 

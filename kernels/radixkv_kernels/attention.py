@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from operator import or_
 from typing import Any
 
@@ -217,6 +217,19 @@ def _pageable(size: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, dtype=dtype)
 
 
+Order = Callable[[Sequence[Callable[[], None]]], None]
+"""Calls functions that each launch one kind of tile, in any streams: kinds write to different memory.
+
+When it returns, the present stream must be after all of them, and each must be after the stream's work of before.
+"""
+
+
+def in_turn(kinds: Sequence[Callable[[], None]]) -> None:
+    """Launch the kinds of tile one after the other in the present stream."""
+    for launch in kinds:
+        launch()
+
+
 def attend(
     query: Tensor,
     key_pool: Tensor,
@@ -227,21 +240,20 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     output: Tensor | None = None,
+    order: Order = in_turn,
 ) -> Tensor:
     """Attention of query [heads, T, dk], the rows of all sequences in turn -> [T, heads, dv], in the query's dtype.
 
     The pools are [kv_heads, blocks, block_size, dk or dv] in any order of memory that keeps a head's numbers of one
-    token together; `sinks` is [heads]. Writes to `output` if it is given. Costs one launch for each kind of tile in the
-    step and one for the merge, and `step.num_partials * heads * (dv + 1)` floats.
+    token together; `sinks` is [heads]. Writes to `output` if it is given. `order` launches the kinds of tile. Costs one
+    launch for each kind in the step and one for the merge, and `step.num_partials * heads * (dv + 1)` floats.
     """
     heads, rows, _ = query.shape
     if output is None:
         output = query.new_empty(rows, heads, value_pool.shape[3])
     assert query.stride(2) == key_pool.stride(3) == value_pool.stride(3) == output.stride(2) == 1
     call = _Call(query, key_pool, value_pool, step, scale, softcap, sinks, output)
-    for index, count in enumerate(step.counts):
-        if count:
-            call.launch(index)
+    order([partial(call.launch, index) for index, count in enumerate(step.counts) if count])
     if step.num_merges:
         call.merge()
     return output
@@ -271,12 +283,12 @@ class _Call:
         self._offset = -(-step.num_partials * heads * dv // 4) * 4
         partials = query.new_empty(self._offset + step.num_partials * heads, dtype=torch.float32)
         self._tensors = query, key_pool, value_pool, sinks, output, partials
-        place = launches.place()
+        device = launches.device()
         self._bound: dict[Kind | None, Bound] | None = None
-        if place is not None:
-            self._bind(place)
+        if device is not None:
+            self._bind(device)
 
-    def _bind(self, place: launches.Place) -> None:
+    def _bind(self, device: int) -> None:
         """Find the launches that are bound for such arguments, unless an address is not aligned."""
         step = self._step
         query, key_pool, value_pool, sinks, output, partials = self._tensors
@@ -285,14 +297,14 @@ class _Call:
         if (q | k | v | s | o | p | step.addresses.joined) % launches.ALIGNMENT:
             return
         key = (
-            place.device, step.block_size, step.window, self._scale, self._softcap,
+            device, step.block_size, step.window, self._scale, self._softcap,
             self._heads, query.dtype, query.stride(), output.dtype, output.stride(), sinks is not None and sinks.dtype,
             key_pool.dtype, key_pool.shape, key_pool.stride(), value_pool.dtype, value_pool.shape, value_pool.stride(),
         )  # fmt: skip
         bound = _BOUND.get(key)
         if bound is None:
             bound = launches.remember(_BOUND, key, {})
-        self._bound, self._stream, self._addresses = bound, place.stream, (q, k, v, s, o, p, p + 4 * self._offset)
+        self._bound, self._device, self._addresses = bound, device, (q, k, v, s, o, p, p + 4 * self._offset)
 
     def launch(self, index: int) -> None:
         """Launch all tiles of one kind."""
@@ -302,7 +314,7 @@ class _Call:
         bound = None if self._bound is None else self._bound.get(kind)
         if bound is not None:
             q, k, v, s, o, p, lse = self._addresses
-            bound(programs, self._stream, q, k, v, step.addresses.tiles[index], *step.addresses.rows, s, o, p, lse)
+            bound(self._device, programs, q, k, v, step.addresses.tiles[index], *step.addresses.rows, s, o, p, lse)
             return
         query, key_pool, value_pool, sinks, output, partials = self._tensors
         softcap, dk, dv = self._softcap, key_pool.shape[3], value_pool.shape[3]
@@ -349,7 +361,7 @@ class _Call:
         bound = None if self._bound is None else self._bound.get(None)
         if bound is not None:
             _, _, _, s, o, p, lse = self._addresses
-            bound(programs, self._stream, p, lse, *step.addresses.merges, s, o)
+            bound(self._device, programs, p, lse, *step.addresses.merges, s, o)
             return
         *_, value_pool, sinks, output, partials = self._tensors
         dv = value_pool.shape[3]

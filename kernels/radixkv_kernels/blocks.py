@@ -46,17 +46,17 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
         return
     padded, at_once, warps = _write_shape(heads, key_dim, value_dim, key.dtype.itemsize)
     programs, tensors = -(-tokens // at_once), (key, value, key_pool, value_pool, slots)
-    place, assumed = launches.place(), None
-    if place is not None:
+    device, assumed = launches.device(), None
+    if device is not None:
         k, v, key_to, value_to, s = [each.data_ptr() for each in tensors]
         if not (k | v | key_to | value_to | s) % launches.ALIGNMENT:
             assumed = (
-                place.device, heads, key.dtype, key.stride(), value.dtype, value.stride(), slots.dtype,
+                device, heads, key.dtype, key.stride(), value.dtype, value.stride(), slots.dtype,
                 key_pool.dtype, key_pool.shape, key_pool.stride(),
                 value_pool.dtype, value_pool.shape, value_pool.stride(),
             )  # fmt: skip
             if (bound := _BOUND.get(assumed)) is not None:
-                bound(programs, place.stream, k, v, key_to, value_to, s, tokens)
+                bound(device, programs, k, v, key_to, value_to, s, tokens)
                 return
     bound = launches.first(
         write_slots,

@@ -9,7 +9,7 @@ are multiples of `ALIGNMENT`. `place` returns None where launches must not be re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -25,15 +25,8 @@ MOST = 256
 Remembered = TypeVar("Remembered")
 
 
-class Place(NamedTuple):
-    """The present device and stream of CUDA, where a launch goes."""
-
-    device: int
-    stream: int
-
-
-def place() -> Place | None:
-    """Return the place of bound launches; None if Triton itself must launch.
+def device() -> int | None:
+    """Return the number of the present GPU, for bound launches; None if Triton itself must launch.
 
     This is so in the interpreter, for AMD's GPUs, whose code also depends on the sizes of tensors, and while hooks of a
     profiler observe launches.
@@ -45,8 +38,8 @@ def place() -> Place | None:
         or _calls(runtime.launch_enter_hook, runtime.launch_exit_hook)
     ):
         return None
-    device = driver.active.get_current_device()
-    return Place(device, driver.active.get_current_stream(device))
+    number: int = driver.active.get_current_device()
+    return number
 
 
 def _calls(*hooks: Any) -> bool:
@@ -64,11 +57,11 @@ class Bound:
         self._kernel, self._run = kernel, kernel.run  # the kernel unloads its code when it is freed
         self._function, self._metadata, self._fixed = kernel.function, kernel.packed_metadata, fixed
 
-    def __call__(self, programs: int, stream: int, *varying: int) -> None:
-        """Launch on a stream, with the addresses and numbers of the first arguments."""
-        self._run(
-            programs, 1, 1, stream, self._function, self._metadata, None, None, None, *varying, *self._fixed
-        )  # fmt: skip
+    def __call__(self, device: int, programs: int, *varying: int) -> None:
+        """Launch in the present stream of a GPU, with the addresses and numbers of the first arguments."""
+        stream = driver.active.get_current_stream(device)
+        place = programs, 1, 1, stream, self._function, self._metadata, None, None, None
+        self._run(*place, *varying, *self._fixed)
 
 
 def first(
@@ -85,7 +78,7 @@ def first(
     compilation of a kernel for new types or numbers.
     """
     compiled = kernel[(programs,)](*varying, *fixed, **constants, **options)
-    if place() is None:
+    if device() is None:
         return None
     names = [parameter.name for parameter in kernel.params[len(varying) + len(fixed) :]]
     return Bound(compiled, (*fixed, *(constants[name] for name in names)))

@@ -6,7 +6,7 @@ The functions have the signatures of `torch_backend` and of the store, so that a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from radixkv.attention import torch_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
-from radixkv.device import device_of
+from radixkv.device import Device, Stream, device_of
 from radixkv_kernels.work_list import WorkList
 
 TRITON = find_spec("triton") is not None
@@ -105,12 +105,46 @@ def follow(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    order: Callable[[Sequence[Callable[[], None]]], None] | None = None,
 ) -> Tensor:
-    """Attend along a `radixkv_kernels.attention.TilePlan`; only launches kernels, and reads no number back."""
+    """Attend along a `radixkv_kernels.attention.TilePlan`; only launches kernels, and reads no number back.
+
+    `order` launches the kinds of tile, by default one after the other.
+    """
     query = query if query.stride(2) == 1 else query.contiguous()
-    pools = store.keys[layer], store.values[layer]
-    output: Tensor = _kernels().attend(query, *pools, step, scale=scale, softcap=softcap, sinks=sinks)
+    pools, options = (store.keys[layer], store.values[layer]), {} if order is None else {"order": order}
+    output: Tensor = _kernels().attend(query, *pools, step, scale=scale, softcap=softcap, sinks=sinks, **options)
     return output
+
+
+class ForkedStreams:
+    """Launches the kinds of tile of a step in streams of their own, so that a recorded step runs them side by side.
+
+    Each stream waits for the present one, and the present one then waits for all. This costs two events for each kind
+    but the first. A replay of the recorded step costs the host nothing for them.
+    """
+
+    def __init__(self, device: Device) -> None:
+        """Use `device`; streams are made when first needed."""
+        self._device = device
+        self._streams: list[Stream] = []
+
+    def __call__(self, kinds: Sequence[Callable[[], None]]) -> None:
+        """Launch the first kind in the present stream, and each of the others in a stream of its own."""
+        others = kinds[1:]
+        while len(self._streams) < len(others):
+            self._streams.append(self._device.stream())
+        own, used = self._device.current_stream(), self._streams[: len(others)]
+        try:
+            for stream, launch in zip(used, others, strict=True):
+                stream.wait_stream(own)
+                with self._device.on(stream):
+                    launch()
+            for launch in kinds[:1]:
+                launch()
+        finally:  # after an error, too, no stream may use memory that the present one frees
+            for stream in used:
+                own.wait_stream(stream)
 
 
 def write(store: KVStore, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:

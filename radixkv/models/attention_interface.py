@@ -238,8 +238,12 @@ def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = Fal
 
 
 def recordable_backend(store: KVStore, layers: Sequence[LayerSpec]) -> AttentionBackend:
-    """Return the kernels along plans whose arrays are on the device; they only launch, so they can be recorded."""
-    attend = partial(triton_backend.follow, store)
+    """Return the kernels along plans whose arrays are on the device; they only launch, so they can be recorded.
+
+    Kinds of tile are launched in streams of their own.
+    """
+    order = triton_backend.ForkedStreams(device_of(store.device))
+    attend = partial(triton_backend.follow, store, order=order)
     return _storing_once(_kernels_over(store, attend), layers)
 
 

@@ -22,6 +22,7 @@ QUICK = (
     "test_combinations.py::test_any_two_settings_meet",
     "test_edges.py::test_decodes_of_lengths_around_blocks",
     "test_layers.py::test_a_rotation_has_the_bits_of_torch",
+    "test_streams.py::test_copies_of_blocks_do_not_make_the_host_wait",
 )
 
 

@@ -102,7 +102,7 @@ def _fresh(gpu: Gpu) -> Iterator[None]:
 def launches_of(gpu: Gpu, call: Any, *, bound: bool) -> list[tuple[Any, ...]]:
     """Return the launches of a call, by Triton itself unless `bound`."""
     gpu.launched.clear()
-    with mock.patch.object(launches, "place", launches.place if bound else lambda: None):
+    with mock.patch.object(launches, "device", launches.device if bound else lambda: None):
         call()
     return list(gpu.launched)
 
