@@ -1,8 +1,8 @@
 """A process that is killed at any line, or at any byte, of a writer leaves files that readers believe.
 
 Each life is a fork of one process. SIGKILL comes at the n-th line that runs in a module of a writer. A limit of the
-size of files ends other lives inside a write: the kernel writes up to the limit, then kills. Every fourth line and byte
-is tried, and with `RADIXKV_LONG=1` every one, in four minutes.
+size of files ends other lives inside a write: the kernel writes up to the limit, then kills. Every fourth line and
+every 13th byte is tried, and with `RADIXKV_LONG=1` every one, in four minutes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.telemetry.wire import FACTS, node
 WRITERS = {module.__file__ for module in (private_files, saved, recording, trace_writer)}
 DELTAS = [Delta(Changes(float(at), nodes=(node(at),)), seq=at) for at in range(1, 4)]
 MODEL, VOCABULARY = "tiny", 100
-STRIDE = 1 if os.environ.get("RADIXKV_LONG") == "1" else 4
+LINES, BYTES = (1, 1) if os.environ.get("RADIXKV_LONG") == "1" else (4, 13)  # from one death to the next
 
 
 class _Killer:
@@ -90,12 +90,12 @@ def killed_at_byte(size: int) -> Callable[[], None]:
 
 def every_death(write: Callable[[], object], check: Callable[[], object], size: int) -> None:
     """Kill `write` at its lines, then at the bytes of a file of `size`, and check the files each time."""
-    for line in range(0, 10_000, STRIDE):
+    for line in range(0, 10_000, LINES):
         if not lives(write, killed_at_line(line)):
             break
         check()
     assert line > 20  # it was killed at many places, and has lived at last
-    for at in range(0, size, STRIDE):
+    for at in range(0, size, BYTES):
         assert lives(write, killed_at_byte(at)) == signal.SIGXFSZ
         check()
     assert lives(write, killed_at_byte(size + 10_000)) == 0
