@@ -10,8 +10,6 @@ The draw is an exponential race: the token with the largest ratio of its weight 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
 # ruff: noqa: N803  (compile-time arguments are upper case, as in every Triton kernel)
 
-from typing import Protocol
-
 import torch
 import triton
 import triton.language as tl
@@ -30,22 +28,23 @@ _STEP, _FIRST, _SECOND = (
 )
 
 
-class DrawRows(Protocol):
-    """Parameters of the rows, one number for each; `radixkv.sampling.batch_draw.DrawRows` describes them."""
-
-    kinds: Tensor
-    keys: Tensor
-    top_k: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    least: Tensor
-
-
-def draw(logits: Tensor, best: Tensor, rows: DrawRows, *, tile: int = TILE) -> Tensor:
+def draw(
+    logits: Tensor,
+    best: Tensor,
+    kinds: Tensor,
+    keys: Tensor,
+    top_k: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    least: Tensor,
+    *,
+    tile: int = TILE,
+) -> Tensor:
     """Sample logits [rows, vocab] with maxima [rows]: int64 [rows], undefined tokens for greedy rows.
 
-    Rows of NaN get a token below `vocab`. `tile` is a power of two, at least PAGE. Costs one launch; per filtered row
-    17 passes over its logits, 33 with both top-k and top-p, and 1 without a filter.
+    The other tensors have one number for each row: see `draw_rows`. Rows of NaN get a token below `vocab`. `tile` is a
+    power of two, at least PAGE. Costs one launch. A filtered row is read 17 times, with both top-k and top-p 33 times,
+    a row without a filter once.
     """
     if logits.dtype != torch.float32:
         logits, best = (logits - best[:, None]).float(), torch.zeros_like(best, dtype=torch.float32)
@@ -53,8 +52,8 @@ def draw(logits: Tensor, best: Tensor, rows: DrawRows, *, tile: int = TILE) -> T
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     if count:
         draw_rows[(count,)](
-            logits, best, rows.kinds, rows.keys, rows.top_k, rows.temperature, rows.top_p, rows.least, tokens,
-            vocab, logits.stride(0), TILE=tile, PAGE=PAGE, num_warps=WARPS,
+            logits, best, kinds, keys, top_k, temperature, top_p, least, tokens, vocab, logits.stride(0),
+            TILE=tile, PAGE=PAGE, num_warps=WARPS,
         )  # fmt: skip
     return tokens
 

@@ -38,6 +38,7 @@ from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.engine.weights import FIXED_WEIGHTS, State, Weights
 from radixkv.errors import InvalidInput
 from radixkv.memory import PoolSize, pool_size
+from radixkv.models.sampling_backend import sampler_of
 from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.records import EngineFacts
 from radixkv.telemetry.tree_view import ALL, TreeView
@@ -76,6 +77,7 @@ class RequestEngine:
         self.config = config
         self._model = model
         core = new_core(cache, runner, config)
+        core.sampler = sampler_of(model)
         auditor = Auditor(core, scrub=config.scrub_rate)
         self._outputs: list[TraceWriter | monitoring.Monitoring] = []
         if (file := check_path(config.record)) is not None:

@@ -10,9 +10,10 @@ from radixkv.device import device_of
 from radixkv.errors import InvalidInput
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
+from radixkv.models.sampling_backend import sampler_of
 from radixkv.recurrent_state import StateRow, StateStep
 from radixkv.sampling.params import SampleRow, SamplingParams
-from radixkv.sampling.sampler import sample
+from radixkv.sampling.sampler import Sampler
 
 _STATE_ROWS = 8  # of a model with recurrent state, whose rows are a part of the pool's memory
 _TIMES = 2  # the tensors of a step that is launched, and those of recorded steps, which share their memory
@@ -44,18 +45,19 @@ def step_memory(
             block_size,
             state_slots=len(inputs) if loaded.state else 0,
         )
+        sampler = sampler_of(loaded)
         with device.current(), torch.inference_mode():
             runner.run(inputs[:1])  # libraries allocate their workspaces, and kernels are compiled
             with device.peak() as peak:
                 logits = runner.run(inputs)
-                _sample_all(logits[:1].expand(max_sequences, -1).contiguous())
+                _sample_all(sampler, logits[:1].expand(max_sequences, -1).contiguous())
             device.synchronize()
     except torch.OutOfMemoryError as error:
         raise InvalidInput(
             f"max_batch_tokens={max_batch_tokens}: a step of that many tokens does not fit into the memory that the "
             f"weights leave: lower max_batch_tokens or max_sequences={max_sequences} ({error})"
         ) from error
-    del runner, logits
+    del runner, sampler, logits
     device.release_cached()
     return _TIMES * peak.bytes
 
@@ -77,7 +79,7 @@ def _largest_step(
     return inputs
 
 
-def _sample_all(logits: Tensor) -> None:
+def _sample_all(sampler: Sampler, logits: Tensor) -> None:
     """Sample a token from each row with parameters that take the most memory."""
     params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1)
-    sample(logits, [SampleRow(params, seed, 1, [0], 1) for seed in range(len(logits))])
+    sampler.begin(logits, [SampleRow(params, seed, 1, [0], 1) for seed in range(len(logits))]).result()

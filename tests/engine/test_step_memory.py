@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from radixkv.models.loaded import LoadedModel
 from radixkv.models.runner import Runner
 from radixkv.models.step_memory import step_memory
 from radixkv.sampling.params import SampleRow
+from radixkv.sampling.sampler import HostPending, HostSampler
 
 STEP = {"block_size": 16, "max_batch_tokens": 300, "max_sequences": 5, "prefill_chunk": 100}
 FREE, TOTAL, PEAK = 700_000, 1_000_000, 1000
@@ -61,11 +62,13 @@ def test_the_largest_step_has_all_tokens_and_samples_for_all_sequences(
         assert self.store.num_blocks == sum(-(-count // 16) for count in [100, 100, 98, 1, 1])
         return run(self, inputs, *rest)
 
-    def sampled(logits: torch.Tensor, rows: list[SampleRow]) -> None:
-        drawn.append((len(logits), len(rows)))
+    class Recording(HostSampler):
+        def begin(self, logits: torch.Tensor, rows: Sequence[SampleRow], *rest: Any) -> HostPending:
+            drawn.append((len(logits), len(rows)))
+            return super().begin(logits, rows, *rest)
 
     monkeypatch.setattr(Runner, "run", counted)
-    monkeypatch.setattr("radixkv.models.step_memory.sample", sampled)
+    monkeypatch.setattr("radixkv.models.step_memory.sampler_of", lambda loaded: Recording())
     assert step_memory(loaded, **STEP) == 2 * PEAK
     assert steps == [[100], [100, 100, 98, 1, 1]]
     assert drawn == [(5, 5)]

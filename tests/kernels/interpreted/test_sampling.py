@@ -5,25 +5,30 @@ from __future__ import annotations
 import math
 import os
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from radixkv.models.sampling_backend import sampler_of
 from radixkv.sampling.batch_draw import DrawRows
 from radixkv.sampling.device_sampler import DeviceSampler
 from radixkv.sampling.params import SampleRow, SamplingParams
 from radixkv.sampling.sampler import sample
 from radixkv_kernels.sampling import draw
+from tests.virtual_gpu import VirtualGpu
 
 CPU = torch.device("cpu")
-SEEDS = 60 if os.environ.get("RADIXKV_LONG") else 1
+LONG = bool(os.environ.get("RADIXKV_LONG"))
 
 
 def drawn(logits: torch.Tensor, rows: list[SampleRow], tile: int = 1024) -> list[int]:
     """Sample with the kernel."""
 
-    def kernel(values: torch.Tensor, best: torch.Tensor, parameters: DrawRows) -> torch.Tensor:
-        return draw(values, best, parameters, tile=tile)
+    def kernel(values: torch.Tensor, best: torch.Tensor, given: DrawRows) -> torch.Tensor:
+        numbers = given.kinds, given.keys, given.top_k, given.temperature, given.top_p, given.least
+        return draw(values, best, *numbers, tile=tile)
 
     return DeviceSampler(CPU, kernel).begin(logits, rows).result().tokens
 
@@ -37,8 +42,8 @@ def params(rng: Random) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
-@pytest.mark.parametrize("vocab", [1, 150, 1500])
+@pytest.mark.parametrize("seed", range(60 if LONG else 1))
+@pytest.mark.parametrize("vocab", [1, 150, 1500] if LONG else [1500])
 def test_rows_are_drawn_as_on_the_host(vocab: int, seed: int) -> None:
     rng, generator = Random(seed), torch.Generator().manual_seed(seed)
     rows = [SampleRow(params(rng), rng.randrange(2**70), rng.randrange(1000)) for _ in range(12)]
@@ -83,3 +88,20 @@ def test_logits_in_double_precision() -> None:
     logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0)).double()
     rows = [SampleRow(each, 0, 0) for each in (SamplingParams(), SamplingParams(top_k=9), SamplingParams(top_p=0.8))]
     assert drawn(logits, rows) == sample(logits, rows).tokens
+
+
+def test_a_gpu_draws_by_the_kernel_that_was_proven(
+    virtual_gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = SimpleNamespace(device=virtual_gpu.place, vocab_size=97)
+    sampler = sampler_of(model)
+    logits = torch.randn(2, 97, generator=torch.Generator().manual_seed(0))
+    rows = [SampleRow(SamplingParams(top_p=0.8), 0, position) for position in range(2)]
+    with virtual_gpu.serving():
+        launches = virtual_gpu.counts["launch"]
+        assert sampler.begin(virtual_gpu.upload(logits), rows).result() == sample(logits, rows)
+    assert virtual_gpu.counts["launch"] - launches < 10
+    assert not caplog.records
+    monkeypatch.setattr("radixkv_kernels.sampling.draw", lambda logits, best, *_: best.long() * 0)
+    sampler_of(model)
+    assert "the kernel draws other tokens" in caplog.text
