@@ -39,7 +39,7 @@ class _Observer:
     def attend(self, call: AttentionCall) -> Tensor:
         """Return random numbers [T, heads, dv]."""
         shape = call.query.shape[2], call.query.shape[1], call.value.shape[3]
-        answer = torch.randn(shape, generator=self._draw).to(call.query)
+        answer = torch.randn(shape, generator=self._draw).to(call.query.dtype).to(call.query.device)
         self._calls.append((call, answer))
         return answer
 

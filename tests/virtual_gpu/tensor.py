@@ -79,6 +79,16 @@ class VirtualTensor(Tensor):
     def data_ptr(self) -> int:
         return self.backing.data_ptr()
 
+    @property
+    def data(self) -> Tensor:
+        """The same values, outside of autograd; another tensor may take their place."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: VirtualTensor) -> None:
+        Tensor.data.__set__(self, other)  # sizes and dtype
+        self.backing, self.lease = other.backing, other.lease
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"VirtualTensor({tuple(self.shape)}, {self.dtype})"
 

@@ -31,7 +31,7 @@ def should_fuse(loaded: LoadedModel) -> bool:
     return loaded.attention == "triton" and device_of(loaded.device).is_gpu
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def fuse_layers(loaded: LoadedModel) -> bool:
     """Replace the forwards of a model's layers in place, and return whether all were proven.
 

@@ -71,9 +71,9 @@ def _stack(parameters: list[Tensor]) -> Tensor:
 
 def _adjacent(parameters: list[Tensor]) -> bool:
     """Return whether contiguous tensors follow each other in one storage."""
-    storage, end = parameters[0].untyped_storage().data_ptr(), parameters[0].storage_offset()
+    storage, end = parameters[0].untyped_storage().data_ptr(), parameters[0].data_ptr()
     for each in parameters:
-        if each.untyped_storage().data_ptr() != storage or each.storage_offset() != end or not each.is_contiguous():
+        if each.untyped_storage().data_ptr() != storage or each.data_ptr() != end or not each.is_contiguous():
             return False
-        end += each.numel()
+        end += each.nbytes
     return True

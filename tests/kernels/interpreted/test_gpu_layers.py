@@ -24,6 +24,7 @@ from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from radixkv.models.weight_reload import ModelWeights
 from tests.kernels.launch_recorder import LaunchRecorder
+from tests.virtual_gpu import VirtualGpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy warns of SiLU at -1e4
 SIZES: dict[str, Any] = {
@@ -299,3 +300,23 @@ def test_a_layer_of_a_decode_takes_at_most_eleven_kernels(name: str, monkeypatch
     found = kernels_of_a_layer(name, monkeypatch)
     assert len(found) <= 11, found
     assert found.count("linear") == 4 and set(found) == {"linear", "launch"}
+
+
+# ---- a simulated GPU
+
+
+@pytest.mark.parametrize("name", ["llama, biases", "qwen3"] if LONG else ["qwen3"])
+def test_on_a_gpu_layers_are_fused_and_recorded(name: str, virtual_gpu: VirtualGpu, monkeypatch: Any) -> None:
+    """Recorded decodes of a padded batch only launch: nothing is allocated, captured or awaited while serving."""
+    monkeypatch.setattr(adapter, "self_test", lambda loaded: 0.0)
+    expected = as_written(adapter.load(made(CONFIGS[name]()), attention="torch"))
+    loaded = adapter.load(made(CONFIGS[name]()), device=virtual_gpu.place)
+    assert loaded.attention == "triton" and is_fused(loaded.model)
+    runner = Runner(loaded, BLOCKS, SIZE)
+    record_decodes(runner, 4)
+    found = [runner.run(step) for step in STEPS[:2]]
+    padding = chunk([7], 2, [3])  # three sequences in a graph for four
+    with virtual_gpu.serving(allow=["capture", "synchronisation", "pageable copy", "memory query", "release"]):
+        found.append(runner.run([*STEPS[2], padding])[:2])
+    assert virtual_gpu.counts["replay"] >= 3
+    torch.testing.assert_close(torch.cat(found).cpu(), expected, rtol=0, atol=1e-4)
