@@ -1,11 +1,12 @@
 """Measure the host time of attention outside of CUDA graphs: microseconds of thread CPU time for a layer of a step.
 
 A layer of a Llama-3-8B (32 query heads over 8 kv heads of 128 numbers, bfloat16) stores its new KV and attends. The
-time is from the attention function that transformers calls down to the driver's launch. Three steps of 32 layers:
+time is from the attention function that transformers calls down to the driver's launch. Four steps of 32 layers:
 
   decode    64 sequences of 8,192 tokens that share nothing, one token each
   chunk     512 tokens of a prompt after 8,192 cached ones
-  mixed     63 decodes over 8,192 shared and 512 own tokens, and such a chunk: all kinds of tile, and the merge
+  mixed     63 decodes over 8,192 shared and 512 own tokens, and such a chunk: several kinds of tile, and the merge
+  fused     the same in a layer of `gpu_layers`, whose launch that writes KV also rotates queries and keys
 
 Two variants take turns within one run:
 
@@ -15,7 +16,8 @@ Two variants take turns within one run:
 No GPU is needed: kernels are compiled for sm_90, and Triton's own launcher calls a CUDA library whose functions do
 nothing. So times are those of the host, without the driver's own for a launch, which are some 2 us each. Tensors are
 on the CPU: torch's allocator for GPUs takes about as long. The first layer of a step, which also cuts the tiles, is
-left out. Medians over the steps. Needs a C compiler, as Triton does. Run it as
+left out. The tenth percentile of the steps counts, because other work on the machine only adds time. Needs a C
+compiler, as Triton does. Run it as
 
     python benchmarks/launches.py [--steps 100]
 
@@ -51,6 +53,7 @@ from radixkv.attention import plan
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.device import Device, Properties, registered
 from radixkv.models import attention_interface as interface
+from radixkv.models.attention_interface import RotaryCall
 from radixkv.models.loaded import LayerSpec
 from radixkv.models.runner import ForwardContext
 from radixkv_kernels import launches
@@ -121,6 +124,7 @@ class Step:
     tables: list[list[int]]
     kv_lengths: list[int]
     query_lengths: list[int]
+    fused: bool = False
 
     @property
     def tokens(self) -> int:
@@ -132,15 +136,17 @@ class Step:
 
 
 def steps() -> list[Step]:
-    """Return the three steps; blocks are named and never read."""
+    """Return the steps; blocks are named and never read."""
     shared, own, chunk = 8192 // BLOCK, 512 // BLOCK, 512
     flat = [list(range(i * shared, (i + 1) * shared)) for i in range(64)]
     tree = [[*range(shared), *range(shared + i * own, shared + (i + 1) * own)] for i in range(63)]
     prompt = [*range(100_000, 100_000 + shared + chunk // BLOCK)]
+    mixed = [*tree, prompt], [8192 + 512] * 63 + [8192 + chunk], [1] * 63 + [chunk]
     return [
         Step("decode", flat, [8192] * 64, [1] * 64),
         Step("chunk", [prompt], [8192 + chunk], [chunk]),
-        Step("mixed", [*tree, prompt], [8192 + 512] * 63 + [8192 + chunk], [1] * 63 + [chunk]),
+        Step("mixed", *mixed),
+        Step("fused", *mixed, fused=True),
     ]
 
 
@@ -154,9 +160,20 @@ def forward(store: KVStore, step: Step) -> float:
     backend = interface.backend_of(loaded, store)
     context = ForwardContext(backend, specs, torch.arange(tokens), [step.work()] * LAYERS)
     attention: Any = AttentionInterface()[interface.IMPLEMENTATION]
+    module: Any = None
+    product = torch.empty(tokens, (HEADS + 2 * SHAPE.kv_heads) * dim, dtype=torch.bfloat16)
+    angles = torch.empty(2, tokens, dim, dtype=torch.bfloat16).unbind(0)
+    rotate: Any = context.attend_rows
+
+    def attend() -> None:
+        if step.fused:
+            rotate(RotaryCall(module, product, HEADS, 0.088, *angles))
+        else:
+            attention(module, query, key, key, None, scaling=0.088)
+
     with torch.inference_mode(), interface.handled_by(context):
         for layer in range(LAYERS):
-            attention(None, query, key, key, None, scaling=0.088)
+            attend()
             if layer == 0:
                 start = time.thread_time()
     return time.thread_time() - start
@@ -172,7 +189,7 @@ def measure(store: KVStore, step: Step, count: int) -> dict[str, float]:
                 seconds = forward(store, step)
             if turn >= 3:  # the first ones compile and bind
                 found[name].append(seconds / (LAYERS - 1) * 1e6)
-    return {name: round(statistics.median(times), 1) for name, times in found.items()}
+    return {name: round(statistics.quantiles(times, n=10)[0], 1) for name, times in found.items()}
 
 
 def no_device() -> None:

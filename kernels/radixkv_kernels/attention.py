@@ -321,7 +321,7 @@ class _Call:
         (dk0, dk1), (dv0, dv1) = head_parts(dk), head_parts(dv)
         self._keep(kind, launches.first(
             attend_tiles,
-            programs,
+            (programs,),
             (
                 query, key_pool, value_pool, step.tiles[index], *step.rows,
                 query if sinks is None else sinks, output, partials, partials[self._offset :],
@@ -367,7 +367,7 @@ class _Call:
         dv = value_pool.shape[3]
         self._keep(None, launches.first(
             merge_partials,
-            programs,
+            (programs,),
             (partials, partials[self._offset :], *step.merges, partials if sinks is None else sinks, output),
             output.stride()[:2],
             {

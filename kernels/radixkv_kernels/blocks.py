@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +15,7 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv_kernels import launches
-from radixkv_kernels.launches import Bound
+from radixkv_kernels.launches import Launcher
 from radixkv_kernels.triton_kernels import copy_regions, write_slots
 
 WORD = 4
@@ -30,8 +28,7 @@ SPAN = 1024
 """Words that one program copies: eight 16-byte loads a thread at most, and enough programs for a single block."""
 
 
-_BOUND: dict[tuple[Any, ...], Bound] = {}
-"""Bound writes, by all that they depend on."""
+WRITE_SLOTS = Launcher(write_slots)
 
 
 def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor) -> None:
@@ -45,23 +42,10 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
     if not tokens:
         return
     padded, at_once, warps = _write_shape(heads, key_dim, value_dim, key.dtype.itemsize)
-    programs, tensors = -(-tokens // at_once), (key, value, key_pool, value_pool, slots)
-    device, assumed = launches.device(), None
-    if device is not None:
-        k, v, key_to, value_to, s = [each.data_ptr() for each in tensors]
-        if not (k | v | key_to | value_to | s) % launches.ALIGNMENT:
-            assumed = (
-                device, heads, key.dtype, key.stride(), value.dtype, value.stride(), slots.dtype,
-                key_pool.dtype, key_pool.shape, key_pool.stride(),
-                value_pool.dtype, value_pool.shape, value_pool.stride(),
-            )  # fmt: skip
-            if (bound := _BOUND.get(assumed)) is not None:
-                bound(device, programs, k, v, key_to, value_to, s, tokens)
-                return
-    bound = launches.first(
-        write_slots,
-        programs,
-        (*tensors, tokens),
+    WRITE_SLOTS(
+        -(-tokens // at_once),
+        (key, value, key_pool, value_pool, slots),
+        (tokens,),
         (*key.stride()[:2], *value.stride()[:2], *key_pool.stride()[:3], *value_pool.stride()[:3]),
         {
             "HEADS": heads,
@@ -75,8 +59,6 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
         },
         num_warps=warps,
     )
-    if assumed is not None and bound is not None:
-        launches.remember(_BOUND, assumed, bound)
 
 
 @cache

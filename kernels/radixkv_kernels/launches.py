@@ -3,12 +3,15 @@
 Triton inspects all arguments of each launch to find the kernel that was compiled for them. Its code depends on types,
 on which addresses and numbers are multiples of 16, and on which numbers are 1. `first` launches as Triton does and
 returns a `Bound`. The caller repeats it only for arguments with the same types and numbers, and with addresses that
-are multiples of `ALIGNMENT`. `place` returns None where launches must not be repeated.
+are multiples of `ALIGNMENT`. `device` returns None where launches must not be repeated. A `Launcher` does all of this
+for one kernel; `attention` shares one inspection among the launches of a layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, TypeVar
 
 import torch
@@ -57,16 +60,16 @@ class Bound:
         self._kernel, self._run = kernel, kernel.run  # the kernel unloads its code when it is freed
         self._function, self._metadata, self._fixed = kernel.function, kernel.packed_metadata, fixed
 
-    def __call__(self, device: int, programs: int, *varying: int) -> None:
-        """Launch in the present stream of a GPU, with the addresses and numbers of the first arguments."""
+    def __call__(self, device: int, programs: int, *varying: int, spans: int = 1) -> None:
+        """Launch (programs, spans) in the present stream of a GPU, with the first arguments' addresses and numbers."""
         stream = driver.active.get_current_stream(device)
-        place = programs, 1, 1, stream, self._function, self._metadata, None, None, None
+        place = programs, spans, 1, stream, self._function, self._metadata, None, None, None
         self._run(*place, *varying, *self._fixed)
 
 
 def first(
     kernel: Any,
-    programs: int,
+    grid: tuple[int, ...],
     varying: Sequence[Tensor | int],
     fixed: Sequence[Any],
     constants: Mapping[str, Any],
@@ -77,7 +80,7 @@ def first(
     The kernel's arguments are those of `varying`, of `fixed`, and `constants` by name. Costs some 40 us, and the
     compilation of a kernel for new types or numbers.
     """
-    compiled = kernel[(programs,)](*varying, *fixed, **constants, **options)
+    compiled = kernel[grid](*varying, *fixed, **constants, **options)
     if device() is None:
         return None
     names = [parameter.name for parameter in kernel.params[len(varying) + len(fixed) :]]
@@ -90,3 +93,47 @@ def remember(bound: dict[tuple[Any, ...], Remembered], key: tuple[Any, ...], mad
         bound.clear()
     bound[key] = made
     return made
+
+
+class Launcher:
+    """Launches one kernel, bound if it was launched with the same types and numbers before."""
+
+    def __init__(self, kernel: Any) -> None:
+        """Launch `kernel`; its arguments are addresses, counts, numbers, and compile-time constants, in this order."""
+        self._kernel = kernel
+        self._bound: dict[tuple[Any, ...], Bound] = {}
+
+    def __call__(
+        self,
+        programs: int,
+        tensors: Sequence[Tensor],
+        counts: Sequence[int],
+        numbers: tuple[float, ...],
+        constants: Mapping[str, Any],
+        *,
+        spans: int = 1,
+        num_warps: int = 4,
+    ) -> None:
+        """Launch a grid of (programs, spans). `counts` are below 2^31, and Triton must not specialise on them.
+
+        Costs about 8 us, and some 40 us where it cannot be bound.
+        """
+        present, key = device(), None
+        if present is not None:
+            addresses = [each.data_ptr() for each in tensors]
+            if not reduce(or_, addresses) % ALIGNMENT:
+                key = present, num_warps, numbers, *constants.values(), *[each.dtype for each in tensors]
+                if (bound := self._bound.get(key)) is not None:
+                    bound(present, programs, *addresses, *counts, spans=spans)
+                    return
+        made = first(self._kernel, (programs, spans), (*tensors, *counts), numbers, constants, num_warps=num_warps)
+        if key is not None and made is not None:
+            remember(self._bound, key, made)
+
+    def __len__(self) -> int:
+        """Return the number of bound launches."""
+        return len(self._bound)
+
+    def forget(self) -> None:
+        """Drop all bound launches: Triton inspects the next ones again."""
+        self._bound.clear()

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from radixkv_kernels.launches import Launcher
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 WIDEST = 1 << 15
@@ -65,6 +67,9 @@ def add_norm_rows(
     tl.store(output + place, _rounded(scaled * factors, dtype, EXACT).to(dtype), mask=inside)
 
 
+ADD_NORM_ROWS = Launcher(add_norm_rows)
+
+
 def add_norm(hidden: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor:
     """Normalise rows [T, width] by their root mean square and scale them by weight [width]; returns a new tensor.
 
@@ -77,16 +82,17 @@ def add_norm(hidden: Tensor, weight: Tensor, epsilon: float, residual: Tensor | 
     output = torch.empty_like(hidden)
     padded = triton.next_power_of_2(width)
     if rows:
-        add_norm_rows[(rows,)](
-            hidden,
-            hidden if residual is None else residual,
-            weight,
-            output,
-            epsilon,
-            WIDTH=width,
-            WIDTH_PADDED=padded,
-            ADDS=residual is not None,
-            EXACT=_cuts(hidden.dtype),
+        ADD_NORM_ROWS(
+            rows,
+            (hidden, hidden if residual is None else residual, weight, output),
+            (),
+            (epsilon,),
+            {
+                "WIDTH": width,
+                "WIDTH_PADDED": padded,
+                "ADDS": residual is not None,
+                "EXACT": _cuts(hidden.dtype),
+            },
             num_warps=max(1, min(16, padded // 512)),
         )
     return output
@@ -187,6 +193,9 @@ def rotate_and_write_rows(
     tl.store(target + half, value_high.to(stored), mask=written)
 
 
+ROTATE_AND_WRITE_ROWS = Launcher(rotate_and_write_rows)
+
+
 def rotate_and_write(
     rows: Tensor,
     heads: int,
@@ -219,30 +228,29 @@ def rotate_and_write(
     half = triton.next_power_of_2(dim // 2)
     at_once = max(1, HALVES // half)
     if tokens:
-        rotate_and_write_rows[(triton.cdiv(tokens * every, at_once),)](
-            rows,
-            rows if cosines is None else cosines,
-            rows if sines is None else sines,
-            rows if query_weight is None else query_weight,
-            rows if key_weight is None else key_weight,
-            key_pool,
-            value_pool,
-            slots,
-            tokens,
-            epsilon,
-            rows.stride(0),
-            0 if cosines is None else cosines.stride(0),
-            *key_pool.stride()[:3],
-            *value_pool.stride()[:3],
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            DIM=dim,
-            HALF_PADDED=half,
-            BLOCK_SIZE=block_size,
-            AT_ONCE=at_once,
-            ROTATED=cosines is not None,
-            NORMED=query_weight is not None,
-            EXACT=_cuts(rows.dtype),
+        optional = [rows if each is None else each for each in (cosines, sines, query_weight, key_weight)]
+        ROTATE_AND_WRITE_ROWS(
+            -(-tokens * every // at_once),
+            (rows, *optional, key_pool, value_pool, slots),
+            (tokens,),
+            (
+                epsilon,
+                rows.stride(0),
+                0 if cosines is None else cosines.stride(0),
+                *key_pool.stride()[:3],
+                *value_pool.stride()[:3],
+            ),
+            {
+                "HEADS": heads,
+                "KV_HEADS": kv_heads,
+                "DIM": dim,
+                "HALF_PADDED": half,
+                "BLOCK_SIZE": block_size,
+                "AT_ONCE": at_once,
+                "ROTATED": cosines is not None,
+                "NORMED": query_weight is not None,
+                "EXACT": _cuts(rows.dtype),
+            },
             num_warps=2,
         )
     return rows[:, : heads * dim].view(tokens, heads, dim).transpose(0, 1)
@@ -268,6 +276,9 @@ def silu_multiply_rows(
     tl.store(output + row * WIDTH + column, _rounded(opened * factor, dtype, EXACT).to(dtype), mask=inside)
 
 
+SILU_MULTIPLY_ROWS = Launcher(silu_multiply_rows)
+
+
 def silu_multiply(pairs: Tensor) -> Tensor:
     """Return silu(gates) * factors [T, width] of contiguous rows [T, 2 * width] that hold both."""
     rows, width = pairs.shape[0], pairs.shape[1] // 2
@@ -275,12 +286,13 @@ def silu_multiply(pairs: Tensor) -> Tensor:
     output = pairs.new_empty(rows, width)
     columns = min(COLUMNS, triton.next_power_of_2(width))
     if rows:
-        silu_multiply_rows[(rows, triton.cdiv(width, columns))](
-            pairs,
-            output,
-            WIDTH=width,
-            COLUMNS=columns,
-            EXACT=_cuts(pairs.dtype),
+        SILU_MULTIPLY_ROWS(
+            rows,
+            (pairs, output),
+            (),
+            (),
+            {"WIDTH": width, "COLUMNS": columns, "EXACT": _cuts(pairs.dtype)},
+            spans=-(-width // columns),
             num_warps=max(1, min(4, columns // 256)),
         )
     return output

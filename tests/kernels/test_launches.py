@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from radixkv.attention import plan
-from radixkv_kernels import attention, blocks, launches
+from radixkv_kernels import attention, blocks, launches, layers
 from radixkv_kernels.attention import Kind
 
 KINDS = (Kind(16, 16, 4, 2, 2), Kind(64, 16, 4, 2, 1))
@@ -96,7 +96,8 @@ def gpu() -> Iterator[Gpu]:
 def _fresh(gpu: Gpu) -> Iterator[None]:
     yield
     attention._BOUND.clear()
-    blocks._BOUND.clear()
+    for launcher in (blocks.WRITE_SLOTS, layers.ADD_NORM_ROWS, layers.ROTATE_AND_WRITE_ROWS, layers.SILU_MULTIPLY_ROWS):
+        launcher.forget()
 
 
 def launches_of(gpu: Gpu, call: Any, *, bound: bool) -> list[tuple[Any, ...]]:
@@ -200,6 +201,71 @@ def writing(tokens: int, heads: int, block_size: int, **of: Any) -> Any:
     return lambda: blocks.write(*new, *pools, slots)
 
 
+ROTATION = {
+    "tokens": (3, 1, 16),
+    "heads": (2, 4),
+    "kv_heads": (1, 2),
+    "dim": (16, 32),
+    "block_size": (16, 32),
+    "dtype": (BF16, FP32),
+    "rows_offset": (0, 1, 8),
+    "rows_padding": (0, 1, 8),
+    "rotated": (True, False),
+    "angles_stride": (1, 0),
+    "angles_offset": (0, 1),
+    "normed": (False, True),
+    "weight_offset": (0, 1),
+    "epsilon": (1e-6, 1e-5),
+    "key_pool": ("blocks first", "heads first"),
+    "value_pool": ("blocks first", "heads first"),
+    "slots_offset": (0, 1, 2),
+}
+
+
+def rotating(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, **of: Any) -> Any:
+    """Return a call of `layers.rotate_and_write` with these properties."""
+    width = (heads + 2 * kv_heads) * dim
+    stride = width + of["rows_padding"]
+    product = torch.empty(tokens * stride + 8, dtype=dtype)[of["rows_offset"] :][: tokens * stride]
+    angles = torch.empty(tokens * dim + 1, dtype=dtype)[of["angles_offset"] :]
+    angles = angles.as_strided((tokens, dim), (of["angles_stride"] * dim, 1), angles.storage_offset())
+    weight = torch.empty(dim + 1, dtype=dtype)[of["weight_offset"] :][:dim]
+    pools = [pool(of[f"{one}_pool"], kv_heads, dim, dtype, of["block_size"]) for one in ("key", "value")]
+    slots = torch.empty(tokens + 2, dtype=torch.int64)[of["slots_offset"] :][:tokens]
+    options = {"cosines": angles, "sines": angles} if of["rotated"] else {}
+    options |= {"query_weight": weight, "key_weight": weight} if of["normed"] else {}
+    rows = product.view(tokens, stride)[:, :width]
+    return lambda: layers.rotate_and_write(rows, heads, *pools, slots, epsilon=of["epsilon"], **options)
+
+
+ROWS = {
+    "tokens": (3, 1, 16),
+    "width": (64, 24, 2048),
+    "dtype": (BF16, FP32),
+    "offset": (0, 1, 8),
+    "weight_offset": (0, 1),
+    "residual_offset": (0, 1),
+    "residual": (True, False),
+    "epsilon": (1e-6, 1e-5),
+}
+
+
+def norming(tokens: int, width: int, dtype: torch.dtype, **of: Any) -> Any:
+    """Return a call of `layers.add_norm`, whose result is not compared: it is allocated in each call."""
+    hidden, residual, weight = (
+        torch.empty(tokens * width + 8, dtype=dtype)[of[offset] :][: tokens * width]
+        for offset in ("offset", "residual_offset", "weight_offset")
+    )
+    options = {"residual": residual.view(tokens, width)} if of["residual"] else {}
+    return lambda: layers.add_norm(hidden.view(tokens, width), weight[:width], of["epsilon"], **options)
+
+
+def multiplying(tokens: int, width: int, dtype: torch.dtype, **of: Any) -> Any:
+    """Return a call of `layers.silu_multiply`."""
+    pairs = torch.empty(2 * tokens * width + 8, dtype=dtype)[of["offset"] :][: 2 * tokens * width]
+    return lambda: layers.silu_multiply(pairs.view(tokens, 2 * width))
+
+
 def changed(values: dict[str, tuple[Any, ...]], base: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the usual properties, with those of `base`, with one of them changed."""
     usual = {name: some[0] for name, some in values.items()} | base
@@ -231,13 +297,29 @@ def comparable(launch: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*launch[:3], found)
 
 
-def test_writes_launch_what_triton_would(gpu: Gpu) -> None:
-    usual = writing(**{name: some[0] for name, some in WRITE.items()})
-    for properties in changed(WRITE, {}):
-        other = writing(**properties)
+@pytest.mark.parametrize(
+    ("call_of", "values", "base", "made"),
+    [
+        (writing, WRITE, {}, None),
+        (rotating, ROTATION, {}, None),
+        (rotating, ROTATION, {"normed": True}, None),
+        (norming, ROWS, {}, 3),
+        (multiplying, ROWS, {}, 1),
+    ],
+)
+def test_other_kernels_launch_what_triton_would(
+    gpu: Gpu, call_of: Any, values: dict[str, tuple[Any, ...]], base: dict[str, Any], made: int | None
+) -> None:
+    """The address `made` is that of a new tensor, and is not compared."""
+    usual = call_of(**{name: some[0] for name, some in values.items()} | base)
+    for properties in changed(values, base):
+        other = call_of(**properties)
         for call in (usual, usual, other, other, usual):
             expected, found = (launches_of(gpu, call, bound=bound) for bound in (False, True))
-            assert len(expected) == 1 and expected == found, properties
+            assert len(expected) == len(found) == 1, properties
+            if made is not None:
+                expected[0][3][made] = found[0][3][made] = None
+            assert expected == found, properties
 
 
 def layer(tokens: int = 3, offset: int = 0, heads: str = "tokens first") -> Any:
@@ -294,4 +376,4 @@ def test_strides_that_depend_on_the_tokens_do_not_fill_the_memory(gpu: Gpu, monk
     for tokens in range(1, 12):
         call = layer(tokens, heads="heads first")
         assert inspected(gpu, call) == 3 and inspected(gpu, call) == 0
-        assert max(len(attention._BOUND), len(blocks._BOUND)) <= 4
+        assert max(len(attention._BOUND), len(blocks.WRITE_SLOTS)) <= 4
