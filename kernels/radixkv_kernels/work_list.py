@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,15 @@ class WorkList:
     def num_rows(self) -> int:
         """The number of query rows of the step."""
         return len(self.positions)
+
+    def padded(self, rows: int) -> WorkList:
+        """Return the same list for a step of `rows` query rows: the last ones read nothing, at position 0."""
+        if rows == self.num_rows:
+            return self
+        positions: Int32 = np.zeros(rows, dtype=np.int32)
+        positions[: self.num_rows] = self.positions
+        offsets = np.pad(self.merge_offset, (0, rows - self.num_rows), mode="edge")
+        return replace(self, positions=positions, merge_offset=offsets)
 
     @property
     def read_tokens(self) -> int:

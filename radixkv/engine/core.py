@@ -99,9 +99,10 @@ class Core:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def state_stats(self) -> dict[str, int]:
-        """Return the memory and copies of recurrent states, by their names in EngineStats; {} without such states."""
-        states = getattr(self.runner, "states", None)
-        return {} if states is None else dict(states.stats())
+        """Return the runner's counters of recurrent states and of steps without CUDA graphs, as in EngineStats."""
+        states, eager = getattr(self.runner, "states", None), getattr(self.runner, "eager", None)
+        counted = {} if states is None else dict(states.stats())
+        return counted if eager is None else {**counted, "eager_steps": eager.count}
 
     def token_costs(self) -> dict[str, float]:
         """Return the measured seconds of a token's load and of its prefill, by name; {} without a host tier."""

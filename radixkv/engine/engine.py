@@ -125,7 +125,7 @@ class RequestEngine:
         Raises UnsupportedModel or InvalidInput, OSError where `record` cannot be written.
         """
         from radixkv.models.adapter import load
-        from radixkv.models.cuda_graphs import record_decodes
+        from radixkv.models.cuda_graphs import record_graphs
         from radixkv.models.fusion import fuse, wanted
         from radixkv.models.runner import Runner
         from radixkv.models.step_memory import step_memory
@@ -187,7 +187,7 @@ class RequestEngine:
             runner.state_copies = cache.copies
         if fused:
             fuse(runner)
-        record_decodes(runner, config.max_sequences)
+        record_graphs(runner, config.max_sequences, config.max_batch_tokens)
         weights = watch_weights(runner, None if isinstance(model, str | os.PathLike) else model)
         return cls(loaded, runner, cache, config, bytes_per_block=bytes_per_block, weights=weights)
 

@@ -54,6 +54,7 @@ class EngineStats:
     pool in a step were lost. An overlapped engine launches a step before it has the results of the preceding one.
     `wasted_tokens` were computed for streams that had ended. `host_bound_rows` counts how often a stream was left out
     of a step, because the host must read its last token first to constrain the next one.
+    `eager_steps` are forwards that no CUDA graph served, on an engine that has graphs.
     """
 
     model: str
@@ -91,6 +92,7 @@ class EngineStats:
     failed_offloads: int = 0
     wasted_tokens: int = 0
     host_bound_rows: int = 0
+    eager_steps: int = 0
 
     @property
     def requests(self) -> int:

@@ -1,33 +1,40 @@
-"""Record decode steps as CUDA graphs, one for each size of batch, and replay them: launches then cost the host nothing.
+"""Record steps as CUDA graphs, one for each size of step, and replay them: launches then cost the host nothing.
 
-`record_decodes` gives a runner a `ReplayedForward` if a recorded step computes the same as a launched one. A step that
-no graph serves is computed as without graphs.
+`record_graphs` records all sizes when an engine is loaded: decodes, and steps with chunks of prompts. Nothing is
+recorded while requests are served. A step runs in the smallest graph that is large enough; a kind of tile that it lacks
+is an empty launch there. A step that no graph serves is computed as without graphs, and counted.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from radixkv.device import Device, device_of
+from radixkv.device import Device, device_of, refuse_fatal
 from radixkv.models.attention_interface import keys_per_tile, recordable_backend
 from radixkv.models.loaded import AttentionWindow, SequenceInput
 from radixkv.models.rounding import agree
-from radixkv.models.runner import ForwardContext, PoolForward, Runner
-from radixkv_kernels import graph_capacity
+from radixkv.models.runner import EagerSteps, ForwardContext, PoolForward, Runner
+from radixkv_kernels.graph_capacity import Bucket
 from radixkv_kernels.work_list import WorkList
 
 if TYPE_CHECKING:
-    from radixkv.models.cuda_inputs import DecodeInputs, Present
+    from radixkv.models.cuda_inputs import StepInputs
 
 _log = logging.getLogger(__name__)
 Replay = Callable[[], Tensor]
+
+ATTEMPTS = 3
+"""Times that each graph is tried at load: another process may have taken memory for a moment."""
+
+SMALLEST_CHUNKS = 16
+"""Tokens of the smallest bucket for steps with chunks of prompts."""
 
 
 class Recorder(Protocol):
@@ -38,6 +45,10 @@ class Recorder(Protocol):
         """Whether the memory that recordings may take is used up."""
         ...
 
+    def warm_up(self, step: Callable[[], Tensor]) -> None:
+        """Run `step` as it will be recorded; raises the errors of `step`, and an error if it waits for the device."""
+        ...
+
     def record(self, step: Callable[[], Tensor]) -> Replay:
         """Run `step`, and return a function that launches the same on the same memory, that of the result included.
 
@@ -46,196 +57,255 @@ class Recorder(Protocol):
         ...
 
 
-def record_decodes(runner: Runner, most: int, recorder: Recorder | None = None) -> None:
-    """From now on replay steps that decode up to `most` sequences from CUDA graphs, if this device and model allow it.
+def record_graphs(runner: Runner, sequences: int, tokens: int, recorder: Recorder | None = None) -> None:
+    """Replay steps of up to `sequences` inputs and `tokens` tokens from now on, if this device and model allow it.
 
-    Records one step now and compares its replay with a computed step, so nothing may be cached yet. A model that cannot
-    be recorded runs as before, with one warning. The graphs take up to `SHARE` of the device's memory.
+    Records all graphs now and compares some replays with computed steps, so nothing may be cached yet. A model that
+    cannot be recorded runs as before, with one warning per reason. The graphs take up to `SHARE` of the device's
+    memory. A deterministic runner replays decodes only. Costs two forwards for each of about forty buckets.
     """
     loaded, store, forward = runner.loaded, runner.store, runner.forward
+    device = device_of(store.device)
     if loaded.state:
-        _log.info("decode steps run without CUDA graphs: its layers keep recurrent state")
-    elif any(layer.chunk for layer in loaded.layers):
-        _log.info("decode steps run without CUDA graphs: chunks of attention have block tables of their own")
-    elif loaded.attention == "triton" and (recorder is not None or device_of(store.device).is_gpu):
+        _log.info("steps run without CUDA graphs: its layers keep recurrent state")
+    elif loaded.attention == "triton" and (recorder is not None or device.is_gpu):
         assert isinstance(forward, PoolForward)
-        with torch.inference_mode(), device_of(store.device).current():
-            graphs = _graphs_of(runner, forward, most, recorder or CudaRecorder(device_of(store.device)))
-            if _replays_the_same(graphs, forward, store.block_size, loaded.dtype):
-                runner.forward = ReplayedForward(graphs, forward)
+        with torch.inference_mode(), device.current():
+            sizes = buckets(sequences, 0 if runner.deterministic else tokens)
+            graphs = _graphs_of(runner, forward, sizes, recorder or DeviceRecorder(device))
+            graphs.record()
+            if graphs.buckets and _replays_the_same(graphs, forward, store.block_size, loaded.dtype):
+                runner.forward = ReplayedForward(graphs, forward, runner.eager, padded=not runner.deterministic)
 
 
-def _graphs_of(runner: Runner, computed: PoolForward, most: int, recorder: Recorder) -> DecodeGraphs:
-    """Return the graphs of this runner's decode steps, none of which is recorded yet."""
-    from radixkv.models.cuda_inputs import DecodeInputs  # needs Triton
+def buckets(sequences: int, tokens: int) -> list[Bucket]:
+    """Return the sizes that are recorded, decodes first, and the largest first.
+
+    Decodes of 1, 2, 4, multiples of 8, and `sequences`. Steps with chunks of prompts have `SMALLEST_CHUNKS` tokens at
+    least, and each power of two is cut into four: at most a quarter of a larger step is padding.
+
+    >>> [bucket.tokens for bucket in buckets(20, 0)]
+    [20, 16, 8, 4, 2, 1]
+    >>> [bucket.tokens for bucket in buckets(8, 100) if bucket.chunks]
+    [100, 96, 80, 64, 48, 32, 16]
+    >>> len(buckets(64, 2048)), len(buckets(256, 8192))
+    (35, 67)
+    """
+    decodes = {size for size in (1, 2, 4, *range(8, sequences, 8), sequences) if size <= sequences}
+    mixed, size = set[int](), SMALLEST_CHUNKS
+    while size < tokens:
+        mixed.add(size)
+        size += max(SMALLEST_CHUNKS, 1 << (size.bit_length() - 3))
+    mixed |= {tokens} if tokens > 1 else set()
+    return [
+        *(Bucket(size, size) for size in sorted(decodes, reverse=True)),
+        *(Bucket(size, min(size, sequences), chunks=True) for size in sorted(mixed, reverse=True)),
+    ]
+
+
+def _graphs_of(runner: Runner, computed: PoolForward, sizes: Sequence[Bucket], recorder: Recorder) -> StepGraphs:
+    """Return the graphs of this runner's steps, none of which is recorded yet."""
+    from radixkv.models.cuda_inputs import StepInputs  # needs Triton
 
     loaded, store = runner.loaded, runner.store
     split = keys_per_tile(runner.deterministic)
-    inputs = DecodeInputs(store, loaded.layers, most, max_length=loaded.max_length, split=split)
+    inputs = StepInputs(store, loaded.layers, sizes, max_length=loaded.max_length, split=split)
     backend = recordable_backend(store, loaded.layers)
 
-    def forward(bucket: int, present: Present) -> Tensor:
-        tokens, positions, slots = inputs.columns(bucket)
-        context = ForwardContext(backend, loaded.layers, slots, inputs.plans(bucket, present))
-        return computed.logits(context, tokens, positions, inputs.last_rows(bucket))
+    def forward(bucket: Bucket) -> Tensor:
+        tokens, positions, slots, last_rows = inputs.columns(bucket)
+        context = ForwardContext(backend, loaded.layers, slots, inputs.plans(bucket))
+        return computed.logits(context, tokens, positions, last_rows)
 
     # A model that cannot be compiled can often not be recorded either: one warning is enough.
     failure = logging.INFO if computed.uncompiled else logging.WARNING
-    return DecodeGraphs(inputs, forward, recorder, most, padded=not runner.deterministic, failure=failure)
+    return StepGraphs(inputs, forward, recorder, sizes, device_of(store.device), failure=failure)
 
 
-def _replays_the_same(graphs: DecodeGraphs, computed: PoolForward, block_size: int, dtype: torch.dtype) -> bool:
-    """Whether a graph that was recorded for one token also computes the next; a warning gives the reason if not."""
-    table = np.arange(-(-2 // block_size), dtype=np.int32)
-    for position in range(2):
-        inputs = [SequenceInput(np.array([position], np.int32), position, np.array([position]), table)]
-        work = computed.planner.lists(inputs)
-        replayed = graphs.run(inputs, work)
-        if replayed is None:
-            return False
+def _replays_the_same(graphs: StepGraphs, computed: PoolForward, block_size: int, dtype: torch.dtype) -> bool:
+    """Whether the smallest and the largest graphs replay steps that they were not recorded for; warns if not."""
+    table, position = np.arange(-(-8 // block_size), dtype=np.int32), 0
+    decodes = [bucket for bucket in graphs.buckets if not bucket.chunks]
+    for bucket in (*decodes[:1] * 2, *decodes[1:][-1:], *graphs.buckets[-1:]):
+        places = np.arange(position, position + 1 + bucket.chunks)
+        inputs = [SequenceInput(places.astype(np.int32), position, places, table)]
+        work = computed.planner.lists(inputs, bucket.shared_rows)
+        replayed = graphs.run(inputs, work, bucket)
+        assert replayed is not None, "a step of one sequence does not fit its graph"
         if not agree(replayed.clone(), computed.compute(inputs, work), dtype):
-            _log.warning("decode steps run without CUDA graphs: this model's replay does not compute the same")
+            _log.warning("steps run without CUDA graphs: this model's replay does not compute the same")
             return False
+        position += 1 + bucket.chunks
     return True
 
 
 class ReplayedForward:
-    """Replays the decode steps for which there is a graph, and computes all others."""
+    """Replays the steps for which there is a graph, and computes all others."""
 
-    def __init__(self, graphs: DecodeGraphs, computed: PoolForward) -> None:
-        self.graphs, self.computed = graphs, computed
+    def __init__(self, graphs: StepGraphs, computed: PoolForward, eager: EagerSteps, *, padded: bool) -> None:
+        """Count computed steps in `eager`.
+
+        Unless `padded`, a decode is padded to its own bucket and to no larger one. It is padded in the same way if
+        it is computed, because a product of another height may round its rows otherwise.
+        """
+        self.graphs, self.computed, self._eager, self._padded = graphs, computed, eager, padded
 
     def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
-        """Return logits [len(inputs), vocab] of each input's last token."""
-        work = self.computed.planner.lists(inputs, self.graphs.max_shared_rows(inputs))
-        logits = self.graphs.run(inputs, work, sampled)
-        if logits is None:
-            return self.computed.compute(inputs, work, sampled)
-        return logits.to(torch.float32, copy=True)  # the next replay overwrites it
+        """Return logits [len(inputs), vocab] of each input's last token; `sampled` as in `Runner.run`."""
+        serving = self.graphs.serving if self._padded else self.graphs.own
+        bucket = serving(inputs)
+        work = self.computed.planner.lists(inputs, None if bucket is None else bucket.shared_rows)
+        if bucket is not None:
+            logits = self.graphs.run(inputs, work, bucket, sampled)
+            if logits is not None:
+                return logits.clone()  # in the stream's order: the next replay overwrites them
+        self._eager.add(self._reason(inputs, bucket))
+        return self.computed.compute(inputs, work, sampled, None if self._padded else bucket)
 
-    def forget(self) -> None:
-        """Drop all recordings, because weights that they read have moved; steps are recorded again as they come."""
-        self.graphs.replays.clear()
+    def _reason(self, inputs: Sequence[SequenceInput], bucket: Bucket | None) -> str:
+        chunks = has_chunks(inputs)
+        if chunks and not self._padded:
+            return "a deterministic engine computes chunks of prompts without padding"
+        if bucket is None or bucket not in self.graphs.buckets:
+            return f"no graph of {'chunks of prompts' if chunks else 'decodes'} is large enough"
+        return "their block tables have too many entries"
+
+    def record_again(self) -> None:
+        """Record all graphs again, because weights that they read have moved; between two steps only."""
+        with torch.inference_mode(), self.graphs.device.current():
+            self.graphs.record()
 
 
-def buckets(most: int) -> list[int]:
-    """Return the sizes of batches that are recorded: 1, 2, 4, multiples of 8, and `most`.
-
-    >>> buckets(20)
-    [1, 2, 4, 8, 16, 20]
-    """
-    return sorted({size for size in (1, 2, 4, *range(8, most, 8), most) if size <= most})
+def has_chunks(inputs: Sequence[SequenceInput]) -> bool:
+    """Return whether a step computes several tokens of a sequence."""
+    return any(len(each.tokens) != 1 for each in inputs)
 
 
-class DecodeGraphs:
-    """Recordings by bucket and kinds of tile, made when first needed, as long as memory lasts.
-
-    If a step's own recording cannot be made, one of a larger bucket or with more kinds of tile serves it.
-    """
+class StepGraphs:
+    """A recording for each bucket; if one cannot be made, that of a larger bucket serves its steps."""
 
     def __init__(
         self,
-        inputs: DecodeInputs,
-        forward: Callable[[int, Present], Tensor],
+        inputs: StepInputs,
+        forward: Callable[[Bucket], Tensor],
         recorder: Recorder,
-        most: int,
+        sizes: Sequence[Bucket],
+        device: Device,
         *,
-        padded: bool = True,
         failure: int = logging.WARNING,
     ) -> None:
-        """Record `forward(bucket, present)`: logits [bucket, vocab] from `inputs`, for steps of at most `most` rows.
+        """Let `record` record `forward(bucket)`: logits [bucket.sequences, vocab] from `inputs`, for all `sizes`.
 
-        Unless `padded`, only steps that fill their bucket are recorded: a padded product may round its rows otherwise.
-        A failed recording is logged at the level `failure`.
+        Failed recordings are logged at the level `failure`.
         """
-        self._failure = failure
-        self._inputs, self._forward, self._recorder, self._padded = inputs, forward, recorder, padded
-        self._buckets = buckets(most)
-        self.replays: dict[tuple[int, Present], Replay] = {}
-        self.failed = False
+        self.device, self._failure = device, failure
+        self.inputs, self._forward, self._recorder, self._sizes = inputs, forward, recorder, sizes
+        self._replays: dict[Bucket, Replay] = {}
+        self._logits: Tensor | None = None  # of all graphs
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that are recorded, the smallest first."""
+        return sorted(self._replays)
+
+    # ---- at load
+
+    def record(self) -> None:
+        """Record all buckets, each after a run that shows whether it can be; drop earlier recordings.
+
+        All buckets are run before one is recorded: a step that waits for the device would break a recording, and with
+        it torch's memory. A bucket that fails is tried `ATTEMPTS` times in all, and then left out with one log message
+        per reason. Writes no KV. Raises DeviceLost if the device computes nothing more.
+        """
+        self._replays.clear()
+        left, reasons = list(self._sizes), dict[str, int]()
+        for _ in range(ATTEMPTS):
+            reasons.clear()
+            ready = [bucket for bucket in left if self._try(self._warm_up, bucket, reasons)]
+            done = {bucket for bucket in ready if self._try(self._record, bucket, reasons)}
+            left = [bucket for bucket in left if bucket not in done]
+            if not reasons:
+                break
+        if left and not reasons:
+            _log.info("%d of %d CUDA graphs were left out: the others take their memory", len(left), len(self._sizes))
+        for reason, count in reasons.items():
+            message = "%d of %d CUDA graphs could not be recorded; larger ones or launches serve their steps: %s"
+            _log.log(self._failure, message, count, len(self._sizes), reason)
+
+    def _try(self, operation: Callable[[Bucket], bool], bucket: Bucket, reasons: dict[str, int]) -> bool:
+        """Return the result of an operation; False, with its reason counted, if it raises."""
+        try:
+            return operation(bucket)
+        except Exception as error:
+            refuse_fatal(error)
+            reason = f"{type(error).__name__}: {error}"
+            reasons[reason] = reasons.get(reason, 0) + 1
+            return False
+
+    def _warm_up(self, bucket: Bucket) -> bool:
+        self._empty(bucket)
+        self._recorder.warm_up(partial(self._step, bucket))
+        return True
+
+    def _record(self, bucket: Bucket) -> bool:
+        if self._recorder.full:
+            return False
+        self._empty(bucket)
+        self._replays[bucket] = self._recorder.record(partial(self._step, bucket))
+        return True
+
+    def _empty(self, bucket: Bucket) -> None:
+        """Let a bucket's addresses hold a step without any sequence, which writes no KV."""
+        self.inputs.clear(bucket)
+        self.inputs.send()
+
+    def _step(self, bucket: Bucket) -> Tensor:
+        """Compute the step at a bucket's addresses: float32 logits at addresses that all graphs share."""
+        logits = self._forward(bucket)
+        if self._logits is None:  # in the first warm-up, before any recording
+            rows = max(each.sequences for each in self._sizes)
+            self._logits = logits.new_empty(rows, logits.shape[1], dtype=torch.float32)
+        return self._logits[: bucket.sequences].copy_(logits)
+
+    # ---- while serving
+
+    def serving(self, inputs: Sequence[SequenceInput]) -> Bucket | None:
+        """Return the smallest recorded bucket that holds a step; None if there is none."""
+        tokens, chunks = sum(len(each.tokens) for each in inputs), has_chunks(inputs)
+        fitting = (each for each in self._replays if each.chunks >= chunks and each.sequences >= len(inputs))
+        return min((each for each in fitting if each.tokens >= tokens), default=None)
+
+    def own(self, inputs: Sequence[SequenceInput]) -> Bucket | None:
+        """Return the smallest bucket of decodes that holds a step, recorded or not; None if there is none."""
+        if has_chunks(inputs):
+            return None
+        fitting = (each for each in self._sizes if not each.chunks and each.tokens >= len(inputs))
+        return min(fitting, default=None)
 
     def run(
         self,
         inputs: Sequence[SequenceInput],
         work: Mapping[AttentionWindow, WorkList],
+        bucket: Bucket,
         sampled: Tensor | None = None,
     ) -> Tensor | None:
-        """Return logits [len(inputs), vocab] of a decode step, or None, with nothing done, if no recording serves it.
+        """Return float32 logits [len(inputs), vocab], which the next call overwrites; None, with nothing done, if not.
 
-        The next call overwrites the result.
+        The step must be of the bucket's size at most. It is not run if the bucket is not recorded, or if the step's
+        block tables do not fit.
         """
-        own = self._bucket(inputs)
-        bucket = None if own is None else self._likely(own)
-        present = None if bucket is None else self._inputs.fill(inputs, work, bucket)
-        key = None if own is None or present is None else self._serving(own, present)
-        if key is None or (key[0] != bucket and self._inputs.fill(inputs, work, key[0]) is None):
+        replay = self._replays.get(bucket)
+        if replay is None or not self.inputs.fill(inputs, work, bucket):
             return None
-        self._inputs.send(sampled)
-        replay = self._replay(*key)
-        return None if replay is None else replay()[: len(inputs)]
-
-    def max_shared_rows(self, inputs: Sequence[SequenceInput]) -> int | None:
-        """Return the most rows of shared runs with which a step fits its recording; None if none serves it."""
-        bucket = self._bucket(inputs)
-        return None if bucket is None else graph_capacity.shared_rows(bucket)
-
-    def _bucket(self, inputs: Sequence[SequenceInput]) -> int | None:
-        """Return the number of rows to which a step is padded; None for steps that are not recorded."""
-        place = bisect_left(self._buckets, len(inputs))
-        if not inputs or place == len(self._buckets) or any(len(sequence.tokens) != 1 for sequence in inputs):
-            return None
-        bucket = self._buckets[place]
-        return bucket if self._padded or bucket == len(inputs) else None
-
-    def _likely(self, own: int) -> int | None:
-        """Return the bucket in which a step of bucket `own` probably runs; None if it cannot run in any."""
-        if self._can_record:
-            return own
-        return min((bucket for bucket, _ in self.replays if self._serves(bucket, own)), default=None)
-
-    def _serving(self, own: int, present: Present) -> tuple[int, Present] | None:
-        """Return the key of the recording for such a step, or if none can be made, of the nearest one that covers it.
-
-        Rows beyond the step's are padded. A recording finds no tiles of the kinds that the step lacks.
-        """
-        if (own, present) in self.replays or self._can_record:
-            return own, present
-        larger = (
-            (bucket, kinds)
-            for bucket, kinds in self.replays
-            if self._serves(bucket, own) and all(has or not wants for has, wants in zip(kinds, present, strict=True))
-        )
-        return min(larger, key=lambda key: (key[0], sum(key[1])), default=None)
-
-    def _serves(self, bucket: int, own: int) -> bool:
-        return bucket == own or (self._padded and bucket > own)
-
-    @property
-    def _can_record(self) -> bool:
-        return not self.failed and not self._recorder.full
-
-    def _replay(self, bucket: int, present: Present) -> Replay | None:
-        """Return the recording for such steps, made now if there is none; None, with a warning, if that fails."""
-        key = bucket, present
-        if key not in self.replays:
-            try:
-                self.replays[key] = self._recorder.record(lambda: self._forward(bucket, present))
-            except Exception as error:
-                self.failed = True
-                message = "decode steps run without CUDA graphs from now on: %s: %s"
-                _log.log(self._failure, message, type(error).__name__, error)
-                return None
-        return self.replays[key]
+        self.inputs.send(sampled)
+        return replay()[: len(inputs)]
 
 
 SHARE = 0.03
 """Share of a GPU's memory that all graphs may take. The KV pool leaves a tenth of the memory to everything else."""
 
-WARM_UPS = 2
-"""Runs before a recording: they compile kernels and let libraries allocate, which cannot be recorded."""
 
-
-class CudaRecorder:
+class DeviceRecorder:
     """Records graphs that share their memory: only one replays at a time, and its result is read before the next."""
 
     def __init__(self, device: Device) -> None:
@@ -250,14 +320,23 @@ class CudaRecorder:
         """Whether the graphs' share of memory is used up, or the device has less memory left than the rest of it."""
         return self._taken >= self._limit or self._device.memory()[0] < self._limit - self._taken
 
-    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Run `step` some times on a stream of its own, then record it; see `Recorder.record`."""
-        before = self._device.memory()[0]
+    def warm_up(self, step: Callable[[], Tensor]) -> None:
+        """Run `step` on the recorder's stream; see `Recorder.warm_up`.
+
+        It compiles kernels and lets libraries allocate, which cannot be recorded. Meanwhile no thread of the process
+        may wait for the device by torch.
+        """
         self._stream.wait_stream(self._device.current_stream())
-        with self._device.on(self._stream):
-            for _ in range(WARM_UPS):
+        try:
+            with self._device.on(self._stream), self._device.refuse_synchronisation():
                 step()
-        self._device.current_stream().wait_stream(self._stream)
+        finally:  # a step that failed may have launches that still read its inputs
+            self._device.current_stream().wait_stream(self._stream)
+
+    def record(self, step: Callable[[], Tensor]) -> Replay:
+        """Record `step` on the recorder's stream; see `Recorder.record`."""
+        self._device.release_cached()
+        before = self._device.memory()[0]
         graph = self._device.capture(step, stream=self._stream, pool=self._pool)
         self._taken += max(0, before - self._device.memory()[0])
         return graph.replay

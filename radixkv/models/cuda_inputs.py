@@ -1,14 +1,14 @@
-"""The inputs of recorded decode steps, at fixed addresses of a device: every replay reads the same addresses.
+"""The inputs of recorded steps, at fixed addresses of a device: every replay reads the same addresses.
 
-`DecodeInputs` writes a step's tokens, positions, slots, block ids and tiles into a `HostStaging`, which sends all of
-them to the device in one copy.
+`StepInputs` writes a step's tokens, positions, slots, block ids and tiles into a `HostStaging`, which sends all of
+them to the device in one copy. Each bucket has addresses of its own in the same memory: a small step is a small copy.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,65 +17,62 @@ from torch import Tensor
 
 from radixkv.attention import triton_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
-from radixkv.device import device_of
+from radixkv.device import Device, device_of
 from radixkv.models.loaded import AttentionWindow, LayerSpec, SequenceInput
-from radixkv.models.step_batch import relay, unknown_tokens
+from radixkv.models.step_batch import relay, step_columns
 from radixkv_kernels import attention, graph_capacity
-from radixkv_kernels.graph_capacity import GraphCapacity
-from radixkv_kernels.tiles import Tiles
+from radixkv_kernels.graph_capacity import Bucket, GraphCapacity
+from radixkv_kernels.tiles import OVERREAD
 from radixkv_kernels.work_list import WorkList
-
-Present = tuple[bool, ...]
-"""Which kinds of tile a step has: the others are not launched."""
 
 ALIGNMENT = 16
 """Each array is padded to multiples of this number, 64 bytes, so that kernels may load 16 numbers at a time."""
 
+MOST_BLOCKS = 1 << 22
+"""Entries of a step's block tables, at most: 16 megabytes, 64 million tokens in blocks of 16."""
+
+TOKENS, POSITIONS, SLOTS, LAST_ROWS, UNKNOWN, SAMPLED_ROWS = range(6)
+
 
 class HostStaging:
-    """Arrays of at most `sizes` int32 numbers, each at a fixed place on the host and on a device, sent in one copy."""
+    """At most `size` int32 numbers, on the host and on a device, sent in one copy."""
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        """Allocate both, zeroed; on the host in pinned memory if the device is a GPU."""
-        self._sizes = list(sizes)
-        self._starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+    def __init__(self, size: int, device: Device) -> None:
+        """Allocate both; on the host in pinned memory if the device is a GPU."""
         with torch.inference_mode(False):  # they are also written outside of inference mode
-            self._host_tensor = device_of(device).pinned(self._starts[-1], torch.int32).zero_()
-            self._device_numbers = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
-        self._numbers: NDArray[np.int32] = self._host_tensor.numpy()
-        self._sent = device_of(device).event()
+            self._host_tensor = device.pinned(size, torch.int32).zero_()
+            self.there = torch.zeros(size, dtype=torch.int32, device=device.place)
+        self.numbers: NDArray[np.int32] = self._host_tensor.numpy()
+        self._sent = device.event()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays on the device, and again on the host."""
+        """Bytes of the numbers on the device, and again on the host."""
         return self._host_tensor.nbytes
 
     def wait(self) -> None:
         """Wait until the last copy is done: its source must not change before."""
         self._sent.synchronize()
 
-    def put(self, index: int, numbers: NDArray[np.int32]) -> None:
-        """Write an array on the host; after `wait`, before `send`."""
-        assert len(numbers) <= self._sizes[index]
-        start = self._starts[index]
-        self._numbers[start : start + len(numbers)] = numbers
+    def put(self, start: int, numbers: NDArray[np.int32]) -> None:
+        """Write numbers on the host; after `wait`, before `send`."""
+        self.numbers[start : start + len(numbers)] = numbers
 
-    def send(self, last: int) -> None:
-        """Start to copy all arrays to the device, but only the first `last` numbers of the last one."""
-        used = self._starts[-2] + last
-        self._device_numbers[:used].copy_(self._host_tensor[:used], non_blocking=True)
+    def send(self, count: int) -> None:
+        """Start to copy the first `count` numbers to the device."""
+        self.there[:count].copy_(self._host_tensor[:count], non_blocking=True)
         self._sent.record()
 
-    def on_device(self, index: int, count: int | None = None) -> Tensor:
-        """Return the first `count` numbers of an array on the device, or all."""
-        start = self._starts[index]
-        return self._device_numbers[start : start + (self._sizes[index] if count is None else count)]
 
+class Layout:
+    """The places of a bucket's arrays, each on a boundary of `ALIGNMENT` numbers."""
 
-MOST_BLOCKS = 1 << 20
-"""Entries of a step's block tables, at most: four megabytes, 16 million tokens in blocks of 16."""
-
-TOKENS, POSITIONS, SLOTS, PLACES, SAMPLED_ROWS = range(5)
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """Place arrays of these sizes one after the other."""
+        self.sizes = list(sizes)
+        *self.starts, self.total = itertools.accumulate(
+            (-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0
+        )
 
 
 @dataclass(frozen=True)
@@ -87,15 +84,21 @@ class LayerGroup:
     heads: int
 
 
-class DecodeInputs:
-    """Tokens, positions, slots, block ids and tiles of up to `rows` decodes; filled on the host, sent in one copy.
+class StepInputs:
+    """Tokens, positions, slots, block ids and tiles of the steps of some buckets; filled on the host, sent in one copy.
 
-    A step of fewer sequences than its bucket is padded. Padded rows have slot -1, which is not written, belong to no
+    A step that is smaller than its bucket is padded. Padded rows have slot -1, which is not written, belong to no
     tile, read no keys, and their attention is zero.
     """
 
     def __init__(
-        self, store: KVStore, layers: Sequence[LayerSpec], rows: int, *, max_length: int, split: int | None = None
+        self,
+        store: KVStore,
+        layers: Sequence[LayerSpec],
+        buckets: Sequence[Bucket],
+        *,
+        max_length: int,
+        split: int | None = None,
     ) -> None:
         """Allocate for sequences of up to `max_length` tokens; `split` as in `triton_backend.attend`."""
         self._store, self._split = store, split
@@ -103,117 +106,134 @@ class DecodeInputs:
         self._of_layer = [LayerGroup(layer.attention_window, layer.shape, layer.heads) for layer in layers]
         self._alike = list(dict.fromkeys(self._of_layer))
         self._tilings = [triton_backend.tiling(store, alike.shape, alike.heads) for alike in self._alike]
-        sizes, self._first = [2 * rows] * 5, []  # the columns have 64 bits
-        for index, tiling in enumerate(self._tilings):
+        # Layers that attend in chunks have block tables of their own. The longest tables are last: see `send`.
+        chunks = dict.fromkeys(alike.attention_window.chunk for alike in self._alike)
+        self._chunks = sorted(chunks, key=lambda chunk: max_length if chunk is None else chunk)
+        self._rooms = {bucket: [self._room(index, bucket) for index in range(len(self._alike))] for bucket in buckets}
+        self._layouts = {bucket: self._layout(bucket) for bucket in buckets}
+        self._staging = HostStaging(max(each.total for each in self._layouts.values()), device_of(store.device))
+
+    def _layout(self, bucket: Bucket) -> Layout:
+        """Place the columns, then the tiles of each group of layers, then the block tables."""
+        sizes = [2 * size for size in (*[bucket.tokens] * 3, *[bucket.sequences] * 3)]  # columns have 64 bits
+        self._first = []
+        for room in self._rooms[bucket]:
             self._first.append(len(sizes))
-            sizes += self._room(index, rows).sizes(len(tiling["chosen"]))
-        self._blocks = len(sizes)
-        self._staging = HostStaging([*sizes, self._room(0, rows).block_ids], store.device)
-        with torch.inference_mode(False):
-            self._rows = torch.arange(rows, device=store.device)
+            sizes += room.sizes
+        self._tables = len(sizes)
+        return Layout([*sizes, *(self._most_blocks(bucket, chunk) + OVERREAD for chunk in self._chunks)])
 
     # ---- on the host
 
-    def fill(
-        self, inputs: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList], bucket: int
-    ) -> Present | None:
-        """Write a step of `bucket` rows, the first for `inputs`, and return the kinds of tile that it has.
+    def fill(self, inputs: Sequence[SequenceInput], work: Mapping[AttentionWindow, WorkList], bucket: Bucket) -> bool:
+        """Write a step of at most this bucket's size; return False, with nothing written, if it does not fit.
 
-        Returns None, with nothing written, if the step does not fit. Costs the cutting of each distinct list.
+        The lists of `work` have no more than `bucket.shared_rows` rows in shared runs; then only block tables may not
+        fit. Costs the cutting of each distinct list.
         """
         cut = [
-            attention.cut(_padded(work[alike.attention_window], bucket), split=self._split, **tiling)
+            attention.cut(work[alike.attention_window].padded(bucket.tokens), split=self._split, **tiling)
             for alike, tiling in zip(self._alike, self._tilings, strict=True)
         ]
-        if not all(self._room(index, bucket).holds(tiles) for index, tiles in enumerate(cut)):
-            return None
-        self._staging.wait()
-        self._put(TOKENS, [sequence.tokens[0] for sequence in inputs], bucket, 0)
-        self._put(POSITIONS, [sequence.start for sequence in inputs], bucket, 0)
-        self._put(SLOTS, [sequence.slots[0] for sequence in inputs], bucket, -1)
-        places, rows = unknown_tokens(inputs, np.arange(len(inputs)))
-        self._unknown = len(places)
-        self._staging.put(PLACES, places.view(np.int32))
-        self._staging.put(SAMPLED_ROWS, rows.view(np.int32))
-        for first, tiles in zip(self._first, cut, strict=True):
+        if not all(room.holds(tiles) for room, tiles in zip(self._rooms[bucket], cut, strict=True)):
+            return False
+        layout, staging = self._layouts[bucket], self._staging
+        staging.wait()
+        columns = step_columns(inputs, bucket.tokens, bucket.sequences)
+        for start, column in zip(layout.starts, columns, strict=False):
+            staging.put(start, column.view(np.int32))
+        tables = {}
+        for first, alike, tiles in zip(self._first, self._alike, cut, strict=True):
             merges = tiles.merge_rows, tiles.merge_offset, tiles.merge_ids
-            for place, numbers in enumerate((*tiles.kinds, tiles.row_ids, tiles.positions, *merges)):
-                self._staging.put(first + place, numbers)
-        self._staging.put(self._blocks, cut[0].block_ids)  # the same for all windows, as all have the same tables
-        self._used = len(cut[0].block_ids)
-        return tuple(map(any, zip(*(_present(tiles) for tiles in cut), strict=True)))
+            arrays = (*tiles.kinds, tiles.row_ids, tiles.positions, *merges)
+            for start, numbers in zip(layout.starts[first:], arrays, strict=False):
+                staging.put(start, numbers)
+            tables[alike.attention_window.chunk] = tiles.block_ids  # all windows have the same tables
+        for start, chunk in zip(layout.starts[self._tables :], self._chunks, strict=True):
+            staging.put(start, tables[chunk])
+        self._filled = bucket, start + len(tables[chunk]), len(columns.unknown)
+        return True
 
-    def _put(self, index: int, numbers: Sequence[int | np.signedinteger], bucket: int, padding: int) -> None:
-        """Write a 64-bit number for each row."""
-        column = np.full(bucket, padding, dtype=np.int64)
-        column[: len(numbers)] = numbers
-        self._staging.put(index, column.view(np.int32))
+    def clear(self, bucket: Bucket) -> None:
+        """Write a step without any sequence."""
+        layout = self._layouts[bucket]
+        self._staging.wait()
+        self._staging.numbers[: layout.total] = 0
+        self._staging.put(layout.starts[SLOTS], np.full(2 * bucket.tokens, -1, dtype=np.int32))
+        self._filled = bucket, layout.total, 0
 
     def send(self, sampled: Tensor | None = None) -> None:
-        """Start to copy the filled step to the device, and there its unknown tokens from `sampled` int64 [rows]."""
-        self._staging.send(self._used)
-        places, rows = (self._column(index, self._unknown) for index in (PLACES, SAMPLED_ROWS))
-        relay(self._column(TOKENS), places, rows, sampled)
+        """Start to copy the filled step to the device, and there its unknown tokens from `sampled` int64 [rows].
+
+        Copies all arrays up to the last table that is used.
+        """
+        bucket, used, unknown = self._filled
+        self._staging.send(used)
+        rows, sampled_rows = (self._column(index, bucket)[:unknown] for index in (UNKNOWN, SAMPLED_ROWS))
+        relay(self._column(TOKENS, bucket), rows, sampled_rows, sampled)
 
     # ---- on the device
 
-    def columns(self, bucket: int) -> list[Tensor]:
-        """Return tokens, positions and slots of a bucket's rows, int64 [bucket] each."""
-        return [self._column(index, bucket) for index in (TOKENS, POSITIONS, SLOTS)]
+    def columns(self, bucket: Bucket) -> list[Tensor]:
+        """Return tokens, positions and slots int64 [tokens], and last rows int64 [sequences] of a bucket."""
+        return [self._column(index, bucket) for index in (TOKENS, POSITIONS, SLOTS, LAST_ROWS)]
 
-    def _column(self, index: int, count: int | None = None) -> Tensor:
-        """Return the first `count` 64-bit numbers of an array, or all."""
-        return self._staging.on_device(index, None if count is None else 2 * count).view(torch.int64)
+    def _column(self, index: int, bucket: Bucket) -> Tensor:
+        return self._array(index, bucket).view(torch.int64)
 
-    def last_rows(self, bucket: int) -> Tensor:
-        """Return the row of each sequence's last token, which is its only one."""
-        return self._rows[:bucket]
+    def _array(self, index: int, bucket: Bucket) -> Tensor:
+        layout = self._layouts[bucket]
+        return self._staging.there[layout.starts[index] : layout.starts[index] + layout.sizes[index]]
 
-    def plans(self, bucket: int, present: Present) -> list[attention.TilePlan]:
-        """Return each layer's plan for steps of this bucket with these kinds of tile."""
-        plans = {alike: self._plan(index, bucket, present) for index, alike in enumerate(self._alike)}
+    def plans(self, bucket: Bucket) -> list[attention.TilePlan]:
+        """Return each layer's plan for the steps of this bucket.
+
+        A launch for each kind of tile that such a step may have: a step that lacks a kind has a count of zero.
+        """
+        plans = {alike: self._plan(index, bucket) for index, alike in enumerate(self._alike)}
         return [plans[alike] for alike in self._of_layer]
 
-    def _plan(self, index: int, bucket: int, present: Present) -> attention.TilePlan:
-        room, tiling, first = self._room(index, bucket), self._tilings[index], self._first[index]
-        kinds = len(tiling["chosen"])
+    def _plan(self, index: int, bucket: Bucket) -> attention.TilePlan:
+        room, tiling, first = self._rooms[bucket][index], self._tilings[index], self._first[index]
+        window, chunk = self._alike[index].attention_window
+        chosen: tuple[attention.Kind, ...] = tiling["chosen"]
         *tiles, row_ids, positions, merge_rows, merge_offset, merge_ids = (
-            self._staging.on_device(first + place) for place in range(kinds + 5)
+            self._array(place, bucket) for place in range(first, first + len(chosen) + 5)
         )
         return attention.TilePlan(
-            kinds=tiling["chosen"],
-            counts=tuple(room.tiles * has_kind for has_kind in present[:kinds]),
+            kinds=chosen,
+            counts=room.tiles,
             tiles=tuple(tiles),
-            rows=(self._staging.on_device(self._blocks), row_ids, positions),
+            rows=(self._array(self._tables + self._chunks.index(chunk), bucket), row_ids, positions),
             merges=(merge_rows, merge_offset, merge_ids),
-            num_merges=bucket,
+            num_merges=bucket.tokens,
             num_partials=room.partials,
             block_size=self._store.block_size,
-            window=self._alike[index].attention_window.window,
+            window=window,
             processors=tiling["processors"],
         )
 
-    def _room(self, index: int, bucket: int) -> GraphCapacity:
+    # ---- capacity
+
+    def _most_blocks(self, bucket: Bucket, chunk: int | None) -> int:
+        """Return the most blocks of all tables of a step together."""
+        each = self._blocks_each if chunk is None else min(self._blocks_each, chunk // self._store.block_size)
+        return min(bucket.pieces(chunk) * each, MOST_BLOCKS)
+
+    def _room(self, index: int, bucket: Bucket) -> GraphCapacity:
         """Return the capacity for the tiles of one list."""
-        tiling = self._tilings[index]
-        return graph_capacity.decode_capacity(
+        tiling, (window, chunk) = self._tilings[index], self._alike[index].attention_window
+        blocks, group = self._most_blocks(bucket, chunk), tiling["heads"] // tiling["kv_heads"]
+        shapes = tuple(kind.shape for kind in tiling["chosen"])
+        if self._split is not None:
+            keys = self._blocks_each * self._store.block_size
+            return graph_capacity.split_capacity(bucket.tokens, blocks, shapes, group, keys=keys, split=self._split)
+        return graph_capacity.step_capacity(
             bucket,
-            min(bucket * self._blocks_each, MOST_BLOCKS),
-            tuple(kind.shape for kind in tiling["chosen"]),
-            tiling["heads"] // tiling["kv_heads"],
+            blocks,
+            shapes,
+            group,
             spread=attention.spread(tiling["processors"], tiling["kv_heads"], tiling["chosen"]),
-            keys=self._blocks_each * self._store.block_size,
-            split=self._split,
+            window=window,
+            chunk=chunk,
         )
-
-
-def _padded(work: WorkList, rows: int) -> WorkList:
-    """Return the same list for a step of more rows, which read nothing."""
-    positions: NDArray[np.int32] = np.zeros(rows, dtype=np.int32)
-    positions[: work.num_rows] = work.positions
-    return replace(work, positions=positions)
-
-
-def _present(tiles: Tiles) -> list[bool]:
-    """Return, for each of three kinds of tile, whether the step has any."""
-    return [kind < len(tiles.kinds) and tiles.num_tiles(kind) > 0 for kind in range(3)]

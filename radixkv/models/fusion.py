@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def fuse(runner: Runner, backend: str = "inductor") -> None:
-    """Compile the runner's model, if that computes the same; before `record_decodes`, and before anything is cached.
+    """Compile the runner's model, if that computes the same; before `record_graphs`, and before anything is cached.
 
     `backend` is one of torch.compile's. Compiles at once, for several tokens and for one: about ten seconds each,
     independent of the number of layers. A model that fails to compile, would be compiled in each step, or computes

@@ -7,8 +7,10 @@ writes to the slots that its inputs name, and to no others. `fusion` and `cuda_g
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,12 +32,32 @@ from radixkv.models.recurrent.arena import StateArena
 from radixkv.models.recurrent.forward import RecurrentForward
 from radixkv.models.step_batch import StepBatch
 from radixkv.recurrent_state import StateCopies
+from radixkv_kernels.graph_capacity import Bucket
 from radixkv_kernels.work_list import WorkList
 
+_log = logging.getLogger(__name__)
 _FIRST_TOKENS = 16
 _PREFILL_SECONDS = 0.2  # of the forward that measures a prefill, about
 _MEASURING_SECONDS = 1.0  # after which no other forward measures a prefill
 WorkLists = dict[AttentionWindow, WorkList]
+
+
+@dataclass
+class EagerSteps:
+    """Counts the forwards that no CUDA graph served, on a runner that has graphs."""
+
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        """Begin with no reason."""
+        self._reasons = set[str]()
+
+    def add(self, reason: str) -> None:
+        """Count a forward; log each reason once."""
+        self.count += 1
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            _log.warning("a step runs without a CUDA graph: %s", reason)
 
 
 class StepForward(Protocol):
@@ -81,6 +103,7 @@ class Runner:
         )
         self.host = HostStore(self.store, host_blocks) if host_blocks else None
         self.backend = backend_of(loaded, self.store, deterministic=deterministic)
+        self.eager = EagerSteps()
         self.forward: StepForward
         if loaded.attention == "fallback":
             self.forward = OwnAttention(loaded, self.store)
@@ -217,12 +240,24 @@ class PoolForward:
         """Plan and compute a step; return logits [len(inputs), vocab] in the model's dtype."""
         return self.compute(inputs, self.planner.lists(inputs), sampled)
 
-    def compute(self, inputs: Sequence[SequenceInput], work: WorkLists, sampled: Tensor | None = None) -> Tensor:
-        """Compute a planned step; return logits [len(inputs), vocab] in the model's dtype."""
-        batch = StepBatch(inputs, self._device, sampled)
+    def compute(
+        self,
+        inputs: Sequence[SequenceInput],
+        work: WorkLists,
+        sampled: Tensor | None = None,
+        bucket: Bucket | None = None,
+    ) -> Tensor:
+        """Compute a planned step, padded to a bucket's size if there is one, which only the Triton backend can.
+
+        Returns logits [len(inputs), vocab] in the model's dtype.
+        """
+        rows, sequences = (0, 0) if bucket is None else (bucket.tokens, bucket.sequences)
+        batch = StepBatch(inputs, self._device, sampled, rows=rows, sequences=sequences)
+        if rows:
+            work = {window: each.padded(rows) for window, each in work.items()}
         lists = [work[window] for window in self._windows]
         context = ForwardContext(self._backend, self._layers, batch.slots, lists)
-        return self.logits(context, batch.tokens, batch.positions, batch.last_rows)
+        return self.logits(context, batch.tokens, batch.positions, batch.last_rows)[: len(inputs)]
 
     def logits(self, context: ForwardContext, tokens: Tensor, positions: Tensor, last_rows: Tensor) -> Tensor:
         """Run one forward of tokens [T] whose attention `context` answers: logits [len(last_rows), vocab]."""

@@ -7,6 +7,7 @@ While a step samples, the next one can be prepared: an input may have a token th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,33 +19,70 @@ from radixkv.models.loaded import SequenceInput
 Int = NDArray[np.int64]
 
 
-class StepBatch:
-    """All inputs laid end to end: tokens, positions and slots [T], the row of each input's last token; in one copy."""
+class StepColumns(NamedTuple):
+    """The inputs of a step, as arrays of int64.
 
-    def __init__(self, inputs: Sequence[SequenceInput], device: Device, sampled: Tensor | None = None) -> None:
-        """Start the copy to `device`; `sampled` int64 [rows] has the tokens of inputs with a `sampled_row`."""
-        lengths = [len(each.tokens) for each in inputs]
-        positions = [np.arange(each.start, each.start + n) for each, n in zip(inputs, lengths, strict=True)]
-        last_rows = np.cumsum(lengths) - 1
-        columns = [np.concatenate([each.tokens for each in inputs]), np.concatenate(positions)]
-        columns += [np.concatenate([each.slots for each in inputs]), last_rows]
-        columns += unknown_tokens(inputs, last_rows)
-        there = device.upload(np.concatenate(columns).astype(np.int64))
-        self.tokens, self.positions, self.slots, self.last_rows, places, rows = there.split_with_sizes(
-            [len(column) for column in columns]
-        )
-        relay(self.tokens, places, rows, sampled)
+    `unknown` are the rows whose tokens are not known, and `sampled_rows` their rows in the tensor of sampled tokens.
+    """
+
+    tokens: Int  # [T]
+    positions: Int  # [T]
+    slots: Int  # [T]
+    last_rows: Int  # [sequences] the row of each input's last token
+    unknown: Int
+    sampled_rows: Int
 
 
-def unknown_tokens(inputs: Sequence[SequenceInput], last_rows: Int) -> tuple[Int, Int]:
-    """Return the places of unknown tokens among a step's tokens, and the row of `sampled` that has each."""
+def step_columns(inputs: Sequence[SequenceInput], rows: int = 0, sequences: int = 0) -> StepColumns:
+    """Lay inputs end to end; pad them to `rows` rows and `sequences` last rows, if they have fewer.
+
+    A padded row has slot -1, which is not written. Padded last rows are row 0.
+    """
+    lengths = [len(each.tokens) for each in inputs]
+    positions = [np.arange(each.start, each.start + n) for each, n in zip(inputs, lengths, strict=True)]
+    last_rows = np.cumsum(lengths, dtype=np.int64) - 1
     unknown = [index for index, each in enumerate(inputs) if each.sampled_row >= 0]
-    rows = np.fromiter((inputs[index].sampled_row for index in unknown), dtype=np.int64, count=len(unknown))
-    return last_rows[unknown], rows
+    return StepColumns(
+        _column([each.tokens for each in inputs], rows),
+        _column(positions, rows),
+        _column([each.slots for each in inputs], rows, -1),
+        _column([last_rows], sequences),
+        last_rows[unknown],
+        np.array([inputs[index].sampled_row for index in unknown], dtype=np.int64),
+    )
 
 
-def relay(tokens: Tensor, places: Tensor, rows: Tensor, sampled: Tensor | None) -> None:
-    """Copy `sampled[rows]` to `tokens[places]`, all int64 on one device; costs two launches, and none for no rows."""
+def _column(parts: Sequence[NDArray[np.signedinteger]], size: int, padding: int = 0) -> Int:
+    """Return the parts end to end, and padding if they have fewer than `size` numbers."""
+    missing = size - sum(map(len, parts))
+    padded = [*parts, np.full(missing, padding)] if missing > 0 else parts
+    return np.concatenate(padded, dtype=np.int64)
+
+
+class StepBatch:
+    """All inputs laid end to end on a device, in one copy: tokens, positions and slots [T], and the last rows."""
+
+    def __init__(
+        self,
+        inputs: Sequence[SequenceInput],
+        device: Device,
+        sampled: Tensor | None = None,
+        *,
+        rows: int = 0,
+        sequences: int = 0,
+    ) -> None:
+        """Start the copy to `device`; `sampled` int64 has the tokens of inputs with a `sampled_row`.
+
+        `rows` and `sequences` as in `step_columns`.
+        """
+        columns = step_columns(inputs, rows, sequences)
+        there = device.upload(np.concatenate(columns)).split_with_sizes([len(column) for column in columns])
+        self.tokens, self.positions, self.slots, self.last_rows, unknown, sampled_rows = there
+        relay(self.tokens, unknown, sampled_rows, sampled)
+
+
+def relay(tokens: Tensor, rows: Tensor, sampled_rows: Tensor, sampled: Tensor | None) -> None:
+    """Copy `sampled[sampled_rows]` to `tokens[rows]`, int64 on one device; in two launches, or none for no rows."""
     if len(rows):
         assert sampled is not None, "an input has a token that is not known, and no sampled tokens were passed"
-        tokens.index_copy_(0, places, sampled.index_select(0, rows))
+        tokens.index_copy_(0, rows, sampled.index_select(0, sampled_rows))

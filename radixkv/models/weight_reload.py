@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 def watch_weights(runner: Runner, source: Any | None) -> ModelWeights:
     """Return the weights of a runner that is ready to run, and refuse its logits after an update from now on."""
     forward = runner.forward
-    forget = forward.forget if isinstance(forward, ReplayedForward) else None
-    weights = ModelWeights(runner.loaded, source, forget)
+    record_again = forward.record_again if isinstance(forward, ReplayedForward) else None
+    weights = ModelWeights(runner.loaded, source, record_again)
     runner.forward = WatchedForward(forward, weights.check_step)
     return weights
 

@@ -114,6 +114,10 @@ class LaunchRecorder:
     def full(self) -> bool:
         return len(self.recordings) >= self.most
 
+    def warm_up(self, step: Callable[[], Tensor]) -> None:
+        with _guarded(RecordedCalls()):
+            step()
+
     def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         recording = RecordedCalls()
         with _guarded(recording):

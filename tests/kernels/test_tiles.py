@@ -16,7 +16,7 @@ from radixkv.attention import plan
 from radixkv.attention.plan import Grouping
 from radixkv_kernels import graph_capacity
 from radixkv_kernels import tiles as tiling
-from radixkv_kernels.graph_capacity import GraphCapacity
+from radixkv_kernels.graph_capacity import Bucket, GraphCapacity
 from radixkv_kernels.tiles import FIELDS, HEADER, Shape, Tiles
 from radixkv_kernels.work_list import WorkList
 from tests.attention.batches import tree_tables
@@ -221,54 +221,66 @@ def binary(depth: int, size: int = 4) -> tuple[list[list[int]], list[int]]:
     return tables, [len(tables[0]) * size] * len(tables)
 
 
-def shared_rows(work: WorkList) -> int:
+def shared_rows(work: WorkList, queries: list[int]) -> int:
     """Return the rows of all shared runs together."""
     assert isinstance(work.origin, Grouping)
-    return len(work.origin.runs.members)
+    return sum(queries[member] for member in work.origin.runs.members)
 
 
-@given(
-    decodes(),
-    st.sampled_from([None, 3, 40]),
-    st.integers(0, 3),
-    st.sampled_from([1, 3, 8]),
-    st.sampled_from([0.1, 1, 9, 60, (33, 0.5, 7.5)]),
-    st.sampled_from([None, 8, 30]),
-)
+def fits(tiles: Tiles, room: GraphCapacity) -> bool:
+    merges = tiles.merge_rows, tiles.merge_offset, tiles.merge_ids
+    arrays = [*tiles.kinds, tiles.row_ids, tiles.positions, *merges]
+    return room.holds(tiles) and all(len(a) <= size for a, size in zip(arrays, room.sizes, strict=True))
+
+
+SPREADS = st.sampled_from([0.1, 1, 9, 60, (33, 0.5, 7.5)])
+
+
+@given(decodes(), st.sampled_from([None, 3, 40]), st.integers(0, 3), st.sampled_from([1, 3, 8]), SPREADS, st.data())
 @SETTINGS
-def test_a_decode_steps_tiles_fit_the_stated_bound(
+def test_a_steps_tiles_fit_the_stated_bound(
     batch: tuple[list[list[int]], list[int]],
     window: int | None,
     padding: int,
     group: int,
     spread: float | tuple[float, ...],
-    split: int | None,
+    data: st.DataObject,
 ) -> None:
-    """The bound is for balanced steps of any tree, or a fixed split without sharing."""
+    """The bound is for balanced steps of any tree: decodes, and chunks of prompts; also in chunks of attention."""
     tables, kv = batch
     if not kv:
         return
-    rows = len(kv) + padding
-    work = plan.build(
-        tables,
-        kv,
-        [1] * len(kv),
-        window,
-        block_size=4,
-        min_saving=1 if split is None else plan.NEVER_SHARE,
-        max_shared_rows=graph_capacity.shared_rows(rows),
-    )
-    assert covered(work) == expected(tables, kv, [1] * len(kv), window, 4)
+    queries = [1] * len(kv)
+    if data.draw(st.booleans()):
+        queries = [data.draw(st.sampled_from([1, 2, 9, length])) if length > 9 else 1 for length in kv]
+    bucket = Bucket(sum(queries) + padding, len(kv) + (padding if max(queries) == 1 else 0), max(queries) > 1)
+    chunk = data.draw(st.sampled_from([None, None, 8]))
+    sequences = (tables, kv, queries) if chunk is None else plan.cut_chunks(tables, kv, queries, chunk, 4)
+    assert len(sequences[0]) <= bucket.pieces(chunk)
+    work = plan.build(*sequences, window, block_size=4, min_saving=1, max_shared_rows=bucket.shared_rows)
+    if chunk is None:
+        assert covered(work) == expected(tables, kv, queries, window, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "SHORTEST", 4)
-        tiles = tiling.build(work, SHAPES, group, spread=spread, split=split)
-        room = graph_capacity.decode_capacity(
-            rows, len(work.block_ids), SHAPES, group, spread=spread, keys=max(kv), split=split
+        tiles = tiling.build(work.padded(bucket.tokens), SHAPES, group, spread=spread)
+        room = graph_capacity.step_capacity(
+            bucket, len(work.block_ids), SHAPES, group, spread=spread, window=window, chunk=chunk
         )
-    assert room.holds(tiles)
-    merges = tiles.merge_rows, tiles.merge_offset, tiles.merge_ids
-    arrays = [*tiles.kinds, tiles.row_ids, tiles.positions, *merges]
-    assert all(len(array) <= size for array, size in zip(arrays, room.sizes(len(SHAPES)), strict=True))
+    assert fits(tiles, room)
+
+
+@given(decodes(), st.sampled_from([None, 3, 40]), st.sampled_from([8, 30]))
+@settings(max_examples=40, deadline=None)
+def test_decodes_with_a_fixed_split_fit_the_stated_bound(
+    batch: tuple[list[list[int]], list[int]], window: int | None, split: int
+) -> None:
+    tables, kv = batch
+    if kv:
+        work = plan.build(tables, kv, [1] * len(kv), window, block_size=4, min_saving=plan.NEVER_SHARE)
+        tiles = tiling.build(work, SHAPES, 3, split=split)
+        assert fits(
+            tiles, graph_capacity.split_capacity(len(kv), len(work.block_ids), SHAPES, 3, keys=max(kv), split=split)
+        )
 
 
 DEEP = {f"depth {depth}": binary(depth) for depth in (3, 5, 6)} | {f"comb {n}": comb(n, 16) for n in (5, 6, 8, 20, 64)}
@@ -278,18 +290,19 @@ DEEP = {f"depth {depth}": binary(depth) for depth in (3, 5, 6)} | {f"comb {n}": 
 def test_a_batch_that_fills_its_bucket_fits_however_deep_its_tree_is(tree: str) -> None:
     tables, kv = DEEP[tree]
     rows = len(kv)
-    most = graph_capacity.shared_rows(rows)
+    bucket, queries = Bucket(rows, rows), [1] * rows
+    most = bucket.shared_rows
     free, work = (
         plan.build(tables, kv, [1] * rows, block_size=4, min_saving=1, max_shared_rows=limit) for limit in (None, most)
     )
-    room = graph_capacity.decode_capacity(rows, len(work.block_ids), SHIPPED, 4, spread=AT_ONCE, keys=max(kv))
+    room = graph_capacity.step_capacity(bucket, len(work.block_ids), SHIPPED, 4, spread=AT_ONCE)
     assert room.holds(tiling.build(work, SHIPPED, 4, spread=AT_ONCE))
-    if shared_rows(free) <= most:
+    if shared_rows(free, queries) <= most:
         assert work.num_items == free.num_items and (work.row_ids == free.row_ids).all()
         assert tree in ("depth 3", "comb 5", "comb 6", "comb 8")
         return
     assert not room.holds(tiling.build(free, SHIPPED, 4, spread=AT_ONCE))
-    assert shared_rows(work) <= most
+    assert shared_rows(work, queries) <= most
     assert free.read_tokens < work.read_tokens < (1.2 if tree.startswith("depth") else 4) * free.read_tokens
 
 
@@ -299,13 +312,13 @@ def test_a_long_run_that_many_share_is_cut_often_and_fits() -> None:
     work = plan.build(tables, [1024 * 16 + 1] * 16, [1] * 16, block_size=16)
     shapes = (Shape(16, 64),)
     tiles = tiling.build(work, shapes, 1, spread=40)
-    room = graph_capacity.decode_capacity(16, len(work.block_ids), shapes, 1, spread=40, keys=1024 * 16 + 1)
+    room = graph_capacity.step_capacity(Bucket(16, 16), len(work.block_ids), shapes, 1, spread=40)
     assert room.holds(tiles)
     assert tiles.num_partials > 500
     long = [np.arange(i * 64, i * 64 + 64) for i in range(16)]
     work = plan.build(long, [1024] * 16, [1] * 16, block_size=16)
     tiles = tiling.build(work, shapes, 1, spread=64)
-    assert graph_capacity.decode_capacity(16, len(work.block_ids), shapes, 1, spread=64, keys=1024).holds(tiles)
+    assert graph_capacity.step_capacity(Bucket(16, 16), len(work.block_ids), shapes, 1, spread=64).holds(tiles)
     assert tiles.num_tiles(0) == 64
 
 
@@ -409,17 +422,20 @@ def test_the_same_step_is_cut_the_same_way() -> None:
 
 def test_what_does_not_fit_is_noticed_whatever_it_is() -> None:
     tiles = tiling.build(single(4096), (Shape(16, 64),), 4, spread=8)
-    room = GraphCapacity(rows=1, tiles=8, row_ids=1, partials=8, block_ids=len(tiles.block_ids))
+    room = GraphCapacity(rows=1, tiles=(8,), row_ids=1, partials=8, block_ids=len(tiles.block_ids))
     assert room.holds(tiles)
     for name, size in dataclasses.asdict(room).items():
-        assert not dataclasses.replace(room, **{name: size - 1}).holds(tiles)
+        less = (7,) if name == "tiles" else size - 1
+        assert not dataclasses.replace(room, **{name: less}).holds(tiles)
 
 
 def test_each_kind_of_tile_has_to_fit() -> None:
     """Three kinds, of which the last two have no tile."""
     tiles = tiling.build(single(4096), SHIPPED, 4, spread=8)
     assert [tiles.num_tiles(kind) for kind in range(3)] == [8, 0, 0]
-    assert not GraphCapacity(rows=1, tiles=7, row_ids=1, partials=8, block_ids=len(tiles.block_ids)).holds(tiles)
+    assert not GraphCapacity(rows=1, tiles=(7, 9, 9), row_ids=1, partials=8, block_ids=len(tiles.block_ids)).holds(
+        tiles
+    )
 
 
 def test_behind_the_last_block_id_there_are_some_that_may_be_loaded() -> None:

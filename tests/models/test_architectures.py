@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,6 @@ from radixkv import Engine, SamplingParams
 from radixkv.attention.kv_store import KVStore
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter
-from radixkv.models.cuda_graphs import record_decodes
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.runner import Runner
@@ -204,13 +202,6 @@ def test_blocks_must_fit_into_chunks(build: Callable[..., Any]) -> None:
     loaded = adapter.load(build(llama4()))
     with pytest.raises(InvalidInput, match="chunks of 32 tokens, which block_size=24 must divide"):
         Runner(loaded, 8, 24)
-
-
-def test_steps_of_chunks_are_not_recorded(build: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
-    runner = Runner(replace(adapter.load(build(llama4())), attention="triton"), 8, 4)
-    with caplog.at_level(logging.INFO):
-        record_decodes(runner, 4)
-    assert caplog.messages[-1].startswith("decode steps run without CUDA graphs: chunks of attention")
 
 
 def test_first_positions_take_room(build: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from radixkv.attention import torch_backend, triton_backend
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter, fusion
 from radixkv.models.attention_interface import own_attention
-from radixkv.models.cuda_graphs import record_decodes
+from radixkv.models.cuda_graphs import record_graphs
 from radixkv.models.gpu_layers.fuse import is_fused
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
@@ -283,7 +283,7 @@ FREE |= {"empty", "empty_like", "new_empty"}  # views and allocations
 def kernels(loaded: LoadedModel) -> list[str]:
     """Return the operators and launches of a decode of two sequences that cost a kernel each."""
     recorder, runner = LaunchRecorder(), Runner(loaded, BLOCKS, SIZE)
-    record_decodes(runner, 1, recorder)
+    record_graphs(runner, 1, 0, recorder)
     return [name for name, _, _ in recorder.recordings[0].calls if name not in FREE]
 
 
@@ -313,10 +313,10 @@ def test_on_a_gpu_layers_are_fused_and_recorded(name: str, virtual_gpu: VirtualG
     loaded = adapter.load(made(CONFIGS[name]()), device=virtual_gpu.place)
     assert loaded.attention == "triton" and is_fused(loaded.model)
     runner = Runner(loaded, BLOCKS, SIZE)
-    record_decodes(runner, 4)
-    found = [runner.run(step) for step in STEPS[:2]]
+    record_graphs(runner, 4, 8)
     padding = chunk([7], 2, [3])  # three sequences in a graph for four
-    with virtual_gpu.serving(allow=["capture", "synchronisation", "pageable copy", "memory query", "release"]):
+    with virtual_gpu.serving():
+        found = [runner.run(step) for step in STEPS[:2]]
         found.append(runner.run([*STEPS[2], padding])[:2])
     assert virtual_gpu.counts["replay"] >= 3
     torch.testing.assert_close(torch.cat(found).cpu(), expected, rtol=0, atol=1e-4)

@@ -1,10 +1,10 @@
-"""Replayed decode steps compute the same as launched ones; a list of calls stands in for a CUDA graph."""
+"""Replayed steps compute the same as launched ones, on a simulated GPU, and need nothing of the host meanwhile."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,14 @@ import torch
 import transformers
 
 from radixkv.attention import plan
-from radixkv.models import adapter, attention_interface, cuda_inputs
-from radixkv.models.cuda_graphs import record_decodes
+from radixkv.models import adapter, attention_interface, cuda_graphs, cuda_inputs
+from radixkv.models.cuda_graphs import ATTEMPTS, buckets, record_graphs
 from radixkv.models.fusion import fuse
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from radixkv_kernels import graph_capacity
-from tests.kernels.launch_recorder import LaunchRecorder
+from radixkv_kernels.graph_capacity import Bucket
+from tests.virtual_gpu import VirtualGpu
 
 SIZE, BLOCKS = 4, 120
 SIZES: dict[str, Any] = {
@@ -50,11 +51,24 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         altup_num_inputs=2,
         activation_sparsity_pattern=[0.0] * 2,
     ),
+    "llama4": lambda: transformers.Llama4TextConfig(  # its first layer attends in chunks of 8 tokens
+        **SIZES,
+        num_hidden_layers=2,
+        head_dim=16,
+        intermediate_size_mlp=48,
+        num_local_experts=1,
+        moe_layers=[],
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        attention_chunk_size=8,
+    ),
 }
 
 
-def load(kind: str = "llama", change: Callable[[Any], None] | None = None) -> LoadedModel:
-    """Load a small random model on the kernels, without its self-test."""
+def load(
+    kind: str = "llama", place: torch.device | None = None, change: Callable[[Any], None] | None = None
+) -> LoadedModel:
+    """Load a small random model on a simulated GPU, or with torch's attention on the CPU, without its self-test."""
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
     with torch.no_grad():
@@ -65,279 +79,305 @@ def load(kind: str = "llama", change: Callable[[Any], None] | None = None) -> Lo
         change(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter, "self_test", lambda loaded: 0.0)
-        return adapter.load(model, attention="triton")
+        if place is None:
+            return adapter.load(model, attention="torch")
+        return adapter.load(model, device=place, attention="triton", fuse=False)
 
 
-@dataclass
 class Pair:
-    """The same steps on two runners: one replays, one does not. Free slots hold NaN in both."""
+    """The same steps on two runners: one on a GPU, that replays, and one on the CPU. Free slots hold NaN in both.
 
-    loaded: LoadedModel
-    recorder: LaunchRecorder = field(default_factory=LaunchRecorder)
-    most: int = 6
-    deterministic: bool = False
+    Nothing is recorded, and nothing waits for the GPU, in any step.
+    """
 
-    def __post_init__(self) -> None:
-        self.plain, self.replaying = (
-            Runner(self.loaded, BLOCKS, SIZE, deterministic=self.deterministic) for _ in range(2)
-        )
-        record_decodes(self.replaying, self.most, self.recorder)
+    def __init__(
+        self,
+        gpu: VirtualGpu,
+        kind: str = "llama",
+        *,
+        most: int = 4,
+        tokens: int = 16,
+        deterministic: bool = False,
+        change: Callable[[Any], None] | None = None,
+    ) -> None:
+        self.gpu = gpu
+        self.plain = Runner(load(kind, change=change), BLOCKS, SIZE)
+        self.replaying = Runner(load(kind, gpu.place, change), BLOCKS, SIZE, deterministic=deterministic)
+        record_graphs(self.replaying, most, tokens)
         for runner in (self.plain, self.replaying):
             for pool in (*runner.store.keys, *runner.store.values):
                 pool.fill_(torch.nan)
         self.free = list(range(BLOCKS))
         random.Random(5).shuffle(self.free)
         self.lives: list[tuple[int, list[int]]] = []  # length, table
+        self._probes = gpu.counts["replay"]
 
-    def prefill(self, tokens: int) -> None:
-        """Add a sequence."""
-        table = [self.free.pop() for _ in range(-(-tokens // SIZE))]
-        self._run([self._chunk(list(range(3, 3 + tokens)), 0, table)], [])
-        self.lives.append((tokens, table))
+    @property
+    def replays(self) -> int:
+        """The steps that were replayed since the load."""
+        return self.gpu.counts["replay"] - self._probes
 
-    def fork(self, index: int) -> None:
-        """Add a sequence that shares all full blocks; the part-filled one is copied in the next step."""
+    @property
+    def graphs(self) -> Any:
+        return self.replaying.forward.graphs  # type: ignore[attr-defined]
+
+    def prefill(self, *counts: int) -> None:
+        """Add sequences, in one step."""
+        chunks = []
+        for tokens in counts:
+            table = [self.free.pop() for _ in range(-(-tokens // SIZE))]
+            chunks.append(self.chunk(list(range(3, 3 + tokens)), 0, table))
+            self.lives.append((tokens, table))
+        self.run(chunks)
+
+    def fork(self, index: int, blocks: int | None = None) -> None:
+        """Add a sequence that shares all full blocks, or some."""
         length, table = self.lives[index]
-        whole = length // SIZE
-        self.lives.append((length, [*table[:whole], *([-1] if length % SIZE else [])]))
-        self._forked = (index, len(self.lives) - 1)
+        whole = length // SIZE if blocks is None else blocks
+        self.lives.append((whole * SIZE, table[:whole]))
 
-    def decode(self, rng: random.Random, which: list[int] | None = None) -> None:
-        """Compute one more token of some sequences, or all."""
-        chunks, copies = [], []
-        for index in range(len(self.lives)) if which is None else which:
+    def step(self, rng: random.Random, which: Sequence[int] | None = None, counts: Sequence[int] = ()) -> None:
+        """Compute one more token of some sequences, or all; of the first ones as many as `counts` says."""
+        chunks = []
+        for place, index in enumerate(range(len(self.lives)) if which is None else which):
             length, table = self.lives[index]
-            if table and table[-1] == -1:
-                table[-1] = self.free.pop()
-                copies.append((self.lives[self._forked[0]][1][len(table) - 1], table[-1]))
-            if length % SIZE == 0:
-                table.append(self.free.pop())
-            chunks.append(self._chunk([rng.randrange(3, 97)], length, table))
-            self.lives[index] = (length + 1, table)
-        self._run(chunks, copies)
+            count = counts[place] if place < len(counts) else 1
+            table = table + [self.free.pop() for _ in range(-(-(length + count) // SIZE) - len(table))]
+            chunks.append(self.chunk([rng.randrange(3, 97) for _ in range(count)], length, table))
+            self.lives[index] = (length + count, table)
+        self.run(chunks)
 
-    def forget(self, bucket: int) -> None:
-        """Drop the recordings of one bucket."""
-        replays = self.replaying.forward.graphs.replays
-        for key in [key for key in replays if key[0] == bucket]:
-            del replays[key]
-
-    def _chunk(self, tokens: list[int], start: int, table: list[int]) -> SequenceInput:
+    def chunk(self, tokens: list[int], start: int, table: list[int]) -> SequenceInput:
         places = np.arange(start, start + len(tokens))
         blocks = np.array(table, dtype=np.int32)
         slots = blocks[places // SIZE].astype(np.int64) * SIZE + places % SIZE
         return SequenceInput(np.array(tokens, dtype=np.int32), start, slots, blocks)
 
-    def _run(self, chunks: list[SequenceInput], copies: list[tuple[int, int]]) -> None:
-        ours, expected = self.replaying.run(chunks, copies), self.plain.run(chunks, copies)
-        if self.deterministic:
-            assert torch.equal(ours, expected)
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    def replay(self, chunks: list[SequenceInput], sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """Run a step on the GPU; return its logits there."""
+        with self.gpu.serving():
+            return self.replaying.run(chunks, (), sampled)
+
+    def run(self, chunks: list[SequenceInput]) -> None:
+        """Run a step on both, and compare the logits and the pools."""
+        ours, expected = self.replay(chunks), self.plain.run(chunks)
+        torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=1e-4)
         pools = [(*runner.store.keys, *runner.store.values) for runner in (self.replaying, self.plain)]
         for a, b in zip(*pools, strict=True):  # padded rows were not written anywhere
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-4, equal_nan=True)
+            torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1e-4, equal_nan=True)
+
+    def fill(self, number: float) -> None:
+        """Let all KV be the same number."""
+        for runner in (self.plain, self.replaying):
+            for pool in (*runner.store.keys, *runner.store.values):
+                pool.fill_(number)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_replays_compute_what_steps_would(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of each size, growing contexts, branches and their copies, shared runs and none."""
+def test_replays_compute_what_steps_would(kind: str, virtual_gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, growing contexts, chunks over them, branches, shared runs and none; each in the same few graphs."""
     monkeypatch.setattr(plan, "MIN_SAVING", 1)
-    pair, rng = Pair(load(kind)), random.Random(1)
-    pair.prefill(11)
-    pair.decode(rng)
+    pair, rng = Pair(virtual_gpu, kind), random.Random(1)
+    pair.prefill(11, 2)
     pair.fork(0)
-    pair.decode(rng)
-    pair.prefill(2)
-    for which in (None, [0, 2], [2, 0, 1]):
-        pair.decode(rng, which)
-    assert pair.recorder.replays == 5 + 2  # and two of the probe
-    assert len(pair.recorder.recordings) <= 4
+    pair.fork(0)
+    pair.step(rng)
+    pair.step(rng, [2, 1, 0], [7])
+    pair.step(rng, [3])
+    assert pair.replays == 4
+    assert pair.replaying.eager.count == 0
 
 
-def test_an_ordinary_step_is_not_recorded_again_and_launches_only_the_tiles_there_are() -> None:
-    pair, rng = Pair(load()), random.Random(2)
-    for _ in range(3):
-        pair.prefill(2)
-    for _ in range(2):
-        pair.decode(rng)
-    alone, together = pair.recorder.recordings  # the probe's, and one for the bucket of four
-    assert alone.launches == together.launches == 1 + 1 + 1  # a write, one kind of tile and a merge
-    assert pair.recorder.replays == 2 + 2
+def test_all_sizes_are_recorded_at_load_with_a_launch_for_each_kind_of_tile_that_may_occur(
+    virtual_gpu: VirtualGpu,
+) -> None:
+    pair = Pair(virtual_gpu, most=12, tokens=40)
+    assert [each.tokens for each in buckets(12, 40)] == [12, 8, 4, 2, 1, 40, 32, 16]
+    assert pair.graphs.buckets == sorted(buckets(12, 40))
+    plans = {bucket: pair.graphs.inputs.plans(bucket)[0] for bucket in pair.graphs.buckets}
+    # Tiles have up to 16 and 32 stacked rows, of two heads each.
+    assert {bucket.tokens for bucket, step in plans.items() if not step.counts[1]} == {1, 2, 4, 8}
+    assert all(step.counts[0] and step.num_merges == bucket.tokens for bucket, step in plans.items())
 
 
-def test_a_deterministic_step_is_replayed_only_where_nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_interface, "SPLIT", 8)
-    pair, rng = Pair(load(), deterministic=True), random.Random(3)
-    for length in (17, 3, 2):
-        pair.prefill(length)
-        pair.decode(rng)
-    assert pair.recorder.replays == 2 + 2
+def test_a_batch_with_more_shared_runs_than_fit_is_replayed_with_fewer(
+    virtual_gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MIN_SAVING", 1)
+    monkeypatch.setattr(graph_capacity, "DEPTH", 1)
+    pair = Pair(virtual_gpu, tokens=0)
+    pair.lives = [(9, [pair.free.pop() for _ in range(3)])]
+    pair.fill(0.5)
+    for blocks in (1, 2, 2):
+        pair.fork(0, blocks)
+    pair.step(random.Random(13))
+    assert pair.replays == 1
 
 
-def test_tokens_that_only_the_device_has_are_relayed_to_a_replay() -> None:
-    pair = Pair(load(), most=4)
-    for length in (5, 2, 6):
-        pair.prefill(length)
-    known = [pair._chunk([token], length, table) for token, (length, table) in zip((9, 8, 7), pair.lives, strict=True)]
-    expected, replays = pair.plain.run(known), pair.recorder.replays
-    unknown = [
-        replace(each, tokens=np.zeros(1, np.int32), sampled_row=row)
-        for each, row in zip(known, (3, -1, 0), strict=True)
-    ]
-    unknown[1] = known[1]
-    sampled = torch.tensor([7, 96, 96, 9])
-    for runner in (pair.plain, pair.replaying, pair.replaying):
-        torch.testing.assert_close(runner.run(unknown, sampled=sampled), expected, rtol=0, atol=1e-4)
-    assert pair.recorder.replays == replays + 2
+def test_tokens_that_only_the_device_has_are_relayed_to_a_replay(virtual_gpu: VirtualGpu) -> None:
+    """Those of decodes, and of decodes next to a chunk; two steps in a row before the host reads anything."""
+    pair = Pair(virtual_gpu)
+    pair.prefill(5, 2, 6)
+    known = [pair.chunk([token], length, table) for token, (length, table) in zip((9, 8, 7), pair.lives, strict=True)]
+    steps = [known, [known[0], pair.chunk([8, 5], *pair.lives[1]), known[2]]]
+    expected = [pair.plain.run(inputs) for inputs in steps]
+    unknown = [replace(known[0], tokens=np.zeros(1, np.int32), sampled_row=3)]
+    unknown += [replace(known[2], tokens=np.zeros(1, np.int32), sampled_row=0)]
+    sampled = virtual_gpu.upload(np.array([7, 96, 96, 9]))
+    found = [pair.replay([unknown[0], inputs[1], unknown[1]], sampled) for inputs in steps]
+    sampled.fill_(-1)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=1e-4)
+    assert pair.replays == 1 + 2
     with pytest.raises(AssertionError, match="not known"):
         pair.replaying.run(unknown)
 
 
-def test_logits_outlive_the_next_replay() -> None:
-    pair, rng = Pair(load()), random.Random(4)
-    pair.prefill(5)
-    length, table = pair.lives[0]
-    chunks = [pair._chunk([token], length, table) for token in (5, 6)]
-    first = pair.replaying.run([chunks[0]])
-    kept = first.clone()
-    assert not torch.equal(pair.replaying.run([chunks[1]]), kept)
-    assert torch.equal(first, kept)
-    pair.decode(rng)
-
-
-def test_a_batch_with_more_shared_runs_than_fit_is_replayed_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MIN_SAVING", 1)
-    monkeypatch.setattr(graph_capacity, "DEPTH", 1)
-    pair, rng = Pair(load(), most=4), random.Random(13)
-    pair.prefill(9)
-    for blocks in (1, 2, 2):
-        pair.fork(0)
-        pair.lives[-1] = (blocks * SIZE, pair.lives[-1][1][:blocks])
-    replays = pair.recorder.replays
-    for _ in range(2):
-        pair.decode(rng)
-    assert pair.recorder.replays == replays + 2
-
-
-@pytest.mark.parametrize("limit", ["blocks", "memory", "most"])
-def test_what_does_not_fit_is_computed_without(
-    limit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(plan, "MIN_SAVING", 1)
-    if limit == "blocks":
-        monkeypatch.setattr(cuda_inputs, "MOST_BLOCKS", 9)
-    pair = Pair(load(), LaunchRecorder(1 if limit == "memory" else 1000), most=2 if limit == "most" else 6)
-    rng, replays = random.Random(5), pair.recorder.replays
-    pair.prefill(13)
-    for _ in range(2):
-        pair.fork(0)
-        pair.lives[-1] = (12, pair.lives[-1][1][:3])
-    pair.decode(rng)
-    assert pair.recorder.replays == replays
-    pair.decode(rng, [0])
-    assert pair.recorder.replays == replays + 1
-    assert not caplog.messages
-
-
-def test_without_memory_for_its_own_recording_a_step_uses_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three sequences are recorded in the bucket of four; then it serves one and two of them, padded."""
-    monkeypatch.setattr(plan, "MIN_SAVING", 1)
-    pair, rng = Pair(load(), most=4), random.Random(9)
-    for length in (13, 3, 6):
-        pair.prefill(length)
-    pair.decode(rng)
-    pair.forget(1)
-    pair.recorder.most = len(pair.recorder.recordings)
-    replays = pair.recorder.replays
-    for which in ([1], [0, 2], [2, 1, 0]):
-        pair.decode(rng, which)
-    assert pair.recorder.replays == replays + 3
-    assert len(pair.recorder.recordings) == 2
-    pair.recorder.most = 1000
-    pair.decode(rng, [1, 0])
-    assert len(pair.recorder.recordings) == 3  # now it has its own
-
-
-def test_a_step_without_shared_runs_is_served_by_a_recording_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MIN_SAVING", 1)
-    pair, rng = Pair(load(), most=16), random.Random(10)
-    pair.prefill(12)
-    for _ in range(9):
-        pair.fork(0)
-    pair.prefill(5)
-    pair.decode(rng)
-    assert (
-        pair.recorder.recordings[-1].launches == 1 + 2 + 1
-    )  # two kinds of tile: tails, and the run that ten rows share
-    pair.recorder.most = len(pair.recorder.recordings)
-    replays = pair.recorder.replays
-    pair.decode(rng, [0, 10])
-    assert pair.recorder.replays == replays + 1
-
-
-def test_a_deterministic_step_is_never_padded_into_a_larger_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_interface, "SPLIT", 8)
-    pair, rng = Pair(load(), deterministic=True, most=2), random.Random(11)
-    for _ in range(2):
-        pair.prefill(5)
-    pair.decode(rng)
-    pair.forget(1)
-    pair.recorder.most = len(pair.recorder.recordings)
-    replays = pair.recorder.replays
-    pair.decode(rng, [0])
-    assert pair.recorder.replays == replays
-
-
-def _reading(model: Any, read: Callable[[torch.Tensor], Any]) -> None:
-    """Let the model do something with its hidden states on the host."""
-    forward = model.model.layers[0].mlp.forward
-
-    def reading(hidden: torch.Tensor) -> Any:
-        read(hidden)
-        return forward(hidden)
-
-    model.model.layers[0].mlp.forward = reading
-
-
-HOSTS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "item": lambda hidden: hidden.sum().item(),
-    "bool": lambda hidden: bool((hidden > 0).any()),
-    "tolist": lambda hidden: hidden.tolist(),
-    "numpy": lambda hidden: hidden.numpy(),
-    "tensor": lambda hidden: torch.tensor([1.0, 2.0]),
-    "from_numpy": lambda hidden: torch.from_numpy(np.zeros(3)),
-    "nonzero": lambda hidden: hidden.nonzero(),
-    "mask": lambda hidden: hidden[hidden > 0],
+LIMITS = {
+    "their block tables have too many entries": (2, 4, [5]),
+    "no graph of decodes is large enough": (1, 0, []),
+    "no graph of chunks of prompts is large enough": (2, 4, [4]),
 }
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_model_that_depends_on_the_host_runs_as_before_with_one_warning(
-    host: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("reason", LIMITS)
+def test_steps_that_no_graph_serves_are_counted_and_logged_once_per_reason(
+    reason: str, virtual_gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair, rng = Pair(load(change=lambda model: _reading(model, HOSTS[host]))), random.Random(6)
-    pair.prefill(5)
+    if "entries" in reason:
+        monkeypatch.setattr(cuda_inputs, "MOST_BLOCKS", 2)
+    most, tokens, counts = LIMITS[reason]
+    pair, rng = Pair(virtual_gpu, most=most, tokens=tokens), random.Random(5)
+    pair.fill(0.5)
+    pair.lives = [(3, [pair.free.pop()]), (2 + 4 * ("entries" in reason), [pair.free.pop() for _ in range(2)])]
     for _ in range(2):
-        pair.decode(rng)
-    assert not pair.recorder.replays
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("decode steps run without CUDA graphs from now on: CaptureError: ")
+        pair.step(rng, None, [] if "entries" in reason else counts)
+    assert pair.replaying.eager.count == 2
+    assert caplog.messages == [f"a step runs without a CUDA graph: {reason}"]
 
 
-def test_a_model_that_can_neither_be_compiled_nor_recorded_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    def branching(hidden: torch.Tensor) -> int:
-        return 1 if hidden.sum() > 0 else 2
+def test_a_recording_that_fails_for_a_moment_is_tried_again(
+    virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    virtual_gpu.inject("capture")
+    virtual_gpu.inject("capture", 1)
+    pair = Pair(virtual_gpu, most=2)
+    assert len(pair.graphs.buckets) == 3
+    assert virtual_gpu.counts["capture"] == 5
+    assert not caplog.messages
 
-    torch._dynamo.reset()
-    runner = Runner(load(change=lambda model: _reading(model, branching)), BLOCKS, SIZE)
-    fuse(runner, "eager")
-    record_decodes(runner, 6, LaunchRecorder())
-    assert [message.partition(":")[0] for message in caplog.messages] == ["the model runs uncompiled from now on"]
-    torch._dynamo.reset()
+
+def test_a_larger_graph_serves_the_steps_of_one_that_cannot_be_recorded(
+    virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 2, 1, and 16 with chunks, only the last is recorded."""
+    for number in (0, 1, 3, 4, 5, 6):
+        virtual_gpu.inject("capture", number)
+    pair = Pair(virtual_gpu, most=2)
+    assert virtual_gpu.counts["capture"] == 3 + 2 * (ATTEMPTS - 1)
+    assert pair.graphs.buckets == [Bucket(16, 2, chunks=True)]
+    pair.prefill(5, 3)
+    pair.step(random.Random(7))
+    assert pair.replays == 2
+    (message,) = caplog.messages
+    assert message.startswith("2 of 3 CUDA graphs could not be recorded; larger ones")
+    assert "AcceleratorError" in message
+
+
+def test_memory_that_runs_out_leaves_out_the_smaller_graphs(
+    virtual_gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Larger ones are recorded first. The steps of the others run in them, and nothing is logged as a failure."""
+    monkeypatch.setattr(cuda_graphs, "SHARE", 1e-6)
+    pair = Pair(virtual_gpu, most=2)
+    assert pair.graphs.buckets == [Bucket(2, 2)]
+    pair.lives = [(2, [pair.free.pop()])]
+    pair.fill(0.5)
+    pair.step(random.Random(7))
+    assert pair.replays == 1
+    assert not caplog.messages
+
+
+def test_weights_that_moved_are_recorded_again_in_one_go_and_no_kv_is_written(virtual_gpu: VirtualGpu) -> None:
+    pair = Pair(virtual_gpu)
+    pair.prefill(6)
+    for runner in (pair.plain, pair.replaying):
+        model: Any = runner.loaded.model
+        down = model.model.layers[0].mlp.down_proj
+        down.weight = torch.nn.Parameter(down.weight.detach() * 2, requires_grad=False)
+    before = [pool.cpu() for pool in pair.replaying.store.keys]
+    pair.replaying.forward.record_again()  # type: ignore[attr-defined]
+    for pool, kept in zip(pair.replaying.store.keys, before, strict=True):
+        assert torch.equal(pool.cpu().view(torch.int32), kept.view(torch.int32))
+    pair.step(random.Random(8))
+    assert pair.replays == 2
+
+
+def test_a_deterministic_decode_has_the_same_bits_replayed_and_computed(
+    virtual_gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is padded to its own bucket in both, and never to a larger one. Chunks of prompts are computed."""
+    monkeypatch.setattr(attention_interface, "SPLIT", 8)
+    pair = Pair(virtual_gpu, deterministic=True)
+    pair.prefill(17, 2, 1)
+    assert (pair.replays, pair.replaying.eager.count) == (0, 1)
+    inputs = [pair.chunk([5], length, [*table, pair.free.pop()]) for length, table in pair.lives]
+    replayed = pair.replay(inputs).cpu()
+    assert pair.replays == 1
+    heights = []
+    model: Any = pair.replaying.loaded.model
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, hidden: heights.append(hidden[0].shape[1]))
+    virtual_gpu.inject("capture")
+    for attempt in range(1, ATTEMPTS):
+        virtual_gpu.inject("capture", 2 + attempt)
+    pair.replaying.forward.record_again()  # type: ignore[attr-defined]
+    assert Bucket(4, 4) not in pair.graphs.buckets
+    heights.clear()
+    assert torch.equal(pair.replay(inputs).cpu(), replayed)
+    assert heights == [4]
+    assert (pair.replays, pair.replaying.eager.count) == (1, 2)
+
+
+def reading(read: Callable[[torch.Tensor], Any]) -> Callable[[Any], None]:
+    """Return a change of a model that does something with its hidden states on the host."""
+
+    def change(model: Any) -> None:
+        forward = model.model.layers[0].mlp.forward
+
+        def changed(hidden: torch.Tensor) -> Any:
+            read(hidden)
+            return forward(hidden)
+
+        model.model.layers[0].mlp.forward = changed
+
+    return change
+
+
+@pytest.mark.parametrize("read", [lambda hidden: hidden.sum().item(), lambda hidden: hidden[hidden > 0]])
+def test_a_model_that_waits_for_the_device_is_never_recorded_and_runs_as_before_with_one_warning(
+    read: Callable[[torch.Tensor], Any], virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(load("llama", virtual_gpu.place, reading(read)), BLOCKS, SIZE)
+    forward = runner.forward
+    record_graphs(runner, 1, 16)
+    assert virtual_gpu.counts["capture"] == 0
+    assert runner.forward is forward
+    (message,) = caplog.messages
+    assert message.startswith("2 of 2 CUDA graphs could not be recorded")
+    assert "called a synchronizing CUDA operation" in message
+
+
+def test_a_model_that_can_neither_be_compiled_nor_recorded_warns_once(
+    virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(load("llama", virtual_gpu.place, reading(lambda hidden: bool(hidden.sum() > 0))), BLOCKS, SIZE)
+    runner.forward.uncompiled = True  # type: ignore[attr-defined]  # as `fuse` sets it, with its warning
+    record_graphs(runner, 1, 0)
+    assert not caplog.messages
 
 
 def test_a_model_whose_replay_computes_something_else_runs_as_before_with_one_warning(
-    caplog: pytest.LogCaptureFixture,
+    virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A count on the host is the same in each replay."""
 
@@ -350,25 +390,11 @@ def test_a_model_whose_replay_computes_something_else_runs_as_before_with_one_wa
 
         model.model.layers[0].mlp.forward = count
 
-    Pair(load(change=counting))
-    assert caplog.messages == ["decode steps run without CUDA graphs: this model's replay does not compute the same"]
-
-
-def test_a_recording_that_fails_later_leaves_those_that_are_there(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(LaunchRecorder):
-        def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-            if self.recordings:
-                raise torch.OutOfMemoryError("no memory for a graph")
-            return super().record(step)
-
-    pair, rng = Pair(load(), Failing()), random.Random(7)
-    for _ in range(2):
-        pair.prefill(5)
-    for _ in range(2):
-        pair.decode(rng)
-        pair.decode(rng, [1])
-    assert pair.recorder.replays == 2 + 2
-    assert len(caplog.messages) == 1
+    runner = Runner(load("llama", virtual_gpu.place, counting), BLOCKS, SIZE)
+    forward = runner.forward
+    record_graphs(runner, 1, 0)
+    assert runner.forward is forward
+    assert caplog.messages == ["steps run without CUDA graphs: this model's replay does not compute the same"]
 
 
 def test_recorded_steps_run_what_was_compiled_at_load() -> None:
@@ -377,42 +403,24 @@ def test_recorded_steps_run_what_was_compiled_at_load() -> None:
     class Again:
         full = False
 
+        def warm_up(self, step: Callable[[], torch.Tensor]) -> None:
+            step()
+
         def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
             return step
 
     compiled: list[Any] = []
     torch._dynamo.reset()
-    pair = Pair(load())
-    pair.replaying = Runner(pair.loaded, BLOCKS, SIZE)
-    fuse(pair.replaying, lambda graph, inputs: compiled.append(graph) or graph)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter, "self_test", lambda loaded: 0.0)
+        runner = Runner(replace(load(), attention="triton"), BLOCKS, SIZE)
+    fuse(runner, lambda graph, inputs: compiled.append(graph) or graph)  # type: ignore[arg-type]
     assert len(compiled) == 2  # several tokens, and one
-    record_decodes(pair.replaying, 6, Again())
-    rng = random.Random(12)
-    for pool in (*pair.replaying.store.keys, *pair.replaying.store.values):
-        pool.fill_(torch.nan)
-    for length in (1, 5, 7):
-        pair.prefill(length)
-        pair.decode(rng)
-    pair.replaying.forward = pair.replaying.forward.computed
-    pair.decode(rng)
+    record_graphs(runner, 2, 4, Again())
+    for forward in (runner.forward, runner.forward.computed):  # type: ignore[attr-defined]
+        runner.forward = forward
+        for count in (1, 3):
+            places = np.arange(count)
+            runner.run([SequenceInput(places.astype(np.int32), 0, places, np.zeros(1, np.int32))])
     assert len(compiled) == 2
     torch._dynamo.reset()
-
-
-def test_the_host_waits_for_the_last_copy_before_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    for name in ("wait", "put", "send"):
-        original = getattr(cuda_inputs.HostStaging, name)
-        monkeypatch.setattr(
-            cuda_inputs.HostStaging,
-            name,
-            lambda self, *args, original=original, name=name: calls.append(name) or original(self, *args),
-        )
-    pair = Pair(load())
-    calls.clear()
-    pair.prefill(5)
-    assert not calls
-    pair.decode(random.Random(8))
-    assert calls[0] == "wait"
-    assert calls[-1] == "send"
-    assert set(calls[1:-1]) == {"put"}

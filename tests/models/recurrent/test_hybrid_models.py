@@ -12,7 +12,7 @@ import transformers
 
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter
-from radixkv.models.cuda_graphs import record_decodes
+from radixkv.models.cuda_graphs import record_graphs
 from radixkv.models.fusion import fuse
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.quantized.layers import quantized_weights
@@ -147,6 +147,6 @@ def test_compilation_and_graphs_are_off(caplog: pytest.LogCaptureFixture) -> Non
     forward = runner.forward
     with caplog.at_level("INFO"):
         fuse(runner)
-        record_decodes(runner, 4)
+        record_graphs(runner, 4, 16)
     assert runner.forward is forward
     assert [message.partition(": ")[2] for message in caplog.messages] == ["its layers keep recurrent state"] * 2
