@@ -10,6 +10,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from radixkv.models.weight_watch import WeightWatch
 from tests.engine.fakes import check, make_engine
 from tests.models import gguf_files
 from tests.models.conftest import FAMILIES, make
-from tests.selection import mostly_long
+from tests.selection import mostly_long, sampled
 
 PROMPT = list(range(3, 60))
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
@@ -107,6 +108,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"weights": "int8"},
     "int4": {"weights": "int4"},
 }
+PAIRS = [  # each update with packed weights, and two or three of them with each other form
+    *(("packed", update) for update in UPDATES),
+    ("bfloat16", fused_step), ("bfloat16", replace_data), ("float64", optimizer_step), ("float64", assign_state),
+    ("int8", load_state), ("int8", assign_state), ("int8", replace_data), ("int4", fused_step), ("int4", copy_data),
+]  # fmt: skip
 
 
 def model_for(form: str, family: str = "llama") -> Any:
@@ -116,7 +122,7 @@ def model_for(form: str, family: str = "llama") -> Any:
 @pytest.mark.parametrize(
     ("form", "update"),
     mostly_long(
-        [(form, update) for form in FORMS for update in UPDATES],
+        sampled(product(FORMS, UPDATES), *PAIRS),
         ("packed", optimizer_step), ("packed", copy_data), ("bfloat16", fused_step), ("int8", assign_state),
     ),
 )  # fmt: skip
