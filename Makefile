@@ -23,7 +23,7 @@ WORKERS := $(shell $(PYTHON) -c "import os; print(min(8, (3 * os.cpu_count() + 1
 # Bytecode is written even where the environment forbids it: dozens of subprocesses would compile the sources each.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist worksteal
 
-test: $(READY)   ## run the tests with fixed examples, without network or GPU, in under three minutes on two cores
+test: $(READY)   ## run the tests with fixed examples, without network or GPU, in about four minutes on two cores
 	$(PYTEST) -m "not long"
 
 SEED := $(shell date +%s)
