@@ -23,7 +23,7 @@ from radixkv.cache.host import HostPrefixCache
 from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.cache.recurrent.sequence import Spacing
 from radixkv.config import EngineConfig, EngineConfigFields
-from radixkv.device import default_place
+from radixkv.device import default_place, device_of
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
 from radixkv.engine.host_tier import new_core
@@ -76,7 +76,7 @@ class RequestEngine:
         """Connect parts that exist; `load` makes them. The engine owns runner and cache from now on."""
         self.config = config
         self._model = model
-        core = new_core(cache, runner, config)
+        core = new_core(cache, runner, config, overlap=device_of(model.device).is_gpu)
         core.sampler = sampler_of(model)
         auditor = Auditor(core, scrub=config.scrub_rate)
         self._outputs: list[TraceWriter | monitoring.Monitoring] = []

@@ -30,10 +30,12 @@ from numpy.typing import NDArray
 from radixkv.cache import PrefixCache
 from radixkv.cache.host import HostPrefixCache, HostSequence
 from radixkv.cache.host.tree import HostRun
+from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.cache.types import CachedRun, Load
 from radixkv.config import EngineConfig
 from radixkv.device import refuse_fatal
 from radixkv.engine.core import Core, Forward
+from radixkv.engine.overlap import OverlappedCore
 from radixkv.engine.request import Stream, TokenIds
 from radixkv.engine.reuse_policy import NO_LOADS, LoadLimits, ReusePolicy, reuse_policy
 from radixkv.engine.scheduler import Scheduler, Work
@@ -79,9 +81,15 @@ class LoadWork(Work):
     sources: NDArray[np.int64]
 
 
-def new_core(cache: PrefixCache, runner: Forward, config: EngineConfig) -> Core:
-    """Return a core for a cache with or without a host tier."""
-    return (HostCore if isinstance(cache, HostPrefixCache) else Core)(cache, runner, config)
+def new_core(cache: PrefixCache, runner: Forward, config: EngineConfig, *, overlap: bool = False) -> Core:
+    """Return a core for a cache with or without a host tier.
+
+    With `overlap`, steps overlap if the cache has neither a host tier nor recurrent state.
+    """
+    if isinstance(cache, HostPrefixCache):
+        return HostCore(cache, runner, config)
+    overlaps = overlap and not isinstance(cache, StatefulPrefixCache)
+    return (OverlappedCore if overlaps else Core)(cache, runner, config)
 
 
 def load_limits(costs: HostCosts, config: EngineConfig, block_size: int) -> LoadLimits:

@@ -1,0 +1,126 @@
+"""Overlapped steps on a simulated GPU: nothing waits between two launches, and the answers are those of a CPU.
+
+The model is a table of bigrams, so all work of a step that is not attention is real: the relay of sampled tokens, the
+sampler, the masks, the download.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixkv import SamplingParams
+from radixkv.cache import PrefixCache
+from radixkv.config import EngineConfig
+from radixkv.device import device_of
+from radixkv.engine.core import Core
+from radixkv.engine.host_tier import new_core
+from radixkv.engine.overlap import OverlappedCore
+from radixkv.engine.request import Request
+from radixkv.models.loaded import SequenceInput
+from radixkv.models.step_batch import StepBatch
+from radixkv.sampling.device_sampler import DeviceSampler
+from tests.simulation.constraint import Rule, RuleMatcher
+from tests.simulation.model import VOCAB
+from tests.virtual_gpu import VirtualGpu, installed
+
+TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+Answer = list[tuple[tuple[int, ...], str, Any]]
+
+
+class Bigrams:
+    """Launches forwards whose logits depend on the last token only."""
+
+    def __init__(self, place: torch.device) -> None:
+        self.device = device_of(place)
+        self.table = self.device.upload(TABLE)
+
+    def run(
+        self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]], sampled: Tensor | None = None
+    ) -> Tensor:
+        batch = StepBatch(chunks, self.device, sampled)
+        return self.table.index_select(0, batch.tokens.index_select(0, batch.last_rows))
+
+
+def requests(seed: int) -> list[Request]:
+    """Return requests of every kind of sampling; some are constrained, some stop by a token."""
+    rng = random.Random(seed)
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=0.5, logprobs=2),
+        SamplingParams(temperature=0.9, top_p=0.8, n=3, min_tokens=3),
+        SamplingParams(temperature=1.2, top_k=5, frequency_penalty=0.6, logit_bias={3: 2.0}),
+    ]
+    found = []
+    for number in range(12):
+        prompt = np.array(rng.choices(range(VOCAB), k=rng.randint(1, 12)), np.int32)
+        stop_ids = frozenset(rng.choice(((), (), (5,), (1, 2))))
+        most = rng.randint(1, 12)
+        matcher = RuleMatcher(Rule(number)) if number % 4 == 3 and not stop_ids else None
+        each = params[number % len(params)]
+        found.append(Request(prompt, each, most, stop_ids, number, matcher=matcher))
+    return found
+
+
+def answers(core: Core, asked: list[Request]) -> list[Answer]:
+    """Run all requests, which arrive one by one; cancel nothing."""
+    for each in asked:
+        core.add(each)
+        core.step()
+    while core.idle_for() is not None:
+        core.step()
+        core.cache.check()
+    done = [each.channel.wait(0) for each in asked]
+    return [[(one.token_ids, one.finish_reason, one.logprobs) for one in (all_, *all_.alternatives)] for all_ in done]
+
+
+def core_on(place: torch.device, config: EngineConfig) -> Core:
+    cache = PrefixCache(60, 4)
+    return new_core(cache, Bigrams(place), config, overlap=device_of(place).is_gpu)
+
+
+CONFIG = EngineConfig(max_sequences=8, max_batch_tokens=24, prefill_chunk=8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_waits_and_the_answers_are_those_of_the_cpu(seed: int) -> None:
+    expected = answers(core_on(torch.device("cpu"), CONFIG), requests(seed))
+    with installed(VirtualGpu(seed)) as gpu:
+        core = core_on(gpu.place, CONFIG)
+        assert type(core) is OverlappedCore
+        core.sampler = DeviceSampler(gpu.place)
+        with gpu.serving():
+            found = answers(core, requests(seed))
+        assert not gpu.findings
+    assert [[one[:2] for one in each] for each in found] == [[one[:2] for one in each] for each in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        logprobs = [[each.chosen for each in one[2] or ()] for one in (mine[0], theirs[0])]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-6)
+    assert core.counters.wasted_tokens and core.counters.host_bound_rows
+
+
+def test_each_step_waits_for_one_download() -> None:
+    with installed(VirtualGpu(0)) as gpu:
+        core = core_on(gpu.place, CONFIG)
+        core.sampler = DeviceSampler(gpu.place)
+        for number in range(8):
+            params = SamplingParams(temperature=number % 2, max_tokens=40, ignore_eos=True)
+            core.add(Request(np.array([number], np.int32), params, 40, frozenset(), number))
+        for _ in range(4):
+            core.step()
+        counted = partial(map, gpu.counts.__getitem__, ("event wait", "synchronisation"))
+        with gpu.serving():
+            before = list(counted())
+            for _ in range(20):
+                core.step()
+            # `finite` and `result` wait for the same event.
+            assert [after - each for after, each in zip(counted(), before, strict=True)] == [2 * 20, 0]
+        core.finish_step()
+        assert not gpu.findings
