@@ -110,7 +110,7 @@ def build_library(folder: Path) -> None:
     compiler = os.environ.get("CC", "cc")
     subprocess.run([compiler, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", code, "-o", library], check=True)
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
-    os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+    os.environ |= {"TRITON_LIBCUDA_PATH": str(folder), "TRITON_CACHE_DIR": str(folder / "cache")}
 
 
 # ---- steps

@@ -81,7 +81,7 @@ def first(
     compilation of a kernel for new types or numbers.
     """
     compiled = kernel[grid](*varying, *fixed, **constants, **options)
-    if device() is None:
+    if compiled is None or device() is None:
         return None
     names = [parameter.name for parameter in kernel.params[len(varying) + len(fixed) :]]
     return Bound(compiled, (*fixed, *(constants[name] for name in names)))
