@@ -21,6 +21,10 @@ from tests.sampling.launches import Launches
 from tests.sampling.lives import PARAM_LISTS, VOCAB, Life, compare_lives
 from tests.sampling.test_sampler import logits_for
 from tests.sampling.test_token_mask import row
+from tests.selection import mostly_long
+from tests.simulation.draw import draw as scenario
+from tests.simulation.faults import FaultySampler
+from tests.simulation.world import World
 
 CPU = torch.device("cpu")
 CASES = 2000 if os.environ.get("RADIXKV_LONG") else 25
@@ -180,3 +184,11 @@ def test_masked_rows_leave_others_and_the_model_apart() -> None:
     assert pending.result().tokens[0] == expected.tokens[0]
     assert expected.logprobs is not None and pending.result().logprobs is not None
     assert pending.result().logprobs[0] == expected.logprobs[0]
+
+
+@pytest.mark.parametrize("seed", mostly_long([0, 5, 14, 32, 41, 75, 80, 116], 5, 14))
+def test_simulated_lives_of_an_engine_get_the_same_answers(seed: int) -> None:
+    """Requests with penalties fork, are preempted, fail and end; the world checks each answer."""
+    world = World(scenario(seed))
+    world.core.sampler = FaultySampler(DeviceSampler(CPU), world.faults.in_sampler)
+    world.run()
