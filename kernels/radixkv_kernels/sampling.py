@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from radixkv_kernels.launches import Launcher
+
 PAGE = 256
 """Tokens whose weights are summed together in rows without a filter."""
 
@@ -51,16 +53,16 @@ def draw(
     count, vocab = logits.shape
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     if count:
-        draw_rows[(count,)](
-            logits, best, kinds, keys, top_k, temperature, top_p, least, tokens, vocab, logits.stride(0),
-            TILE=tile, PAGE=PAGE, num_warps=WARPS,
-        )  # fmt: skip
+        tensors = logits, tokens, best, kinds, keys, top_k, temperature, top_p, least
+        numbers = vocab, logits.stride(0)
+        DRAW_ROWS(count, tensors, (), numbers, {"TILE": tile, "PAGE": PAGE}, num_warps=WARPS)
     return tokens
 
 
 @triton.jit
 def draw_rows(
     logits,  # float32 [rows, vocab], any stride of rows
+    tokens,  # int64 [rows] the result
     best,  # float32 [rows] their maxima
     kinds,  # int64 [rows] 0 greedy, 1 without a filter, 2 filtered
     keys,  # int64 [rows] of the random numbers
@@ -68,7 +70,6 @@ def draw_rows(
     temperature,  # float32 [rows]
     top_p,  # float64 [rows] 1 for none
     least,  # float32 [rows] smallest scaled logit that min_p keeps
-    tokens,  # int64 [rows] the result
     vocab,
     row_stride,
     TILE: tl.constexpr,
@@ -203,3 +204,6 @@ def _drawn_token(line, highest, heat, key, vocab, limit, least, TILE: tl.constex
 def _winner(most, winner):
     """Return the smallest winner with the largest ratio."""
     return tl.min(tl.where(most == tl.max(most, axis=0), winner, 0x7FFFFFFF), axis=0)
+
+
+DRAW_ROWS = Launcher(draw_rows)

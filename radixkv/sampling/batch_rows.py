@@ -99,26 +99,26 @@ class Batch:
     def upload(self, device: Device) -> Numbers:
         """Start to copy all numbers to the device, in one piece."""
         size, filling = len(self.rows), self.filling
-        integers = np.zeros((_INTEGERS, size), np.int64)
-        floats = np.zeros((_FLOATS, size), np.float64)
+        integers = np.zeros((_INTEGERS, _padded(size)), np.int64)
+        floats = np.zeros((_FLOATS, _padded(size)), np.float64)
         params = [row.params for row in self.rows]
-        integers[0] = self.sources
+        integers[0, :size] = self.sources
         if filling is not None:
             integers[1, self._counted] = [slot.index for slot in filling.slots]
             integers[2, self._counted] = 2
-            floats[3] = [each.repetition_penalty for each in params]
-            floats[4] = [each.presence_penalty for each in params]
-            floats[5] = [each.frequency_penalty for each in params]
+            floats[3, :size] = [each.repetition_penalty for each in params]
+            floats[4, :size] = [each.presence_penalty for each in params]
+            floats[5, :size] = [each.frequency_penalty for each in params]
         if self.random:
-            integers[3] = self._kinds
-            integers[4] = [
+            integers[3, :size] = self._kinds
+            integers[4, :size] = [
                 draw_key(row.seed, row.position) if kind else 0
                 for row, kind in zip(self.rows, self._kinds, strict=True)
             ]
-            integers[5] = [min(max(each.top_k, 0), self.vocab) for each in params]
-            floats[0] = [clamped_temperature(each.temperature) for each in params]
-            floats[1] = [each.top_p for each in params]
-            floats[2] = [math.log(each.min_p) if each.min_p else -math.inf for each in params]
+            integers[5, :size] = [min(max(each.top_k, 0), self.vocab) for each in params]
+            floats[0, :size] = [clamped_temperature(each.temperature) for each in params]
+            floats[1, :size] = [each.top_p for each in params]
+            floats[2, :size] = [math.log(each.min_p) if each.min_p else -math.inf for each in params]
         lists: list[NDArray[np.int64]] = [
             np.array(self.bias, np.float64).view(np.int64),
             *(np.array(each, np.int64) for each in (self.biased, self.stops, self.reported)),
@@ -130,18 +130,20 @@ class Batch:
 
     def _numbers(self, packed: Tensor, lengths: list[int]) -> Numbers:
         """Return views of the uploaded numbers."""
-        size = len(self.rows)
-        head = (_INTEGERS + _FLOATS) * size
-        sources, slots, increments, kinds, keys, top_k = packed[: _INTEGERS * size].view(_INTEGERS, size).unbind()
-        doubles = packed[_INTEGERS * size : head].view(torch.float64).view(_FLOATS, size)
-        temperature, _, least, _, presence, frequency = doubles.float().unbind()
+        size, width = len(self.rows), _padded(len(self.rows))
+        middle, head = _INTEGERS * width, (_INTEGERS + _FLOATS) * width
+        integers = packed[:middle].view(_INTEGERS, width)[:, :size]
+        doubles = packed[middle:head].view(torch.float64).view(_FLOATS, width)
+        sources, slots, increments, kinds, keys, top_k = integers.unbind()
+        temperature, _, least, _, presence, frequency = doubles.float()[:, :size].unbind()
+        _, top_p, _, repetition, _, _ = doubles[:, :size].unbind()
         bias, biased, stops, reported, reported_sources, cleared, seen, replied = torch.split(packed[head:], lengths)
         draws = DrawRows(
             kinds,
             keys,
             top_k,
             temperature,
-            doubles[1],
+            top_p,
             least,
             has_plain=PLAIN in self._kinds,
             has_filtered=FILTERED in self._kinds,
@@ -151,7 +153,7 @@ class Batch:
             slots,
             increments,
             draws,
-            doubles[3],
+            repetition,
             presence,
             frequency,
             bias.view(torch.float64),
@@ -163,6 +165,11 @@ class Batch:
             seen,
             replied,
         )
+
+
+def _padded(rows: int) -> int:
+    """Return the length of a column: it starts at a multiple of 16 bytes, so that kernels are compiled once."""
+    return -(-rows // 4) * 4
 
 
 def _kind(params: SamplingParams) -> int:

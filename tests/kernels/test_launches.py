@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from radixkv.attention import plan
-from radixkv_kernels import attention, blocks, launches, layers
+from radixkv_kernels import attention, blocks, launches, layers, sampling
 from radixkv_kernels.attention import Kind
 
 KINDS = (Kind(16, 16, 4, 2, 2), Kind(64, 16, 4, 2, 1))
@@ -96,7 +96,8 @@ def gpu() -> Iterator[Gpu]:
 def _fresh(gpu: Gpu) -> Iterator[None]:
     yield
     attention._BOUND.clear()
-    for launcher in (blocks.WRITE_SLOTS, layers.ADD_NORM_ROWS, layers.ROTATE_AND_WRITE_ROWS, layers.SILU_MULTIPLY_ROWS):
+    fused = layers.ADD_NORM_ROWS, layers.ROTATE_AND_WRITE_ROWS, layers.SILU_MULTIPLY_ROWS
+    for launcher in (blocks.WRITE_SLOTS, *fused, sampling.DRAW_ROWS):
         launcher.forget()
 
 
@@ -377,3 +378,38 @@ def test_strides_that_depend_on_the_tokens_do_not_fill_the_memory(gpu: Gpu, monk
         call = layer(tokens, heads="heads first")
         assert inspected(gpu, call) == 3 and inspected(gpu, call) == 0
         assert max(len(attention._BOUND), len(blocks.WRITE_SLOTS)) <= 4
+
+
+def drawing(count: int, vocab: int = 160, offset: int = 0) -> Any:
+    """Return a draw of `count` rows with logits at `offset` numbers from a boundary."""
+    logits = torch.empty(offset + count * vocab)[offset:].view(count, vocab)
+    kinds, keys, top_k, top_p = (torch.empty(count, dtype=torch.int64) for _ in range(4))
+    temperature, least, best = (torch.empty(count) for _ in range(3))
+    return lambda: sampling.draw(logits, best, kinds, keys, top_k, temperature, top_p.view(torch.float64), least)
+
+
+def test_draws_launch_what_triton_would(gpu: Gpu) -> None:
+    for usual, other in (
+        (drawing(3), drawing(8)),
+        (drawing(3), drawing(3, vocab=161)),
+        (drawing(3), drawing(3, offset=1)),
+    ):
+        for call in (usual, usual, other, other, usual):
+            expected, found = (launches_of(gpu, call, bound=bound) for bound in (False, True))
+            for launch in (*expected, *found):
+                del launch[3][1]  # the tokens, which are new memory
+            assert len(expected) == 1 and expected == found
+
+
+def test_draws_of_any_number_of_rows_are_compiled_and_inspected_once(gpu: Gpu) -> None:
+    compiled = set()
+    launches_of(gpu, drawing(2), bound=True)
+    for count in (1, 2, 3, 7, 64):
+        before = gpu.inspected
+        [(code, grid, _, _)] = launches_of(gpu, drawing(count), bound=True)
+        compiled.add(code)
+        assert gpu.inspected == before and grid == (count, 1, 1)
+    assert len(compiled) == 1
+    for count in (1, 2, 3):
+        compiled.update(code for code, *_ in launches_of(gpu, drawing(count), bound=False))
+    assert len(compiled) == 1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.errors import InvalidInput
-from radixkv.sampling.batch_draw import draw
+from radixkv.sampling.batch_draw import DrawRows, draw
 from radixkv.sampling.device_sampler import DeviceSampler
 from radixkv.sampling.params import SampleRow, SamplingParams
 from radixkv.sampling.sampler import sample
@@ -159,6 +159,21 @@ def test_a_failed_launch_leaves_the_counts_right() -> None:
         assert pending.result() == sample(logits, [each.row(whole=True)])
         each.land()
         each.flying = int(pending.tokens[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_kernels_get_aligned_columns(size: int) -> None:
+    """Triton compiles a kernel again for addresses that are no multiples of 16."""
+    seen: list[int] = []
+
+    def kernel(logits: torch.Tensor, best: torch.Tensor, given: DrawRows) -> torch.Tensor:
+        columns = logits, best, given.kinds, given.keys, given.top_k, given.temperature, given.top_p, given.least
+        seen.extend(each.data_ptr() % 16 for each in columns)
+        return draw(logits, best, given)
+
+    rows = [SampleRow(SamplingParams(top_p=0.5), 0, 0)] * size
+    DeviceSampler(CPU, kernel).begin(logits_for(size, 0, vocab=160), rows)
+    assert seen == [0] * 8
 
 
 def test_rows_may_be_none_while_prompts_are_computed() -> None:
