@@ -37,16 +37,22 @@ SMALLEST_CHUNKS = 16
 """Tokens of the smallest bucket for steps with chunks of prompts."""
 
 
+MOST_PADDING = 256
+"""Rows of padding that cost less than launches, about: products of fewer rows take the time to read the weights."""
+
+
 class Recorder(Protocol):
     """Records the launches of a step."""
 
-    @property
-    def full(self) -> bool:
-        """Whether the memory that recordings may take is used up."""
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether a recording of a step that takes so many bytes may be made; recordings share memory."""
         ...
 
-    def warm_up(self, step: Callable[[], Tensor]) -> None:
-        """Run `step` as it will be recorded; raises the errors of `step`, and an error if it waits for the device."""
+    def warm_up(self, step: Callable[[], Tensor]) -> int:
+        """Run `step` as it will be recorded; return the most bytes that it takes.
+
+        Raises the errors of `step`, and an error if it waits for the device.
+        """
         ...
 
     def record(self, step: Callable[[], Tensor]) -> Replay:
@@ -167,7 +173,7 @@ class ReplayedForward:
         if chunks and not self._padded:
             return "a deterministic engine computes chunks of prompts without padding"
         if bucket is None or bucket not in self.graphs.buckets:
-            return f"no graph of {'chunks of prompts' if chunks else 'decodes'} is large enough"
+            return f"no graph of {'chunks of prompts' if chunks else 'decodes'} has a similar size"
         return "their block tables have too many entries"
 
     def record_again(self) -> None:
@@ -201,6 +207,7 @@ class StepGraphs:
         self.device, self._failure = device, failure
         self.inputs, self._forward, self._recorder, self._sizes = inputs, forward, recorder, sizes
         self._replays: dict[Bucket, Replay] = {}
+        self._bytes: dict[Bucket, int] = {}  # that a step takes
         self._logits: Tensor | None = None  # of all graphs
 
     @property
@@ -227,7 +234,8 @@ class StepGraphs:
             if not reasons:
                 break
         if left and not reasons:
-            _log.info("%d of %d CUDA graphs were left out: the others take their memory", len(left), len(self._sizes))
+            message = "%d of %d CUDA graphs were left out, because all may take %.0f%% of the device's memory"
+            _log.info(message, len(left), len(self._sizes), 100 * SHARE)
         for reason, count in reasons.items():
             message = "%d of %d CUDA graphs could not be recorded; larger ones or launches serve their steps: %s"
             _log.log(self._failure, message, count, len(self._sizes), reason)
@@ -244,11 +252,11 @@ class StepGraphs:
 
     def _warm_up(self, bucket: Bucket) -> bool:
         self._empty(bucket)
-        self._recorder.warm_up(partial(self._step, bucket))
+        self._bytes[bucket] = self._recorder.warm_up(partial(self._step, bucket))
         return True
 
     def _record(self, bucket: Bucket) -> bool:
-        if self._recorder.full:
+        if not self._recorder.has_room(self._bytes[bucket]):
             return False
         self._empty(bucket)
         self._replays[bucket] = self._recorder.record(partial(self._step, bucket))
@@ -270,10 +278,11 @@ class StepGraphs:
     # ---- while serving
 
     def serving(self, inputs: Sequence[SequenceInput]) -> Bucket | None:
-        """Return the smallest recorded bucket that holds a step; None if there is none."""
+        """Return the smallest recorded bucket that holds a step; None if there is none, or none of a similar size."""
         tokens, chunks = sum(len(each.tokens) for each in inputs), has_chunks(inputs)
         fitting = (each for each in self._replays if each.chunks >= chunks and each.sequences >= len(inputs))
-        return min((each for each in fitting if each.tokens >= tokens), default=None)
+        bucket = min((each for each in fitting if each.tokens >= tokens), default=None)
+        return None if bucket is None or bucket.tokens - tokens > max(tokens, MOST_PADDING) else bucket
 
     def own(self, inputs: Sequence[SequenceInput]) -> Bucket | None:
         """Return the smallest bucket of decodes that holds a step, recorded or not; None if there is none."""
@@ -315,12 +324,13 @@ class DeviceRecorder:
         self._limit = SHARE * device.properties().memory
         self._taken = 0
 
-    @property
-    def full(self) -> bool:
-        """Whether the graphs' share of memory is used up, or the device has less memory left than the rest of it."""
-        return self._taken >= self._limit or self._device.memory()[0] < self._limit - self._taken
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether the graphs' share of memory has room for such a step, and the device for the rest of it."""
+        if nbytes > self._limit or self._taken >= self._limit:
+            return False
+        return self._device.memory()[0] >= self._limit - self._taken
 
-    def warm_up(self, step: Callable[[], Tensor]) -> None:
+    def warm_up(self, step: Callable[[], Tensor]) -> int:
         """Run `step` on the recorder's stream; see `Recorder.warm_up`.
 
         It compiles kernels and lets libraries allocate, which cannot be recorded. Meanwhile no thread of the process
@@ -328,10 +338,11 @@ class DeviceRecorder:
         """
         self._stream.wait_stream(self._device.current_stream())
         try:
-            with self._device.on(self._stream), self._device.refuse_synchronisation():
+            with self._device.on(self._stream), self._device.peak() as peak, self._device.refuse_synchronisation():
                 step()
         finally:  # a step that failed may have launches that still read its inputs
             self._device.current_stream().wait_stream(self._stream)
+        return peak.bytes
 
     def record(self, step: Callable[[], Tensor]) -> Replay:
         """Record `step` on the recorder's stream; see `Recorder.record`."""

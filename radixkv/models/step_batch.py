@@ -20,12 +20,12 @@ Int = NDArray[np.int64]
 
 
 class StepColumns(NamedTuple):
-    """The inputs of a step, as arrays of int64.
+    """The inputs of a step, as arrays of int64; tokens may be int32 if nothing is padded.
 
     `unknown` are the rows whose tokens are not known, and `sampled_rows` their rows in the tensor of sampled tokens.
     """
 
-    tokens: Int  # [T]
+    tokens: NDArray[np.signedinteger]  # [T]
     positions: Int  # [T]
     slots: Int  # [T]
     last_rows: Int  # [sequences] the row of each input's last token
@@ -39,24 +39,31 @@ def step_columns(inputs: Sequence[SequenceInput], rows: int = 0, sequences: int 
     A padded row has slot -1, which is not written. Padded last rows are row 0.
     """
     lengths = [len(each.tokens) for each in inputs]
-    positions = [np.arange(each.start, each.start + n) for each, n in zip(inputs, lengths, strict=True)]
-    last_rows = np.cumsum(lengths, dtype=np.int64) - 1
-    unknown = [index for index, each in enumerate(inputs) if each.sampled_row >= 0]
-    return StepColumns(
-        _column([each.tokens for each in inputs], rows),
-        _column(positions, rows),
-        _column([each.slots for each in inputs], rows, -1),
-        _column([last_rows], sequences),
-        last_rows[unknown],
-        np.array([inputs[index].sampled_row for index in unknown], dtype=np.int64),
+    last_rows = np.cumsum(lengths)
+    last_rows -= 1
+    columns = (
+        np.concatenate([each.tokens for each in inputs]),
+        np.concatenate([np.arange(each.start, each.start + n) for each, n in zip(inputs, lengths, strict=True)]),
+        np.concatenate([each.slots for each in inputs]),
+        last_rows,
     )
+    if rows:
+        sizes, paddings = (rows, rows, rows, sequences), (0, 0, -1, 0)
+        columns = tuple(map(_padded, columns, sizes, paddings))  # type: ignore[assignment]
+    unknown = [index for index, each in enumerate(inputs) if each.sampled_row >= 0]
+    if not unknown:
+        return StepColumns(*columns, _NONE, _NONE)
+    return StepColumns(*columns, last_rows[unknown], np.array([inputs[index].sampled_row for index in unknown]))
 
 
-def _column(parts: Sequence[NDArray[np.signedinteger]], size: int, padding: int = 0) -> Int:
-    """Return the parts end to end, and padding if they have fewer than `size` numbers."""
-    missing = size - sum(map(len, parts))
-    padded = [*parts, np.full(missing, padding)] if missing > 0 else parts
-    return np.concatenate(padded, dtype=np.int64)
+_NONE: Int = np.empty(0, dtype=np.int64)
+
+
+def _padded(column: NDArray[np.signedinteger], size: int, padding: int) -> Int:
+    """Return a column with padding at its end."""
+    full: Int = np.full(size, padding, dtype=np.int64)
+    full[: len(column)] = column
+    return full
 
 
 class StepBatch:
@@ -76,9 +83,10 @@ class StepBatch:
         `rows` and `sequences` as in `step_columns`.
         """
         columns = step_columns(inputs, rows, sequences)
-        there = device.upload(np.concatenate(columns)).split_with_sizes([len(column) for column in columns])
+        there = device.upload(np.concatenate(columns, dtype=np.int64)).split_with_sizes([*map(len, columns)])
         self.tokens, self.positions, self.slots, self.last_rows, unknown, sampled_rows = there
-        relay(self.tokens, unknown, sampled_rows, sampled)
+        if len(columns.unknown):
+            relay(self.tokens, unknown, sampled_rows, sampled)
 
 
 def relay(tokens: Tensor, rows: Tensor, sampled_rows: Tensor, sampled: Tensor | None) -> None:
