@@ -12,9 +12,14 @@ import triton.language as tl
 
 from radixkv_kernels.tiles import FIELDS, HEADER
 
+MASKED_ROWS = 16
+"""Tiles of at most so many stacked rows have one loop over keys; taller tiles have one more, without masks."""
+
 _FIELDS = tl.constexpr(FIELDS)
 _HEADER = tl.constexpr(HEADER)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_MASKED_ROWS = tl.constexpr(MASKED_ROWS)
+_NEVER = tl.constexpr((1 << 31) - 1)  # a slot after every row
 
 
 @triton.jit
@@ -157,9 +162,10 @@ def attend_tiles(
     """Attend tiles of query rows to runs of keys: a fixed number of programs takes (tile, kv head) pairs in turn.
 
     The longest tiles come first, and every second turn reverses the order of programs. A tile's keys are read in
-    iterations of KEYS slots. Iterations that all rows see whole need no mask and run first, then all others. Block ids
-    are loaded one iteration ahead, so that loads of keys never wait for them. A row with a single tile is finished
-    here; every other row leaves partials for `merge_partials`.
+    iterations of KEYS slots. In tall tiles, iterations that all rows see whole need no mask and run first, in a loop of
+    their own. Tiles of few rows mask every iteration: a mask costs them little, and a second loop would start with an
+    empty pipeline. Block ids are loaded one iteration ahead, so that loads of keys never wait for them. A row with a
+    single tile is finished here; every other row leaves partials for `merge_partials`.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     total = tl.load(tiles) * KV_HEADS
@@ -195,33 +201,37 @@ def attend_tiles(
                 sum1 = tl.zeros([ROWS, DV1], tl.float32)
             ids = block_ids + block_offset
 
-            slot = clear_from * KEYS + slot_in_run
-            block = tl.load(ids + slot // BLOCK_SIZE)
-            for _ in tl.range(clear_from, clear_to, disable_licm=True):
-                key_start = _starts(kv_head, block, slot, key_head, key_block, key_token, BLOCK_SIZE, WIDE)
-                value_start = _starts(kv_head, block, slot, value_head, value_block, value_token, BLOCK_SIZE, WIDE)
-                slot += KEYS
-                block = tl.load(ids + slot // BLOCK_SIZE)
-                highest, weight, sum0, sum1 = _fold(
-                    highest, weight, sum0, sum1, query0, query1, key_pool, value_pool, key_start, value_start,
-                    taken, taken, score_scale, cap_scale,
-                    False, CAPPED, DK, DV, DK0, DK1, DV0, DV1, UPCAST,
-                )  # fmt: skip
+            whole = 0  # iterations without a mask
+            if ROWS > _MASKED_ROWS:
+                whole = clear_to - clear_from
+                at = clear_from * KEYS
+                block = tl.load(ids + (at + slot_in_run) // BLOCK_SIZE)
+                for _ in tl.range(clear_from, clear_to, disable_licm=True):
+                    slot = at + slot_in_run
+                    key_start = _starts(kv_head, block, slot, key_head, key_block, key_token, BLOCK_SIZE, WIDE)
+                    value_start = _starts(kv_head, block, slot, value_head, value_block, value_token, BLOCK_SIZE, WIDE)
+                    at += KEYS
+                    block = tl.load(ids + (at + slot_in_run) // BLOCK_SIZE)
+                    highest, weight, sum0, sum1 = _fold(
+                        highest, weight, sum0, sum1, query0, query1, key_pool, value_pool, key_start, value_start,
+                        taken, taken, score_scale, cap_scale,
+                        False, CAPPED, DK, DV, DK0, DK1, DV0, DV1, UPCAST,
+                    )  # fmt: skip
 
-            # Few runs remain: pipelining them would only take registers.
-            row_position = tl.load(positions + row, mask=taken, other=0)
-            rest = tl.cdiv(stop, KEYS) - (clear_to - clear_from)
-            for step in tl.range(0, rest, num_stages=1, disable_licm=True):
-                run = tl.where(step < clear_from, step, step + clear_to - clear_from)
-                slot = run * KEYS + slot_in_run
+            row_slot = tl.load(positions + row, mask=taken, other=0) - position
+            last = tl.minimum(row_slot, stop - 1)
+            at = tl.where(clear_from > 0, 0, whole) * KEYS
+            block = tl.load(ids + (at + slot_in_run) // BLOCK_SIZE)
+            for step in tl.range(0, tl.cdiv(stop, KEYS) - whole, disable_licm=True):
+                slot = at + slot_in_run
                 inside = (slot >= first) & (slot < stop)
-                block = tl.load(ids + slot // BLOCK_SIZE, mask=inside, other=0)
                 key_start = _starts(kv_head, block, slot, key_head, key_block, key_token, BLOCK_SIZE, WIDE)
                 value_start = _starts(kv_head, block, slot, value_head, value_block, value_token, BLOCK_SIZE, WIDE)
-                distance = row_position[:, None] - (position + slot)[None, :]
-                visible = inside[None, :] & (distance >= 0)
+                visible = tl.where(slot >= first, slot, _NEVER)[None, :] <= last[:, None]
                 if WINDOWED:
-                    visible &= distance < window
+                    visible &= slot[None, :] > (row_slot - window)[:, None]
+                at += tl.where(step + 1 == clear_from, whole + 1, 1) * KEYS
+                block = tl.load(ids + (at + slot_in_run) // BLOCK_SIZE)
                 highest, weight, sum0, sum1 = _fold(
                     highest, weight, sum0, sum1, query0, query1, key_pool, value_pool, key_start, value_start,
                     inside, visible, score_scale, cap_scale,
@@ -229,9 +239,10 @@ def attend_tiles(
                 )  # fmt: skip
 
             if partial_offset < 0:
-                if ROWS >= 128:  # registers are scarcest here: these are read again, not kept over the loops
-                    taken = row_in_tile < tl.load(tile + 5, volatile=True)
-                    row = tl.load(row_ids + row_offset + row_in_tile, mask=taken, other=0, volatile=True).to(tl.int64)
+                if ROWS >= 128:  # registers are scarcest here: these are read again from the L1 cache, not kept
+                    taken = row_in_tile < tl.load(tile + 5, cache_modifier=".ca")
+                    row = tl.load(row_ids + row_offset + row_in_tile, mask=taken, other=0, cache_modifier=".ca")
+                    row = row.to(tl.int64)
                 if SINKS:
                     sink = tl.load(sinks + head, mask=taken, other=0.0).to(tl.float32) * _LOG2_E
                     weight += tl.exp2(sink - highest)
