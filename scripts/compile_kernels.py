@@ -30,8 +30,9 @@ from machine_code import UNNAMED, Code, read
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from radixkv_kernels import blocks, launches
+from radixkv_kernels import attention, blocks, launches
 from radixkv_kernels.attention import AMD, Kind, head_parts
+from radixkv_kernels.triton_kernels import MASKED_ROWS
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ class Gpu:
 
 GPUS = {
     "sm_80": Gpu(GPUTarget("cuda", 80, 32), 8, 163, 164, 1, 1 << 16),
+    "sm_89": Gpu(GPUTarget("cuda", 89, 32), 8, 99, 100, 1, 1 << 16),
     "sm_90": Gpu(GPUTarget("cuda", 90, 32), 9, 227, 228, 1, 1 << 16),
     "sm_100": Gpu(GPUTarget("cuda", 100, 32), 10, 227, 228, 1, 1 << 16),
+    "sm_120": Gpu(GPUTarget("cuda", 120, 32), 12, 99, 100, 1, 1 << 16),
     "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), AMD, 64, 64, 0, 1 << 17),
 }
 
@@ -65,6 +68,7 @@ class Row:
     seconds: float
     code: Code | None
     faults: list[str]
+    warps_per_kib: float = 0.0  # warps of a program for each KiB of keys and values of an iteration
 
 
 class CompileOnly:
@@ -104,7 +108,7 @@ def compiled_for(name: str) -> Iterator[list[Any]]:
 def compiled(job: tuple[str, Case, str]) -> Row:
     """Compile one launch and inspect its code; a launch that Triton refuses is also a row."""
     target, case, name = job
-    launch = launches_of(case, GPUS[target].generation)[name]
+    launch = launches_of(case, GPUS[target].generation, GPUS[target].shared << 10)[name]
     start = time.perf_counter()
     try:
         with compiled_for(target) as seen:
@@ -116,7 +120,10 @@ def compiled(job: tuple[str, Case, str]) -> Row:
     kernel, code = seen[-1], read(seen[-1])
     threads = kernel.metadata.num_warps * GPUS[target].target.warp_size
     found = faults(code, case, name, launch.kind, GPUS[target], threads)
-    return Row(target, case.name, name, launch.kind, seconds, code, found)
+    per_kib = 0.0
+    if (kind := launch.kind) is not None:
+        per_kib = kind.warps * 1024 / (kind.keys * (case.key_dim + case.value_dim) * case.dtype.itemsize)
+    return Row(target, case.name, name, launch.kind, seconds, code, found, per_kib)
 
 
 def faults(code: Code, case: Case, name: str, kind: Kind | None, gpu: Gpu, threads: int) -> list[str]:
@@ -124,6 +131,8 @@ def faults(code: Code, case: Case, name: str, kind: Kind | None, gpu: Gpu, threa
     found = []
     if code.spilled:
         found.append(f"{code.spilled} bytes spilled")
+    if code.uncached:
+        found.append(f"{code.uncached} loads bypass caches")
     if code.shared > gpu.most_shared << 10:
         found.append(f"{code.shared} bytes of shared memory")
     for load, bits in needed(case, name, kind, threads).items():
@@ -132,6 +141,9 @@ def faults(code: Code, case: Case, name: str, kind: Kind | None, gpu: Gpu, threa
             found.append(f"{load} is loaded {min(narrow)} bits wide, not {bits}")
     if kind is not None:
         found += unlike(kind, code, gpu, threads)
+        most = attention.shared_bytes(kind, case.key_dim, case.value_dim, case.dtype, gpu.generation)
+        if code.shared > most and gpu.target.backend == "cuda":
+            found.append(f"{code.shared} bytes of shared memory, not {most}")
         if case.dtype.itemsize < 4 and not code.tensor_cores:
             found.append("no tensor cores")
     return found
@@ -174,6 +186,14 @@ def unlike(kind: Kind, code: Code, gpu: Gpu, threads: int) -> list[str]:
             for load in ("key0", "value0")
             if code.buffers.get(load, 0) < kind.stages - 1 or not {load, UNNAMED} & set(code.asynchronous)
         ]
+        loops = 1 if kind.rows <= MASKED_ROWS else 2
+        if len(code.loops) != loops:
+            found.append(f"{len(code.loops)} loops over keys, not {loops}")
+        found += [
+            f"loop {number} copies {loop.copies} times and loads {loop.wide} times into registers"
+            for number, loop in enumerate(code.loops)
+            if not loop.copies or loop.wide
+        ]
     return found
 
 
@@ -181,11 +201,11 @@ def jobs(options: argparse.Namespace) -> list[tuple[str, Case, str]]:
     """Return the launches to compile: (target, case, launch)."""
     return [
         (target, case, name)
-        for target in options.target or (["sm_80", "sm_90"] if options.pinned else GPUS)
+        for target in options.target or (PINNED if options.pinned else GPUS)
         for case in CASES
         if not options.case or options.case in case.name
-        for name in launches_of(case, GPUS[target].generation)
-        if not options.pinned or name in PINNED.get(case.name, ())
+        for name in launches_of(case, GPUS[target].generation, GPUS[target].shared << 10)
+        if not options.pinned or name in PINNED.get(target, {}).get(case.name, ())
     ]
 
 
@@ -211,10 +231,14 @@ def main() -> int:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Return the rows in Markdown; `loads` are those of keys and values, or of moved numbers, by their bits."""
+    """Return the rows in Markdown.
+
+    `loads` are those of keys and values, or of moved numbers, by their bits. `instructions` are those of a warp in one
+    iteration of each loop over keys (without masks, with masks), and `per KB` those of all warps for each KiB of KV.
+    """
     head = (
         "GPU", "heads", "launch", "rows x keys", "warps", "stages", "registers", "KiB shared", "spilled", "loads",
-        "tensor cores", "at fault",
+        "tensor cores", "instructions", "per KB", "at fault",
     )  # fmt: skip
     lines = [head, tuple("-" * len(title) for title in head), *map(line, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -228,13 +252,16 @@ def line(row: Row) -> tuple[str, ...]:
     kind = ("", "", "")
     if row.kind is not None:
         kind = (f"{row.kind.rows} x {row.kind.keys}", str(row.kind.warps), str(row.kind.stages))
-    code, found = ("",) * 5, "; ".join(row.faults)
+    code, found = ("",) * 7, "; ".join(row.faults)
     if row.code is not None:
         others = ("parts", "keys", "values", "words")
         moved = [name for name in row.code.loads if name[:-1] in ("key", "value") or name in others]
         wide = ", ".join(f"{name} {'/'.join(map(str, row.code.loads[name]))}" for name in moved)
         cores = ", ".join(f"{number} {name}" for name, number in row.code.tensor_cores.items())
-        code = (str(row.code.registers), f"{row.code.shared / 1024:.1f}", str(row.code.spilled), wide, cores)
+        loops = ", ".join(str(loop.instructions) for loop in row.code.loops if row.kind)
+        each = ", ".join(f"{loop.instructions * row.warps_per_kib:.0f}" for loop in row.code.loops if row.kind)
+        resources = (str(row.code.registers), f"{row.code.shared / 1024:.1f}", str(row.code.spilled))
+        code = (*resources, wide, cores, loops, each)
     return (row.target, row.case, row.launch, *kind, *code, found)
 
 

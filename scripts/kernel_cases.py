@@ -63,7 +63,7 @@ CASES = [
     *_everywhere(),
 ]
 
-PINNED = {
+_HOPPER = {
     "gqa 128": {"tails", "sharers", "chunks", "merge", "write", "copy"},
     "gqa 64, window, sinks": {"tails"},
     "mha 80": {"chunks"},
@@ -72,7 +72,15 @@ PINNED = {
     "192/128": {"sharers"},
     "gqa 128, 64-bit offsets": {"tails"},
 }
-"""The launches that the tests compile, on sm_80 and sm_90."""
+_AMPERE = {
+    "gqa 128": {"tails", "sharers", "chunks", "merge", "write", "copy"},
+    "mha 96, window": {"sharers"},
+    "gqa 256, window, softcap": {"tails"},
+}
+_DESKTOP = {"gqa 128": {"tails"}, "gqa 256, window, softcap": {"sharers"}}
+
+PINNED = {"sm_80": _AMPERE, "sm_89": {"gqa 128": {"tails"}}, "sm_90": _HOPPER, "sm_120": _DESKTOP}
+"""The launches that the tests compile, by GPU and case: those whose registers or shared memory are scarce."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +91,8 @@ class Launch:
     kind: Kind | None = None
 
 
-def launches(case: Case, generation: int) -> dict[str, Launch]:
-    """Return the wrappers' calls, by name, with the kinds of tile of a generation of GPUs."""
+def launches(case: Case, generation: int, shared: int) -> dict[str, Launch]:
+    """Return the wrappers' calls, by name, with the kinds of tile of a GPU; the arguments are those of `kinds`."""
     key_pool, value_pool = _pool(case, case.key_dim), _pool(case, case.value_dim)
     query = torch.zeros(2, case.heads, case.key_dim, dtype=case.dtype).transpose(0, 1)
     new = [
@@ -103,7 +111,7 @@ def launches(case: Case, generation: int) -> dict[str, Launch]:
             query[:, :rows], key_pool, value_pool, step, scale=0.1, softcap=case.softcap, sinks=sinks
         )
 
-    chosen = kinds(case.key_dim, case.value_dim, case.dtype, generation=generation)
+    chosen = kinds(case.key_dim, case.value_dim, case.dtype, generation=generation, shared=shared)
     found = {
         name: Launch(lambda kind=kind: attend(kind), kind)  # type: ignore[misc]
         for name, kind in zip(KINDS, chosen, strict=False)

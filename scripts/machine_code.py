@@ -28,6 +28,11 @@ PTX_LINE = re.compile(r"\.loc\s+(\d+) (\d+) \d+(?:.*inlined_at (\d+) (\d+) \d+)?
 PTX_FILE = re.compile(r"\.file\s+(\d+) \"(.*?)\"")
 PTX_LOAD = re.compile(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bfus](\d+)|\bcp\.async\.c[ag]\.shared\.global.*\], (0x\w+)")
 SASS_LOAD = re.compile(r"\b(?:LDG|LDGSTS)((?:\.\w+)*) ")
+SASS_LABEL = re.compile(r"\s*(\.L_x_\d+):")
+SASS_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);")
+SASS_BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
+SASS_COPY = re.compile(r"\b(?:LDGSTS|UBLKCP|UTMALDG)\b")
+SASS_WIDE = re.compile(r"\bLDG\.(?:\S*\.)?(?:64|128)\b")
 AMD_LINE = re.compile(r"\.loc\s.*?; (.*)")
 AMD_PLACE = re.compile(r"([\w./-]+\.py):(\d+):")
 AMD_LOAD = re.compile(r"\b(?:global|buffer)_load_(dword|ushort|short|ubyte)\w*?(x[234])?\b")
@@ -36,6 +41,15 @@ AMD_BITS = {"x4": 128, "x3": 96, "x2": 64, None: 32}
 Place = tuple[str, int]
 Load = tuple[tuple[Place, ...], int, bool]
 """A load's lines of source, innermost first; its bits; whether it is asynchronous."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop that computes weights of keys, in machine code."""
+
+    instructions: int  # of one warp and iteration
+    copies: int  # instructions that copy to shared memory without registers
+    wide: int  # loads into registers of more than 32 bits at once: keys and values that are not copied
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,8 @@ class Code:
     asynchronous: dict[str, int]  # name: instructions that copy to shared memory without registers
     buffers: dict[str, int]  # name: tiles in shared memory at once, in a pipelined loop
     tensor_cores: dict[str, int]  # instruction: number
+    loops: list[Loop]  # over keys, in order; empty for AMD's GPUs
+    uncached: int  # loads that bypass caches: of volatile memory
 
 
 def read(kernel: Any) -> Code:
@@ -70,6 +86,8 @@ def read(kernel: Any) -> Code:
         asynchronous={name: number for name, number in sorted(asynchronous.items()) if number},
         buffers=_buffers(kernel.asm["ttgir"]),
         tensor_cores=dict(sorted(Counter(TENSOR_CORES.findall(text)).items())),
+        loops=list(_loops(text)),
+        uncached=text.count(".STRONG.SYS"),
     )
 
 
@@ -91,6 +109,28 @@ def _nvidia(kernel: Any) -> tuple[int, int, str, list[int], list[Load]]:
     bits = [next((int(part) for part in parts if part in ("64", "128", "256")), 32) for parts in names]
     stack = _number(r"STACK:(\d+)", usage)
     return _number(r"REG:(\d+)", usage), stack, text, bits, list(_ptx_loads(kernel.asm["ptx"]))
+
+
+def _loops(text: str) -> Iterator[Loop]:
+    """Find the innermost loops that compute powers, which all loops over keys do."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for line in text.splitlines():
+        if found := SASS_LABEL.match(line):
+            labels[found[1]] = len(code)
+        elif found := SASS_INSTRUCTION.match(line):
+            code.append(found[1])
+    for end, instruction in enumerate(code):
+        branch = SASS_BRANCH.search(instruction)
+        if branch and labels.get(branch[1], end + 1) <= end:
+            loops.append((labels[branch[1]], end + 1))
+    for start, stop in sorted(loops):
+        inner = [other for other in loops if start <= other[0] and other[1] <= stop and other != (start, stop)]
+        body = code[start:stop]
+        if not inner and any("MUFU.EX2" in each for each in body):
+            copies, wide = (sum(bool(kind.search(each)) for each in body) for kind in (SASS_COPY, SASS_WIDE))
+            yield Loop(len(body), copies, wide)
 
 
 def _ptx_loads(text: str) -> Iterator[Load]:

@@ -23,6 +23,7 @@ class Device:
     memory: int
     l2: int
     interpreted: bool
+    shared: int = 0  # bytes of shared memory that a processor has; 0: not known
 
     @property
     def slug(self) -> str:
@@ -76,4 +77,5 @@ def find(smoke: bool) -> Device | str:
         memory=properties.total_memory,
         l2=getattr(properties, "L2_cache_size", 0) or 0,
         interpreted=False,
+        shared=getattr(properties, "shared_memory_per_multiprocessor", 0),
     )

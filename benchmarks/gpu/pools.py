@@ -77,7 +77,7 @@ class Attention:
             work,
             heads=shape.heads,
             kv_heads=shape.kv_heads,
-            chosen=kinds(shape.dim, shape.dim, device.dtype, generation=device.generation),
+            chosen=kinds(shape.dim, shape.dim, device.dtype, generation=device.generation, shared=device.shared),
             device=device.torch,
             processors=device.processors,
         )

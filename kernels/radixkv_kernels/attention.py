@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial, reduce
 from operator import or_
 from typing import Any
 
@@ -44,53 +44,95 @@ class Kind:
 AMD = 0
 """The `generation` of AMD GPUs in `kinds`: a processor has 64 KiB of shared memory, and wide warps."""
 
+RESERVED = 1024
+"""Bytes of shared memory that CUDA takes for each program, in addition to those of the kernel."""
 
-def kinds(key_dim: int, value_dim: int, dtype: torch.dtype, *, generation: int = 9) -> tuple[Kind, ...]:
+
+@cache
+def kinds(
+    key_dim: int, value_dim: int, dtype: torch.dtype, *, generation: int = 9, shared: int = 0
+) -> tuple[Kind, ...]:
     """Return the kinds of tile for heads of this size: for private tails, for few rows, and for many rows and prefills.
 
-    `generation` is the major number of a GPU's compute capability: from 9 on, products read their operands from shared
-    memory, which leaves registers for larger tiles. All kinds compile without spills and fit `resident` times into a
-    processor (`make kernels`); they are not yet chosen by speed.
+    `generation` is the major number of a GPU's compute capability. From 9 to 11, products read their operands from
+    shared memory, which leaves registers for larger tiles. `shared` is the number of bytes of shared memory that a
+    processor has; 0 takes the usual number of the generation. All kinds compile without spills and fit `resident` times
+    into a processor (`make kernels`); they are not yet chosen by speed.
     """
     if torch.version.hip is not None:
         generation = AMD
-    size = max(key_dim, value_dim)
-    if dtype.itemsize > 2:
-        return _float32(size, generation)
+    shared = shared or _SHARED.get(generation, 100) << 10
+    size, half = max(key_dim, value_dim), dtype.itemsize <= 2
     if generation == AMD:
-        return _amd(size)
-    return _hopper(size, generation) if generation >= 9 else _ampere(size)
+        shapes = _amd(size) if half else ((16, 16, 8, 2), (32, 16, 8, 2))
+    elif not half:
+        shapes = _float32(size)
+    elif _reads_shared(generation):
+        shapes = _hopper(size, generation)
+    else:
+        shapes = _ampere(size, shared)
+    found = []
+    for shape in shapes:
+        kind = Kind(*shape, resident=1)
+        needed = shared_bytes(kind, key_dim, value_dim, dtype, generation) + RESERVED
+        # A processor has registers for eight warps of any kernel.
+        resident = 1 if generation == AMD else max(1, min(8 // kind.warps, shared // needed))
+        found.append(replace(kind, resident=resident))
+    return tuple(found)
 
 
-def _float32(size: int, generation: int) -> tuple[Kind, ...]:
+def shared_bytes(kind: Kind, key_dim: int, value_dim: int, dtype: torch.dtype, generation: int) -> int:
+    """Return the most bytes of shared memory that a program of this kind takes: keys, values and queries."""
+    key, value = sum(head_parts(key_dim)), sum(head_parts(value_dim))
+    from_shared = _reads_shared(generation) and kind.rows >= 64
+    buffers = kind.stages if from_shared else kind.stages - 1
+    barriers = 2048 if from_shared and generation >= 10 else 0
+    return (buffers * kind.keys * (key + value) + kind.rows * key) * dtype.itemsize + barriers
+
+
+_SHARED = {AMD: 64, 8: 164, 9: 228, 10: 228, 11: 228}
+"""KiB of shared memory of a processor, by generation; GPUs for desktops have 100."""
+
+_Shapes = tuple[tuple[int, int, int, int], ...]
+"""The rows, keys, warps and stages of each kind."""
+
+
+def _reads_shared(generation: int) -> bool:
+    """Return whether products of 64 rows and more read their operands from shared memory."""
+    return 9 <= generation <= 11
+
+
+def _float32(size: int) -> _Shapes:
     """Return small tiles: NVIDIA's GPUs multiply float32 without tensor cores, from registers."""
-    if generation == AMD:
-        return (Kind(16, 16, 8, 2, 1), Kind(32, 16, 8, 2, 1))
-    return (Kind(16, 16, 8, 2, 1), Kind(32, 16, 8, 3, 1) if size <= 64 else Kind(32, 16, 16, 2, 1))
+    tails = (16, 16, 8 if size <= 128 else 16, 2)
+    return (tails, (32, 16, 8, 3) if size <= 64 else (32, 16, 16, 2))
 
 
-def _hopper(size: int, generation: int) -> tuple[Kind, ...]:
-    """Return tiles for generations 9 and above; from 10 on, products need more warps or fewer keys to fit."""
+def _hopper(size: int, generation: int) -> _Shapes:
+    """Return tiles for generations 9 to 11; from 10 on, products need more warps or fewer keys to fit."""
     if size > 128:
-        return (Kind(16, 32, 4, 3, 2), Kind(64, 32, 8, 2, 1), Kind(128, 32, 8, 2, 1))
+        return ((16, 32, 4, 3), (64, 32, 8, 2), (128, 32, 8, 2))
+    in_parts = 64 < size < 128
+    tails = (16, 32, 4, 4) if in_parts else (16, 64, 4, 3)
     if generation >= 10:
-        return (Kind(16, 64, 4, 3, 2), Kind(64, 64, 8, 2, 1), Kind(128, 32, 8, 3, 1))
-    tails = Kind(16, 32, 4, 4, 2) if 80 < size < 128 else Kind(16, 64, 4, 3, 2)
-    return (tails, Kind(64, 64, 4, 3, 2), Kind(128, 64, 8, 3, 1))
+        return (tails, (64, 32 if in_parts else 64, 8, 3), (128, 32, 8, 3))
+    return (tails, (64, 32, 4, 4) if in_parts else (64, 64, 4, 3), (128, 64, 8, 3))
 
 
-def _ampere(size: int) -> tuple[Kind, ...]:
+def _ampere(size: int, shared: int) -> _Shapes:
+    """Return tiles for products from registers: generation 8, and 12 and above."""
+    large = shared >= 164 << 10
     if size > 128:
-        return (Kind(16, 64, 4, 2, 2), Kind(64, 32, 8, 2, 1))
-    tails = Kind(16, 64, 4, 3, 2) if size <= 64 else Kind(16, 32, 4, 4, 2)
-    return (tails, Kind(64, 32, 4, 3, 2), Kind(128, 32, 8, 3, 1))
+        return ((16, 64, 4, 2) if large else (16, 32, 4, 3), (64, 32, 8, 2))
+    tails = (16, 64, 4, 3) if size <= 64 else (16, 32, 4, 4 if large else 3)
+    return (tails, (64, 32, 8 if 64 < size < 128 else 4, 3), (128, 32, 8, 3))
 
 
-def _amd(size: int) -> tuple[Kind, ...]:
+def _amd(size: int) -> _Shapes:
     if size > 128:
-        return (Kind(16, 32, 4, 2, 1), Kind(64, 32, 8, 2, 1))
-    tails = Kind(16, 64, 4, 3, 2) if size <= 64 else Kind(16, 32, 4, 3, 2)
-    return (tails, Kind(64, 32, 4, 3, 1), Kind(128, 32, 8, 3, 1))
+        return ((16, 32, 4, 2), (64, 32, 8, 2))
+    tails = (16, 64, 4, 3) if size <= 64 else (16, 32, 4, 3)
+    return (tails, (64, 32, 4, 3), (128, 32, 8, 3))
 
 
 LOG2_E = math.log2(math.e)

@@ -188,17 +188,20 @@ def _kernels() -> ModuleType:
 
 def _chosen(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Return the kinds of tile for a layer of this shape."""
-    kinds: tuple[Any, ...] = _kernels().kinds(shape.key_dim, shape.value_dim, dtype, generation=_device(device)[1])
+    _, generation, shared = _device(device)
+    kinds: tuple[Any, ...] = _kernels().kinds(
+        shape.key_dim, shape.value_dim, dtype, generation=generation, shared=shared
+    )
     return kinds
 
 
-def _device(device: torch.device) -> tuple[int, int]:
-    """Return the number of a device's processors, and its generation as in `attention.kinds`."""
+def _device(device: torch.device) -> tuple[int, int, int]:
+    """Return a device's processors, its generation, and the shared bytes of a processor, as in `attention.kinds`."""
     gpu = device_of(device)
     if not gpu.is_gpu:
-        return INTERPRETED_PROCESSORS, 9
+        return INTERPRETED_PROCESSORS, 9, 0
     properties = gpu.properties()
-    return properties.processors, properties.generation
+    return properties.processors, properties.generation, properties.shared_memory
 
 
 def _plan(store: KVStore, layer: int, heads: int, work: WorkList, split: int | None) -> Any:

@@ -48,7 +48,7 @@ LAYERS = [LayerSpec(4, 2, 64, 64), LayerSpec(8, 2, 64, 64)]
 @pytest.fixture
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(triton_backend, "_device", lambda device: (132, 9))
+    monkeypatch.setattr(triton_backend, "_device", lambda device: (132, 9, 0))
 
 
 @pytest.mark.usefixtures("_gpu")
