@@ -43,6 +43,7 @@ def attend(
     kinds: tuple[Kind, ...] = SMALL,
     split: int | None = None,
     processors: int = 3,
+    max_shared_rows: int | None = None,
     **options: object,
 ) -> Tensor:
     work = plan.build(
@@ -52,6 +53,7 @@ def attend(
         window,
         block_size=batch.store.block_size,
         min_saving=min_saving,
+        max_shared_rows=max_shared_rows,
     )
     heads, kv_heads = len(batch.query), batch.store.layers[0].kv_heads
     step = attention.plan(

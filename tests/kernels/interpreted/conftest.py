@@ -32,3 +32,14 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `--seed` repeat cases of `test_random.py`."""
+    parser.addoption("--seed", action="append", type=int, default=[], help="a case of test_random.py; may be repeated")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the cases of `--seed`, or the fixed examples."""
+    if "seed" in metafunc.fixturenames and (seeds := getattr(metafunc.module, "EXAMPLES", None)):
+        metafunc.parametrize("seed", metafunc.config.getoption("--seed") or seeds)
