@@ -81,12 +81,15 @@ class ModelWeights:
     def check(self) -> None:
         """Raise WeightsChanged if the weights are no longer those of the cached KV; see `WeightWatch.changed`.
 
-        Raises DeviceLost if the device computes nothing more.
+        Raises DeviceLost if the device computes nothing more. A GPU without memory for a few numbers does not compare
+        them this time.
         """
         if self._reloading:  # a request that is sent during a reload runs after it
             return
         try:
             changed = self._watch.changed()
+        except torch.OutOfMemoryError:
+            changed = self._watch.moved()
         except RuntimeError as error:
             refuse_fatal(error)
             raise

@@ -14,11 +14,11 @@ from radixkv.engine.output import Completion
 from radixkv.models import adapter
 from radixkv.sampling.params import SamplingParams
 
-PROMPTS = [[3 + 7 * i % 90 for i in range(14)], [3 + 7 * i % 90 for i in range(9)] + [5, 6], [50, 51]]
+PROMPTS = [[3 + 7 * i % 90 for i in range(11)], [3 + 7 * i % 90 for i in range(6)] + [5, 6], [50, 51]]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=5),
-    SamplingParams(temperature=0, max_tokens=5, repetition_penalty=1.3, presence_penalty=0.4, logprobs=2),
-    SamplingParams(max_tokens=4, top_p=0.8, seed=5, n=2),
+    SamplingParams(temperature=0, max_tokens=4),
+    SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.3, presence_penalty=0.4, logprobs=2),
+    SamplingParams(max_tokens=3, top_p=0.8, seed=5, n=2),
 ]
 
 
@@ -27,7 +27,7 @@ def decoder(**changes: Any) -> Any:
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "vocab_size": 97,
