@@ -16,7 +16,8 @@ from radixkv.sampling.race import PAGE, race
 GREEDY, PLAIN, FILTERED = 0, 1, 2
 """Kinds of rows: the maximum; a draw from the whole distribution; a draw after top-k, top-p or min-p."""
 
-_FLOAT = torch.finfo(torch.float32)
+TEMPERATURES = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""The range of temperatures: beyond the normal numbers of float32 they would give 0/0 or inf/inf."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,3 @@ def _threshold(scaled: Tensor, weights: Tensor, rows: DrawRows) -> Tensor:
     nucleus = (within.cumsum(dim=1) - within < top_p * total).sum(dim=1, keepdim=True)
     mass = values.gather(1, (nucleus - 1).clamp(0, last)).masked_fill_(top_p >= 1, -torch.inf)
     return torch.maximum(torch.maximum(kth, mass), rows.least[:, None])
-
-
-def clamped_temperature(temperature: float) -> float:
-    """Return the temperature within the normal numbers of float32: beyond them it would give 0/0 or inf/inf."""
-    return min(max(temperature, _FLOAT.tiny), _FLOAT.max)

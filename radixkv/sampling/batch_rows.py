@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.device import Device
-from radixkv.sampling.batch_draw import FILTERED, GREEDY, PLAIN, DrawRows, clamped_temperature
+from radixkv.sampling.batch_draw import FILTERED, GREEDY, PLAIN, TEMPERATURES, DrawRows
 from radixkv.sampling.logits_processors import check_bias
 from radixkv.sampling.params import SampleRow, SamplingParams
 from radixkv.sampling.race import draw_key
@@ -48,8 +48,9 @@ class Numbers:
 class Batch:
     """One call of a sampler, planned on the host.
 
-    `adjusts` says whether a processor changes the logits; `random`, whether a row is not greedy; `filling`, None if no
-    row has penalties; `most_logprobs` is the largest number of alternatives, None if no row has log probabilities.
+    `adjusts` says whether a processor changes the logits; `random`, whether a row is not greedy; `plain`, whether the
+    largest logit of each row in its order is all that is asked for. `filling` is None if no row has penalties;
+    `most_logprobs` is the largest number of alternatives, None if no row has log probabilities.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Batch:
         self.stops: list[int] = []
         self.repetition = self.reply = False
         self.filling: Filling | None = None
+        self.plain = self.in_order and not (self.adjusts or self.random or self.reported)
         if self.adjusts:
             self._plan_adjustments(counts)
 
@@ -116,7 +118,7 @@ class Batch:
                 for row, kind in zip(self.rows, self._kinds, strict=True)
             ]
             integers[5, :size] = [min(max(each.top_k, 0), self.vocab) for each in params]
-            floats[0, :size] = [clamped_temperature(each.temperature) for each in params]
+            floats[0, :size] = np.clip([each.temperature for each in params], *TEMPERATURES)
             floats[1, :size] = [each.top_p for each in params]
             floats[2, :size] = [math.log(each.min_p) if each.min_p else -math.inf for each in params]
         lists: list[NDArray[np.int64]] = [

@@ -63,9 +63,11 @@ class DeviceSampler:
             return self._launch(logits, batch, mask)
 
     def _launch(self, logits: Tensor, batch: Batch, mask: TokenMask | None) -> DevicePending:
-        numbers = batch.upload(self._device)
         best, tokens = logits.max(dim=1)
-        maxima = best
+        bits, maxima = _bits(best), best
+        if batch.plain and mask is None:
+            return self._pending(tokens, [bits, tokens, bits], batch)
+        numbers = batch.upload(self._device)
         if batch.filling is not None:
             self._counts.fill(batch.filling, numbers.cleared, numbers.seen, numbers.replied)
         values = logits
@@ -80,18 +82,21 @@ class DeviceSampler:
             best, tokens = values.max(dim=1)
         if batch.random:
             tokens = torch.where(numbers.draws.kinds == GREEDY, tokens, self._draw(values, best, numbers.draws))
-        bits = _bits(maxima)
         found = [bits, tokens, bits if best is maxima else _bits(best)]
         if batch.most_logprobs is not None:
             table = torch.log_softmax(logits.index_select(0, numbers.reported_sources).float(), dim=-1)
             chosen = table.gather(1, tokens.index_select(0, numbers.reported)[:, None])
             values, ids = table.topk(batch.most_logprobs, dim=1)
             found += [_bits(chosen), _bits(values), ids.flatten()]
-        pending = DevicePending(tokens, self._device.download([torch.cat(found)]), batch)
+        pending = self._pending(tokens, found, batch)
         if batch.filling is not None:
             entries = numbers.slots * batch.vocab + tokens
             self._counts.add(batch.filling, entries, numbers.increments.int(), _unread(pending))
         return pending
+
+    def _pending(self, tokens: Tensor, found: list[Tensor], batch: Batch) -> DevicePending:
+        """Start the download of the results."""
+        return DevicePending(tokens, self._device.download([torch.cat(found)]), batch)
 
     def _adjusted(self, values: Tensor, batch: Batch, numbers: Numbers) -> Tensor:
         """Apply the logits processors to values [rows, vocab], which may be changed in place."""
