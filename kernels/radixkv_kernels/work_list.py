@@ -59,7 +59,8 @@ class WorkList:
             return self
         positions: Int32 = np.zeros(rows, dtype=np.int32)
         positions[: self.num_rows] = self.positions
-        offsets = np.pad(self.merge_offset, (0, rows - self.num_rows), mode="edge")
+        offsets: Int32 = np.full(rows + 1, len(self.merge_ids), dtype=np.int32)
+        offsets[: self.num_rows + 1] = self.merge_offset
         return replace(self, positions=positions, merge_offset=offsets)
 
     @property

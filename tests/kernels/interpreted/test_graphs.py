@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from radixkv import Engine, EngineConfig, SamplingParams
 from radixkv.attention import plan
 from radixkv.models import adapter, attention_interface, cuda_graphs, cuda_inputs
 from radixkv.models.cuda_graphs import ATTEMPTS, buckets, record_graphs
@@ -21,7 +22,7 @@ from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from radixkv_kernels import graph_capacity
 from radixkv_kernels.graph_capacity import Bucket
-from tests.virtual_gpu import VirtualGpu
+from tests.virtual_gpu import VirtualGpu, installed
 
 SIZE, BLOCKS = 4, 120
 LONG = bool(os.environ.get("RADIXKV_LONG"))
@@ -67,16 +68,22 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def load(
-    kind: str = "llama", place: torch.device | None = None, change: Callable[[Any], None] | None = None
-) -> LoadedModel:
-    """Load a small random model on a simulated GPU, or with torch's attention on the CPU, without its self-test."""
+def made(kind: str) -> Any:
+    """Return a small random model, always the same one."""
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 0.2)
+    return model
+
+
+def load(
+    kind: str = "llama", place: torch.device | None = None, change: Callable[[Any], None] | None = None
+) -> LoadedModel:
+    """Load a small random model on a simulated GPU, or with torch's attention on the CPU, without its self-test."""
+    model = made(kind)
     if change is not None:
         change(model)
     with pytest.MonkeyPatch.context() as patch:
@@ -188,6 +195,34 @@ def test_replays_compute_what_steps_would(kind: str, virtual_gpu: VirtualGpu, mo
     pair.step(rng, [3])
     assert pair.replays == 4
     assert pair.replaying.eager.count == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True] if LONG else [False])
+@pytest.mark.parametrize("seed", range(4) if LONG else [1])
+def test_an_engine_serves_all_steps_from_graphs_and_waits_only_for_sampled_tokens(
+    seed: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request's chunks run next to the decodes of others. A deterministic engine computes its four chunks."""
+    monkeypatch.setattr(adapter, "self_test", lambda loaded: 0.0)
+    prompts, params = (
+        [range(3, 12), range(3, 17), range(5, 10)],
+        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+    )
+    settings = EngineConfig(
+        num_blocks=60, block_size=4, max_sequences=4, max_batch_tokens=24, prefill_chunk=12, monitor=False,
+        compile=False, deterministic=deterministic,
+    )  # fmt: skip
+    with Engine.load(made("llama"), settings, device="cpu") as engine:
+        expected = [reply.token_ids for reply in engine.generate([list(prompt) for prompt in prompts], params)]
+    with installed(VirtualGpu(seed)) as gpu, Engine.load(made("llama"), settings, device=str(gpu.place)) as engine:
+        recorded = gpu.counts["replay"]
+        with gpu.serving():
+            found = [reply.token_ids for reply in engine.generate([list(prompt) for prompt in prompts], params)]
+            stats = engine.stats()
+        assert found == expected
+        assert stats.eager_steps == 4 * deterministic
+        assert deterministic or gpu.counts["replay"] - recorded == stats.steps
+    assert not gpu.findings
 
 
 def test_all_sizes_are_recorded_at_load_with_a_launch_for_each_kind_of_tile_that_may_occur(
