@@ -37,7 +37,7 @@ def test_kernels_in_the_interpreter(models: bool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(os.environ.get("RADIXKV_LONG") != "1", reason="half an hour for all: RADIXKV_LONG=1")
+@pytest.mark.skipif(os.environ.get("RADIXKV_LONG") != "1", reason="a quarter of an hour for all: RADIXKV_LONG=1")
 @pytest.mark.parametrize("first", range(FRESH, FRESH + CASES, SHARD))
 def test_random_cases_in_the_interpreter(first: int) -> None:
     run(["test_random.py"], *(f"--seed={seed}" for seed in range(first, first + SHARD)))

@@ -25,7 +25,7 @@ from tests.attention.batches import Batch, BlocksFirst, fill
 from tests.kernels.interpreted.attending import SMALL, attend, cast, close, expected_output
 from tests.kernels.interpreted.bounds import checked
 
-EXAMPLES = (1, 2, 3, 4, 5)
+EXAMPLES = (4, 8, 23, 40, 44)
 """Seeds of fast cases that differ; those of cases that failed once are added."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
