@@ -4,6 +4,7 @@
     python benchmarks/gpu --only decode tree      some of them (the ceilings are measured always)
     python benchmarks/gpu --peers FOLDER          also vLLM's and SGLang's Triton kernels, from unpacked wheels
     python benchmarks/gpu --list                  the parts, and the time that each may take
+    python benchmarks/gpu --first-contact         check a new GPU before anything is measured, and stop with advice
 
 Each part runs in a process of its own and has a budget; rows that it has measured by then count. Before a kernel is
 timed, ours or a peer's, its output is compared with the plain-torch reference in float64, with NaN in all memory that
@@ -33,9 +34,13 @@ def main() -> int:
     options = _parser().parse_args()
     if options.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    from gpu import run
+    from gpu import first_contact, run
     from gpu.result import Ceilings
 
+    if options.check:
+        return first_contact.run_check(options.check, options.smoke)
+    if options.first_contact:
+        return first_contact.main(options.smoke, lambda text: print(text, flush=True))
     names = [part.name for part in run.PARTS]
     if options.list:
         for part in run.PARTS:
@@ -99,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stretch", type=float, default=1.0, help="give every part this many times its budget")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes in Triton's interpreter, no GPU")
     parser.add_argument("--here", action="store_true", help="all parts in this process: for a debugger")
-    for name, kind in (("--part", str), ("--rows-to", Path), ("--ceilings", str)):
+    parser.add_argument("--first-contact", action="store_true", help="check a new GPU; measures nothing")
+    for name, kind in (("--check", str), ("--part", str), ("--rows-to", Path), ("--ceilings", str)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     return parser
 

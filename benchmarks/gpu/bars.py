@@ -69,6 +69,12 @@ def bars(sizes: Sizes) -> list[Bar]:
     def tree_8b(row: Row) -> bool:
         return row["case"] == tree and row.get("mode") != "flat" and row["shape"] == LLAMA_8B.name
 
+    def layer(row: Row) -> bool:
+        return row.get("what") == "decode step, a layer"
+
+    def first(row: Row) -> bool:
+        return row["case"].endswith("after the load")
+
     def of_peer(name: str, kind: str) -> Callable[[Row], bool]:
         return lambda row: row.get("peer", "").startswith(name) and row.get("kind", kind) == kind
 
@@ -156,13 +162,37 @@ def bars(sizes: Sizes) -> list[Bar]:
         ),
         Bar(
             "engine_step",
-            "a decode step of the engine takes 1.4 times its floor or less",
+            "a decode step of the engine takes 1.25 times its floor or less",
             "engine",
-            1.4,
+            1.25,
             True,
             "of_floor",
             lambda row: row["case"].startswith("step") and row.get("mode") != "flat",
             3,
+        ),
+        Bar(
+            "launches", "a layer of a decode step takes at most 11 kernels", "profiles", 11, True, "launches", layer, 1
+        ),
+        Bar("stalls", "none of the first steps takes five times the median", "engine", 0, True, "stalls", first, 1),
+        Bar(
+            "eager_steps",
+            "every step of the first ones and of a tree of five levels is replayed from a graph",
+            "engine",
+            0,
+            True,
+            "eager_steps",
+            lambda row: first(row) or row["case"].startswith("comb"),
+            2,
+        ),
+        Bar(
+            "penalties",
+            "a step whose rows all have penalties or top-p takes 1.1 times a greedy one or less",
+            "engine",
+            1.1,
+            True,
+            "over_greedy",
+            lambda row: row["case"].startswith("sampling") and row.get("mode") != "greedy",
+            2,
         ),
     ]
 

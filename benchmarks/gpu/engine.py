@@ -1,4 +1,4 @@
-"""Part 6, the engine on a random-weight model of Llama-3-8B's shape: steps, first tokens, agents.
+"""Part 6, the engine on a random-weight model of Llama-3-8B's shape: first steps, steps, first tokens, agents.
 
 The floor of a step is one read of its weights and its keys at the read ceiling of this run. The floor of a prompt is
 its products at the matmul ceiling.
@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from radixkv import Engine, EngineStats, SamplingParams
 
@@ -27,6 +28,8 @@ class EngineSizes:
 
     model: Llama
     steps: tuple[tuple[int, int, int], ...]  # sequences, shared, own tokens
+    comb: tuple[int, int, int, int]  # levels, tokens of a level, sequences of a level, own tokens
+    first_steps: int  # that are timed after the load
     window: int  # steps of a timing
     prompt: int
     new: int  # tokens after a prompt that hits
@@ -41,6 +44,8 @@ class EngineSizes:
 FULL = EngineSizes(
     model=LLAMA_3_8B,
     steps=((64, 8192, 512), (1, 0, 8192), (64, 0, 1024)),
+    comb=(5, 1024, 12, 512),
+    first_steps=1000,
     window=24,
     prompt=8192,
     new=64,
@@ -54,6 +59,8 @@ FULL = EngineSizes(
 SMOKE = EngineSizes(
     model=TINY,
     steps=((3, 288, 8),),
+    comb=(5, 16, 1, 5),
+    first_steps=10,
     window=3,
     prompt=96,
     new=8,
@@ -83,16 +90,126 @@ def run(bench: Bench) -> Iterator[Row]:
             "weight_bytes": weights.step_bytes,
             "kv_bytes": stats.kv_bytes,
         }
+        yield from bench.case(f"first {sizes.first_steps} steps after the load", lambda: _first_steps(sizes, engine))
         for count, shared, own in sizes.steps:
             name = f"step, {count} x ({shared} shared + {own})" if shared else f"step, {count} x {own}"
             case = (count, shared, own)
             yield from bench.case(name, lambda case=case: _step(bench, sizes, engine, weights, *case))
+        levels, tokens, members, _ = sizes.comb
+        yield from bench.case(f"comb of {levels} x {tokens}, {levels * members} decode", lambda: _comb(sizes, engine))
+        count, _, own = sizes.steps[-1]
+        yield from bench.case(f"sampling, {count} x {own}", lambda: _sampling(sizes, engine, count, own))
         yield from bench.case(f"first token of {sizes.prompt}", lambda: _first_token(bench, sizes, engine, weights))
         groups, members, *_ = sizes.agents
         yield from bench.case(f"{groups} x {members} agents", lambda: _agents(sizes, engine))
 
 
 # ---- steps
+
+
+class StepClock:
+    """Records the end of each step, and the CPU time of the engine's thread then; a background task of the core.
+
+    The CPU time includes the time in which the thread spins while it waits for the device.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.marks: list[tuple[float, float]] = []
+
+    def __enter__(self) -> StepClock:
+        """Begin to record."""
+        self._engine.client.thread.ask(lambda: self._engine.core.background.append(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Record no longer."""
+        self._engine.client.thread.ask(lambda: self._engine.core.background.remove(self))
+
+    def due_in(self, *, busy: bool) -> None:
+        """Never ask for a step."""
+
+    def step(self, *, busy: bool) -> None:
+        """Record a step."""
+        self.marks.append((time.perf_counter(), time.thread_time()))
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def steps_ms(self) -> list[float]:
+        """Milliseconds from each step's end to the next one's."""
+        return [(b[0] - a[0]) * 1e3 for a, b in itertools.pairwise(self.marks)]
+
+    def row(self) -> Row:
+        """The median CPU time of a step."""
+        return {
+            "host_cpu_ms": round(statistics.median((b[1] - a[1]) * 1e3 for a, b in itertools.pairwise(self.marks)), 4)
+        }
+
+
+def _first_steps(sizes: EngineSizes, engine: Engine) -> Row:
+    """Time single steps from the load on, while sequences come one by one: captures and compilations are long steps."""
+    most, vocab = max(count for count, *_ in sizes.steps), sizes.model.vocab
+    handles = []
+    with StepClock(engine) as clock:
+        while len(clock.marks) <= sizes.first_steps:
+            live = [each for each in handles if not each.done]
+            if len(live) < most:
+                prompt = token_ids(3000 + len(handles), 24, vocab)
+                tokens = sizes.first_steps // 4 + len(handles) % 16
+                handles = [
+                    *live,
+                    engine.submit(prompt, SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)),
+                ]
+            time.sleep(0.002)
+        steps = clock.steps_ms()[: sizes.first_steps]
+        for handle in handles:
+            handle.cancel()
+    usual = statistics.median(steps)
+    return {
+        "median_ms": round(usual, 4),
+        "longest_ms": round(max(steps), 4),
+        "longest_over_median": round(max(steps) / usual, 2),
+        "stalls": sum(each > 5 * usual for each in steps),
+        "eager_steps": engine.stats().eager_steps,
+        **clock.row(),
+    }
+
+
+def _comb(sizes: EngineSizes, engine: Engine) -> Row:
+    """Decode sequences that leave a prefix at five depths: more shared runs on a path than most trees have."""
+    engine.clear_cache()
+    levels, tokens, members, own = sizes.comb
+    vocab = sizes.model.vocab
+    path = token_ids(4000, levels * tokens, vocab)
+    prompts = [
+        prompt
+        for level in range(levels)
+        for prompt in with_prefix(path[: (level + 1) * tokens], members, own, vocab, seed=4100 + 100 * level)
+    ]
+    before = engine.stats().eager_steps
+    found = steady(engine, prompts, sizes.window)
+    return {"step_ms": round(found.step_ms, 4), "eager_steps": engine.stats().eager_steps - before}
+
+
+def _sampling(sizes: EngineSizes, engine: Engine, count: int, own: int) -> Iterator[Row]:
+    """Time the same steps with other parameters: greedy, top-p, and penalties of whole histories."""
+    prompts = with_prefix([], count, own, sizes.model.vocab, seed=count)
+    greedy = 0.0
+    for name, params in (
+        ("greedy", {"temperature": 0.0}),
+        ("top_p", {"temperature": 0.8, "top_p": 0.9}),
+        ("penalties", {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2}),
+    ):
+        with StepClock(engine) as clock:
+            found = steady(engine, prompts, sizes.window, **params)
+        greedy = greedy or found.step_ms
+        yield {
+            "mode": name,
+            "step_ms": round(found.step_ms, 4),
+            "over_greedy": round(found.step_ms / greedy, 4),
+            **clock.row(),
+        }
 
 
 @dataclass(frozen=True)
@@ -105,15 +222,16 @@ class Steady:
     generated: float  # tokens of each sequence's reply in the middle of the windows
 
 
-def steady(engine: Engine, prompts: list[list[int]], window: int) -> Steady:
-    """Time steps of a batch that does nothing but decode.
+def steady(engine: Engine, prompts: list[list[int]], window: int, **params: float) -> Steady:
+    """Time steps of a batch that does nothing but decode, greedily unless `params` say otherwise.
 
     The prompts run once before, so that they hit and everything is compiled and captured. The counters are read between
     two steps, so that a window is whole steps. Raises RuntimeError if not every step was one token for each.
     """
-    engine.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **params}
+    engine.generate(prompts, SamplingParams(max_tokens=4, **options))
     before = engine.stats()
-    long = SamplingParams(max_tokens=256 + 4 * window * WINDOWS, temperature=0, ignore_eos=True)  # no reply ends
+    long = SamplingParams(max_tokens=256 + 4 * window * WINDOWS, **options)  # no reply ends
     handles = [engine.submit(prompt, long) for prompt in prompts]
     try:
         _all_decode(engine, before.output_tokens + 2 * len(prompts), before.finished)

@@ -1,4 +1,4 @@
-"""Part 7, profiles: torch's profiler over the slowest cases of the other parts.
+"""Part 7, profiles: torch's profiler over the slowest cases of the other parts: kernels, launches, gaps between them.
 
 Attention is profiled alone, and the engine on two depths of the same model: their difference is the launches and the
 time of a layer. A decode step is the difference of a long and a short run, so that neither prompts nor the profiler's
@@ -67,17 +67,48 @@ Kernels = dict[str, tuple[float, float]]
 """Launches and microseconds of each kernel."""
 
 
-def profile(bench: Bench, call: Callable[[], object]) -> Kernels:
-    """Return the kernels that `call` launches from any thread; without a GPU, the CPU's operations."""
+def profile(bench: Bench, call: Callable[[], object]) -> tuple[Kernels, Gaps]:
+    """Return the kernels that `call` launches from any thread, and their gaps; without a GPU, the CPU's operations."""
     bench.device.synchronize()
     with _profiler(bench) as profiler:
         call()
         bench.device.synchronize()
-    events = profiler.key_averages()
-    if bench.device.torch.type == "cuda":
-        found = [event for event in events if event.device_type == DeviceType.CUDA]
-        return {event.key: (event.count, event.self_device_time_total) for event in found}
-    return {event.key: (event.count, event.self_cpu_time_total) for event in events}
+    where = DeviceType.CUDA if bench.device.torch.type == "cuda" else DeviceType.CPU
+    ranges = [
+        (event.time_range.start, event.time_range.end) for event in profiler.events() if event.device_type == where
+    ]
+    averages = profiler.key_averages()
+    if where == DeviceType.CUDA:
+        found = [event for event in averages if event.device_type == where]
+        return {event.key: (event.count, event.self_device_time_total) for event in found}, Gaps.of(ranges)
+    return {event.key: (event.count, event.self_cpu_time_total) for event in averages}, Gaps.of(ranges)
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Microseconds in which no kernel runs, between the first and the last one, and the longest such gap."""
+
+    span_us: float
+    idle_us: float
+    longest_us: float
+
+    @classmethod
+    def of(cls, ranges: list[tuple[float, float]]) -> Gaps:
+        """Measure the gaps between kernels, which may overlap, from their starts and ends.
+
+        >>> Gaps.of([(0, 4), (2, 3), (9, 10), (12, 20)])
+        Gaps(span_us=20, idle_us=7, longest_us=5)
+        """
+        begun, idle, longest, until = min(ranges, default=(0, 0))[0], 0.0, 0.0, None
+        for start, end in sorted(ranges):
+            gap = 0 if until is None else max(0, start - until)
+            idle, longest, until = idle + gap, max(longest, gap), end if until is None else max(until, end)
+        return cls((until or begun) - begun, idle, longest)
+
+    def row(self) -> Row:
+        """Return the share of the time without a kernel, and the longest gap."""
+        share = round(self.idle_us / self.span_us, 4) if self.span_us else 0.0
+        return {"idle_share": share, "longest_gap_us": round(self.longest_us, 2)}
 
 
 def _profiler(bench: Bench) -> Any:
@@ -129,7 +160,8 @@ def _attention(bench: Bench, batch: Batch) -> Row:
         for turn in range(turns):
             calls[turn % len(calls)]()
 
-    return {"tiles": list(ours.step.counts), **table(profile(bench, launch), turns)}
+    kernels, gaps = profile(bench, launch)
+    return {"tiles": list(ours.step.counts), **table(kernels, turns), **gaps.row()}
 
 
 # ---- the engine
@@ -166,16 +198,15 @@ def _decode(bench: Bench, sizes: EngineSizes, engine: Engine) -> Row:
     more = sizes.replies[1] - sizes.replies[0]
     tried = []
     for _ in range(TRIES):  # prompts come in while the engine steps already, so a run may take a step more or less
-        (few, less), (many, found) = (_counted(bench, engine, prompts, tokens) for tokens in sizes.replies)
+        few, (less, _) = _counted(bench, engine, prompts, sizes.replies[0])
+        many, (found, gaps) = _counted(bench, engine, prompts, sizes.replies[1])
         tried.append(many - few)
         if tried[-1] == more:
-            return table(difference(found, less), more)
+            return {**table(difference(found, less), more), **gaps.row()}
     raise RuntimeError(f"{more} tokens more took {tried} steps more")
 
 
-def _counted(
-    bench: Bench, engine: Engine, prompts: list[list[int]], tokens: int
-) -> tuple[int, dict[str, tuple[int, float]]]:
+def _counted(bench: Bench, engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[int, tuple[Kernels, Gaps]]:
     """Return the number of steps for the prompts' replies, and their kernels."""
     before = engine.stats().steps
     found = profile(bench, lambda: engine.generate(prompts, _greedy(tokens)))
@@ -187,8 +218,8 @@ def _chunk(bench: Bench, sizes: EngineSizes, engine: Engine) -> Row:
     vocab = sizes.model.vocab
     engine.generate([token_ids(30, sizes.prompt, vocab)], _greedy(1))
     before = engine.stats().steps
-    found = profile(bench, lambda: engine.generate([token_ids(31, sizes.prompt, vocab)], _greedy(1)))
-    return table(found, engine.stats().steps - before)
+    found, gaps = profile(bench, lambda: engine.generate([token_ids(31, sizes.prompt, vocab)], _greedy(1)))
+    return {**table(found, engine.stats().steps - before), **gaps.row()}
 
 
 def _greedy(tokens: int) -> SamplingParams:

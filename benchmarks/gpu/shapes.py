@@ -180,6 +180,26 @@ def two_level(groups: int, members: int, root: int, branch: int, own: int) -> Ba
     )
 
 
+def comb(levels: int, run: int, members: int, own: int) -> Batch:
+    """Branches of a comb: each level extends the prefix by `run` tokens, and `members` sequences leave it there.
+
+    Each has `own` tokens of its own. The deepest sequences share `levels` runs, one after the other.
+    """
+    assert run % BLOCK == 0
+    blocks = _Blocks(levels * _count(run) + levels * members * _count(own), scattered=True)
+    path, tables = np.empty(0, np.int32), list[Table]()
+    for _ in range(levels):
+        path = np.concatenate([path, blocks.take(run)])
+        tables += [np.concatenate([path, blocks.take(own)]) for _ in range(members)]
+    lengths = tuple((level + 1) * run + own for level in range(levels) for _ in range(members))
+    return Batch(
+        f"comb of {levels} x {words(run)}, {levels * members} x {words(own)}",
+        tuple(tables),
+        lengths,
+        (1,) * (levels * members),
+    )
+
+
 def chunk(new: int, cached: int) -> Batch:
     """Return one sequence that computes `new` tokens after `cached` ones."""
     table = _Blocks(_count(new + cached), scattered=True).take(new + cached)
@@ -208,6 +228,7 @@ class Sizes:
     contexts: tuple[int, ...]
     trees: tuple[tuple[int, int, int], ...]  # sequences, shared, own
     agents: tuple[tuple[int, int, int, int, int], ...]
+    combs: tuple[tuple[int, int, int, int], ...]  # levels, tokens of a level, sequences of a level, own
     new: tuple[int, ...]
     cached: tuple[int, ...]
     peers: tuple[tuple[int, int], ...]  # sequences, context
@@ -235,6 +256,7 @@ FULL = Sizes(
     contexts=(1024, 8192, 32768, 131072),
     trees=(BAR_TREE, (64, 32768, 512), (8, 8192, 512)),
     agents=((8, 8, 8192, 2048, 512), (16, 4, 2048, 1024, 256)),
+    combs=((5, 2048, 12, 512),),
     new=(512, 2048, 8192),
     cached=(0, 8192, 32768),
     peers=((64, 8192), (8, 8192), (64, 1024), (1, 32768)),
@@ -251,6 +273,7 @@ SMOKE = Sizes(
     contexts=(40,),
     trees=((4, 96, 20),),
     agents=((2, 2, 96, 16, 16),),
+    combs=((5, 16, 1, 5),),
     new=(20,),
     cached=(0, 40),
     peers=((2, 48),),

@@ -1,4 +1,4 @@
-"""Part 3, decode along the tree, against the same kernel sequence by sequence: a shared prefix, and agents' two levels.
+"""Part 3, decode along the tree, against the same kernel sequence by sequence: shared prefixes of one to five levels.
 
 `floor_us` is the time of reading every key once at the read ceiling.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from .decode import fitting, timed
 from .pools import Attention, copies_for
 from .result import Bench, Row
-from .shapes import Batch, HeadShape, shared, two_level
+from .shapes import Batch, HeadShape, comb, shared, two_level
 
 
 def run(bench: Bench) -> Iterator[Row]:
@@ -22,7 +22,9 @@ def run(bench: Bench) -> Iterator[Row]:
 
 def batches(bench: Bench) -> list[Batch]:
     """The trees, that of the bars first."""
-    return [shared(*sizes) for sizes in bench.sizes.trees] + [two_level(*sizes) for sizes in bench.sizes.agents]
+    sizes = bench.sizes
+    made = ((shared, sizes.trees), (two_level, sizes.agents), (comb, sizes.combs))
+    return [batch(*each) for batch, all_sizes in made for each in all_sizes]
 
 
 def _case(bench: Bench, shape: HeadShape, batch: Batch) -> Iterator[Row]:
