@@ -7,6 +7,7 @@ its products at the matmul ceiling.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def run(bench: Bench) -> Iterator[Row]:
     sizes = SMOKE if bench.device.interpreted else FULL
     begin = time.perf_counter()
     model, weights = build(sizes.model, bench.device)
-    sequences = max(count for count, *_ in (*sizes.steps, (sizes.agents[0] * sizes.agents[1],)))
+    sequences = max(*(count for count, *_ in sizes.steps), math.prod(sizes.agents[:2]), math.prod(sizes.comb[::2]))
     options = {"kv_tokens": sizes.kv_tokens, "sequences": sequences, "batch_tokens": sizes.batch_tokens}
     yield {"case": "build", "seconds": round(time.perf_counter() - begin, 2)}  # loading compiles, for a minute or more
     with serving(model, bench.device, **options) as engine:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -46,3 +47,35 @@ def test_every_part_runs_and_checks_what_it_times(tmp_path: Path) -> None:
     assert any(row.get("peer") == "radixkv" for row in rows["peers"])
     assert not list((tmp_path / "rows").iterdir())  # they are in the result
     assert (path.with_suffix(".md")).read_text().startswith("# GPU: interpreter")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.environ.get("RADIXKV_LONG") != "1", reason="takes 15 s of a core: RADIXKV_LONG=1 runs it")
+def test_the_checks_of_a_new_gpu_run_in_order() -> None:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "gpu"), "--first-contact", "--smoke"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    places = [done.stdout.index(f"- {name}: ") for name in ("kernels", "capture", "engine")]
+    assert places == sorted(places)
+    assert "10 replies are equal; steps that no graph served: 0" in done.stdout
+
+
+def test_a_check_that_fails_stops_the_others_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from gpu import device, first_contact
+
+    place = device.Device(torch.device("cpu"), "test", 2, 9, 0, 0, True)
+    said: list[str] = []
+    ran: list[str] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        ran.append(command[command.index("--check") + 1])
+        return subprocess.CompletedProcess(command, int(ran[-1] == "capture"), "the last lines\n")
+
+    monkeypatch.setattr(device, "find", lambda smoke: place)
+    monkeypatch.setattr(first_contact.subprocess, "run", run)
+    assert first_contact.main(False, said.append) == 1
+    assert ran == ["kernels", "capture"]
+    assert "torch does not recover from a failed capture" in said[-1]
