@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radixkv_kernels import attention, blocks
+from radixkv_kernels import attention, blocks, layers
 from radixkv_kernels.attention import Kind, kinds
 from radixkv_kernels.work_list import WorkList
 
@@ -64,7 +64,7 @@ CASES = [
 ]
 
 _HOPPER = {
-    "gqa 128": {"tails", "sharers", "chunks", "merge", "write", "copy"},
+    "gqa 128": {"tails", "sharers", "chunks", "merge", "write", "copy", "norm", "rotate", "silu"},
     "gqa 64, window, sinks": {"tails"},
     "mha 80": {"chunks"},
     "mha 96, window": {"sharers"},
@@ -73,7 +73,7 @@ _HOPPER = {
     "gqa 128, 64-bit offsets": {"tails"},
 }
 _AMPERE = {
-    "gqa 128": {"tails", "sharers", "chunks", "merge", "write", "copy"},
+    "gqa 128": {"tails", "sharers", "chunks", "merge", "write", "copy", "norm", "rotate", "silu"},
     "mha 96, window": {"sharers"},
     "gqa 256, window, softcap": {"tails"},
 }
@@ -121,7 +121,27 @@ def launches(case: Case, generation: int, shared: int) -> dict[str, Launch]:
     found["write"] = Launch(lambda: blocks.write(*new, key_pool, value_pool, torch.zeros(2, dtype=torch.int64)))
     pairs = torch.zeros(2, 2, dtype=torch.int64)
     found["copy"] = Launch(lambda: blocks.copy(blocks.regions([key_pool, value_pool]), pairs))
-    return found
+    return found | (_fused(case, key_pool, value_pool) if case.key_dim == case.value_dim else {})
+
+
+def _fused(case: Case, key_pool: torch.Tensor, value_pool: torch.Tensor) -> dict[str, Launch]:
+    """Return the calls of the operators of fused layers, with norms of heads."""
+    dim, slots = case.key_dim, torch.zeros(2, dtype=torch.int64)
+    rows = torch.zeros(2, (case.heads + 2 * case.kv_heads) * dim, dtype=case.dtype)
+    hidden, residual = torch.zeros(2, 2, case.heads * dim, dtype=case.dtype).unbind(0)
+    angles, weights = torch.zeros(2, 2, dim, dtype=case.dtype), torch.zeros(2, dim, dtype=case.dtype)
+
+    def rotate() -> object:
+        return layers.rotate_and_write(
+            rows, case.heads, key_pool, value_pool, slots,
+            cosines=angles[0], sines=angles[1], query_weight=weights[0], key_weight=weights[1], epsilon=1e-6,
+        )  # fmt: skip
+
+    return {
+        "norm": Launch(lambda: layers.add_norm(hidden, residual[0], 1e-6, residual)),
+        "rotate": Launch(rotate),
+        "silu": Launch(lambda: layers.silu_multiply(torch.zeros(2, 8 * case.heads * dim, dtype=case.dtype))),
+    }
 
 
 def _one_tile(case: Case) -> WorkList:

@@ -160,10 +160,12 @@ def rotate_and_write_rows(
     turned = inside & (head < HEADS + KV_HEADS)[:, None]
     if NORMED:
         asked, keyed = turned & is_query[:, None], turned & (head >= HEADS)[:, None]
-        low_factors = tl.load(query_weight + column, mask=asked, other=0.0).to(tl.float32)
-        high_factors = tl.load(query_weight + half + column, mask=asked, other=0.0).to(tl.float32)
-        low_factors += tl.load(key_weight + column, mask=keyed, other=0.0).to(tl.float32)
-        high_factors += tl.load(key_weight + half + column, mask=keyed, other=0.0).to(tl.float32)
+        query_low = tl.load(query_weight + column, mask=asked, other=0.0)
+        query_high = tl.load(query_weight + half + column, mask=asked, other=0.0)
+        key_low = tl.load(key_weight + column, mask=keyed, other=0.0)
+        key_high = tl.load(key_weight + half + column, mask=keyed, other=0.0)
+        low_factors = query_low.to(tl.float32) + key_low.to(tl.float32)
+        high_factors = query_high.to(tl.float32) + key_high.to(tl.float32)
         low, high = _normed(low, high, low_factors, high_factors, epsilon, DIM, dtype, EXACT)
     if ROTATED:
         angle = (token * angle_stride)[:, None] + column
