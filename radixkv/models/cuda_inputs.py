@@ -35,19 +35,27 @@ TOKENS, POSITIONS, SLOTS, LAST_ROWS, UNKNOWN, SAMPLED_ROWS = range(6)
 
 
 class HostStaging:
-    """At most `size` int32 numbers, on the host and on a device, sent in one copy."""
+    """At most `size` int32 numbers, on the host and on a device, sent in one copy.
+
+    The copy from the host runs in a stream of its own, into other memory of the device: it does not wait for a step
+    that still reads the numbers of the last one. A short copy on the device follows, in the order of steps.
+    """
 
     def __init__(self, size: int, device: Device) -> None:
-        """Allocate both; on the host in pinned memory if the device is a GPU."""
+        """Allocate all three; on the host in pinned memory if the device is a GPU."""
         with torch.inference_mode(False):  # they are also written outside of inference mode
             self._host_tensor = device.pinned(size, torch.int32).zero_()
-            self.there = torch.zeros(size, dtype=torch.int32, device=device.place)
+            numbers = torch.zeros(2, size, dtype=torch.int32, device=device.place)
+        self.there: Tensor = numbers[0]
+        self._arrived: Tensor = numbers[1]
         self.numbers: NDArray[np.int32] = self._host_tensor.numpy()
-        self._sent = device.event()
+        self._device, self._uploads = device, device.stream()
+        self._sent, self._taken = device.event(), device.event()
+        self._uploads.wait_stream(device.current_stream())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the numbers on the device, and again on the host."""
+        """Bytes of the numbers on the host; the device has twice as many."""
         return self._host_tensor.nbytes
 
     def wait(self) -> None:
@@ -59,9 +67,14 @@ class HostStaging:
         self.numbers[start : start + len(numbers)] = numbers
 
     def send(self, count: int) -> None:
-        """Start to copy the first `count` numbers to the device."""
-        self.there[:count].copy_(self._host_tensor[:count], non_blocking=True)
-        self._sent.record()
+        """Start to copy the first `count` numbers to the device, where `there` has them for the next step."""
+        with self._device.on(self._uploads):
+            self._taken.wait()
+            self._arrived[:count].copy_(self._host_tensor[:count], non_blocking=True)
+            self._sent.record()
+        self._sent.wait()
+        self.there[:count].copy_(self._arrived[:count])
+        self._taken.record()
 
 
 class Layout:

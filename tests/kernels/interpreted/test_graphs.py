@@ -270,6 +270,20 @@ def test_tokens_that_only_the_device_has_are_relayed_to_a_replay(virtual_gpu: Vi
         pair.replaying.run(unknown)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_next_inputs_are_sent_while_a_step_reads_the_last_ones(seed: int) -> None:
+    with installed(VirtualGpu(seed)) as gpu:
+        staging, found = cuda_inputs.HostStaging(32, gpu), []
+        with gpu.serving():
+            for step in range(5):
+                staging.wait()
+                staging.put(8, np.full(8, step, np.int32))
+                staging.send(16)
+                found.append(staging.there[8:16] + 1)
+        assert [each.tolist() for each in found] == [[step + 1] * 8 for step in range(5)]
+        assert not gpu.findings
+
+
 LIMITS = {
     "their block tables have too many entries": (2, 4, [5]),
     "no graph of decodes has a similar size": (1, 0, []),
