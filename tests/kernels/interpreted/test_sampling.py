@@ -46,9 +46,9 @@ def params(rng: Random) -> SamplingParams:
 @pytest.mark.parametrize("vocab", [1, 150, 1500] if LONG else [1500])
 def test_rows_are_drawn_as_on_the_host(vocab: int, seed: int) -> None:
     rng, generator = Random(seed), torch.Generator().manual_seed(seed)
-    rows = [SampleRow(params(rng), rng.randrange(2**70), rng.randrange(1000)) for _ in range(12)]
-    spread = torch.tensor([0.0, 0.5, 3.0, 30.0]).repeat(3)[:, None]
-    logits = (torch.randn(12, vocab, generator=generator) * spread * 32).round() / 32  # some are equal
+    rows = [SampleRow(params(rng), rng.randrange(2**70), rng.randrange(1000)) for _ in range(8)]
+    spread = torch.tensor([0.0, 0.5, 3.0, 30.0]).repeat(2)[:, None]
+    logits = (torch.randn(8, vocab, generator=generator) * spread * 32).round() / 32  # some are equal
     logits[::3, vocab // 2 :: 3] = -torch.inf
     logits[logits.isneginf().all(dim=1), 0] = 1.0
     assert drawn(logits, rows) == sample(logits, rows).tokens
