@@ -52,8 +52,8 @@ class EngineStats:
     namespace with a limit. `host_tokens` were loaded from host memory in place of being computed. `failed_loads`
     raised, so that their requests computed the tokens; `failed_offloads` raised, so that the blocks that left the
     pool in a step were lost. An overlapped engine launches a step before it has the results of the preceding one.
-    `wasted_tokens` were computed for streams that had ended. `host_bound_rows` counts how often a stream was left out
-    of a step, because the host must read its last token first to constrain the next one.
+    `wasted_tokens` were computed for streams that had ended or failed. `host_bound_rows` counts how often a stream was
+    left out of a step, because the host must read its last token first to constrain the next one.
     `eager_steps` are forwards that no CUDA graph served, on an engine that has graphs.
     """
 

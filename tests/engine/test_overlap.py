@@ -153,6 +153,14 @@ def test_nobody_matches_a_chunk_before_its_step_has_finished() -> None:
     assert world.cache.match(prompt).length == 12
 
 
+def test_requests_wait_for_a_shared_prefix_until_its_step_has_finished() -> None:
+    world = World()
+    first, second = world.submit(tuple(range(12))), world.submit((*range(12), 3))
+    world.finish()
+    assert (answer(first), answer(second)) == (right(first), right(second))
+    assert second.channel.wait(0).usage.cached_tokens == 12
+
+
 def test_kv_of_a_forward_without_numbers_is_never_matchable() -> None:
     world = World(config=EngineConfig(max_sequences=4, max_batch_tokens=32, prefill_chunk=4))
     prompt = tuple(range(12))
