@@ -17,9 +17,11 @@ from radixkv.engine.overlap import OverlappedCore
 from radixkv.engine.request import Request
 from radixkv.errors import EngineClosed, RequestCancelled, RequestFailed, RequestTimedOut, WeightsChanged
 from radixkv.models.loaded import SequenceInput
+from tests.simulation.channel import ScriptedChannel
 from tests.simulation.constraint import Rule, RuleMatcher
 from tests.simulation.late import LateLogits, LatePending, LateSampler, LateSlotModel
 from tests.simulation.oracle import replies
+from tests.simulation.scenario import Ask
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPT = (3, 1, 4, 1, 5)
@@ -232,6 +234,40 @@ def test_preempted_requests_repeat_no_token(blocks: int) -> None:
     world.finish()
     assert [answer(each) for each in asks] == [right(each) for each in asks]
     assert world.core.counters.preemptions
+
+
+@pytest.mark.parametrize(("length", "blocks", "stop"), [(3, 14, 6), (3, 15, 6), (4, 12, 0)])
+def test_a_stream_that_ends_while_the_next_step_is_planned_leaves_that_step(
+    length: int, blocks: int, stop: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks run out after it was planned, and the step in flight ends it, but not its whole request."""
+    params = SamplingParams(max_tokens=14, temperature=1, n=2, ignore_eos=True)
+    world, prompts = World(blocks), [(number,) * length for number in range(2)]
+    asks = [world.submit(each, params, stop_ids=frozenset({stop})) for each in prompts]
+    world.finish()
+    for prompt, each in zip(prompts, asks, strict=True):
+        done = each.channel.wait(0)
+        expected = replies(prompt, params, 14, frozenset({stop}), 0)
+        assert [one.token_ids for one in (done, *done.alternatives)] == [one.tokens for one in expected]
+    assert not caplog.records, "the launch of its plan raised"
+
+
+def test_a_request_that_pauses_while_its_step_is_in_flight_loses_no_token() -> None:
+    """Its reader leaves after a launch, and the next step needs its blocks: the launched step is finished first."""
+    world, steps = World(blocks=6), 0
+    ask = Ask(0, 0, PROMPT, GREEDY, 8, lags=((3, 30),))
+    one = world.submit(PROMPT, channel=ScriptedChannel(ask, lambda: steps))
+    world.step(3)
+    other = world.submit((9,) * 18, GREEDY.but(max_tokens=3))
+    steps, known = 3, len(one.streams[0].tokens)
+    world.step()
+    assert (one.preemptions, len(one.streams[0].tokens)) == (1, known + 1)
+    while not other.channel.ended:
+        world.step()
+    steps = 30
+    world.finish()
+    assert one.channel.completion.token_ids == right(one)
+    assert answer(other) == right(other)
 
 
 def test_forgetting_the_cache_finishes_the_step_in_flight() -> None:

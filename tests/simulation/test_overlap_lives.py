@@ -71,14 +71,14 @@ def test_the_life_without_a_fault_preempts_and_wastes_nothing(whole: World) -> N
 @pytest.mark.parametrize("kind", ["forward", "sampler"])
 def test_a_launch_that_raises_once_at_any_step_ends_no_request(whole: World, kind: str) -> None:
     """The preceding step is finished first, and then the step is tried again."""
-    for step in range(0, whole.step, 1 if LONG else 6):
+    for step in range(0, whole.step, 1 if LONG else 8):
         world = World(replace(OVERLAPPED, faults=(Fault(step, kind, step % 3),))).run()
         assert not failed(world), f"step {step}"
 
 
 @pytest.mark.parametrize("kind", ["schedule", "garbled"])
 def test_a_fault_of_a_whole_step_ends_only_requests_of_that_step(whole: World, kind: str) -> None:
-    for step in range(0, whole.step, 1 if LONG else 6):
+    for step in range(0, whole.step, 1 if LONG else 8):
         world = World(replace(OVERLAPPED, faults=(Fault(step, kind, part=step % 2),))).run()
         swept = set().union(*world.faults.swept.values())
         assert set(failed(world)) <= swept, f"step {step}"
