@@ -15,15 +15,18 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 
 from tests.simulation.draw import draw, with_host, with_limits, with_states
+from tests.simulation.gpu import live_on_gpu
 from tests.simulation.scenario import Scenario
-from tests.simulation.shrink import shrink
+from tests.simulation.shrink import failure_of, shrink
 from tests.simulation.world import Stuck, World
+
+Life = Callable[[Scenario, bool], World]
 
 
 def main() -> int:
@@ -35,28 +38,35 @@ def main() -> int:
     parser.add_argument("--states", action="store_true", help="of a model with recurrent state")
     parser.add_argument("--limits", action="store_true", help="with limits of namespaces")
     parser.add_argument("--overlap", action="store_true", help="of an engine that launches steps ahead")
+    parser.add_argument("--gpu", action="store_true", help="the same, on a simulated GPU")
     parser.add_argument("--host", action="store_true", help="of an engine with a host tier")
     chosen = parser.parse_args()
 
     def drawn(seed: int) -> Scenario:
         life = with_limits(draw(seed)) if chosen.limits else draw(seed)
-        life = replace(life, overlap=chosen.overlap)
+        life = replace(life, overlap=chosen.overlap or chosen.gpu)
         return with_states(life) if chosen.states else with_host(life) if chosen.host else life
 
+    run: Life = live_on_gpu if chosen.gpu else live_on_host
     logging.disable(logging.CRITICAL)  # the engine logs every injected fault
     torch.set_num_threads(1)
     if chosen.seed is not None:
-        return replay(drawn(chosen.seed), chosen.verbose, chosen.shrink)
-    return survey(map(drawn, range(*(chosen.seeds or (0, 200)))))
+        return replay(drawn(chosen.seed), chosen.verbose, chosen.shrink, run)
+    return survey(map(drawn, range(*(chosen.seeds or (0, 200)))), run)
 
 
-def replay(scenario: Scenario, verbose: bool, smaller: bool) -> int:
+def live_on_host(scenario: Scenario, verbose: bool = False) -> World:
+    """Run a life without a device."""
+    return World(scenario, verbose=verbose).run()
+
+
+def replay(scenario: Scenario, verbose: bool, smaller: bool, run: Life) -> int:
     """Run one life."""
     if smaller:
-        scenario = shrink(scenario)
+        scenario = shrink(scenario, lambda life: failure_of(life, lambda life: run(life, False)))
     print(scenario)
     try:
-        World(scenario, verbose=verbose).run()
+        run(scenario, verbose)
     except (Exception, Stuck):
         traceback.print_exc()
         return 1
@@ -64,13 +74,13 @@ def replay(scenario: Scenario, verbose: bool, smaller: bool) -> int:
     return 0
 
 
-def survey(scenarios: Iterable[Scenario]) -> int:
+def survey(scenarios: Iterable[Scenario], run: Life) -> int:
     """Run many lives, each drawn when it begins; print one line for each that fails."""
     lives, failed, began, seen = 0, 0, time.perf_counter(), Counter[str]()
     for scenario in scenarios:
         lives += 1
         try:
-            seen += World(scenario).run().sights()
+            seen += run(scenario, False).sights()
         except (Exception, Stuck) as error:
             failed += 1
             where = traceback.extract_tb(error.__traceback__)[-1]

@@ -10,10 +10,10 @@ from tests.simulation.scenario import Ask, Scenario
 from tests.simulation.world import Stuck, World
 
 
-def failure_of(scenario: Scenario) -> str | None:
+def failure_of(scenario: Scenario, run: Callable[[Scenario], object] = lambda life: World(life).run()) -> str | None:
     """Return the exception's class and line with which this scenario fails; None if it does not."""
     try:
-        World(scenario).run()
+        run(scenario)
     except (Exception, Stuck) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__} in {where.name}: {where.line}"

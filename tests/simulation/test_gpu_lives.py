@@ -1,0 +1,66 @@
+"""Simulated lives of an overlapped engine on a simulated GPU: nothing waits, and every answer is right.
+
+A few lives, and more in long runs, with RADIXKV_LONG=1. `python -m tests.simulation --gpu --seed N --verbose` replays
+one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.gpu import GpuSlotModel, live_on_gpu
+from tests.simulation.test_faults import LIFE, LONG, failed
+from tests.simulation.test_lives import FRESH
+from tests.simulation.test_overlap_lives import life
+from tests.virtual_gpu import VirtualGpuError
+
+SIGHTS = ("evicted", "hits", "host_bound_rows", "nan", "preemptions", "wasted_tokens")
+OVERLAPPED = replace(LIFE, overlap=True)
+
+
+def test_every_request_of_some_lives_ends_as_it_must() -> None:
+    seen = Counter[str]()
+    for seed in (7, 8, 10, 11, *((FRESH + 1,) if FRESH else ())):
+        seen += live_on_gpu(life(seed)).sights()
+    assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, 1200 if LONG else 0, 40))
+def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
+    for seed in range(first, first + 40):
+        live_on_gpu(life(seed))
+
+
+def test_a_life_without_a_fault_ends_all_requests() -> None:
+    assert not failed(live_on_gpu(OVERLAPPED))
+
+
+def test_a_forward_that_reads_its_results_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = GpuSlotModel._launch
+
+    def reads(model: GpuSlotModel, *args: object) -> object:
+        logits = launch(model, *args)  # type: ignore[arg-type]
+        logits.max().item()
+        return logits
+
+    monkeypatch.setattr(GpuSlotModel, "_launch", reads)
+    with pytest.raises((AssertionError, VirtualGpuError), match=r"synchronisation|must not end"):
+        live_on_gpu(OVERLAPPED)
+
+
+def test_a_step_that_is_finished_before_the_next_is_launched_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overlap itself is observed: with it, a step is launched while the draws of the preceding one are unread."""
+    unread: list[int] = []
+    run = GpuSlotModel.run
+
+    def noting(model: GpuSlotModel, *args: object, **kwargs: object) -> object:
+        unread.append(model.unread)
+        return run(model, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GpuSlotModel, "run", noting)
+    live_on_gpu(OVERLAPPED)
+    assert sum(unread) > 0.8 * len(unread)
