@@ -248,8 +248,7 @@ def blocks_needed(request: Request, block_size: int, start: int | None = None, *
         stream = live[index] if index < len(live) else None
         begin, end = prompt, prompt  # a stream that is not forked yet begins after the prompt
         if stream is not None:
-            begin = stream.sequence.length if stream.active else prompt
-            end = max(len(stream.tokens), begin)  # a step in flight may be one token ahead
+            begin, end = stream.sequence.length if stream.active else prompt, len(stream.tokens)
         if index == 0 and (start is not None or stream is None):
             begin = start or 0
         if worst_case or request.guaranteed or end > most:
