@@ -408,3 +408,22 @@ class TestTheFirstTokens:
         cache.check()
         seq.commit()
         assert cached(cache, [1, 2, 3, 4]) == 4
+
+    def test_leave_a_fork_its_blocks(self) -> None:
+        """The rest is published into a node of its own, and the fork still shares the blocks inside it."""
+        cache, tokens = PrefixCache(20, 2), list(range(10))
+        seq = cache.open([])
+        seq.extend(tokens)
+        seq.commit(publish=False)
+        twin = seq.fork()
+        seq.publish(2)
+        with cache.open(tokens):
+            seq.commit()
+        seq.close()
+        cache.check()
+        cache.clear()
+        cache.check()
+        assert twin.tokens.tolist() == tokens
+        twin.commit()
+        cache.check()
+        assert cached(cache, tokens) == 10
