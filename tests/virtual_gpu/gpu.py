@@ -26,6 +26,7 @@ PLACE = torch.device("meta")
 SERVING = frozenset(("synchronisation", "pageable copy", "capture", "memory query", "release"))
 """Kinds of finding that are mistakes only while requests are served."""
 
+REUSE = "the next use of memory"  # the beginning of the name of a node that stands for it
 FATAL = 700  # CUDA's number of an illegal memory access
 
 
@@ -74,6 +75,7 @@ class VirtualGpu(CudaDevice):
         self.lock = threading.RLock()
         self.counts: Counter[str] = Counter()
         self.findings: list[Finding] = []
+        self.recorded: list[list[str]] = []  # the operators and launches of each graph
         self.forbidden: frozenset[str] = frozenset()
         self.lost: BaseException | None = None  # the error after which nothing runs
         self.total, self.allocated, self.reserved = memory, 0, 0
@@ -250,7 +252,7 @@ class VirtualGpu(CudaDevice):
             used = memory.accesses if capture is None else capture.accesses_of(memory)
             if values is not None and any(each.stream != memory.stream for each in used):
                 spans = [Span(memory, 0, memory.nbytes, FREE)]
-                self._add(stream, f"the next use of memory that {memory.name} had made,", _poisoning(values), spans)
+                self._add(stream, f"{REUSE} that {memory.name} had made,", _poisoning(values), spans)
 
     def pinned(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate poisoned host memory that copies asynchronously."""
@@ -378,6 +380,7 @@ class VirtualGpu(CudaDevice):
             raise accelerator_error("operation failed due to a previous error during capture", 901)
         if unjoined:
             raise accelerator_error("capturing stream has unjoined work", 904)
+        self.recorded.append([node.name for node in capture.nodes if not node.name.startswith(REUSE)])
         graph = VirtualGraph(self, capture, result)
         weakref.finalize(graph, self._drop, capture.nbytes).atexit = False
         return graph
