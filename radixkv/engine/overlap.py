@@ -160,9 +160,10 @@ class OverlappedCore(Core):
 
     def _run_background(self) -> None:
         """Finish the step in flight before a task that is due: it may use the model, or end requests."""
-        if any(task.due_in(busy=self.busy) == 0 for task in self.background):
-            self.finish_step()
-        super()._run_background()
+        for task in self.background:
+            if task.due_in(busy=self.busy) == 0:
+                self.finish_step()
+                task.step(busy=self.busy)
 
     # ---- launch
 
@@ -264,7 +265,9 @@ class OverlappedCore(Core):
     def _publish_rest(self, stream: Stream) -> None:
         """Drop the tokens of a step in flight, and publish the rest, unless a plan is pending."""
         if stream.active and not stream.sequence.has_plan:
-            stream.sequence.truncate(stream.computed_length)
+            first = stream.request.streams[0]  # computes the prompt for all; forks hold its tokens in flight, too
+            done = first.computed_length >= len(stream.request.prompt)
+            stream.sequence.truncate(stream.computed_length if done else first.computed_length)
             stream.in_flight = 0
             super()._publish_rest(stream)
 

@@ -144,6 +144,24 @@ def test_cancelling_reads_nothing_and_keeps_the_finished_tokens() -> None:
     assert world.core.counters.wasted_tokens == 1
 
 
+@pytest.mark.parametrize("timeout", [False, True])
+def test_forks_that_end_in_flight_publish_nothing_that_was_not_read(timeout: bool) -> None:
+    """They hold the last chunk of the prompt, whose KV is wrong."""
+    world = World(config=EngineConfig(max_sequences=4, max_batch_tokens=32, prefill_chunk=4))
+    world.model.gives_nan = lambda chunk: chunk.start == 8
+    prompt = tuple(range(12))
+    one = world.submit(prompt, GREEDY.but(n=3), deadline=None)
+    world.step(3)
+    assert len(one.streams) == 3
+    if timeout:
+        world.core._deadlines.append((0.0, 0, one))
+        world.step()
+    else:
+        world.core.cancel(one)
+    assert world.cache.match((*prompt, 0)).length == 8
+    world.finish()
+
+
 def test_nobody_matches_a_chunk_before_its_step_has_finished() -> None:
     world = World(config=EngineConfig(max_sequences=4, max_batch_tokens=32, prefill_chunk=4))
     prompt = tuple(range(12))
