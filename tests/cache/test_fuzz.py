@@ -1,7 +1,7 @@
 """Long runs with fixed seeds in small pools, and one short history in pools of every size.
 
-20,000 operations over block sizes, policies and pools in `make test`, 100,000 in `make test-all`, and ten times as many
-with `RADIXKV_LONG=1`.
+20,000 / 12 operations in each pool of `make test`, 50,000 / 12 in each other one in `make test-all`, and 1,000,000 / 12
+in every pool with `RADIXKV_LONG=1`.
 """
 
 import os
@@ -15,7 +15,7 @@ from radixkv.cache import Hint
 from radixkv.cache.types import Purpose
 from tests.cache.world import Tracked, World
 
-OPERATIONS = 1_000_000 if os.environ.get("RADIXKV_LONG") == "1" else 100_000
+QUICK_OPERATIONS, OPERATIONS = (1_000_000,) * 2 if os.environ.get("RADIXKV_LONG") == "1" else (20_000, 50_000)
 STRIDE = 50  # operations between two full checks; tables are compared whenever an operation reads them
 PURPOSES: tuple[Purpose, ...] = ("request", "request", "request", "request", "resume", "audit")
 PROOFS = 0.05  # the share of refusals and reads after which the whole state is compared
@@ -39,9 +39,11 @@ RUN = ("block_size", "blocks", "policy", "suffix", "most_open", "operations")
 
 
 def runs(*quick: tuple[int, int, str, int, int]) -> list[Any]:
-    """Parameters of long runs: 20,000 operations in the quick pools, and OPERATIONS in all pools in `make test-all`."""
-    every = [pytest.param(*pool, OPERATIONS, marks=pytest.mark.long) for pool in POOLS]
-    return [pytest.param(*pool, 20_000) for pool in quick] + every
+    """Parameters of long runs: QUICK_OPERATIONS in the quick pools, and OPERATIONS in the others in `make test-all`."""
+    rest = [pool for pool in POOLS if pool not in quick]
+    return [(*pool, QUICK_OPERATIONS) for pool in quick] + [
+        pytest.param(*pool, OPERATIONS, marks=pytest.mark.long) for pool in rest
+    ]
 
 
 class Story:

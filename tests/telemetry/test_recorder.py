@@ -75,7 +75,7 @@ class MoreTold(Told):
 TestAddsUp = Told.TestCase
 TestAddsUp.settings = how_long(20)
 TestMoreAddsUp = pytest.mark.long(MoreTold.TestCase)
-TestMoreAddsUp.settings = how_long(60)
+TestMoreAddsUp.settings = how_long(25)
 
 
 def test_the_first_time_tells_everything_and_says_so() -> None:

@@ -67,11 +67,11 @@ TestRoomy.settings = how_long(8)
 TestQuotas = HostQuotaVerbs.TestCase
 TestQuotas.settings = how_long(4)
 TestMoreUnderPressure = pytest.mark.long(MoreHostVerbs.TestCase)
-TestMoreUnderPressure.settings = how_long(100)
+TestMoreUnderPressure.settings = how_long(40)
 TestMoreRoomy = pytest.mark.long(MoreRoomyHostVerbs.TestCase)
-TestMoreRoomy.settings = how_long(80)
+TestMoreRoomy.settings = how_long(30)
 TestMoreQuotas = pytest.mark.long(MoreHostQuotaVerbs.TestCase)
-TestMoreQuotas.settings = how_long(60)
+TestMoreQuotas.settings = how_long(25)
 
 
 class HostStory(Story):
