@@ -1,4 +1,6 @@
-"""Break one life once at every step in every way: affected requests end with that error, all others finish.
+"""Break one life once at any step in every way: affected requests end with that error, all others finish.
+
+Two of three steps are tried, and with `RADIXKV_LONG=1` all of them.
 
 The affected requests are:
   forward, once     none, unless the run had one chunk only: then its request
@@ -21,12 +23,13 @@ import pytest
 from radixkv.config import EngineConfig
 from radixkv.errors import RequestFailed
 from radixkv.sampling.params import SamplingParams
+from tests.selection import mostly_long, sampled
 from tests.simulation.scenario import Ask, Fault, Flaw, Scenario
 from tests.simulation.world import World
 
 LONG = os.environ.get("RADIXKV_LONG") == "1"
-EVERY_THIRD = pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
-"""Steps, or requests, from `first` on in steps of three."""
+EVERY_THIRD = pytest.mark.parametrize("first", mostly_long(sampled(range(3), 0, 1), 0))
+"""Steps, or requests, from `first` on in steps of three; those from 2 on run with RADIXKV_LONG=1."""
 
 SHARED = tuple(range(9))
 
