@@ -24,7 +24,7 @@ from radixkv.models.runner import Runner
 from tests.engine import test_audit
 from tests.engine.fakes import FakeRunner, check, make_engine, sized
 from tests.engine.host_world import GREEDY, SIZE, World, failing, tokens, usage
-from tests.selection import mostly_long
+from tests.selection import mostly_long, sampled
 
 # ---- pins
 
@@ -230,7 +230,7 @@ def real_answers(engine: RequestEngine, prompts: list[list[int]], params: Sampli
     return [each.token_ids for each in done]
 
 
-@pytest.mark.parametrize("chunk", mostly_long([16, 64], 16))
+@pytest.mark.parametrize("chunk", sampled([16, 64], 16))
 def test_a_small_pool_with_host_memory_answers_as_a_large_pool(chunk: int) -> None:
     """The requests of one batch alone need a pool three times as large."""
     settings: dict[str, Any] = {"prefill_chunk": chunk, "max_batch_tokens": 72, "max_sequences": 8}
@@ -247,7 +247,7 @@ def test_a_small_pool_with_host_memory_answers_as_a_large_pool(chunk: int) -> No
         assert small.audit(50).differ == 0
 
 
-@pytest.mark.parametrize("chunk", mostly_long([16, 8, 40], 16))
+@pytest.mark.parametrize("chunk", mostly_long(sampled([16, 8, 40], 16, 40), 16))
 def test_loads_of_a_deterministic_engine_change_no_bit(chunk: int) -> None:
     """Log probabilities are those of an engine without any reuse, bit for bit, for one request at a time."""
     settings: dict[str, Any] = {

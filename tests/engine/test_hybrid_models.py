@@ -13,9 +13,11 @@ from radixkv.chat import Engine
 from radixkv.errors import InvalidInput, RequestFailed
 from tests.engine.fakes import check
 from tests.models.recurrent.hybrids import hybrid
-from tests.selection import mostly_long
+from tests.selection import mostly_long, sampled
 
-KINDS = mostly_long(["qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1"], "lfm2")
+KINDS = mostly_long(
+    sampled(["qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1"], "qwen3_5", "lfm2", "falcon_h1"), "lfm2"
+)
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 

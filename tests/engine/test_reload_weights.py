@@ -147,8 +147,17 @@ def test_an_update_is_refused_until_the_weights_are_reloaded(form: str, update: 
         check(engine)
 
 
-@pytest.mark.parametrize("family", mostly_long(sorted(FAMILIES), "qwen3"))
-@pytest.mark.parametrize("form", mostly_long(["packed", "bfloat16", "int8"], "packed"))
+@pytest.mark.parametrize(
+    ("family", "form"),
+    mostly_long(
+        sampled(
+            product(sorted(FAMILIES), ("packed", "bfloat16", "int8")),
+            *((family, "packed") for family in sorted(FAMILIES)), ("llama", "int8"), ("gemma2", "bfloat16"),
+            ("gpt_neox", "int8"), ("phi3", "bfloat16"),
+        ),
+        ("qwen3", "packed"),
+    ),
+)  # fmt: skip
 def test_a_given_state_is_written_into_the_callers_model(family: str, form: str) -> None:
     if form == "int8" and kernels() is None:
         pytest.skip("no compiler, or a CPU without AVX2")

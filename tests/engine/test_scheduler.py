@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestFailed, RequestTimedOut
 from tests.engine.fakes import FakeRunner, greedy_reply, sized
-from tests.selection import mostly_long
+from tests.selection import mostly_long, sampled
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -320,9 +321,17 @@ def test_unknown_orders_and_victims_are_refused(wrong: dict[str, Any]) -> None:
 # ---- preemption
 
 
-@pytest.mark.parametrize("victim", mostly_long(["cheapest", "last"], "cheapest"))
-@pytest.mark.parametrize("reuse", mostly_long([True, False], True))
-@pytest.mark.parametrize("order", mostly_long(["fcfs", "longest-prefix"], "fcfs"))
+@pytest.mark.parametrize(
+    ("victim", "reuse", "order"),
+    mostly_long(
+        sampled(
+            product(("cheapest", "last"), (True, False), ("fcfs", "longest-prefix")),
+            ("cheapest", True, "fcfs"), ("last", True, "longest-prefix"),
+            ("cheapest", False, "longest-prefix"), ("last", False, "fcfs"),
+        ),
+        ("cheapest", True, "fcfs"),
+    ),
+)  # fmt: skip
 def test_answers_are_unchanged_by_preemption_in_pools_too_small(victim: str, reuse: bool, order: str) -> None:
     preemptions = 0
     for seed in range(6):
