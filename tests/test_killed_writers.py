@@ -1,8 +1,8 @@
 """A process that is killed at any line, or at any byte, of a writer leaves files that readers believe.
 
 Each life is a fork of one process. SIGKILL comes at the n-th line that runs in a module of a writer. A limit of the
-size of files ends other lives inside a write: the kernel writes up to the limit, then kills. Every fourth line and
-every 13th byte is tried, and with `RADIXKV_LONG=1` every one, in four minutes.
+size of files ends other lives inside a write: the kernel writes up to the limit, then kills. Every eighth line and
+every 26th byte is tried, and with `RADIXKV_LONG=1` every one, in four minutes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.telemetry.wire import FACTS, node
 WRITERS = {module.__file__ for module in (private_files, saved, recording, trace_writer)}
 DELTAS = [Delta(Changes(float(at), nodes=(node(at),)), seq=at) for at in range(1, 4)]
 MODEL, VOCABULARY = "tiny", 100
-LINES, BYTES = (1, 1) if os.environ.get("RADIXKV_LONG") == "1" else (4, 13)  # from one death to the next
+LINES, BYTES = (1, 1) if os.environ.get("RADIXKV_LONG") == "1" else (8, 26)  # from one death to the next
 
 
 class _Killer:
