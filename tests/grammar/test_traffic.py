@@ -14,6 +14,7 @@ from tests.engine.fakes import check
 from tests.grammar.engines import random_engine
 from tests.grammar.schemas import CAT, DIGIT, DOG
 from tests.grammar.test_replies import assert_valid
+from tests.selection import mostly_long, sampled
 
 LIST = {"type": "array", "items": {"anyOf": [CAT, DOG, DIGIT]}, "minItems": 2, "maxItems": 5}
 
@@ -44,7 +45,7 @@ def serve(engine: Engine, number: int) -> str:
     return kind
 
 
-@pytest.mark.parametrize("requests", [30, pytest.param(600, marks=pytest.mark.long)])
+@pytest.mark.parametrize("requests", mostly_long(sampled([30, 150, 600], 30, 150), 30))
 def test_constrained_and_free_requests_of_many_threads(requests: int) -> None:
     with random_engine(160, max_sequences=12, max_batch_tokens=48, prefill_chunk=16) as engine:
         with ThreadPoolExecutor(12) as pool:

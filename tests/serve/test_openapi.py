@@ -22,7 +22,7 @@ from tests.serve.served import ASKED, CHAT, LOCAL, fake_model, says, served
 
 DOCUMENT = document("fake", Settings())
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
-MANY = 20 if os.environ.get("RADIXKV_LONG") == "1" else 12  # examples in `make test-all`
+MANY = 20 if os.environ.get("RADIXKV_LONG") == "1" else 6  # examples in `make test-all`
 NOT_GET = [(path, method) for path, method in OPERATIONS if method != "get"]  # a GET has no body
 CHECKS = [
     checks.not_a_server_error,
