@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,13 +79,18 @@ class HostStaging:
 
 
 class Layout:
-    """The places of a bucket's arrays, each on a boundary of `ALIGNMENT` numbers."""
+    """The places of a bucket's arrays, each on a boundary of `ALIGNMENT` numbers.
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    The columns come first, then the tiles of each group of layers from array groups[i] on, then the block tables from
+    array `tables` on.
+    """
+
+    def __init__(self, columns: Sequence[int], groups: Sequence[Sequence[int]], tables: Sequence[int]) -> None:
         """Place arrays of these sizes one after the other."""
-        self.sizes = list(sizes)
+        *self.groups, self.tables = itertools.accumulate(map(len, groups), initial=len(columns))
+        self.sizes = [*columns, *itertools.chain.from_iterable(groups), *tables]
         *self.starts, self.total = itertools.accumulate(
-            (-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0
+            (-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes), initial=0
         )
 
 
@@ -118,7 +124,8 @@ class StepInputs:
         self._blocks_each = min(-(-max_length // store.block_size), store.num_blocks)
         self._of_layer = [LayerGroup(layer.attention_window, layer.shape, layer.heads) for layer in layers]
         self._alike = list(dict.fromkeys(self._of_layer))
-        self._tilings = [triton_backend.tiling(store, alike.shape, alike.heads) for alike in self._alike]
+        tilings = [triton_backend.tiling(store, alike.shape, alike.heads) for alike in self._alike]
+        self._tilings = {bucket: [_of_two_kinds(each, bucket) for each in tilings] for bucket in buckets}
         # Layers that attend in chunks have block tables of their own. The longest tables are last: see `send`.
         chunks = dict.fromkeys(alike.attention_window.chunk for alike in self._alike)
         self._chunks = sorted(chunks, key=lambda chunk: max_length if chunk is None else chunk)
@@ -127,14 +134,10 @@ class StepInputs:
         self._staging = HostStaging(max(each.total for each in self._layouts.values()), device_of(store.device))
 
     def _layout(self, bucket: Bucket) -> Layout:
-        """Place the columns, then the tiles of each group of layers, then the block tables."""
-        sizes = [2 * size for size in (*[bucket.tokens] * 3, *[bucket.sequences] * 3)]  # columns have 64 bits
-        self._first = []
-        for room in self._rooms[bucket]:
-            self._first.append(len(sizes))
-            sizes += room.sizes
-        self._tables = len(sizes)
-        return Layout([*sizes, *(self._most_blocks(bucket, chunk) + OVERREAD for chunk in self._chunks)])
+        """Place the arrays of a bucket."""
+        columns = [2 * size for size in (*[bucket.tokens] * 3, *[bucket.sequences] * 3)]  # of 64 bits
+        tables = [self._most_blocks(bucket, chunk) + OVERREAD for chunk in self._chunks]
+        return Layout(columns, [room.sizes for room in self._rooms[bucket]], tables)
 
     # ---- on the host
 
@@ -146,7 +149,7 @@ class StepInputs:
         """
         cut = [
             attention.cut(work[alike.attention_window].padded(bucket.tokens), split=self._split, **tiling)
-            for alike, tiling in zip(self._alike, self._tilings, strict=True)
+            for alike, tiling in zip(self._alike, self._tilings[bucket], strict=True)
         ]
         if not all(room.holds(tiles) for room, tiles in zip(self._rooms[bucket], cut, strict=True)):
             return False
@@ -156,13 +159,13 @@ class StepInputs:
         for start, column in zip(layout.starts, columns, strict=False):
             staging.put(start, column.view(np.int32))
         tables = {}
-        for first, alike, tiles in zip(self._first, self._alike, cut, strict=True):
+        for first, alike, tiles in zip(layout.groups, self._alike, cut, strict=True):
             merges = tiles.merge_rows, tiles.merge_offset, tiles.merge_ids
             arrays = (*tiles.kinds, tiles.row_ids, tiles.positions, *merges)
             for start, numbers in zip(layout.starts[first:], arrays, strict=False):
                 staging.put(start, numbers)
             tables[alike.attention_window.chunk] = tiles.block_ids  # all windows have the same tables
-        for start, chunk in zip(layout.starts[self._tables :], self._chunks, strict=True):
+        for start, chunk in zip(layout.starts[layout.tables :], self._chunks, strict=True):
             staging.put(start, tables[chunk])
         self._filled = bucket, start + len(tables[chunk]), len(columns.unknown)
         return True
@@ -207,7 +210,8 @@ class StepInputs:
         return [plans[alike] for alike in self._of_layer]
 
     def _plan(self, index: int, bucket: Bucket) -> attention.TilePlan:
-        room, tiling, first = self._rooms[bucket][index], self._tilings[index], self._first[index]
+        room, tiling, layout = self._rooms[bucket][index], self._tilings[bucket][index], self._layouts[bucket]
+        first = layout.groups[index]
         window, chunk = self._alike[index].attention_window
         chosen: tuple[attention.Kind, ...] = tiling["chosen"]
         *tiles, row_ids, positions, merge_rows, merge_offset, merge_ids = (
@@ -217,7 +221,7 @@ class StepInputs:
             kinds=chosen,
             counts=room.tiles,
             tiles=tuple(tiles),
-            rows=(self._array(self._tables + self._chunks.index(chunk), bucket), row_ids, positions),
+            rows=(self._array(layout.tables + self._chunks.index(chunk), bucket), row_ids, positions),
             merges=(merge_rows, merge_offset, merge_ids),
             num_merges=bucket.tokens,
             num_partials=room.partials,
@@ -235,7 +239,7 @@ class StepInputs:
 
     def _room(self, index: int, bucket: Bucket) -> GraphCapacity:
         """Return the capacity for the tiles of one list."""
-        tiling, (window, chunk) = self._tilings[index], self._alike[index].attention_window
+        tiling, (window, chunk) = self._tilings[bucket][index], self._alike[index].attention_window
         blocks, group = self._most_blocks(bucket, chunk), tiling["heads"] // tiling["kv_heads"]
         shapes = tuple(kind.shape for kind in tiling["chosen"])
         if self._split is not None:
@@ -250,3 +254,16 @@ class StepInputs:
             window=window,
             chunk=chunk,
         )
+
+
+def _of_two_kinds(tiling: dict[str, Any], bucket: Bucket) -> dict[str, Any]:
+    """Return the arguments of the cutting for a bucket: decodes have tiles of two kinds, so that a layer launches two.
+
+    Where a decode could have all three, rows of the middle kind are computed in tiles of the tallest: a run of keys is
+    read as often, and the products of empty rows take less time than the read.
+    """
+    small, *middle, tall = tiling["chosen"]
+    group = tiling["heads"] // tiling["kv_heads"]
+    if bucket.chunks or not middle or bucket.tokens * group <= middle[-1].rows or group > small.rows:
+        return tiling
+    return {**tiling, "chosen": (small, tall)}
