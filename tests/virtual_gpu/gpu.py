@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -74,6 +74,7 @@ class VirtualGpu(CudaDevice):
         )
         self.lock = threading.RLock()
         self.counts: Counter[str] = Counter()
+        self.arriving: Counter[int] = Counter()  # copies to memory of the host that are queued, by its address
         self.findings: list[Finding] = []
         self.recorded: list[list[str]] = []  # the operators and launches of each graph
         self.forbidden: frozenset[str] = frozenset()
@@ -322,9 +323,19 @@ class VirtualGpu(CudaDevice):
         finally:
             self._local.stream = before
 
-    def current(self) -> AbstractContextManager[Any]:
-        """See `Device.current`."""
-        return nullcontext()
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """See `Device.current`; another GPU is the present one of all threads outside of it."""
+        before, self._local.current = self.is_current, True
+        try:
+            yield
+        finally:
+            self._local.current = before
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread's launches by Triton go to this GPU."""
+        return getattr(self._local, "current", False)
 
     def synchronize(self) -> None:
         """See `Device.synchronize`."""

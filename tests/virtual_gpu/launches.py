@@ -66,6 +66,8 @@ def _patch_launches(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:
         there = [leaf for leaf in leaves if isinstance(leaf, VirtualTensor)]
         if not there:
             return original(kernel, *args, **kwargs)
+        if not gpu.is_current:
+            gpu.violation("other device", f"{getattr(kernel, '__name__', kernel)} is launched outside of `current`")
         if len(there) < len(leaves):
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         spans = [span for leaf in there for span in span_of(leaf.lease.memory, leaf.backing, TOUCH)]

@@ -47,7 +47,8 @@ def fuse_layers(loaded: LoadedModel) -> bool:
         _log.info("%s: its layers run as written: %s", loaded.name, reason)
         return False
     try:
-        _fuse(loaded, layers)
+        with device_of(loaded.device).current():
+            _fuse(loaded, layers)
     except Exception as error:  # of a model that fails on observed inputs, or of memory for the copies
         restore_layers(model)
         kind = "" if isinstance(error, Unlike) else f"{type(error).__name__}: "

@@ -72,7 +72,7 @@ def expected() -> Tensor:
 
 @pytest.fixture(params=range(2))
 def gpu(request: pytest.FixtureRequest) -> Iterator[VirtualGpu]:
-    with torch.inference_mode(), installed(VirtualGpu(request.param)) as gpu:
+    with torch.inference_mode(), installed(VirtualGpu(request.param)) as gpu, gpu.current():
         yield gpu
     assert not gpu.findings
 
