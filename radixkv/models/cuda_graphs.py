@@ -44,6 +44,10 @@ MOST_PADDING = 256
 class Recorder(Protocol):
     """Records the launches of a step."""
 
+    def forget(self) -> None:
+        """Count no recording any more: all were dropped."""
+        ...
+
     def has_room(self, nbytes: int) -> bool:
         """Return whether a recording of a step that takes so many bytes may be made; recordings share memory."""
         ...
@@ -225,6 +229,7 @@ class StepGraphs:
         per reason. Writes no KV. Raises DeviceLost if the device computes nothing more.
         """
         self._replays.clear()
+        self._recorder.forget()
         left, reasons = list(self._sizes), dict[str, int]()
         for _ in range(ATTEMPTS):
             reasons.clear()
@@ -324,10 +329,15 @@ class DeviceRecorder:
         self._limit = SHARE * device.properties().memory
         self._taken = 0
 
+    def forget(self) -> None:
+        """Count no recording any more; see `Recorder.forget`."""
+        self._taken = 0
+
     def has_room(self, nbytes: int) -> bool:
         """Return whether the graphs' share of memory has room for such a step, and the device for the rest of it."""
         if nbytes > self._limit or self._taken >= self._limit:
             return False
+        self._device.release_cached()  # memory of the steps that ran before
         return self._device.memory()[0] >= self._limit - self._taken
 
     def warm_up(self, step: Callable[[], Tensor]) -> int:

@@ -347,6 +347,26 @@ def test_a_step_that_takes_more_than_the_share_of_all_graphs_is_not_recorded(
     assert not caplog.messages
 
 
+def test_memory_that_torch_keeps_of_other_steps_leaves_room_for_graphs(virtual_gpu: VirtualGpu) -> None:
+    """A share of the card is free, and all else is a tensor that is gone."""
+    runner = Runner(load("llama", virtual_gpu.place), BLOCKS, SIZE)
+    free, memory = virtual_gpu.memory()
+    kept = torch.empty(free - int(cuda_graphs.SHARE * memory) // 2, dtype=torch.uint8, device=virtual_gpu.place)
+    del kept
+    record_graphs(runner, 1, 0)
+    assert isinstance(runner.forward, cuda_graphs.ReplayedForward)
+
+
+def test_graphs_that_are_recorded_again_have_the_share_of_memory_of_those_before(
+    virtual_gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(virtual_gpu, most=2, tokens=0)
+    monkeypatch.setattr(pair.graphs._recorder, "_limit", 1.5 * pair.graphs._recorder._taken)
+    for _ in range(3):
+        pair.replaying.forward.record_again()  # type: ignore[attr-defined]
+        assert len(pair.graphs.buckets) == 2
+
+
 def test_a_step_is_not_padded_to_a_graph_of_several_times_its_size(
     virtual_gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,6 +480,9 @@ def test_recorded_steps_run_what_was_compiled_at_load() -> None:
     """Nothing is compiled while requests are served: neither for recorded steps nor for others, of any length."""
 
     class Again:
+        def forget(self) -> None:
+            pass
+
         def has_room(self, nbytes: int) -> bool:
             return True
 
