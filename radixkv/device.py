@@ -7,6 +7,7 @@ facts about cards that it prints. All methods act on the calling thread's presen
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -263,7 +264,10 @@ class CudaDevice(Device):
     """A GPU that torch uses by its CUDA interface, which is also that of AMD's GPUs."""
 
     is_gpu: ClassVar[bool] = True
+    _process: ClassVar[threading.RLock] = threading.RLock()  # guards torch's allocator, and the fields below
     _left_capturing: ClassVar[bool] = False  # whether torch's allocator is in a capture that has ended
+    _refusals: ClassVar[int] = 0  # of synchronisation, by all threads
+    _mode_before: ClassVar[int] = 0  # torch's, to which the last of them returns
 
     def __init__(self, place: torch.device) -> None:
         """Stand for the torch device `place`; the first use of the GPU follows later."""
@@ -315,12 +319,18 @@ class CudaDevice(Device):
     @contextmanager
     def refuse_synchronisation(self) -> Iterator[None]:
         """See `Device.refuse_synchronisation`; all threads of the process are affected."""
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with CudaDevice._process:
+            if not CudaDevice._refusals:
+                CudaDevice._mode_before = torch.cuda.get_sync_debug_mode()
+                torch.cuda.set_sync_debug_mode("error")
+            CudaDevice._refusals += 1
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            with CudaDevice._process:
+                CudaDevice._refusals -= 1
+                if not CudaDevice._refusals:
+                    torch.cuda.set_sync_debug_mode(CudaDevice._mode_before)
 
     def graph_pool(self) -> Any:
         """See `Device.graph_pool`."""
@@ -330,22 +340,24 @@ class CudaDevice(Device):
         """See `Device.capture`.
 
         `torch.cuda.graph` is not used: if ending a capture fails, it leaves the thread on the capture's stream. Other
-        threads may use the device meanwhile, and their launches neither are recorded nor end the capture.
+        threads may use the device meanwhile, and their launches neither are recorded nor end the capture. Captures and
+        releases of memory by several threads wait for each other, because torch's allocator cannot release meanwhile.
         """
-        if CudaDevice._left_capturing:
-            raise RuntimeError("an earlier capture failed, and torch's allocator did not leave it")
-        self.synchronize()
-        self.release_cached()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            try:
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                result = step()
-                graph.capture_end()
-            except BaseException:
-                self._abandon(graph, pool)
-                raise
-        return CudaGraph(graph, result)
+        with CudaDevice._process:
+            if CudaDevice._left_capturing:
+                raise RuntimeError("an earlier capture failed, and torch's allocator did not leave it")
+            self.synchronize()
+            self.release_cached()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                try:
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    result = step()
+                    graph.capture_end()
+                except BaseException:
+                    self._abandon(graph, pool)
+                    raise
+            return CudaGraph(graph, result)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """End a failed capture in the stream and in torch's allocator.
@@ -382,8 +394,9 @@ class CudaDevice(Device):
 
     def release_cached(self) -> None:
         """See `Device.release_cached`; does nothing if torch's allocator did not leave a failed capture."""
-        if not CudaDevice._left_capturing:
-            torch.cuda.empty_cache()
+        with CudaDevice._process:
+            if not CudaDevice._left_capturing:
+                torch.cuda.empty_cache()
 
     def properties(self) -> Properties:
         """See `Device.properties`; read once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -136,6 +137,17 @@ def test_synchronisation_is_refused_for_a_while(cuda: FakeCuda) -> None:
     assert cuda.sync_mode == 1
 
 
+def test_refusals_of_several_threads_end_with_the_last(cuda: FakeCuda) -> None:
+    """torch has one mode for all threads, and two engines may be loaded at once."""
+    first, second = (CudaDevice(PLACE).refuse_synchronisation() for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert cuda.sync_mode == 2
+    second.__exit__(None, None, None)
+    assert cuda.sync_mode == 0
+
+
 def test_the_peak_is_counted_from_the_memory_at_the_start(cuda: FakeCuda) -> None:
     cuda.allocated, cuda.peak = 100, 900
     with CudaDevice(PLACE).peak() as peak:
@@ -171,6 +183,21 @@ def test_a_capture_waits_then_records_on_its_stream_and_replays_the_same_result(
     assert graph.replay() is graph.replay()
     assert cuda.calls == ["replay", "replay"]
     assert cuda.current.name == "default"
+
+
+def test_memory_is_not_released_while_another_thread_captures(cuda: FakeCuda) -> None:
+    """torch's allocator raises an internal error otherwise."""
+    device = CudaDevice(PLACE)
+    other = threading.Thread(target=CudaDevice(PLACE).release_cached)
+
+    def step() -> None:
+        cuda.calls.clear()
+        other.start()
+        other.join(0.05)
+
+    capture(device, step)
+    other.join()
+    assert cuda.calls == [("captured", "own"), "empty cache"]
 
 
 def test_a_step_that_raises_ends_its_capture(cuda: FakeCuda) -> None:
