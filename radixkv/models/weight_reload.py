@@ -63,6 +63,7 @@ class ModelWeights:
         self._source = None if own else weakref.ref(source, lambda _: _source_freed(this))
         this = weakref.ref(self)
         self.watch()
+        self._recorded = self._watch.pointers  # that recorded steps read
 
     def watch(self) -> None:
         """Record the present weights as those of the engine."""
@@ -143,7 +144,6 @@ class ModelWeights:
         `check` raises until a reload succeeds.
         """
         self._reloading = True
-        before = self._watch.pointers
         try:
             error = self._reload(state)
             self._problem = ""
@@ -152,8 +152,9 @@ class ModelWeights:
             raise
         finally:
             self._reloading = False
-        if self._on_moved is not None and self._watch.pointers != before:
+        if self._on_moved is not None and self._watch.pointers != self._recorded:  # perhaps moved by a failed reload
             self._on_moved()
+            self._recorded = self._watch.pointers
         _log.info("%s: weights reloaded, self-test error %.1e", self._loaded.name, error)
         return error
 

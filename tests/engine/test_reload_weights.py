@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from radixkv import AsyncEngine, Engine, SamplingParams
-from radixkv.errors import InvalidInput, RequestFailed, WeightsChanged
+from radixkv.errors import InvalidInput, RequestFailed, UnsupportedModel, WeightsChanged
 from radixkv.models import packed
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.weight_watch import WeightWatch
@@ -369,3 +369,26 @@ def test_a_change_during_the_reload_is_noticed(monkeypatch: pytest.MonkeyPatch) 
             engine.reload_weights()
         monkeypatch.undo()
         engine.reload_weights()
+
+
+def test_weights_that_a_failed_reload_has_moved_are_recorded_again_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps still read the memory of before."""
+    from radixkv.models import adapter, weight_reload
+
+    recorded: list[None] = []
+    loaded = adapter.load(make(FAMILIES["llama"]()))
+    weights = weight_reload.ModelWeights(loaded, None, lambda: recorded.append(None))
+    model: Any = loaded.model
+    norm = model.model.norm
+    norm.weight = nn.Parameter(norm.weight.detach() * 2, requires_grad=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_reload, "self_test", failing)
+        with pytest.raises(UnsupportedModel):
+            weights.reload()
+    for _ in range(2):
+        weights.reload()
+        assert len(recorded) == 1
+
+
+def failing(loaded: Any) -> float:
+    raise UnsupportedModel("a decode differs")
