@@ -291,7 +291,7 @@ class StagedTransfers:
         return self._store.table(pool).view(self._store.num_blocks, -1)
 
     def _send(self, index: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(index)).to(self._store.device)
+        return device_of(self._store.device).upload(index)
 
 
 def _shown(counts: list[int], shown: bool) -> Iterable[int]:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixkv.device import device_of
 from radixkv.errors import InvalidInput
 
 
@@ -111,7 +112,7 @@ class KVStore:
         """
         if not pairs:
             return
-        sources, destinations = torch.tensor(pairs, dtype=torch.long, device=self.device).unbind(1)
+        sources, destinations = device_of(self.device).upload(np.array(pairs, dtype=np.int64)).unbind(1)
         for pool in (*self.keys, *self.values):
             pool.index_copy_(1, destinations, pool.index_select(1, sources))
 

@@ -19,6 +19,7 @@ from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.cache.types import WritePlan
 from radixkv.errors import InvalidInput
 from tests.attention.batches import BlocksFirst
+from tests.virtual_gpu import VirtualGpu, installed
 
 SIZE, BLOCKS, HOST = 4, 40, 30
 SHAPES = {
@@ -125,6 +126,25 @@ def test_many_batches_do_what_numpy_does(
                 pool[:, each.plan.slots] = image[:, each.sources]
         for expected, found in zip(model, bits(store), strict=True):
             np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_of_a_gpu_do_not_make_the_host_wait(seed: int) -> None:
+    with installed(VirtualGpu(seed)) as gpu, torch.inference_mode():
+        store = KVStore([LayerShape(2, 4, 4)], 6, SIZE, device=gpu.place)
+        numbers = torch.randn(store.keys[0].shape)
+        for pool in tensors(store):
+            pool.copy_(numbers)
+        host = HostStore(store, 4)
+        with gpu.serving():
+            host.offload([(1, 3), (2, 0)])
+            host.offload([(0, 1)])
+            host.load([load([3, 0, 1], [4, 5, 3], start=1, copies=[(0, 4)])])
+            found = gpu.download([store.keys[0]]).wait()[0]
+        assert not gpu.findings
+    np.testing.assert_array_equal(found[:, [5, 3]], numbers[:, [2, 0]].numpy())
+    np.testing.assert_array_equal(found[:, 4, 1:], numbers[:, 1, 1:].numpy())
+    np.testing.assert_array_equal(found[:, 4, 0], numbers[:, 0, 0].numpy())
 
 
 @pytest.mark.parametrize(("kind", "staged"), KINDS, ids=NAMES)
