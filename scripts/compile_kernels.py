@@ -30,7 +30,7 @@ from machine_code import UNNAMED, Code, read
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from radixkv_kernels import attention, blocks, launches, layers
+from radixkv_kernels import attention, blocks, launches, layers, sampling
 from radixkv_kernels.attention import AMD, Kind, head_parts
 from radixkv_kernels.triton_kernels import MASKED_ROWS
 
@@ -174,6 +174,8 @@ def needed(case: Case, name: str, kind: Kind | None, threads: int) -> dict[str, 
         numbers = dict.fromkeys(("low", "high", "cosine", "sine"), layers.HALVES)
     elif name == "silu":
         numbers = dict.fromkeys(("gate", "factor"), layers.COLUMNS)
+    elif name == "draw":  # one number at a time where rows are not aligned
+        numbers, element = {"scaled": 1 if (case.vocab or 0) % 16 else sampling.TILE}, 32
     else:
         numbers, element = {"words": case.kv_heads * case.block_size * case.value_dim * element // 32}, 32
     return {load: max(element, min(128, element * (number // threads))) for load, number in numbers.items()}
@@ -260,7 +262,7 @@ def line(row: Row) -> tuple[str, ...]:
         kind = (f"{row.kind.rows} x {row.kind.keys}", str(row.kind.warps), str(row.kind.stages))
     code, found = ("",) * 7, "; ".join(row.faults)
     if row.code is not None:
-        others = ("parts", "keys", "values", "words", "numbers", "low", "gate")
+        others = ("parts", "keys", "values", "words", "numbers", "low", "gate", "scaled")
         moved = [name for name in row.code.loads if name[:-1] in ("key", "value") or name in others]
         wide = ", ".join(f"{name} {'/'.join(map(str, row.code.loads[name]))}" for name in moved)
         cores = ", ".join(f"{number} {name}" for name, number in row.code.tensor_cores.items())

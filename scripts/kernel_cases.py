@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from radixkv_kernels import attention, blocks, layers
+from radixkv_kernels import attention, blocks, layers, sampling
 from radixkv_kernels.attention import Kind, kinds
 from radixkv_kernels.work_list import WorkList
 
@@ -31,6 +32,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     wide: bool = False
+    vocab: int | None = None  # for which the draw of tokens is compiled
 
 
 def _everywhere() -> list[Case]:
@@ -46,11 +48,11 @@ def _everywhere() -> list[Case]:
 
 
 CASES = [
-    Case("gqa 128", 128, 128, 32, 8),
+    Case("gqa 128", 128, 128, 32, 8, vocab=128_256),
     Case("gqa 128, 64-bit offsets", 128, 128, 32, 8, wide=True),
     Case("gqa 128, block 32", 128, 128, 28, 4, block_size=32),
     Case("gqa 128, block 64, fp16", 128, 128, 64, 8, torch.float16, 64),
-    Case("mha 64", 64, 64, 12, 12),
+    Case("mha 64", 64, 64, 12, 12, vocab=50_257),  # no multiple of 16, so its rows are not aligned
     Case("gqa 64, window, sinks", 64, 64, 64, 8, window=128, sinks=True),
     Case("mha 80", 80, 80, 32, 32),
     Case("mha 96, window", 96, 96, 32, 32, torch.float16, window=2048),
@@ -64,7 +66,7 @@ CASES = [
 ]
 
 _HOPPER = {
-    "gqa 128": {"tails", "sharers", "chunks", "merge", "write", "copy", "norm", "rotate", "silu"},
+    "gqa 128": {"tails", "sharers", "chunks", "merge", "write", "copy", "norm", "rotate", "silu", "draw"},
     "gqa 64, window, sinks": {"tails"},
     "mha 80": {"chunks"},
     "mha 96, window": {"sharers"},
@@ -121,7 +123,16 @@ def launches(case: Case, generation: int, shared: int) -> dict[str, Launch]:
     found["write"] = Launch(lambda: blocks.write(*new, key_pool, value_pool, torch.zeros(2, dtype=torch.int64)))
     pairs = torch.zeros(2, 2, dtype=torch.int64)
     found["copy"] = Launch(lambda: blocks.copy(blocks.regions([key_pool, value_pool]), pairs))
+    if case.vocab:
+        found["draw"] = Launch(partial(_draw, case.vocab))
     return found | (_fused(case, key_pool, value_pool) if case.key_dim == case.value_dim else {})
+
+
+def _draw(vocab: int) -> object:
+    """Launch the draw of two rows' tokens."""
+    logits, integers, floats = torch.zeros(2, vocab), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+    best, temperature, least = floats
+    return sampling.draw(logits, best, *integers, temperature, torch.ones(2, dtype=torch.float64), least)
 
 
 def _fused(case: Case, key_pool: torch.Tensor, value_pool: torch.Tensor) -> dict[str, Launch]:

@@ -176,7 +176,8 @@ def _drawn_page(line, highest, heat, key, vocab, TILE: tl.constexpr, PAGE: tl.co
     winner = tl.zeros([TILE // PAGE], tl.int32)
     for start in tl.range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
-        weights = tl.exp(_scaled(line, ids, ids < vocab, highest, heat)).to(tl.float64)
+        scaled = _scaled(line, ids, ids < vocab, highest, heat)
+        weights = tl.exp(scaled).to(tl.float64)
         page = start // PAGE + tl.arange(0, TILE // PAGE)
         ratio = tl.sum(tl.reshape(weights, [TILE // PAGE, PAGE]), axis=1) / _exponential(key, -1 - page)
         winner = tl.where(ratio > most, page, winner)
