@@ -255,7 +255,7 @@ class Core:
             request = each.stream.request
             try:
                 if not request.channel.ended:  # another stream of it failed
-                    self._commit_chunk(each, is_finite)
+                    each.stream.sequence.commit(self._count_chunk(each, is_finite))
             except Exception as error:
                 self._fail_alone(request, error)
         if masks is not None:
@@ -276,12 +276,8 @@ class Core:
         for request in requests:  # last, so that all readers of this step are woken together
             request.channel.notify()
 
-    def _commit_chunk(self, work: Work, is_finite: bool) -> None:
-        """Count and publish a computed chunk; never the KV of a forward that gave no numbers."""
-        work.stream.sequence.commit(self._count_chunk(work, is_finite))
-
     def _count_chunk(self, work: Work, is_finite: bool) -> bool:
-        """Count a computed chunk; return whether to publish it now."""
+        """Count a computed chunk; return whether to publish it now. Raises InvalidInput unless its logits are finite."""
         if not is_finite:
             raise InvalidInput("the model's logits have no finite maximum: it computed NaN or infinity")
         counters, stream, count = self.counters, work.stream, len(work.tokens)

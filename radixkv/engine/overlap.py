@@ -240,7 +240,7 @@ class OverlappedCore(Core):
             results = [(rows, pending.result()) for rows, pending in flight.draws]
             for each, is_finite in zip(flight.work, flight.draws[0][1].finite(), strict=True):
                 try:
-                    self._commit_chunk(each, is_finite)
+                    self._publish_chunk(each, is_finite)
                 except Exception as error:
                     self._fail_alone(each.stream.request, error)
             for rows, sampled in results:
@@ -252,7 +252,7 @@ class OverlappedCore(Core):
         except Exception as error:
             self._fail(flight.work, error)
 
-    def _commit_chunk(self, work: Work, is_finite: bool) -> None:
+    def _publish_chunk(self, work: Work, is_finite: bool) -> None:
         """Count and publish a chunk of a finished step, which was committed when it was launched."""
         stream, count = work.stream, len(work.tokens)
         if _is_over(stream) or not is_finite:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from radixkv import SamplingParams
 from radixkv.cache import PrefixCache
@@ -15,7 +16,7 @@ from radixkv.config import EngineConfig
 from radixkv.engine.kv_scrub import Auditor
 from radixkv.engine.overlap import OverlappedCore
 from radixkv.engine.request import Request
-from radixkv.errors import EngineClosed, RequestCancelled, RequestFailed, RequestTimedOut, WeightsChanged
+from radixkv.errors import DeviceLost, EngineClosed, RequestCancelled, RequestFailed, RequestTimedOut, WeightsChanged
 from radixkv.models.loaded import SequenceInput
 from tests.simulation.channel import ScriptedChannel
 from tests.simulation.constraint import Rule, RuleMatcher
@@ -344,3 +345,30 @@ def test_a_stream_has_at_most_one_token_that_is_not_known() -> None:
             for stream in request.streams:
                 assert stream.in_flight <= 1 or stream.output_length == 0
                 assert not stream.sequence.has_unknown, "unknown only while a step is launched"
+
+
+LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("where", ["launch", "draw", "read"])
+def test_a_lost_device_ends_the_step_and_nothing_is_tried_again(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    asked = [world.submit(PROMPT), world.submit((9, 9, 8))]
+    world.step(2)
+    world.model.events.clear()
+
+    def lost(*_: Any) -> Any:
+        world.model.events.append(where)
+        raise LOST
+
+    broken: Any = {"launch": world.model, "draw": world.core.sampler, "read": RecordedPending}[where]
+    monkeypatch.setattr(broken, {"launch": "run", "draw": "begin", "read": "result"}[where], lost)
+    with pytest.raises(DeviceLost) as raised:
+        world.core.step()
+    assert world.model.events == {"launch": ["launch"], "draw": ["launch", "draw"], "read": ["launch", "read"]}[where]
+    monkeypatch.setattr(RecordedPending, "result", lost)
+    world.core.close(raised.value)
+    for each in asked:
+        with pytest.raises(DeviceLost, match="restart the process"):
+            each.channel.wait(0)
+    assert not world.cache.state.open

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -37,6 +38,9 @@ class Gpu(Device):
         yield found
         found.bytes = PEAK
 
+    def release_cached(self) -> None:
+        self.released = True
+
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
@@ -44,14 +48,17 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture
-def gpu() -> Iterator[None]:
-    with registered(Gpu(torch.device("cpu"))):
-        yield
+def gpu() -> Iterator[Gpu]:
+    with registered(device := Gpu(torch.device("cpu"))):
+        yield device
 
 
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("tokens", "max_length", "counts"),
+    [(300, 4096, [100, 100, 98, 1, 1]), (300, 50, [50] * 5), (3, 4096, [1, 1, 1])],
+)
 def test_the_largest_step_has_all_tokens_and_samples_for_all_sequences(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tokens: int, max_length: int, counts: list[int]
 ) -> None:
     steps: list[list[int]] = []
     drawn: list[tuple[int, int]] = []
@@ -59,7 +66,7 @@ def test_the_largest_step_has_all_tokens_and_samples_for_all_sequences(
 
     def counted(self: Runner, inputs: Any, *rest: Any) -> torch.Tensor:
         steps.append([len(each.tokens) for each in inputs])
-        assert self.store.num_blocks == sum(-(-count // 16) for count in [100, 100, 98, 1, 1])
+        assert self.store.num_blocks == sum(-(-count // 16) for count in counts)
         return run(self, inputs, *rest)
 
     class Recording(HostSampler):
@@ -69,9 +76,11 @@ def test_the_largest_step_has_all_tokens_and_samples_for_all_sequences(
 
     monkeypatch.setattr(Runner, "run", counted)
     monkeypatch.setattr("radixkv.models.step_memory.sampler_of", lambda loaded: Recording())
-    assert step_memory(loaded, **STEP) == 2 * PEAK
-    assert steps == [[100], [100, 100, 98, 1, 1]]
+    shorter = replace(loaded, max_length=max_length)
+    assert step_memory(shorter, **{**STEP, "max_batch_tokens": tokens}) == 2 * PEAK
+    assert steps == [counts[:1], counts]
     assert drawn == [(5, 5)]
+    assert gpu.released, "the pool is sized by the free memory"
 
 
 @pytest.mark.usefixtures("gpu")
