@@ -277,7 +277,7 @@ class Core:
             request.channel.notify()
 
     def _count_chunk(self, work: Work, is_finite: bool) -> bool:
-        """Count a computed chunk; return whether to publish it now. Raises InvalidInput unless its logits are finite."""
+        """Count a computed chunk; return whether to publish it now. Raises InvalidInput if it computed NaN."""
         if not is_finite:
             raise InvalidInput("the model's logits have no finite maximum: it computed NaN or infinity")
         counters, stream, count = self.counters, work.stream, len(work.tokens)
