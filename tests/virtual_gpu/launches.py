@@ -1,4 +1,7 @@
-"""Install a simulated GPU: torch's factories, new threads, and launches of Triton's interpreter use it meanwhile."""
+"""Install a simulated GPU: torch's factories, new threads, and launches of Triton's interpreter use it meanwhile.
+
+`with torch.device("meta")` still makes tensors without values, as libraries do that build a model before its weights.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 
 from radixkv.device import registered
 from tests.virtual_gpu.gpu import VirtualGpu
@@ -22,11 +27,26 @@ from tests.virtual_gpu.tensor import OperatorMode, VirtualTensor, leaves_of, map
 def installed(gpu: VirtualGpu) -> Iterator[VirtualGpu]:
     """Let `torch.device("meta")` be `gpu` while this is open, in this thread and in those that start meanwhile."""
     with pytest.MonkeyPatch.context() as patch, registered(gpu), OperatorMode(gpu):
+        _patch_skeletons(patch, gpu)
         _patch_factories(patch, gpu)
         _patch_threads(patch, gpu)
         if find_spec("triton") is not None:
             _patch_launches(patch, gpu)
         yield gpu
+
+
+def _patch_skeletons(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:
+    """Let a context of the meta device make plain tensors of that device, without values."""
+    _device_constructors()  # torch caches this list; it must not contain the functions of `_patch_factories`
+    original = DeviceContext.__torch_function__
+
+    def without_values(context: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if context.device != gpu.place:
+            return original(context, func, types, args, kwargs)
+        with _disable_current_modes():
+            return original(context, func, types, args, kwargs)
+
+    patch.setattr(DeviceContext, "__torch_function__", without_values)
 
 
 def _patch_factories(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:

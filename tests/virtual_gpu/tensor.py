@@ -26,6 +26,7 @@ READS_BACK = {"_local_scalar_dense", "equal", "is_nonzero", "item", "allclose"}
 BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "nonzero_static", "bincount"}
 FRESH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 WHOLE = {"linear"}  # composite operators of which each is one launch
+WITHOUT_VALUES = "a tensor was made where the simulated GPU was not installed, or for the meta device"
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 
 
@@ -210,9 +211,7 @@ def _values(leaf: Any) -> Any:
     """Return what a CPU computes with: the backing of a tensor."""
     if isinstance(leaf, VirtualTensor):
         return leaf.backing
-    assert not isinstance(leaf, Tensor) or not leaf.is_meta, (
-        "a tensor was made where the simulated GPU was not installed"
-    )
+    assert not isinstance(leaf, Tensor) or not leaf.is_meta, WITHOUT_VALUES
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -265,6 +264,7 @@ def _check_place(func: Any, tree: Any) -> None:
     """Raise for tensors of the host that an operator cannot take."""
     for leaf in leaves_of(tree):
         if isinstance(leaf, Tensor) and not isinstance(leaf, VirtualTensor) and leaf.ndim:
+            assert not leaf.is_meta, WITHOUT_VALUES
             raise RuntimeError(f"Expected all tensors to be on the same device, but {func.name()} has one on the host")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from radixkv.errors import DeviceLost, EngineClosed, WeightsChanged
+from radixkv.models import loader
 from radixkv.sampling.params import SamplingParams
 from tests.virtual_gpu import VirtualGpu, installed
 from tests.virtual_gpu.engines import answers, load
@@ -66,6 +67,27 @@ def test_a_request_is_checked_for_changed_weights_without_waiting_for_a_step() -
             request([1, 2])
         engine.reload_weights()
         request([1, 2])
+        assert not gpu.findings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_named_model_is_read_as_without_a_simulated_gpu(dtype: torch.dtype) -> None:
+    """Libraries build a model on the meta device before they read its weights."""
+    cpu = torch.device("cpu")
+    options = {"tokenizer": None, "dtype": dtype, "revision": None, "trust_remote_code": False}
+    expected, _ = loader.read("tiny", device=cpu, **options)
+    with installed(VirtualGpu()) as gpu:
+        found, _ = loader.read("tiny", device=gpu.place, **options)
+        tensors = dict(found.named_buffers()) | dict(found.named_parameters(remove_duplicate=False))
+        for name, theirs in [*expected.named_buffers(), *expected.named_parameters(remove_duplicate=False)]:
+            assert tensors[name].device == gpu.place
+            torch.testing.assert_close(tensors[name].cpu(), theirs, rtol=0, atol=0)  # of the same dtype
+        assert found.dtype == dtype
+        assert torch.empty(1, device=gpu.place).shape == (1,)
+        with gpu.place:
+            skeleton = torch.nn.Linear(2, 3)
+        with pytest.raises(AssertionError, match="for the meta device"):
+            skeleton(torch.ones(1, 2, device=gpu.place))
         assert not gpu.findings
 
 
