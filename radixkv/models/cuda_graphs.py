@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -324,14 +324,15 @@ class DeviceRecorder:
 
     def __init__(self, device: Device) -> None:
         """Record on `device`, and count the memory that it takes."""
-        self._device = device
-        self._pool, self._stream = device.graph_pool(), device.stream()
+        self._device, self._stream = device, device.stream()
         self._limit = SHARE * device.properties().memory
-        self._taken = 0
+        self.forget()
 
     def forget(self) -> None:
         """Count no recording any more; see `Recorder.forget`."""
         self._taken = 0
+        self._pool: Any = None
+        """Of a recorded graph: torch may refuse a pool whose captures failed, or whose graphs are gone."""
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether the graphs' share of memory has room for such a step, and the device for the rest of it."""
@@ -358,6 +359,8 @@ class DeviceRecorder:
         """Record `step` on the recorder's stream; see `Recorder.record`."""
         self._device.release_cached()
         before = self._device.memory()[0]
-        graph = self._device.capture(step, stream=self._stream, pool=self._pool)
+        pool = self._device.graph_pool() if self._pool is None else self._pool
+        graph = self._device.capture(step, stream=self._stream, pool=pool)
+        self._pool = pool
         self._taken += max(0, before - self._device.memory()[0])
         return graph.replay

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,14 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}, at {self.where}"
+
+
+@dataclass
+class Pool:
+    """Memory that graphs share; torch refuses a pool that was used and has no graph, unless it was freed meanwhile."""
+
+    used: bool = False
+    graphs: int = 0
 
 
 def accelerator_error(text: str, code: int) -> torch.AcceleratorError:
@@ -364,16 +372,19 @@ class VirtualGpu(CudaDevice):
 
     # ---- graphs
 
-    def graph_pool(self) -> Any:
+    def graph_pool(self) -> Pool:
         """See `Device.graph_pool`."""
-        return object()
+        return Pool()
 
-    def capture(self, step: Callable[[], T], *, stream: VirtualStream, pool: Any) -> Graph[T]:
+    def capture(self, step: Callable[[], T], *, stream: VirtualStream, pool: Pool) -> Graph[T]:
         """See `Device.capture`."""
         with self.lock:
             self.check_context()
             self.refuse_in_capture("starting another capture")
             self.forbid("capture", "capturing a graph")
+            if pool.used and not pool.graphs:
+                raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+            pool.used = True
             self._finish_all()
             fails = self._counted("capture")
             capture = self._local.capture = Capture(self, stream)
@@ -393,12 +404,14 @@ class VirtualGpu(CudaDevice):
             raise accelerator_error("capturing stream has unjoined work", 904)
         self.recorded.append([node.name for node in capture.nodes if not node.name.startswith(REUSE)])
         graph = VirtualGraph(self, capture, result)
-        weakref.finalize(graph, self._drop, capture.nbytes).atexit = False
+        pool.graphs += 1
+        weakref.finalize(graph, self._drop, capture.nbytes, pool).atexit = False
         return graph
 
-    def _drop(self, nbytes: int) -> None:
-        """Free the pool of a graph."""
+    def _drop(self, nbytes: int, pool: Pool) -> None:
+        """Free a graph's part of its pool."""
         self.allocated -= nbytes
+        pool.graphs -= 1
 
     # ---- facts
 
