@@ -5,6 +5,7 @@ With chunked attention, each row reads the keys of its own chunk up to itself, e
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -148,6 +149,51 @@ def test_a_list_with_another_bound_is_not_grown_from_the_previous_one() -> None:
     before = plan.build(tables, [40, 40], [1, 1], block_size=16, min_saving=1)
     work = plan.build(tables, [41, 41], [1, 1], None, before, block_size=16, min_saving=1, max_shared_rows=0)
     assert items(work) == [(0, 41, 1)] * 2
+
+
+def test_a_list_with_more_rows_of_the_same_sequences_is_not_grown_beyond_its_bound() -> None:
+    tables = [[0, 1, 2], [0, 1, 3]]
+    before = plan.build(tables, [40, 40], [1, 1], block_size=16, min_saving=1, max_shared_rows=2)
+    assert items(before) == [(0, 32, 2), *[(32, 8, 1)] * 2]
+    work = plan.build(tables, [42, 41], [2, 1], None, before, block_size=16, min_saving=1, max_shared_rows=2)
+    assert max(work.rows) == 2 and work.origin.runs.members.size == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_runs_are_merged_as_if_all_costs_were_computed_after_each_merge(seed: int) -> None:
+    rng, fresh, tables = random.Random(seed), itertools.count(), [np.empty(0, dtype=np.int32)]
+    for _ in range(25):
+        before = rng.choice(tables)
+        own = [next(fresh) for _ in range(rng.randint(1, 6))]
+        tables.append(np.concatenate([before[: len(before) - rng.randint(0, 2)], np.array(own, dtype=np.int32)]))
+    del tables[0]
+    kv, queries = np.array([4 * len(table) for table in tables]), np.array([rng.choice([1, 1, 3]) for _ in tables])
+    grouped = plan.group(tables, kv, queries, 4, 1).runs
+    members = np.split(grouped.members, np.cumsum(grouped.counts)[:-1])
+    runs = list(zip(grouped.start.tolist(), grouped.stop.tolist(), members, strict=True))
+    rows = sum(int(queries[each].sum()) for each in members)
+    for most in range(0, rows, 1 + rows // 8):
+        found, _ = plan.merge_runs(runs, np.zeros(len(kv), np.int64), queries, most)
+        left = [(stop, each) for _, stop, each in runs]
+        while sum(queries[each].sum() for _, each in left) > most:
+            del left[cheapest(left, queries)]
+        assert [(stop, each.tolist()) for _, stop, each in found] == [(stop, each.tolist()) for stop, each in left]
+
+
+def cheapest(runs: list[tuple[int, plan.Int]], queries: plan.Int) -> int:
+    """Return the place of the run, of (stop, members), whose merge costs the fewest additional reads for each row."""
+    starts = [
+        max([stop for stop, each in runs if stop < end and np.isin(members, each).all()], default=0)
+        for end, members in runs
+    ]
+    costs = []
+    for start, (end, members) in zip(starts, runs, strict=True):
+        below = [
+            each for low, (_, each) in zip(starts, runs, strict=True) if low == end and np.isin(each, members).all()
+        ]
+        readers = len(below) + len(members) - sum(map(len, below))
+        costs.append((end - start) * (readers - 1) / queries[members].sum())
+    return costs.index(min(costs))
 
 
 @given(batches(), batches())
