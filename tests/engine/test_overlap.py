@@ -218,6 +218,20 @@ def test_a_launch_that_raises_is_tried_again_after_the_preceding_step() -> None:
     assert (answer(one), answer(other)) == (right(one), right(other))
 
 
+@pytest.mark.parametrize("event", [6, 7, 8])
+def test_a_launch_that_raises_after_a_stream_has_ended_ends_no_other_stream(event: int) -> None:
+    """The last step in flight ends one stream of the request, and its row is not launched again."""
+    params = SamplingParams(max_tokens=8, temperature=1, n=2, ignore_eos=True)
+    stop = frozenset({0})
+    world = World()
+    world.model.raises = lambda events: events == event
+    one = world.submit((1, 1, 1), params, stop_ids=stop)
+    world.finish()
+    done = one.channel.wait(0)
+    expected = replies((1, 1, 1), params, 8, stop, 0)
+    assert [each.token_ids for each in (done, *done.alternatives)] == [each.tokens for each in expected]
+
+
 def test_results_that_cannot_be_read_end_the_requests_of_their_step() -> None:
     world = World()
     one = world.submit(PROMPT)
@@ -287,6 +301,30 @@ def test_a_request_that_pauses_while_its_step_is_in_flight_loses_no_token() -> N
     world.finish()
     assert one.channel.completion.token_ids == right(one)
     assert answer(other) == right(other)
+
+
+def test_a_paused_request_that_ends_with_the_step_in_flight_is_not_preempted() -> None:
+    world, steps = World(config=EngineConfig(max_sequences=1, max_batch_tokens=32, prefill_chunk=16)), 0
+    ask = Ask(0, 0, PROMPT, GREEDY, 2, lags=((2, 30),))
+    one = world.submit(PROMPT, GREEDY.but(max_tokens=2), channel=ScriptedChannel(ask, lambda: steps))
+    world.step(2)
+    steps = 2
+    other = world.submit((9, 9, 8))
+    world.step()
+    assert (one.channel.ended, one.preemptions) == (True, 0)
+    world.finish()
+    assert answer(other) == right(other)
+
+
+def test_a_fault_of_planning_ends_no_request_whose_last_step_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    one, other = world.submit(PROMPT, GREEDY.but(max_tokens=1)), world.submit((9, 9, 8))
+    world.step()
+    monkeypatch.setattr(world.core.scheduler.waiting, "begin_step", lambda: 1 // 0)
+    world.step()
+    assert answer(one) == right(one)
+    with pytest.raises(RequestFailed, match="ZeroDivisionError"):
+        other.channel.wait(0)
 
 
 def test_forgetting_the_cache_finishes_the_step_in_flight() -> None:

@@ -201,6 +201,21 @@ def test_masked_rows_leave_others_and_the_model_apart() -> None:
     assert pending.result().logprobs[0] == expected.logprobs[0]
 
 
+def test_each_row_has_its_own_number_of_alternatives() -> None:
+    rows = [SampleRow(SamplingParams(logprobs=count), 0, 0) for count in (0, 5, None, 1)]
+    pending = DeviceSampler(CPU).begin(logits_for(4, 1), rows)
+    assert pending.result() == sample(logits_for(4, 1), rows)
+
+
+def test_a_mask_holds_for_a_greedy_batch_of_all_rows() -> None:
+    logits, rows = logits_for(2, 1), [SampleRow(SamplingParams(temperature=0), 0, 0)] * 2
+    step = TokenMasks().begin({"a": row(3, 8), "b": row(7)})
+    step.wait()
+    found = DeviceSampler(CPU).begin(logits, rows, None, step.select(["a", "b"])).result()
+    assert found == sample(logits, rows, step.select(["a", "b"]))
+    assert found.tokens[1] == 7
+
+
 @pytest.mark.parametrize("seed", mostly_long([0, 5, 14, 32, 41, 75, 80, 116], 5, 14))
 def test_simulated_lives_of_an_engine_get_the_same_answers(seed: int) -> None:
     """Requests with penalties fork, are preempted, fail and end; the world checks each answer."""

@@ -75,8 +75,8 @@ def test_more_streams_keep_the_counts_of_those_in_flight() -> None:
 def test_streams_of_the_same_draw_take_no_slot_from_each_other() -> None:
     draws, old = Draws(), [life(number, number) for number in range(8)]
     draws.draw(*old)
-    draws.draw(*old[:4], *(life(number, number) for number in range(8, 12)))
-    assert len(draws.counts.table) == 8
+    draws.draw(*old[:4], *(life(8 + number, number) for number in range(6)))
+    assert len(draws.counts.table) == 16
 
 
 def test_the_slot_that_was_used_longest_ago_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
