@@ -133,6 +133,9 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
         yield _counter(f"radixkv:{name}_tokens", _TOKENS[name], getattr(stats, f"{name}_tokens"))
     yield _counter("radixkv:steps", "Forward passes of the model", stats.steps)
     yield _counter("radixkv:eager_steps", "Forward passes that no CUDA graph served", stats.eager_steps)
+    yield _counter("radixkv:wasted_tokens", "Tokens computed for streams that had ended or failed", stats.wasted_tokens)
+    bound = "Times that a constrained stream was left out of a step, until the host had read its last token"
+    yield _counter("radixkv:host_bound_rows", bound, stats.host_bound_rows)
     states = {"free": cache.free_blocks, "cached": cache.cached_blocks, "held": cache.held_blocks}
     yield _gauge("radixkv:blocks", "Blocks of the pool: free, cached (evictable) or held by requests", states, "state")
     rows = {"used": cache.state_rows_used, "free": cache.state_rows - cache.state_rows_used}

@@ -128,6 +128,7 @@ def test_rows_and_snapshots_of_recurrent_state() -> None:
                 await engine.generate([[prefix, *range(19), tail, *range(9)]], greedy(1))
         engine.client.core.runner.states = SimpleNamespace(stats=lambda: copied)
         engine.client.core.runner.eager = SimpleNamespace(count=7)
+        engine.client.core.counters.wasted_tokens, engine.client.core.counters.host_bound_rows = 8, 9
         numbers, cache = read(await metrics.scrape()), (await engine.stats()).cache
         rows, slots = (
             [numbers[f"radixkv:{name}", (("state", state),)] for state in ("used", "free")]
@@ -138,6 +139,8 @@ def test_rows_and_snapshots_of_recurrent_state() -> None:
         assert numbers["radixkv:state_bytes", ()] == 4096
         assert numbers["radixkv:state_copies_total", ()] == 5
         assert numbers["radixkv:eager_steps_total", ()] == (await engine.stats()).eager_steps == 7
+        assert numbers["radixkv:wasted_tokens_total", ()] == (await engine.stats()).wasted_tokens == 8
+        assert numbers["radixkv:host_bound_rows_total", ()] == (await engine.stats()).host_bound_rows == 9
         assert numbers["radixkv:state_copied_bytes_total", ()] == 640
 
     watched(test, max_sequences=3, snapshots=2)
