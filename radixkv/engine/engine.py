@@ -23,7 +23,7 @@ from radixkv.cache.host import HostPrefixCache
 from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.cache.recurrent.sequence import Spacing
 from radixkv.config import EngineConfig, EngineConfigFields
-from radixkv.device import default_place, device_of
+from radixkv.device import device_of
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
 from radixkv.engine.host_tier import new_core
@@ -124,7 +124,7 @@ class RequestEngine:
         (default: `EngineConfig()`), replaced by `fields`; docs/engine.md lists them.
         Raises UnsupportedModel or InvalidInput, OSError where `record` cannot be written.
         """
-        from radixkv.models.adapter import load
+        from radixkv.models.adapter import load, place_of
         from radixkv.models.cuda_graphs import record_graphs
         from radixkv.models.fusion import fuse, wanted
         from radixkv.models.runner import Runner
@@ -136,10 +136,8 @@ class RequestEngine:
             raise InvalidInput(f"config must be an EngineConfig, not a {kind}: a tokenizer is passed as tokenizer=")
         config = replace(config or EngineConfig(), **fields)
         check_path(config.record)  # before the model is loaded, which takes longer
-        device = config.device
-        if device == "auto":
-            device = str(default_place())
-        fused = wanted(config.compile, str(device), deterministic=config.deterministic)
+        device = place_of(config.device)
+        fused = wanted(config.compile, device, deterministic=config.deterministic)
         loaded = load(
             model,
             tokenizer=tokenizer,

@@ -66,7 +66,7 @@ def load(
     there is no whole model to load, or no such attention, and UnsupportedModel with the reason if the model cannot run
     exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
     """
-    place = _device(device)
+    place = place_of(device)
     attention_interface.check_backend(attention, place)
     if tokenizer is not None:
         tokenizer = loader.given_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
@@ -225,7 +225,7 @@ def _without_unreached_limits(layer: LayerSpec, max_length: int) -> LayerSpec:
     return replace(layer, window=window, chunk=chunk)
 
 
-def _device(device: str | torch.device) -> torch.device:
+def place_of(device: str | torch.device) -> torch.device:
     """Return the device; "auto" is CUDA if present, else the CPU. Raises InvalidInput for a missing device."""
     if device == "auto":
         return default_place()

@@ -16,6 +16,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
 from radixkv.attention import triton_backend
+from radixkv.device import device_of
 from radixkv.errors import InvalidInput
 from radixkv.models.gpu_layers.fuse import is_fused
 from radixkv.models.loaded import SequenceInput
@@ -168,13 +169,13 @@ def _plain(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def wanted(asked: bool | str, device: str, *, deterministic: bool) -> bool:
-    """Return whether to compile; "auto" compiles on CUDA with Triton unless `deterministic`. Raises InvalidInput."""
+def wanted(asked: bool | str, device: torch.device, *, deterministic: bool) -> bool:
+    """Return whether to compile; "auto" compiles on a GPU with Triton unless `deterministic`. Raises InvalidInput."""
     if isinstance(asked, bool):
         return asked
     if asked != "auto":
         raise InvalidInput(f"compile={asked!r}: allowed are 'auto', True and False")
-    return device.startswith("cuda") and triton_backend.TRITON and not deterministic
+    return device_of(device).is_gpu and triton_backend.TRITON and not deterministic
 
 
 def warn(error: Exception) -> None:

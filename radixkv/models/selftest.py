@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from radixkv.device import device_of
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models.architecture import ForwardSignature, num_experts, short_error, unlisted_window
 from radixkv.models.attention_interface import own_attention
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 _USUAL = 48
 _BEYOND_WINDOW = 16
 # Work that loading may spend: prompt tokens * weights. A tiny model gets about 600 tokens, a 7B model the usual 48.
-_TOKEN_WEIGHTS = {"cpu": 1e9, "cuda": 4e12}
+_TOKEN_WEIGHTS, _TOKEN_WEIGHTS_ON_GPU = 1e9, 4e12
 _WEIGHTS_TO_WIDEN = 1_000_000_000
 _ROUTED = 0.5  # relative to the logits' spread; unrelated logits differ by 1.4
 _PLACES = {  # how the model was run, and the probable reason for a difference
@@ -152,7 +153,8 @@ def _prompt_length(loaded: LoadedModel) -> int:
     """Return a length beyond the longest window if the budget allows it, but within the context."""
     if loaded.max_length < SHORTEST:
         raise UnsupportedModel(f"{_kind(loaded)} has a context of {loaded.max_length} tokens, too short to be tested")
-    budget = int(_TOKEN_WEIGHTS.get(loaded.device.type, 1e9) / max(_weights(loaded), 1))
+    spent = _TOKEN_WEIGHTS_ON_GPU if device_of(loaded.device).is_gpu else _TOKEN_WEIGHTS
+    budget = int(spent / max(_weights(loaded), 1))
     passed = {limit for layer in loaded.layers for limit in layer.attention_window if limit is not None}
     unlisted = unlisted_window(loaded.config.get_text_config(), passed)
     limits = [*passed] if unlisted is None else [*passed, unlisted]

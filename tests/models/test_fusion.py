@@ -19,8 +19,9 @@ from radixkv.models.quantized.kernels import kernels
 from radixkv.models.runner import Runner
 from tests.models.conftest import FAMILIES, GROUPED, make
 from tests.selection import mostly_long
+from tests.virtual_gpu import VirtualGpu, installed
 
-CPU, CUDA = "cpu", "cuda:1"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
 
 def chunk(tokens: list[int], start: int, table: list[int]) -> SequenceInput:
@@ -178,5 +179,7 @@ def test_a_model_is_compiled_on_cuda_unless_bits_matter_or_it_is_asked_for(monke
     with monkeypatch.context() as patch:
         patch.setattr(triton_backend, "TRITON", False)  # compiling for CUDA needs it
         assert not fusion.wanted("auto", CUDA, deterministic=False)
+    with installed(VirtualGpu()) as gpu:
+        assert fusion.wanted("auto", gpu.place, deterministic=False)
     with pytest.raises(InvalidInput, match="compile='max': allowed are 'auto', True and False"):
         fusion.wanted("max", CPU, deterministic=False)

@@ -52,7 +52,7 @@ def test_a_window_that_attention_is_not_told(build: Callable[..., Any]) -> None:
 def test_a_window_that_attention_is_not_told_and_that_cannot_be_tested(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})  # as if the model were large
+    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", 0)  # as if the model were large
     with pytest.raises(UnsupportedModel, match="a window of 53 tokens that it does not pass to attention"):
         adapter.load(build(phimoe()), attention="torch")
     assert adapter.load(build(phimoe())).attention == "fallback"
@@ -67,7 +67,7 @@ def test_a_window_that_only_attention_is_told(
     config.sliding_window = 53
     said = "does not compute the same"
     if large:
-        monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})
+        monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", 0)
         said = "passes a window of 53 tokens to attention that its own mask does not seem to have"
     with pytest.raises(UnsupportedModel, match=said):
         adapter.load(build(config), attention="torch")
@@ -77,7 +77,7 @@ def test_a_window_that_only_attention_is_told(
 def test_a_window_that_masks_have_may_be_too_long_to_be_tested(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})
+    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", 0)
     loaded = adapter.load(build(transformers.MistralConfig(**GROUPED, sliding_window=53)))
     assert (loaded.attention, {layer.window for layer in loaded.layers}) == ("torch", {53})
 
@@ -91,7 +91,7 @@ def test_a_foreign_window_is_tested_or_not_believed(build: Callable[..., Any], m
 
     config = transformers.MistralConfig(**GROUPED, sliding_window=53)
     assert adapter.load(Foreign(config).eval()).attention == "fallback"
-    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", {"cpu": 0})  # as if the model were large
+    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", 0)  # as if the model were large
     assert adapter.load(build(config)).attention == "fallback"
     with pytest.raises(UnsupportedModel, match="a window of 53 tokens, which is too long to be tested"):
         adapter.load(Foreign(config).eval())

@@ -47,7 +47,14 @@ def decoder(**changes: Any) -> Any:
 
 def load(place: torch.device | str, **options: Any) -> RequestEngine:
     """Load an engine without a self-test, which takes a second."""
-    settings = {"attention": "torch", "num_blocks": 40, "block_size": 4, "max_sequences": 4, "prefill_chunk": 8}
+    settings = {
+        "attention": "torch",
+        "compile": False,
+        "num_blocks": 40,
+        "block_size": 4,
+        "max_sequences": 4,
+        "prefill_chunk": 8,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter, "self_test", lambda loaded: 0.0)
         return RequestEngine.load(
