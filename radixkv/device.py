@@ -117,6 +117,10 @@ class Device:
         """
         return _tensor(host).clone()
 
+    def constant(self, host: Numbers) -> Tensor:
+        """Return numbers of the host on the device; the caller must not change them later: a CPU uses their memory."""
+        return torch.from_numpy(host)
+
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """Start one copy of all tensors to the host, in the present stream. numpy must have their dtypes.
 
@@ -290,6 +294,10 @@ class CudaDevice(Device):
         """See `Device.upload`."""
         source = _tensor(host)
         return self.pinned(source.shape, source.dtype).copy_(source).to(self.place, non_blocking=True)
+
+    def constant(self, host: Numbers) -> Tensor:
+        """See `Device.constant`; an upload."""
+        return self.upload(host)
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """See `Device.download`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,7 +113,7 @@ class KVStore:
         """
         if not pairs:
             return
-        sources, destinations = device_of(self.device).upload(np.array(pairs, dtype=np.int64)).unbind(1)
+        sources, destinations = self.constant(np.array(pairs, dtype=np.int64)).unbind(1)
         for pool in (*self.keys, *self.values):
             pool.index_copy_(1, destinations, pool.index_select(1, sources))
 
@@ -139,7 +140,11 @@ class KVStore:
     def regions(self, blocks: NDArray[np.int64], kv_heads: int) -> Tensor:
         """Return the regions of blocks [..., n] for `read`, head by head: [..., kv_heads, n]."""
         index = self.rows(blocks * self.block_size, kv_heads) // self.block_size
-        return torch.from_numpy(index).to(self.device)
+        return self.constant(index)
+
+    def constant(self, numbers: NDArray[Any]) -> Tensor:
+        """Return indices or a mask on the device of the pool; see `Device.constant`."""
+        return device_of(self.device).constant(numbers)
 
     def table(self, pool: Tensor) -> Tensor:
         """View a tensor of the pool as a plain table [rows, dim], in the order of memory."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
+from radixkv.device import device_of
 from radixkv_kernels.work_list import WorkList
 
 
@@ -27,7 +28,7 @@ class QueryRows:
         self.count = len(rows)
         adjacent = self.count > 0 and bool((rows == rows[0] + np.arange(self.count)).all())
         self.start = int(rows[0]) if adjacent else None
-        self.index = torch.from_numpy(rows).to(device)
+        self.index = device_of(device).constant(rows)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -151,6 +152,7 @@ class PrivateAttention:
         self._plan_values(layout.first_slot[tails], blocks, hidden, views, store)
         self.padding = np.arange(self.scores.shape[-1]) >= np.array(filled)[:, None]
         self.padding[:, : self.columns] = hidden
+        self._padded: Tensor | None = None
 
     def _blocks(self, layout: PrivateLayout, tails: Int, number: Int) -> tuple[Int, NDArray[np.bool_]]:
         """Return the blocks to gather [n, most of a tail], padded, and the slots [n, columns] without a key."""
@@ -172,7 +174,7 @@ class PrivateAttention:
         self.columns = hidden.shape[1]
         self.regions = store.regions(blocks, self.kv_heads)
         self.first_hidden = int(hidden.any(0).argmax()) if hidden.any() else self.columns
-        self.hidden = torch.from_numpy(hidden[:, None, None, self.first_hidden :]).to(store.device)
+        self.hidden = store.constant(hidden[:, None, None, self.first_hidden :])
 
     def _plan_scores(self, width: int, store: KVStore) -> None:
         """Allocate the scores, minus infinity where no product will write, and the weights."""
@@ -210,7 +212,7 @@ class PrivateAttention:
             slots[row, place] = np.arange(view.slot, view.slot + view.tokens)
         rows = store.rows(slots, self.kv_heads).astype(np.int32 if store.num_rows < 2**31 else np.int64)
         index = np.repeat(rows[:, :, None], self.group, axis=2).reshape(-1)
-        self.value_rows = torch.from_numpy(index).to(store.device)
+        self.value_rows = store.constant(index)
         self.bags = torch.arange(0, len(index), slots.shape[1], dtype=self.value_rows.dtype, device=store.device)
 
     def run(
@@ -221,14 +223,19 @@ class PrivateAttention:
         self._score(store, store.keys[layer], query)
         scores = self.scores
         if softcap is not None:
-            padding = torch.from_numpy(self.padding).to(scores.device)[:, None, None]
-            scores = torch.tanh(scores / softcap).mul_(softcap).masked_fill_(padding, -torch.inf)
+            scores = torch.tanh(scores / softcap).mul_(softcap).masked_fill_(self._padding_of(store), -torch.inf)
         torch.softmax(scores, -1, out=self.weights)
         lse = scores.amax(-1) - self.weights.amax(-1).log_() if need_lse else None
         table = store.table(store.values[layer])
         weights = self.weights.view(-1).to(store.dtype)
         output = F.embedding_bag(self.value_rows, table, self.bags, mode="sum", per_sample_weights=weights)
         return output.view(*query.shape[:3], -1).to(store.compute_dtype), lse
+
+    def _padding_of(self, store: KVStore) -> Tensor:
+        """Return `padding` [n, 1, 1, width] on the device, which the first layer with a softcap copies there."""
+        if self._padded is None:
+            self._padded = store.constant(self.padding)[:, None, None]
+        return self._padded
 
     def _score(self, store: KVStore, pool: Tensor, query: Tensor) -> None:
         """Fill `scores`: one product for all gathered keys, one for each view."""

@@ -45,7 +45,7 @@ class SharedAttention:
         visible = keys <= positions[:, None]
         if work.window is not None:
             visible &= keys > positions[:, None] - work.window
-        self.mask = torch.from_numpy(visible).to(store.device)
+        self.mask = store.constant(visible)
 
     def run(
         self, store: KVStore, layer: int, query: Tensor, scale: float, softcap: float | None, *, need_lse: bool

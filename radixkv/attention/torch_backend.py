@@ -102,7 +102,7 @@ class TorchPlan:
         rank = np.empty(len(work.row_ids), dtype=np.int64)
         rank[work.merge_ids] = np.arange(len(rank)) - np.repeat(work.merge_offset[:-1], counts)
         place = work.row_ids.astype(np.int64) * self.width + rank
-        self.places = [torch.from_numpy(place[partials]).to(store.device) for partials in order]
+        self.places = [store.constant(place[partials]) for partials in order]
         self.plain = self.width == 1 and len(self.operations) == 1 and self.operations[0].rows.covers(len(counts))
 
     def run(

@@ -347,6 +347,18 @@ def test_a_step_that_takes_more_than_the_share_of_all_graphs_is_not_recorded(
     assert not caplog.messages
 
 
+def test_without_memory_for_the_inputs_of_graphs_steps_run_as_before_with_one_warning(
+    virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(load("llama", virtual_gpu.place), BLOCKS, SIZE)
+    forward = runner.forward
+    virtual_gpu.inject("allocation")
+    record_graphs(runner, 1, 0)
+    assert runner.forward is forward
+    (message,) = caplog.messages
+    assert message.startswith("steps run without CUDA graphs: CUDA out of memory")
+
+
 def test_memory_that_torch_keeps_of_other_steps_leaves_room_for_graphs(virtual_gpu: VirtualGpu) -> None:
     """A share of the card is free, and all else is a tensor that is gone."""
     runner = Runner(load("llama", virtual_gpu.place), BLOCKS, SIZE)
