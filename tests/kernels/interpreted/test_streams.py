@@ -98,6 +98,21 @@ def test_a_recorded_layer_runs_its_kinds_side_by_side_and_nothing_else(gpu: Virt
     assert np.array_equal(found, expected.numpy())
 
 
+def test_a_step_without_partial_results_launches_no_merge(gpu: VirtualGpu) -> None:
+    model = Model.on(gpu)
+    work = plan.build([[3], [4]], [3, 5], [3, 5], block_size=BLOCK)
+    model.step = attention.plan(work, heads=HEADS, kv_heads=1, chosen=SMALL, device=gpu.place, processors=2)
+    assert not model.step.num_merges
+    query = model.rows[0][:, :8]
+    graph: Any = gpu.capture(
+        lambda: triton_backend.follow(model.store, 0, query, model.step, scale=0.3),
+        stream=gpu.stream(),
+        pool=gpu.graph_pool(),
+    )
+    names = [node.name.split()[-1] for node in graph.nodes if "the launch of" in node.name]
+    assert set(names) == {"attend_tiles"}
+
+
 def test_outside_of_a_capture_the_host_never_waits(gpu: VirtualGpu, expected: Tensor) -> None:
     """The plan's staging memory is dropped at once, and a later plan may use it again."""
     model = Model.on(gpu)
