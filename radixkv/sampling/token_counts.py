@@ -26,11 +26,6 @@ Positions = NDArray[np.int64]
 _FEWEST = 8  # slots of the first table
 
 
-def table_bytes(rows: int, vocab: int) -> int:
-    """Return the largest table's bytes if at most `rows` streams with penalties sample in one step."""
-    return 4 * vocab * max(_FEWEST, 1 << max(2 * rows - 1, 0).bit_length())
-
-
 @dataclass(eq=False)
 class Slot:
     """One row of the table: its number, the tokens that it counts (-1: none), and whether a draw needs it."""
@@ -55,7 +50,7 @@ class Filling:
 
 
 class TokenCounts:
-    """The table and its slots. Grows to the number of streams that sample together; never shrinks."""
+    """The table and its slots. Grows to the streams of the draws in flight, to a power of two; never shrinks."""
 
     def __init__(self, place: torch.device) -> None:
         """Allocate nothing until a row has penalties."""

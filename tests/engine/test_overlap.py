@@ -232,6 +232,21 @@ def test_a_launch_that_raises_after_a_stream_has_ended_ends_no_other_stream(even
     assert [each.token_ids for each in (done, *done.alternatives)] == [each.tokens for each in expected]
 
 
+def test_a_stream_that_raises_alone_ends_its_request_and_no_other() -> None:
+    """The first stream of the request was launched again before the second one raised alone."""
+    world = World()
+    one, other = world.submit(PROMPT, GREEDY.but(n=2)), world.submit((9, 9, 8))
+    world.step(2)
+    world.model.events.clear()
+    world.model.raises = lambda event: event in (1, 3, 5, 6)
+    world.step()
+    assert world.model.events == ["launch", "read", *["launch"] * 5, "read", "read"]
+    world.finish()
+    with pytest.raises(RequestFailed, match="the launch failed"):
+        one.channel.wait(0)
+    assert answer(other) == right(other)
+
+
 def test_results_that_cannot_be_read_end_the_requests_of_their_step() -> None:
     world = World()
     one = world.submit(PROMPT)
