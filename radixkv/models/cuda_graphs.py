@@ -80,12 +80,15 @@ def record_graphs(runner: Runner, sequences: int, tokens: int, recorder: Recorde
         _log.info("steps run without CUDA graphs: its layers keep recurrent state")
     elif loaded.attention == "triton" and (recorder is not None or device.is_gpu):
         assert isinstance(forward, PoolForward)
-        with torch.inference_mode(), device.current():
-            sizes = buckets(sequences, 0 if runner.deterministic else tokens)
-            graphs = _graphs_of(runner, forward, sizes, recorder or DeviceRecorder(device))
-            graphs.record()
-            if graphs.buckets and _replays_the_same(graphs, forward, store.block_size, loaded.dtype):
-                runner.forward = ReplayedForward(graphs, forward, runner.eager, padded=not runner.deterministic)
+        sizes = buckets(sequences, 0 if runner.deterministic else tokens)
+        try:
+            with torch.inference_mode(), device.current():
+                graphs = _graphs_of(runner, forward, sizes, recorder or DeviceRecorder(device))
+                graphs.record()
+                if graphs.buckets and _replays_the_same(graphs, forward, store.block_size, loaded.dtype):
+                    runner.forward = ReplayedForward(graphs, forward, runner.eager, padded=not runner.deterministic)
+        except torch.OutOfMemoryError as error:  # for their inputs, or for the steps that are compared
+            _log.warning("steps run without CUDA graphs: %s", error)
 
 
 def buckets(sequences: int, tokens: int) -> list[Bucket]:
