@@ -247,6 +247,25 @@ def test_a_stream_that_raises_alone_ends_its_request_and_no_other() -> None:
     assert answer(other) == right(other)
 
 
+def test_a_draw_that_raises_ends_no_request_whose_prompt_is_not_computed_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(config=EngineConfig(max_sequences=4, max_batch_tokens=32, prefill_chunk=4))
+    one, other = world.submit((1, 2)), world.submit(tuple(range(12)))
+    begin = LateSampler.begin
+
+    def broken(self: LateSampler, logits: Any, rows: Any, *rest: Any) -> LatePending:
+        if rows:
+            raise ValueError("no draw")
+        return begin(self, logits, rows, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LateSampler, "begin", broken)
+        world.step()
+    world.finish()
+    with pytest.raises(RequestFailed, match="no draw"):
+        one.channel.wait(0)
+    assert answer(other) == right(other)
+
+
 def test_results_that_cannot_be_read_end_the_requests_of_their_step() -> None:
     world = World()
     one = world.submit(PROMPT)
