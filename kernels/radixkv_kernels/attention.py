@@ -123,9 +123,11 @@ def _ampere(size: int, shared: int) -> _Shapes:
     """Return tiles for products from registers: generation 8, and 12 and above."""
     large = shared >= 164 << 10
     if size > 128:
-        return ((16, 64, 4, 2) if large else (16, 32, 4, 3), (64, 32, 8, 2))
+        tails = (16, 64, 4, 2) if large else (16, 32, 4, 3 if size > 192 else 2)
+        return (tails, (64, 32, 8, 2))
     tails = (16, 64, 4, 3) if size <= 64 else (16, 32, 4, 4 if large else 3)
-    return (tails, (64, 32, 8 if 64 < size < 128 else 4, 3), (128, 32, 8, 3))
+    sharers = (64, 32, 8 if 64 < size < 128 else 4, 3) if large or size > 64 else (64, 16, 4, 4)
+    return (tails, sharers, (128, 32, 8, 3))
 
 
 def _amd(size: int) -> _Shapes:
