@@ -66,7 +66,7 @@ def kinds(
     if generation == AMD:
         shapes = _amd(size) if half else ((16, 16, 8, 2), (32, 16, 8, 2))
     elif not half:
-        shapes = _float32(size)
+        shapes = _float32(size, generation, shared)
     elif _reads_shared(generation):
         shapes = _hopper(size, generation)
     else:
@@ -102,10 +102,14 @@ def _reads_shared(generation: int) -> bool:
     return 9 <= generation <= 11
 
 
-def _float32(size: int) -> _Shapes:
+def _float32(size: int, generation: int, shared: int) -> _Shapes:
     """Return small tiles: NVIDIA's GPUs multiply float32 without tensor cores, from registers."""
-    tails = (16, 16, 8 if size <= 128 else 16, 2)
-    return (tails, (32, 16, 8, 3) if size <= 64 else (32, 16, 16, 2))
+    small, spills = shared < 164 << 10, generation >= 10 or shared < 164 << 10
+    narrow = 64 if small else 96 if spills else 128  # larger heads spill with eight warps
+    tails = (16, 16, 8 if size <= narrow else 16, 2)
+    if size <= 64:
+        return (tails, (32, 16, 8, 3))
+    return (tails, (32, 16, 8 if spills and 128 <= size <= 192 else 16, 2))
 
 
 def _hopper(size: int, generation: int) -> _Shapes:
