@@ -27,7 +27,9 @@ def step_memory(
     max_sequences: int,
     prefill_chunk: int,
 ) -> int:
-    """Return the bytes that tensors of steps take at most: 0 on a device without memory of its own.
+    """Return the bytes to keep free for the tensors of steps: twice the peak of the largest one. 0 on a CPU.
+
+    The second half is for recorded steps. It is a choice: their memory has not been measured on a GPU.
 
     Runs one step of max_batch_tokens tokens over a small pool, in chunks of up to prefill_chunk and of up to
     max_sequences sequences, and samples from logits of max_sequences rows. Its sequences are short: the partial results
