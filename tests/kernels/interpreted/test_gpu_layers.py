@@ -161,7 +161,9 @@ OTHERS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["of layer 0, the MLP is not gated by SiLU"],
     ),
     "queries that grow with the position": (
-        lambda: transformers.Ministral3Config(**SIZES, head_dim=8, rope_parameters=YARN),
+        lambda: transformers.Ministral3Config(
+            **SIZES | {"max_position_embeddings": 256}, head_dim=8, rope_parameters=YARN
+        ),
         ["of layer 0, attention computes something else than projections, norms and a rotation of whole heads"],
     ),
     "parts of another kind": (lambda: transformers.Gemma2Config(**SIZES, head_dim=8), []),
