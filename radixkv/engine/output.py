@@ -78,7 +78,9 @@ class Completion:
     `finish_reason` is "stop" (a stop id, a stop string, or the end of a constrained text) or "length" (max_tokens, or
     the context was full).
     `stop_text` is the stop string that ended the text, if one did.
-    With `n > 1`, `alternatives` has the completions of the streams 1..n-1.
+    With `n > 1`, `alternatives` has the completions of the streams 1..n-1. With a beam search it has the other beams,
+    best first, and `score` is each beam's sum of log probabilities over its length to the power of `length_penalty`.
+    `prompt_logprobs` has an entry for each token of the prompt, None for the first, if they were asked for.
     """
 
     text: str
@@ -89,6 +91,8 @@ class Completion:
     index: int = 0
     alternatives: tuple[Completion, ...] = ()
     stop_text: str | None = None
+    score: float | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class OutputChannel:

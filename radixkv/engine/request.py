@@ -40,7 +40,8 @@ class Request:
     time.perf_counter. `width` is the number of streams, forked or not. `computed_length` is the number of tokens that
     one stream computes at most; the last sampled token is never run through the model. `matcher` constrains the first
     stream, and is forked for the others. `reply_start` is the length of the part of the prompt that a later turn of the
-    conversation repeats for sure: up to the end of the last message before the reply; 0 if unknown.
+    conversation repeats for sure: up to the end of the last message before the reply; 0 if unknown. `bad_words` are the
+    token ids of `params.bad_words`. `host_bound` means that the host must read each token before the next can be drawn.
 
     Set by the scheduler: `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken` counts
     the later requests that were admitted before it. `prefix_wait` is its wait for a shared prefix. `guaranteed` means
@@ -78,6 +79,8 @@ class Request:
     coalesced: bool = False
     miss: Explanation | None = None
     reply_start: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    host_bound: bool = False
     width: int = field(init=False)
     computed_length: int = field(init=False)
 

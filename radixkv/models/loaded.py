@@ -123,7 +123,7 @@ class SequenceInput:
     The KV of the n tokens goes to `slots`; `block_table` covers tokens [0, start + n). An `isolated` input gets a
     forward of its own: a matrix product of another height may round its rows differently. `state` is for models with
     recurrent state. If the host has not read the last token yet, `sampled_row` is its row in the `sampled` tensor of
-    `Runner.run`, and the value in `tokens` is ignored.
+    `Runner.run`, and the value in `tokens` is ignored. The logits of its last `logit_rows` tokens are wanted.
     """
 
     tokens: NDArray[np.int32]
@@ -133,3 +133,4 @@ class SequenceInput:
     isolated: bool = False
     state: StateStep | None = None
     sampled_row: int = -1
+    logit_rows: int = 1

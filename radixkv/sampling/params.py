@@ -214,6 +214,30 @@ class Choices(Texts):
         return texts
 
 
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping(Parameter):
+    """Declare when a beam search ends: True, False or "never"."""
+
+    def checked(self, name: str, value: Any) -> bool | str:
+        """Return the value; raise InvalidInput if it is another one."""
+        if not isinstance(value, bool) and value != "never":
+            raise InvalidInput(f'{name} must be True, False or "never", not {value!r:.100}')
+        return bool(value) if value != "never" else "never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Parameter):
+    """Declare a mapping of names to values that only custom logits processors read; None is empty."""
+
+    def checked(self, name: str, value: Any) -> dict[str, Any]:
+        """Return a copy."""
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+            raise InvalidInput(f"{name} must map names to values, not be {value!r:.100}")
+        return dict(value)
+
+
 def _short_enough(name: str, text: str, most: int) -> str:
     if len(text) > most:
         raise InvalidInput(f"{name} has {len(text)} characters: at most {most} are allowed")
@@ -249,7 +273,10 @@ class SamplingParams:
 
     The defaults sample from the model's own distribution: temperature 1, no filter. Temperature 0 is greedy, and then
     top_k, top_p, min_p and seed have no effect. The parameters apply in this order: penalties, logit_bias, min_tokens,
-    temperature, top_k, top_p, min_p.
+    bad_words, custom logits processors, temperature, top_k, top_p, min_p.
+
+    A beam search (`beam_width` > 1) draws nothing: temperature, top_k, top_p, min_p and seed have no effect. It returns
+    all its beams, so `n` is 1, and its replies have no constraint.
 
     max_tokens           maximum length of the reply, >= 1
     min_tokens           minimum length: no stop token is sampled before, 0 <= min_tokens <= max_tokens
@@ -269,12 +296,19 @@ class SamplingParams:
     logprobs             number of most likely tokens whose log probabilities are returned at each position, in addition
                          to the sampled token's; 0..100, None: no log probabilities. They are those of the model's
                          distribution, before any parameter above changes it
+    prompt_logprobs      as logprobs, for each token of the prompt after the first; needs the logits of the whole prompt
+    bad_words            texts that a reply does not contain, as far as their tokens are concerned
+    beam_width           number of beams, >= 1; 1: no beam search
+    length_penalty       a beam's score is the sum of its log probabilities over its length to this power, -10..10
+    early_stopping       True: stop once beam_width beams are complete; False: once no beam is likely to improve;
+                         "never": once no beam can improve, for a length_penalty > 0
+    extra_args           name -> value, for the engine's custom logits processors
     json_schema          the reply is a JSON value that this schema allows: a mapping, its JSON text, or True for any
     regex                the whole reply matches this regular expression
     grammar              the reply follows this grammar, in Lark's notation as llguidance reads it, or in GBNF
     choice               the reply is one of these texts
 
-    At most one of the last four is given; they need the extra radixkv[grammar].
+    At most one of json_schema, regex, grammar and choice is given; they need the extra radixkv[grammar].
     """
 
     max_tokens: int = parameter(256, Integer(low=1, on_wire=False))
@@ -295,6 +329,16 @@ class SamplingParams:
     ignore_eos: bool = parameter(False, Flag())
     n: int = parameter(1, Integer(low=1, wire_high=128))
     logprobs: int | None = parameter(None, Integer(low=0, high=100, optional=True, wire_high=20, on_wire=False))
+    prompt_logprobs: int | None = parameter(None, Integer(low=0, high=100, optional=True, wire_high=20, on_wire=False))
+    bad_words: Sequence[str] = parameter(
+        (), Texts(wire_most=1024, wire_longest=256, adjusts_logits=True, on_wire=False)
+    )
+    beam_width: int = parameter(1, Integer(low=1, wire_high=128, on_wire=False))
+    length_penalty: float = parameter(1.0, Number(low=-10, high=10, on_wire=False))
+    early_stopping: bool | str = parameter(False, EarlyStopping(on_wire=False))
+    extra_args: Mapping[str, Any] = field(
+        default_factory=dict, hash=False, metadata={"parameter": Arguments(on_wire=False)}
+    )
     json_schema: Mapping[str, Any] | str | bool | None = parameter(
         None, JsonSchema(most=LONGEST_CONSTRAINT, on_wire=False)
     )
@@ -316,6 +360,12 @@ class SamplingParams:
         given = [name for name in CONSTRAINTS if getattr(self, name)]
         if len(given) > 1:
             raise InvalidInput(f"{' and '.join(given)} are given: a reply has at most one constraint")
+        if self.beam_width > 1 and self.n > 1:
+            raise InvalidInput(
+                f"beam_width is {self.beam_width} and n is {self.n}: a beam search returns all its beams"
+            )
+        if self.beam_width > 1 and given:
+            raise InvalidInput(f"beam_width is {self.beam_width}, and {given[0]} is given: beams have no constraint")
 
     @cached_property
     def greedy(self) -> bool:
@@ -384,7 +434,9 @@ class SampleRow:
     (`seed`, `position`) identifies a draw: each token has its own. `stop_token_ids` end the reply; they are masked
     while it is shorter than `min_tokens`. `stream` identifies the row's stream from step to step: streams that sample
     in turn have different values, and a stream keeps its own through preemptions. `in_flight` is the number of tokens
-    after `history` that were sampled by the preceding `begin` and are still unknown to the host: 0 or 1.
+    after `history` that were sampled by the preceding `begin` and are still unknown to the host: 0 or 1. `candidates`
+    is the number of most likely tokens that a beam search needs, 0 for a row that is sampled. `bad_words` are the token
+    ids of each text that the reply must not contain.
     """
 
     params: SamplingParams
@@ -395,6 +447,21 @@ class SampleRow:
     stop_token_ids: frozenset[int] = frozenset()
     stream: Hashable = None
     in_flight: int = 0
+    candidates: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The most likely tokens of a row, best first, without tokens that the processors exclude.
+
+    `scores` are log probabilities that the logits processors have changed, and `logprobs` are those of the model's own
+    distribution.
+    """
+
+    tokens: list[int]
+    scores: list[float]
+    logprobs: list[float]
 
 
 @dataclass(frozen=True)

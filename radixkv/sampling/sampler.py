@@ -24,7 +24,7 @@ from torch import Tensor
 
 from radixkv.errors import InvalidInput
 from radixkv.sampling.logits_processors import adjusted
-from radixkv.sampling.params import SampleRow, SamplingParams, TokenLogprobs
+from radixkv.sampling.params import Candidates, SampleRow, SamplingParams, TokenLogprobs
 from radixkv.sampling.race import PAGE, draw_key, race
 from radixkv.sampling.token_mask import TokenMask
 
@@ -38,11 +38,13 @@ class Sampled:
     """The sampled tokens, one per row, and log probabilities for the rows with `logprobs`; None if no row has it.
 
     Rows in `broken` had no finite maximum, by a NaN or because every token was masked: their tokens are meaningless.
+    `candidates` are those of the rows that ask for them, whose tokens have no meaning; None if no row does.
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None
     broken: frozenset[int] = frozenset()
+    candidates: list[Candidates | None] | None = None
 
 
 class Pending(Protocol):
