@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,11 @@ Keep each find as a fixed example, so that `make test` fails, too, until the fau
   a property       add the printed arguments of the failing test case to the test as @example(...)
   a state machine  write the printed steps as a test
   a life           add its seed to KEPT in tests/simulation/test_lives.py"""
+
+# A shell starts background jobs, and nohup its command, with signals ignored: tests that send one would wait for ever.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # With CI set, transformers passes its warnings on to pytest, and tests that read the log would find them there.
 os.environ.pop("CI", None)
