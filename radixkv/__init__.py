@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from radixkv.config import EngineConfig
     from radixkv.engine import AsyncHandle, AuditReport, Chunk, Completion, EngineStats, Handle, Usage, Warmed
     from radixkv.errors import RadixKVError
-    from radixkv.sampling.params import SamplingParams
+    from radixkv.sampling.logits_processors import LogitsProcessor
+    from radixkv.sampling.params import SampleRow, SamplingParams
 
 __all__ = [
     "AsyncChatSession",
@@ -44,10 +45,12 @@ __all__ = [
     "EngineStats",
     "Explanation",
     "Handle",
+    "LogitsProcessor",
     "PrefixCache",
     "RadixKVError",
     "Reply",
     "ReplyStream",
+    "SampleRow",
     "SamplingParams",
     "ToolCall",
     "ToolResult",
@@ -75,7 +78,8 @@ _HOMES = {
     "radixkv.config": ("EngineConfig",),
     "radixkv.engine": ("AsyncHandle", "AuditReport", "Chunk", "Completion", "EngineStats", "Handle", "Usage", "Warmed"),
     "radixkv.errors": ("RadixKVError",),
-    "radixkv.sampling.params": ("SamplingParams",),
+    "radixkv.sampling.logits_processors": ("LogitsProcessor",),
+    "radixkv.sampling.params": ("SampleRow", "SamplingParams"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -8,7 +8,7 @@ test compares the table in docs/engine.md with them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, cast
 
@@ -51,6 +51,7 @@ class EngineConfigFields(TypedDict, total=False):
     expose_text: bool
     record: str | os.PathLike[str] | None
     seed: int
+    logits_processors: Sequence[Any]
     revision: str | None
     trust_remote_code: bool
 
@@ -73,6 +74,18 @@ _MONITOR: _Rule = (
 _RECORD: _Rule = (
     lambda value: value is None or isinstance(value, str | os.PathLike),
     "{name} names a file to be written, got {value!r}",
+)
+
+
+def _is_processor(value: object) -> bool:
+    """Whether a value has what `LogitsProcessor` declares; a class in place of an object is a mistake."""
+    is_flag = isinstance(getattr(value, "reads_history", None), bool)
+    return is_flag and callable(value) and callable(getattr(value, "applies", None)) and not isinstance(value, type)
+
+
+_PROCESSORS: _Rule = (
+    lambda value: isinstance(value, list | tuple) and all(map(_is_processor, value)),
+    "{name} must be a list of objects, each with what radixkv.LogitsProcessor declares, got {value!r}",
 )
 
 
@@ -183,6 +196,9 @@ class EngineConfig:
         None, "new file for a trace of all requests, without their text, for radixkv-replay", _RECORD
     )
     seed: int = _setting(0, "root of the seeds of requests that have none", _INT)
+    logits_processors: Sequence[Any] = _setting(
+        (), "objects that change logits before sampling, applied in order: see radixkv.LogitsProcessor", _PROCESSORS
+    )
     revision: str | None = _setting(None, "revision of a model on the hub")
     trust_remote_code: bool = _setting(False, "run code that comes with the model")
 
@@ -192,6 +208,7 @@ class EngineConfig:
             value, rule = getattr(self, each.name), each.metadata["rule"]
             if rule is not None and not rule[0](value):
                 raise InvalidInput(rule[1].format(name=each.name, value=value))
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         if not isinstance(self.eviction, str) or self.eviction not in _policies():
             raise UnknownPolicy(f"eviction={self.eviction!r}: allowed are {', '.join(_policies())}")
         if self.namespace_limits is not None:

@@ -428,4 +428,5 @@ def sample_row(stream: Stream, in_flight: int = 0) -> SampleRow:
         stop_token_ids=stream.request.stop_ids,
         stream=(stream.request.number, stream.index),
         in_flight=in_flight,
+        bad_words=stream.request.bad_words,
     )

@@ -77,7 +77,7 @@ class RequestEngine:
         self.config = config
         self._model = model
         core = new_core(cache, runner, config, overlap=device_of(model.device).is_gpu)
-        core.sampler = sampler_of(model)
+        core.sampler = sampler_of(model, config.logits_processors)
         auditor = Auditor(core, scrub=config.scrub_rate)
         self._outputs: list[TraceWriter | monitoring.Monitoring] = []
         if (file := check_path(config.record)) is not None:

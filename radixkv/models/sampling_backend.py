@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from radixkv.models.loaded import LoadedModel
 from radixkv.sampling import batch_draw
 from radixkv.sampling.batch_draw import DrawRows
 from radixkv.sampling.device_sampler import DeviceSampler, Draw
+from radixkv.sampling.logits_processors import LogitsProcessor
 from radixkv.sampling.params import SampleRow, SamplingParams
 from radixkv.sampling.sampler import HostSampler, Sampler
 
@@ -27,19 +29,19 @@ _KINDS = (
 """Rows that launch all operators of a sampler."""
 
 
-def sampler_of(loaded: LoadedModel) -> Sampler:
-    """Return a new sampler for a model's logits.
+def sampler_of(loaded: LoadedModel, processors: Sequence[LogitsProcessor] = ()) -> Sampler:
+    """Return a new sampler for a model's logits, which applies custom `processors`.
 
     On a GPU it has run once, so that serving compiles nothing. The draws use a kernel, or torch's operators, with a
     warning, if the kernel cannot run or draws other tokens. Costs a few batches of `len(_KINDS)` rows.
     """
     if not device_of(loaded.device).is_gpu:
-        return HostSampler()
+        return HostSampler(processors)
     reason = triton_backend.device_obstacle(loaded.device)
     if reason is None:
         try:
-            reference, _ = _tried(loaded, batch_draw.draw)
-            tokens, sampler = _tried(loaded, _draw_by_kernel)
+            reference, _ = _tried(loaded, batch_draw.draw, ())
+            tokens, sampler = _tried(loaded, _draw_by_kernel, processors)
             if tokens == reference:
                 return sampler
             reason = "the kernel draws other tokens"
@@ -47,7 +49,7 @@ def sampler_of(loaded: LoadedModel) -> Sampler:
             refuse_fatal(error)
             reason = f"{type(error).__name__}: {error}"
     _log.warning("tokens are drawn by torch, not by Triton: %.200s", reason)
-    return _tried(loaded, batch_draw.draw)[1]
+    return _tried(loaded, batch_draw.draw, processors)[1]
 
 
 def _draw_by_kernel(logits: Tensor, best: Tensor, rows: DrawRows) -> Tensor:
@@ -56,10 +58,10 @@ def _draw_by_kernel(logits: Tensor, best: Tensor, rows: DrawRows) -> Tensor:
     return sampling.draw(logits, best, rows.kinds, rows.keys, rows.top_k, rows.temperature, rows.top_p, rows.least)
 
 
-def _tried(loaded: LoadedModel, draw: Draw) -> tuple[list[int], Sampler]:
+def _tried(loaded: LoadedModel, draw: Draw, processors: Sequence[LogitsProcessor]) -> tuple[list[int], Sampler]:
     """Return the tokens of a batch, and the sampler that has sampled it."""
     device = device_of(loaded.device)
-    sampler = DeviceSampler(loaded.device, draw)
+    sampler = DeviceSampler(loaded.device, draw, processors=processors)
     rows = [SampleRow(params, 0, 1, [0, 1], 1, frozenset([1])) for params in _KINDS]
     generator = torch.Generator().manual_seed(0)
     logits = device.upload(torch.randn(len(rows), loaded.vocab_size, generator=generator) * 4)

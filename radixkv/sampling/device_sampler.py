@@ -21,6 +21,7 @@ from radixkv.errors import InvalidInput
 from radixkv.sampling import logits_processors
 from radixkv.sampling.batch_draw import GREEDY, DrawRows, draw
 from radixkv.sampling.batch_rows import Batch, Numbers
+from radixkv.sampling.logits_processors import BATCHED, LogitsProcessor, Shares
 from radixkv.sampling.params import SampleRow, TokenLogprobs
 from radixkv.sampling.sampler import Sampled
 from radixkv.sampling.token_counts import TokenCounts
@@ -39,11 +40,21 @@ class DeviceSampler:
     history. The results of a dropped stream are ignored by the caller.
     """
 
-    def __init__(self, place: torch.device, draw: Draw = draw, counts: TokenCounts | None = None) -> None:
-        """Sample logits on the device `place`; `draw` samples the rows that are not greedy."""
+    def __init__(
+        self,
+        place: torch.device,
+        draw: Draw = draw,
+        counts: TokenCounts | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        """Sample logits on the device `place`; `draw` samples the rows that are not greedy.
+
+        The custom `processors` follow those of the sampling parameters.
+        """
         self._device: Device = device_of(place)
         self._draw = draw
         self._counts = counts or TokenCounts(place)
+        self._processors = tuple(processors)
 
     @torch.inference_mode()
     def begin(
@@ -60,12 +71,16 @@ class DeviceSampler:
             raise InvalidInput(f"logits of shape {tuple(logits.shape)} do not fit {len(rows)} rows")
         with self._device.current():
             batch = Batch(rows, sources, (logits.shape[0], logits.shape[1]), self._counts)
-            return self._launch(logits, batch, mask)
+            processed = logits_processors.shares(self._processors, rows)
+            if batch.adjusts:
+                own = [each for each in logits_processors.PROCESSORS if not isinstance(each, BATCHED)]
+                processed = logits_processors.shares(own, rows) + processed
+            return self._launch(logits, batch, mask, processed)
 
-    def _launch(self, logits: Tensor, batch: Batch, mask: TokenMask | None) -> DevicePending:
+    def _launch(self, logits: Tensor, batch: Batch, mask: TokenMask | None, processed: Shares) -> DevicePending:
         best, tokens = logits.max(dim=1)
         bits, maxima = _bits(best), best
-        if batch.plain and mask is None:
+        if batch.plain and mask is None and not processed:
             return self._pending(tokens, [bits, tokens, bits], batch)
         numbers = batch.upload(self._device)
         if batch.filling is not None:
@@ -74,11 +89,12 @@ class DeviceSampler:
         if not batch.in_order:
             values = logits.index_select(0, numbers.sources)
             best, tokens = best.index_select(0, numbers.sources), tokens.index_select(0, numbers.sources)
-        if mask is not None or batch.adjusts:
+        if mask is not None or batch.adjusts or processed:
             values = values.clone(memory_format=torch.contiguous_format) if batch.in_order else values
             if mask is not None:
                 mask.limit(values)
             values = self._adjusted(values, batch, numbers)
+            logits_processors.process_shares(processed, values, batch.rows)
             best, tokens = values.max(dim=1)
         if batch.random:
             tokens = torch.where(numbers.draws.kinds == GREEDY, tokens, self._draw(values, best, numbers.draws))
@@ -99,7 +115,7 @@ class DeviceSampler:
         return DevicePending(tokens, self._device.download([torch.cat(found)]), batch)
 
     def _adjusted(self, values: Tensor, batch: Batch, numbers: Numbers) -> Tensor:
-        """Apply the logits processors to values [rows, vocab], which may be changed in place."""
+        """Apply the processors of `BATCHED` to values [rows, vocab], which may be changed in place."""
         if batch.filling is not None:
             counts = self._counts.table.index_select(0, numbers.slots)
             if batch.repetition:
@@ -113,11 +129,6 @@ class DeviceSampler:
             values.view(-1).index_add_(0, numbers.biased, numbers.bias.to(values.dtype))
         if len(batch.stops):
             values.view(-1).index_fill_(0, numbers.stops, -torch.inf)
-        for process in logits_processors.PROCESSORS:
-            if process not in logits_processors.BATCHED:
-                for line, row in zip(values, batch.rows, strict=True):
-                    if row.params.adjusts_logits:
-                        process(line, row)
         return values
 
 

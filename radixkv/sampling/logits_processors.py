@@ -1,81 +1,243 @@
-"""Logits processors: functions that change a row's logits before sampling, for penalties, bias and minimum length.
+"""Logits processors: objects that change logits before sampling, for penalties, bias, minimum length and bad words.
 
 `PROCESSORS` are applied in order. A parameter that is declared with `adjusts_logits` needs a processor in this list.
+The custom processors of an engine follow them. A beam search passes log probabilities in place of logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from radixkv.device import device_of
 from radixkv.errors import InvalidInput
-from radixkv.sampling.params import SampleRow
-
-# Changes the logits [vocab] of one row in place; does nothing if its parameters have their defaults.
-LogitsProcessor: TypeAlias = Callable[[Tensor, SampleRow], None]
+from radixkv.sampling.params import SampleRow, SamplingParams
 
 
-def adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Apply each row's processors to a copy of logits [rows, vocab]; return `logits` itself if no row needs one.
+class LogitsProcessor(Protocol):
+    """Changes the logits of some rows of each batch before their tokens are sampled.
 
-    Raises InvalidInput for a bias of a token id beyond the vocabulary.
+    One thread calls a processor: the engine's, and once at `applies` the thread that submits a request. It may be
+    called again for the same rows after a call of it, or of another processor, raised an exception. So a processor has
+    no state that counts its calls, and a row's result depends on nothing but that row.
+
+    `reads_history` says whether the processor reads `SampleRow.history` or `SampleRow.position`. Its rows then sample
+    in every other step at most in an engine that launches steps ahead. If it is False, the history of a row may lack
+    the last token.
     """
-    if not any(row.params.adjusts_logits for row in rows):
-        return logits
-    copy = logits.clone()
-    for values, row in zip(copy, rows, strict=True):
-        if row.params.adjusts_logits:
-            for process in PROCESSORS:
-                process(values, row)
-    return copy
+
+    reads_history: bool = True
+
+    def applies(self, params: SamplingParams) -> bool:
+        """Return whether the processor changes the rows of a request with these parameters.
+
+        Called for each row of each step, so that it must be cheap: usually a lookup in `params.extra_args`. It is
+        called first when a request is submitted, which is refused with InvalidInput if this raises.
+        """
+        ...
+
+    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        """Change logits [len(rows), vocab] in place, one row for each of `rows`.
+
+        The tensor has the model's dtype and device, and is a copy. A logit of -inf excludes its token. An exception
+        fails the requests of these rows, and no others.
+        """
+        ...
 
 
-def repetition_penalty(values: Tensor, row: SampleRow) -> None:
-    """Make the tokens of prompt and reply less likely. A token that occurs twice is penalised once."""
-    penalty = row.params.repetition_penalty
-    if penalty == 1.0 or not len(row.history):
-        return
-    seen = _as_index(row.history, values.device)
-    found = values[seen]
-    values[seen] = torch.where(found > 0, found / penalty, found * penalty)
+class Share(NamedTuple):
+    """A processor and the places of the rows in a batch that it applies to; at least one."""
+
+    process: LogitsProcessor
+    places: list[int]
 
 
-def reply_penalties(values: Tensor, row: SampleRow) -> None:
-    """Subtract the presence penalty once, and the frequency penalty for each occurrence, from the reply's tokens."""
-    presence, frequency = row.params.presence_penalty, row.params.frequency_penalty
-    reply = row.history[row.prompt_length :]
-    if (presence or frequency) and len(reply):
-        tokens, counts = torch.unique(_as_index(reply, values.device), return_counts=True)
-        values[tokens] -= presence + frequency * counts
+Shares: TypeAlias = list[Share]
 
 
-def logit_bias(values: Tensor, row: SampleRow) -> None:
-    """Add the bias of each token that has one."""
-    bias = row.params.logit_bias
-    if bias:
-        check_bias(bias, len(values))
-        values[_as_index(list(bias), values.device)] += torch.tensor(
-            list(bias.values()), dtype=values.dtype, device=values.device
+def shares(processors: Sequence[LogitsProcessor], rows: Sequence[SampleRow]) -> Shares:
+    """Return the processors that apply to some of the rows, each with these rows."""
+    found = [
+        Share(process, [at for at, row in enumerate(rows) if process.applies(row.params)]) for process in processors
+    ]
+    return [share for share in found if share.places]
+
+
+def process_shares(found: Shares, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    """Change logits [rows, vocab] in place by each processor, in one call for all of its rows.
+
+    The host waits for nothing. The number of launches depends on the processors only. Raises InvalidInput for a
+    processor that returns a value or changes the shape of the logits.
+    """
+    for process, places in found:
+        if len(places) == len(rows):
+            _process(process, logits, rows)
+            continue
+        index = device_of(logits.device).upload(np.array(places, np.int64))
+        part = logits.index_select(0, index)
+        _process(process, part, [rows[at] for at in places])
+        logits.index_copy_(0, index, part)
+
+
+def _process(process: LogitsProcessor, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    shape = logits.shape
+    returned: object = process(logits, rows)  # type: ignore[func-returns-value]
+    if returned is not None:
+        raise InvalidInput(
+            f"the logits processor {name_of(process)} returned {type(returned).__name__}: it must change the logits in "
+            "place and return None"
+        )
+    if logits.shape != shape:
+        raise InvalidInput(
+            f"the logits processor {name_of(process)} changed the shape of the logits from {tuple(shape)} to "
+            f"{tuple(logits.shape)}"
         )
 
 
-def minimum_length(values: Tensor, row: SampleRow) -> None:
-    """Mask the stop tokens while the reply is shorter than `min_tokens`."""
-    drawn = max(len(row.history) - row.prompt_length, 0)
-    if drawn < row.params.min_tokens and row.stop_token_ids:
-        values[_as_index(sorted(row.stop_token_ids), values.device)] = -torch.inf
+def name_of(process: LogitsProcessor) -> str:
+    """Return the name of a processor for messages: that of its class."""
+    return type(process).__name__
 
 
-PROCESSORS: list[LogitsProcessor] = [repetition_penalty, reply_penalties, logit_bias, minimum_length]
+def adjusted(logits: Tensor, rows: Sequence[SampleRow], custom: Sequence[LogitsProcessor] = ()) -> Tensor:
+    """Return a copy of logits [rows, vocab] in host memory with all processors applied; `logits` itself if none does.
 
-BATCHED = frozenset((repetition_penalty, reply_penalties, logit_bias, minimum_length))
-"""The processors that `DeviceSampler` applies to all rows together.
+    Raises InvalidInput for a bias of a token id beyond the vocabulary, and as `process_shares`.
+    """
+    adjusts = any(row.params.adjusts_logits for row in rows)
+    found = shares(custom, rows)
+    if not adjusts and not found:
+        return logits
+    copy = logits.clone(memory_format=torch.contiguous_format)
+    if adjusts:
+        for process in PROCESSORS:
+            for first, end in _runs(process, rows):  # views: copies of scattered rows would take longer than the rest
+                process(copy[first:end], rows[first:end])
+    process_shares(found, copy, rows)
+    return copy
 
-It calls each other processor once per row, after these. The row's history then lacks a token in flight.
+
+def _runs(process: LogitsProcessor, rows: Sequence[SampleRow]) -> Iterator[tuple[int, int]]:
+    """Yield the first place and the end of each run of neighbouring rows that a processor applies to."""
+    end = 0
+    for applies, run in groupby(rows, lambda row: process.applies(row.params)):
+        first, end = end, end + sum(1 for _ in run)
+        if applies:
+            yield first, end
+
+
+class RepetitionPenalty:
+    """Makes the tokens of prompt and reply less likely. A token that occurs twice is penalised once."""
+
+    reads_history = True
+
+    def applies(self, params: SamplingParams) -> bool:
+        """See LogitsProcessor."""
+        return params.repetition_penalty != 1.0
+
+    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        """See LogitsProcessor."""
+        for values, row in zip(logits, rows, strict=True):
+            seen, penalty = _as_index(row.history, values.device), row.params.repetition_penalty
+            found = values[seen]
+            values[seen] = torch.where(found > 0, found / penalty, found * penalty)
+
+
+class ReplyPenalties:
+    """Subtracts the presence penalty once, and the frequency penalty per occurrence, from the reply's tokens."""
+
+    reads_history = True
+
+    def applies(self, params: SamplingParams) -> bool:
+        """See LogitsProcessor."""
+        return bool(params.presence_penalty or params.frequency_penalty)
+
+    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        """See LogitsProcessor."""
+        for values, row in zip(logits, rows, strict=True):
+            reply = _as_index(row.history[row.prompt_length :], values.device)
+            tokens, counts = torch.unique(reply, return_counts=True)
+            values[tokens] -= row.params.presence_penalty + row.params.frequency_penalty * counts
+
+
+class LogitBias:
+    """Adds the bias of each token that has one."""
+
+    reads_history = False
+
+    def applies(self, params: SamplingParams) -> bool:
+        """See LogitsProcessor."""
+        return bool(params.logit_bias)
+
+    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        """See LogitsProcessor."""
+        for values, row in zip(logits, rows, strict=True):
+            bias = row.params.logit_bias
+            check_bias(bias, len(values))
+            added = torch.tensor(list(bias.values()), dtype=values.dtype, device=values.device)
+            values[_as_index(list(bias), values.device)] += added
+
+
+class MinimumLength:
+    """Masks the stop tokens while the reply is shorter than `min_tokens`."""
+
+    reads_history = False  # its length is enough
+
+    def applies(self, params: SamplingParams) -> bool:
+        """See LogitsProcessor."""
+        return params.min_tokens > 0
+
+    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        """See LogitsProcessor."""
+        for values, row in zip(logits, rows, strict=True):
+            drawn = max(len(row.history) + row.in_flight - row.prompt_length, 0)
+            if drawn < row.params.min_tokens and row.stop_token_ids:
+                values[_as_index(sorted(row.stop_token_ids), values.device)] = -torch.inf
+
+
+class BadWords:
+    """Masks the last token of each bad word whose other tokens end the reply."""
+
+    reads_history = True
+
+    def applies(self, params: SamplingParams) -> bool:
+        """See LogitsProcessor."""
+        return bool(params.bad_words)
+
+    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        """See LogitsProcessor."""
+        for values, row in zip(logits, rows, strict=True):
+            values[_as_index(completing_tokens(row), values.device)] = -torch.inf
+
+
+def completing_tokens(row: SampleRow) -> list[int]:
+    """Return the tokens that would complete one of a row's bad words; a token may occur twice.
+
+    Tokens of the prompt are no part of a bad word. O(words).
+    """
+    history, end = row.history, len(row.history)
+    return [word[-1] for word in row.bad_words if _ends_with(history, end, row.prompt_length, word)]
+
+
+def _ends_with(history: Sequence[int], end: int, prompt_length: int, word: tuple[int, ...]) -> bool:
+    """Return whether the reply in history[prompt_length:end] ends with all tokens of a word but the last."""
+    start = end - len(word) + 1
+    if start == end:
+        return True
+    return start >= prompt_length and history[end - 1] == word[-2] and tuple(history[start:end]) == word[:-1]
+
+
+PROCESSORS: list[LogitsProcessor] = [RepetitionPenalty(), ReplyPenalties(), LogitBias(), MinimumLength(), BadWords()]
+
+BATCHED = (RepetitionPenalty, ReplyPenalties, LogitBias, MinimumLength)
+"""The classes whose work `DeviceSampler` does itself, from the numbers that it uploads.
+
+It calls the other processors after these. The row's history then lacks a token in flight.
 """
 
 
@@ -85,6 +247,6 @@ def check_bias(bias: Mapping[int, float], vocab: int) -> None:
         raise InvalidInput(f"logit_bias names token {max(bias)}; this model's ids end at {vocab - 1}")
 
 
-def _as_index(history: Sequence[int], device: torch.device) -> Tensor:
+def _as_index(tokens: Sequence[int], device: torch.device) -> Tensor:
     """Return token ids as a tensor that can be an index."""
-    return torch.from_numpy(np.asarray(history, dtype=np.int64)).to(device)
+    return torch.from_numpy(np.asarray(tokens, dtype=np.int64)).to(device)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import InvalidInput
-from radixkv.sampling.logits_processors import adjusted
+from radixkv.sampling.logits_processors import LogitsProcessor, adjusted
 from radixkv.sampling.params import Candidates, SampleRow, SamplingParams, TokenLogprobs
 from radixkv.sampling.race import PAGE, draw_key, race
 from radixkv.sampling.token_mask import TokenMask
@@ -111,6 +111,10 @@ class HostPending:
 class HostSampler:
     """Samples by `sample` before `begin` returns; the best way for logits in host memory."""
 
+    def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
+        """Apply custom logits processors after those of the sampling parameters."""
+        self._processors = tuple(processors)
+
     def begin(
         self,
         logits: Tensor,
@@ -122,7 +126,7 @@ class HostSampler:
         chosen = logits
         if sources is not None and list(sources) != list(range(len(logits))):  # while every stream decodes, no copy
             chosen = logits.index_select(0, torch.tensor(sources, device=logits.device))
-        return HostPending(logits, sample(chosen, rows, mask))
+        return HostPending(logits, sample(chosen, rows, mask, self._processors))
 
 
 def finite_rows(logits: Tensor) -> list[bool]:
@@ -131,8 +135,15 @@ def finite_rows(logits: Tensor) -> list[bool]:
     return finite
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow], mask: TokenMask | None = None) -> Sampled:
+def sample(
+    logits: Tensor,
+    rows: Sequence[SampleRow],
+    mask: TokenMask | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Sampled:
     """Sample one token from each row of logits [len(rows), vocab], which a mask may change.
+
+    The custom `processors` follow those of the sampling parameters.
 
     A row that cannot be sampled is listed in `broken` and does not affect the others. Raises InvalidInput if the
     numbers of rows differ. A batch of greedy rows costs one argmax, top-k one partial sort, penalties the length of the
@@ -147,7 +158,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], mask: TokenMask | None = N
         if any(row.params.logprobs is not None for row in rows):  # a batch that raises is drawn again, in parts
             logits = logits.clone()
         mask.limit(logits)
-    processed = adjusted(logits, rows)
+    processed = adjusted(logits, rows, processors)
     best, tokens = processed.max(dim=-1)
     broken = frozenset((~torch.isfinite(best)).nonzero()[:, 0].tolist())
     drawn: list[int] = tokens.tolist()

@@ -39,6 +39,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"monitor": "udp://x"}, "monitor must be True, False or an address such as 'tcp://127.0.0.1:7777', got 'udp://x'"),
     ({"expose_text": None}, "expose_text must be True or False, got None"),
     ({"record": 3}, "record names a file to be written, got 3"),
+    (
+        {"logits_processors": print},
+        "logits_processors must be a list of objects, each with what radixkv.LogitsProcessor declares, got <built-in "
+        "function print>",
+    ),
     ({"seed": None}, "seed must be an int, got None"),
     (
         {"max_sequences": 9, "max_batch_tokens": 8},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -25,11 +25,18 @@ class MoreParams(SamplingParams):
     )
 
 
-def only_token(values: Tensor, row: SampleRow) -> None:
-    assert isinstance(row.params, MoreParams)
-    if row.params.only_token >= 0:
-        keep = values[row.params.only_token].clone()
-        values.fill_(-torch.inf)[row.params.only_token] = keep
+class OnlyToken:
+    reads_history = False
+
+    def applies(self, params: SamplingParams) -> bool:
+        assert isinstance(params, MoreParams)
+        return params.only_token >= 0
+
+    def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        for values, row in zip(logits, rows, strict=True):
+            assert isinstance(row.params, MoreParams)
+            keep = values[row.params.only_token].clone()
+            values.fill_(-torch.inf)[row.params.only_token] = keep
 
 
 @pytest.fixture
@@ -38,7 +45,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("radixkv") and vars(module).get("SamplingParams") is SamplingParams:
             monkeypatch.setattr(module, "SamplingParams", MoreParams)
-    monkeypatch.setattr(logits_processors, "PROCESSORS", [*logits_processors.PROCESSORS, only_token])
+    monkeypatch.setattr(logits_processors, "PROCESSORS", [*logits_processors.PROCESSORS, OnlyToken()])
 
 
 @pytest.fixture
