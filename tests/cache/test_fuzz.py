@@ -13,6 +13,7 @@ import pytest
 
 from radixkv.cache import Hint
 from radixkv.cache.types import Purpose
+from tests.cache.beams import BeamGroup
 from tests.cache.world import Tracked, World
 
 QUICK_OPERATIONS, OPERATIONS = (1_000_000,) * 2 if os.environ.get("RADIXKV_LONG") == "1" else (20_000, 50_000)
@@ -60,6 +61,7 @@ class Story:
             (20, self.commit),
             (12, self.close),
             (5, self.fork),
+            (1, self.beams),
             (5, self.truncate),
             (8, self.extend_unknown),
             (5, self.resolve),
@@ -77,7 +79,7 @@ class Story:
     def run(self, operations: int) -> None:
         weights = [weight for weight, _ in self.verbs]
         of_somebody = (self.extend, self.execute, self.commit, self.close, self.fork, self.truncate)
-        of_somebody += (self.extend_unknown, self.resolve, self.publish)
+        of_somebody += (self.extend_unknown, self.resolve, self.publish, self.beams)
         for number, (_, verb) in enumerate(self.rng.choices(self.verbs, weights, k=operations), 1):
             if self.world.live or verb not in of_somebody:
                 verb()
@@ -158,6 +160,17 @@ class Story:
     def fork(self) -> None:
         if len(self.world.live) < self.most_open:
             self.world.fork(self.one())
+
+    def beams(self) -> None:
+        """Search with beams from a sequence for some steps; the last beams stay, with tails that are unpublished."""
+        one = self.one()
+        if one.purpose == "audit":
+            return
+        if one.plan is not None:
+            self.world.commit(one, publish=False)
+        if one.unknown >= 0:
+            self.world.resolve(one)
+        BeamGroup(self.world, one, self.rng).run(self.rng.randint(1, 8), self.most_open - len(self.world.live) + 1)
 
     def truncate(self) -> None:
         one = self.one()
