@@ -87,6 +87,8 @@ class Request:
     def __post_init__(self) -> None:
         self.width = self.params.n if self.max_tokens else 1
         self.computed_length = len(self.prompt) + max(self.max_tokens - 1, 0)
+        reads_words = any(len(word) > 1 for word in self.bad_words)  # the first token of a word excludes its last one
+        self.host_bound = self.host_bound or reads_words or self.matcher is not None
 
     @property
     def rank(self) -> tuple[int, bool, int]:
@@ -400,7 +402,8 @@ def _decoder(tokenizer: Any) -> Callable[..., str]:
 class TextStream:
     """The text of one stream. It ends before the first stop string, and releases no part of a stop string.
 
-    Without a tokenizer the text stays empty.
+    A stop string that is complete before the stream may stop is a part of the text. Without a tokenizer the text stays
+    empty.
     """
 
     def __init__(self, tokenizer: Any | None, context: abc.Sequence[int], stop: abc.Sequence[str] = ()) -> None:
@@ -408,6 +411,7 @@ class TextStream:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, context)
         self._stop = tuple(stop)
         self.held = ""  # characters that a stop string may begin with
+        self._passed = 0  # characters at the start of `held` that came before the stream might stop
         self._released: list[str] = []
         self.stopped_by: str | None = None  # the stop string that ended the text
 
@@ -417,19 +421,24 @@ class TextStream:
         return "".join(self._released)
 
     def push(self, token: int, *, watch: bool = True) -> str:
-        """Add a token; returns the text that it releases. Looks for stop strings if `watch`, and sets `stopped_by`."""
+        """Add a token; returns the text that it releases. If `watch`, sets `stopped_by` where a stop string ends."""
         if self._detokenizer is None:
             return ""
         self.held += self._detokenizer.push(token)
         if not self._stop:
             return self._release(len(self.held))
         if not watch:
-            return self._release(len(self.held))
-        found = [(at, stop) for stop in self._stop if (at := self.held.find(stop)) >= 0]
+            self._passed = len(self.held)
+            return self._release(len(self.held) - self._undecided())
+        found = [(at, stop) for stop in self._stop if (at := self._found(stop)) >= 0]
         if not found:
             return self._release(len(self.held) - self._undecided())
         at, self.stopped_by = min(found, key=itemgetter(0))
         return self._release(at)
+
+    def _found(self, stop: str) -> int:
+        """Return where a stop string begins that ends after the passed characters; -1 if there is none."""
+        return self.held.find(stop, max(self._passed - len(stop) + 1, 0))
 
     def flush(self) -> str:
         """Release the text that was held back, at the end of a stream without a stop string."""
@@ -441,12 +450,13 @@ class TextStream:
     def _release(self, length: int) -> str:
         text = self.held[:length]
         self.held = "" if self.stopped_by else self.held[length:]
+        self._passed = max(self._passed - length, 0)
         self._released.append(text)
         return text
 
     def _undecided(self) -> int:
         """Return how many characters at the end could be the beginning of a stop string."""
         for length in range(min(len(self.held), max(map(len, self._stop), default=0)), 0, -1):
-            if any(stop.startswith(self.held[-length:]) for stop in self._stop):
+            if any(len(stop) > length and stop.startswith(self.held[-length:]) for stop in self._stop):
                 return length
         return 0

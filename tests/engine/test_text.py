@@ -64,6 +64,67 @@ def test_text_ends_before_the_first_stop_string(text, stops):
         assert text[len(expected) :].startswith(stream.stopped_by)
 
 
+class Pieces:
+    """A tokenizer whose tokens are these texts."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def decode(self, ids: list[int], **options: object) -> str:
+        return "".join(self.texts[each] for each in ids)
+
+
+PIECES = st.lists(st.text(alphabet="ab", min_size=0, max_size=4), min_size=1, max_size=10)
+STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=3)
+
+
+def first_stop(pieces: list[str], stops: list[str], minimum: int) -> tuple[str, str | None]:
+    """Return the text and the stop string, looking at the whole text after each token."""
+    for count in range(minimum, len(pieces) + 1):
+        text, earlier = "".join(pieces[:count]), len("".join(pieces[: max(minimum, 1) - 1]))
+        found = [
+            (at, order)
+            for at in range(len(text))
+            for order, stop in enumerate(stops)
+            if text.startswith(stop, at) and at + len(stop) > earlier
+        ]
+        if count and found:
+            at, order = min(found)
+            return text[:at], stops[order]
+    return "".join(pieces), None
+
+
+@given(PIECES, STOPS, st.integers(0, 11))
+@settings(max_examples=300, deadline=None)
+def test_a_stop_string_ends_the_text_from_the_token_with_number_min_tokens_on(pieces, stops, minimum):
+    stream = TextStream(Pieces(pieces), [], stops)
+    shown = ""
+    for token in range(len(pieces)):
+        shown += stream.push(token, watch=token + 1 >= minimum)
+        if stream.stopped_by:
+            break
+    else:
+        shown += stream.flush()
+    assert (shown, stream.stopped_by) == first_stop(pieces, stops, minimum)
+    assert shown == stream.text
+
+
+@pytest.mark.parametrize(
+    ("pieces", "minimum", "shown"),
+    [
+        (["ab", "c"], 2, ["ab", "c"]),  # complete before the second token: a part of the text
+        (["a", "b"], 2, ["", ""]),  # complete with the second token: it was held back
+        (["xa", "b", "c"], 3, ["x", "ab", "c"]),
+        (["aba", "b"], 2, ["ab", ""]),  # the first is passed, the second stops
+        (["xab"], 1, ["x"]),
+        (["ab", "", "c"], 2, ["ab", "", "c"]),
+    ],
+)
+def test_beginnings_of_stop_strings_are_held_before_min_tokens(pieces, minimum, shown):
+    stream = TextStream(Pieces(pieces), [], ["ab"])
+    assert [stream.push(token, watch=token + 1 >= minimum) for token in range(len(pieces))] == shown
+
+
 def test_text_that_cannot_become_a_stop_string_is_not_held_back():
     stream = TextStream(TOKENIZER, [], ["ab!"])
     assert [stream.push(token) for token in spelled("xabcab")] == ["x", "", "", "abc", "", ""]
@@ -87,6 +148,15 @@ def test_stop_strings_do_not_count_before_min_tokens():
     with chat_engine() as engine:
         params = SamplingParams(stop="o", min_tokens=4, temperature=0)
         assert engine.generate([messages], params)[0].text == "You said "
+
+
+def test_a_stop_string_may_begin_before_min_tokens():
+    """The reply "You said o!" has the tokens Y, ou, " ", s, a, i, d, " ", o, "!"."""
+    with chat_engine() as engine:
+        for minimum, text in [(4, "You"), (5, "You said o!")]:
+            params = SamplingParams(stop=" s", min_tokens=minimum, temperature=0)
+            handle = engine.submit([{"role": "user", "content": "o"}], params)
+            assert "".join(chunk.text for chunk in handle) == handle.result().text == text
 
 
 def test_text_prompts_are_encoded_as_the_tokenizer_does():
