@@ -28,6 +28,7 @@ from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import SequenceInput
+from radixkv.sampling.logits_processors import nothing_to_draw
 from radixkv.sampling.params import SampleRow, TokenLogprobs
 from radixkv.sampling.sampler import HostSampler, Sampled, Sampler, finite_rows
 from radixkv.sampling.token_mask import ConstrainedRow, StepMasks, TokenMasks
@@ -332,9 +333,7 @@ class Core:
                 continue
             try:
                 if index in sampled.broken:
-                    raise InvalidInput(
-                        "the logits have no finite maximum: the sampling parameters leave nothing to draw"
-                    )
+                    raise nothing_to_draw(self.config.logits_processors, request.params)
                 if constrained and stream.matcher is not None:
                     self._accept_constrained(stream, sampled.tokens[index], logprobs[index])
                     continue

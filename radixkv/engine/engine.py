@@ -94,7 +94,9 @@ class RequestEngine:
             weights.check()
             core.admission.check_fits(request)
 
-        inputs = InputProcessor(model, pool_tokens, config.seed, check, namespaces, core.admission.most_tokens)
+        inputs = InputProcessor(
+            model, pool_tokens, config.seed, check, namespaces, core.admission.most_tokens, config.logits_processors
+        )
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
         self.client = CoreClient(core, auditor, thread, inputs, facts, decode, weights)

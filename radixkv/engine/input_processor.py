@@ -12,18 +12,20 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.engine.bad_words import spellings_of
 from radixkv.engine.chat_messages import Message, check_messages, rendered_with_text
 from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
 from radixkv.engine.request import Request, TokenIds, derive_seed
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
 from radixkv.grammar.compiler import GrammarCompiler
+from radixkv.sampling.logits_processors import LogitsProcessor, read_history
 from radixkv.sampling.params import SamplingParams, checked_params, is_int, suggested
 
 if TYPE_CHECKING:
@@ -45,16 +47,19 @@ class InputProcessor:
         check_fits: Callable[[Request], None],
         namespaces: NamespaceTable,
         most_tokens: Callable[[Hashable], int],
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         """Process prompts for a model and a pool of `pool_tokens`; `seed` is the root of the requests' seeds.
 
         `check_fits` raises for a request that would not fit into an empty pool. Requests have the numbers of their
-        `namespaces`, and at most `most_tokens(number)` tokens.
+        `namespaces`, and at most `most_tokens(number)` tokens. `processors` are the engine's custom ones.
         """
         self.namespaces = namespaces
         self.context_limit = min(model.max_length, pool_tokens)
         self._model, self._pool_tokens, self._most_tokens = model, pool_tokens, most_tokens
         self._check_fits = check_fits
+        self._processors = processors
+        self._bad_words = lru_cache(maxsize=64)(partial(spellings_of, model.tokenizer, model.vocab_size))
         self._seed, self._numbers = seed, itertools.count(1)
         self.default_params = suggested(getattr(model, "model", None))
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.stop_token_ids)
@@ -112,6 +117,8 @@ class InputProcessor:
             reply_start=reply_start if sample else len(ids),
             submitted=submitted,
             matcher=self.grammars.matcher(params) if sample else None,
+            bad_words=self._bad_words(params.bad_words),
+            host_bound=read_history(self._processors, params),
         )
         if timeout is not None:
             request.deadline = request.submitted + timeout

@@ -104,6 +104,28 @@ def name_of(process: LogitsProcessor) -> str:
     return type(process).__name__
 
 
+def read_history(processors: Sequence[LogitsProcessor], params: SamplingParams) -> bool:
+    """Return whether one of the custom processors reads the history of rows with these parameters.
+
+    Raises InvalidInput if a processor refuses the parameters, that is, if its `applies` raises.
+    """
+    applied = []
+    for process in processors:
+        try:
+            if process.applies(params):
+                applied.append(process)
+        except Exception as error:
+            raise InvalidInput(f"the logits processor {name_of(process)} refuses the parameters: {error}") from error
+    return any(process.reads_history for process in applied)
+
+
+def nothing_to_draw(processors: Sequence[LogitsProcessor], params: SamplingParams) -> InvalidInput:
+    """Return the error for a row whose processed logits have no finite maximum; it names the custom processors."""
+    names = ", ".join(name_of(process) for process in processors if process.applies(params))
+    message = "the logits have no finite maximum: the sampling parameters leave nothing to draw"
+    return InvalidInput(f"{message}, or a logits processor has left NaN or only -inf ({names})" if names else message)
+
+
 def adjusted(logits: Tensor, rows: Sequence[SampleRow], custom: Sequence[LogitsProcessor] = ()) -> Tensor:
     """Return a copy of logits [rows, vocab] in host memory with all processors applied; `logits` itself if none does.
 
