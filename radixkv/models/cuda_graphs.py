@@ -126,9 +126,9 @@ def _graphs_of(runner: Runner, computed: PoolForward, sizes: Sequence[Bucket], r
     backend = recordable_backend(store, loaded.layers)
 
     def forward(bucket: Bucket) -> Tensor:
-        tokens, positions, slots, last_rows = inputs.columns(bucket)
+        tokens, positions, slots, logit_rows = inputs.columns(bucket)
         context = ForwardContext(backend, loaded.layers, slots, inputs.plans(bucket))
-        return computed.logits(context, tokens, positions, last_rows)
+        return computed.logits(context, tokens, positions, logit_rows)
 
     # A model that cannot be compiled can often not be recorded either: one warning is enough.
     failure = logging.INFO if computed.uncompiled else logging.WARNING
@@ -164,7 +164,7 @@ class ReplayedForward:
         self.graphs, self.computed, self._eager, self._padded = graphs, computed, eager, padded
 
     def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
-        """Return logits [len(inputs), vocab] of each input's last token; `sampled` as in `Runner.run`."""
+        """Return logits [len(inputs) + additional, vocab]; all as in `Runner.run`."""
         serving = self.graphs.serving if self._padded else self.graphs.own
         bucket = serving(inputs)
         work = self.computed.planner.lists(inputs, None if bucket is None else bucket.shared_rows)
@@ -179,6 +179,8 @@ class ReplayedForward:
         chunks = has_chunks(inputs)
         if chunks and not self._padded:
             return "a deterministic engine computes chunks of prompts without padding"
+        if chunks and num_logit_rows(inputs) > self.graphs.most_rows:
+            return "no graph has as many rows of logits"
         if bucket is None or bucket not in self.graphs.buckets:
             return f"no graph of {'chunks of prompts' if chunks else 'decodes'} has a similar size"
         return "their block tables have too many entries"
@@ -192,6 +194,11 @@ class ReplayedForward:
 def has_chunks(inputs: Sequence[SequenceInput]) -> bool:
     """Return whether a step computes several tokens of a sequence."""
     return any(len(each.tokens) != 1 for each in inputs)
+
+
+def num_logit_rows(inputs: Sequence[SequenceInput]) -> int:
+    """Return the number of rows of logits of a step, additional ones included."""
+    return sum(each.logit_rows for each in inputs)
 
 
 class StepGraphs:
@@ -221,6 +228,11 @@ class StepGraphs:
     def buckets(self) -> list[Bucket]:
         """The buckets that are recorded, the smallest first."""
         return sorted(self._replays)
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of logits of a recorded step with chunks of prompts."""
+        return max((each.sequences for each in self._replays if each.chunks), default=0)
 
     # ---- at load
 
@@ -288,7 +300,8 @@ class StepGraphs:
     def serving(self, inputs: Sequence[SequenceInput]) -> Bucket | None:
         """Return the smallest recorded bucket that holds a step; None if there is none, or none of a similar size."""
         tokens, chunks = sum(len(each.tokens) for each in inputs), has_chunks(inputs)
-        fitting = (each for each in self._replays if each.chunks >= chunks and each.sequences >= len(inputs))
+        rows = num_logit_rows(inputs) if chunks else len(inputs)
+        fitting = (each for each in self._replays if each.chunks >= chunks and each.sequences >= rows)
         bucket = min((each for each in fitting if each.tokens >= tokens), default=None)
         return None if bucket is None or bucket.tokens - tokens > max(tokens, MOST_PADDING) else bucket
 
@@ -306,16 +319,16 @@ class StepGraphs:
         bucket: Bucket,
         sampled: Tensor | None = None,
     ) -> Tensor | None:
-        """Return float32 logits [len(inputs), vocab], which the next call overwrites; None, with nothing done, if not.
+        """Return float32 logits of the step's rows, which the next call overwrites; None, with nothing done, if not.
 
-        The step must be of the bucket's size at most. It is not run if the bucket is not recorded, or if the step's
-        block tables do not fit.
+        The step must be of the bucket's size at most, additional rows of logits included. It is not run if the bucket
+        is not recorded, or if the step's block tables do not fit.
         """
         replay = self._replays.get(bucket)
         if replay is None or not self.inputs.fill(inputs, work, bucket):
             return None
         self.inputs.send(sampled)
-        return replay()[: len(inputs)]
+        return replay()[: num_logit_rows(inputs) if bucket.chunks else len(inputs)]
 
 
 SHARE = 0.03

@@ -32,7 +32,7 @@ ALIGNMENT = 16
 MOST_BLOCKS = 1 << 22
 """Entries of a step's block tables, at most: 16 megabytes, 64 million tokens in blocks of 16."""
 
-TOKENS, POSITIONS, SLOTS, LAST_ROWS, UNKNOWN, SAMPLED_ROWS = range(6)
+TOKENS, POSITIONS, SLOTS, LOGIT_ROWS, UNKNOWN, SAMPLED_ROWS = range(6)
 
 
 class HostStaging:
@@ -191,8 +191,8 @@ class StepInputs:
     # ---- on the device
 
     def columns(self, bucket: Bucket) -> list[Tensor]:
-        """Return tokens, positions and slots int64 [tokens], and last rows int64 [sequences] of a bucket."""
-        return [self._column(index, bucket) for index in (TOKENS, POSITIONS, SLOTS, LAST_ROWS)]
+        """Return tokens, positions and slots int64 [tokens], and rows with logits int64 [sequences] of a bucket."""
+        return [self._column(index, bucket) for index in (TOKENS, POSITIONS, SLOTS, LOGIT_ROWS)]
 
     def _column(self, index: int, bucket: Bucket) -> Tensor:
         return self._array(index, bucket).view(torch.int64)

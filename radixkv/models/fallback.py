@@ -37,17 +37,21 @@ class OwnAttention:
         self._forward = ForwardSignature.of(loaded.model)
 
     def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
-        """Return logits [len(inputs), vocab] of each input's last token, in the model's dtype; a forward for each.
+        """Return logits [len(inputs) + additional, vocab] as `Runner.run` does, in the model's dtype.
 
-        Also costs a copy of each input's context per layer, and scores [heads, tokens, context] of one layer.
+        Costs a forward for each input, a copy of its context per layer, and scores [heads, tokens, context] of one
+        layer.
         """
-        return torch.cat([self._run(sequence, sampled) for sequence in inputs])
+        found = [self._run(sequence, sampled) for sequence in inputs]
+        if all(each.logit_rows == 1 for each in inputs):
+            return torch.cat(found)
+        return torch.cat([*(logits[:1] for logits in found), *(logits[1:] for logits in found)])
 
     def _run(self, sequence: SequenceInput, sampled: Tensor | None) -> Tensor:
-        """Return logits [1, vocab] of one input."""
+        """Return logits [logit_rows, vocab] of one input, those of its last token first."""
         batch = StepBatch([sequence], device_of(self._store.device), sampled)
         layers = [PoolLayer(self._store, layer, sequence, batch.slots) for layer in range(len(self._store.layers))]
-        logits = _logits(self._forward, self._model, batch.tokens, batch.positions, _cache(layers))
+        logits = _logits(self._forward, self._model, batch.tokens, batch.positions, batch.logit_rows, _cache(layers))
         unwritten = [index for index, layer in enumerate(layers) if not layer.written]
         if unwritten:
             raise RuntimeError(f"layer {unwritten[0]} of the cache was not written in this forward, as it was before")
@@ -94,7 +98,7 @@ def probe(model: Any) -> Probed:
     token = torch.zeros(1, dtype=torch.long, device=model.device)
     try:
         with torch.inference_mode():
-            logits = _logits(ForwardSignature.of(model), model, token, token, cache)
+            logits = _logits(ForwardSignature.of(model), model, token, token, token, cache)
             causal = _is_causal(model)
     except Exception as error:
         raise UnsupportedModel(f"it failed on its first tokens: {short_error(error)}") from error
@@ -121,11 +125,12 @@ def _is_causal(model: Any) -> bool:
     return True
 
 
-def _logits(forward: ForwardSignature, model: Any, tokens: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-    """Return logits [1, vocab] of the last of tokens [T] at `positions` [T], which follow the tokens in `cache`."""
-    last = torch.full((1,), len(tokens) - 1, dtype=torch.long, device=tokens.device)
+def _logits(
+    forward: ForwardSignature, model: Any, tokens: Tensor, positions: Tensor, rows: Tensor, cache: DynamicCache
+) -> Tensor:
+    """Return logits [len(rows), vocab] of rows of tokens [T] at `positions` [T], which follow the tokens in `cache`."""
     found: Tensor = forward.logits(
-        model, tokens, last, positions=positions, past_key_values=cache, use_cache=True, return_dict=True
+        model, tokens, rows, positions=positions, past_key_values=cache, use_cache=True, return_dict=True
     )
     return found
 

@@ -123,7 +123,10 @@ class SequenceInput:
     The KV of the n tokens goes to `slots`; `block_table` covers tokens [0, start + n). An `isolated` input gets a
     forward of its own: a matrix product of another height may round its rows differently. `state` is for models with
     recurrent state. If the host has not read the last token yet, `sampled_row` is its row in the `sampled` tensor of
-    `Runner.run`, and the value in `tokens` is ignored. The logits of its last `logit_rows` tokens are wanted.
+    `Runner.run`, and the value in `tokens` is ignored.
+
+    The logits of its last `logit_rows` tokens are wanted: 1 to n. A product with the vocabulary's weights of another
+    height may round its rows differently, so for equal bits equal tokens need equal `logit_rows`, too.
     """
 
     tokens: NDArray[np.int32]

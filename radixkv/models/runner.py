@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,7 +31,7 @@ from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import AttentionWindow, LayerSpec, LoadedModel, SequenceInput
 from radixkv.models.recurrent.arena import StateArena
 from radixkv.models.recurrent.forward import RecurrentForward
-from radixkv.models.step_batch import StepBatch
+from radixkv.models.step_batch import StepBatch, logit_places
 from radixkv.recurrent_state import StateCopies
 from radixkv_kernels.graph_capacity import Bucket
 from radixkv_kernels.work_list import WorkList
@@ -64,7 +65,7 @@ class StepForward(Protocol):
     """Computes the logits of a step whose copies are done."""
 
     def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
-        """Return logits [len(inputs), vocab] of each input's last token; `sampled` as in `Runner.run`."""
+        """Return logits [len(inputs) + additional, vocab]; rows and `sampled` as in `Runner.run`."""
         ...
 
 
@@ -133,15 +134,19 @@ class Runner:
         copies: Sequence[tuple[int, int]] = (),
         sampled: Tensor | None = None,
     ) -> Tensor:
-        """Execute one step, copies first, then all inputs in one forward; return float logits [len(inputs), vocab].
+        """Execute one step, copies first, then all inputs in one forward; return float logits of the wanted rows.
 
         `sampled` int64 [rows] on the device has the tokens of inputs with a `sampled_row`. On a GPU nothing waits for
         it on the host, and the logits are memory of their own that no later step overwrites.
 
-        Row i belongs to the last token of input i. Inputs may have any lengths, may share blocks that earlier steps
-        have written, and write to different slots. The step's T tokens take about T * hidden * 10 activations (the
-        MLP is widest) and len(inputs) * vocab logits. They never take T * T scores, and T * vocab logits only if the
-        architecture cannot leave rows out. An `isolated` input takes one more forward; the fallback takes one each.
+        Row i of the logits [len(inputs) + additional, vocab] belongs to the last token of input i. The additional rows
+        follow: for each input in order, those of the `logit_rows - 1` tokens before its last one, by position
+        (`logit_places`). A caller that wants several rows keeps them within `max_logit_rows`.
+
+        Inputs may have any lengths, may share blocks that earlier steps have written, and write to different slots. The
+        step's T tokens take about T * hidden * 10 activations (the MLP is widest) and rows * vocab logits. They never
+        take T * T scores, and T * vocab logits only if the architecture cannot leave rows out. An `isolated` input
+        takes one more forward; the fallback takes one each.
         """
         with device_of(self.store.device).current():
             self.backend.copy(copies)
@@ -157,7 +162,11 @@ class Runner:
         others = [index for index, each in enumerate(inputs) if not each.isolated]
         groups = [*([index] for index in isolated), *([others] if others else [])]
         logits = torch.cat([self.forward.run([inputs[index] for index in group], sampled) for group in groups])
-        return logits[device_of(self.store.device).upload(np.argsort(np.concatenate(groups)))]
+        places, order = logit_places([each.logit_rows for each in inputs]), list[int]()
+        for group in groups:
+            order += group
+            order += chain.from_iterable(places[index][:-1].tolist() for index in group)
+        return logits[device_of(self.store.device).upload(np.argsort(order))]
 
     def host_costs(self, chunk: int) -> HostCosts:
         """Measure the seconds per token of loading KV from the host, and of a prefill of up to `chunk` tokens.
@@ -237,7 +246,7 @@ class PoolForward:
         self._windows = [layer.attention_window for layer in loaded.layers]
 
     def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
-        """Plan and compute a step; return logits [len(inputs), vocab] in the model's dtype."""
+        """Plan and compute a step; return logits as `Runner.run` does, in the model's dtype."""
         return self.compute(inputs, self.planner.lists(inputs), sampled)
 
     def compute(
@@ -249,7 +258,7 @@ class PoolForward:
     ) -> Tensor:
         """Compute a planned step, padded to a bucket's size if there is one, which only the Triton backend can.
 
-        Returns logits [len(inputs), vocab] in the model's dtype.
+        Returns logits as `Runner.run` does, in the model's dtype. A bucket's step has no additional rows.
         """
         rows, sequences = (0, 0) if bucket is None else (bucket.tokens, bucket.sequences)
         batch = StepBatch(inputs, self._device, sampled, rows=rows, sequences=sequences)
@@ -257,12 +266,15 @@ class PoolForward:
             work = {window: each.padded(rows) for window, each in work.items()}
         lists = [work[window] for window in self._windows]
         context = ForwardContext(self._backend, self._layers, batch.slots, lists)
-        return self.logits(context, batch.tokens, batch.positions, batch.last_rows)[: len(inputs)]
+        logits = self.logits(context, batch.tokens, batch.positions, batch.logit_rows)
+        return logits if bucket is None else logits[: len(inputs)]
 
-    def logits(self, context: ForwardContext, tokens: Tensor, positions: Tensor, last_rows: Tensor) -> Tensor:
-        """Run one forward of tokens [T] whose attention `context` answers: logits [len(last_rows), vocab]."""
+    def logits(self, context: ForwardContext, tokens: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        """Run one forward of tokens [T] whose attention `context` answers: logits [len(logit_rows), vocab]."""
         with handled_by(context):
-            logits: Tensor = self._signature.logits(self.model, tokens, last_rows, positions=positions, use_cache=False)
+            logits: Tensor = self._signature.logits(
+                self.model, tokens, logit_rows, positions=positions, use_cache=False
+            )
         context.finish()
         return logits
 

@@ -22,21 +22,23 @@ Int = NDArray[np.int64]
 class StepColumns(NamedTuple):
     """The inputs of a step, as arrays of int64; tokens may be int32 if nothing is padded.
 
-    `unknown` are the rows whose tokens are not known, and `sampled_rows` their rows in the tensor of sampled tokens.
+    `logit_rows` are the rows [inputs + additional] that need logits: the last row of each input, then the additional
+    rows of each input. `unknown` are the rows whose tokens are not known, and `sampled_rows` their rows in the tensor
+    of sampled tokens.
     """
 
     tokens: NDArray[np.signedinteger]  # [T]
     positions: Int  # [T]
     slots: Int  # [T]
-    last_rows: Int  # [sequences] the row of each input's last token
+    logit_rows: Int
     unknown: Int
     sampled_rows: Int
 
 
 def step_columns(inputs: Sequence[SequenceInput], rows: int = 0, sequences: int = 0) -> StepColumns:
-    """Lay inputs end to end; pad them to `rows` rows and `sequences` last rows, if they have fewer.
+    """Lay inputs end to end; pad them to `rows` rows and `sequences` rows with logits, if they have fewer.
 
-    A padded row has slot -1, which is not written. Padded last rows are row 0.
+    A padded row has slot -1, which is not written. Padded rows with logits are row 0.
     """
     lengths = [len(each.tokens) for each in inputs]
     last_rows = np.cumsum(lengths)
@@ -45,7 +47,7 @@ def step_columns(inputs: Sequence[SequenceInput], rows: int = 0, sequences: int 
         np.concatenate([each.tokens for each in inputs]),
         np.concatenate([np.arange(each.start, each.start + n) for each, n in zip(inputs, lengths, strict=True)]),
         np.concatenate([each.slots for each in inputs]),
-        last_rows,
+        last_rows if last_rows[-1] < len(inputs) else _logit_rows(inputs, last_rows),  # decodes have one row each
     )
     if rows:
         sizes, paddings = (rows, rows, rows, sequences), (0, 0, -1, 0)
@@ -59,6 +61,28 @@ def step_columns(inputs: Sequence[SequenceInput], rows: int = 0, sequences: int 
 _NONE: Int = np.empty(0, dtype=np.int64)
 
 
+def _logit_rows(inputs: Sequence[SequenceInput], last_rows: Int) -> Int:
+    """Return the rows that need logits: the last row of each input, then the additional rows of each input."""
+    longer = [(each, last) for each, last in zip(inputs, last_rows.tolist(), strict=True) if each.logit_rows > 1]
+    assert all(each.logit_rows <= len(each.tokens) for each, _ in longer), "more rows of logits than tokens"
+    return np.concatenate([last_rows, *(np.arange(last - each.logit_rows + 1, last) for each, last in longer)])
+
+
+def logit_places(counts: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Return the rows of `Runner.run`'s logits that belong to each input, by position, for inputs' `logit_rows`.
+
+    Row i is the last token of input i; the additional rows follow, in the order of the inputs.
+
+    >>> [rows.tolist() for rows in logit_places([1, 3, 2])]
+    [[0], [3, 4, 1], [5, 2]]
+    """
+    places, first = [], len(counts)
+    for last, count in enumerate(counts):
+        places.append(np.append(np.arange(first, first + count - 1), last))
+        first += count - 1
+    return places
+
+
 def _padded(column: NDArray[np.signedinteger], size: int, padding: int) -> Int:
     """Return a column with padding at its end."""
     full: Int = np.full(size, padding, dtype=np.int64)
@@ -67,7 +91,7 @@ def _padded(column: NDArray[np.signedinteger], size: int, padding: int) -> Int:
 
 
 class StepBatch:
-    """All inputs laid end to end on a device, in one copy: tokens, positions and slots [T], and the last rows."""
+    """All inputs laid end to end on a device, in one copy: tokens, positions and slots [T], and `logit_rows`."""
 
     def __init__(
         self,
@@ -84,7 +108,7 @@ class StepBatch:
         """
         columns = step_columns(inputs, rows, sequences)
         there = device.upload(np.concatenate(columns, dtype=np.int64)).split_with_sizes([*map(len, columns)])
-        self.tokens, self.positions, self.slots, self.last_rows, unknown, sampled_rows = there
+        self.tokens, self.positions, self.slots, self.logit_rows, unknown, sampled_rows = there
         if len(columns.unknown):
             relay(self.tokens, unknown, sampled_rows, sampled)
 

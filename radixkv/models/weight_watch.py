@@ -121,7 +121,7 @@ class WatchedForward:
         self.forward, self._check = forward, check
 
     def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
-        """Return logits [len(inputs), vocab]; raises the error of `check` even if the forward raised another one."""
+        """Return logits as `Runner.run` does; raises the error of `check` even if the forward raised another one."""
         try:
             logits: Tensor = self.forward.run(inputs, sampled)
         finally:

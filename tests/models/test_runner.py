@@ -1,4 +1,4 @@
-"""The runner executes a plan exactly: copies first, writes to the slots, logits of the last rows only."""
+"""The runner executes a plan exactly: copies first, writes to the slots, logits of the wanted rows only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import torch
 from radixkv.attention import plan
 from radixkv.cache.types import WritePlan
 from radixkv.models import adapter
+from radixkv.models.attention_interface import own_attention
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
+from radixkv.models.step_batch import logit_places
 
 
 def chunk(tokens: list[int], start: int, table: list[int], block_size: int = 4) -> SequenceInput:
@@ -35,6 +37,32 @@ def test_a_row_of_logits_for_each_chunk(runner: Runner) -> None:
     logits = runner.run([chunk([3, 4, 5, 6, 7], 0, [1, 2]), chunk([8], 0, [3])])
     assert logits.shape == (2, 97)
     assert logits.dtype == torch.float64
+
+
+@pytest.mark.usefixtures("exact_softmax")
+def test_additional_rows_follow_the_last_rows(runner: Runner) -> None:
+    """Also of isolated inputs: by input, then by position, without the last row again."""
+    whole = [chunk([3, 4, 5, 6, 7], 0, [1, 2]), chunk([8], 0, [3]), chunk([9, 10, 11], 0, [4]), chunk([12, 13], 0, [5])]
+    own = [own_rows(runner, each.tokens.tolist()) for each in whole]
+    wanted = [replace(each, logit_rows=rows) for each, rows in zip(whole, (3, 1, 3, 1), strict=True)]
+    expected = torch.cat([*(rows[-1:] for rows in own), own[0][2:4], own[2][0:2]])
+    for alone in ((), (0,), (2,), (1, 2), (0, 1, 2, 3), (3,)):
+        inputs = [replace(each, isolated=index in alone) for index, each in enumerate(wanted)]
+        torch.testing.assert_close(runner.run(inputs), expected, rtol=0, atol=1e-9)
+    for index, places in enumerate(logit_places([each.logit_rows for each in wanted])):
+        torch.testing.assert_close(expected[places], own[index][-wanted[index].logit_rows :])
+
+
+def test_a_decode_has_no_additional_row(runner: Runner) -> None:
+    with pytest.raises(AssertionError, match="more rows of logits than tokens"):
+        runner.run([chunk([3, 4], 0, [1]), replace(chunk([8, 9], 0, [3]), logit_rows=3)])
+
+
+def own_rows(runner: Runner, tokens: list[int]) -> torch.Tensor:
+    """Return the logits [tokens, vocab] of the model's own forward."""
+    with own_attention(runner.loaded.model), torch.inference_mode():
+        found: torch.Tensor = runner.loaded.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return found
 
 
 def test_logits_are_float32_for_a_model_in_16_bits(build: Callable[..., Any]) -> None:
@@ -77,13 +105,15 @@ def test_copies_come_before_writes(runner: Runner) -> None:
     torch.testing.assert_close(branched[0], whole[0], rtol=0, atol=1e-9)
 
 
-def test_the_vocabulary_is_computed_for_last_rows_only(runner: Runner) -> None:
+def test_the_vocabulary_is_computed_for_wanted_rows_only(runner: Runner) -> None:
     rows = []
     runner.loaded.model.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: rows.append(inputs[0].shape[1])
     )
-    runner.run([chunk(list(range(3, 23)), 0, [0, 1, 2, 3, 4]), chunk([8, 9], 0, [5])])
-    assert rows == [2]
+    long = chunk(list(range(3, 23)), 0, [0, 1, 2, 3, 4])
+    runner.run([long, chunk([8, 9], 0, [5])])
+    runner.run([replace(long, logit_rows=7), chunk([8, 9], 0, [5])])
+    assert rows == [2, 8]
 
 
 def test_one_work_list_for_each_distinct_window(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

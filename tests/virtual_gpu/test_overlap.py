@@ -46,7 +46,7 @@ class Bigrams:
         self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]], sampled: Tensor | None = None
     ) -> Tensor:
         batch = StepBatch(chunks, self.device, sampled)
-        return self.table.index_select(0, batch.tokens.index_select(0, batch.last_rows))
+        return self.table.index_select(0, batch.tokens.index_select(0, batch.logit_rows))
 
 
 def requests(seed: int) -> list[Request]:

@@ -21,11 +21,11 @@ class RecurrentForward:
     """Computes the steps of a model with recurrent state: `forward` computes them, with its mixers over `arena`."""
 
     def __init__(self, forward: Callable[[Sequence[SequenceInput], Tensor | None], Tensor], arena: StateArena) -> None:
-        """`forward` returns the logits [len(inputs), vocab] of a step and its sampled tokens."""
+        """`forward` computes a step like `StepForward.run`."""
         self._forward, self._arena = forward, arena
 
     def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
-        """Return logits [len(inputs), vocab] of each input's last token; every input has a state.
+        """Return logits [len(inputs) + additional, vocab] as `Runner.run` does; every input has a state.
 
         A forward that raises leaves the rows of its inputs in an unknown state.
         """
