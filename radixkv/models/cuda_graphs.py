@@ -21,6 +21,7 @@ from radixkv.models.attention_interface import keys_per_tile, recordable_backend
 from radixkv.models.loaded import AttentionWindow, SequenceInput
 from radixkv.models.rounding import agree
 from radixkv.models.runner import EagerSteps, ForwardContext, PoolForward, Runner
+from radixkv.models.step_batch import num_logit_rows
 from radixkv_kernels.graph_capacity import Bucket
 from radixkv_kernels.work_list import WorkList
 
@@ -194,11 +195,6 @@ class ReplayedForward:
 def has_chunks(inputs: Sequence[SequenceInput]) -> bool:
     """Return whether a step computes several tokens of a sequence."""
     return any(len(each.tokens) != 1 for each in inputs)
-
-
-def num_logit_rows(inputs: Sequence[SequenceInput]) -> int:
-    """Return the number of rows of logits of a step, additional ones included."""
-    return sum(each.logit_rows for each in inputs)
 
 
 class StepGraphs:

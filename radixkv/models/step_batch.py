@@ -68,6 +68,11 @@ def _logit_rows(inputs: Sequence[SequenceInput], last_rows: Int) -> Int:
     return np.concatenate([last_rows, *(np.arange(last - each.logit_rows + 1, last) for each, last in longer)])
 
 
+def num_logit_rows(inputs: Sequence[SequenceInput]) -> int:
+    """Return the number of rows of logits of a step, additional ones included."""
+    return sum(each.logit_rows for each in inputs)
+
+
 def logit_places(counts: Sequence[int]) -> list[NDArray[np.int64]]:
     """Return the rows of `Runner.run`'s logits that belong to each input, by position, for inputs' `logit_rows`.
 

@@ -102,7 +102,10 @@ class FakeRunner:
             self._write(chunk)
         if self.fault is not None:
             self.fault(chunks)
-        return torch.from_numpy(np.stack([self._logits(chunk) for chunk in chunks]))
+        ends = [(chunk, len(chunk.tokens)) for chunk in chunks]
+        for chunk in chunks:
+            ends += [(chunk, end) for end in range(len(chunk.tokens) - chunk.logit_rows + 1, len(chunk.tokens))]
+        return torch.from_numpy(np.stack([self._logits(chunk, end) for chunk, end in ends]))
 
     def copy(self, copies: Iterable[tuple[int, int]]) -> None:
         pairs = list(copies)
@@ -121,8 +124,9 @@ class FakeRunner:
             state = chain(state, token)
             self.state[slot], self.tokens[slot] = state, token
 
-    def _logits(self, chunk: SequenceInput) -> np.ndarray:
-        positions = np.arange(chunk.start + len(chunk.tokens))
+    def _logits(self, chunk: SequenceInput, end: int) -> np.ndarray:
+        """Return the logits after the first `end` tokens of a chunk."""
+        positions = np.arange(chunk.start + end)
         slots = chunk.block_table[positions // self.size] * self.size + positions % self.size
         states, tokens = self.state[slots], self.tokens[slots]
         before = np.concatenate([np.zeros(1, np.uint64), states[:-1]])

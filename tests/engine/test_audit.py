@@ -63,8 +63,8 @@ class AuditedRunner(FakeRunner):
                 wrong.append(position - start)
         return Recheck(tuple(wrong), 0 if wrong else None, "key" if wrong else None, float(bool(wrong)))
 
-    def _logits(self, chunk: SequenceInput) -> np.ndarray:
-        position = chunk.start + len(chunk.tokens) - 1
+    def _logits(self, chunk: SequenceInput, end: int) -> np.ndarray:
+        position = chunk.start + end - 1
         return logits_of(int(self.state[self._slot(chunk, position)]), self.vocab)
 
     def spoil(self, block: int, offset: int) -> None:

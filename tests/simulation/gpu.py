@@ -21,11 +21,12 @@ from radixkv.device import device_of
 from radixkv.engine.core import Core
 from radixkv.engine.overlap import OverlappedCore
 from radixkv.models.loaded import SequenceInput
+from radixkv.models.step_batch import num_logit_rows
 from radixkv.sampling.device_sampler import DevicePending, DeviceSampler
 from radixkv.sampling.params import SampleRow
 from radixkv.sampling.token_mask import TokenMask
 from tests.simulation.late import LateSlotModel
-from tests.simulation.model import VOCAB, SlotModel, logits_of
+from tests.simulation.model import VOCAB, SlotModel
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import World
 from tests.virtual_gpu.gpu import PLACE, VirtualGpu
@@ -73,7 +74,7 @@ class GpuSlotModel(LateSlotModel):
     def _launch(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]], sampled: Any) -> Any:
         self._check_plan(chunks, copies)
         self.fault(chunks, 0)
-        logits = torch.empty(len(chunks) - self.garbles(), VOCAB, device=PLACE)
+        logits = torch.empty(num_logit_rows(chunks) - self.garbles(), VOCAB, device=PLACE)
         assert isinstance(logits, VirtualTensor)
         self.launch(partial(self._copy, list(copies)))
         for chunk in self.shuffled([replace(chunk, tokens=chunk.tokens.copy()) for chunk in chunks]):
@@ -81,7 +82,7 @@ class GpuSlotModel(LateSlotModel):
             spans = list(span_of(sampled.lease.memory, sampled.backing, READ)) if relayed else []
             self.launch(partial(self._relay, chunk, sampled.backing if relayed else None), spans)
             self.fault(chunks, 1)
-        nan = [row for row, chunk in enumerate(chunks) if self.gives_nan(chunk)]
+        nan = self.nan_rows(chunks)
         spans = list(span_of(logits.lease.memory, logits.backing, WRITE))
         self.launch(partial(self._read_into, list(chunks), nan, logits.backing), spans)
         self.fault(chunks, 2)
@@ -93,7 +94,7 @@ class GpuSlotModel(LateSlotModel):
         self._write(chunk)
 
     def _read_into(self, chunks: list[SequenceInput], nan: list[int], logits: Tensor) -> None:
-        values = logits_of(np.array([self._read(chunk) for chunk in chunks], np.uint64))
+        values = self.logits_after(chunks)
         values[nan] = np.nan
         logits.copy_(torch.from_numpy(values[: len(logits)]))
 

@@ -19,10 +19,11 @@ import torch
 from radixkv.cache import PrefixCache
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import SequenceInput
+from radixkv.models.step_batch import num_logit_rows
 from radixkv.sampling.params import SampleRow
 from radixkv.sampling.sampler import Sampled, finite_rows, sample
 from radixkv.sampling.token_mask import TokenMask
-from tests.simulation.model import VOCAB, SlotModel, logits_of
+from tests.simulation.model import VOCAB, SlotModel
 
 
 class LateLogits:
@@ -84,8 +85,8 @@ class LateSlotModel(SlotModel):
         for chunk in self.shuffled(there):
             self.launch(partial(self._write_late, chunk, sampled))
             self.fault(chunks, 1)
-        nan = [row for row, chunk in enumerate(chunks) if self.gives_nan(chunk)]
-        logits = LateLogits(len(chunks) - self.garbles())
+        nan = self.nan_rows(chunks)
+        logits = LateLogits(num_logit_rows(chunks) - self.garbles())
         self.launch(partial(self._read_late, there, nan, logits))
         self.fault(chunks, 2)
         return logits
@@ -98,7 +99,7 @@ class LateSlotModel(SlotModel):
         self._write(chunk)
 
     def _read_late(self, chunks: list[SequenceInput], nan: list[int], logits: LateLogits) -> None:
-        values = logits_of(np.array([self._read(chunk) for chunk in chunks], np.uint64))
+        values = self.logits_after(chunks)
         values[nan] = np.nan
         logits.values = torch.from_numpy(values[: logits.rows])
 

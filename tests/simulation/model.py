@@ -20,6 +20,7 @@ import torch
 from radixkv.cache import PrefixCache
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import SequenceInput
+from radixkv.models.step_batch import logit_places
 
 VOCAB = 16
 _MIX, _ADD, _POISON = 6364136223846793005, 1442695040888963407, 0xDEAD_BEEF_DEAD_BEEF
@@ -102,11 +103,26 @@ class SlotModel:
         for chunk in self.shuffled(chunks):
             self._write(chunk)
             self.fault(chunks, 1)
-        last = np.array([self._read(chunk) for chunk in chunks], np.uint64)
+        logits = self.logits_after(chunks)
         self.fault(chunks, 2)
-        logits = logits_of(last)
-        logits[[row for row, chunk in enumerate(chunks) if self.gives_nan(chunk)]] = np.nan
+        logits[self.nan_rows(chunks)] = np.nan
         return torch.from_numpy(logits[:-1] if self.garbles() else logits)
+
+    def logits_after(self, chunks: Sequence[SequenceInput]) -> npt.NDArray[np.float32]:
+        """Return the logits of the last token of each chunk, then the additional rows, by chunk and position."""
+        digests = [self._read(chunk) for chunk in chunks]
+        for chunk in chunks:
+            assert 1 <= chunk.logit_rows <= len(chunk.tokens), "more rows of logits than tokens"
+            slots = self._slots(chunk, chunk.start)[-chunk.logit_rows : -1]
+            digests += self.digests.reshape(-1)[slots].tolist()
+        return logits_of(np.array(digests, np.uint64))
+
+    def nan_rows(self, chunks: Sequence[SequenceInput]) -> list[int]:
+        """Return the rows of the logits of chunks whose logits are NaN."""
+        places = logit_places([chunk.logit_rows for chunk in chunks])
+        return [
+            row for rows, chunk in zip(places, chunks, strict=True) if self.gives_nan(chunk) for row in rows.tolist()
+        ]
 
     def _check_plan(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> None:
         assert chunks, "a step without chunks"
