@@ -51,14 +51,15 @@ class Admission:
         Reads nothing that changes, so any thread may call it.
         """
         need, most, width = self._worst_case(request), self._most_blocks(request), request.width
+        parameter, kind = ("beam_width", "beams") if request.candidates else ("n", "streams")
         if width > self._max_sequences:
-            raise InvalidInput(f"n={width} streams exceed max_sequences={self._max_sequences}")
+            raise InvalidInput(f"{parameter}={width} {kind} exceed max_sequences={self._max_sequences}")
         if need > most:
-            streams = f" in each of {width} streams" if width > 1 else ""
+            streams = f" in each of {width} {kind}" if width > 1 else ""
             raise PromptTooLong(
                 f"a prompt of {len(request.prompt)} tokens and up to {request.max_tokens} new ones{streams} takes "
                 f"{need} blocks of {self._block_size} tokens, and {self._holds(most)}: shorten the prompt, "
-                "lower max_tokens or n, or load the engine with more kv_memory"
+                f"lower max_tokens or {parameter}, or load the engine with more kv_memory"
             )
 
     def most_tokens(self, namespace: Hashable) -> int:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
+from radixkv.engine.beams import BeamRequest
 from radixkv.engine.fault_isolation import failure, fault_isolation, in_halves
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, Stream, TokenIds
@@ -29,7 +30,7 @@ from radixkv.engine.stats import Counters
 from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import SequenceInput
 from radixkv.sampling.logits_processors import nothing_to_draw
-from radixkv.sampling.params import SampleRow, TokenLogprobs
+from radixkv.sampling.params import Candidates, SampleRow, TokenLogprobs
 from radixkv.sampling.sampler import HostSampler, Sampled, Sampler, finite_rows
 from radixkv.sampling.token_mask import ConstrainedRow, StepMasks, TokenMasks
 
@@ -298,7 +299,7 @@ class Core:
             request = each.stream.request
             if not each.samples or request.channel.ended:
                 continue
-            if len(request.streams) == request.width:
+            if not request.unforked:
                 rows.append((row, each.stream))
                 continue
             try:
@@ -327,6 +328,7 @@ class Core:
         `constrained` says whether some of the streams are.
         """
         logprobs = sampled.logprobs or [None] * len(rows)
+        candidates = sampled.candidates  # a guard in place of a null object: most steps have none
         for index, (_, stream) in enumerate(rows):
             request = stream.request
             if request.channel.ended:  # another stream of it failed
@@ -334,6 +336,9 @@ class Core:
             try:
                 if index in sampled.broken:
                     raise nothing_to_draw(self.config.logits_processors, request.params)
+                if candidates is not None and isinstance(request, BeamRequest):
+                    self._offer(request, stream, candidates[index], logprobs[index])
+                    continue
                 if constrained and stream.matcher is not None:
                     self._accept_constrained(stream, sampled.tokens[index], logprobs[index])
                     continue
@@ -348,6 +353,15 @@ class Core:
             self.counters.output_tokens += 1
             self.counters.forced_tokens += forced > 0
             stream.request.channel.put(chunk)
+
+    def _offer(
+        self, request: BeamRequest, stream: Stream, candidates: Candidates | None, logprobs: TokenLogprobs | None
+    ) -> None:
+        """Hand a beam's candidates to its search, and the tokens of the best beams to the caller once it is over."""
+        assert candidates is not None
+        for chunk in request.offer(stream, candidates, logprobs, self._publish_rest):
+            self.counters.output_tokens += 1
+            request.channel.put(chunk)
 
     def _close_finished(self, request: Request) -> None:
         """Close the streams that ended, and the request with its last one."""
@@ -427,5 +441,6 @@ def sample_row(stream: Stream, in_flight: int = 0) -> SampleRow:
         stop_token_ids=stream.request.stop_ids,
         stream=(stream.request.number, stream.index),
         in_flight=in_flight,
+        candidates=stream.request.candidates,
         bad_words=stream.request.bad_words,
     )

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.engine.bad_words import spellings_of
+from radixkv.engine.beams import BeamRequest
 from radixkv.engine.chat_messages import Message, check_messages, rendered_with_text
 from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
@@ -103,7 +104,8 @@ class InputProcessor:
                 tokens=len(ids),
                 limit=limit - 1,
             )
-        request = Request(
+        kind = BeamRequest if sample and params.beam_width > 1 else Request
+        request = kind(
             prompt=ids,
             params=params,
             max_tokens=min(params.max_tokens, room) if sample else 0,
@@ -112,7 +114,7 @@ class InputProcessor:
             tokenizer=model.tokenizer,
             namespace=number,
             priority=priority,
-            channel=OutputChannel(MAX_UNREAD * params.n),
+            channel=OutputChannel(MAX_UNREAD * params.n * params.beam_width),
             session=session,
             reply_start=reply_start if sample else len(ids),
             submitted=submitted,

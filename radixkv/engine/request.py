@@ -11,6 +11,7 @@ import time
 from array import array
 from collections import abc
 from collections.abc import Callable, Hashable, Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -41,7 +42,9 @@ class Request:
     one stream computes at most; the last sampled token is never run through the model. `matcher` constrains the first
     stream, and is forked for the others. `reply_start` is the length of the part of the prompt that a later turn of the
     conversation repeats for sure: up to the end of the last message before the reply; 0 if unknown. `bad_words` are the
-    token ids of `params.bad_words`. `host_bound` means that the host must read each token before the next can be drawn.
+    token ids of `params.bad_words`. `unforked` means that the first stream computes the prompt for others, which `fork`
+    makes. `candidates` is the number of next tokens that a beam search needs of each stream, else 0. `host_bound`
+    means that the host must read each token before the next can be drawn.
 
     Set by the scheduler: `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken` counts
     the later requests that were admitted before it. `prefix_wait` is its wait for a shared prefix. `guaranteed` means
@@ -82,10 +85,13 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     host_bound: bool = False
     width: int = field(init=False)
+    unforked: bool = field(init=False)
+    candidates: int = field(init=False, default=0)
     computed_length: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.width = self.params.n if self.max_tokens else 1
+        self.unforked = self.width > 1
         self.computed_length = len(self.prompt) + max(self.max_tokens - 1, 0)
         reads_words = any(len(word) > 1 for word in self.bad_words)  # the first token of a word excludes its last one
         self.host_bound = self.host_bound or reads_words or self.matcher is not None
@@ -124,7 +130,7 @@ class Request:
         if self.streams:
             self.live[0].resume(sequence)
         else:
-            self.streams.append(Stream(self, 0, sequence))
+            self.streams.append(self._stream(0, sequence))
             self.started_at = time.perf_counter()
 
     def fork(self) -> None:
@@ -133,10 +139,19 @@ class Request:
         for index in range(1, self.width):
             sequence = first.sequence.fork()
             try:
-                self.streams.append(Stream(self, index, sequence))
+                self.streams.append(self._stream(index, sequence))
             except BaseException:
                 sequence.close()
                 raise
+        self.unforked = False
+
+    def _stream(self, index: int, sequence: Sequence) -> Stream:
+        return Stream(self, index, sequence)
+
+    @property
+    def computed_tokens(self) -> int:
+        """The number of tokens that the streams have computed, each counted once."""
+        return sum(stream.reached - stream.cached_tokens for stream in self.streams)
 
     def completion(self) -> Completion:
         """Return the result of all streams, which have finished."""
@@ -371,6 +386,12 @@ class Detokenizer:
             self._sent = len(self._decoded())
         return new
 
+    def copy(self) -> Detokenizer:
+        """Return another one that goes on independently. O(window)."""
+        twin = copy(self)
+        twin._ids = self._ids[:]
+        return twin
+
     def flush(self) -> str:
         """Return the text that was held back, with incomplete characters as U+FFFD."""
         new = self._decoded()[self._sent :]
@@ -419,6 +440,14 @@ class TextStream:
     def text(self) -> str:
         """All text released so far."""
         return "".join(self._released)
+
+    def copy(self) -> TextStream:
+        """Return another one with the same text that goes on independently. O(text)."""
+        twin = copy(self)
+        twin._released = self._released[:]
+        if self._detokenizer is not None:
+            twin._detokenizer = self._detokenizer.copy()
+        return twin
 
     def push(self, token: int, *, watch: bool = True) -> str:
         """Add a token; returns the text that it releases. If `watch`, sets `stopped_by` where a stop string ends."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import InvalidInput
+from radixkv.sampling.candidates import best_candidates
 from radixkv.sampling.logits_processors import LogitsProcessor, adjusted
 from radixkv.sampling.params import Candidates, SampleRow, SamplingParams, TokenLogprobs
 from radixkv.sampling.race import PAGE, draw_key, race
@@ -38,7 +39,9 @@ class Sampled:
     """The sampled tokens, one per row, and log probabilities for the rows with `logprobs`; None if no row has it.
 
     Rows in `broken` had no finite maximum, by a NaN or because every token was masked: their tokens are meaningless.
-    `candidates` are those of the rows that ask for them, whose tokens have no meaning; None if no row does.
+    `candidates` are those of the rows that ask for them; None if no row does. The token of such a row has no meaning,
+    and its log probabilities are those of its best candidate. It is in `broken` for a NaN only, else it may have no
+    candidates.
     """
 
     tokens: list[int]
@@ -158,6 +161,37 @@ def sample(
         if any(row.params.logprobs is not None for row in rows):  # a batch that raises is drawn again, in parts
             logits = logits.clone()
         mask.limit(logits)
+    if any(row.candidates for row in rows):
+        return _with_candidates(unmasked, logits, rows, processors)
+    return _drawn(unmasked, logits, rows, processors)
+
+
+def _with_candidates(
+    unmasked: Tensor, logits: Tensor, rows: Sequence[SampleRow], processors: Sequence[LogitsProcessor]
+) -> Sampled:
+    """Draw the rows without candidates as if they were alone, and find the candidates of the others."""
+    searched = [index for index, row in enumerate(rows) if row.candidates]
+    plain = [index for index, row in enumerate(rows) if not row.candidates]
+    own, beams = unmasked[searched], [rows[index] for index in searched]
+    found = best_candidates(own, beams, processors)
+    drawn = Sampled([], None)
+    if plain:
+        drawn = _drawn(unmasked[plain], logits[plain], [rows[index] for index in plain], processors)
+    reports = _logprobs(own, beams, [each.tokens[0] if each and each.tokens else 0 for each in found])
+    tokens = [0] * len(rows)
+    candidates: list[Candidates | None] = [None] * len(rows)
+    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+    for place, index in enumerate(plain):
+        tokens[index], logprobs[index] = drawn.tokens[place], drawn.logprobs[place] if drawn.logprobs else None
+    for place, index in enumerate(searched):
+        candidates[index], logprobs[index] = found[place], reports[place] if reports else None
+    broken = {plain[place] for place in drawn.broken} | {index for index in searched if candidates[index] is None}
+    return Sampled(tokens, logprobs if drawn.logprobs or reports else None, frozenset(broken), candidates)
+
+
+def _drawn(
+    unmasked: Tensor, logits: Tensor, rows: Sequence[SampleRow], processors: Sequence[LogitsProcessor]
+) -> Sampled:
     processed = adjusted(logits, rows, processors)
     best, tokens = processed.max(dim=-1)
     broken = frozenset((~torch.isfinite(best)).nonzero()[:, 0].tolist())

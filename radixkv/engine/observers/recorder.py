@@ -153,7 +153,7 @@ class RequestRecorder(EngineObserver):
             prompt_tokens=len(request.prompt),
             max_tokens=request.max_tokens,
             cached_tokens=streams[0].cached_tokens if streams else 0,
-            computed_tokens=sum(stream.reached - stream.cached_tokens for stream in streams),
+            computed_tokens=request.computed_tokens,
             recomputed_tokens=sum(stream.recomputed_tokens for stream in streams),
             output_tokens=sum(stream.output_length for stream in streams),
             preemptions=request.preemptions,
