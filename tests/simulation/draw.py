@@ -180,7 +180,7 @@ class _Draw:
     def _pool(self, asks: list[Ask]) -> int:
         """Return a pool that most requests fit alone, and seldom many at once."""
         sizes = sorted(
-            max(ask.params.n, 1) * -(-(len(ask.prompt) + max(ask.max_tokens - 1, 0)) // self.block_size) for ask in asks
+            ask.streams * -(-(len(ask.prompt) + max(ask.max_tokens - 1, 0)) // self.block_size) for ask in asks
         )
         alone = self.rng.choice((sizes[-1], sizes[-1], sizes[-2]))
         return int(alone * self.rng.choice(self.profile.room)) + self.rng.choice((0, 1, 2))
@@ -228,7 +228,7 @@ class _Draw:
             namespace=rng.choice(self.namespaces),
             priority=rng.choice(self.priorities),
         )
-        return self._constrained(self._troubled(ask))
+        return self._with_bad_words(self._constrained(self._troubled(ask)))
 
     def _constrained(self, ask: Ask) -> Ask:
         """Constrain the answers of some requests, in some worlds; the other draws do not depend on it."""
@@ -239,6 +239,16 @@ class _Draw:
         if ask.flaw is None and rng.random() < 0.1:
             ask = replace(ask, flaw=Flaw("rule", rng.randrange(ask.max_tokens)))
         return ask
+
+    def _with_bad_words(self, ask: Ask) -> Ask:
+        """Exclude words from the answers of some requests, in some worlds; the other draws do not depend on it."""
+        rng = random.Random(f"bad words of {self.seed}/{ask.number}")
+        if not ask.max_tokens or ask.rule is not None or rng.random() >= (0.3 if self.seed % 3 == 1 else 0):
+            return ask
+        words = tuple(
+            tuple(rng.choices(range(VOCAB), k=rng.choice((1, 2, 2, 3)))) for _ in range(rng.choice((1, 5, 8)))
+        )
+        return replace(ask, bad_words=words, params=ask.params.but(bad_words=["their text"]))
 
     def _prompt(self, before: list[Ask]) -> Ids:
         """Return a new text, an earlier one, a branch of one, or the next turn after an answer."""
@@ -328,4 +338,4 @@ class _Draw:
 
 def answers_of(ask: Ask) -> tuple[Reply, ...]:
     """Return the answer that each stream of a request must give."""
-    return replies(ask.prompt, ask.params, ask.max_tokens, ask.stop_ids, ask.seed, ask.constraint)
+    return replies(ask.prompt, ask.params, ask.max_tokens, ask.stop_ids, ask.seed, ask.constraint, ask.bad_words)

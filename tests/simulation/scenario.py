@@ -52,6 +52,7 @@ class Ask:
 
     `cancel` is the step and `cancel_in` the stage in which it is cancelled. `lags` are spans of steps in which its
     reader is away; with `flickers` the reader comes and goes. `rule` is the seed of a constraint on its answers.
+    `bad_words` are token ids that no answer contains one after the other.
     """
 
     number: int
@@ -71,6 +72,12 @@ class Ask:
     flaw: Flaw | None = None
     rule: int | None = None
     reply_start: int = 0
+    bad_words: tuple[Ids, ...] = ()
+
+    @property
+    def streams(self) -> int:
+        """The largest number of its streams at once."""
+        return max(self.params.n, self.params.beam_width)
 
     @property
     def constraint(self) -> Rule | None:

@@ -63,6 +63,8 @@ def _simpler(ask: Ask) -> Iterator[Ask]:
     ):
         if getattr(ask, name) != getattr(plain, name):
             yield replace(ask, **{name: getattr(plain, name)})
+    if ask.bad_words:
+        yield replace(ask, bad_words=(), params=ask.params.but(bad_words=()))
     if ask.params.n > 1:
         yield replace(ask, params=ask.params.but(n=1))
     if len(ask.prompt) > 1:

@@ -38,7 +38,7 @@ class StepChecks:
         self.config = world.scenario.config
         self.count = 0
         # An upper bound: one token a step, everything computed twice, and some waiting.
-        tokens = sum(ask.params.n * (len(ask.prompt) + ask.max_tokens) for ask in world.scenario.asks)
+        tokens = sum(ask.streams * (len(ask.prompt) + ask.max_tokens) for ask in world.scenario.asks)
         self.most = world.scenario.last + 4 * tokens + 20 * len(world.scenario.asks)
         self.most *= 1 + world.scenario.overlap
         self.most += sum(audit.blocks + 1 for audit in world.scenario.audits)
@@ -71,7 +71,7 @@ class StepChecks:
             return False  # the other streams begin at the end of the prompt, once its step has finished
         if stream.pending:
             return True
-        return stream.matcher is None and stream.output_length + 1 < stream.request.max_tokens
+        return not stream.request.host_bound and stream.output_length + 1 < stream.request.max_tokens
 
     def _computed(self) -> dict[int, int]:
         computed = {}

@@ -46,6 +46,7 @@ SIGHTS = (  # events that must occur, or the lives are too easy
     "hits",
     "pinned",
     "audited_blocks",
+    "bad_words",
     "refused",
     "forward",
     "memory",

@@ -203,6 +203,7 @@ class World:
         seen |= Counter(self.stages)
         seen.update(c.ask.flaw.kind for c in self.customers.values() if c.ask.flaw and c.channel.error)
         seen |= Counter(evicted_states=stats.evicted_states)
+        seen.update(bad_words=sum(bool(c.ask.bad_words and c.channel.completion) for c in self.customers.values()))
         seen.update(shaken=sum(customer.shaken for customer in self.customers.values()))
         seen.update(f"a fault: {fault.kind}" for fault in (*self.faults.fired, *self.faults.began))
         return +seen
@@ -249,6 +250,7 @@ class World:
             submitted=self.clock.now,
             reply_start=ask.reply_start,
             matcher=None if ask.constraint is None else RuleMatcher(ask.constraint),
+            bad_words=ask.bad_words,
         )
         try:
             self.core.admission.check_fits(request)
