@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         ToolResult,
     )
     from radixkv.config import EngineConfig
-    from radixkv.engine import AsyncHandle, AuditReport, Chunk, Completion, EngineStats, Handle, Usage, Warmed
+    from radixkv.engine import AsyncHandle, AuditReport, Chunk, Completion, EngineStats, Handle, Score, Usage, Warmed
     from radixkv.errors import RadixKVError
     from radixkv.sampling.logits_processors import LogitsProcessor
     from radixkv.sampling.params import SampleRow, SamplingParams
@@ -52,6 +52,7 @@ __all__ = [
     "ReplyStream",
     "SampleRow",
     "SamplingParams",
+    "Score",
     "ToolCall",
     "ToolResult",
     "Usage",
@@ -76,7 +77,17 @@ _HOMES = {
         "ToolResult",
     ),
     "radixkv.config": ("EngineConfig",),
-    "radixkv.engine": ("AsyncHandle", "AuditReport", "Chunk", "Completion", "EngineStats", "Handle", "Usage", "Warmed"),
+    "radixkv.engine": (
+        "AsyncHandle",
+        "AuditReport",
+        "Chunk",
+        "Completion",
+        "EngineStats",
+        "Handle",
+        "Score",
+        "Usage",
+        "Warmed",
+    ),
     "radixkv.errors": ("RadixKVError",),
     "radixkv.sampling.logits_processors": ("LogitsProcessor",),
     "radixkv.sampling.params": ("SampleRow", "SamplingParams"),

@@ -12,6 +12,8 @@ admission.py        how many blocks a request needs, and which request is preemp
 quota_admission.py  the same with shares of the pool for namespaces
 reuse_policy.py     which cached tokens a request uses and publishes; deterministic or not
 request.py          a request, its streams and their text
+scoring.py          scores of a prompt's tokens, chunk by chunk
+score_batch.py      the requests of engine.score
 output.py           results, the channel that carries them, and the caller's handle
 fault_isolation.py  ends only the requests that cause an exception
 kv_scrub.py         recomputes cached KV, compares, and drops differing blocks
@@ -23,6 +25,7 @@ stats.py            counters, EngineStats and AuditReport
 from radixkv.engine.async_engine import AsyncHandle, AsyncRequestEngine
 from radixkv.engine.engine import RequestEngine
 from radixkv.engine.output import Chunk, Completion, Handle, Usage, Warmed
+from radixkv.engine.score_batch import Score
 from radixkv.engine.stats import AuditReport, Difference, EngineStats
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "EngineStats",
     "Handle",
     "RequestEngine",
+    "Score",
     "Usage",
     "Warmed",
 ]

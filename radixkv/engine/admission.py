@@ -219,7 +219,7 @@ class Admission:
             for pin, pinned, owner in self._pins
             if pin.active and owner in {request.namespace}
         )
-        return self._reuse.aligned(min(max(common, default=0), self._reuse.limit(tokens, request.namespace)))
+        return self._reuse.aligned(min(max(common, default=0), self._reuse.limit(tokens, request)))
 
     # ---- preemption
 

@@ -22,6 +22,8 @@ from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.engine import NOT_COPIED, RequestEngine
 from radixkv.engine.input_processor import Params, Prompt
 from radixkv.engine.output import Chunk, Completion, Handle, Warmed
+from radixkv.engine.request import Request
+from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.engine.weights import State
 from radixkv.errors import EngineClosed
@@ -78,7 +80,28 @@ class AsyncRequestEngine:
         Cancelling the task cancels its requests. Same arguments and errors as `Engine.generate`.
         """
         await self._compiled(*([params] if isinstance(params, SamplingParams | None) else params))
-        requests = await self._prepared(self.client.inputs.batch, prompts, params, namespace, timeout)
+        return await self._completions(
+            await self._prepared(self.client.inputs.batch, prompts, params, namespace, timeout)
+        )
+
+    async def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[Continuation],
+        *,
+        namespace: Hashable = None,
+        timeout: float | None = None,
+    ) -> list[Score]:
+        """Return the log probability of each continuation after the prompt, in order: see `Engine.score`.
+
+        Cancelling the task cancels its requests.
+        """
+        options: dict[str, Any] = {"namespace": namespace, "timeout": timeout}
+        batch = await self._prepared(ScoreBatch, self.client.inputs, prompt, continuations, **options)
+        return batch.scores(await self._completions(batch.requests))
+
+    async def _completions(self, requests: list[Request]) -> list[Completion]:
+        """Run requests together; cancel all if one of them raises, or if the task is cancelled."""
         handles: list[AsyncHandle] = []
         try:
             handles.extend(AsyncHandle(self.client.start(request)) for request in requests)

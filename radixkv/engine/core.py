@@ -26,6 +26,7 @@ from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import ReusePolicy, reuse_policy
 from radixkv.engine.scheduler import Scheduler, Work
+from radixkv.engine.scoring import ChunkScores, begin_chunk_scores
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import SequenceInput
@@ -48,7 +49,11 @@ class Forward(Protocol):
     """Computes a step; `radixkv.models.runner.Runner` does."""
 
     def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> Tensor:
-        """Run all copies, then all chunks; returns logits [len(chunks), vocab] of each chunk's last token."""
+        """Run all copies, then all chunks; returns logits [len(chunks) + additional rows, vocab].
+
+        Row i is the last token of chunk i. The additional rows follow: of each chunk in turn, its last `logit_rows`
+        tokens without the last one.
+        """
         ...
 
 
@@ -90,6 +95,7 @@ class Core:
         self._masks = TokenMasks()
         # A guard in place of a null object: looking for constrained streams takes 1% of a step.
         self._constrained = False  # whether there has been a constrained request
+        self._scored = False  # whether there has been a scored request; a guard for the same reason
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; requests that ended are skipped
 
     def _reuse_policy(self) -> ReusePolicy:
@@ -126,6 +132,7 @@ class Core:
         """Queue a request that fits the pool: see `Admission.check_fits`."""
         self.scheduler.add(request)
         self._constrained |= request.matcher is not None
+        self._scored |= request.scoring is not None
         for observer in self.observers:
             observer.added(request)
         if request.deadline is not None:
@@ -253,6 +260,9 @@ class Core:
 
     def _commit(self, work: list[Work], logits: Tensor, masks: StepMasks | None) -> None:
         """Publish the computed chunks, sample the next tokens, and close the streams that ended."""
+        scores: list[ChunkScores] = []
+        if self._scored:
+            scores, logits = begin_chunk_scores(work, logits, self._fail_alone), logits[: len(work)]
         for each, is_finite in zip(work, finite_rows(logits), strict=True):
             request = each.stream.request
             try:
@@ -260,6 +270,7 @@ class Core:
                     each.stream.sequence.commit(self._count_chunk(each, is_finite))
             except Exception as error:
                 self._fail_alone(request, error)
+        self._take_scores(scores)
         if masks is not None:
             for stream, failed in masks.wait().items():
                 self._fail_alone(stream.request, failed)
@@ -291,6 +302,15 @@ class Core:
             stream.request.counted = True
             counters.prompt_tokens += len(stream.request.prompt)
         return self._reuse.publishes(stream, work.start, count, isolated=work.isolated)
+
+    def _take_scores(self, scores: Sequence[ChunkScores]) -> None:
+        """Record the scores of chunks that were computed."""
+        for each in scores:
+            try:
+                if not each.request.channel.ended:
+                    self.counters.scored_tokens += each.take()
+            except Exception as error:
+                self._fail_alone(each.request, error)
 
     def _rows_to_sample(self, work: list[Work]) -> list[Row]:
         """Return (row of the logits, stream) for each stream that samples; forks requests whose prompt is computed."""
@@ -427,6 +447,7 @@ def sequence_input(work: Work, sampled_row: int = -1) -> SequenceInput:
         work.isolated,
         work.plan.state,
         sampled_row,
+        work.logit_rows,
     )
 
 

@@ -34,6 +34,7 @@ from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Warmed
 from radixkv.engine.request import Request
+from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.engine.weights import FIXED_WEIGHTS, State, Weights
 from radixkv.errors import InvalidInput
@@ -209,7 +210,10 @@ class RequestEngine:
         each. `progress` shows a bar. Ctrl-C cancels the requests and is raised again. Raises InvalidInput and its
         subclasses before anything runs, RequestTimedOut after `timeout` seconds, RequestFailed or EngineClosed.
         """
-        requests = self.client.inputs.batch(prompts, params, namespace, timeout)
+        return self._completions(self.client.inputs.batch(prompts, params, namespace, timeout), progress)
+
+    def _completions(self, requests: list[Request], progress: bool = False) -> list[Completion]:
+        """Run requests together, and wait; cancel all if one of them raises."""
         handles = [self.client.handle(request) for request in requests]  # before any begins, so that all are cancelled
         try:
             for request in requests:
@@ -241,6 +245,25 @@ class RequestEngine:
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
         options["reply_start"] = reply_start
         return self.client.start(self.client.inputs.request(prompt, params, **options))
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[Continuation],
+        *,
+        namespace: Hashable = None,
+        timeout: float | None = None,
+    ) -> list[Score]:
+        """Return the log probability of each continuation after the prompt, in order, and wait for that.
+
+        A continuation is a text or a sequence of token ids. A text after a text is encoded together with it, and cut
+        where the prompt's own ids end. If the prompt's ids do not begin the whole, it is encoded alone, without special
+        tokens, as after token ids and chat messages. A space between both texts therefore belongs to the continuation.
+        All continuations are computed together, and share the KV of the prompt. Ctrl-C cancels them, and an error ends
+        all of them. Raises InvalidInput, also for a continuation without tokens, and every error of `generate`.
+        """
+        batch = ScoreBatch(self.client.inputs, prompt, continuations, namespace=namespace, timeout=timeout)
+        return batch.scores(self._completions(batch.requests))
 
     def warm(
         self,

@@ -151,7 +151,7 @@ class LoadingScheduler(Scheduler):
     def _loadable(self, stream: Stream) -> int:
         """Return how many of a stream's next tokens are host-resident; 0 if it is better to compute them."""
         request, sequence = stream.request, cast(HostSequence, stream.sequence)
-        start, end = sequence.length, len(stream.tokens) - 1
+        start, end = sequence.length, request.most_hit(len(stream.tokens))
         if request.suspended:  # the other streams begin at the end of the prompt
             end = min(end, len(request.prompt))
         end = min(end, start + self._reuse.loads.most)

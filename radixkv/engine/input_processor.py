@@ -24,16 +24,19 @@ from radixkv.engine.chat_messages import Message, check_messages, rendered_with_
 from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
 from radixkv.engine.request import Request, TokenIds, derive_seed
+from radixkv.engine.scoring import Scoring
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
 from radixkv.grammar.compiler import GrammarCompiler
 from radixkv.sampling.logits_processors import LogitsProcessor, read_history
 from radixkv.sampling.params import SamplingParams, checked_params, is_int, suggested
+from radixkv.sampling.row_scores import max_logit_rows
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
 
 
-Prompt: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer[Any]] | Sequence[Message]
+Ids: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+Prompt: TypeAlias = str | Ids | Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -68,6 +71,23 @@ class InputProcessor:
     def encode(self, prompt: Prompt, *, reply: bool = False) -> TokenIds:
         """Return the token ids of a prompt; `reply` ends chat messages where the assistant's turn begins."""
         return encode(prompt, self._model.tokenizer, self._model.vocab_size, reply=reply)
+
+    def encode_after(self, prompt: Prompt, ids: TokenIds, continuation: str | Ids) -> TokenIds:
+        """Return the token ids of a continuation of a prompt with these `ids`; [] if its text has no tokens.
+
+        A text after a text is encoded together with it, and cut where the prompt's ids end. If these ids do not begin
+        the whole text's, it is encoded alone, without special tokens, as after other prompts. Raises as `encode`.
+        """
+        tokenizer, vocab_size = self._model.tokenizer, self._model.vocab_size
+        if not isinstance(continuation, str):
+            return checked_ids(continuation, vocab_size)
+        if isinstance(prompt, str):
+            whole = encode(prompt + continuation, tokenizer, vocab_size)
+            if np.array_equal(whole[: len(ids)], ids):
+                return whole[len(ids) :]
+        if tokenizer is None:
+            raise InvalidInput("this model has no tokenizer, so it cannot read text: pass token ids")
+        return np.array(tokenizer.encode(checked_text(continuation), add_special_tokens=False), np.int32)
 
     def request(
         self,
@@ -121,11 +141,35 @@ class InputProcessor:
             matcher=self.grammars.matcher(params) if sample else None,
             bad_words=self._bad_words(params.bad_words),
             host_bound=read_history(self._processors, params),
+            scoring=None if params.prompt_logprobs is None else self._scoring(ids, 1, params.prompt_logprobs),
         )
         if timeout is not None:
             request.deadline = request.submitted + timeout
         self._check_fits(request)
         return request
+
+    def scored(
+        self, ids: TokenIds, first: int, targets: tuple[int, ...], *, namespace: Hashable, timeout: float | None
+    ) -> Request:
+        """Make a request that scores the tokens from position `first` on, and each of `targets` after the last one.
+
+        It samples nothing. Raises as `request`.
+        """
+        limit = self.context_limit_for(namespace)
+        if len(ids) > limit:
+            raise PromptTooLong(
+                f"a prompt and its continuation take {len(ids)} tokens without the last one; the model takes "
+                f"{self._model.max_length} tokens, the pool holds {self._pool_tokens}",
+                tokens=len(ids),
+                limit=limit,
+            )
+        request = self.request(ids, namespace=namespace, timeout=timeout, sample=False)
+        request.scoring = self._scoring(ids, first, 1, targets)
+        return request
+
+    def _scoring(self, ids: TokenIds, first: int, top: int, targets: tuple[int, ...] = ()) -> Scoring:
+        vocab_size = self._model.vocab_size
+        return Scoring(ids, first, min(top, vocab_size), most_rows=max_logit_rows(vocab_size), last_targets=targets)
 
     def context_limit_for(self, namespace: Hashable) -> int:
         """Return the most tokens of prompt and reply in a namespace: with limits, others may have parts of the pool."""

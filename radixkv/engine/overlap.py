@@ -31,6 +31,7 @@ from radixkv.engine.core import Core, Forward, Row, sample_row, sequence_input
 from radixkv.engine.fault_isolation import in_halves, release_tensors
 from radixkv.engine.request import Request, Stream
 from radixkv.engine.scheduler import Scheduler, Work
+from radixkv.engine.scoring import ChunkScores, begin_chunk_scores
 from radixkv.errors import EngineError
 from radixkv.models.loaded import SequenceInput
 from radixkv.sampling.sampler import Pending, Sampled
@@ -64,6 +65,7 @@ class Flight:
     work: list[Work]
     draws: list[tuple[list[Row], Pending]]
     constrained: bool
+    scores: list[ChunkScores]
 
 
 class OverlappedScheduler(Scheduler):
@@ -203,12 +205,16 @@ class OverlappedCore(Core):
 
     def _begin(self, work: list[Work], logits: Tensor, masks: StepMasks | None) -> Flight | None:
         """Commit launched chunks without publishing them, and start to sample; None if all is finished by then."""
-        if len(logits) != len(work):
-            raise ValueError(f"a forward of {len(work)} chunks returned {len(logits)} rows of logits")
+        wanted = sum(each.logit_rows for each in work)
+        if len(logits) != wanted:
+            raise ValueError(f"a forward of {len(work)} chunks returned {len(logits)} rows of logits, not {wanted}")
         for each in work:
             if each.stream.active:  # another stream of its request may have failed
                 each.stream.sequence.commit(publish=False)
                 each.stream.in_flight += len(each.tokens)
+        scores: list[ChunkScores] = []
+        if self._scored:
+            scores, logits = begin_chunk_scores(work, logits, self._fail_alone), logits[: len(work)]
         if masks is not None:
             for stream, failed in masks.wait().items():
                 self._fail_alone(stream.request, failed)
@@ -220,7 +226,7 @@ class OverlappedCore(Core):
             return self.sampler.begin(logits, samples, [row for row, _ in rows], mask)
 
         try:
-            return Flight(work, [(rows, begin(rows))], masks is not None)
+            return Flight(work, [(rows, begin(rows))], masks is not None, scores)
         except Exception as raised:
             refuse_fatal(raised)
             error = raised
@@ -229,7 +235,7 @@ class OverlappedCore(Core):
         self.finish_step()
         live = [row for row in rows if not _is_over(row[1])]
         draws = in_halves(live, begin, lambda row: row[1].request, self._fail_alone) if live else []
-        self._finish(Flight(work, draws or [([], begin([]))], masks is not None))
+        self._finish(Flight(work, draws or [([], begin([]))], masks is not None, scores))
         return None
 
     # ---- finish
@@ -243,6 +249,7 @@ class OverlappedCore(Core):
                     self._publish_chunk(each, is_finite)
                 except Exception as error:
                     self._fail_alone(each.stream.request, error)
+            self._take_scores(flight.scores)
             for rows, sampled in results:
                 self._accept(*_without_ended(rows, sampled), constrained=flight.constrained)
                 for (_, stream), token in zip(rows, sampled.tokens, strict=True):

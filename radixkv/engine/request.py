@@ -13,7 +13,7 @@ from collections import abc
 from collections.abc import Callable, Hashable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +25,7 @@ from radixkv.cache import Explanation, Hint, Sequence
 from radixkv.engine.output import Chunk, Completion, FinishReason, OutputChannel, Usage
 
 if TYPE_CHECKING:
+    from radixkv.engine.scoring import PromptLogprobs, Scoring
     from radixkv.sampling.params import SamplingParams, TokenLogprobs
     from radixkv.sampling.token_mask import TokenMatcher
 
@@ -44,7 +45,8 @@ class Request:
     conversation repeats for sure: up to the end of the last message before the reply; 0 if unknown. `bad_words` are the
     token ids of `params.bad_words`. `unforked` means that the first stream computes the prompt for others, which `fork`
     makes. `candidates` is the number of next tokens that a beam search needs of each stream, else 0. `host_bound`
-    means that the host must read each token before the next can be drawn.
+    means that the host must read each token before the next can be drawn. `scoring` has the scores of the prompt's
+    tokens, if they are wanted.
 
     Set by the scheduler: `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken` counts
     the later requests that were admitted before it. `prefix_wait` is its wait for a shared prefix. `guaranteed` means
@@ -84,6 +86,7 @@ class Request:
     reply_start: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     host_bound: bool = False
+    scoring: Scoring | None = None
     width: int = field(init=False)
     unforked: bool = field(init=False)
     candidates: int = field(init=False, default=0)
@@ -120,6 +123,21 @@ class Request:
     def known(self) -> TokenIds:
         """The tokens whose KV the first stream needs before it can sample: int32[n], the prompt at least."""
         return np.array(self.live[0].tokens, np.int32) if self.streams else self.prompt
+
+    def most_hit(self, length: int) -> int:
+        """Return how many of its first `length` tokens may be a hit.
+
+        A full repeat computes one token again: its logits are needed, and a step has no empty chunks. Scores need the
+        logits of more tokens.
+        """
+        return length - 1 if self.scoring is None else min(length - 1, self.scoring.hit_limit)
+
+    @cached_property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """The log probabilities of the prompt's tokens, if they were asked for; only after the prompt is computed."""
+        if self.scoring is None or self.params.prompt_logprobs is None:
+            return None
+        return self.scoring.prompt_logprobs()
 
     def start(self, sequence: Sequence) -> None:
         """Start or resume the first stream, which computes the prompt for all.
@@ -341,7 +359,16 @@ class Stream:
         )
         logprobs = tuple(self.logprobs) if self.logprobs else None
         text = self.text
-        return Completion(text.text, output, self.finish_reason, usage, logprobs, self.index, stop_text=text.stopped_by)
+        return Completion(
+            text.text,
+            output,
+            self.finish_reason,
+            usage,
+            logprobs,
+            self.index,
+            stop_text=text.stopped_by,
+            prompt_logprobs=request.prompt_logprobs,
+        )
 
 
 def derive_seed(seed: int, number: int) -> int:

@@ -72,14 +72,11 @@ class ReusePolicy:
     def match(self, request: Request) -> Match:
         """Return the cached prefix that a request would hit if it were admitted now; changes nothing."""
         tokens = request.known
-        return self._cache.match(tokens[: self.limit(tokens, request.namespace)], request.namespace)
+        return self._cache.match(tokens[: self.limit(tokens, request)], request.namespace)
 
-    def limit(self, tokens: TokenIds, namespace: Hashable) -> int:
-        """Return how many of these tokens may be a hit.
-
-        A full repeat computes one token again: its logits are needed, and a step has no empty chunks.
-        """
-        return len(tokens) - 1
+    def limit(self, tokens: TokenIds, request: Request) -> int:
+        """Return how many of these tokens, the first ones of a request, may be a hit: see `Request.most_hit`."""
+        return request.most_hit(len(tokens))
 
     def aligned(self, length: int) -> int:
         """Return the largest length up to this one at which a hit may end."""
@@ -142,15 +139,15 @@ class AlignedReuse(ReusePolicy):
         super().__init__(cache, config, loads)
         self._row_dependent = row_dependent
 
-    def limit(self, tokens: TokenIds, namespace: Hashable) -> int:
+    def limit(self, tokens: TokenIds, request: Request) -> int:
         """Return the last multiple before the end, or before the point where eviction has cut the cached prefix.
 
         If the rest of that chunk will be loaded, the hit may end at the cut.
         """
-        most = self.aligned(len(tokens) - 1)
+        most = self.aligned(request.most_hit(len(tokens)))
         if not most:
             return 0
-        match = self._cache.match(tokens[:most], namespace)
+        match = self._cache.match(tokens[:most], request.namespace)
         whole = self.aligned(match.matched)
         return most if match.matched == whole or self.worth_loading(match.matched, match.host) else whole
 
@@ -232,7 +229,7 @@ class NoReuse(ReusePolicy):
         """Return an empty match."""
         return _NOTHING
 
-    def limit(self, tokens: TokenIds, namespace: Hashable) -> int:
+    def limit(self, tokens: TokenIds, request: Request) -> int:
         """Return 0."""
         return 0
 

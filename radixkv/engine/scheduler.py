@@ -29,6 +29,7 @@ from radixkv.engine.observers import EngineObserver
 from radixkv.engine.quota_admission import QuotaAdmission
 from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import ReusePolicy
+from radixkv.engine.scoring import Scoring
 from radixkv.engine.stats import Counters
 from radixkv.engine.wait_queue import QUEUES
 from radixkv.errors import OutOfBlocks
@@ -41,7 +42,7 @@ _MAX_DELAYED = 64  # requests that one admission may delay, each compared with t
 class Work:
     """The tokens that one stream computes in this step: `tokens` from position `start` on, into the slots of `plan`.
 
-    An `isolated` one has a forward of its own.
+    An `isolated` one has a forward of its own. The logits of the last `logit_rows` tokens are needed.
     """
 
     stream: Stream
@@ -49,6 +50,7 @@ class Work:
     tokens: array[int]
     plan: WritePlan
     isolated: bool = False
+    logit_rows: int = 1
 
     @property
     def end(self) -> int:
@@ -164,7 +166,9 @@ class Scheduler:
         if not count:
             return None
         tokens, isolated = stream.tokens[start : start + count], self._reuse.isolated(stream)
-        return Work(stream, start, tokens, stream.sequence.extend(tokens), isolated)
+        scoring = stream.request.scoring if count > 1 else None  # a guard in place of a null object
+        rows = 1 if scoring is None else scoring.rows(start, start + count)
+        return Work(stream, start, tokens, stream.sequence.extend(tokens), isolated, rows)
 
     def _free_blocks(self, request: Request) -> None:
         """Free blocks for a running request, by a preemption."""
@@ -174,7 +178,20 @@ class Scheduler:
         """Return the length of a chunk of a prompt; 0 if it does not fit."""
         if stream.request.suspended:  # the other streams begin at the end of the prompt
             pending = len(stream.request.prompt) - stream.sequence.length
-        return self._reuse.chunk(pending, self._budget)
+        if stream.request.scoring is None:  # a guard in place of a null object
+            return self._reuse.chunk(pending, self._budget)
+        return self._scored_count(stream.request.scoring, stream.sequence.length, pending)
+
+    def _scored_count(self, scoring: Scoring, start: int, pending: int) -> int:
+        """Return the length of a scored chunk, so that the step's additional rows of logits stay within bounds.
+
+        A chunk waits for the next step if there is no room for its rows. One that must not be cut exceeds the bound if
+        no other one has additional rows.
+        """
+        planned = sum(each.logit_rows - 1 for each in self._planned.values())
+        room = scoring.most_rows - planned
+        count = self._reuse.chunk(pending, min(self._budget, scoring.longest(start, room + 1 if room > 0 else 0)))
+        return count if count or planned else self._reuse.chunk(pending, self._budget)
 
     def _unplan(self, stream: Stream) -> None:
         work = self._planned.pop(stream, None)
@@ -249,7 +266,7 @@ class Scheduler:
         return request
 
     def _open(self, request: Request, tokens: TokenIds) -> Sequence:
-        limit = self._reuse.limit(tokens, request.namespace)
+        limit = self._reuse.limit(tokens, request)
         purpose: Purpose = "resume" if request.streams else "request"
         sequence = self._cache.open(tokens, request.namespace, limit, request.priority, purpose=purpose)
         for observer in self._observers:

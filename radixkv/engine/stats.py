@@ -34,6 +34,7 @@ class Counters:
     failed_offloads: int = 0
     wasted_tokens: int = 0
     host_bound_rows: int = 0
+    scored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class EngineStats:
     pool in a step were lost. An overlapped engine launches a step before it has the results of the preceding one.
     `wasted_tokens` were computed for streams that had ended or failed. `host_bound_rows` counts how often a stream was
     left out of a step, because the host must read its last token first to constrain the next one.
-    `eager_steps` are forwards that no CUDA graph served, on an engine that has graphs.
+    `eager_steps` are forwards that no CUDA graph served, on an engine that has graphs. `scored_tokens` are tokens of
+    prompts, and continuations of them, with a computed score.
     """
 
     model: str
@@ -93,6 +95,7 @@ class EngineStats:
     wasted_tokens: int = 0
     host_bound_rows: int = 0
     eager_steps: int = 0
+    scored_tokens: int = 0
 
     @property
     def requests(self) -> int:

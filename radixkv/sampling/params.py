@@ -466,10 +466,14 @@ class Candidates:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probability of the chosen token, and (id, log probability) of the most likely tokens, in that order."""
+    """Log probability of the chosen token, and (id, log probability) of the most likely tokens, in that order.
+
+    `rank` is 1 plus the number of tokens that are more likely than the chosen one, for tokens of a prompt.
+    """
 
     chosen: float
     top: tuple[tuple[int, float], ...]
+    rank: int | None = None
 
 
 # ---- suggestions of checkpoints

@@ -128,7 +128,7 @@ class HostSampler:
         """See Sampler."""
         chosen = logits
         if sources is not None and list(sources) != list(range(len(logits))):  # while every stream decodes, no copy
-            chosen = logits.index_select(0, torch.tensor(sources, device=logits.device))
+            chosen = logits.index_select(0, torch.tensor(sources, dtype=torch.int64, device=logits.device))
         return HostPending(logits, sample(chosen, rows, mask, self._processors))
 
 

@@ -1,0 +1,444 @@
+"""Scores of prompts and continuations: always the log-softmax of the model's own logits, however they are computed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv import AsyncEngine, Engine, SamplingParams, Score
+from radixkv.cache import PrefixCache
+from radixkv.cache.host import HostPrefixCache
+from radixkv.cache.recurrent import StatefulPrefixCache
+from radixkv.config import EngineConfig
+from radixkv.engine.core import Core
+from radixkv.engine.host_tier import new_core
+from radixkv.engine.output import Completion
+from radixkv.engine.request import Request
+from radixkv.engine.scoring import Scoring
+from radixkv.errors import InvalidInput, InvalidTokens, PromptTooLong, RequestFailed
+from radixkv.models.loaded import SequenceInput
+from tests.engine.fakes import VOCAB, FakeRunner, StatefulFakeRunner, add_host, chain, check, logits_of, make_engine
+from tests.selection import mostly_long, sampled
+
+GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+PROMPT = [(7 * each + each * each) % 49 for each in range(30)]
+CLOSE = 1e-5
+
+
+def table(tokens: Sequence[int]) -> np.ndarray:
+    """Return the log-softmax [n, vocab] of the fake model's logits after each token, in float64."""
+    state, rows = 0, []
+    for token in tokens:
+        state = chain(state, int(token))
+        rows.append(torch.from_numpy(logits_of(state).copy()))
+    return torch.log_softmax(torch.stack(rows).double(), dim=1).numpy()
+
+
+def assert_scored(done: Completion, prompt: Sequence[int], top: int) -> None:
+    """Compare a completion's prompt logprobs with the model's own."""
+    found, own = done.prompt_logprobs, table(prompt)
+    assert found is not None and len(found) == len(prompt) and found[0] is None
+    for position in range(1, len(prompt)):
+        entry, row = found[position], own[position - 1]
+        assert entry is not None
+        assert entry.chosen == pytest.approx(row[prompt[position]], abs=CLOSE)
+        assert entry.rank == 1 + (row > row[prompt[position]]).sum()
+        assert [token for token, _ in entry.top] == np.argsort(-row)[:top].tolist()
+        assert [value for _, value in entry.top] == pytest.approx(np.sort(row)[::-1][:top], abs=CLOSE)
+
+
+def assert_score(score: Score, prompt: Sequence[int], continuation: Sequence[int]) -> None:
+    """Compare the score of a continuation with the model's own."""
+    own = table([*prompt, *continuation])[len(prompt) - 1 : -1]
+    expected = [float(row[token]) for row, token in zip(own, continuation, strict=True)]
+    assert score.token_ids == tuple(continuation)
+    assert score.token_logprobs == pytest.approx(expected, abs=CLOSE)
+    assert score.logprob == pytest.approx(sum(expected), abs=CLOSE * len(expected))
+    assert score.greedy == (list(continuation) == own.argmax(axis=1).tolist())
+
+
+# ---- prompt_logprobs
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_prompt_logprobs_are_those_of_the_model(chunk: int) -> None:
+    engine, runner = make_engine(prefill_chunk=chunk)
+    with engine:
+        done = engine.generate([PROMPT], GREEDY.but(prompt_logprobs=3))[0]
+        assert_scored(done, PROMPT, 3)
+        assert done.token_ids == engine.generate([PROMPT], GREEDY)[0].token_ids
+        assert len(runner.steps[0]) == 1 and runner.steps[0][0] == (0, min(chunk, 30))
+        check(engine)
+
+
+def test_a_hit_is_cut_where_scores_need_logits() -> None:
+    engine, runner = make_engine()
+    with engine:
+        engine.generate([PROMPT], GREEDY)
+        runner.steps.clear()
+        done = engine.generate([PROMPT], GREEDY.but(prompt_logprobs=0))[0]
+        assert_scored(done, PROMPT, 0)
+        assert runner.steps[0] == [(0, 30)]
+        assert done.usage.cached_tokens == 0 and done.usage.computed_tokens == 32
+        assert engine.stats().scored_tokens == 29
+        check(engine)
+
+
+def test_all_streams_of_a_request_have_the_same_prompt_logprobs() -> None:
+    engine, _ = make_engine()
+    with engine:
+        done = engine.generate([PROMPT], GREEDY.but(prompt_logprobs=1, n=3, temperature=1, seed=2))[0]
+        assert_scored(done, PROMPT, 1)
+        assert len(done.alternatives) == 2
+        assert all(each.prompt_logprobs is done.prompt_logprobs for each in done.alternatives)
+        assert engine.generate([PROMPT], GREEDY)[0].prompt_logprobs is None
+
+
+def test_a_prompt_of_one_token_has_no_score() -> None:
+    engine, _ = make_engine()
+    with engine:
+        assert engine.generate([[5]], GREEDY.but(prompt_logprobs=2))[0].prompt_logprobs == (None,)
+
+
+def test_more_alternatives_than_the_vocabulary_are_all_of_it() -> None:
+    engine, _ = make_engine()
+    with engine:
+        assert_scored(engine.generate([PROMPT[:4]], GREEDY.but(prompt_logprobs=100))[0], PROMPT[:4], VOCAB)
+
+
+# ---- score
+
+
+def test_scores_are_those_of_the_model_and_share_the_prompt() -> None:
+    engine, runner = make_engine()
+    best = int(table(PROMPT)[-1].argmax())
+    then = int(table([*PROMPT, best])[-1].argmax())
+    continuations = [[1], [best], [2, 3, 4], [2, 3, 5], [best, then], [best, (then + 1) % VOCAB]]
+    with engine:
+        scores = engine.score(PROMPT, continuations)
+        for score, continuation in zip(scores, continuations, strict=True):
+            assert_score(score, PROMPT, continuation)
+        assert [each.greedy for each in scores] == [False, True, False, False, True, False]
+        stats = engine.stats()
+        # Three requests: the prompt alone, with two tokens, with one. The first computes the prompt for all of them.
+        # The others compute its last token again, because the score of the first new token needs its logits.
+        assert stats.finished == 3
+        assert stats.computed_tokens == 30 + 3 + 2
+        assert stats.scored_tokens == 2 + (2 + 2) + (1 + 2)
+        runner.steps.clear()
+        engine.score(PROMPT, continuations)
+        assert sum(tokens for step in runner.steps for _, tokens in step) == 1 + 3 + 2
+        check(engine)
+
+
+def test_continuations_of_a_cold_prompt_wait_for_the_first() -> None:
+    engine, _ = make_engine(num_blocks=400, prefill_chunk=16, max_batch_tokens=64)
+    prompt = random.Random(4).choices(range(49), k=200)
+    with engine:
+        scores = engine.score(prompt, [[each, 1, 2] for each in range(8)])
+        for each, score in enumerate(scores):
+            assert_score(score, prompt, [each, 1, 2])
+        assert engine.stats().computed_tokens == 202 + 7 * 3
+        assert engine.stats().coalesced_requests == 7
+        assert [score.usage.computed_tokens for score in scores] == [202] + [3] * 7
+
+
+def test_without_a_prefix_cache_each_request_computes_the_prompt() -> None:
+    engine, _ = make_engine(prefix_cache=False, num_blocks=200)
+    with engine:
+        for score, token in zip(engine.score(PROMPT, [[3, 1], [4, 1]]), (3, 4), strict=True):
+            assert_score(score, PROMPT, [token, 1])
+        assert engine.stats().computed_tokens == 2 * 31
+
+
+@pytest.mark.parametrize(
+    ("continuations", "error", "message"),
+    [
+        ([[]], InvalidInput, "has no tokens"),
+        ([""], InvalidInput, "has no tokens"),
+        ("yes", InvalidInput, "wrap one continuation"),
+        ([1, 2], InvalidInput, "bare list of token ids"),
+        (["yes"], InvalidInput, "no tokenizer"),
+        ([[1], [VOCAB]], InvalidTokens, "outside the vocabulary"),
+        ([[1] * 260], PromptTooLong, "290|289"),
+    ],
+)
+def test_continuations_that_cannot_be_scored_are_refused(
+    continuations: Any, error: type[Exception], message: str
+) -> None:
+    engine, _ = make_engine()
+    with engine:
+        with pytest.raises(error, match=message):
+            engine.score(PROMPT, continuations)
+        assert engine.stats().requests == 0
+        assert engine.score(PROMPT, []) == []
+
+
+def test_a_continuation_may_fill_the_context() -> None:
+    engine, _ = make_engine(num_blocks=10)
+    with engine:
+        continuation = random.Random(1).choices(range(49), k=11)
+        assert_score(engine.score(PROMPT, [continuation])[0], PROMPT, continuation)
+
+
+def test_one_failing_continuation_fails_the_call() -> None:
+    def fault(chunks: Sequence[SequenceInput]) -> None:
+        if any(42 in chunk.tokens for chunk in chunks):
+            raise ValueError("broken")
+
+    engine, _ = make_engine(fault=fault)
+    with engine:
+        with pytest.raises(RequestFailed, match="broken"):
+            engine.score(PROMPT[:9], [[1, 2], [42, 1], [3, 4]])
+        assert_score(engine.score(PROMPT[:9], [[1, 2]])[0], PROMPT[:9], [1, 2])
+        check(engine)
+
+
+def test_the_options_of_requests_reach_the_scores() -> None:
+    engine, _ = make_engine()
+    with engine:
+        with pytest.raises(InvalidInput, match="timeout"):
+            engine.score(PROMPT, [[1]], timeout=-1)
+        engine.score(PROMPT, [[1]], namespace="ann")
+        assert engine.score(PROMPT, [[1]], namespace="ben")[0].usage.cached_tokens == 0
+        assert engine.score(PROMPT, [[1]], namespace="ann")[0].usage.cached_tokens == 29
+
+
+def test_asyncio_scores_and_cancels() -> None:
+    engine, runner = make_engine(prefill_chunk=8)
+    gate = runner.gate = threading.Semaphore(0)
+
+    async def main() -> list[Score]:
+        scoring = asyncio.create_task(AsyncEngine(engine).score(PROMPT, [[1, 2], [3]]))
+        await asyncio.to_thread(runner.began.acquire)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        gate.release(1000)
+        return await AsyncEngine(engine).score(PROMPT, [[1, 2], [3]])
+
+    with engine:
+        for score, continuation in zip(asyncio.run(main()), ([1, 2], [3]), strict=True):
+            assert_score(score, PROMPT, continuation)
+        assert engine.stats().cancelled == 2
+        check(engine)
+
+
+# ---- texts
+
+
+def test_texts_are_split_where_the_ids_of_the_prompt_end() -> None:
+    with Engine.load("tiny", dtype="float32", num_blocks=64, monitor=False) as engine:
+        encode, prompt = engine.model.tokenizer.encode, "Which drink do you sell?"
+        texts = [" tea", " cold coffee", "tea"]
+        scores = engine.score(prompt, texts)
+        ids = encode(prompt)
+        for score, text in zip(scores, texts, strict=True):
+            assert [*ids, *score.token_ids] == encode(prompt + text)
+        again = engine.score(ids, [list(each.token_ids) for each in scores])
+        assert [each.token_logprobs for each in again] == [
+            pytest.approx(each.token_logprobs, abs=CLOSE) for each in scores
+        ]
+        # The ids of a prompt that ends inside a word do not begin the ids of the whole text.
+        cut = "Which drink do yo"
+        assert encode(cut + "u")[: len(encode(cut))] != encode(cut)
+        assert list(engine.score(cut, ["u"])[0].token_ids) == encode("u", add_special_tokens=False)
+        chat = [{"role": "user", "content": prompt}]
+        assert list(engine.score(chat, ["tea"])[0].token_ids) == encode("tea", add_special_tokens=False)
+
+
+# ---- one core, many requests
+
+
+class OverlappedRunner(FakeRunner):
+    """Reads the tokens of relayed chunks from the tensor of sampled tokens."""
+
+    def run(
+        self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]], sampled: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        chunks = [
+            each
+            if each.sampled_row < 0 or sampled is None
+            else replace(each, tokens=np.array([int(sampled[each.sampled_row])], np.int32))
+            for each in chunks
+        ]
+        return super().run(chunks, copies)
+
+
+def core_of(kind: str, num_blocks: int, block_size: int, config: EngineConfig) -> Core:
+    """Return a core without its thread."""
+    if kind == "hybrid":
+        states = StatefulPrefixCache(num_blocks, block_size, rows=config.max_sequences, snapshots=6)
+        runner = StatefulFakeRunner(num_blocks, block_size)
+        runner.queue = states.copies
+        return new_core(states, runner, config)
+    if kind == "host":
+        hosted = FakeRunner(num_blocks, block_size)
+        add_host(hosted, 100)
+        return new_core(HostPrefixCache(num_blocks, block_size, host_blocks=100), hosted, config)
+    cache = PrefixCache(num_blocks, block_size)
+    if kind == "overlapped":
+        return new_core(cache, OverlappedRunner(num_blocks, block_size), config, overlap=True)
+    options = {"deterministic": kind == "deterministic", "prefix_cache": kind != "no reuse"}
+    config = replace(config, block_size=block_size, **options)
+    return new_core(cache, FakeRunner(num_blocks, block_size), config)
+
+
+class World:
+    """A core over a fake model, and its scored requests."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.requests: list[Request] = []
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, most_rows: int = 1000) -> Request:
+        """Queue a request, which is scored if `params` say so."""
+        ids = np.array(prompt, np.int32)
+        request = Request(ids, params, params.max_tokens, frozenset(), 0)
+        if params.prompt_logprobs is not None:
+            request.scoring = Scoring(ids, 1, params.prompt_logprobs, most_rows=most_rows)
+        return self._add(request)
+
+    def score(self, prompt: Sequence[int], continuation: Sequence[int], most_rows: int = 1000) -> Request:
+        """Queue the request of one score."""
+        ids = np.array([*prompt, *continuation[:-1]], np.int32)
+        targets = (continuation[-1], 0)
+        scoring = Scoring(ids, len(prompt), 1, most_rows=most_rows, last_targets=targets)
+        return self._add(Request(ids, GREEDY, 0, frozenset(), 0, scoring=scoring))
+
+    def _add(self, request: Request) -> Request:
+        self.core.admission.check_fits(request)
+        self.core.add(request)
+        self.requests.append(request)
+        return request
+
+    def step(self) -> None:
+        self.core.step()
+        self.core.cache.check()
+
+    def finish(self) -> None:
+        for _ in range(5000):
+            if not self.core.busy and self.core.idle_for() is None:
+                assert self.core.cache.stats().sequences == 0
+                return
+            self.step()
+        raise AssertionError("not finished")
+
+    def check(self) -> None:
+        """Compare every finished request with the model."""
+        for request in self.requests:
+            done, prompt = request.channel.wait(0), request.prompt.tolist()
+            if request.params.prompt_logprobs is not None:
+                assert_scored(done, prompt, request.params.prompt_logprobs)
+            elif request.scoring is not None:
+                assert_last(request.scoring)
+
+
+def assert_last(scoring: Scoring) -> None:
+    """Compare the scores of a request of `score` with the model's own."""
+    own = table(scoring.prompt.tolist())
+    rows = np.arange(scoring.first - 1, len(scoring.prompt) - 1)
+    assert scoring.missing == len(scoring.prompt) and scoring.last is not None
+    np.testing.assert_allclose(scoring.chosen, own[rows, scoring.prompt[scoring.first :]], atol=CLOSE)
+    np.testing.assert_allclose(scoring.last.chosen, own[-1, list(scoring.last_targets)], atol=CLOSE)
+
+
+KINDS = ("plain", "overlapped", "host", "hybrid", "deterministic", "no reuse")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", mostly_long(sampled(range(40), 0, 1, 2, 3), 0, 1))
+def test_scores_are_right_with_hits_chunks_preemptions_and_cancels(seed: int, kind: str) -> None:
+    rng = random.Random(f"{seed}/{kind}")
+    size, chunk = rng.choice([(1, 1), (1, 7), (4, 4), (4, 8), (4, 64), (16, 16), (16, 64)])
+    sequences = rng.choice([1, 4, 8])
+    blocks = -(-rng.choice([60, 90, 400]) // size) + 3 * sequences
+    config = EngineConfig(
+        max_sequences=sequences, max_batch_tokens=sequences + rng.choice([chunk, 2 * chunk]), prefill_chunk=chunk
+    )
+    world = World(core_of(kind, blocks, size, config))
+    stem = [rng.choices(range(49), k=rng.randint(1, 40)) for _ in range(3)]
+    for _ in range(25):
+        prompt = [*rng.choice(stem)[: rng.randint(1, 40)], *rng.choices(range(49), k=rng.randint(0, 8))]
+        most_rows = rng.choice([1, 5, 1000])
+        if rng.random() < 0.4:
+            world.score(prompt, rng.choices(range(49), k=rng.randint(1, 4)), most_rows)
+        else:
+            top = rng.choice([None, 0, 1, 5])
+            streams = rng.choice([1, 1, min(2, sequences)])
+            params = GREEDY.but(max_tokens=rng.randint(1, 12), prompt_logprobs=top, n=streams)
+            world.submit(prompt, params, most_rows)
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            world.step()
+        running = world.core.scheduler.running
+        if running and rng.random() < 0.2:
+            world.core.scheduler.preempt(rng.choice(running))
+        if world.requests and rng.random() < 0.1:
+            world.core.cancel(world.requests.pop(rng.randrange(len(world.requests))))
+    world.finish()
+    world.check()
+
+
+def test_the_additional_rows_of_a_step_are_bounded() -> None:
+    seen: list[int] = []
+
+    class Counting(FakeRunner):
+        def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+            seen.append(sum(chunk.logit_rows - 1 for chunk in chunks))
+            return super().run(chunks, copies)
+
+    config = EngineConfig(max_sequences=4, max_batch_tokens=200, prefill_chunk=64)
+    world = World(Core(PrefixCache(100, 4), Counting(100, 4), config))
+    for each in range(4):
+        world.submit([each, *PROMPT], GREEDY.but(prompt_logprobs=0), most_rows=6)
+    world.finish()
+    world.check()
+    assert max(seen) == 6
+    assert seen.count(6) >= 4 * 29 // 7, "and every step takes as many as it may"
+    seen.clear()
+    exact = World(Core(PrefixCache(100, 4), Counting(100, 4), replace(config, deterministic=True)))
+    for each in range(4):
+        exact.submit([each, *PROMPT], GREEDY.but(prompt_logprobs=0), most_rows=6)
+    exact.finish()
+    exact.check()
+    assert [each for each in seen if each] == [30] * 4, "a chunk that must not be cut has a step of its own"
+
+
+def test_a_preempted_request_keeps_its_scores() -> None:
+    config = EngineConfig(max_sequences=4, max_batch_tokens=20, prefill_chunk=8)
+    world = World(core_of("plain", 100, 4, config))
+    request = world.submit(PROMPT, GREEDY.but(prompt_logprobs=1))
+    world.step()
+    world.step()
+    world.core.scheduler.preempt(request)
+    world.core.cache.clear()  # so that the KV is computed again
+    world.finish()
+    world.check()
+    assert world.core.counters.scored_tokens == 29 and world.core.counters.recomputed_tokens >= 15
+
+
+@pytest.mark.parametrize("row", [3, 20, 29])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_row_that_is_not_finite_fails_its_own_request_only(row: int, overlap: bool) -> None:
+    class Broken(OverlappedRunner):
+        def _logits(self, chunk: SequenceInput, end: int) -> np.ndarray:
+            logits = super()._logits(chunk, end)
+            return logits * np.nan if chunk.start + end == row + 1 and chunk.tokens[0] == 45 else logits
+
+    config = EngineConfig(max_sequences=4, max_batch_tokens=100, prefill_chunk=64)
+    world = World(new_core(PrefixCache(100, 4), Broken(100, 4), config, overlap=overlap))
+    broken = world.submit([45, *PROMPT[1:]], GREEDY.but(prompt_logprobs=0))
+    world.submit([44, *PROMPT[1:]], GREEDY.but(prompt_logprobs=0))
+    world.requests.remove(broken)
+    world.finish()
+    world.check()
+    with pytest.raises(RequestFailed):
+        broken.channel.wait(0)
