@@ -15,6 +15,7 @@ from radixkv.chat import Engine
 from radixkv.engine.output import Completion
 from radixkv.sampling.params import SamplingParams
 from tests.models.conftest import GROUPED
+from tests.selection import mostly_long
 
 
 class Case(NamedTuple):
@@ -91,7 +92,7 @@ def searched(model: Any, ids: list[int], case: Case, count: int, **settings: Any
         return found
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", mostly_long(sorted(CASES), "minimum length", "never", "repetition penalty", "wide"))
 def test_beams_are_those_of_transformers(build: Callable[..., Any], name: str) -> None:
     case, ids = CASES[name], prompt(len(name))
     check_equal(searched(build("llama"), ids, case, 12), their_beams(build("llama"), ids, case, 12))
@@ -108,15 +109,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_neox", "phi3", *sorted(CONFIGS)])
+@pytest.mark.parametrize(
+    "kind", mostly_long(["qwen3", "gemma2", "gpt_neox", "phi3", *sorted(CONFIGS)], "gemma2", "gptj", "lfm2", "mixtral")
+)
 def test_beams_of_every_kind_of_model(build: Callable[..., Any], kind: str) -> None:
     case, ids = CASES["wide"], prompt(3)
     config = CONFIGS[kind]() if kind in CONFIGS else kind
     check_equal(searched(build(config), ids, case, 9), their_beams(build(config), ids, case, 9))
 
 
-@pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("block_size", "deterministic"), mostly_long([(1, False), (1, True), (16, False), (16, True)], (16, True))
+)
 def test_beams_on_blocks_of_every_size(build: Callable[..., Any], block_size: int, deterministic: bool) -> None:
     case, ids = CASES["never"], prompt(5)
     ours = searched(build("llama"), ids, case, 9, block_size=block_size, deterministic=deterministic, prefill_chunk=16)

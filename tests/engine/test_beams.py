@@ -1,0 +1,287 @@
+"""Beam search on a fake model: answers of a naive search, blocks recounted after each step, preemptions and ends."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv import SamplingParams
+from radixkv.chat import Engine
+from radixkv.engine.beams import BeamRequest
+from radixkv.engine.core import Core
+from radixkv.engine.output import Completion
+from radixkv.errors import InvalidInput, PromptTooLong, RequestCancelled, RequestFailed
+from radixkv.models.loaded import SequenceInput
+from tests.engine.fakes import STOP, VOCAB, FakeModel, chain, check, greedy_reply, logits_of, make_engine
+from tests.selection import mostly_long, sampled
+
+Beams = list[tuple[tuple[int, ...], float]]
+
+
+def naive_beams(
+    prompt: Sequence[int], params: SamplingParams, stops: frozenset[int] = frozenset({STOP}), vocab: int = VOCAB
+) -> Beams:
+    """Search over all continuations of all beams; returns (reply, score), best first."""
+    width, running, done = params.beam_width, [((), 0.0)], []
+    for length in range(1, params.max_tokens + 1):
+        options = []
+        for reply, total in running:
+            state = 0
+            for token in (*prompt, *reply):
+                state = chain(state, int(token))
+            logits = logits_of(state, vocab).astype(np.float64)
+            table = logits - math.log(np.exp(logits).sum())
+            allowed = [token for token in range(vocab) if length > params.min_tokens or token not in stops]
+            options += [((*reply, token), total + float(table[token])) for token in allowed]
+        options.sort(key=lambda option: -option[1])
+        ends = [reply[-1] in stops or length == params.max_tokens for reply, _ in options]
+        done += [
+            (reply, total / length**params.length_penalty)
+            for (reply, total), end in zip(options[:width], ends[:width], strict=True)
+            if end
+        ]
+        done = sorted(done, key=lambda option: -option[1])[:width]
+        running = [option for option, end in zip(options, ends, strict=True) if not end][:width]
+        if not running or (len(done) == width and _is_over(params, running[0][1], done[-1][1], length)):
+            break
+    return done
+
+
+def _is_over(params: SamplingParams, best: float, worst: float, length: int) -> bool:
+    if params.early_stopping is True:
+        return True
+    longest = params.early_stopping == "never" and params.length_penalty > 0
+    return best / (params.max_tokens if longest else length) ** params.length_penalty <= worst
+
+
+def beams_of(completion: Completion) -> Beams:
+    return [(each.token_ids, each.score or 0.0) for each in (completion, *completion.alternatives)]
+
+
+def check_beams(found: Completion, expected: Beams) -> None:
+    assert [reply for reply, _ in beams_of(found)] == [reply for reply, _ in expected]
+    assert [score for _, score in beams_of(found)] == pytest.approx([score for _, score in expected], abs=1e-4)
+    assert [each.index for each in (found, *found.alternatives)] == list(range(len(expected)))
+
+
+class Recount:
+    """Counts the blocks of all beams after each step, as a background task of the core."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.core: Core = engine.core
+        self.widths: Counter[int] = Counter()
+        self.shared = 0
+        engine.core.background.append(self)
+
+    def due_in(self, *, busy: bool) -> None:
+        return None
+
+    def step(self, *, busy: bool) -> None:
+        self.core.cache.check()
+        tables: set[int] = set()
+        nodes = 0
+        for request in self.core.scheduler.running:
+            streams = [stream for stream in request.live if stream.active]
+            blocks, texts, size = set(), set(), self.core.cache.block_size
+            for number, stream in enumerate(streams):
+                table, length = stream.sequence.block_table.tolist(), stream.sequence.length
+                blocks.update(table)
+                for at in range(len(table)):
+                    # After a preemption beams share the prompt, and the reply only as far as it was found in the cache.
+                    own = number if request.preemptions and (at + 1) * size > len(request.prompt) else 0
+                    texts.add((own, at, *stream.tokens[: min(length, (at + 1) * size)]))
+                self.shared += len(table)
+            # The prompt once, what follows the last common ancestor for each beam, and one copy of a block per beam.
+            assert len(blocks) <= len(texts) + len(streams)
+            self.shared -= len(blocks)
+            tables |= blocks
+            nodes += 1 + len(streams) * bool(
+                request.preemptions
+            )  # nodes that end inside a block of which all have copies
+            if isinstance(request, BeamRequest):
+                assert len(streams) <= request.width
+                self.widths[len(streams)] += 1
+        assert self.core.cache.stats().held_blocks <= len(tables) + nodes  # beams that have ended hold none
+
+    def close(self) -> None:
+        return None
+
+
+def prompts(seed: int, count: int, length: int = 11) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [rng.choices(range(STOP), k=length + at) for at in range(count)]
+
+
+PARAMS = SamplingParams(max_tokens=9, beam_width=4)
+VARIANTS = {
+    "plain": PARAMS,
+    "early": PARAMS.but(early_stopping=True, length_penalty=0.0),
+    "never": PARAMS.but(early_stopping="never", length_penalty=1.7, beam_width=3),
+    "short": PARAMS.but(length_penalty=-2.0, min_tokens=3),
+    "wide": PARAMS.but(beam_width=12, max_tokens=5),
+    "one token": PARAMS.but(max_tokens=1),
+}
+STOPS = list(range(0, 50, 6))  # so that beams finish early
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    sampled(
+        [(name, size) for name in sorted(VARIANTS) for size in (1, 4, 16)], ("never", 1), ("wide", 4), ("early", 16)
+    ),
+)
+def test_answers_and_blocks_of_every_step(name: str, block_size: int) -> None:
+    params = VARIANTS[name].but(stop_token_ids=STOPS)
+    texts, stops = prompts(len(name), 3), frozenset({STOP, *STOPS})
+    engine, _ = make_engine(400 // block_size + 60, block_size, max_sequences=40, prefill_chunk=5)
+    with engine:
+        recount = Recount(engine)
+        for found, text in zip(engine.generate(texts, params), texts, strict=True):
+            check_beams(found, naive_beams(text, params, stops))
+        check(engine)
+        assert max(recount.widths) == (params.beam_width if params.max_tokens > 1 else 1)
+        assert recount.shared > 20 or params.max_tokens == 1
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "small pool": {},
+    "nothing is reused": {"prefix_cache": False},
+    "deterministic": {"deterministic": True, "prefill_chunk": 16},
+    "host": {"host_blocks": 30},
+    "recurrent": {"snapshots": 12},
+    "last": {"victim": "last"},
+    "small steps": {"max_batch_tokens": 24},
+}
+
+
+@pytest.mark.parametrize("name", mostly_long(sorted(SETTINGS), "small pool", "recurrent"))
+def test_preempted_beams_go_on_where_they_were(name: str) -> None:
+    params = PARAMS.but(max_tokens=22, ignore_eos=True)
+    texts = prompts(2, 6)
+    engine, _ = make_engine(39, 4, **{"max_sequences": 24, "prefill_chunk": 7, **SETTINGS[name]})
+    with engine:
+        recount = Recount(engine)
+        found = engine.generate(texts, params)
+        stats = engine.stats()
+        for each, text in zip(found, texts, strict=True):
+            check_beams(each, naive_beams(text, params, frozenset()))
+        assert stats.preemptions == sum(each.usage.preemptions for each in found) > 0
+        assert recount.widths[4]
+        check(engine)
+
+
+def test_beams_beside_other_requests_change_no_answer() -> None:
+    text, drawn = prompts(3, 1)[0], SamplingParams(max_tokens=12, temperature=0.9, top_p=0.8, seed=3, logprobs=2)
+    greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    with make_engine(200, 4)[0] as engine:
+        alone = engine.generate([text], drawn)[0]
+    with make_engine(200, 4)[0] as engine:
+        found = engine.generate([text] * 4, [PARAMS, drawn, greedy, PARAMS.but(beam_width=2)])
+        assert found[1].token_ids == alone.token_ids and found[1].logprobs == alone.logprobs
+        assert list(found[2].token_ids) == greedy_reply(text, 12)
+        check_beams(found[0], naive_beams(text, PARAMS))
+        check_beams(found[3], naive_beams(text, PARAMS.but(beam_width=2)))
+
+
+def test_a_prompt_is_computed_once_and_found_by_a_later_search() -> None:
+    text = prompts(4, 1, 40)[0]
+    with make_engine(200, 4)[0] as engine:
+        first, second = engine.generate([text], PARAMS)[0], engine.generate([text], PARAMS)[0]
+        for found in (first, second):
+            check_beams(found, naive_beams(text, PARAMS))
+            for each in (found, *found.alternatives):
+                assert each.usage.cached_tokens + each.usage.computed_tokens == 40 + len(each.token_ids) - 1
+        assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 39)
+        assert all(each.usage.cached_tokens >= 40 for each in first.alternatives)
+        stats = engine.stats()
+        assert stats.output_tokens == sum(len(reply) for found in (first, second) for reply, _ in beams_of(found))
+        returned = [each.usage.computed_tokens for found in (first, second) for each in (found, *found.alternatives)]
+        assert sum(returned) <= stats.computed_tokens <= 41 + 2 * 4 * 9  # beams that died were computed, too
+
+
+def test_the_best_reply_is_cached_for_a_next_turn() -> None:
+    text = prompts(5, 1)[0]
+    with make_engine(200, 4)[0] as engine:
+        found = engine.generate([text], PARAMS.but(stop_token_ids=STOPS))[0]
+        for reply, _ in beams_of(found):
+            again = engine.generate([[*text, *reply, 1, 2]], SamplingParams(max_tokens=1))[0]
+            assert again.usage.cached_tokens == len(text) + len(reply) - 1
+
+
+def test_log_probabilities_add_up_to_the_score() -> None:
+    text = prompts(6, 1)[0]
+    params = PARAMS.but(logprobs=3, length_penalty=0.0, repetition_penalty=1.0)
+    with make_engine(200, 4)[0] as engine:
+        found = engine.generate([text], params)[0]
+    for each in (found, *found.alternatives):
+        assert each.logprobs is not None and len(each.logprobs) == len(each.token_ids)
+        assert sum(report.chosen for report in each.logprobs) == pytest.approx(each.score, abs=1e-4)
+        assert all(len(report.top) == 3 for report in each.logprobs)
+        for token, report in zip(each.token_ids, each.logprobs, strict=True):
+            assert dict(report.top).get(token, report.chosen) == report.chosen
+
+
+def test_chunks_come_at_the_end_one_for_each_token() -> None:
+    text = prompts(7, 1)[0]
+    with make_engine(200, 4)[0] as engine:
+        handle = engine.submit(text, PARAMS)
+        chunks, found = list(handle), handle.result()
+        for rank, each in enumerate((found, *found.alternatives)):
+            own = [chunk for chunk in chunks if chunk.index == rank]
+            assert tuple(chunk.token_ids[0] for chunk in own) == each.token_ids
+            assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + [each.finish_reason]
+
+
+def test_fewer_beams_where_the_vocabulary_ends() -> None:
+    model, text = FakeModel(vocab_size=3, stop_token_ids=frozenset()), [1, 2, 0]
+    with make_engine(64, 4, model=model)[0] as engine:
+        for count, beams in ((1, 3), (2, 5)):
+            params = SamplingParams(max_tokens=count, beam_width=5)
+            found = engine.generate([text], params)[0]
+            check_beams(found, naive_beams(text, params, frozenset(), vocab=3))
+            assert len(found.alternatives) == beams - 1
+        masked = SamplingParams(max_tokens=2, beam_width=2, min_tokens=2, stop_token_ids=[0, 1])
+        found = engine.generate([text], masked)[0]
+        assert [reply for reply, _ in beams_of(found)] == [(2, 2)]
+        check(engine)
+
+
+def test_a_search_that_is_cancelled_or_fails_frees_all_blocks() -> None:
+    broken = [False]
+
+    def fault(chunks: Sequence[SequenceInput]) -> None:
+        if broken[0] and any(chunk.start >= 14 and len(chunk.tokens) == 1 for chunk in chunks):
+            raise RuntimeError("a bad row")
+
+    texts = prompts(8, 2)
+    engine, runner = make_engine(200, 4, fault=fault)
+    with engine:
+        broken[0] = True
+        with pytest.raises(RequestFailed, match="a bad row"):
+            engine.generate([texts[0]], PARAMS)
+        check(engine)
+        broken[0] = False
+        runner.gate = threading.Semaphore(5)  # two chunks of the prompts before it, then the first beams
+        handle = engine.submit(texts[1], PARAMS)
+        while runner.gate.acquire(blocking=False):
+            runner.gate.release()
+        handle.cancel()
+        runner.gate.release(100)
+        with pytest.raises(RequestCancelled):
+            handle.result()
+        check(engine)
+
+
+def test_beams_that_cannot_fit_are_refused_by_their_own_name() -> None:
+    with make_engine(20, 4, max_sequences=4)[0] as engine:
+        with pytest.raises(InvalidInput, match="beam_width=5 beams exceed max_sequences=4"):
+            engine.submit([1, 2], PARAMS.but(beam_width=5))
+        with pytest.raises(PromptTooLong, match=r"new ones in each of 4 beams .* lower max_tokens or beam_width"):
+            engine.submit([1, 2], PARAMS.but(max_tokens=60))
