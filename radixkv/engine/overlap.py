@@ -8,8 +8,9 @@ scheduler and TensorRT-LLM do the same), and the cache has placeholders for them
   launch comes after it in the device's stream, so blocks can be reused as soon as the cache frees them.
 - A stream ends one step after its last row was launched. The row in between is wasted: the cache drops its token, and
   its result is ignored. `max_tokens` is known in advance and wastes nothing.
-- A host-bound row must be read by the host before its stream can continue: the grammar of a constrained stream decides
-  the mask of the next token. Such a stream samples in every other step at most; all others overlap.
+- A host-bound row must be read by the host before its stream can continue: a grammar or a bad word decides the mask of
+  the next token, and a beam search decides which beams go on. Such a stream samples in every other step at most; all
+  others overlap.
 - `finish_step` takes the results of the step in flight without launching another one. It comes before a preemption,
   before an audit and before new weights. Cancelling needs no results, and drops them.
 - If a launch raises, the step in flight is finished first. The step is then tried again, if need be in halves.
@@ -91,7 +92,7 @@ class OverlappedScheduler(Scheduler):
         start = stream.sequence.length
         if len(stream.tokens) > start:
             return super()._next(stream)
-        if stream.matcher is not None:
+        if stream.request.host_bound:
             self._counters.host_bound_rows += 1
             return None
         if stream.output_length + 1 >= stream.request.max_tokens:
@@ -290,5 +291,7 @@ def _without_ended(rows: list[Row], sampled: Sampled) -> tuple[list[Row], Sample
     if len(kept) == len(rows):
         return rows, sampled
     logprobs = None if sampled.logprobs is None else [sampled.logprobs[index] for index in kept]
+    candidates = None if sampled.candidates is None else [sampled.candidates[index] for index in kept]
     broken = frozenset(place for place, index in enumerate(kept) if index in sampled.broken)
-    return [rows[index] for index in kept], Sampled([sampled.tokens[index] for index in kept], logprobs, broken)
+    tokens = [sampled.tokens[index] for index in kept]
+    return [rows[index] for index in kept], Sampled(tokens, logprobs, broken, candidates)

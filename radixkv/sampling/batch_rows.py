@@ -1,4 +1,7 @@
-"""Pack the parameters of a batch's rows into one array of integers, so that they travel to the device in one copy."""
+"""Pack the parameters of a batch's rows into one array of integers, so that they travel to the device in one copy.
+
+On the device they change the logits of all rows together.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.device import Device
+from radixkv.sampling import logits_processors
 from radixkv.sampling.batch_draw import FILTERED, GREEDY, PLAIN, TEMPERATURES, DrawRows
-from radixkv.sampling.logits_processors import check_bias
-from radixkv.sampling.params import SampleRow, SamplingParams
+from radixkv.sampling.logits_processors import (
+    BATCHED,
+    LogitsProcessor,
+    check_bias,
+    completing_tokens,
+    process_shares,
+    shares,
+)
+from radixkv.sampling.params import SampleRow
 from radixkv.sampling.race import draw_key
 from radixkv.sampling.token_counts import Filling, TokenCounts
 
@@ -25,7 +36,7 @@ _INTEGERS, _FLOATS = 6, 6  # numbers of each row, by kind
 class Numbers:
     """The numbers of a batch on the device: columns [rows], and lists of entries of the logits or of the counts.
 
-    `biased` and `stops` are entries of the logits [rows * vocab]; `reported` are the rows with log probabilities.
+    `biased` and `excluded` are entries of the logits [rows * vocab]; `reported` are the rows with log probabilities.
     """
 
     sources: Tensor
@@ -37,7 +48,7 @@ class Numbers:
     frequency: Tensor
     bias: Tensor
     biased: Tensor
-    stops: Tensor
+    excluded: Tensor
     reported: Tensor
     reported_sources: Tensor
     cleared: Tensor
@@ -54,15 +65,26 @@ class Batch:
     """
 
     def __init__(
-        self, rows: Sequence[SampleRow], sources: Sequence[int], shape: tuple[int, int], counts: TokenCounts
+        self,
+        rows: Sequence[SampleRow],
+        sources: Sequence[int],
+        shape: tuple[int, int],
+        counts: TokenCounts,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """Plan to sample `rows` from row sources[i] of logits of this shape; raises InvalidInput."""
+        """Plan to sample `rows` from row sources[i] of logits of this shape; raises InvalidInput.
+
+        The custom `processors` follow those of the sampling parameters.
+        """
         self.logits_rows, self.vocab = shape
         self.rows, self.sources = rows, sources
         self.in_order = len(rows) == self.logits_rows and all(at == source for at, source in enumerate(sources))
         params = [row.params for row in rows]
-        self.adjusts = any(each.adjusts_logits for each in params)
-        self._kinds = [_kind(each) for each in params]
+        given = any(each.adjusts_logits for each in params)
+        own = [each for each in logits_processors.PROCESSORS if not isinstance(each, BATCHED)] if given else []
+        self._shares = shares((*own, *processors), rows)
+        self.adjusts = given or bool(self._shares)
+        self._kinds = [_kind(row) for row in rows]
         self.random = any(self._kinds)
         self.reported = [at for at, each in enumerate(params) if each.logprobs is not None]
         self.most_logprobs = (
@@ -70,11 +92,11 @@ class Batch:
         )
         self.bias: list[float] = []
         self.biased: list[int] = []
-        self.stops: list[int] = []
+        self.excluded: list[int] = []
         self.repetition = self.reply = False
         self.filling: Filling | None = None
         self.plain = self.in_order and not (self.adjusts or self.random or self.reported)
-        if self.adjusts:
+        if given:
             self._plan_adjustments(counts)
 
     def _plan_adjustments(self, counts: TokenCounts) -> None:
@@ -88,7 +110,10 @@ class Batch:
                 self.biased += [first + token for token in params.logit_bias]
                 self.bias += params.logit_bias.values()
             if len(row.history) + row.in_flight - row.prompt_length < params.min_tokens:
-                self.stops += [first + token for token in row.stop_token_ids if token < self.vocab]
+                self.excluded += [first + token for token in row.stop_token_ids if token < self.vocab]
+            if row.bad_words:
+                assert not row.in_flight or all(len(word) == 1 for word in row.bad_words), "a word's start is unknown"
+                self.excluded += [first + token for token in completing_tokens(row) if token < self.vocab]
             repetition = params.repetition_penalty != 1.0
             reply = bool(params.presence_penalty or params.frequency_penalty)
             self.repetition |= repetition
@@ -123,7 +148,7 @@ class Batch:
             floats[2, :size] = [math.log(each.min_p) if each.min_p else -math.inf for each in params]
         lists: list[NDArray[np.int64]] = [
             np.array(self.bias, np.float64).view(np.int64),
-            *(np.array(each, np.int64) for each in (self.biased, self.stops, self.reported)),
+            *(np.array(each, np.int64) for each in (self.biased, self.excluded, self.reported)),
             np.array([self.sources[at] for at in self.reported], np.int64),
         ]
         lists += [np.empty(0, np.int64)] * 3 if filling is None else [filling.cleared, filling.seen, filling.replied]
@@ -139,7 +164,7 @@ class Batch:
         sources, slots, increments, kinds, keys, top_k = integers.unbind()
         temperature, _, least, _, presence, frequency = doubles.float()[:, :size].unbind()
         _, top_p, _, repetition, _, _ = doubles[:, :size].unbind()
-        bias, biased, stops, reported, reported_sources, cleared, seen, replied = torch.split(packed[head:], lengths)
+        bias, biased, excluded, reported, reported_sources, *filled = torch.split(packed[head:], lengths)
         draws = DrawRows(
             kinds,
             keys,
@@ -160,13 +185,32 @@ class Batch:
             frequency,
             bias.view(torch.float64),
             biased,
-            stops,
+            excluded,
             reported,
             reported_sources,
-            cleared,
-            seen,
-            replied,
+            *filled,
         )
+
+    def process(self, values: Tensor, numbers: Numbers, counts: TokenCounts) -> Tensor:
+        """Apply all processors to values [rows, vocab], which may be changed in place.
+
+        The token counts have been filled. The number of launches does not depend on the rows.
+        """
+        if self.filling is not None:
+            counted = counts.table.index_select(0, numbers.slots)
+            if self.repetition:
+                penalty = numbers.repetition[:, None].to(values.dtype)
+                values = torch.where(counted > 0, torch.where(values > 0, values / penalty, values * penalty), values)
+            if self.reply:
+                replied = counted >> 1
+                lost = numbers.presence[:, None] + numbers.frequency[:, None] * replied
+                values = values - lost.masked_fill_(replied == 0, 0.0)
+        if self.biased:
+            values.view(-1).index_add_(0, numbers.biased, numbers.bias.to(values.dtype))
+        if self.excluded:
+            values.view(-1).index_fill_(0, numbers.excluded, -torch.inf)
+        process_shares(self._shares, values, self.rows)
+        return values
 
 
 def _padded(rows: int) -> int:
@@ -174,7 +218,8 @@ def _padded(rows: int) -> int:
     return -(-rows // 4) * 4
 
 
-def _kind(params: SamplingParams) -> int:
-    if params.greedy:
+def _kind(row: SampleRow) -> int:
+    params = row.params
+    if params.greedy or row.candidates:
         return GREEDY
     return FILTERED if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else PLAIN

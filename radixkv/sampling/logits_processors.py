@@ -256,7 +256,7 @@ def _ends_with(history: Sequence[int], end: int, prompt_length: int, word: tuple
 
 PROCESSORS: list[LogitsProcessor] = [RepetitionPenalty(), ReplyPenalties(), LogitBias(), MinimumLength(), BadWords()]
 
-BATCHED = (RepetitionPenalty, ReplyPenalties, LogitBias, MinimumLength)
+BATCHED = (RepetitionPenalty, ReplyPenalties, LogitBias, MinimumLength, BadWords)
 """The classes whose work `DeviceSampler` does itself, from the numbers that it uploads.
 
 It calls the other processors after these. The row's history then lacks a token in flight.

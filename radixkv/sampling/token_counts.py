@@ -2,11 +2,12 @@
 
 A stream with penalties has a slot: one row of a table [slots, vocab]. An entry is twice the number of the token's
 occurrences in the reply, plus 1 if the prompt contains the token. The table is written in stream order only: a slot is
-filled from the history once, and each draw then adds its token on the device.
+filled from the history once, and each draw then adds its token on the device. Tokens that the host appends, for example
+to a beam, are added before the next draw.
 
-Invariant: a slot's entries count the first `counted` tokens of its stream. If the stream's text has another length, the
-slot is filled again, for example after a preemption that dropped a sampled token. So no slot need be released: a stream
-that needs one takes over the slot that was used longest ago.
+Invariant: a slot's entries count the first `counted` tokens of its stream. If the stream's text is shorter, the slot is
+filled again, for example after a preemption that dropped a sampled token. So no slot need be released: a stream that
+needs one takes over the slot that was used longest ago.
 """
 
 from __future__ import annotations
@@ -77,33 +78,37 @@ class TokenCounts:
             if slot.counted == length:
                 continue
             assert not row.in_flight, "a stream's slot was lost while its last token is unknown to the host"
+            tokens, first = np.asarray(row.history, np.int64), slot.index * vocab
+            parts = [(replied, tokens[slot.counted :])]
+            if not row.prompt_length <= slot.counted < length:
+                cleared.append(slot.index)
+                parts = [(seen, tokens[: row.prompt_length]), (replied, tokens[row.prompt_length :])]
             slot.counted = -1
-            cleared.append(slot.index)
-            tokens = np.asarray(row.history, np.int64)
-            first = slot.index * vocab
-            for entries, part in ((seen, tokens[: row.prompt_length]), (replied, tokens[row.prompt_length :])):
+            for entries, part in parts:
                 entries.append(part[part < vocab] + first)
         return Filling(slots, lengths, np.array(cleared, np.int64), _joined(seen), _joined(replied))
 
     def fill(self, filling: Filling, cleared: Tensor, seen: Tensor, replied: Tensor) -> None:
-        """Write the entries of a filling, of which there are copies on the device. Three launches, or none."""
-        if not len(cleared):
-            return
-        self.table.index_fill_(0, cleared, 0)
+        """Write the entries of a filling, of which there are copies on the device. At most four launches."""
         entries = self.table.view(-1)
-        entries.index_fill_(0, seen, 1)
-        entries.index_add_(0, replied, torch.full_like(replied, 2, dtype=torch.int32))
+        if len(cleared):
+            self.table.index_fill_(0, cleared, 0)
+            entries.index_fill_(0, seen, 1)
+        if len(replied):
+            entries.index_add_(0, replied, torch.full_like(replied, 2, dtype=torch.int32))
         for slot, length in zip(filling.slots, filling.lengths, strict=True):
             slot.counted = length
 
     def add(self, filling: Filling, entries: Tensor, increments: Tensor, in_use: Callable[[], bool]) -> None:
-        """Add `increments` to entries of the table: the tokens that were drawn for a filling's streams.
-
-        Until `in_use` returns False, no other stream is assigned one of the slots.
-        """
+        """Add `increments` to entries of the table: the tokens that were drawn for a filling's streams; see `hold`."""
         self.table.view(-1).index_add_(0, entries, increments)
         for slot, length in zip(filling.slots, filling.lengths, strict=True):
             slot.counted = length + 1
+        self.hold(filling, in_use)
+
+    def hold(self, filling: Filling, in_use: Callable[[], bool]) -> None:
+        """Assign none of a filling's slots to another stream until `in_use` returns False."""
+        for slot in filling.slots:
             slot.in_use = in_use
 
     def _assign(self, keys: list[Hashable]) -> list[Slot]:

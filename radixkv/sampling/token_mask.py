@@ -77,6 +77,10 @@ class TokenMask(Protocol):
         """Set the logits [rows, vocab] of tokens that are not allowed to -inf, in place."""
         ...
 
+    def part(self, rows: Sequence[int]) -> TokenMask:
+        """Return the mask of a part of the batch, in the order of `rows`."""
+        ...
+
 
 @dataclass(frozen=True)
 class ConstrainedRow:
@@ -160,6 +164,10 @@ class SelectedMask:
     def __init__(self, masks: StepMasks, places: Sequence[int | None]) -> None:
         """`places` has the row of `masks` for each row of the batch, None for one without a constraint."""
         self._masks, self._places = masks, places
+
+    def part(self, rows: Sequence[int]) -> TokenMask:
+        """See TokenMask."""
+        return SelectedMask(self._masks, [self._places[row] for row in rows])
 
     @torch.inference_mode()
     def limit(self, logits: Tensor) -> None:

@@ -46,6 +46,10 @@ BATCHES = {
     "log probabilities": [SamplingParams(temperature=0, logprobs=5)],
     "bias": [SamplingParams(temperature=0, logit_bias={3: 1.0, 5: -1.0})],
     "min_tokens": [SamplingParams(temperature=0, min_tokens=50)],
+    "bad words": [SamplingParams(temperature=0, bad_words=["word"])],
+    "beams": [SamplingParams(beam_width=2)],
+    "beams with penalties": [PENALTIES.but(beam_width=2, logprobs=3, bad_words=["word"])],
+    "beams and others": [SamplingParams(beam_width=2), SamplingParams(temperature=0), SamplingParams(temperature=0)],
     "mixed": [
         SamplingParams(min_p=0.1, logprobs=2, min_tokens=50, logit_bias={7: 2.0}),
         SamplingParams(temperature=0.5),
@@ -63,20 +67,31 @@ LAUNCHES = {
     "bias": 11,
     "min_tokens": 10,
     "mixed": 152,
+    "bad words": 10,
+    "beams": 11,
+    "beams with penalties": 35,
+    "beams and others": 21,
 }
+
+
+def lived(number: int, params: SamplingParams) -> Life:
+    """Return a stream with a reply, whose rows have candidates if the parameters ask for beams."""
+    words = ((2, 9), (3, 8, 7), (number,)) if params.bad_words else ()
+    return Life(number, params, [1, 2, 3, number], 2, candidates=params.beam_width // 2 * 3, bad_words=words)
 
 
 @pytest.mark.parametrize("kind", BATCHES)
 def test_the_number_of_launches_does_not_depend_on_the_rows(kind: str) -> None:
     counts = []
-    for size in (3 if kind == "mixed" else 1, 7, 64):
+    for size in (len(BATCHES[kind]), 7, 64):
         device = DeviceSampler(CPU)
-        params = (BATCHES[kind] * size)[:size]
-        lives = [Life(number, each, [1, 2, 3, number], 2) for number, each in enumerate(params)]
+        lives = [lived(number, each) for number, each in enumerate((BATCHES[kind] * size)[:size])]
         logits = torch.randn(size, VOCAB)
         first = device.begin(logits, [each.row() for each in lives]).result()  # fills the slots
         for each, token in zip(lives, first.tokens, strict=True):
             each.flying = token
+            if each.host_bound:
+                each.land()
         with Launches() as launches:
             device.begin(logits, [each.row() for each in lives])
         counts.append(launches.found)

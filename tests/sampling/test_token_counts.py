@@ -55,7 +55,7 @@ def test_a_stream_whose_token_was_dropped_is_counted_again() -> None:
     assert one.tokens == [3]
 
 
-def test_a_stream_that_grew_on_the_host_is_counted_again() -> None:
+def test_a_stream_that_grew_on_the_host_has_the_penalties_of_its_whole_text() -> None:
     """A constraint forces tokens that no draw has counted."""
     draws, one = Draws(), life(0, 3)
     for _ in range(3):
@@ -115,3 +115,19 @@ def test_rows_without_a_stream_have_slots_of_their_own() -> None:
     rows = [replace(life(0, 0, token).row(), stream=None) for token in (0, 1, 2)]
     logits = torch.linspace(3, 2.9, 12).repeat(3, 1)
     assert DeviceSampler(CPU).begin(logits, rows).result() == sample(logits, rows)
+
+
+def test_tokens_that_the_host_appends_are_added_to_those_that_are_counted() -> None:
+    """A beam has one more token in each step; counting its whole text again would cost more with each."""
+    counts, one = TokenCounts(CPU), replace(life(0, 3, 4, 4), candidates=2)
+    sampler = DeviceSampler(CPU, counts=counts)
+    logits = torch.linspace(3, 2, 12)[None]
+    sampler.begin(logits, [one.row()]).result()
+    one.tokens += [5, 5, 11]
+    filling = counts.plan([one.row()], 12)
+    first = filling.slots[0].index * 12
+    assert (filling.cleared.tolist(), filling.seen.tolist()) == ([], [])
+    assert filling.replied.tolist() == [first + 5, first + 5, first + 11]
+    for _ in range(2):  # a plan that is not carried out costs another filling
+        assert sampler.begin(logits, [one.row()]).result() == sample(logits, [one.row()])
+    assert counts.table[filling.slots[0].index].tolist() == [0, 0, 0, 1, 4, 4, 0, 0, 0, 0, 0, 2]
