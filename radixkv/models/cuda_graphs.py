@@ -180,7 +180,7 @@ class ReplayedForward:
         chunks = has_chunks(inputs)
         if chunks and not self._padded:
             return "a deterministic engine computes chunks of prompts without padding"
-        if chunks and num_logit_rows(inputs) > self.graphs.most_rows:
+        if num_logit_rows(inputs) > max(len(inputs), self.graphs.most_rows):
             return "no graph has as many rows of logits"
         if bucket is None or bucket not in self.graphs.buckets:
             return f"no graph of {'chunks of prompts' if chunks else 'decodes'} has a similar size"

@@ -309,6 +309,20 @@ def test_steps_that_no_graph_serves_are_counted_and_logged_once_per_reason(
     assert caplog.messages == [f"a step runs without a CUDA graph: {reason}"]
 
 
+def test_additional_rows_of_logits_come_from_a_graph_with_as_many_rows(
+    virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graph for four sequences has four rows; a step with more rows is computed, and all rows are right."""
+    pair = Pair(virtual_gpu)
+    table, other = pair.free[:2], pair.free[2:4]
+    pair.run([replace(pair.chunk([3, 4, 5, 6, 7], 0, table), logit_rows=3), pair.chunk([8, 9], 0, other)])
+    assert (pair.replays, pair.replaying.eager.count) == (1, 0)
+    later = pair.chunk([10, 11, 12], 5, table), pair.chunk([3, 4, 5], 2, other)
+    pair.run([replace(each, logit_rows=rows) for each, rows in zip(later, (3, 2), strict=True)])
+    assert (pair.replays, pair.replaying.eager.count) == (1, 1)
+    assert caplog.messages == ["a step runs without a CUDA graph: no graph has as many rows of logits"]
+
+
 def test_a_recording_that_fails_for_a_moment_is_tried_again(
     virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
