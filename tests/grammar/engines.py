@@ -35,8 +35,8 @@ def closing() -> np.ndarray:
 class RandomRunner(FakeRunner):
     """Logits that depend on the whole history, read back through the block table."""
 
-    def _logits(self, chunk: SequenceInput) -> np.ndarray:
-        return super()._logits(chunk) + closing()
+    def _logits(self, chunk: SequenceInput, end: int) -> np.ndarray:
+        return super()._logits(chunk, end) + closing()
 
 
 def random_engine(num_blocks: int = 400, **settings: Unpack[EngineConfigFields]) -> Engine:
