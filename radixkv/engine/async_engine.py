@@ -120,10 +120,11 @@ class AsyncRequestEngine:
         timeout: float | None = None,
         session: int | None = None,
         reply_start: int = 0,
+        sample: bool = True,
     ) -> AsyncHandle:
         """Start one request; iterate the handle for chunks, or await its result: see `Engine.submit`."""
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        options["reply_start"] = reply_start
+        options |= {"reply_start": reply_start, "sample": sample}
         await self._compiled(params)
         request = await self._prepared(self.client.inputs.request, prompt, params, **options)
         return AsyncHandle(self.client.start(request))

@@ -233,17 +233,19 @@ class RequestEngine:
         timeout: float | None = None,
         session: int | None = None,
         reply_start: int = 0,
+        sample: bool = True,
     ) -> Handle:
         """Start one request and return at once; iterate the handle for chunks, or wait for its result.
 
         Only requests with equal `namespace` share cached prefixes. It is hashed and compared once, on this thread. A
         request with a higher `priority` is admitted before lower ones, and its cached tokens are evicted later. After
         `timeout` seconds, waiting or running, the request ends with RequestTimedOut. `session` is a number that the
-        requests of one conversation share, for the monitor.
+        requests of one conversation share, for the monitor. Without `sample` only the prompt is computed, and scored
+        if `params.prompt_logprobs` is set; the reply is empty, and the prompt may fill the context.
         Raises InvalidInput and its subclasses, or EngineClosed.
         """
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        options["reply_start"] = reply_start
+        options |= {"reply_start": reply_start, "sample": sample}
         return self.client.start(self.client.inputs.request(prompt, params, **options))
 
     def score(

@@ -115,14 +115,15 @@ class InputProcessor:
         _check_numbers(priority, session, reply_start)
         limit, pool_tokens = self._limits(number)
         room = limit - len(ids)
-        if sample and room < 1:
+        if room < sample:
             all_tokens = self._pool_tokens
             others = f" of {all_tokens}, without the shares of other namespaces" if pool_tokens < all_tokens else ""
+            no_room = " and leaves no room for a reply" if sample else ""
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens and leaves no room for a reply: the model takes {model.max_length} "
-                f"tokens, the pool holds {pool_tokens}{others}",
+                f"the prompt has {len(ids)} tokens{no_room}: the model takes {model.max_length} tokens, the pool holds "
+                f"{pool_tokens}{others}",
                 tokens=len(ids),
-                limit=limit - 1,
+                limit=limit - sample,
             )
         kind = BeamRequest if sample and params.beam_width > 1 else Request
         request = kind(

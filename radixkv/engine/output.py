@@ -58,7 +58,8 @@ class Chunk:
 
     `text` is empty while it might turn out to be part of a stop string or of an unfinished character. Then the last
     `held` characters are withheld. `finish_reason` is set on the last chunk of a stream only, and `stop_text` is the
-    stop string that ended the stream.
+    stop string that ended the stream. The first chunk of a request has the prompt's log probabilities, if they were
+    asked for.
     """
 
     text: str
@@ -68,6 +69,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     held: int = 0
     stop_text: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,8 +248,10 @@ class Stream:
         `finished` says that a constraint allows no further token.
         """
         self.tokens.append(token)
+        scores = None
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
+            scores = None if self.index else self.request.prompt_logprobs
         if logprobs is not None:
             self.logprobs.append(logprobs)
         request, length = self.request, self.output_length
@@ -264,9 +266,8 @@ class Stream:
             elif finished or length >= request.max_tokens:
                 self.finish_reason = "stop" if finished else "length"
                 text += self.text.flush()
-        return Chunk(
-            text, (token,), self.index, logprobs, self.finish_reason, len(self.text.held), self.text.stopped_by
-        )
+        stop_text = self.text.stopped_by
+        return Chunk(text, (token,), self.index, logprobs, self.finish_reason, len(self.text.held), stop_text, scores)
 
     def accept_constrained(self, token: int, logprobs: TokenLogprobs | None) -> Iterator[Chunk]:
         """Append a sampled token, then the tokens that the constraint forces after it; yields the chunk of each.

@@ -25,7 +25,17 @@ from radixkv.engine.request import Request
 from radixkv.engine.scoring import Scoring
 from radixkv.errors import InvalidInput, InvalidTokens, PromptTooLong, RequestFailed
 from radixkv.models.loaded import SequenceInput
-from tests.engine.fakes import VOCAB, FakeRunner, StatefulFakeRunner, add_host, chain, check, logits_of, make_engine
+from tests.engine.fakes import (
+    VOCAB,
+    FakeModel,
+    FakeRunner,
+    StatefulFakeRunner,
+    add_host,
+    chain,
+    check,
+    logits_of,
+    make_engine,
+)
 from tests.selection import mostly_long, sampled
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
@@ -100,6 +110,36 @@ def test_all_streams_of_a_request_have_the_same_prompt_logprobs() -> None:
         assert len(done.alternatives) == 2
         assert all(each.prompt_logprobs is done.prompt_logprobs for each in done.alternatives)
         assert engine.generate([PROMPT], GREEDY)[0].prompt_logprobs is None
+
+
+@pytest.mark.parametrize("many", [{}, {"n": 3}, {"beam_width": 3}], ids=["one", "samples", "beams"])
+def test_the_first_chunk_has_the_prompt_logprobs(many: dict[str, int]) -> None:
+    engine, _ = make_engine()
+    with engine:
+        handle = engine.submit(PROMPT, replace(GREEDY, prompt_logprobs=2, **many))
+        first, *others = list(handle)
+        assert first.prompt_logprobs == handle.result().prompt_logprobs
+        assert len(others) == 3 * (many or {"n": 1}).popitem()[1] - 1
+        assert all(chunk.prompt_logprobs is None for chunk in others)
+
+
+def test_a_prompt_is_scored_without_a_reply_and_may_fill_the_context() -> None:
+    params = replace(GREEDY, prompt_logprobs=2)
+    engine, _ = make_engine(model=FakeModel(max_length=len(PROMPT)))
+    with engine:
+        handle = engine.submit(PROMPT, params, sample=False)
+        assert list(handle) == []
+        done = handle.result()
+        assert (done.text, done.token_ids, done.finish_reason) == ("", (), "length")
+        assert_scored(done, PROMPT, 2)
+        with pytest.raises(PromptTooLong, match="31 tokens: the model takes 30") as refused:
+            engine.submit([*PROMPT, 1], params, sample=False)
+        assert refused.value.limit == 30
+        with pytest.raises(PromptTooLong, match="no room for a reply"):
+            engine.submit(PROMPT, params)
+        with pytest.raises(PromptTooLong):
+            engine.warm([*PROMPT, 1])
+        check(engine)
 
 
 def test_a_prompt_of_one_token_has_no_score() -> None:
