@@ -259,6 +259,8 @@ def parameter(default: Any, declaration: Parameter) -> Any:
 
 # ---- the parameters
 
+_OF_BEAMS = "Has a meaning only with `use_beam_search`."
+
 
 class Constraint(NamedTuple):
     """A rule for the text of a reply: the parameter that gives it, and its checked value."""
@@ -330,12 +332,10 @@ class SamplingParams:
     n: int = parameter(1, Integer(low=1, wire_high=128))
     logprobs: int | None = parameter(None, Integer(low=0, high=100, optional=True, wire_high=20, on_wire=False))
     prompt_logprobs: int | None = parameter(None, Integer(low=0, high=100, optional=True, wire_high=20, on_wire=False))
-    bad_words: Sequence[str] = parameter(
-        (), Texts(wire_most=1024, wire_longest=256, adjusts_logits=True, on_wire=False)
-    )
+    bad_words: Sequence[str] = parameter((), Texts(wire_most=1024, wire_longest=256, adjusts_logits=True))
     beam_width: int = parameter(1, Integer(low=1, wire_high=128, on_wire=False))
-    length_penalty: float = parameter(1.0, Number(low=-10, high=10, on_wire=False))
-    early_stopping: bool | str = parameter(False, EarlyStopping(on_wire=False))
+    length_penalty: float = parameter(1.0, Number(low=-10, high=10, description=_OF_BEAMS))
+    early_stopping: bool | str = parameter(False, EarlyStopping(description=_OF_BEAMS))
     extra_args: Mapping[str, Any] = field(
         default_factory=dict, hash=False, metadata={"parameter": Arguments(on_wire=False)}
     )
@@ -366,6 +366,11 @@ class SamplingParams:
             )
         if self.beam_width > 1 and given:
             raise InvalidInput(f"beam_width is {self.beam_width}, and {given[0]} is given: beams have no constraint")
+
+    @property
+    def width(self) -> int:
+        """The number of replies that are computed to one prompt: `n`, or `beam_width`."""
+        return max(self.n, self.beam_width)
 
     @cached_property
     def greedy(self) -> bool:
