@@ -5,6 +5,7 @@ app.py            routes; middleware.py adds request ids and the log; errors.py 
 access.py         API keys, namespaces, limits on streams and bodies; settings.py has the values
 connections.py    counts connections and the share of each tenant; http_parser.py limits the heads of requests
 schemas.py        request bodies, checked; fields.py reads single fields; openapi.py describes all of it
+sampling_fields.py  sampling parameters of all bodies
 service.py        objects and checks that endpoints share; submit.py starts requests on the engine
 chats.py          POST /v1/chat/completions; completions.py has /v1/completions and /tokenize
 reply.py          splits a reply into thinking, content and tool calls

@@ -5,6 +5,7 @@ Thinking is returned as `reasoning_content`, apart from `content`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -50,7 +51,15 @@ class ChatAnswer:
         """Return the whole response, once all replies are complete."""
         replies = await self._turn.replies()
         head, spent = self._head("chat.completion"), usage([self._turn.completion])
+        head |= await asyncio.to_thread(self._prompt_logprobs)
         return await encode_response(head, lambda: map(self._choice, replies), spent)
+
+    def _prompt_logprobs(self) -> JsonObject:
+        """Return the field with the prompt's log probabilities, if the client requested them."""
+        asked, top = self._turn.completion.prompt_logprobs, self._options.prompt_logprobs
+        if asked is None or top is None:
+            return {}
+        return {"prompt_logprobs": self._service.token_texts.prompt_logprobs(self._turn.prompt.ids, asked, top)}
 
     def _choice(self, reply: Reply) -> JsonObject:
         message: JsonObject = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
@@ -60,26 +69,31 @@ class ChatAnswer:
         if reply.calls:
             message["tool_calls"] = [_call(call) for call in reply.calls]
         logprobs = reply.completion.logprobs
-        return {
+        choice = {
             "index": reply.index,
             "message": message,
             "logprobs": None if logprobs is None else self._logprobs(reply.completion.token_ids, logprobs),
             "finish_reason": reply.end.finish_reason,
         }
+        score = reply.completion.score
+        return choice if score is None else {**choice, "score": score}
 
     # ---- events
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the response's events: roles, deltas, finish reasons, and usage if the client requested it."""
-        for index in range(self._options.params.n):
+        for index in range(self._options.replies):
             yield self._event(index, {"role": "assistant", "content": ""})
+        ended = False
         async with aclosing(self._turn.steps()) as steps:
             async for step in steps:
-                event = self._of_step(step)
-                if self._turn.complete:
+                event, ended = self._of_step(step), self._turn.complete
+                if ended:
                     event += self._last()
                 if event:
                     yield event
+        if not ended:  # there were fewer replies than beams
+            yield self._last()
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the last event of a stream that failed."""

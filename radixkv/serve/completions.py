@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
-from itertools import starmap
+from functools import partial
+from itertools import chain, starmap
 from typing import Any
 
 from starlette.requests import Request
@@ -15,13 +17,13 @@ from starlette.responses import JSONResponse, Response
 from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.engine.input_processor import encode
 from radixkv.engine.request import TokenIds
+from radixkv.sampling.params import TokenLogprobs
 from radixkv.serve import submit
 from radixkv.serve.errors import errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.responses import (
     DONE,
     EventStream,
-    all_replies,
     encode_response,
     running_usage,
     sse_event,
@@ -40,7 +42,7 @@ async def create(service: Service, request: Request) -> Response:
         options = body.options
         caller = service.caller(request)
         service.check_model(options.model)
-        lease.resize(options.params.n * len(body.prompts))
+        lease.resize(options.params.width * len(body.prompts))
         prompts = [await service.cancellable(request, _encoded(service, prompt)) for prompt in body.prompts]
         session = service.conversations.session(caller.namespace, options.session_key)
         await service.compiled(request, options.params)
@@ -52,6 +54,8 @@ async def create(service: Service, request: Request) -> Response:
                 for ids in prompts
             ]
         completion = CompletionAnswer(service, body, prompts, request.state.log_fields)
+        if body.echoes_logprobs:
+            await service.cancellable(request, completion.find_offsets())
         if options.stream:
             return EventStream(completion.events(handles), service.settings.send_timeout, cleanup.pop_all())
         return Response(await unless_disconnected(request, completion.whole(handles)), media_type="application/json")
@@ -70,18 +74,27 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 class CompletionAnswer:
-    """Build the response to one completion request. Reply `i` of prompt `p` is choice `p * n + i`."""
+    """Build the response to one completion request. Reply `i` of `n` to prompt `p` is choice `p * n + i`."""
 
     def __init__(
         self, service: Service, body: CompletionRequest, prompts: Sequence[TokenIds], log_fields: dict[str, Any]
     ) -> None:
         """Fill `log_fields` with numbers for the log."""
-        self._service, self._body, self._log_fields = service, body, log_fields
+        self._service, self._body, self._prompts, self._log_fields = service, body, prompts, log_fields
+        self._options, self._replies = body.options, body.options.replies
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._echoed = [self._echo(*pair) for pair in zip(body.prompts, prompts, strict=True)]
         self._prompt_tokens, self._sampled = sum(map(len, prompts)), 0
-        self._offsets = [len(text) for text in self._echoed for _ in range(body.options.params.n)]
+        self._offsets = [len(text) for text in self._echoed for _ in range(self._replies)]
+        self._prompt_offsets: list[list[int]] = []
+
+    async def find_offsets(self) -> None:
+        """Find the places of the prompts' tokens in the echoed texts, for their log probabilities."""
+        for prompt, ids, echoed in zip(self._body.prompts, self._prompts, self._echoed, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            find = partial(self._service.token_texts.prompt_offsets, text, ids, len(echoed))
+            self._prompt_offsets.append(await self._service.in_background(find))
 
     # ---- whole
 
@@ -89,51 +102,96 @@ class CompletionAnswer:
         """Return the whole response, once all replies are complete."""
         completions = [await handle.result() for handle in handles]
         self._service.log_usage(self._log_fields, completions)
-        choices = list(enumerate(all_replies(completions)))
-        return await encode_response(self._head(), lambda: starmap(self._whole_choice, choices), usage(completions))
 
-    def _whole_choice(self, index: int, completion: Completion) -> JsonObject:
-        logprobs: Any = completion.logprobs
-        if logprobs is not None:
-            logprobs = self._service.token_texts.completion_logprobs(completion.token_ids, logprobs, 0)
-        text = self._echoed[index // self._body.options.params.n] + completion.text
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+        def choices() -> Iterator[JsonObject]:
+            return chain.from_iterable(starmap(self._choices, enumerate(completions)))
+
+        return await encode_response(self._head(), choices, usage(completions))
+
+    def _choices(self, prompt: int, completion: Completion) -> Iterator[JsonObject]:
+        """Yield the replies to one prompt. Alternatives that the client did not ask for are left out."""
+        texts, options = self._service.token_texts, self._options
+        asked, more = completion.prompt_logprobs, {}
+        if options.prompt_logprobs is not None and asked is not None:
+            more["prompt_logprobs"] = texts.prompt_logprobs(self._prompts[prompt], asked, options.prompt_logprobs)
+        before = self._echoed_logprobs(prompt, asked)
+        for reply, each in enumerate([completion, *completion.alternatives][: self._replies]):
+            index = prompt * self._replies + reply
+            logprobs = before if options.params.logprobs is None else _joined(before, self._logprobs(index, each))
+            score = {} if each.score is None else {"score": each.score}
+            text = self._echoed[prompt] + each.text
+            yield {**self._choice(index, text, logprobs, each.finish_reason), **score, **more}
+
+    def _echoed_logprobs(self, prompt: int, logprobs: Iterable[TokenLogprobs | None] | None) -> JsonObject | None:
+        """Return the log probabilities of a prompt that is echoed with them."""
+        if not self._body.echoes_logprobs or logprobs is None:
+            return None
+        ids, offsets, top = self._prompts[prompt].tolist(), self._prompt_offsets[prompt], self._options.params.logprobs
+        return self._service.token_texts.completion_logprobs(ids, logprobs, offsets, top or 0)
+
+    def _logprobs(self, index: int, reply: Chunk | Completion) -> JsonObject:
+        """Return the log probabilities of the next tokens of a choice."""
+        texts, ids = self._service.token_texts, reply.token_ids
+        logprobs = reply.logprobs if isinstance(reply, Completion) else [reply.logprobs]
+        offsets = texts.reply_offsets(ids, self._offsets[index])
+        return texts.completion_logprobs(ids, logprobs or (), offsets, self._options.params.logprobs or 0)
 
     # ---- events
 
     async def events(self, handles: Sequence[AsyncHandle]) -> AsyncGenerator[bytes, None]:
-        """Yield the response's events, and usage if the client requested it."""
-        for index, offset in enumerate(self._offsets):
-            if offset:
-                yield self._event(index, self._echoed[index // self._body.options.params.n])
+        """Yield the response's events, and usage if the client requested it.
+
+        A prompt is echoed at once, or with log probabilities once they are computed.
+        """
+        late = set(range(len(handles))) if self._body.echoes_logprobs else set()
+        if self._body.echo and not late:
+            yield b"".join(self._echo_events(prompt, None) for prompt in range(len(handles)))
         async with aclosing(submit.chunks(handles)) as chunks:
             async for prompt, chunk in chunks:
+                if chunk.prompt_logprobs is not None and prompt in late:
+                    late.remove(prompt)
+                    yield await asyncio.to_thread(self._echo_events, prompt, chunk.prompt_logprobs)
                 self._sampled += len(chunk.token_ids)
-                if chunk.text or chunk.finish_reason or chunk.logprobs:
-                    yield self._of_chunk(prompt * self._body.options.params.n + chunk.index, chunk)
+                if (chunk.text or chunk.finish_reason or chunk.logprobs) and chunk.index < self._replies:
+                    yield self._of_chunk(prompt * self._replies + chunk.index, chunk)
         completions = [await handle.result() for handle in handles]
+        for prompt in late:  # nothing was sampled
+            yield await asyncio.to_thread(self._echo_events, prompt, completions[prompt].prompt_logprobs)
+        if not self._options.samples:
+            for prompt, completion in enumerate(completions):
+                yield self._event(prompt, reason=completion.finish_reason)
         self._service.log_usage(self._log_fields, completions)
-        if self._body.options.include_usage:
+        if self._options.include_usage:
             yield sse_event({**self._head(), "choices": [], "usage": usage(completions)})
         yield DONE
 
+    def _echo_events(self, prompt: int, scores: Iterable[TokenLogprobs | None] | None) -> bytes:
+        """Return the events that repeat a prompt, one for each reply; none for an empty text without tokens."""
+        text, logprobs = self._echoed[prompt], self._echoed_logprobs(prompt, scores)
+        if not text and logprobs is None:
+            return b""
+        indices = range(prompt * self._replies, (prompt + 1) * self._replies)
+        return b"".join(self._event(index, text, logprobs) for index in indices)
+
     def _of_chunk(self, index: int, chunk: Chunk) -> bytes:
-        offset, logprobs = self._offsets[index], None
+        logprobs = None
         if chunk.logprobs is not None:
-            logprobs = self._service.token_texts.completion_logprobs(chunk.token_ids, [chunk.logprobs], offset)
+            logprobs = self._logprobs(index, chunk)
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
         return self._event(index, chunk.text, logprobs, chunk.finish_reason)
 
-    def _event(self, index: int, text: str, logprobs: Any = None, reason: str | None = None) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        event = {**self._head(), "choices": [choice]}
-        if self._body.options.running_usage:
+    def _event(self, index: int, text: str = "", logprobs: Any = None, reason: str | None = None) -> bytes:
+        event = {**self._head(), "choices": [self._choice(index, text, logprobs, reason)]}
+        if self._options.running_usage:
             event["usage"] = running_usage(self._prompt_tokens, self._sampled)
-        elif self._body.options.include_usage:
+        elif self._options.include_usage:
             event["usage"] = None
         return sse_event(event)
 
     # ---- both
+
+    def _choice(self, index: int, text: str, logprobs: Any, reason: str | None) -> JsonObject:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _head(self) -> JsonObject:
         return {
@@ -151,6 +209,11 @@ class CompletionAnswer:
             return prompt
         tokenizer = self._service.engine.model.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode([int(token) for token in ids]))
+
+
+def _joined(before: JsonObject | None, after: JsonObject) -> JsonObject:
+    """Return the log probabilities of a prompt and its reply as those of one text."""
+    return after if before is None else {name: before[name] + values for name, values in after.items()}
 
 
 async def _tokens(service: Service, caller: Caller, body: TokenizeRequest, ignored: IgnoredFields) -> list[int]:

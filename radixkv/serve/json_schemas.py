@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixkv.sampling.params import Integer, Number, Parameter, SamplingParams, Texts, TokenBias, TokenIds, parameters
+from radixkv.sampling.params import (
+    EarlyStopping,
+    Integer,
+    Number,
+    Parameter,
+    SamplingParams,
+    Texts,
+    TokenBias,
+    TokenIds,
+    parameters,
+)
 from radixkv.serve.fields import JsonObject
 
 BOOLEAN: JsonObject = {"type": ["boolean", "null"]}
@@ -88,6 +98,8 @@ def _parameter(declared: Parameter) -> JsonObject:
             schema = maybe({"anyOf": [text, array(text, most=declared.wire_most)]})
         case TokenIds():
             schema = maybe(array(TOKEN_ID))
+        case EarlyStopping():
+            schema = {"enum": [True, False, "never", None]}
     return {**schema, "description": declared.description} if declared.description else schema
 
 

@@ -131,6 +131,7 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     yield from _own_requests(snapshot)
     for name in ("prompt", "cached", "computed", "recomputed", "coalesced", "output"):
         yield _counter(f"radixkv:{name}_tokens", _TOKENS[name], getattr(stats, f"{name}_tokens"))
+    yield _counter("radixkv:scored_tokens", "Tokens of prompts whose log probability was computed", stats.scored_tokens)
     yield _counter("radixkv:steps", "Forward passes of the model", stats.steps)
     yield _counter("radixkv:eager_steps", "Forward passes that no CUDA graph served", stats.eager_steps)
     yield _counter("radixkv:wasted_tokens", "Tokens computed for streams that had ended or failed", stats.wasted_tokens)

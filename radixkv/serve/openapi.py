@@ -33,6 +33,7 @@ from radixkv.serve.json_schemas import (
 from radixkv.serve.openai_responses import openapi as openai_responses
 from radixkv.serve.openapi_constraints import guided, response_format, tool_choice
 from radixkv.serve.openapi_operations import DONE, IN_PATH, PROMETHEUS, event_stream, get, json_of, post, without_key
+from radixkv.serve.sampling_fields import wire_range
 from radixkv.serve.settings import Settings
 
 # ---- the document
@@ -103,9 +104,9 @@ def _chat_body(model: JsonObject, strict: bool) -> JsonObject:
         "tool_choice": tool_choice(nested=True),
         "parallel_tool_calls": BOOLEAN,
         "logprobs": BOOLEAN,
-        "top_logprobs": integer(*schemas.wire_range("logprobs")),
-        "max_tokens": integer(*schemas.wire_range("max_tokens")),
-        "max_completion_tokens": integer(*schemas.wire_range("max_tokens")),
+        "top_logprobs": integer(*wire_range("logprobs")),
+        "max_tokens": integer(*wire_range("max_tokens")),
+        "max_completion_tokens": integer(*wire_range("max_tokens")),
         "modalities": {"enum": [["text"], None]},
         **_thinking(),
         **_PREFILL,
@@ -123,12 +124,18 @@ def _completion_body(model: JsonObject, strict: bool) -> JsonObject:
         **_options(model, strict),
         "prompt": {"anyOf": [{"type": "string"}, ids, prompts]},
         "echo": BOOLEAN,
-        "logprobs": integer(*schemas.wire_range("logprobs")),
-        "max_tokens": integer(*schemas.wire_range("max_tokens")),
-        "best_of": integer(*schemas.wire_range("n")),
+        "logprobs": integer(*wire_range("logprobs")),
+        "max_tokens": {**integer(*wire_range("max_tokens", low=0)), "description": _NO_REPLY},
+        "best_of": {**integer(*wire_range("n")), "description": _BEST_OF},
         "suffix": {"type": "null"},
     }
     return obj(fields, "model", "prompt")
+
+
+_BEAMS = "Search for the `n` most likely replies, and return them best first."
+_BEST_OF = "The number of beams of a beam search, `n` at least; else equal to `n`."
+_NO_REPLY = "0 computes only the prompt, for `echo` or `prompt_logprobs`."
+_NOT_STREAMED = "Log probabilities of the prompt's tokens, with so many alternatives; not in a stream."
 
 
 def _tokenize_body(model: JsonObject) -> JsonObject:
@@ -178,6 +185,8 @@ def _options(model: JsonObject, strict: bool) -> JsonObject:
         "stream": BOOLEAN,
         "stream_options": maybe(options),
         **sampling(),
+        "use_beam_search": {**BOOLEAN, "description": _BEAMS},
+        "prompt_logprobs": {**integer(*wire_range("prompt_logprobs")), "description": _NOT_STREAMED},
         "response_format": response_format(),
         **guided(),
         "prompt_cache_key": SESSION_KEY,
@@ -240,6 +249,8 @@ def _tool() -> JsonObject:
 
 _INDEX: JsonObject = {"type": "integer", "minimum": 0}
 _COUNTS = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT)
+_RANK: JsonObject = {"type": "integer", "minimum": 1}
+_SCORE: JsonObject = {"type": "number", "description": "Of a beam: see `length_penalty`."}
 _ENDS: JsonObject = {"enum": ["stop", "length", "tool_calls"]}
 
 
@@ -250,9 +261,13 @@ def _answers() -> JsonObject:
     model |= {"lifecycle": {"const": "active"}, "max_input_tokens": COUNT}
     page = {"has_more": {"const": False}, "first_id": TEXT, "last_id": TEXT}
     return {
-        "ChatCompletion": _whole("chat.completion", answer(_chat_choice())),
+        "ChatCompletion": _whole(
+            "chat.completion", answer(_chat_choice(), score=_SCORE), prompt_logprobs=_prompt_logprobs()
+        ),
         "ChatCompletionChunk": _chunk("chat.completion.chunk", answer(_chat_delta())),
-        "Completion": _whole("text_completion", answer(_text_choice(_ENDS))),
+        "Completion": _whole(
+            "text_completion", answer(_text_choice(_ENDS), score=_SCORE, prompt_logprobs=_prompt_logprobs())
+        ),
         "CompletionChunk": _chunk("text_completion", answer(_text_choice(maybe(_ENDS)))),
         "Usage": _usage(),
         "Model": answer(model),
@@ -264,8 +279,8 @@ def _answers() -> JsonObject:
     }
 
 
-def _whole(kind: str, choice: JsonObject) -> JsonObject:
-    return answer({**_head(kind, choice), "usage": ref("Usage")})
+def _whole(kind: str, choice: JsonObject, **optional: JsonObject) -> JsonObject:
+    return answer({**_head(kind, choice), "usage": ref("Usage")}, **optional)
 
 
 def _chunk(kind: str, choice: JsonObject) -> JsonObject:
@@ -296,10 +311,16 @@ def _function() -> JsonObject:
 
 
 def _text_choice(ends: JsonObject) -> JsonObject:
-    numbers, offsets = array({"type": "number"}), array(COUNT)
-    top = array({"type": "object", "additionalProperties": {"type": "number"}})
+    numbers, offsets = array({"type": ["number", "null"]}), array(COUNT)
+    top = array(maybe({"type": "object", "additionalProperties": {"type": "number"}}))
     logprobs = {"tokens": array(TEXT), "token_logprobs": numbers, "top_logprobs": top, "text_offset": offsets}
     return {"index": _INDEX, "text": TEXT, "logprobs": maybe(answer(logprobs)), "finish_reason": ends}
+
+
+def _prompt_logprobs() -> JsonObject:
+    """The log probabilities of a prompt, an object of token ids for each token after the first."""
+    entry = answer({"logprob": {"type": "number"}, "rank": maybe(_RANK), "decoded_token": TEXT})
+    return array(maybe({"type": "object", "patternProperties": {"^[0-9]+$": entry}, "additionalProperties": False}))
 
 
 def _chat_logprobs() -> JsonObject:

@@ -139,7 +139,8 @@ class RequestWatch(EngineObserver):
         begins = request not in self._live
         self._live[request] = (reason, missed)
         if begins:
-            vars(request.channel)["put"] = self._timed(request.channel.put)  # overrides the method of this one channel
+            if request.params.beam_width == 1:  # the tokens of beams arrive together
+                vars(request.channel)["put"] = self._timed(request.channel.put)  # only of this one channel
             request.channel.listen(partial(self._ended, request), end=True)
 
     def _timed(self, put: Callable[[Chunk], None]) -> Callable[[Chunk], None]:
@@ -194,5 +195,5 @@ class RequestWatch(EngineObserver):
             histograms[name].observe(value)
         for reply in replies:
             self.counts.streams[reply.finish_reason] += 1
-            if (gaps := reply.usage.output_tokens - 1) > 0:
+            if (gaps := reply.usage.output_tokens - 1) > 0 and request.params.beam_width == 1:
                 histograms["gap_mean"].observe((reply.usage.total_s - reply.usage.ttft_s) / gaps)

@@ -1,4 +1,4 @@
-"""Responses: usage and log probabilities in OpenAI's shapes, whole bodies, and server-sent events.
+"""Responses: usage in OpenAI's shape, whole bodies, and server-sent events.
 
 A response ends early when its client leaves or stops reading.
 """
@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from radixkv.engine import Completion
-from radixkv.sampling.params import TokenLogprobs
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 
@@ -49,56 +48,6 @@ def running_usage(prompt: int, output: int) -> JsonObject:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-class TokenTexts:
-    """The texts of single tokens."""
-
-    def __init__(self, tokenizer: Any | None) -> None:
-        """Without a tokenizer, a token's text is its id."""
-        self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}  # decoding takes microseconds, and a response may repeat a token
-
-    def __getitem__(self, token: int) -> str:
-        """Return the token's text; part of a character is U+FFFD. O(1), except the first time."""
-        text = self._known.get(token)
-        if text is None:
-            text = f"<{token}>" if self._tokenizer is None else str(self._tokenizer.decode([token]))
-            self._known[token] = text
-        return text
-
-    def chat_logprobs(self, ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None]) -> list[JsonObject]:
-        """Return the entries of `logprobs.content` in a chat completion, one per token."""
-        return [
-            {
-                **self._entry(token, each.chosen),
-                "top_logprobs": [self._entry(other, value) for other, value in each.top],
-            }
-            for token, each in zip(ids, logprobs, strict=True)
-            if each is not None
-        ]
-
-    def _entry(self, token: int, logprob: float) -> JsonObject:
-        text = self[token]
-        # The tokenizer decodes part of a character to U+FFFD, so its bytes are not available.
-        parts = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": finite(logprob), "bytes": parts}
-
-    def completion_logprobs(
-        self, ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None], offset: int
-    ) -> JsonObject:
-        """Return the `logprobs` of a text completion; its first token is at `offset` of its text."""
-        pairs = [(self[token], each) for token, each in zip(ids, logprobs, strict=True) if each is not None]
-        offsets = []
-        for text, _ in pairs:
-            offsets.append(offset)
-            offset += len(text)
-        return {
-            "tokens": [text for text, _ in pairs],
-            "token_logprobs": [finite(each.chosen) for _, each in pairs],
-            "top_logprobs": [{self[token]: finite(value) for token, value in each.top} for _, each in pairs],
-            "text_offset": offsets,
-        }
-
-
 async def encode_response(head: JsonObject, choices: Callable[[], Iterable[JsonObject]], spent: JsonObject) -> bytes:
     """Return the JSON of a whole response.
 
@@ -112,11 +61,6 @@ async def encode_response(head: JsonObject, choices: Callable[[], Iterable[JsonO
         return f'{front},"choices":[{",".join(parts)}]}}'.encode()
 
     return await asyncio.to_thread(encoded)
-
-
-def finite(logprob: float) -> float:
-    """Return at least -9999, which OpenAI writes for an impossible token, since JSON has no infinity."""
-    return max(logprob, -9999.0)
 
 
 Result = TypeVar("Result")

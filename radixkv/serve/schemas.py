@@ -6,32 +6,20 @@ A wrong body raises ApiError with one sentence that names the field.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from radixkv.chat.constrained import FREE_CALLS, CallRule, strict_tools
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, effort_option, thinking_option
 from radixkv.chat.tool_call_formats import tool_names
-from radixkv.errors import InvalidInput
-from radixkv.sampling.params import (
-    INT64,
-    Flag,
-    Integer,
-    Number,
-    Parameter,
-    SamplingParams,
-    Texts,
-    TokenBias,
-    TokenIds,
-    parameters,
-)
-from radixkv.serve.constraints import ReplyConstraint, read_call_rule, read_constraint, read_response_format
+from radixkv.sampling.params import SamplingParams
+from radixkv.serve.constraints import read_call_rule, read_constraint, read_response_format
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
 from radixkv.serve.message_schemas import read_messages, read_tools
+from radixkv.serve.sampling_fields import are_token_ids, sampling_params, wire_range
 
 MOST_PROMPTS = 1024
 WITHOUT_EFFECT = ("user", "safety_identifier", "metadata", "prompt_cache_retention")
@@ -64,7 +52,9 @@ class RequestOptions:
     `include_usage` adds an event with the usage at the end of a stream, `running_usage` the usage so far to each event.
     `params.max_tokens` applies only if `bounded`; else a reply may fill the context. Requests with the same
     `session_key` are one session for the monitor. It never isolates cached prefixes. `constraint_field` is the field of
-    the constraint in `params`.
+    the constraint in `params`. The response has `replies` to each prompt; a beam search may have more beams. Without
+    `samples` only the prompt is computed. `prompt_logprobs` is the number of alternatives in the field of this name of
+    the response, None if it has no such field.
     """
 
     model: str
@@ -75,6 +65,9 @@ class RequestOptions:
     session_key: str | None
     running_usage: bool = False
     constraint_field: str | None = None
+    replies: int = 1
+    samples: bool = True
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +91,19 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """The body of POST /v1/completions: prompts, each a text or token ids. `echo` repeats a prompt before its reply."""
+    """The body of POST /v1/completions: prompts, each a text or token ids.
+
+    `echo` repeats a prompt before its reply, with its log probabilities if the reply has some.
+    """
 
     options: RequestOptions
     prompts: list[TextOrIds]
     echo: bool
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the log probabilities of a prompt precede those of its reply."""
+        return self.echo and self.options.params.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,8 @@ def read_chat(body: JsonObject, ignored: IgnoredFields | None = None) -> ChatReq
     thinking, hides_thinking = read_template_options(fields)
     prefill = _prefill(fields, messages)
     options = _options(fields, bound, wanted)
+    if options.params.beam_width > 1 and rule.constrains(options.params):
+        fields.refuse("use_beam_search", "cannot be combined with a rule for tool calls: beams have no constraint")
     return ChatRequest(options, messages, tools, reads_calls, thinking, hides_thinking, prefill, rule)
 
 
@@ -141,16 +144,17 @@ def read_completion(body: JsonObject, ignored: IgnoredFields | None = None) -> C
     prompts = _prompts(fields)
     echo = fields.flag("echo")
     wanted = fields.integer("logprobs", *wire_range("logprobs"))
-    if echo and wanted is not None:
-        fields.refuse("echo", "cannot be combined with logprobs: those of a prompt are not computed")
-    bound = fields.integer("max_tokens", *wire_range("max_tokens"))
+    bound = fields.integer("max_tokens", *wire_range("max_tokens", low=0))
     fields.only("suffix", (), "only what follows a prompt is written")
     best_of = fields.integer("best_of", *wire_range("n"))
-    options = _options(fields, 16 if bound is None else bound, wanted)  # 16 is OpenAI's own default
-    if best_of is not None and best_of != options.params.n:
-        fields.refuse("best_of", f"must be equal to n ({options.params.n}): no reply is thrown away")
-    if len(prompts) * options.params.n > MOST_PROMPTS:
+    options = _options(fields, 16 if bound is None else bound, wanted, echo=echo)  # 16 is OpenAI's own default
+    options = _best_of(fields, options, best_of, beams=bool(body.get("use_beam_search")))
+    if len(prompts) * options.params.width > MOST_PROMPTS:
         fields.refuse("n", f"times the number of prompts must be at most {MOST_PROMPTS}")
+    if not options.samples and not echo and options.prompt_logprobs is None:
+        fields.refuse("max_tokens", "can be 0 only with echo or prompt_logprobs: there is nothing else to return")
+    if not options.samples and options.params.width > 1:
+        fields.refuse("n", "must be 1 with max_tokens 0: there are no replies")
     return CompletionRequest(options, prompts, echo)
 
 
@@ -172,13 +176,24 @@ def read_tokenize(body: JsonObject, ignored: IgnoredFields | None = None) -> Tok
 # ---- fields that chat and text completions share
 
 
-def _options(fields: Fields, bound: int | None, logprobs: int | None) -> RequestOptions:
-    """Read the shared fields, which are the last."""
+def _options(fields: Fields, bound: int | None, logprobs: int | None, *, echo: bool = False) -> RequestOptions:
+    """Read the shared fields, which are the last. A `bound` of 0 tokens computes only the prompt."""
     model = fields.needed_text("model")
     stream = fields.flag("stream")
     include_usage, running_usage = _stream_options(fields, stream)
     constraint = read_constraint(fields, read_response_format(fields, "response_format"))
-    params = sampling_params(fields, bound, logprobs, constraint=constraint)
+    prompt_logprobs = fields.integer("prompt_logprobs", *wire_range("prompt_logprobs"))
+    if stream and prompt_logprobs is not None:
+        fields.refuse("prompt_logprobs", "has no place in a stream")
+    scores = [each for each in (prompt_logprobs, logprobs if echo else None) if each is not None]
+    params = sampling_params(
+        fields,
+        1 if bound == 0 else bound,
+        logprobs,
+        constraint=constraint,
+        prompt_logprobs=max(scores, default=None),
+        beams=fields.flag("use_beam_search"),
+    )
     session_key = fields.text("prompt_cache_key")
     for name, (allowed, why) in IGNORED_VALUES.items():
         fields.prefer(name, allowed, why)
@@ -186,7 +201,17 @@ def _options(fields: Fields, bound: int | None, logprobs: int | None) -> Request
     fields.close()
     constraint_field = None if constraint is None else constraint.field
     return RequestOptions(
-        model, params, bound is not None, stream, include_usage, session_key, running_usage, constraint_field
+        model,
+        params,
+        bound is not None,
+        stream,
+        include_usage,
+        session_key,
+        running_usage,
+        constraint_field,
+        replies=params.width,
+        samples=bound != 0,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -203,97 +228,6 @@ def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
         fields.has_no_effect("stream_options", "has a meaning only with stream=true")
         return False, False
     return wanted
-
-
-# ---- sampling parameters, by their declarations
-
-
-def wire_range(name: str) -> tuple[int, int]:
-    """Return the range of an integer parameter for HTTP clients."""
-    declared = parameters(SamplingParams)[name]
-    assert isinstance(declared, Integer)
-    return declared.wire
-
-
-def sampling_params(
-    fields: Fields,
-    bound: int | None,
-    logprobs: int | None,
-    *,
-    renamed: Mapping[str, str] = MappingProxyType({}),
-    constraint: ReplyConstraint | None = None,
-) -> SamplingParams:
-    """Read the sampling parameters, each from the field of its name or of its name in `renamed`; raise ApiError.
-
-    `constraint` was read before.
-    """
-    declarations = parameters(SamplingParams)
-    fields_of = {name: renamed.get(name, name) for name, declared in declarations.items() if declared.on_wire}
-    given = {name: _read(fields, field, declarations[name]) for name, field in fields_of.items()}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        try:
-            declarations[name].checked(name, value)
-        except InvalidInput as error:
-            raise bad_request(str(error), fields.path(fields_of[name]), "invalid_value") from error
-    if constraint is not None:
-        given[constraint.parameter] = constraint.value
-    try:
-        return SamplingParams(max_tokens=INT64[1] if bound is None else bound, logprobs=logprobs, **given)
-    except InvalidInput as error:
-        # Each parameter alone is valid, so the error compares min_tokens with max_tokens.
-        raise bad_request(str(error), fields.path("min_tokens"), "invalid_value") from error
-
-
-def _read(fields: Fields, name: str, declared: Parameter) -> Any:
-    """Read a parameter's field, with its JSON type and its range for HTTP clients."""
-    match declared:
-        case Integer():
-            return fields.integer(name, *declared.wire)
-        case Number():
-            return fields.number(name, *declared.wire)
-        case TokenBias():
-            return _bias(fields, name, declared)
-        case Texts():
-            return _texts(fields, name, declared)
-        case TokenIds():
-            return _token_ids(fields, name)
-        case Flag():
-            return fields.flag(name)
-    raise AssertionError(f"{name} is of a kind that no client can send")
-
-
-def _bias(fields: Fields, name: str, declared: TokenBias) -> dict[int, float] | None:
-    given = fields.take(name)
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        fields.wrong(name, "an object of token ids and numbers", given)
-    if not all(token.isascii() and token.isdecimal() and len(token) <= 10 for token in given):
-        limits = f"from {declared.low:g} to {declared.high:g}"
-        fields.refuse(name, f'must map token ids, such as "42", to numbers {limits}')
-    return {int(token): value for token, value in given.items()}
-
-
-def _texts(fields: Fields, name: str, declared: Texts) -> list[str] | None:
-    given = fields.take(name)
-    texts = [given] if isinstance(given, str) else given
-    if texts is None:
-        return None
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        fields.refuse(name, "must be a string or an array of strings, none of them empty")
-    if len(texts) > declared.wire_most:
-        fields.refuse(name, f"must be at most {declared.wire_most} strings")
-    if any(len(text) > declared.wire_longest for text in texts):
-        fields.refuse(name, f"must be strings of at most {declared.wire_longest} characters")
-    return texts
-
-
-def _token_ids(fields: Fields, name: str) -> list[int] | None:
-    given = fields.list(name)
-    if given is not None and not _are_ids(given):
-        fields.refuse(name, "must be an array of token ids")
-    return given
 
 
 # ---- chat completions only
@@ -406,6 +340,19 @@ def _template_values(fields: Fields) -> list[TemplateOption]:
 # ---- text completions only
 
 
+def _best_of(fields: Fields, options: RequestOptions, best_of: int | None, *, beams: bool) -> RequestOptions:
+    """Return options with `best_of` beams, of which `n` are returned; without a beam search both are equal."""
+    if best_of is None or best_of == options.replies:
+        return options
+    if not beams:
+        fields.refuse("best_of", f"must be equal to n ({options.replies}): no reply is thrown away")
+    if best_of < options.replies:
+        fields.refuse("best_of", f"must be at least n ({options.replies})")
+    if options.constraint_field is not None:
+        fields.refuse("best_of", f"cannot be combined with {options.constraint_field}: beams have no constraint")
+    return replace(options, params=options.params.but(beam_width=best_of))
+
+
 def _prompts(fields: Fields) -> list[TextOrIds]:
     """Read OpenAI's four forms: a text, texts, token ids, lists of token ids."""
     given = fields.need("prompt")
@@ -413,16 +360,11 @@ def _prompts(fields: Fields) -> list[TextOrIds]:
         return [given]
     if not isinstance(given, list) or not given:
         fields.refuse("prompt", "must be a string, or an array of strings, of token ids, or of arrays of token ids")
-    if _are_ids(given):
+    if are_token_ids(given):
         return [given]
     if len(given) > MOST_PROMPTS:
         fields.refuse("prompt", f"must be at most {MOST_PROMPTS} prompts")
     for at, prompt in enumerate(given):
-        if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _are_ids(prompt))):
+        if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and are_token_ids(prompt))):
             fields.refuse(f"prompt[{at}]", "must be a string or an array of token ids that is not empty")
     return list(given)
-
-
-def _are_ids(values: Sequence[Any]) -> bool:
-    """Whether all values are possible token ids: whole numbers from 0."""
-    return all(type(value) is int and 0 <= value < 2**31 for value in values)

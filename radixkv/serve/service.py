@@ -32,8 +32,9 @@ from radixkv.serve.message_schemas import RoleOrder, template_texts
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.openai_responses.store import ResponseStore
 from radixkv.serve.reply import tags
-from radixkv.serve.responses import Interruptible, TokenTexts, usage
+from radixkv.serve.responses import Interruptible, usage
 from radixkv.serve.settings import Settings
+from radixkv.serve.token_texts import TokenTexts
 
 Result = TypeVar("Result")
 _LARGE = 1 << 17  # bytes of a body whose parsing takes some milliseconds

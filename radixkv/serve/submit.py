@@ -43,7 +43,13 @@ async def start(
         raise PromptTooLong(message, tokens=len(ids), limit=most)
     params, engine = options.params, service.engine
     submit = partial(
-        engine.submit, ids, namespace=caller.namespace, timeout=timeout, session=session, reply_start=reply_start
+        engine.submit,
+        ids,
+        namespace=caller.namespace,
+        timeout=timeout,
+        session=session,
+        reply_start=reply_start,
+        sample=options.samples,
     )
     shared = unbounded(params, engine.client.inputs.context_limit_for(caller.namespace) - len(ids))
     try:
@@ -58,8 +64,8 @@ async def start(
 
 def unbounded(params: SamplingParams, room: int) -> SamplingParams:
     """Return parameters whose replies share the rest of the context. Each reply has at least one token."""
-    if params.n > 1:
-        room = room // params.n - _SPARE
+    if params.width > 1:
+        room = room // params.width - _SPARE
     return params.but(max_tokens=max(room, params.min_tokens, 1))
 
 

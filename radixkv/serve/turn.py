@@ -144,7 +144,7 @@ async def open_turn(
     caller = service.caller(request)
     if not any_model:
         service.check_model(options.model)
-    lease.resize(options.params.n)
+    lease.resize(options.params.width)
     encoding = service.chat_prompt(
         caller,
         body.messages,
@@ -210,7 +210,7 @@ class Turn:
                 names=tool_names(request.tools),
                 seed=f"{prompt_hash}_{index}",  # equal requests get equal ids of tool calls, whole and as events
             )
-            for index in range(request.options.params.n)
+            for index in range(request.options.replies)
         ]
         self._texts = [TaggedText(service.hidden_tags) for _ in self._readers]
 
@@ -261,8 +261,8 @@ class Turn:
                 if not running:
                     await self._complete(await self._handle.result())
                 yield Step(index, pieces, self._end(chunk, tokens[index]), chunk)
-        if running:
-            await self._handle.result()  # raises: the request was cancelled
+        if running:  # the request was cancelled, which raises, or its beams had too few tokens to continue with
+            await self._complete(await self._handle.result())
 
     async def events(self) -> AsyncGenerator[tuple[int, Piece | End], None]:
         """Yield (reply, piece) as text arrives, and (reply, end) once for each reply. Raises the request's error."""

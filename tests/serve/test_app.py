@@ -14,7 +14,7 @@ from transformers import AddedToken
 
 from radixkv import SamplingParams, __version__
 from radixkv.serve import Settings
-from radixkv.serve.responses import TokenTexts
+from radixkv.serve.token_texts import TokenTexts
 from tests.serve.served import ASKED, CHAT, events, fake_model, says, served, texts, tokenizer
 
 PLAIN = {"model": "fake", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6}

@@ -192,7 +192,6 @@ def test_whatever_is_wrong_is_named():
             ({"prompt": [1, "x"]}, "prompt[0]"),
             ({"prompt": [[]]}, "prompt[0]"),
             ({"prompt": "x", "best_of": 3}, "best_of"),
-            ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
             ({"prompt": "x", "suffix": "y"}, "suffix"),
             ({"prompt": ["x"] * 600, "n": 2}, "n"),
         ]:

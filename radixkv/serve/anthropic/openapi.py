@@ -19,7 +19,8 @@ from radixkv.serve.json_schemas import (
     sampling,
 )
 from radixkv.serve.openapi_constraints import guided, text_format
-from radixkv.serve.schemas import EFFORT, wire_range
+from radixkv.serve.sampling_fields import wire_range
+from radixkv.serve.schemas import EFFORT
 
 _MODEL: JsonObject = {"type": "string", "description": "Any name: there is one model. The response repeats it."}
 _HINTS: JsonObject = dict.fromkeys(BLOCK_HINTS, ANYTHING)
@@ -38,6 +39,7 @@ def message_body() -> JsonObject:
         **parameters,
         **guided(),
         "n": {"enum": [1, None]},
+        "use_beam_search": {"enum": [False, None]},
         "metadata": maybe(obj({"user_id": {**STRING, "description": "Names the session for the monitor."}})),
         **dict.fromkeys(WITHOUT_EFFECT, ANYTHING),
     }

@@ -20,13 +20,8 @@ from radixkv.serve.constraints import ReplyConstraint, checked_rule, read_constr
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
 from radixkv.serve.message_schemas import ANY_ORDER, RoleOrder, in_order
-from radixkv.serve.schemas import (
-    ChatRequest,
-    RequestOptions,
-    read_effort,
-    sampling_params,
-    wire_range,
-)
+from radixkv.serve.sampling_fields import sampling_params, wire_range
+from radixkv.serve.schemas import ChatRequest, RequestOptions, read_effort
 
 BILLING = "x-anthropic-billing-header:"
 ROLES = ("user", "assistant", "system")
@@ -91,6 +86,7 @@ def read_message(body: JsonObject, ignored: IgnoredFields | None, dialect: Diale
     thinking, omits_thinking = _thinking(fields)
     bound = fields.integer("max_tokens", *wire_range("max_tokens"))
     fields.only("n", (1,), "a message is one reply")
+    fields.only("use_beam_search", (False,), "a message is one reply")
     params = sampling_params(fields, bound, None, renamed={"stop": "stop_sequences"}, constraint=constraint)
     stream = fields.flag("stream")
     model = fields.needed_text("model")

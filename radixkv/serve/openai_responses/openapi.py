@@ -25,7 +25,8 @@ from radixkv.serve.message_schemas import TOOL_NAME
 from radixkv.serve.openai_responses import items, schemas
 from radixkv.serve.openapi_constraints import guided, text_format, tool_choice
 from radixkv.serve.openapi_operations import NAMESPACE, REQUEST_ID, event_stream, header, json_of, post, responses_of
-from radixkv.serve.schemas import EFFORT, wire_range
+from radixkv.serve.sampling_fields import wire_range
+from radixkv.serve.schemas import EFFORT
 
 _ID = {**header("response_id", "path", "The id of a stored response."), "required": True}
 _TOOL_NAME: JsonObject = {"type": "string", "pattern": f"^{TOOL_NAME}$"}
@@ -109,6 +110,7 @@ def _body(model: JsonObject, strict: bool) -> JsonObject:
         **sampling(),
         **guided(),
         "n": {"enum": [1, None]},
+        "use_beam_search": {"enum": [False, None]},
         "model": model,
         "input": {"anyOf": [TEXT, array(_item(strict))]},
         "instructions": STRING,

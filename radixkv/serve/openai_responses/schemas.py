@@ -18,7 +18,8 @@ from radixkv.serve.message_schemas import RoleOrder
 from radixkv.serve.openai_responses.items import read_input, read_messages
 from radixkv.serve.openai_responses.store import Items, StoredResponse
 from radixkv.serve.openai_responses.tools import read_tools
-from radixkv.serve.schemas import ChatRequest, RequestOptions, read_effort, sampling_params, wire_range
+from radixkv.serve.sampling_fields import sampling_params, wire_range
+from radixkv.serve.schemas import ChatRequest, RequestOptions, read_effort
 
 ENCRYPTED = "reasoning.encrypted_content"
 SUMMARIES = ("auto", "concise", "detailed")
@@ -81,6 +82,7 @@ def read_response(
     for name, why in REFUSED.items():
         fields.only(name, (), why)
     fields.only("n", (1,), "a response has one reply")
+    fields.only("use_beam_search", (False,), "a response has one reply")
     for name, (allowed, why) in IGNORED_VALUES.items():
         fields.prefer(name, allowed, why)
     encrypted = _encrypted(fields)
