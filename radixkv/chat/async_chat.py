@@ -42,7 +42,7 @@ class AsyncReplyStream:
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         """Yield chunks as they are computed; raises as `AsyncHandle` does. The session has the turn when this ends."""
-        return AsyncChunks(self._stream.handle, self._seen, self._use.reading)
+        return AsyncChunks(self._stream.handle, self._seen, self._use.reading, index=0)
 
     async def wait(self) -> Reply:
         """Wait for the whole reply.

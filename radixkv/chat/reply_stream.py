@@ -17,7 +17,11 @@ from radixkv.sampling.params import SamplingParams
 
 
 class ReplyStream:
-    """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole reply."""
+    """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole reply.
+
+    A beam search has several replies, and the best one is the turn. The chunks are those of the best reply only; the
+    others are the `alternatives` of `stream.handle.result()`.
+    """
 
     def __init__(
         self,
@@ -49,7 +53,7 @@ class ReplyStream:
         """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""
         with self._use.reading():
             try:
-                yield from self.handle
+                yield from (chunk for chunk in self.handle if chunk.index == 0)
             except (Exception, KeyboardInterrupt):
                 self.close()
                 raise

@@ -325,9 +325,13 @@ class AsyncChunks:
         handle: Handle,
         at_end: Callable[[], Awaitable[object]] | None = None,
         during: Callable[[], AbstractContextManager[object]] = nullcontext,
+        index: int | None = None,
     ) -> None:
-        """Take chunks from `handle` within the context `during`; `at_end` is awaited after the last one."""
-        self._handle = handle
+        """Take chunks from `handle` within the context `during`; `at_end` is awaited after the last one.
+
+        With `index` the chunks of other streams are skipped.
+        """
+        self._handle, self._index = handle, index
         self._at_end, self._during = at_end, during
         self._reading = ExitStack()
         self._begun = self._left = False
@@ -341,7 +345,8 @@ class AsyncChunks:
         if self._left:
             raise StopAsyncIteration
         try:
-            chunk = await self._take()
+            while (chunk := await self._take()) is not None and self._index not in (None, chunk.index):
+                continue
         except BaseException:
             self._leave()
             raise

@@ -1,0 +1,99 @@
+"""Beam searches with text: stop strings, conversations, and what monitors and recordings say about them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from radixkv import AsyncEngine, Engine, SamplingParams
+from radixkv.errors import InvalidInput
+from radixkv.sampling.params import TokenLogprobs
+from tests.chat.worlds import byte_tokenizer, chat_engine
+from tests.engine.fakes import FakeModel, check, make_engine
+from tests.telemetry.served import runtime_folder
+
+BEAMS = SamplingParams(beam_width=3, max_tokens=60)
+
+
+def text_engine(**settings: object) -> Engine:
+    """An engine of a model that writes random bytes; its logits depend on the whole text."""
+    tokenizer = byte_tokenizer()
+    return make_engine(300, 4, model=FakeModel(tokenizer, len(tokenizer), 10_000, frozenset()), **settings)[0]  # type: ignore[arg-type]
+
+
+def test_a_stop_string_ends_a_beam_where_it_ends_a_sampled_reply() -> None:
+    params = SamplingParams(beam_width=4, max_tokens=10, length_penalty=-1.0)
+    with text_engine() as engine:
+        free = engine.generate(["a text"], params)[0]
+        letters = "".join(each.text for each in (free, *free.alternatives))
+        stop = next(letter for letter in letters[3:] if letter.isascii())
+        found = engine.generate(["a text"], params.but(stop=[stop]))[0]
+        stopped = [each for each in (found, *found.alternatives) if each.stop_text == stop]
+        assert stopped
+        for each in (found, *found.alternatives):
+            decoded = engine.model.tokenizer.decode(list(each.token_ids))
+            assert each.text == decoded.partition(stop)[0]
+            assert (each.finish_reason == "stop") == (stop in decoded) == (each in stopped)
+            assert decoded.find(stop) in {-1, len(decoded) - 1}  # with the first one
+        check(engine)
+
+
+def test_the_best_beam_is_the_turn_of_a_conversation() -> None:
+    with chat_engine() as engine, engine.chat("Be brief.") as chat:
+        reply = chat.send("hello", BEAMS)
+        assert reply.text == "You said hello!"
+        known = chat.token_ids
+        stream = chat.stream("again", BEAMS.but(logprobs=1))
+        assert "".join(chunk.text for chunk in stream) == stream.reply.text == "You said again!"
+        assert stream.reply.usage.cached_tokens == len(known) - 1  # the beam's own KV
+        best, *others = (result := stream.handle.result()), *result.alternatives
+        assert best.score is not None and [each.index for each in others] == [1, 2]
+        assert all(isinstance(each, TokenLogprobs) for each in best.logprobs or ())
+        assert chat.history[-1]["content"] == "You said again!"
+        with pytest.raises(InvalidInput, match="one reply a turn"):
+            chat.send("x", SamplingParams(n=2))
+        check(engine)
+
+
+def test_conversations_and_requests_in_asyncio() -> None:
+    async def main() -> None:
+        async with AsyncEngine(chat_engine()) as engine:
+            chat = engine.chat()
+            stream = await chat.stream("hello", BEAMS)
+            assert "".join([chunk.text async for chunk in stream]) == "You said hello!"
+            prompt = list(b"abc")
+            handle = await engine.submit(prompt, BEAMS.but(max_tokens=3))
+            ranks = [chunk.index async for chunk in handle]
+            found = await handle.result()
+            assert ranks == sorted(ranks) and set(ranks) == {0, 1, 2}
+            assert len(found.alternatives) == 2
+
+    asyncio.run(asyncio.wait_for(main(), timeout=30))
+
+
+def test_monitors_and_recordings_count_every_token(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with runtime_folder():
+        engine = text_engine(monitor=True, record=path, max_sequences=8, prefill_chunk=5)
+        with engine:
+            found = engine.generate(["some text", "other"], BEAMS.but(max_tokens=8))
+            assert engine.monitoring is not None
+            changes = engine.client.thread.ask(engine.monitoring.recorder.collect)
+            stats = engine.stats()
+    records = {record.prompt_tokens: record for record in changes.requests}
+    for each in found:
+        record = records[each.usage.prompt_tokens]
+        replies = (each, *each.alternatives)
+        assert (record.phase, record.streams, record.output_tokens) == (
+            "finished",
+            3,
+            sum(len(reply.token_ids) for reply in replies),
+        )
+        assert record.computed_tokens >= sum(reply.usage.computed_tokens for reply in replies)
+        assert record.first_token is not None and record.ended is not None
+    assert sum(record.computed_tokens for record in records.values()) == stats.computed_tokens
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(line["output_length"] for line in lines) == sorted(each.output_tokens for each in records.values())
