@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from radixkv.engine.beams import BeamRequest
+from tests.cache.naive import Texts
 from tests.simulation.host import HostSlotModel
 
 if TYPE_CHECKING:
@@ -37,8 +39,24 @@ class Accounting:
         held = cache.num_blocks - cache.free_blocks - cache.evictable_blocks
         assert used.isdisjoint(cache.state.pool.free), "blocks are free and held"
         assert len(used) == held, f"{held} blocks are held, {len(used)} of them by streams and pins"
+        for request in self.core.scheduler.running:
+            if isinstance(request, BeamRequest) and not request.preemptions:
+                self._beams(request)
         if self._rng.random() < READ_ALL:
             self.contents()
+
+    def _beams(self, request: BeamRequest) -> None:
+        """Beams hold the prompt once, private blocks after their last common ancestor, and at most one copy each.
+
+        A full block is common to beams whose tokens are equal up to its end. After a preemption each computes its own.
+        """
+        sequences = [stream.sequence for stream in request.streams if stream.active]
+        texts = Texts()
+        for sequence in sequences:
+            texts.add(sequence.tokens.tolist())
+        held = {block for sequence in sequences for block in sequence.block_table.tolist()}
+        most = texts.blocks(self.cache.block_size)
+        assert len(held) <= most, f"{len(sequences)} beams hold {len(held)} blocks, not {most}"
 
     def _locked(self) -> set[int]:
         """Return the blocks of all nodes on the paths that sequences and pins lock."""

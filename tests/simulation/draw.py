@@ -228,7 +228,7 @@ class _Draw:
             namespace=rng.choice(self.namespaces),
             priority=rng.choice(self.priorities),
         )
-        return self._with_bad_words(self._constrained(self._troubled(ask)))
+        return self._with_beams(self._with_bad_words(self._constrained(self._troubled(ask))))
 
     def _constrained(self, ask: Ask) -> Ask:
         """Constrain the answers of some requests, in some worlds; the other draws do not depend on it."""
@@ -249,6 +249,20 @@ class _Draw:
             tuple(rng.choices(range(VOCAB), k=rng.choice((1, 2, 2, 3)))) for _ in range(rng.choice((1, 5, 8)))
         )
         return replace(ask, bad_words=words, params=ask.params.but(bad_words=["their text"]))
+
+    def _with_beams(self, ask: Ask) -> Ask:
+        """Search for the answers of some requests with beams, in some worlds; the other draws do not depend on it."""
+        rng = random.Random(f"beams of {self.seed}/{ask.number}")
+        if not ask.max_tokens or ask.rule is not None or rng.random() >= (0.5 if self.seed % 5 in (2, 3) else 0):
+            return ask
+        params = ask.params.but(
+            n=1,
+            beam_width=rng.choice((2, max(2, self.widest), 4)),
+            length_penalty=rng.choice((1.0, 1.0, 0.0, 2.0, -1.0)),
+            early_stopping=rng.choice((False, True, "never")),
+        )
+        stop_ids = rng.choice((ask.stop_ids, frozenset(rng.sample(range(VOCAB), 4))))
+        return replace(ask, params=params, stop_ids=stop_ids)
 
     def _prompt(self, before: list[Ask]) -> Ids:
         """Return a new text, an earlier one, a branch of one, or the next turn after an answer."""

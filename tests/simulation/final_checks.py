@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from radixkv.errors import (
     EngineClosed,
     InvalidConstraint,
@@ -69,6 +71,8 @@ class FinalChecks:
         assert [(each.token_ids, each.finish_reason) for each in streams] == [
             (answer.tokens, answer.finish_reason) for answer in answers
         ], f"request {ask.number} answered {streams}, not {answers}"
+        scores = [answer.score for answer in answers]
+        assert [each.score for each in streams] == pytest.approx(scores, abs=1e-4), f"request {ask.number}: {scores}"
         for index, each in enumerate(streams):
             assert customer.channel.tokens(index) == each.token_ids, f"request {ask.number}: chunks are not the answer"
             usage = each.usage
@@ -133,11 +137,14 @@ class FinalChecks:
         done = [c.channel.completion for c in self.world.customers.values() if c.channel.completion is not None]
         streams = [each for first in done for each in (first, *first.alternatives)]
         assert counters.prompt_tokens == sum(each.usage.prompt_tokens for each in done)
-        assert counters.computed_tokens == sum(each.usage.computed_tokens for each in streams)
+        assert counters.computed_tokens == sum(c.request.computed_tokens for c in self.world.customers.values())
         assert counters.recomputed_tokens == sum(each.usage.recomputed_tokens for each in streams)
         assert counters.host_tokens == sum(each.usage.host_tokens for each in streams)
-        forked = sum(len(first.alternatives) * first.usage.prompt_tokens for first in done)  # no hits, but shared
-        assert counters.cached_tokens == sum(each.usage.cached_tokens for each in streams) - forked
+        # Tokens that streams share are no hits. Beams of a group that resumes may hit more than its replies have.
+        own = [each.usage.cached_tokens - each.usage.prompt_tokens * (each.index > 0) for each in streams]
+        own = [0 if each.score is not None and each.index else hits for each, hits in zip(streams, own, strict=True)]
+        resumed = any(first.score is not None and first.usage.preemptions for first in done)
+        assert counters.cached_tokens == sum(own) or (resumed and counters.cached_tokens > sum(own))
         assert all(each.usage.preemptions or not each.usage.recomputed_tokens for each in streams)
 
     def _nothing_is_held(self) -> None:

@@ -131,7 +131,7 @@ def _search(
                 running.append((text, total))
             elif rank < width:
                 reason = "stop" if stops else "length"
-                complete.append(Reply(text, reason, score=total / length**params.length_penalty))
+                complete.append(Reply(text, reason, length - 1, total / length**params.length_penalty))
         running = running[:width]
         complete = sorted(complete, key=lambda reply: -(reply.score or 0))[:width]
         if not running or (len(complete) == width and _is_over(params, running[0][1], complete, length, max_tokens)):

@@ -65,6 +65,9 @@ def _simpler(ask: Ask) -> Iterator[Ask]:
             yield replace(ask, **{name: getattr(plain, name)})
     if ask.bad_words:
         yield replace(ask, bad_words=(), params=ask.params.but(bad_words=()))
+    if ask.params.beam_width > 1:
+        yield replace(ask, params=ask.params.but(beam_width=1))
+        yield replace(ask, params=ask.params.but(beam_width=ask.params.beam_width - 1))
     if ask.params.n > 1:
         yield replace(ask, params=ask.params.but(n=1))
     if len(ask.prompt) > 1:

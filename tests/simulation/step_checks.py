@@ -65,6 +65,8 @@ class StepChecks:
 
     def _can_run(self, stream: Stream) -> bool:
         """Return whether a stream has a token to compute: one that the host has, or one that is being sampled."""
+        if stream.request.candidates and not stream.pending:
+            return False  # a beam of a resumed group: the search waits for the others
         if not self.in_flight:
             return True
         if stream.request.suspended and stream.sequence.length >= len(stream.request.prompt):

@@ -20,6 +20,7 @@ import numpy as np
 from radixkv.cache import Pin, PrefixCache
 from radixkv.cache.events import Observer
 from radixkv.config import EngineConfig
+from radixkv.engine.beams import BeamRequest
 from radixkv.engine.core import Core
 from radixkv.engine.host_tier import new_core
 from radixkv.engine.kv_scrub import Auditor
@@ -83,7 +84,14 @@ class Customer:
             return "preempted" if self.request.streams else "waiting"
         if self.channel.in_span:
             return "paused"
-        return "decode" if self.channel.chunks else "prefill"
+        return "decode" if any(stream.output_length for stream in self.request.streams) else "prefill"
+
+    @property
+    def end(self) -> str:
+        """The end of the request, in a word."""
+        if self.channel.completion is not None:
+            return "resumed and finished" if self.request.preemptions else "finished"
+        return type(self.channel.error).__name__
 
 
 @dataclass
@@ -204,6 +212,7 @@ class World:
         seen.update(c.ask.flaw.kind for c in self.customers.values() if c.ask.flaw and c.channel.error)
         seen |= Counter(evicted_states=stats.evicted_states)
         seen.update(bad_words=sum(bool(c.ask.bad_words and c.channel.completion) for c in self.customers.values()))
+        seen.update(f"beams: {c.end}" for c in self.customers.values() if c.ask.params.beam_width > 1)
         seen.update(shaken=sum(customer.shaken for customer in self.customers.values()))
         seen.update(f"a fault: {fault.kind}" for fault in (*self.faults.fired, *self.faults.began))
         return +seen
@@ -237,7 +246,8 @@ class World:
 
     def _submit(self, ask: Ask) -> None:
         channel = ScriptedChannel(ask, lambda: self.step)
-        request = Request(
+        kind = BeamRequest if ask.params.beam_width > 1 and ask.max_tokens else Request
+        request = kind(
             prompt=np.array(ask.prompt, np.int32),
             params=ask.params,
             max_tokens=ask.max_tokens,
