@@ -13,6 +13,7 @@ quota_admission.py  the same with shares of the pool for namespaces
 reuse_policy.py     which cached tokens a request uses and publishes; deterministic or not
 request.py          a request, its streams and their text
 scoring.py          scores of a prompt's tokens, chunk by chunk
+prompt_scores.py    scores that are kept for later prompts
 score_batch.py      the requests of engine.score
 output.py           results, the channel that carries them, and the caller's handle
 fault_isolation.py  ends only the requests that cause an exception

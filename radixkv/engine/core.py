@@ -173,7 +173,19 @@ class Core:
         self.finish_step()
         for request in [*self.scheduler.running, *(each for each in self.scheduler.waiting if each.admitted)]:
             self.end(request, error)
-        self.cache.clear(pins=True)
+        self.clear_cache(pins=True)
+
+    def clear_cache(self, *, pins: bool = False) -> None:
+        """Drop all cached KV that no request and no pin holds, with `pins` also pinned KV, and all kept scores."""
+        self.cache.clear(pins=pins)
+        self.forget_scores()
+
+    def forget_scores(self) -> None:
+        """Drop all kept scores of prompts, and those that waiting requests took."""
+        self._reuse.prompt_scores.clear()
+        for request in self.scheduler.waiting:
+            if request.scoring is not None and not request.streams:
+                request.scoring.reset()
 
     def demote(self, tokens: TokenIds, keep: int, namespace: Hashable) -> None:
         """Evict the cached part of `tokens` from position `keep` on first, as far as no other prefix shares it."""
@@ -309,6 +321,7 @@ class Core:
             try:
                 if not each.request.channel.ended:
                     self.counters.scored_tokens += each.take()
+                    self._reuse.keep_scores(each.request)
             except Exception as error:
                 self._fail_alone(each.request, error)
 

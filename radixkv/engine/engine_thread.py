@@ -268,7 +268,7 @@ class CoreClient:
 
     def clear_cache(self) -> Future[None]:
         """Drop every cached prefix that no request or pin holds."""
-        return self.thread.call(lambda: self.core.cache.clear())
+        return self.thread.call(lambda: self.core.clear_cache())
 
     def reload_weights(self, state: State | None) -> Future[None]:
         """Make the model's present weights, or those of a state, count from the next step on."""

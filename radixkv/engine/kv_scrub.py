@@ -276,8 +276,9 @@ def drop_wrong(core: Core, tokens: TokenIds, namespace: Hashable, wrong: int) ->
     """Drop a cached text from its wrong token on, with all its continuations, on the device and on the host.
 
     Requests that read it now fail with RequestFailed, and so do those that may have read it: see `_may_have_read`.
-    Pins on it are released. Between two steps only.
+    Pins on it are released, and all kept scores of prompts are dropped. Between two steps only.
     """
+    core.forget_scores()
     cache, scheduler = core.cache, core.scheduler
     free = _free_blocks(cache)
     start, block = _owned_from(cache, tokens, namespace, wrong)
@@ -340,7 +341,11 @@ def _may_have_read(stream: Stream, block: int) -> bool:
 
     A preempted stream holds no blocks any more, so it is not known which KV it sampled after. A host-resident run may
     have been loaded by a request that does not publish: its copy is in other blocks, and the run is still on the host.
+    Scores are older than the blocks that a stream holds after a preemption, or were taken from another request.
     """
+    scoring = stream.request.scoring
+    if scoring is not None and scoring.missing > scoring.first:
+        return True
     if stream.active:
         return block < 0 and stream.host_tokens > 0
     return stream.output_length > 0

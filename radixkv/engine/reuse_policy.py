@@ -26,7 +26,9 @@ import numpy as np
 
 from radixkv.cache import Match, PrefixCache
 from radixkv.config import EngineConfig
+from radixkv.engine.prompt_scores import PromptScores
 from radixkv.engine.request import Request, Stream, TokenIds
+from radixkv.engine.scoring import Scoring
 
 _log = logging.getLogger(__name__)
 _NOTHING = Match(0, np.empty(0, np.int32), 0)
@@ -60,6 +62,7 @@ class ReusePolicy:
     def __init__(self, cache: PrefixCache, config: EngineConfig, loads: LoadLimits = NO_LOADS) -> None:
         """Apply to the requests of one cache."""
         self.loads = loads
+        self.prompt_scores = PromptScores()
         self._cache = cache
         self._chunk = config.prefill_chunk
 
@@ -89,6 +92,40 @@ class ReusePolicy:
         """
         size = self._cache.block_size
         return max(-(-pinned // size) - 1, 0) * size
+
+    # ---- scores
+
+    def shared_rows(self, first: int, rows: int) -> int:
+        """Return how many of a prompt's first rows of logits are those of any request with the same tokens.
+
+        `first` is the first position that a request scores.
+        """
+        return rows
+
+    def take_scores(self, request: Request) -> int:
+        """Take kept scores for a scored request, so that its hit may reach further; returns their number."""
+        scoring = request.scoring
+        assert scoring is not None
+        kept = self.prompt_scores.find(scoring, request.namespace)
+        if kept is None:
+            return 0
+        taken = kept[scoring.missing - 1 : self.shared_rows(scoring.first, len(kept.chosen))]
+        scoring.put(taken)
+        return len(taken.chosen)
+
+    def keep_scores(self, request: Request) -> None:
+        """Keep the scores of a request that scores all of its prompt, as far as they are computed."""
+        scoring = request.scoring
+        assert scoring is not None
+        if scoring.first == 1 and (rows := self.shared_rows(1, scoring.missing - 1)):
+            self.prompt_scores.keep(scoring, request.namespace, rows)
+
+    def scored_hit(self, scoring: Scoring, leader: Scoring | None, common: int) -> int:
+        """Return how far the hit of a scored request may reach once `leader` has computed their `common` tokens."""
+        limit = scoring.hit_limit
+        if leader is not None and leader.first == 1 and leader.top >= scoring.top:
+            limit = max(limit, self.shared_rows(scoring.first, common - 1))
+        return min(limit, common)
 
     # ---- loads
 
@@ -154,6 +191,10 @@ class AlignedReuse(ReusePolicy):
     def aligned(self, length: int) -> int:
         """Return the largest multiple of the chunk length up to `length`."""
         return length // self._chunk * self._chunk
+
+    def shared_rows(self, first: int, rows: int) -> int:
+        """Return the rows of whole chunks, which have the same bits if all rows of the chunk are computed."""
+        return 0 if self._row_dependent or first > 1 else self.aligned(rows)
 
     def sure_hit(self, pinned: int) -> int:
         """Return whole blocks without the last chunk: a shorter pin may end just before the chunk does."""
@@ -235,6 +276,10 @@ class NoReuse(ReusePolicy):
 
     def aligned(self, length: int) -> int:
         """Return 0: there are no hits."""
+        return 0
+
+    def shared_rows(self, first: int, rows: int) -> int:
+        """Return 0: no scores are kept."""
         return 0
 
     def chunk(self, pending: int, budget: int) -> int:

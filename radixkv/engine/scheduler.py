@@ -211,6 +211,8 @@ class Scheduler:
             if request is None:
                 return None
             try:
+                if request.scoring is not None:
+                    self._counters.reused_scores += self._reuse.take_scores(request)
                 if not self.running:
                     return self._start_alone(request)
                 match = self._reuse.match(request)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -61,6 +62,20 @@ class Scoring:
     def hit_limit(self) -> int:
         """The number of tokens that may be a hit: the first missing score needs the logits of the next token."""
         return self.missing - 1 if self.missing < len(self.prompt) else sys.maxsize
+
+    @cached_property
+    def key(self) -> bytes:
+        """The tokens as big-endian bytes, 4 each: sorted keys are sorted prompts."""
+        return self.prompt.astype(">u4").tobytes()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the scores and of the key."""
+        return 4 * len(self.prompt) + sum(x.nbytes for x in (self.chosen, self.ranks, self.ids, self.values))
+
+    def first_scores(self, count: int) -> RowScores:
+        """Return the first `count` scores; views of these arrays."""
+        return RowScores(self.chosen, self.ranks, self.ids, self.values)[:count]
 
     def rows(self, start: int, end: int) -> int:
         """Return the number of last tokens of the chunk [start, end) that need logits: 1 at least."""

@@ -35,6 +35,7 @@ class Counters:
     wasted_tokens: int = 0
     host_bound_rows: int = 0
     scored_tokens: int = 0
+    reused_scores: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class EngineStats:
     `wasted_tokens` were computed for streams that had ended or failed. `host_bound_rows` counts how often a stream was
     left out of a step, because the host must read its last token first to constrain the next one.
     `eager_steps` are forwards that no CUDA graph served, on an engine that has graphs. `scored_tokens` are tokens of
-    prompts, and continuations of them, with a computed score.
+    prompts, and continuations of them, with a computed score; `reused_scores` were taken from other requests.
     """
 
     model: str
@@ -96,6 +97,7 @@ class EngineStats:
     host_bound_rows: int = 0
     eager_steps: int = 0
     scored_tokens: int = 0
+    reused_scores: int = 0
 
     @property
     def requests(self) -> int:

@@ -105,7 +105,10 @@ class WaitQueue:
                 continue  # too short, whatever it shares; without reuse always
             if leader.namespace != request.namespace:
                 continue
-            shared = self._reuse.aligned(common_prefix(leader.prompt, request.prompt))
+            shared = common_prefix(leader.prompt, request.prompt)
+            if request.scoring is not None:
+                shared = self._reuse.scored_hit(request.scoring, leader.scoring, shared)
+            shared = self._reuse.aligned(shared)
             if shared > position and shared - cached >= self._min_saving:
                 steps = -(-(shared - position) // self._prefill_chunk)
                 before = cached if request.prefix_wait is None else request.prefix_wait.cached

@@ -1,0 +1,241 @@
+"""Kept scores of prompts: a naive model of the store, and requests that take scores in place of computing them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv import Engine, SamplingParams
+from radixkv.config import EngineConfig
+from radixkv.engine.kv_scrub import drop_wrong
+from radixkv.engine.prompt_scores import PromptScores
+from radixkv.engine.scoring import Scoring
+from radixkv.errors import RequestFailed, WeightsChanged
+from radixkv.sampling.row_scores import RowScores
+from tests.engine.fakes import make_engine
+from tests.engine.test_scoring import GREEDY, KINDS, PROMPT, World, assert_score, assert_scored, core_of
+from tests.selection import mostly_long, sampled
+
+LONG = random.Random(8).choices(range(49), k=200)
+
+
+def scored(tokens: Sequence[int], top: int, rows: int | None = None) -> Scoring:
+    """Return a prompt with scores that follow from the tokens: of all positions, or of the first `rows`."""
+    scoring = Scoring(np.array(tokens, np.int32), 1, top, most_rows=1)
+    scoring.put(scores_of(tokens, top, len(tokens) - 1 if rows is None else rows))
+    return scoring
+
+
+def scores_of(tokens: Sequence[int], top: int, rows: int) -> RowScores:
+    """Return numbers that identify the tokens up to each position."""
+    chosen = np.array([hash(tuple(tokens[: end + 1])) % 1000 for end in range(1, rows + 1)], np.float32)
+    ids = chosen.astype(np.int32)[:, None] + np.arange(top, dtype=np.int32)
+    return RowScores(chosen, chosen.astype(np.int32), ids, ids.astype(np.float32))
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common prefix, token by token."""
+    length = 0
+    while length < min(len(first), len(second)) and first[length] == second[length]:
+        length += 1
+    return length
+
+
+def found_rows(store: PromptScores, tokens: Sequence[int], top: int, namespace: Hashable) -> int:
+    """Return the number of scores that the store has for a prompt, which must be those of its tokens."""
+    found = store.find(Scoring(np.array(tokens, np.int32), 1, top, most_rows=1), namespace)
+    if found is None:
+        return 0
+    expected = scores_of(tokens, found.ids.shape[1], len(found.chosen))
+    for mine, own in zip(vars(found).values(), vars(expected).values(), strict=True):
+        np.testing.assert_array_equal(mine, own)
+    return len(found.chosen)
+
+
+@pytest.mark.parametrize("most_bytes", [300, 1000, 100_000])
+@pytest.mark.parametrize("seed", mostly_long(sampled(range(40), *range(8)), 0, 1))
+def test_the_store_finds_the_longest_common_prefix(seed: int, most_bytes: int) -> None:
+    rng, store = random.Random(seed), PromptScores(most_bytes)
+    kept: list[tuple[Hashable, int, list[int]]] = []  # everything, as if the memory had no bound
+    for _ in range(200):
+        tokens = [rng.choice([0, 1, 255, 256, 70_000]) for _ in range(rng.randint(2, 7))]
+        top, namespace = rng.choice([0, 1, 3]), rng.choice([None, "ann"])
+        if rng.random() < 0.6:
+            rows = rng.randint(1, len(tokens) - 1)
+            store.keep(scored(tokens, top), namespace, rows)
+            kept.append((namespace, top, tokens[: rows + 1]))
+            assert found_rows(store, tokens, top, namespace) >= rows, "the newest is never dropped"
+        else:
+            rows = found_rows(store, tokens, top, namespace)
+            usable = [held for space, most, held in kept if space == namespace and most >= top]
+            naive = max((common(held, tokens) for held in usable), default=1)
+            assert rows <= max(naive - 1, 0)
+            assert rows == max(naive - 1, 0) or most_bytes < 100_000
+        store.check()
+        if rng.random() < 0.01:
+            store.clear()
+            kept.clear()
+            store.check()
+
+
+def test_the_least_recently_used_prompt_is_dropped_first() -> None:
+    size = scored([1, 2, 3], 0).nbytes
+    store = PromptScores(3 * size)
+    for first in (1, 2, 3):
+        store.keep(scored([first, 2, 3], 0), None, 2)
+    assert found_rows(store, [1, 2], 0, None) == 1
+    store.keep(scored([2, 2, 3], 0), None, 1)  # the beginning of a kept prompt counts as its use
+    store.keep(scored([4, 2, 3], 0), None, 2)
+    assert [found_rows(store, [first, 2, 3], 0, None) for first in (1, 2, 3, 4)] == [2, 2, 0, 2]
+    store.keep(scored(range(200), 0), None, 199)
+    assert len(store) == 3, "a prompt that exceeds the bound alone is not kept"
+    store.check()
+
+
+# ---- requests
+
+
+def test_a_repeated_prompt_takes_all_scores_and_hits_all_kv() -> None:
+    engine, runner = make_engine()
+    with engine:
+        first = engine.generate([PROMPT], GREEDY.but(prompt_logprobs=3))[0]
+        runner.steps.clear()
+        again = engine.generate([PROMPT], GREEDY.but(prompt_logprobs=2))[0]
+        assert_scored(again, PROMPT, 2)
+        assert runner.steps[0] == [(29, 1)] and again.usage.cached_tokens == 29
+        assert engine.stats().scored_tokens == engine.stats().reused_scores == 29
+        more = engine.generate([PROMPT], GREEDY.but(prompt_logprobs=4))[0]  # more than are kept
+        assert_scored(more, PROMPT, 4)
+        assert more.usage.cached_tokens == 0
+        assert first.token_ids == again.token_ids == more.token_ids
+
+
+def test_prompts_with_a_common_prefix_compute_and_score_it_once() -> None:
+    engine, _ = make_engine(num_blocks=400, prefill_chunk=16, max_batch_tokens=64)
+    prompts = [[*LONG, each, 1, 2] for each in range(8)]
+    with engine:
+        done = engine.generate(prompts, GREEDY.but(max_tokens=1, prompt_logprobs=1))
+        for each, prompt in zip(done, prompts, strict=True):
+            assert_scored(each, prompt, 1)
+        # The row of the last common token is computed again: it scores the first token that differs.
+        assert engine.stats().computed_tokens == 203 + 7 * 4
+        assert engine.stats().scored_tokens == 202 + 7 * 3
+        assert engine.stats().coalesced_requests == 7
+
+
+def test_score_takes_the_scores_of_a_prompt_and_gives_none() -> None:
+    engine, _ = make_engine()
+    with engine:
+        assert_score(engine.score(PROMPT[:20], [PROMPT[20:]])[0], PROMPT[:20], PROMPT[20:])
+        assert engine.generate([PROMPT], GREEDY.but(prompt_logprobs=0))[0].usage.cached_tokens == 0
+        # `score` asks for one alternative, to say whether each token is the most likely one.
+        assert engine.score(PROMPT[:20], [PROMPT[20:]])[0].usage.cached_tokens == 19
+        engine.generate([PROMPT], GREEDY.but(prompt_logprobs=1))
+        again = engine.score(PROMPT[:20], [PROMPT[20:]])[0]
+        assert_score(again, PROMPT[:20], PROMPT[20:])
+        assert again.usage.cached_tokens == 28
+        assert engine.stats().reused_scores == 9
+
+
+def test_namespaces_share_no_scores() -> None:
+    engine, _ = make_engine(num_blocks=200)
+    params = GREEDY.but(prompt_logprobs=1)
+    with engine:
+        for name in ("ann", "ben"):
+            handles = [engine.submit(PROMPT, params, namespace=name) for _ in range(2)]
+            assert [each.result().usage.cached_tokens for each in handles] == [0, 29]
+
+
+@pytest.mark.parametrize("drop", ["clear_cache", "prefix_cache"])
+def test_scores_are_not_kept_longer_than_the_cache(drop: str) -> None:
+    engine, _ = make_engine(prefix_cache=drop != "prefix_cache")
+    with engine:
+        for _ in range(2):
+            assert_scored(engine.generate([PROMPT], GREEDY.but(prompt_logprobs=1))[0], PROMPT, 1)
+            engine.clear_cache()
+        assert engine.stats().scored_tokens == 2 * 29 and not engine.stats().reused_scores
+
+
+CONFIG = EngineConfig(max_sequences=4, max_batch_tokens=40, prefill_chunk=16)
+SCORED = GREEDY.but(prompt_logprobs=1)
+
+
+def test_new_weights_drop_the_scores_that_waiting_requests_took() -> None:
+    world = World(core_of("plain", 20, 4, CONFIG))
+    world.submit(PROMPT, SCORED)
+    world.finish()
+    running = world.submit(LONG[:45], GREEDY)
+    world.step()
+    waiting = world.submit(PROMPT, SCORED)
+    world.step()
+    assert waiting.scoring is not None and waiting.scoring.missing == 30 and not waiting.streams
+    world.core.forget(WeightsChanged("new weights"))
+    world.requests.remove(running)
+    assert waiting.scoring.missing == 1
+    world.finish()
+    world.check()
+    assert world.core.counters.scored_tokens == 2 * 29
+
+
+def test_wrong_kv_drops_all_scores_and_fails_requests_with_scores_of_it() -> None:
+    world = World(core_of("plain", 100, 4, CONFIG))
+    tokens = np.array(PROMPT, np.int32)
+    world.submit(PROMPT, SCORED)
+    begun, other = world.submit(PROMPT, GREEDY.but(prompt_logprobs=2)), world.submit(PROMPT[1:], SCORED)
+    world.step()
+    world.core.scheduler.preempt(begun)  # it holds no blocks now, but its scores are those of the wrong KV
+    assert begun.scoring is not None and 1 < begun.scoring.missing < 30
+    drop_wrong(world.core, tokens, None, 5)
+    with pytest.raises(RequestFailed, match="is wrong"):
+        begun.channel.wait(0)
+    world.requests = [other]
+    world.finish()
+    scores = world.core.counters.scored_tokens
+    world.submit(PROMPT, SCORED)
+    world.finish()
+    world.check()
+    assert world.core.counters.scored_tokens == scores + 29
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", mostly_long(sampled(range(40), 0, 1, 2), 0))
+def test_scores_are_right_whatever_is_kept(seed: int, kind: str) -> None:
+    rng = random.Random(f"{seed}/{kind}")
+    world = World(core_of(kind, 60, 4, CONFIG))
+    stems = [rng.choices(range(49), k=40) for _ in range(2)]
+    for _ in range(40):
+        prompt = [*rng.choice(stems)[: rng.randint(1, 40)], *rng.choices(range(2), k=rng.randint(0, 3))]
+        if rng.random() < 0.2:
+            world.score(prompt, rng.choices(range(49), k=2))
+        else:
+            world.submit(prompt, GREEDY.but(prompt_logprobs=rng.choice([0, 1, 4]), max_tokens=rng.randint(1, 4)))
+        for _ in range(rng.choice([0, 1, 4])):
+            world.step()
+        if rng.random() < 0.1 and world.core.scheduler.running:
+            world.core.scheduler.preempt(world.core.scheduler.running[-1])
+        if rng.random() < 0.05:
+            world.core.clear_cache()
+    world.finish()
+    world.check()
+    assert (world.core.counters.reused_scores > 0) == (kind != "no reuse")
+
+
+@pytest.mark.long
+def test_deterministic_engines_repeat_every_bit_of_a_score() -> None:
+    load: dict[str, Any] = {"dtype": "float32", "num_blocks": 400, "block_size": 16, "monitor": False}
+    load |= {"deterministic": True, "prefill_chunk": 16, "max_sequences": 4}
+    prompts = [LONG[:40], LONG[:48], [*LONG[:33], 7, 7, *LONG[40:60]], LONG[:16], LONG[:17], LONG[:40]]
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=2)
+    with Engine.load("tiny", prefix_cache=False, **load) as engine:
+        cold = [(engine.generate([each], params)[0], engine.score(each, [[1, 2], [3]])) for each in prompts]
+    with Engine.load("tiny", **load) as engine:
+        warm = [(engine.generate([each], params)[0], engine.score(each, [[1, 2], [3]])) for each in prompts]
+        assert engine.stats().reused_scores > 60
+    for (done, scores), (again, same) in zip(cold, warm, strict=True):
+        assert again.prompt_logprobs == done.prompt_logprobs
+        assert again.token_ids == done.token_ids
+        assert [each.token_logprobs for each in same] == [each.token_logprobs for each in scores]
