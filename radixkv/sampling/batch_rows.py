@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.device import Device
-from radixkv.sampling import logits_processors
 from radixkv.sampling.batch_draw import FILTERED, GREEDY, PLAIN, TEMPERATURES, DrawRows
 from radixkv.sampling.logits_processors import (
     BATCHED,
@@ -81,8 +80,7 @@ class Batch:
         self.in_order = len(rows) == self.logits_rows and all(at == source for at, source in enumerate(sources))
         params = [row.params for row in rows]
         given = any(each.adjusts_logits for each in params)
-        own = [each for each in logits_processors.PROCESSORS if not isinstance(each, BATCHED)] if given else []
-        self._shares = shares((*own, *processors), rows)
+        self._shares = shares(rows, processors, skip=BATCHED)
         self.adjusts = given or bool(self._shares)
         self._kinds = [_kind(row) for row in rows]
         self.random = any(self._kinds)
