@@ -241,11 +241,8 @@ class ChatSession:
         """Request a reply to `new` after the first `keep` turns (all if None); it replaces the turns that follow."""
         self._settle()
         params = checked_params(params, self._engine.default_params)
-        if params.width != 1:
-            name = "n" if params.n != 1 else "beam_width"
-            raise InvalidInput(
-                f"a conversation has one reply a turn, got {name}={params.width}: fork the session instead"
-            )
+        if params.n != 1:
+            raise InvalidInput(f"a conversation has one reply a turn, got n={params.n}: fork the session instead")
         reply_schema = None if schema is None else ReplySchema(schema)
         if reply_schema is not None:
             params = reply_schema.applied(params)
