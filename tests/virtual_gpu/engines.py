@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from radixkv.engine.engine import RequestEngine
 from radixkv.engine.output import Completion
 from radixkv.models import adapter
-from radixkv.sampling.params import SamplingParams
+from radixkv.sampling.params import SampleRow, SamplingParams
 
 PROMPTS = [[3 + 7 * i % 90 for i in range(11)], [3 + 7 * i % 90 for i in range(6)] + [5, 6], [50, 51]]
 PARAMS = [
@@ -20,6 +23,15 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.3, presence_penalty=0.4, logprobs=2),
     SamplingParams(max_tokens=3, top_p=0.8, seed=5, n=2),
 ]
+
+_PAIRS = [f"w{first} w{second}" for first in range(0, 97, 3) for second in (1, 4, 50, 91)]
+SEARCHES = [
+    SamplingParams(beam_width=3, max_tokens=5, repetition_penalty=1.3, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=4, bad_words=[f"w{token}" for token in range(1, 97, 2)]),
+    SamplingParams(beam_width=2, max_tokens=4, length_penalty=2.0, early_stopping="never", bad_words=_PAIRS),
+    SamplingParams(temperature=0, max_tokens=4, frequency_penalty=0.5, bad_words=_PAIRS, extra_args={"doubled": 7}),
+]
+"""Parameters whose rows the host must read, or that it computes for each step; they need `words()`."""
 
 
 def decoder(**changes: Any) -> Any:
@@ -45,6 +57,27 @@ def decoder(**changes: Any) -> Any:
     return model
 
 
+def words() -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer that writes token 5 as the word w5."""
+    model = WordLevel({f"w{token}": token for token in range(97)}, unk_token="w3")
+    found = Tokenizer(model)
+    found.pre_tokenizer = Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=found)
+
+
+class Doubled:
+    """A custom logits processor: doubles the logits of the tokens up to a limit."""
+
+    reads_history = False
+
+    def applies(self, params: SamplingParams) -> bool:
+        return "doubled" in params.extra_args
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+        for values, row in zip(logits, rows, strict=True):
+            values[: row.params.extra_args["doubled"]] *= 2
+
+
 def load(place: torch.device | str, **options: Any) -> RequestEngine:
     """Load an engine without a self-test, which takes a second."""
     settings = {
@@ -60,6 +93,21 @@ def load(place: torch.device | str, **options: Any) -> RequestEngine:
         return RequestEngine.load(
             decoder(), device=str(place), dtype="float32", monitor=False, seed=3, **{**settings, **options}
         )
+
+
+def searched(engine: RequestEngine) -> list[tuple[tuple[int, ...], float]]:
+    """Return the tokens and the score of all replies with `SEARCHES`, 0 where there is none."""
+    done: list[Completion] = engine.generate([PROMPTS[place % 3] for place in range(len(SEARCHES))], SEARCHES)
+    return [(each.token_ids, each.score or 0.0) for first in done for each in (first, *first.alternatives)]
+
+
+def scored(engine: RequestEngine) -> list[list[float]]:
+    """Return the log probabilities of continuations that share a prompt, and those of a prompt with a reply."""
+    scores = engine.score(PROMPTS[0], [[7, 9, 11], [7, 9, 12], [4]])
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
+    done: list[Completion] = engine.generate([PROMPTS[0] + [5, 6], PROMPTS[2]], params)
+    prompts = [[entry.chosen for entry in each.prompt_logprobs or () if entry is not None] for each in done]
+    return [*(list(each.token_logprobs) for each in scores), *prompts]
 
 
 def answers(engine: RequestEngine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[tuple[int, ...]]:

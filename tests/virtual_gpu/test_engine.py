@@ -11,7 +11,7 @@ from radixkv.errors import DeviceLost, EngineClosed, WeightsChanged
 from radixkv.models import loader
 from radixkv.sampling.params import SamplingParams
 from tests.virtual_gpu import VirtualGpu, installed
-from tests.virtual_gpu.engines import answers, load
+from tests.virtual_gpu.engines import Doubled, answers, load, scored, searched, words
 
 
 @cache
@@ -28,6 +28,35 @@ def test_answers_are_those_of_the_cpu(seed: int) -> None:
             assert answers(engine) == expected()  # hits
         stats = engine.stats()
         assert stats.cached_tokens and stats.cache.copied_blocks
+        engine.client.thread.ask(engine.core.cache.check)
+        assert not gpu.findings
+
+
+Scores = tuple[list[tuple[tuple[int, ...], float]], list[list[float]]]
+
+
+@cache
+def expected_scores() -> Scores:
+    with load("cpu", tokenizer=words(), logits_processors=[Doubled()]) as engine:
+        return searched(engine), scored(engine)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_beams_bad_words_and_scores_are_those_of_the_cpu(seed: int) -> None:
+    """Nothing waits but for downloads; the processors of bad words and of users do not, either."""
+    replies, scores = expected_scores()
+    with (
+        installed(VirtualGpu(seed)) as gpu,
+        load(gpu.place, tokenizer=words(), logits_processors=[Doubled()]) as engine,
+    ):
+        for _ in range(2):  # then with hits
+            with gpu.serving():
+                found, probabilities = searched(engine), scored(engine)
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in replies]
+            assert [score for _, score in found] == pytest.approx([score for _, score in replies], abs=1e-5)
+            for mine, theirs in zip(probabilities, scores, strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-5)
+        assert engine.stats().host_bound_rows
         engine.client.thread.ask(engine.core.cache.check)
         assert not gpu.findings
 

@@ -20,19 +20,22 @@ from radixkv import SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.device import device_of
+from radixkv.engine.beams import BeamRequest
 from radixkv.engine.core import Core
 from radixkv.engine.host_tier import new_core
 from radixkv.engine.overlap import OverlappedCore
 from radixkv.engine.request import Request
+from radixkv.engine.scoring import Scoring
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.step_batch import StepBatch
 from radixkv.sampling.device_sampler import DeviceSampler
+from tests.selection import mostly_long
 from tests.simulation.constraint import Rule, RuleMatcher
 from tests.simulation.model import VOCAB
 from tests.virtual_gpu import VirtualGpu, installed
 
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
-Answer = list[tuple[tuple[int, ...], str, Any]]
+Answer = list[tuple[tuple[int, ...], str, Any, Any, Any]]
 
 
 class Bigrams:
@@ -49,23 +52,40 @@ class Bigrams:
         return self.table.index_select(0, batch.tokens.index_select(0, batch.logit_rows))
 
 
+def request(prompt: Any, params: SamplingParams, most: int, number: int, **fields: Any) -> Request:
+    """Return a request as the engine makes it; bad words and prompt scores follow from the parameters."""
+    made = BeamRequest if params.beam_width > 1 else Request
+    scoring = None
+    if params.prompt_logprobs is not None and len(prompt) > 1:
+        scoring = Scoring(prompt, 1, params.prompt_logprobs, most_rows=6)
+    words = tuple(tuple(map(int, word.split())) for word in params.bad_words)
+    return made(prompt, params, most, seed=number, bad_words=words, scoring=scoring, **fields)
+
+
 def requests(seed: int) -> list[Request]:
     """Return requests of every kind of sampling; some are constrained, some stop by a token."""
     rng = random.Random(seed)
+    tokens = [str(token) for token in range(VOCAB)]
+    pairs = [f"{first} {second}" for first in tokens for second in rng.sample(tokens, 3)]
     params = [
         SamplingParams(temperature=0),
         SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=0.5, logprobs=2),
         SamplingParams(temperature=0.9, top_p=0.8, n=3, min_tokens=3),
         SamplingParams(temperature=1.2, top_k=5, frequency_penalty=0.6, logit_bias={3: 2.0}),
+        SamplingParams(beam_width=3, repetition_penalty=1.3, logprobs=1, prompt_logprobs=1),
+        SamplingParams(temperature=0, bad_words=rng.sample(tokens, 5)),
+        SamplingParams(beam_width=2, early_stopping=True, bad_words=pairs),
+        SamplingParams(temperature=0.9, frequency_penalty=0.3, bad_words=pairs, n=2),
+        SamplingParams(temperature=0, prompt_logprobs=2),
     ]
     found = []
-    for number in range(12):
+    for number in range(18):
         prompt = np.array(rng.choices(range(VOCAB), k=rng.randint(1, 12)), np.int32)
         stop_ids = frozenset(rng.choice(((), (), (5,), (1, 2))))
         most = rng.randint(1, 12)
-        matcher = RuleMatcher(Rule(number)) if number % 4 == 3 and not stop_ids else None
         each = params[number % len(params)]
-        found.append(Request(prompt, each, most, stop_ids, number, matcher=matcher))
+        matcher = RuleMatcher(Rule(number)) if each.top_k and not stop_ids else None
+        found.append(request(prompt, each, most, number, stop_ids=stop_ids, matcher=matcher))
     return found
 
 
@@ -78,7 +98,13 @@ def answers(core: Core, asked: list[Request]) -> list[Answer]:
         core.step()
         core.cache.check()
     done = [each.channel.wait(0) for each in asked]
-    return [[(one.token_ids, one.finish_reason, one.logprobs) for one in (all_, *all_.alternatives)] for all_ in done]
+    return [
+        [
+            (one.token_ids, one.finish_reason, one.logprobs, one.prompt_logprobs, one.score)
+            for one in (first, *first.alternatives)
+        ]
+        for first in done
+    ]
 
 
 def core_on(place: torch.device, config: EngineConfig) -> Core:
@@ -89,7 +115,7 @@ def core_on(place: torch.device, config: EngineConfig) -> Core:
 CONFIG = EngineConfig(max_sequences=8, max_batch_tokens=24, prefill_chunk=8)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_long(range(4), 0, 1))
 def test_nothing_waits_and_the_answers_are_those_of_the_cpu(seed: int) -> None:
     expected = answers(core_on(torch.device("cpu"), CONFIG), requests(seed))
     with installed(VirtualGpu(seed)) as gpu:
@@ -101,8 +127,10 @@ def test_nothing_waits_and_the_answers_are_those_of_the_cpu(seed: int) -> None:
         assert not gpu.findings
     assert [[one[:2] for one in each] for each in found] == [[one[:2] for one in each] for each in expected]
     for mine, theirs in zip(found, expected, strict=True):
-        logprobs = [[each.chosen for each in one[2] or ()] for one in (mine[0], theirs[0])]
-        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-6)
+        assert mine[0][4] == pytest.approx(theirs[0][4], abs=1e-6)
+        for part in (2, 3):
+            logprobs = [[each.chosen for each in one[part] or () if each] for one in (mine[0], theirs[0])]
+            assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-6)
     assert core.counters.wasted_tokens and core.counters.host_bound_rows
 
 

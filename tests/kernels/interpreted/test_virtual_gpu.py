@@ -9,40 +9,49 @@ import pytest
 from radixkv.engine.engine import RequestEngine
 from radixkv.errors import DeviceLost, EngineClosed
 from tests.virtual_gpu import VirtualGpu, installed
-from tests.virtual_gpu.engines import answers, load
+from tests.virtual_gpu.engines import Doubled, answers, load, searched, words
 
 Answers = list[tuple[int, ...]]
 SEEDS = range(1 + 30 * bool(os.environ.get("RADIXKV_LONG")))
 
 
-CPU_ANSWERS: list[Answers] = []
+CPU_ANSWERS: list[tuple[Answers, Answers]] = []
 
 
 @pytest.fixture
-def expected() -> Answers:
-    """The answers of an engine on the CPU."""
+def expected() -> tuple[Answers, Answers]:
+    """The answers of an engine on the CPU, and its replies to searches."""
     if not CPU_ANSWERS:
-        with load("cpu") as engine:
-            CPU_ANSWERS.append(answers(engine))
+        with load("cpu", tokenizer=words(), logits_processors=[Doubled()]) as engine:
+            CPU_ANSWERS.append((answers(engine), replies(engine)))
     return CPU_ANSWERS[0]
 
 
+def replies(engine: RequestEngine) -> Answers:
+    """Return the replies of beam searches, and of requests with bad words and a custom processor."""
+    return [tokens for tokens, _ in searched(engine)]
+
+
 def load_on(gpu: VirtualGpu) -> RequestEngine:
-    return load(gpu.place, attention="triton", max_batch_tokens=16)
+    return load(gpu.place, attention="triton", max_batch_tokens=16, tokenizer=words(), logits_processors=[Doubled()])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_engine_waits_for_downloads_alone_and_survives_all_but_a_lost_device(seed: int, expected: Answers) -> None:
+def test_an_engine_waits_for_downloads_alone_and_survives_all_but_a_lost_device(
+    seed: int, expected: tuple[Answers, Answers]
+) -> None:
     """One engine, as loading takes seconds in the interpreter."""
+    plain, chosen = expected
     with installed(VirtualGpu(seed)) as gpu, load_on(gpu) as engine:
         replays = gpu.counts["replay"]
         with gpu.serving():
-            assert answers(engine) == expected
-            assert answers(engine) == expected  # hits
+            assert answers(engine) == plain
+            assert answers(engine) == plain  # hits
+            assert replies(engine) == chosen
         assert gpu.counts["replay"] > replays and engine.core.runner.eager.count == 0
         gpu.inject("allocation", 7 * seed % 40)
         with gpu.serving(allow=["release", "synchronisation"]):
-            assert answers(engine) == expected  # the failed step is launched again
+            assert answers(engine) == plain  # the failed step is launched again
         engine.client.thread.ask(engine.core.cache.check)
         gpu.inject("launch", 30 + seed)
         with pytest.raises((DeviceLost, EngineClosed), match=r"the device failed.*illegal memory access"):
