@@ -47,8 +47,10 @@ def step_columns(inputs: Sequence[SequenceInput], rows: int = 0, sequences: int 
         np.concatenate([each.tokens for each in inputs]),
         np.concatenate([np.arange(each.start, each.start + n) for each, n in zip(inputs, lengths, strict=True)]),
         np.concatenate([each.slots for each in inputs]),
-        last_rows if last_rows[-1] < len(inputs) else _logit_rows(inputs, last_rows),  # decodes have one row each
+        last_rows,
     )
+    if last_rows[-1] >= len(inputs) and num_logit_rows(inputs) > len(inputs):  # decodes have one row each
+        columns = (*columns[:3], _logit_rows(inputs, last_rows))
     if rows:
         sizes, paddings = (rows, rows, rows, sequences), (0, 0, -1, 0)
         columns = tuple(map(_padded, columns, sizes, paddings))  # type: ignore[assignment]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,9 +15,11 @@ from radixkv.models.runner import Runner
 from radixkv.models.sampling_backend import sampler_of
 from radixkv.recurrent_state import StateRow, StateStep
 from radixkv.sampling.params import SampleRow, SamplingParams
+from radixkv.sampling.row_scores import begin_scores, max_logit_rows
 from radixkv.sampling.sampler import Sampler
 
 _STATE_ROWS = 8  # of a model with recurrent state, whose rows are a part of the pool's memory
+_ALTERNATIVES = 20  # of each scored token
 _TIMES = 2  # the tensors of a step that is launched, and those of recorded steps, which share their memory
 
 
@@ -27,14 +31,15 @@ def step_memory(
     max_sequences: int,
     prefill_chunk: int,
 ) -> int:
-    """Return the bytes to keep free for the tensors of steps: twice the peak of the largest one. 0 on a CPU.
+    """Return the bytes to keep free for the tensors of steps: about twice the peak of the largest one. 0 on a CPU.
 
     The second half is for recorded steps. It is a choice: their memory has not been measured on a GPU.
 
     Runs one step of max_batch_tokens tokens over a small pool, in chunks of up to prefill_chunk and of up to
-    max_sequences sequences, and samples from logits of max_sequences rows. Its sequences are short: the partial results
-    of attention over long contexts are not among these bytes. Raises InvalidInput, with the remedy, if the step does
-    not fit. Costs one such step, and a pool for its tokens.
+    max_sequences sequences, and samples from logits of max_sequences rows. Runs it again with as many additional rows
+    of logits as a step may have, and scores them; such a step is not recorded. The sequences are short: the partial
+    results of attention over long contexts are not among these bytes. Raises InvalidInput, with the remedy, if a step
+    does not fit. Costs two such steps, and a pool for their tokens.
     """
     device = device_of(loaded.device)
     if not device.is_gpu:
@@ -53,15 +58,18 @@ def step_memory(
             with device.peak() as peak:
                 logits = runner.run(inputs)
                 _sample_all(sampler, logits[:1].expand(max_sequences, -1).contiguous())
+            del logits
+            with device.peak() as scored_peak:
+                _score_all(runner.run(_with_all_rows(inputs, loaded.vocab_size)))
             device.synchronize()
     except torch.OutOfMemoryError as error:
         raise InvalidInput(
             f"max_batch_tokens={max_batch_tokens}: a step of that many tokens does not fit into the memory that the "
             f"weights leave: lower max_batch_tokens or max_sequences={max_sequences} ({error})"
         ) from error
-    del runner, sampler, logits
+    del runner, sampler
     device.release_cached()
-    return _TIMES * peak.bytes
+    return max(_TIMES * peak.bytes, peak.bytes + scored_peak.bytes)
 
 
 def _largest_step(
@@ -79,6 +87,21 @@ def _largest_step(
         inputs.append(SequenceInput(np.zeros(count, np.int32), 0, slots, table, state=state))
         left, block = left - count, block + len(table)
     return inputs
+
+
+def _with_all_rows(inputs: list[SequenceInput], vocab: int) -> list[SequenceInput]:
+    """Return inputs that want as many additional rows of logits as one step may have."""
+    left, found = max_logit_rows(vocab), list[SequenceInput]()
+    for each in inputs:
+        rows = min(left, len(each.tokens) - 1)
+        found.append(replace(each, logit_rows=1 + rows))
+        left -= rows
+    return found
+
+
+def _score_all(logits: Tensor) -> None:
+    """Score a token by each row, with alternatives."""
+    begin_scores(logits, [0] * len(logits), _ALTERNATIVES, range(len(logits))).result()
 
 
 def _sample_all(sampler: Sampler, logits: Tensor) -> None:

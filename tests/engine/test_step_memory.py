@@ -16,7 +16,9 @@ from radixkv.errors import InvalidInput
 from radixkv.models import adapter
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.runner import Runner
+from radixkv.models.step_batch import num_logit_rows
 from radixkv.models.step_memory import step_memory
+from radixkv.sampling import row_scores
 from radixkv.sampling.params import SampleRow
 from radixkv.sampling.sampler import HostPending, HostSampler
 
@@ -61,11 +63,13 @@ def test_the_largest_step_has_all_tokens_and_samples_for_all_sequences(
     gpu: Gpu, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tokens: int, max_length: int, counts: list[int]
 ) -> None:
     steps: list[list[int]] = []
+    rows: list[int] = []
     drawn: list[tuple[int, int]] = []
     run = Runner.run
 
     def counted(self: Runner, inputs: Any, *rest: Any) -> torch.Tensor:
         steps.append([len(each.tokens) for each in inputs])
+        rows.append(num_logit_rows(inputs) - len(inputs))
         assert self.store.num_blocks == sum(-(-count // 16) for count in counts)
         return run(self, inputs, *rest)
 
@@ -76,9 +80,11 @@ def test_the_largest_step_has_all_tokens_and_samples_for_all_sequences(
 
     monkeypatch.setattr(Runner, "run", counted)
     monkeypatch.setattr("radixkv.models.step_memory.sampler_of", lambda loaded: Recording())
+    monkeypatch.setattr(row_scores, "MOST_LOGITS", 200 * loaded.vocab_size + 1)
     shorter = replace(loaded, max_length=max_length)
     assert step_memory(shorter, **{**STEP, "max_batch_tokens": tokens}) == 2 * PEAK
-    assert steps == [counts[:1], counts]
+    assert steps == [counts[:1], counts, counts]
+    assert rows == [0, 0, min(sum(counts) - len(counts), 200)]
     assert drawn == [(5, 5)]
     assert gpu.released, "the pool is sized by the free memory"
 
@@ -89,6 +95,22 @@ def test_an_automatic_pool_leaves_that_memory_and_a_share_of_the_card() -> None:
     assert memory.pool_memory("auto", device, 2 * PEAK) == FREE - 2 * PEAK - 30_000
     assert memory.pool_memory("auto", device, 10 * TOTAL) == 0
     assert memory.pool_memory("1MB", device, 2 * PEAK) == 1_000_000
+
+
+def test_a_step_with_all_rows_of_logits_takes_more_than_a_plain_one(
+    gpu: Gpu, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second measurement is of the scored step, which is not recorded: it counts once."""
+    peaks = iter((PEAK, 3 * PEAK))
+
+    @contextmanager
+    def peak() -> Iterator[Peak]:
+        found = Peak()
+        yield found
+        found.bytes = next(peaks)
+
+    monkeypatch.setattr(gpu, "peak", peak)
+    assert step_memory(loaded, **STEP) == PEAK + 3 * PEAK
 
 
 @pytest.mark.usefixtures("gpu")
