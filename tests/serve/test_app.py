@@ -264,6 +264,18 @@ def test_a_completion_may_repeat_its_prompt():
     assert texts(streamed) == {0: answer["choices"][0]["text"]}
 
 
+def test_bad_words_are_not_in_a_reply():
+    with served() as server:
+        free = server.post("/v1/completions", {**PLAIN, "max_tokens": 6}).json()["choices"][0]["text"]
+        word = tokenizer().decode(tokenizer().encode(free)[2:3])
+        own = server.engine.generate([PLAIN["prompt"]], SamplingParams(temperature=0, max_tokens=6, bad_words=[word]))
+        answers = [
+            server.post("/v1/completions", {**PLAIN, "max_tokens": 6, "bad_words": words}).json()["choices"][0]["text"]
+            for words in ([word], word)
+        ]
+    assert word in free and answers == [own[0].text] * 2 and word not in own[0].text
+
+
 def test_logprobs_of_a_completion():
     with served() as server:
         answer = server.post("/v1/completions", {**PLAIN, "logprobs": 3}).json()

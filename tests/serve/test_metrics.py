@@ -184,6 +184,24 @@ def test_times_and_sizes_of_requests() -> None:
     watched(test)
 
 
+def test_tokens_of_beams_and_scored_prompts() -> None:
+    """The tokens of beams arrive together, so that there is no time between them."""
+
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        search = SamplingParams(beam_width=3, max_tokens=4, prompt_logprobs=1)
+        best = (await engine.generate([[1, 2, 3, 4, 5]], search))[0]
+        alone = await engine.submit([6, 7, 8], SamplingParams(prompt_logprobs=0), sample=False)
+        await alone.result()
+        numbers = read(await metrics.scrape())
+        assert numbers["radixkv:scored_tokens_total", ()] == 4 + 2
+        assert numbers["radixkv:token_gap_seconds_count", ()] == 0
+        assert numbers["radixkv:request_output_tokens_count", ()] == 1
+        output = sum(len(each.token_ids) for each in (best, *best.alternatives))
+        assert numbers["radixkv:request_output_tokens_sum", ()] == numbers["radixkv:output_tokens_total", ()] == output
+
+    watched(test)
+
+
 def test_each_gap_between_tokens_is_counted_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stall is one long gap, not several slightly longer gaps."""
     times = iter([0.0, 0.02, 0.04, 3.04, *(10.0, 10.0), *(10.02, 10.3), *(20.0, 20.5)])

@@ -267,6 +267,43 @@ def test_text_completions(served: Served) -> None:
     assert echoed == prompts[1] + owns[1].text
 
 
+def test_scores_of_a_prompt(served: Served) -> None:
+    """The choices of an item, as evaluation programs compare them."""
+    context, names = "The capital of France is", [" Paris", " Oslo", " the Rhine"]
+    own = served.engine.score(context, names, namespace="own")
+    with served.client() as client:
+        options: dict[str, Any] = {"model": "tiny", "echo": True, "logprobs": 1, "max_tokens": 0}
+        found = client.completions.create(prompt=[context + name for name in names], **options)
+        chunks = [*client.completions.create(prompt=context, stream=True, **options)]
+    for name, score, choice in zip(names, own, found.choices, strict=True):
+        shown = choice.logprobs
+        start = len(shown.tokens) - len(score.token_ids)
+        assert choice.text == context + name and shown.text_offset[start] == len(context)
+        assert shown.token_logprobs[0] is None and shown.top_logprobs[0] is None
+        assert shown.token_logprobs[start:] == pytest.approx(score.token_logprobs, abs=1e-4)
+        pairs = list(zip(shown.token_logprobs, shown.top_logprobs, strict=True))[start:]
+        assert all(value == max(top.values()) for value, top in pairs) == score.greedy
+    assert found.usage.completion_tokens == 0
+    assert [chunk.choices[0].text for chunk in chunks] == [context, ""]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "length"]
+
+
+def test_beams(served: Served) -> None:
+    params = SamplingParams(beam_width=3, max_tokens=24, length_penalty=0.5, early_stopping=True)
+    best = served.own(HELLO, params)
+    own = [best, *best.alternatives]
+    body = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": True}
+    with served.client() as client:
+        options: dict[str, Any] = {"model": "tiny", "messages": HELLO, "n": 3, "max_tokens": 24, "extra_body": body}
+        whole = client.chat.completions.create(**options)
+        streamed = ["", "", ""]
+        for chunk in client.chat.completions.create(stream=True, **options):
+            streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert [choice.message.content for choice in whole.choices] == [beam.text for beam in own] == streamed
+    assert [choice.score for choice in whole.choices] == pytest.approx([beam.score for beam in own], abs=1e-4)
+    assert own[0].score > own[1].score > own[2].score
+
+
 def test_only_tenants_and_the_namespace_header_isolate_prefixes(served: Served) -> None:
     messages = [{"role": "user", "content": "What is the opposite of hot?"}]
 
