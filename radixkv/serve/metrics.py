@@ -132,6 +132,8 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     for name in ("prompt", "cached", "computed", "recomputed", "coalesced", "output"):
         yield _counter(f"radixkv:{name}_tokens", _TOKENS[name], getattr(stats, f"{name}_tokens"))
     yield _counter("radixkv:scored_tokens", "Tokens of prompts whose log probability was computed", stats.scored_tokens)
+    reused = "Tokens of prompts whose log probability an earlier request had computed"
+    yield _counter("radixkv:reused_scores", reused, stats.reused_scores)
     yield _counter("radixkv:steps", "Forward passes of the model", stats.steps)
     yield _counter("radixkv:eager_steps", "Forward passes that no CUDA graph served", stats.eager_steps)
     yield _counter("radixkv:wasted_tokens", "Tokens computed for streams that had ended or failed", stats.wasted_tokens)

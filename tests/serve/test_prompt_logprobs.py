@@ -195,6 +195,24 @@ def test_a_prompt_that_fills_the_context_can_be_scored_but_a_longer_one_cannot()
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_what_was_scored_before_is_not_computed_again():
+    """The second of two choices of an item, as lm-evaluation-harness sends them, computes its own tokens only."""
+    item = [*range(5, 69)]
+    with served(block_size=4) as server:
+        first = post(server, prompt=[*item, 70, 71], max_tokens=1, logprobs=1)
+        before = server.engine.stats()
+        second = post(server, prompt=[*item, 80, 81], max_tokens=1, logprobs=1)
+        after = server.engine.stats()
+        metrics = server.client.get("/metrics").text
+    for answer, ids in ((first, [*item, 70, 71]), (second, [*item, 80, 81])):
+        shown = answer["choices"][0]["logprobs"]["token_logprobs"]
+        assert shown[1 : len(ids)] == pytest.approx(expected(ids), abs=1e-5)
+    assert after.computed_tokens - before.computed_tokens <= 4
+    assert f"radixkv:scored_tokens_total {after.scored_tokens}.0" in metrics
+    assert f"radixkv:reused_scores_total {after.reused_scores}.0" in metrics
+    assert after.reused_scores >= 60
+
+
 # ---- places of tokens in a text
 
 
