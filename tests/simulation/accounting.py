@@ -44,6 +44,7 @@ class Accounting:
                 self._beams(request)
         if self._rng.random() < READ_ALL:
             self.contents()
+            self.core._reuse.prompt_scores.check()
 
     def _beams(self, request: BeamRequest) -> None:
         """Beams hold the prompt once, private blocks after their last common ancestor, and at most one copy each.

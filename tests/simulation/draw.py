@@ -228,7 +228,7 @@ class _Draw:
             namespace=rng.choice(self.namespaces),
             priority=rng.choice(self.priorities),
         )
-        return self._with_beams(self._with_bad_words(self._constrained(self._troubled(ask))))
+        return self._with_beams(self._with_bad_words(self._with_scores(self._constrained(self._troubled(ask)))))
 
     def _constrained(self, ask: Ask) -> Ask:
         """Constrain the answers of some requests, in some worlds; the other draws do not depend on it."""
@@ -263,6 +263,19 @@ class _Draw:
         )
         stop_ids = rng.choice((ask.stop_ids, frozenset(rng.sample(range(VOCAB), 4))))
         return replace(ask, params=params, stop_ids=stop_ids)
+
+    def _with_scores(self, ask: Ask) -> Ask:
+        """Score some prompts, with or without an answer, in some worlds; the other draws do not depend on it."""
+        rng = random.Random(f"scores of {self.seed}/{ask.number}")
+        if ask.rule is not None or rng.random() >= (0.5 if self.seed % 4 == 1 else 0):
+            return ask
+        ask = replace(ask, most_rows=random.Random(f"rows of {self.seed}").choice((1, 3, 10, 1000)))
+        if ask.max_tokens and rng.random() < 0.5:
+            return replace(ask, score_from=1, params=ask.params.but(prompt_logprobs=rng.choice((0, 1, 3))))
+        targets = tuple(rng.choices(range(VOCAB), k=rng.choice((1, 1, 3))))
+        start = rng.choice((1, rng.randint(1, len(ask.prompt)), len(ask.prompt)))
+        params = ask.params.but(n=1, min_tokens=0)
+        return replace(ask, max_tokens=0, params=params, score_from=start, last_targets=targets)
 
     def _prompt(self, before: list[Ask]) -> Ids:
         """Return a new text, an earlier one, a branch of one, or the next turn after an answer."""

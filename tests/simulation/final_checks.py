@@ -20,7 +20,7 @@ from radixkv.errors import (
     RequestTimedOut,
 )
 from tests.simulation.draw import answers_of
-from tests.simulation.oracle import Reply
+from tests.simulation.oracle import Reply, prompt_scores
 from tests.simulation.scenario import Sabotage
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class FinalChecks:
         ], f"request {ask.number} answered {streams}, not {answers}"
         scores = [answer.score for answer in answers]
         assert [each.score for each in streams] == pytest.approx(scores, abs=1e-4), f"request {ask.number}: {scores}"
+        self._scores(customer)
         for index, each in enumerate(streams):
             assert customer.channel.tokens(index) == each.token_ids, f"request {ask.number}: chunks are not the answer"
             usage = each.usage
@@ -84,6 +85,27 @@ class FinalChecks:
             assert done.usage.total_s <= ask.timeout + 1 + self.world.scenario.overlap, (
                 f"request {ask.number} finished after its deadline"
             )
+
+    def _scores(self, customer: Customer) -> None:
+        """All scores that were asked for are those of the whole prompt, computed at once."""
+        ask, scoring, done = customer.ask, customer.request.scoring, customer.channel.completion
+        if scoring is None:
+            return
+        table, name = prompt_scores(ask.prompt), f"request {ask.number}"
+        rows = table[ask.score_from - 1 : -1]
+        chosen = rows[range(len(rows)), list(ask.prompt[ask.score_from :])]
+        assert scoring.missing == len(ask.prompt), name
+        assert scoring.chosen.tolist() == pytest.approx(chosen.tolist(), abs=1e-5), name
+        assert scoring.ranks.tolist() == (1 + (rows > chosen[:, None]).sum(1)).tolist(), name
+        best = rows.topk(scoring.top)
+        assert scoring.ids.tolist() == best.indices.tolist(), name
+        assert scoring.values.tolist() == [pytest.approx(row, abs=1e-5) for row in best.values.tolist()], name
+        if ask.last_targets:
+            assert scoring.last is not None
+            assert scoring.last.chosen.tolist() == pytest.approx(table[-1, list(ask.last_targets)].tolist(), abs=1e-5)
+        reported = [each and each.chosen for each in done.prompt_logprobs] if done and done.prompt_logprobs else None
+        wanted = None if ask.params.prompt_logprobs is None else [None, *scoring.chosen.tolist()]
+        assert reported == wanted, f"{name}: {reported}"
 
     def _deserved(self, customer: Customer) -> bool:
         """Return whether this error is one that the scenario caused for this request."""
@@ -106,6 +128,8 @@ class FinalChecks:
             return True
         if flaw is not None and flaw.kind == "namespace" and isinstance(cause, InvalidInput):
             return isinstance(cause.__cause__, Sabotage)
+        if flaw is not None and flaw.kind == "namespace" and ask.score_from:
+            return isinstance(cause, Sabotage)  # kept scores of the namespace are looked for first
         return cause is customer.channel.raised is not None or faults.explains(cause, ask)
 
     def _counters(self) -> None:
@@ -136,6 +160,7 @@ class FinalChecks:
         """If all requests finished, their usage adds up to the engine's counters."""
         done = [c.channel.completion for c in self.world.customers.values() if c.channel.completion is not None]
         streams = [each for first in done for each in (first, *first.alternatives)]
+        scored = [customer for customer in self.world.customers.values() if customer.ask.score_from]
         assert counters.prompt_tokens == sum(each.usage.prompt_tokens for each in done)
         assert counters.computed_tokens == sum(c.request.computed_tokens for c in self.world.customers.values())
         assert counters.recomputed_tokens == sum(each.usage.recomputed_tokens for each in streams)
@@ -145,6 +170,8 @@ class FinalChecks:
         own = [0 if each.score is not None and each.index else hits for each, hits in zip(streams, own, strict=True)]
         resumed = any(first.score is not None and first.usage.preemptions for first in done)
         assert counters.cached_tokens == sum(own) or (resumed and counters.cached_tokens > sum(own))
+        expected = sum(len(c.ask.prompt) - c.ask.score_from + len(c.ask.last_targets) for c in scored)
+        assert counters.scored_tokens + counters.reused_scores >= expected
         assert all(each.usage.preemptions or not each.usage.recomputed_tokens for each in streams)
 
     def _nothing_is_held(self) -> None:

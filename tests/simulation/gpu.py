@@ -24,6 +24,7 @@ from radixkv.models.loaded import SequenceInput
 from radixkv.models.step_batch import num_logit_rows
 from radixkv.sampling.device_sampler import DevicePending, DeviceSampler
 from radixkv.sampling.params import SampleRow
+from radixkv.sampling.row_scores import PendingScores, begin_scores
 from radixkv.sampling.token_mask import TokenMask
 from tests.simulation.late import LateSlotModel
 from tests.simulation.model import VOCAB, SlotModel
@@ -66,6 +67,10 @@ class GpuSlotModel(LateSlotModel):
         event = self._gpu.event()
         event.record()
         event.synchronize()
+
+    def begin_scores(self, *arguments: Any) -> PendingScores:
+        """Launch the scoring as the engine does."""
+        return begin_scores(*arguments)
 
     def progress(self) -> None:
         """Do nothing: the GPU runs some work by itself."""

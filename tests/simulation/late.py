@@ -21,6 +21,7 @@ from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.step_batch import num_logit_rows
 from radixkv.sampling.params import SampleRow
+from radixkv.sampling.row_scores import PendingScores, RowScores, begin_scores
 from radixkv.sampling.sampler import Sampled, finite_rows, sample
 from radixkv.sampling.token_mask import TokenMask
 from tests.simulation.model import VOCAB, SlotModel
@@ -34,6 +35,40 @@ class LateLogits:
 
     def __len__(self) -> int:
         return self.rows
+
+    def __getitem__(self, part: slice) -> LatePart:
+        return LatePart(self, part)
+
+
+@dataclass(frozen=True)
+class LatePart:
+    """Some rows of late logits."""
+
+    whole: LateLogits
+    part: slice
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The rows, once the forward was run."""
+        return self.whole.values[self.part]
+
+    def __len__(self) -> int:
+        return len(range(*self.part.indices(len(self.whole))))
+
+
+class LateScores:
+    """Scores of rows of late logits; they are computed when they are launched, and may be read after a wait."""
+
+    def __init__(self, model: LateSlotModel) -> None:
+        self._model = model
+        self.scores: PendingScores | None = None
+
+    def result(self, rows: slice = slice(None)) -> RowScores:
+        """See PendingScores."""
+        if self.scores is None:
+            self._model.flush()
+        assert self.scores is not None
+        return self.scores.result(rows)
 
 
 class LateSlotModel(SlotModel):
@@ -102,6 +137,17 @@ class LateSlotModel(SlotModel):
         values = self.logits_after(chunks)
         values[nan] = np.nan
         logits.values = torch.from_numpy(values[: logits.rows])
+
+    def begin_scores(self, logits: Any, *arguments: Any) -> Any:
+        """Launch the scoring of rows of logits, which may not exist yet."""
+        pending = LateScores(self)
+
+        def score() -> None:
+            pending.scores = begin_scores(logits.values, *arguments)
+
+        self.launch(score)
+        self.progress()
+        return pending
 
     # ---- the pool
 

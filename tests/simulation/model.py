@@ -21,6 +21,7 @@ from radixkv.cache import PrefixCache
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.step_batch import logit_places
+from radixkv.sampling.row_scores import PendingScores, begin_scores
 
 VOCAB = 16
 _MIX, _ADD, _POISON = 6364136223846793005, 1442695040888963407, 0xDEAD_BEEF_DEAD_BEEF
@@ -160,6 +161,10 @@ class SlotModel:
         length = chunk.start + len(chunk.tokens)
         assert self.holds(chunk.block_table, length), f"a block table of {length} tokens leads to another history"
         return int(self.digests.reshape(-1)[self._slots(chunk, length - 1)[0]])
+
+    def begin_scores(self, *arguments: Any) -> PendingScores:
+        """Start to score rows of logits of `run`: see `radixkv.sampling.row_scores.begin_scores`."""
+        return begin_scores(*arguments)
 
     # ---- an audit
 

@@ -52,7 +52,9 @@ class Ask:
 
     `cancel` is the step and `cancel_in` the stage in which it is cancelled. `lags` are spans of steps in which its
     reader is away; with `flickers` the reader comes and goes. `rule` is the seed of a constraint on its answers.
-    `bad_words` are token ids that no answer contains one after the other.
+    `bad_words` are token ids that no answer contains one after the other. The prompt's tokens from position
+    `score_from` on are scored, unless it is 0, and `last_targets` after the prompt, in chunks with at most `most_rows`
+    additional rows of logits.
     """
 
     number: int
@@ -73,6 +75,9 @@ class Ask:
     rule: int | None = None
     reply_start: int = 0
     bad_words: tuple[Ids, ...] = ()
+    score_from: int = 0
+    last_targets: Ids = ()
+    most_rows: int = 1
 
     @property
     def streams(self) -> int:

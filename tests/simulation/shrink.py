@@ -63,6 +63,8 @@ def _simpler(ask: Ask) -> Iterator[Ask]:
     ):
         if getattr(ask, name) != getattr(plain, name):
             yield replace(ask, **{name: getattr(plain, name)})
+    if ask.score_from:
+        yield replace(ask, score_from=0, last_targets=(), params=ask.params.but(prompt_logprobs=None))
     if ask.bad_words:
         yield replace(ask, bad_words=(), params=ask.params.but(bad_words=()))
     if ask.params.beam_width > 1:

@@ -100,6 +100,7 @@ class StepChecks:
         self.world.accounting.check()
         self._budget(self.world.work)
         self._loads(self.world.work)
+        self._rows_of_logits(self.world.work)
         self._planned_streams(before, self.world.work)
         self._shared_prefixes(self.world.work)
         self._bits_repeat(self.world.work)
@@ -133,6 +134,7 @@ class StepChecks:
         # A deterministic engine does not cut a chunk to fit. A stream may wait until the next step for its load.
         if left >= (self.config.prefill_chunk if self.config.deterministic else 1) and not self._loads_are_full(work):
             idle = [s for s, sequence in before.active if s.sequence is sequence and s.active and id(s) not in planned]
+            idle = [s for s in idle if s.request.scoring is None]  # it may wait for rows of logits
             assert not idle, f"{idle} could have run in the rest of the budget"
             cut = [each for each in work if self._is_cut(each)]
             assert not cut, f"{cut} could have been longer by the rest of the budget"
@@ -140,6 +142,16 @@ class StepChecks:
             self._higher_ranks_first(before, planned)
         away = [each for each in work if self.world.customer_of(each.stream.request).channel.is_away]
         assert not away, f"computed, though its reader is away: {away}"
+
+    def _additional_rows(self, work: list[Work]) -> int:
+        return sum(each.logit_rows - 1 for each in work)
+
+    def _rows_of_logits(self, work: list[Work]) -> None:
+        """The additional rows of a step are within bounds, unless one chunk alone must not be cut."""
+        scored = [each for each in work if each.logit_rows > 1]
+        most = max((self.world.customer_of(each.stream.request).ask.most_rows for each in scored), default=0)
+        alone = self.config.deterministic and len(scored) == 1
+        assert self._additional_rows(work) <= most or alone, f"{scored} have too many rows of logits"
 
     def _loads(self, work: list[Work]) -> None:
         """Loads have two blocks or more, leave a token to compute, and together take as long as a chunk."""
@@ -165,8 +177,8 @@ class StepChecks:
         return loaded > 0 and self._most_loaded() - loaded < chunk + 2 * self.world.scenario.block_size
 
     def _is_cut(self, work: Work) -> bool:
-        """Return whether a chunk ends before its prompt, its stream's tokens, and the limit of a chunk."""
-        if isinstance(work, LoadWork):
+        """Return whether a chunk ends before its prompt, its stream's tokens, and the limits of a chunk."""
+        if isinstance(work, LoadWork) or work.logit_rows > 1 or self._additional_rows(self.world.work):
             return False
         end, stream = work.start + len(work.tokens), work.stream
         whole = end == len(stream.request.prompt) or end >= self.world.known_tokens[id(work)]
@@ -176,7 +188,7 @@ class StepChecks:
         """Of the running prompts, a higher priority gets its chunk before a lower one."""
         decoding = [s for s, _ in before.decoding]
         prompts = [(s, s.request.priority) for s, sequence in before.active if s.sequence is sequence]
-        prompts = [(s, priority) for s, priority in prompts if s not in decoding and s.active]
+        prompts = [(s, p) for s, p in prompts if s not in decoding and s.active and s.request.scoring is None]
         lowest = min((priority for s, priority in prompts if id(s) in planned), default=None)
         if lowest is not None and not self.config.deterministic:
             passed = [s for s, priority in prompts if id(s) not in planned and priority > lowest]
@@ -205,7 +217,9 @@ class StepChecks:
 
     def _coalesces(self, work: Work) -> bool:
         request = work.stream.request
-        return not (request.preemptions or request.waited_enough or self.world.customer_of(request).ask.lags)
+        return not (
+            request.scoring or request.preemptions or request.waited_enough or self.world.customer_of(request).ask.lags
+        )
 
     def _end_in_prompt(self, work: Work) -> int:
         return min(work.start + len(work.tokens), len(work.stream.request.prompt))

@@ -20,6 +20,7 @@ import numpy as np
 from radixkv.cache import Pin, PrefixCache
 from radixkv.cache.events import Observer
 from radixkv.config import EngineConfig
+from radixkv.engine import scoring
 from radixkv.engine.beams import BeamRequest
 from radixkv.engine.core import Core
 from radixkv.engine.host_tier import new_core
@@ -27,6 +28,7 @@ from radixkv.engine.kv_scrub import Auditor
 from radixkv.engine.overlap import OverlappedCore
 from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
+from radixkv.engine.scoring import Scoring
 from radixkv.engine.stats import AuditReport
 from radixkv.errors import EngineClosed, InvalidInput, PinBudgetExceeded, PrefixHeld
 from radixkv.models.loaded import SequenceInput
@@ -203,7 +205,7 @@ class World:
             "failed_loads",
             "failed_offloads",
         )
-        names += ("wasted_tokens", "host_bound_rows")
+        names += ("wasted_tokens", "host_bound_rows", "scored_tokens", "reused_scores")
         seen = Counter({name: getattr(counters, name) for name in names})
         seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
         seen |= Counter(closed=sum(isinstance(c.channel.error, EngineClosed) for c in self.customers.values()))
@@ -261,6 +263,7 @@ class World:
             reply_start=ask.reply_start,
             matcher=None if ask.constraint is None else RuleMatcher(ask.constraint),
             bad_words=ask.bad_words,
+            scoring=self._scoring(ask),
         )
         try:
             self.core.admission.check_fits(request)
@@ -269,6 +272,13 @@ class World:
             return
         self.customers[ask.number] = Customer(ask, request, channel)
         self.core.add(request)
+
+    def _scoring(self, ask: Ask) -> Scoring | None:
+        if not ask.score_from:
+            return None
+        top, prompt = ask.params.prompt_logprobs, np.array(ask.prompt, np.int32)
+        last: dict[str, Any] = {"most_rows": ask.most_rows, "last_targets": ask.last_targets}
+        return Scoring(prompt, ask.score_from, 1 if top is None else top, **last)
 
     def _cancel(self, customer: Customer) -> None:
         customer.cancelled = True
@@ -379,6 +389,7 @@ class World:
             for module in ENGINE:
                 if getattr(module, "time", None) is time:
                     stack.enter_context(mock.patch.object(module, "time", self.clock))
+            stack.enter_context(mock.patch.object(scoring, "begin_scores", self.model.begin_scores))
             yield
 
     def _record(self) -> None:
