@@ -5,7 +5,6 @@ The forwards run late, in the stream of the GPU, between the uploads, launches a
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,13 +40,13 @@ class GpuSlotModel(LateSlotModel):
 
     def __init__(self, cache: PrefixCache, seed: int) -> None:
         self._gpu = cast(VirtualGpu, device_of(PLACE))
-        self.pending: list[weakref.ref[DevicePending]] = []
+        self.pending: list[Callable[[], bool]] = []
         super().__init__(cache, seed)
 
     @property
     def unread(self) -> int:
         """Draws that the host has not waited for."""
-        return sum(each is not None and not each.read for each in (reference() for reference in self.pending))
+        return sum(unread() for unread in self.pending)
 
     @unread.setter
     def unread(self, count: int) -> None:
@@ -121,7 +120,7 @@ class WatchedSampler(DeviceSampler):
         """See Sampler."""
         pending = super().begin(logits, rows, sources, mask)
         model = self._model
-        model.pending = [each for each in model.pending if each() is not None] + [weakref.ref(pending)]
+        model.pending = [unread for unread in model.pending if unread()] + [pending.unread()]
         return pending
 
 
