@@ -6,6 +6,8 @@ Each case samples 64 rows of a reply of 256 tokens after a prompt of 1,024:
   penalties  greedy, with a repetition, a presence and a frequency penalty
   top-p      temperature 1, top_p 0.9
   mixed      a third of each, and log probabilities
+  bad words  greedy, with 16 words of one or two tokens
+  beams      16 beam searches of 4 beams, which need the 5 most likely tokens of each row
 
 Three variants take turns:
 
@@ -54,7 +56,10 @@ CASES = {
     "penalties": [PENALTIES],
     "top-p": [TOP_P],
     "mixed": [each.but(logprobs=5) for each in (GREEDY, PENALTIES, TOP_P)],
+    "bad words": [GREEDY.but(bad_words=["word"])],
+    "beams": [SamplingParams(beam_width=4)],
 }
+WORDS = tuple((token,) if token % 2 else (token, token + 1) for token in range(16))
 
 
 def one_launch(logits: Tensor, best: Tensor, rows: DrawRows) -> Tensor:
@@ -84,7 +89,16 @@ class Streams:
     def step(self) -> float:
         """Sample a token for each row; return the seconds of host time."""
         rows = [
-            SampleRow(params, number, len(history), history, PROMPT, stream=number)
+            SampleRow(
+                params,
+                number,
+                len(history),
+                history,
+                PROMPT,
+                stream=number,
+                candidates=5 if params.beam_width > 1 else 0,
+                bad_words=WORDS if params.bad_words else (),
+            )
             for number, (params, history) in enumerate(zip(self.params, self.histories, strict=True))
         ]
         start = time.thread_time()

@@ -25,6 +25,7 @@ _KINDS = (
     SamplingParams(top_p=0.8),
     SamplingParams(top_k=50, top_p=0.9, min_p=0.01),
     SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, logit_bias={0: 1.0}, min_tokens=1, logprobs=1),
+    SamplingParams(beam_width=2),
 )
 """Rows that launch all operators of a sampler."""
 
@@ -62,7 +63,9 @@ def _tried(loaded: LoadedModel, draw: Draw, processors: Sequence[LogitsProcessor
     """Return the tokens of a batch, and the sampler that has sampled it."""
     device = device_of(loaded.device)
     sampler = DeviceSampler(loaded.device, draw, processors=processors)
-    rows = [SampleRow(params, 0, 1, [0, 1], 1, frozenset([1])) for params in _KINDS]
+    rows = [
+        SampleRow(params, 0, 1, [0, 1], 1, frozenset([1]), candidates=params.beam_width // 2 * 3) for params in _KINDS
+    ]
     generator = torch.Generator().manual_seed(0)
     logits = device.upload(torch.randn(len(rows), loaded.vocab_size, generator=generator) * 4)
     return sampler.begin(logits, rows).result().tokens, sampler
