@@ -140,9 +140,9 @@ def test_a_row_without_a_finite_logit_fails_alone() -> None:
     engine, runner = make_engine()
     whole = runner._logits
 
-    def logits(chunk: SequenceInput) -> np.ndarray:
+    def logits(chunk: SequenceInput, end: int) -> np.ndarray:
         first = runner.tokens[runner._slot(chunk, 0)]
-        return whole(chunk) * (float("nan") if first == 9 else 1)
+        return whole(chunk, end) * (float("nan") if first == 9 else 1)
 
     runner._logits = logits  # type: ignore[method-assign]
     with engine:
@@ -224,7 +224,7 @@ def test_a_fault_of_the_pool_itself_hangs_no_caller() -> None:
 def test_the_kv_of_a_broken_forward_is_never_published() -> None:
     engine, runner = make_engine(prefill_chunk=8)
     whole, broken = runner._logits, [True]
-    runner._logits = lambda chunk: whole(chunk) * (float("nan") if broken[0] else 1)  # type: ignore[method-assign]
+    runner._logits = lambda *part: whole(*part) * (float("nan") if broken[0] else 1)  # type: ignore[method-assign]
     prompt = list(range(20))
     with engine:
         for n in (1, 2):
