@@ -42,7 +42,7 @@ _MAX_DELAYED = 64  # requests that one admission may delay, each compared with t
 class Work:
     """The tokens that one stream computes in this step: `tokens` from position `start` on, into the slots of `plan`.
 
-    An `isolated` one has a forward of its own. The logits of the last `logit_rows` tokens are needed.
+    An `isolated` one has a forward of its own.
     """
 
     stream: Stream
@@ -50,7 +50,6 @@ class Work:
     tokens: array[int]
     plan: WritePlan
     isolated: bool = False
-    logit_rows: int = 1
 
     @property
     def end(self) -> int:
@@ -61,6 +60,23 @@ class Work:
     def samples(self) -> bool:
         """Whether the chunk ends at the stream's last token, so that the next one is sampled from its logits."""
         return self.start + len(self.tokens) >= len(self.stream.tokens) and self.stream.request.max_tokens > 0
+
+    @property
+    def logit_rows(self) -> int:
+        """The number of last tokens with logits."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredWork(Work):
+    """A chunk with scored tokens: the logits of its last `rows` tokens are needed."""
+
+    rows: int
+
+    @property
+    def logit_rows(self) -> int:
+        """The number of last tokens with logits."""
+        return self.rows
 
 
 class Scheduler:
@@ -166,9 +182,11 @@ class Scheduler:
         if not count:
             return None
         tokens, isolated = stream.tokens[start : start + count], self._reuse.isolated(stream)
-        scoring = stream.request.scoring if count > 1 else None  # a guard in place of a null object
-        rows = 1 if scoring is None else scoring.rows(start, start + count)
-        return Work(stream, start, tokens, stream.sequence.extend(tokens), isolated, rows)
+        plan = stream.sequence.extend(tokens)
+        if count > 1 and stream.request.scoring is not None:  # a guard in place of a null object
+            rows = stream.request.scoring.rows(start, start + count)
+            return ScoredWork(stream, start, tokens, plan, isolated, rows=rows)
+        return Work(stream, start, tokens, plan, isolated)
 
     def _free_blocks(self, request: Request) -> None:
         """Free blocks for a running request, by a preemption."""
