@@ -25,7 +25,8 @@ from radixkv.errors import (
 
 TOO_LONG = "context_length_exceeded"  # the code of a prompt that is too long
 _log = logging.getLogger(__name__)
-_PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|n|tools)\b")
+_PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|bad_words|beam_width|n|tools)\b")
+_FIELDS = {"beam_width": "n"}  # parameters that have another name in bodies
 _LONGEST = 2000  # characters of a message, which may quote a long value
 
 
@@ -79,7 +80,8 @@ def errors_about(param: str, constraint: str | None = None) -> Iterator[None]:
         raise bad_request(message, field, "invalid_value") from error
     except (InvalidInput, ChatError) as error:
         converted, named = as_api_error(error), _PARAMETER.match(str(error))
-        converted.param, converted.code = named[0] if named else param, converted.code or "invalid_value"
+        converted.param = _FIELDS.get(named[0], named[0]) if named else param
+        converted.code = converted.code or "invalid_value"
         raise converted from error
 
 

@@ -141,6 +141,11 @@ def test_each_beam_counts_as_a_stream():
         best = server.post("/v1/completions", {**PLAIN, **BEAMS, "n": 1, "best_of": 4})
     for answer in (wide, best):
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
+    with served(max_sequences=2) as server:
+        for path, body in (("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)):
+            answer = server.post(path, {**body, **BEAMS})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "n", answer.text
+            assert "max_sequences=2" in answer.json()["error"]["message"]
 
 
 def test_a_search_without_a_limit_shares_the_room_of_the_pool():

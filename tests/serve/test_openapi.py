@@ -155,6 +155,26 @@ def test_every_event_and_every_whole_answer_is_as_documented(path) -> None:
     assert not fits(whole, {**answer, "choices": [{**answer["choices"][0], "finish_reason": "bored"}]})
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_scores_and_beams_are_as_documented(path) -> None:
+    search = {"use_beam_search": True, "n": 2, "max_tokens": 3, "early_stopping": "never", "prompt_logprobs": 1}
+    asked = {**CHAT, **search} if "chat" in path else {"model": "fake", "prompt": "Once", "echo": True, **search}
+    wanted = {"logprobs": True} if "chat" in path else {"logprobs": 1}
+    content = responses(path)["200"]["content"]
+    event, whole = event_of(content), content["application/json"]["schema"]
+    with served() as server:
+        answer = server.post(path, {**asked, **wanted}).json()
+        events = server.events(path, {**asked, **wanted, "prompt_logprobs": None})
+    assert fits(body_of(path), {**asked, **wanted}) and fits(whole, answer)
+    assert all(fits(event, each) for each in events)
+    scored = answer if "chat" in path else answer["choices"][0]
+    assert scored["prompt_logprobs"][0] is None and isinstance(answer["choices"][0]["score"], float)
+    entry = scored["prompt_logprobs"][1].popitem()[1]
+    for wrong in ([{"x": entry}], [{"5": {**entry, "rank": 0}}], [{"5": {"logprob": -1.0}}]):
+        scored["prompt_logprobs"] = wrong
+        assert not fits(whole, answer)
+
+
 def test_what_clients_send_back_is_documented_and_taken() -> None:
     """Messages as the clients of several frameworks send them."""
     parts = [

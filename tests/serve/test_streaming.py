@@ -122,10 +122,11 @@ def test_a_reply_comes_to_its_end_while_others_prompts_are_encoded(stream):
 
 def test_who_leaves_frees_his_request_within_a_step():
     """Whole responses and streams, before the first token and in the middle."""
-    for stream, steps in ((True, 0), (True, 5), (False, 0), (False, 5)):
+    beams = {"use_beam_search": True, "n": 3}
+    for stream, steps, more in ((True, 0, {}), (True, 5, {}), (False, 0, {}), (False, 5, {}), (True, 5, beams)):
         with hosted() as host:
             host.runner.gate = threading.Semaphore(steps)
-            client = send(host, {**ENDLESS, "stream": stream})
+            client = send(host, {**ENDLESS, **more, "stream": stream})
             for _ in range(steps + 1):
                 assert host.runner.began.acquire(timeout=20)
             leave(client)
