@@ -281,7 +281,8 @@ class SamplingParams:
     all its beams, so `n` is 1, and its replies have no constraint.
 
     max_tokens           maximum length of the reply, >= 1
-    min_tokens           minimum length: no stop token is sampled before, 0 <= min_tokens <= max_tokens
+    min_tokens           minimum length: no stop token is sampled before, and no stop string that is complete before it
+                         ends the reply, 0 <= min_tokens <= max_tokens
     temperature          divides the logits, >= 0; below 0.01 sampling is nearly greedy
     top_k                keep the k most likely tokens, and tokens that tie with the last; 0 or -1: all, 1: greedy
     top_p                of these, keep the smallest set with this total probability, 0 < top_p <= 1
