@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixkv.errors import InvalidInput
 from radixkv.sampling import row_scores
@@ -52,6 +55,29 @@ def test_scores_are_those_of_the_whole_table(
     table = torch.log_softmax(logits.float(), dim=-1).numpy()
     np.testing.assert_array_equal(np.take_along_axis(table, found.ids.astype(np.int64), axis=1), wanted.values)
     assert torch.equal(logits, before)
+
+
+class Sizes(TorchDispatchMode):
+    """Keeps the size of the largest tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple | list) else (found,):
+            self.most = max(self.most, each.numel() if isinstance(each, torch.Tensor) else 0)
+        return found
+
+
+@pytest.mark.parametrize("sources", [None, list(range(30))])
+def test_no_tensor_is_larger_than_a_slice(sources: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_scores, "SLICE_LOGITS", 4 * VOCAB)
+    logits = logits_for(30, torch.bfloat16)
+    with Sizes() as sizes:
+        begin_scores(logits, [3] * 30, 2, sources).result()
+    assert sizes.most == 4 * VOCAB
 
 
 def test_chosen_rows_in_any_order() -> None:
