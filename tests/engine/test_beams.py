@@ -99,7 +99,7 @@ class Recount:
                     texts.add((own, at, *stream.tokens[: min(length, (at + 1) * size)]))
                 self.shared += len(table)
             # The prompt once, what follows the last common ancestor for each beam, and one copy of a block per beam.
-            assert len(blocks) <= len(texts) + len(streams)
+            assert not isinstance(request, BeamRequest) or len(blocks) <= len(texts) + len(streams)
             self.shared -= len(blocks)
             tables |= blocks
             nodes += 1 + len(streams) * bool(
