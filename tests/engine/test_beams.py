@@ -285,3 +285,45 @@ def test_beams_that_cannot_fit_are_refused_by_their_own_name() -> None:
             engine.submit([1, 2], PARAMS.but(beam_width=5))
         with pytest.raises(PromptTooLong, match=r"new ones in each of 4 beams .* lower max_tokens or beam_width"):
             engine.submit([1, 2], PARAMS.but(max_tokens=60))
+
+
+@pytest.mark.parametrize("snapshots", [None, 8], ids=["halves", "preempted"])
+def test_a_step_that_raises_once_changes_no_beam(snapshots: int | None) -> None:
+    raised: list[int] = []
+
+    def fault(chunks: Sequence[SequenceInput]) -> None:
+        if len(chunks) > 4 and len(raised) < 5:
+            raised.append(len(chunks))
+            raise RuntimeError("too large")
+
+    texts = prompts(9, 2)
+    with make_engine(200, 4, fault=fault, snapshots=snapshots)[0] as engine:
+        for found, text in zip(engine.generate(texts, PARAMS), texts, strict=True):
+            check_beams(found, naive_beams(text, PARAMS))
+        assert raised
+        check(engine)
+
+
+def test_the_prompt_is_scored_once_for_all_beams() -> None:
+    text = prompts(10, 1)[0]
+    with make_engine(200, 4)[0] as engine:
+        greedy = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2)
+        expected = engine.generate([text], greedy, namespace="other")[0].prompt_logprobs
+        handle = engine.submit(text, PARAMS.but(prompt_logprobs=2))
+        chunks, found = list(handle), handle.result()
+        check_beams(found, naive_beams(text, PARAMS))
+        assert expected is not None
+        assert [each.prompt_logprobs for each in (found, *found.alternatives)] == [expected] * 4
+        assert [chunk.prompt_logprobs for chunk in chunks] == [expected] + [None] * (len(chunks) - 1)
+        assert engine.stats().scored_tokens == 2 * (len(text) - 1)
+
+
+def test_equal_prompts_wait_for_the_first_and_higher_priorities_go_first() -> None:
+    text = prompts(11, 1, 60)[0]
+    with make_engine(120, 4, max_sequences=8, prefill_chunk=16)[0] as engine:
+        params = PARAMS.but(beam_width=3)
+        handles = [engine.submit(text, params, priority=at % 2) for at in range(5)]
+        for handle in handles:
+            check_beams(handle.result(), naive_beams(text, params))
+        assert sum(handle.result().usage.cached_tokens for handle in handles) >= 4 * 59
+        check(engine)

@@ -14,6 +14,7 @@ import transformers
 from radixkv.chat import Engine
 from radixkv.engine.output import Completion
 from radixkv.sampling.params import SamplingParams
+from tests.chat.worlds import byte_tokenizer
 from tests.models.conftest import GROUPED
 from tests.selection import mostly_long
 
@@ -125,3 +126,21 @@ def test_beams_on_blocks_of_every_size(build: Callable[..., Any], block_size: in
     case, ids = CASES["never"], prompt(5)
     ours = searched(build("llama"), ids, case, 9, block_size=block_size, deterministic=deterministic, prefill_chunk=16)
     check_equal(ours, their_beams(build("llama"), ids, case, 9))
+
+
+@pytest.mark.parametrize(("seed", "width", "penalty"), [(6, 2, 0.0), (11, 3, 0.0)])
+def test_stop_strings_end_beams_as_in_transformers(
+    build: Callable[..., Any], seed: int, width: int, penalty: float
+) -> None:
+    tokenizer = byte_tokenizer()
+    config = transformers.LlamaConfig(**{**GROUPED, "vocab_size": len(tokenizer)})
+    ids = random.Random(seed).choices(range(3, 200), k=15)
+    stop = ["a", "c", "e", "ou", "r", "t"]
+    ours = {"stop": stop, "length_penalty": penalty}
+    theirs = {"stop_strings": stop, "tokenizer": tokenizer, "length_penalty": penalty, "eos_token_id": None}
+    found = searched(build(config), ids, Case(width, ours, theirs), 14, tokenizer=tokenizer)
+    expected = their_beams(build(config), ids, Case(width, ours, theirs), 14)
+    replies = [found, *found.alternatives]
+    cut = [(reply[: len(each.token_ids)], score) for each, (reply, score) in zip(replies, expected, strict=True)]
+    check_equal(found, cut)
+    assert any(each.stop_text for each in replies)
