@@ -22,7 +22,8 @@ import numpy as np
 
 from radixkv.cache import Hint, Sequence
 from radixkv.engine.output import Chunk, Completion
-from radixkv.engine.request import Request, Stream, TextStream, common_prefix
+from radixkv.engine.request import Request, Stream, common_prefix
+from radixkv.engine.text_stream import TextStream
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import Candidates, TokenLogprobs
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from radixkv import SamplingParams
-from radixkv.engine.request import Detokenizer, TextStream
+from radixkv.engine.text_stream import Detokenizer, TextStream
 from tests.chat.worlds import byte_tokenizer, chat_engine
 
 TOKENIZER = byte_tokenizer()

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from radixkv.cli import demo_chat, main
-from radixkv.engine.request import TextStream
+from radixkv.engine.text_stream import TextStream
 from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import GGUFHeader, read_header
 from radixkv.kv_shapes import kv_shape

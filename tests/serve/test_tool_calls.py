@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from radixkv.chat.tool_call_formats import FORMATS
 from radixkv.engine import Chunk
-from radixkv.engine.request import TextStream
+from radixkv.engine.text_stream import TextStream
 from radixkv.serve.message_schemas import read_messages
 from radixkv.serve.reply import ReplyReader, TaggedText
 from tests.chat.tool_call_dialects import DIALECTS, TOOLS, Dialect

@@ -1,0 +1,146 @@
+"""The text of one reply, decoded token by token.
+
+Text is released only when it can never be taken back: incomplete characters and possible beginnings of stop strings are
+held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+_CONTEXT = 4  # tokens decoded before new ones: some tokenizers spell a token differently at the start of a text
+_WINDOW = 16  # tokens after which the decoded window is cut to the context
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer:
+    """Decodes token by token, and returns the text of complete characters.
+
+    A trailing run of U+FFFD may become a character with the bytes of the next tokens, so it is held back.
+    """
+
+    def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
+        """Start after `context`, the tokens before the first new one (only the last few are used)."""
+        self._decode_ids = _decoder(tokenizer)
+        self._ids = list(context[-_CONTEXT:])
+        self._sent = len(self._decoded().rstrip(_REPLACEMENT))
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that can no longer change. O(window)."""
+        self._ids.append(token)
+        text = self._decoded()
+        certain = text.rstrip(_REPLACEMENT)
+        new = certain[self._sent :]
+        self._sent = max(self._sent, len(certain))
+        if len(self._ids) > _WINDOW and certain == text:
+            del self._ids[:-_CONTEXT]
+            self._sent = len(self._decoded())
+        return new
+
+    def copy(self) -> Detokenizer:
+        """Return another one that goes on independently. O(window)."""
+        twin = copy(self)
+        twin._ids = self._ids[:]
+        return twin
+
+    def flush(self) -> str:
+        """Return the text that was held back, with incomplete characters as U+FFFD."""
+        new = self._decoded()[self._sent :]
+        self._sent += len(new)
+        return new
+
+    def _decoded(self) -> str:
+        if not self._ids:
+            return ""
+        return str(self._decode_ids(self._ids, skip_special_tokens=True))
+
+
+def _decoder(tokenizer: Any) -> Callable[..., str]:
+    """Return the decode function of the Rust tokenizer, which costs a quarter of its wrapper's.
+
+    A tokenizer class with a decode of its own is called itself.
+    """
+    own: set[str] = set()  # attributes of the classes below the one of Rust tokenizers
+    for kind in type(tokenizer).__mro__:
+        if "backend_tokenizer" in vars(kind):
+            if own.isdisjoint(("decode", "_decode")):
+                decode: Callable[..., str] = tokenizer.backend_tokenizer.decode
+                return decode
+            break
+        own |= vars(kind).keys()
+    return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+
+
+class TextStream:
+    """The text of one stream. It ends before the first stop string, and releases no part of a stop string.
+
+    A stop string that is complete before the stream may stop is a part of the text. Without a tokenizer the text stays
+    empty.
+    """
+
+    def __init__(self, tokenizer: Any | None, context: Sequence[int], stop: Sequence[str] = ()) -> None:
+        """Decode the tokens after `context`, and look for the strings of `stop`."""
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, context)
+        self._stop = tuple(stop)
+        self.held = ""  # characters that a stop string may begin with
+        self._passed = 0  # characters at the start of `held` that came before the stream might stop
+        self._released: list[str] = []
+        self.stopped_by: str | None = None  # the stop string that ended the text
+
+    @property
+    def text(self) -> str:
+        """All text released so far."""
+        return "".join(self._released)
+
+    def copy(self) -> TextStream:
+        """Return another one with the same text that goes on independently. O(text)."""
+        twin = copy(self)
+        twin._released = self._released[:]
+        if self._detokenizer is not None:
+            twin._detokenizer = self._detokenizer.copy()
+        return twin
+
+    def push(self, token: int, *, watch: bool = True) -> str:
+        """Add a token; returns the text that it releases. If `watch`, sets `stopped_by` where a stop string ends."""
+        if self._detokenizer is None:
+            return ""
+        self.held += self._detokenizer.push(token)
+        if not self._stop:
+            return self._release(len(self.held))
+        if not watch:
+            self._passed = len(self.held)
+            return self._release(len(self.held) - self._undecided())
+        found = [(at, stop) for stop in self._stop if (at := self._found(stop)) >= 0]
+        if not found:
+            return self._release(len(self.held) - self._undecided())
+        at, self.stopped_by = min(found, key=itemgetter(0))
+        return self._release(at)
+
+    def _found(self, stop: str) -> int:
+        """Return where a stop string begins that ends after the passed characters; -1 if there is none."""
+        return self.held.find(stop, max(self._passed - len(stop) + 1, 0))
+
+    def flush(self) -> str:
+        """Release the text that was held back, at the end of a stream without a stop string."""
+        if self._detokenizer is None:
+            return ""
+        self.held += self._detokenizer.flush()
+        return self._release(len(self.held))
+
+    def _release(self, length: int) -> str:
+        text = self.held[:length]
+        self.held = "" if self.stopped_by else self.held[length:]
+        self._passed = max(self._passed - length, 0)
+        self._released.append(text)
+        return text
+
+    def _undecided(self) -> int:
+        """Return how many characters at the end could be the beginning of a stop string."""
+        for length in range(min(len(self.held), max(map(len, self._stop), default=0)), 0, -1):
+            if any(len(stop) > length and stop.startswith(self.held[-length:]) for stop in self._stop):
+                return length
+        return 0
