@@ -215,7 +215,7 @@ class OverlappedCore(Core):
                 each.stream.in_flight += len(each.tokens)
         scores: list[ChunkScores] = []
         if self._scored:
-            scores, logits = begin_chunk_scores(work, logits, self._fail_alone), logits[: len(work)]
+            scores, logits = self._begin_scores(work, logits), logits[: len(work)]
         if masks is not None:
             for stream, failed in masks.wait().items():
                 self._fail_alone(stream.request, failed)
@@ -238,6 +238,20 @@ class OverlappedCore(Core):
         draws = in_halves(live, begin, lambda row: row[1].request, self._fail_alone) if live else []
         self._finish(Flight(work, draws or [([], begin([]))], masks is not None, scores))
         return None
+
+    def _begin_scores(self, work: list[Work], logits: Tensor) -> list[ChunkScores]:
+        """Start to score the prompts of a step; if that raises, do it again after the preceding step."""
+        errors: list[Exception] = []
+        scores = begin_chunk_scores(work, logits, lambda request, error: errors.append(error))
+        if not errors:
+            return scores
+        _log.warning(
+            "scoring a step of %d parts raised %r: trying it again after the preceding step", len(work), errors[0]
+        )
+        for error in errors:
+            release_tensors(error)
+        self.finish_step()
+        return begin_chunk_scores(work, logits, self._fail_alone)
 
     # ---- finish
 

@@ -15,6 +15,7 @@ SIGHTS = (  # events that must occur, or the lives are too easy
     "a fault: load",
     "a fault: offload",
     "audited_blocks",
+    "beams: resumed and finished",
     "cancelled: preempted",
     "coalesced_tokens",
     "evicted",

@@ -7,11 +7,13 @@ one.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from tests.simulation.draw import draw, with_limits
-from tests.simulation.scenario import Fault, Flaw, Scenario
+from tests.simulation.late import LateSlotModel
+from tests.simulation.scenario import Fault, Flaw, Sabotage, Scenario
 from tests.simulation.test_faults import LIFE, LONG, failed, tokens_of
 from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
 from tests.simulation.world import World
@@ -23,6 +25,7 @@ SIGHTS = (  # events that must occur, or the lives are too easy
     "a fault: sampler",
     "a fault: schedule",
     "audited_blocks",
+    "beams: finished",
     "cancelled: decode",
     "coalesced_tokens",
     "evicted",
@@ -31,6 +34,7 @@ SIGHTS = (  # events that must occur, or the lives are too easy
     "nan",
     "pinned",
     "preemptions",
+    "scored_tokens",
     "timed_out",
     "wasted_tokens",
 )
@@ -74,6 +78,26 @@ def test_a_launch_that_raises_once_at_any_step_ends_no_request(whole: World, kin
     for step in range(0, whole.step, 1 if LONG else 8):
         world = World(replace(OVERLAPPED, faults=(Fault(step, kind, step % 3),))).run()
         assert not failed(world), f"step {step}"
+
+
+def test_scores_that_raise_once_at_any_step_end_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, calls, broken = LateSlotModel.begin_scores, count(), 0
+
+    def raising(model: LateSlotModel, *arguments: object) -> object:
+        if next(calls) == broken:
+            raise Sabotage("scores cannot be launched")
+        return begin(model, *arguments)
+
+    monkeypatch.setattr(LateSlotModel, "begin_scores", raising)
+    asks = tuple(replace(each, score_from=1, most_rows=4, last_targets=(3,)) for each in LIFE.asks)
+    while True:
+        calls = count()
+        world = World(replace(OVERLAPPED, asks=asks)).run()
+        assert not failed(world), f"call {broken}"
+        broken += 1 if LONG else 4
+        if broken >= next(calls):
+            break
+    assert broken > 10
 
 
 @pytest.mark.parametrize("kind", ["schedule", "garbled"])

@@ -18,6 +18,7 @@ from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
 from tests.simulation.world import World
 
 SIGHTS = (  # events that must occur, or the lives are too easy
+    "beams: resumed and finished",
     "cancelled: preempted",
     "preemptions",
     "recomputed_tokens",
