@@ -29,10 +29,12 @@ from radixkv.engine.scoring import Scoring
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.step_batch import StepBatch
 from radixkv.sampling.device_sampler import DeviceSampler
+from radixkv.sampling.sampler import HostSampler
 from tests.selection import mostly_long
 from tests.simulation.constraint import Rule, RuleMatcher
 from tests.simulation.model import VOCAB
 from tests.virtual_gpu import VirtualGpu, installed
+from tests.virtual_gpu.engines import Doubled
 
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
 Answer = list[tuple[tuple[int, ...], str, Any, Any, Any]]
@@ -68,7 +70,7 @@ def requests(seed: int) -> list[Request]:
     tokens = [str(token) for token in range(VOCAB)]
     pairs = [f"{first} {second}" for first in tokens for second in rng.sample(tokens, 3)]
     params = [
-        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, extra_args={"doubled": 5}),
         SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=0.5, logprobs=2),
         SamplingParams(temperature=0.9, top_p=0.8, n=3, min_tokens=3),
         SamplingParams(temperature=1.2, top_k=5, frequency_penalty=0.6, logit_bias={3: 2.0}),
@@ -108,8 +110,11 @@ def answers(core: Core, asked: list[Request]) -> list[Answer]:
 
 
 def core_on(place: torch.device, config: EngineConfig) -> Core:
-    cache = PrefixCache(60, 4)
-    return new_core(cache, Bigrams(place), config, overlap=device_of(place).is_gpu)
+    """Return a core with a custom logits processor, and the sampler of its device."""
+    overlap, processors = device_of(place).is_gpu, [Doubled()]
+    core = new_core(PrefixCache(60, 4), Bigrams(place), config, overlap=overlap)
+    core.sampler = DeviceSampler(place, processors=processors) if overlap else HostSampler(processors)
+    return core
 
 
 CONFIG = EngineConfig(max_sequences=8, max_batch_tokens=24, prefill_chunk=8)
@@ -121,7 +126,6 @@ def test_nothing_waits_and_the_answers_are_those_of_the_cpu(seed: int) -> None:
     with installed(VirtualGpu(seed)) as gpu:
         core = core_on(gpu.place, CONFIG)
         assert type(core) is OverlappedCore
-        core.sampler = DeviceSampler(gpu.place)
         with gpu.serving():
             found = answers(core, requests(seed))
         assert not gpu.findings
@@ -137,7 +141,6 @@ def test_nothing_waits_and_the_answers_are_those_of_the_cpu(seed: int) -> None:
 def test_each_step_waits_for_one_download() -> None:
     with installed(VirtualGpu(0)) as gpu:
         core = core_on(gpu.place, CONFIG)
-        core.sampler = DeviceSampler(gpu.place)
         for number in range(8):
             params = SamplingParams(temperature=number % 2, max_tokens=40, ignore_eos=True)
             core.add(Request(np.array([number], np.int32), params, 40, frozenset(), number))
