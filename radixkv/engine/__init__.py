@@ -12,7 +12,8 @@ admission.py        how many blocks a request needs, and which request is preemp
 quota_admission.py  the same with shares of the pool for namespaces
 reuse_policy.py     which cached tokens a request uses and publishes; deterministic or not
 request.py          a request, its streams and their text
-scoring.py          scores of a prompt's tokens, chunk by chunk
+scoring.py          scores of a prompt's tokens, as far as they are computed
+chunk_scores.py     scores of a step's chunks
 prompt_scores.py    scores that are kept for later prompts
 score_batch.py      the requests of engine.score
 output.py           results, the channel that carries them, and the caller's handle

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.beams import BeamRequest
+from radixkv.engine.chunk_scores import ChunkScores, begin_chunk_scores
 from radixkv.engine.fault_isolation import failure, fault_isolation, in_halves
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import ReusePolicy, reuse_policy
 from radixkv.engine.scheduler import Scheduler, Work
-from radixkv.engine.scoring import ChunkScores, begin_chunk_scores
 from radixkv.engine.stats import Counters
 from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import SequenceInput

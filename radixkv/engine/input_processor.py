@@ -156,14 +156,6 @@ class InputProcessor:
 
         It samples nothing. Raises as `request`.
         """
-        limit = self.context_limit_for(namespace)
-        if len(ids) > limit:
-            raise PromptTooLong(
-                f"a prompt and its continuation take {len(ids)} tokens without the last one; the model takes "
-                f"{self._model.max_length} tokens, the pool holds {self._pool_tokens}",
-                tokens=len(ids),
-                limit=limit,
-            )
         request = self.request(ids, namespace=namespace, timeout=timeout, sample=False)
         request.scoring = self._scoring(ids, first, 1, targets)
         return request

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Protocol, cast
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.device import refuse_fatal
+from radixkv.engine.chunk_scores import ChunkScores, begin_chunk_scores
 from radixkv.engine.core import Core, Forward, Row, sample_row, sequence_input
 from radixkv.engine.fault_isolation import in_halves, release_tensors
 from radixkv.engine.request import Request, Stream
 from radixkv.engine.scheduler import Scheduler, Work
-from radixkv.engine.scoring import ChunkScores, begin_chunk_scores
 from radixkv.errors import EngineError
 from radixkv.models.loaded import SequenceInput
 from radixkv.sampling.sampler import Pending, Sampled
