@@ -4,12 +4,11 @@ command.py        command-line options to settings; server.py runs the server on
 app.py            routes; middleware.py adds request ids and the log; errors.py maps errors to responses
 access.py         API keys, namespaces, limits on streams and bodies; settings.py has the values
 connections.py    counts connections and the share of each tenant; http_parser.py limits the heads of requests
-schemas.py        request bodies, checked; fields.py reads single fields; openapi.py describes all of it
-sampling_fields.py  sampling parameters of all bodies
+schemas.py        request bodies, checked; fields.py and sampling_fields.py read fields; openapi.py describes them
 service.py        objects and checks that endpoints share; submit.py starts requests on the engine
 chats.py          POST /v1/chat/completions; completions.py has /v1/completions and /tokenize
 reply.py          splits a reply into thinking, content and tool calls
-responses.py      usage, log probabilities, whole bodies and event streams
+responses.py      usage, whole bodies and event streams; token_texts.py writes log probabilities
 conversations.py  prompts of conversations that begin as earlier ones ended; history.py remembers them
 metrics.py        Prometheus metrics; request_watch.py counts requests
 """

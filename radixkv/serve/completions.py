@@ -19,18 +19,26 @@ from radixkv.engine.input_processor import encode
 from radixkv.engine.request import TokenIds
 from radixkv.sampling.params import TokenLogprobs
 from radixkv.serve import submit
-from radixkv.serve.errors import errors_about
+from radixkv.serve.errors import bad_request, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.responses import (
     DONE,
     EventStream,
     encode_response,
+    large_sse_event,
     running_usage,
     sse_event,
     unless_disconnected,
     usage,
 )
-from radixkv.serve.schemas import CompletionRequest, TextOrIds, TokenizeRequest, read_completion, read_tokenize
+from radixkv.serve.schemas import (
+    MOST_SCORES,
+    CompletionRequest,
+    TextOrIds,
+    TokenizeRequest,
+    read_completion,
+    read_tokenize,
+)
 from radixkv.serve.service import Caller, Service
 
 
@@ -44,6 +52,7 @@ async def create(service: Service, request: Request) -> Response:
         service.check_model(options.model)
         lease.resize(options.params.width * len(body.prompts))
         prompts = [await service.cancellable(request, _encoded(service, prompt)) for prompt in body.prompts]
+        _check_scores(body, sum(map(len, prompts)))
         session = service.conversations.session(caller.namespace, options.session_key)
         await service.compiled(request, options.params)
         with errors_about("prompt", options.constraint_field):
@@ -59,6 +68,18 @@ async def create(service: Service, request: Request) -> Response:
         if options.stream:
             return EventStream(completion.events(handles), service.settings.send_timeout, cleanup.pop_all())
         return Response(await unless_disconnected(request, completion.whole(handles)), media_type="application/json")
+
+
+def _check_scores(body: CompletionRequest, tokens: int) -> None:
+    """Raise ApiError if a response would have too many log probabilities of prompts with `tokens` tokens."""
+    options = body.options
+    echoed = (options.params.logprobs or 0) + 1 if body.echoes_logprobs else 0
+    scored = 0 if options.prompt_logprobs is None else options.prompt_logprobs + 1
+    count = tokens * options.replies * (echoed + scored)
+    if count > MOST_SCORES:
+        message = f"the response would have {count} log probabilities of prompts, and at most {MOST_SCORES} are "
+        message += "returned: send fewer prompts, or lower logprobs, prompt_logprobs or n"
+        raise bad_request(message, "logprobs" if body.echoes_logprobs else "prompt_logprobs", "invalid_value")
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -171,7 +192,7 @@ class CompletionAnswer:
         if not text and logprobs is None:
             return b""
         indices = range(prompt * self._replies, (prompt + 1) * self._replies)
-        return b"".join(self._event(index, text, logprobs) for index in indices)
+        return b"".join(large_sse_event(self._event_body(index, text, logprobs)) for index in indices)
 
     def _of_chunk(self, index: int, chunk: Chunk) -> bytes:
         logprobs = None
@@ -181,12 +202,15 @@ class CompletionAnswer:
         return self._event(index, chunk.text, logprobs, chunk.finish_reason)
 
     def _event(self, index: int, text: str = "", logprobs: Any = None, reason: str | None = None) -> bytes:
+        return sse_event(self._event_body(index, text, logprobs, reason))
+
+    def _event_body(self, index: int, text: str, logprobs: Any, reason: str | None = None) -> JsonObject:
         event = {**self._head(), "choices": [self._choice(index, text, logprobs, reason)]}
         if self._options.running_usage:
             event["usage"] = running_usage(self._prompt_tokens, self._sampled)
         elif self._options.include_usage:
             event["usage"] = None
-        return sse_event(event)
+        return event
 
     # ---- both
 

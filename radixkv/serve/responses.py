@@ -51,16 +51,28 @@ def running_usage(prompt: int, output: int) -> JsonObject:
 async def encode_response(head: JsonObject, choices: Callable[[], Iterable[JsonObject]], spent: JsonObject) -> bytes:
     """Return the JSON of a whole response.
 
-    Log probabilities take a while to encode, so this runs on another thread than the event loop. Each call of the
-    encoder blocks all other threads, so the choices are encoded one at a time.
+    Log probabilities take a while to encode, so this runs on another thread than the event loop.
     """
 
     def encoded() -> bytes:
-        parts = [_encode(choice) for choice in choices()]
-        front = _encode({**head, "usage": spent}).removesuffix("}")
+        parts = [_in_slices(choice, _encode) for choice in choices()]
+        front = _in_slices({**head, "usage": spent}, _encode).removesuffix("}")
         return f'{front},"choices":[{",".join(parts)}]}}'.encode()
 
     return await asyncio.to_thread(encoded)
+
+
+_SLICE = 64  # items of an array that are encoded at once
+
+
+def _in_slices(value: Any, encode: Callable[[Any], str]) -> str:
+    """Return a value as JSON. Each call of `encode` blocks all other threads, so long arrays are encoded in slices."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{encode(name)}:{_in_slices(each, encode)}" for name, each in value.items()) + "}"
+    if isinstance(value, list) and len(value) > _SLICE:
+        slices = (value[at : at + _SLICE] for at in range(0, len(value), _SLICE))
+        return "[" + ",".join(encode(part)[1:-1] for part in slices) + "]"
+    return encode(value)
 
 
 Result = TypeVar("Result")
@@ -200,3 +212,8 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
 def sse_event(body: object) -> bytes:
     """Encode a JSON value as one event."""
     return b"data: " + _encode_event(body).encode() + b"\n\n"
+
+
+def large_sse_event(body: object) -> bytes:
+    """Encode a JSON value as `sse_event` does, for long values on another thread than the event loop."""
+    return b"data: " + _in_slices(body, _encode_event).encode() + b"\n\n"

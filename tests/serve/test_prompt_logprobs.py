@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from radixkv import SamplingParams
 from radixkv.sampling.params import TokenLogprobs
+from radixkv.serve import Settings
 from radixkv.serve.token_texts import TokenTexts
 from tests.engine.fakes import chain, logits_of
 from tests.serve.served import ASKED, CHAT, Served, fake_model, hosted, served, tokenizer
@@ -183,6 +184,32 @@ def test_scores_that_cannot_be_returned_are_refused_by_name():
         ]:
             answer = server.post(path, {**(SCORED if path == TEXT else CHAT), **change})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param, (change, answer.text)
+
+
+def test_a_response_has_a_bounded_number_of_scores():
+    prompts = [[7] * 1000] * 16
+    with served(Settings(max_running=2048)) as server:
+        for change, param in [
+            ({"logprobs": 20, "n": 13}, "logprobs"),
+            ({"logprobs": 0, "prompt_logprobs": 11, "n": 21}, "logprobs"),
+            ({"prompt_logprobs": 20, "n": 13, "echo": False}, "prompt_logprobs"),
+        ]:
+            answer = server.post(TEXT, {**SCORED, "prompt": prompts, **change})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+            assert " at most 4194304 are returned" in answer.json()["error"]["message"]
+
+
+def test_long_arrays_are_encoded_as_short_ones_are():
+    prompt = [5 + place % 1000 for place in range(200)]
+    with served() as server:
+        answer = server.post(TEXT, {**SCORED, "prompt": prompt, "logprobs": 1, "prompt_logprobs": 1})
+        stream = server.post(TEXT, {**SCORED, "prompt": prompt, "logprobs": 1, "stream": True}).text
+    shown = answer.json()["choices"][0]
+    assert len(shown["prompt_logprobs"]) == 200 and len(shown["logprobs"]["tokens"]) == 203
+    assert answer.text == json.dumps(answer.json(), ensure_ascii=False, separators=(",", ":"))
+    for line in stream.splitlines()[:-2:2]:
+        event = json.loads(line.removeprefix("data: "))
+        assert line == "data: " + json.dumps(event, separators=(",", ":"))
 
 
 def test_a_prompt_that_fills_the_context_can_be_scored_but_a_longer_one_cannot():
