@@ -58,10 +58,11 @@ enough to change the scores. Blocks have 4 tokens, and chunks have 17. Each engi
    that continues the first reply, and three sampled streams that fork after a common prefix;
 3. the first two prompts again, and a prompt that continues to the end of the context.
 
-Every row of logits that the engine computed is compared with the model's own forward over the same tokens, without a
-cache. Every greedy token must be the one that the forward chooses. Where transformers computes in float32 (softmax,
-norms, routers), both sides are kept in float64. The remaining errors come from adding numbers in another order. An
-error above 1e-9 is a failure (1e-4 if a note says float32). The column *error* is an upper bound for all logits.
+A chunk has the logits of its last tokens, of one to six. Every row of logits that the engine computed is compared with
+the model's own forward over the same tokens, without a cache. Every greedy token must be the one that the forward
+chooses. Where transformers computes in float32 (softmax, norms, routers), both sides are kept in float64. The remaining
+errors come from adding numbers in another order. An error above 1e-9 is a failure (1e-4 if a note says float32). The
+column *error* is an upper bound for all logits.
 
 The reference is the model's own forward, `model(input_ids)`. A note says if transformers' `generate` disagrees with
 that forward. (RoBERTa and similar models count positions from the padding id on; `generate` counts from 0.) The padding
