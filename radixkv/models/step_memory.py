@@ -19,7 +19,7 @@ from radixkv.sampling.row_scores import begin_scores, max_logit_rows
 from radixkv.sampling.sampler import Sampler
 
 _STATE_ROWS = 8  # of a model with recurrent state, whose rows are a part of the pool's memory
-_ALTERNATIVES = 20  # of each scored token
+_ALTERNATIVES = 20  # of each scored token, and candidates of each beam
 _TIMES = 2  # the tensors of a step that is launched, and those of recorded steps, which share their memory
 
 
@@ -36,10 +36,10 @@ def step_memory(
     The second half is for recorded steps. It is a choice: their memory has not been measured on a GPU.
 
     Runs one step of max_batch_tokens tokens over a small pool, in chunks of up to prefill_chunk and of up to
-    max_sequences sequences, and samples from logits of max_sequences rows. Runs it again with as many additional rows
-    of logits as a step may have, and scores them; such a step is not recorded. The sequences are short: the partial
-    results of attention over long contexts are not among these bytes. Raises InvalidInput, with the remedy, if a step
-    does not fit. Costs two such steps, and a pool for their tokens.
+    max_sequences sequences, and samples from logits of max_sequences rows, once for beams. Runs it again with as many
+    additional rows of logits as a step may have, and scores them; such a step is not recorded. The sequences are short:
+    the partial results of attention over long contexts are not among these bytes. Raises InvalidInput, with the remedy,
+    if a step does not fit. Costs two such steps, and a pool for their tokens.
     """
     device = device_of(loaded.device)
     if not device.is_gpu:
@@ -105,6 +105,8 @@ def _score_all(logits: Tensor) -> None:
 
 
 def _sample_all(sampler: Sampler, logits: Tensor) -> None:
-    """Sample a token from each row with parameters that take the most memory."""
+    """Sample a token from each row with parameters that take the most memory, then find candidates of each row."""
     params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1)
-    sampler.begin(logits, [SampleRow(params, seed, 1, [0], 1) for seed in range(len(logits))]).result()
+    rows = [SampleRow(params, seed, 1, [0], 1) for seed in range(len(logits))]
+    for candidates in (0, _ALTERNATIVES):
+        sampler.begin(logits, [replace(row, candidates=candidates) for row in rows]).result()

@@ -64,7 +64,7 @@ def test_the_largest_step_has_all_tokens_and_samples_for_all_sequences(
 ) -> None:
     steps: list[list[int]] = []
     rows: list[int] = []
-    drawn: list[tuple[int, int]] = []
+    drawn: list[tuple[int, list[int]]] = []
     run = Runner.run
 
     def counted(self: Runner, inputs: Any, *rest: Any) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_the_largest_step_has_all_tokens_and_samples_for_all_sequences(
 
     class Recording(HostSampler):
         def begin(self, logits: torch.Tensor, rows: Sequence[SampleRow], *rest: Any) -> HostPending:
-            drawn.append((len(logits), len(rows)))
+            drawn.append((len(logits), [row.candidates for row in rows]))
             return super().begin(logits, rows, *rest)
 
     monkeypatch.setattr(Runner, "run", counted)
@@ -85,7 +85,7 @@ def test_the_largest_step_has_all_tokens_and_samples_for_all_sequences(
     assert step_memory(shorter, **{**STEP, "max_batch_tokens": tokens}) == 2 * PEAK
     assert steps == [counts[:1], counts, counts]
     assert rows == [0, 0, min(sum(counts) - len(counts), 200)]
-    assert drawn == [(5, 5)]
+    assert drawn == [(5, [0] * 5), (5, [20] * 5)]
     assert gpu.released, "the pool is sized by the free memory"
 
 
