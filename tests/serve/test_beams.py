@@ -152,10 +152,10 @@ def test_a_search_without_a_limit_shares_the_room_of_the_pool():
     """A stop token is so unlikely that the beams end where the pool does."""
     params = unbounded(SamplingParams(beam_width=4), 400)
     assert params.max_tokens == unbounded(SamplingParams(n=4), 400).max_tokens < 100
-    with served(model=fake_model(max_length=400), num_blocks=26, block_size=16) as server:
+    with served(model=fake_model(max_length=200), num_blocks=14, block_size=16) as server:
         answer = server.chat(**BEAMS, max_tokens=10_000, stop_token_ids=[], ignore_eos=True)
     lengths = {choice["finish_reason"] for choice in answer["choices"]}
-    assert lengths == {"length"} and 270 < answer["usage"]["completion_tokens"] < 3 * 400
+    assert lengths == {"length"} and 70 < answer["usage"]["completion_tokens"] < 200
 
 
 def test_a_search_may_have_fewer_replies_than_beams():
