@@ -20,7 +20,7 @@ import numpy as np
 from radixkv.cache import Pin, PrefixCache
 from radixkv.cache.events import Observer
 from radixkv.config import EngineConfig
-from radixkv.engine import scoring
+from radixkv.engine import chunk_scores
 from radixkv.engine.beams import BeamRequest
 from radixkv.engine.core import Core
 from radixkv.engine.host_tier import new_core
@@ -389,7 +389,7 @@ class World:
             for module in ENGINE:
                 if getattr(module, "time", None) is time:
                     stack.enter_context(mock.patch.object(module, "time", self.clock))
-            stack.enter_context(mock.patch.object(scoring, "begin_scores", self.model.begin_scores))
+            stack.enter_context(mock.patch.object(chunk_scores, "begin_scores", self.model.begin_scores))
             yield
 
     def _record(self) -> None:
