@@ -58,9 +58,11 @@ def test_events_come_before_the_reply_is_complete():
     st.booleans(),
     st.sampled_from([0.0, 0.9]),
     st.lists(st.sampled_from("aei ,.")),
+    st.booleans(),
 )
-def test_a_stream_says_what_the_whole_says(n, max_tokens, chat, temperature, stop):
+def test_a_stream_says_what_the_whole_says(n, max_tokens, chat, temperature, stop, beams):
     more = {"n": n, "max_tokens": max_tokens, "temperature": temperature, "seed": 3, "stop": stop[:4], "logprobs": None}
+    more["use_beam_search"] = beams
     path = "/v1/chat/completions" if chat else "/v1/completions"
     body = {**(CHAT if chat else {"model": "fake", "prompt": ["One", "Two"]}), **more}
     whole = SERVER.post(path, body).json()
@@ -257,6 +259,7 @@ def test_clients_of_all_kinds_leave_nothing_behind():
         draw = random.Random(seed)
         kind = draw.choice(["reads", "leaves", "whole", "nonsense", "half"])
         body = {**CHAT, "stream": kind != "whole", "n": draw.choice([1, 2]), "seed": seed}
+        body["use_beam_search"] = draw.choice([False, True])
         if kind in ("reads", "whole"):
             answer = ask(host, body)
             found = texts(events(answer.text)) if kind == "reads" else answer.json()["choices"][0]["message"]["content"]
