@@ -11,7 +11,9 @@ wait_queue.py       the order of waiting requests; requests that wait for a shar
 admission.py        how many blocks a request needs, and which request is preempted
 quota_admission.py  the same with shares of the pool for namespaces
 reuse_policy.py     which cached tokens a request uses and publishes; deterministic or not
-request.py          a request, its streams and their text
+request.py          a request and its streams
+beams.py            a request whose streams are the beams of a search
+text_stream.py      the text of a stream, and its stop strings
 scoring.py          scores of a prompt's tokens, as far as they are computed
 chunk_scores.py     scores of a step's chunks
 prompt_scores.py    scores that are kept for later prompts
