@@ -19,7 +19,7 @@ from tests.virtual_gpu import VirtualGpuError
 
 SIGHTS = ("evicted", "hits", "host_bound_rows", "nan", "preemptions", "wasted_tokens")
 SIGHTS += ("beams: finished", "scored_tokens")
-KEPT = 33
+KEPT = 57
 """A life that failed once: memory is missing when a step's only scored prompt is scored."""
 OVERLAPPED = replace(LIFE, overlap=True)
 
