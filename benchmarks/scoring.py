@@ -19,7 +19,7 @@ and the client. The slow sides may score the first --slow-items items only; side
 scored, and times are also printed per item.
 
 The log-likelihood of every choice is compared with that of `hf` (or `score-without-cache`, where `hf` is missing), and
-so are the greedy flags and the chosen answers. The exit code is 1 if a log-likelihood differs by more than 1e-3, or an
+so are the greedy flags and the chosen answers. The exit code is 1 if a log-likelihood differs by more than 3e-4, or an
 answer without a near tie differs. --folder keeps the results of all sides, and --resume takes those that are there. The
 last line is JSON.
 """
@@ -42,7 +42,7 @@ from scoring_parts.items import Item
 from scoring_parts.sides import ALONE, HF, NEEDS_HARNESS, WAYS, Measured, Run, SideError
 
 SLOW = (ALONE, HF)
-TOLERANCE = 1e-3
+TOLERANCE = 3e-4
 """The largest difference of two log-likelihoods that rounding may cause. The logits of two orders of the same float32
 sums differ by about 1e-4 for this model, and a choice has up to ten tokens."""
 ROOT = Path(__file__).parents[1]
