@@ -7,7 +7,7 @@ differ in their last token only share a request.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -104,6 +104,8 @@ def _checked(continuations: object) -> list[Continuation]:
 
 def _encoded(inputs: InputProcessor, prompt: Prompt, ids: TokenIds, continuation: Continuation) -> TokenIds:
     """Return the token ids of a continuation, at least one. Raises InvalidInput and its subclasses."""
+    if not isinstance(continuation, Sized):
+        raise InvalidInput(f"a continuation is a text or a sequence of token ids, got {type(continuation).__name__}")
     encoded = inputs.encode_after(prompt, ids, continuation) if len(continuation) else np.empty(0, np.int32)
     if not len(encoded):
         raise InvalidInput("a continuation has no tokens, so it has no score: leave it out, or add a token")

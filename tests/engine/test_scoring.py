@@ -210,6 +210,8 @@ def test_without_a_prefix_cache_each_request_computes_the_prompt() -> None:
         ("yes", InvalidInput, "wrap one continuation"),
         ([1, 2], InvalidInput, "bare list of token ids"),
         (["yes"], InvalidInput, "no tokenizer"),
+        ([None], InvalidInput, "text or a sequence of token ids, got NoneType"),
+        ([[1], 5.0], InvalidInput, "text or a sequence of token ids, got float"),
         ([[1], [VOCAB]], InvalidTokens, "outside the vocabulary"),
         ([[1] * 260], PromptTooLong, "290|289"),
     ],
@@ -466,6 +468,28 @@ def test_a_preempted_request_keeps_its_scores() -> None:
     world.finish()
     world.check()
     assert world.core.counters.scored_tokens == 29 and world.core.counters.recomputed_tokens >= 15
+
+
+def test_tokens_before_the_first_score_take_no_rows_of_the_bound() -> None:
+    runner = FakeRunner(100, 4)
+    config = EngineConfig(max_sequences=4, max_batch_tokens=100, prefill_chunk=64)
+    world = World(Core(PrefixCache(100, 4), runner, config))
+    world.score(PROMPT, [1, 2, 3, 4], most_rows=2)
+    world.finish()
+    world.check()
+    assert runner.steps == [[(0, 32)], [(32, 1)]]
+
+
+def test_a_scored_request_resumes_with_all_of_its_kv() -> None:
+    config = EngineConfig(max_sequences=4, max_batch_tokens=100, prefill_chunk=64)
+    world = World(core_of("plain", 100, 4, config))
+    request = world.submit(PROMPT, GREEDY.but(prompt_logprobs=1, max_tokens=9))
+    for _ in range(5):
+        world.step()
+    world.core.scheduler.preempt(request)
+    world.finish()
+    world.check()
+    assert world.core.counters.computed_tokens == 30 + 8
 
 
 @pytest.mark.parametrize("row", [3, 20, 29])
