@@ -63,6 +63,8 @@ class PromptScores:
         O(tokens + log prompts), and O(log prompts) for each prompt that is dropped.
         """
         assert 0 < rows < scoring.missing
+        if scoring.nbytes > self._most_bytes:
+            return
         key, top = scoring.key[: (rows + 1) * _TOKEN], scoring.top
         for neighbour in self._neighbours(namespace, top, key):
             if neighbour.key.startswith(key):
@@ -70,8 +72,6 @@ class PromptScores:
                 return
             if key.startswith(neighbour.key):
                 self._drop(neighbour)
-        if scoring.nbytes > self._most_bytes:
-            return
         kept = KeptPrompt(namespace, key, scoring.first_scores(rows), scoring.nbytes)
         self._groups.setdefault(namespace, {}).setdefault(top, SortedDict())[key] = kept
         self._by_use[kept] = None

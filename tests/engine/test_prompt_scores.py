@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from radixkv import Engine, SamplingParams
+from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.kv_scrub import drop_wrong
 from radixkv.engine.prompt_scores import PromptScores
+from radixkv.engine.reuse_policy import reuse_policy
 from radixkv.engine.scoring import Scoring
 from radixkv.errors import RequestFailed, WeightsChanged
 from radixkv.sampling.row_scores import RowScores
@@ -91,8 +94,9 @@ def test_the_least_recently_used_prompt_is_dropped_first() -> None:
     store.keep(scored([2, 2, 3], 0), None, 1)  # the beginning of a kept prompt counts as its use
     store.keep(scored([4, 2, 3], 0), None, 2)
     assert [found_rows(store, [first, 2, 3], 0, None) for first in (1, 2, 3, 4)] == [2, 2, 0, 2]
-    store.keep(scored(range(200), 0), None, 199)
+    store.keep(scored([4, 2, 3, *range(200)], 0), None, 199)
     assert len(store) == 3, "a prompt that exceeds the bound alone is not kept"
+    assert found_rows(store, [4, 2, 3], 0, None) == 2, "and its beginning stays"
     store.check()
 
 
@@ -199,6 +203,22 @@ def test_wrong_kv_drops_all_scores_and_fails_requests_with_scores_of_it() -> Non
     world.finish()
     world.check()
     assert world.core.counters.scored_tokens == scores + 29
+
+
+def test_requests_wait_for_the_scores_that_a_leader_will_keep_and_no_others() -> None:
+    prompt = np.array(PROMPT, np.int32)
+    cache, exact = PrefixCache(20, 4), replace(CONFIG, deterministic=True)
+    plain, aligned = reuse_policy(cache, CONFIG), reuse_policy(cache, exact)
+    dependent = reuse_policy(cache, exact, row_dependent=True)
+    all_rows, more, tail = (Scoring(prompt, first, top, most_rows=9) for first, top in [(1, 1), (1, 2), (20, 2)])
+    assert plain.scored_hit(all_rows, more, 25) == 24, "the row of the last common token scores another token"
+    assert plain.scored_hit(all_rows, None, 25) == plain.scored_hit(more, all_rows, 25) == 0
+    assert plain.scored_hit(all_rows, tail, 25) == 0, "the leader keeps no scores"
+    assert plain.scored_hit(tail, all_rows, 25) == plain.scored_hit(tail, None, 25) == 19
+    assert plain.scored_hit(tail, more, 10) == 10
+    assert aligned.scored_hit(all_rows, more, 25) == 16
+    assert aligned.scored_hit(tail, more, 25) == 19, "the rows of its first chunk differ"
+    assert dependent.scored_hit(all_rows, more, 25) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
