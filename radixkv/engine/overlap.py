@@ -206,7 +206,7 @@ class OverlappedCore(Core):
 
     def _begin(self, work: list[Work], logits: Tensor, masks: StepMasks | None) -> Flight | None:
         """Commit launched chunks without publishing them, and start to sample; None if all is finished by then."""
-        wanted = sum(each.logit_rows for each in work)
+        wanted = sum(each.logit_rows for each in work) if self._scored else len(work)
         if len(logits) != wanted:
             raise ValueError(f"a forward of {len(work)} chunks returned {len(logits)} rows of logits, not {wanted}")
         for each in work:
