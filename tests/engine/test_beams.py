@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from radixkv import SamplingParams
+from radixkv.cache import Sequence as CachedSequence
 from radixkv.chat import Engine
 from radixkv.engine.beams import BeamRequest
 from radixkv.engine.core import Core
@@ -125,17 +126,18 @@ VARIANTS = {
     "early": PARAMS.but(early_stopping=True, length_penalty=0.0),
     "never": PARAMS.but(early_stopping="never", length_penalty=1.7, beam_width=3),
     "short": PARAMS.but(length_penalty=-2.0, min_tokens=3),
+    "never, short": PARAMS.but(early_stopping="never", length_penalty=-1.0, max_tokens=14),
     "wide": PARAMS.but(beam_width=12, max_tokens=5),
     "one token": PARAMS.but(max_tokens=1),
 }
 STOPS = list(range(0, 50, 6))  # so that beams finish early
 
 
+EVERY_STEP = [(name, size) for name in sorted(VARIANTS) for size in (1, 4, 16)]
+
+
 @pytest.mark.parametrize(
-    ("name", "block_size"),
-    sampled(
-        [(name, size) for name in sorted(VARIANTS) for size in (1, 4, 16)], ("never", 1), ("wide", 4), ("early", 16)
-    ),
+    ("name", "block_size"), sampled(EVERY_STEP, ("never", 1), ("never, short", 4), ("wide", 4), ("early", 16))
 )
 def test_answers_and_blocks_of_every_step(name: str, block_size: int) -> None:
     params = VARIANTS[name].but(stop_token_ids=STOPS)
@@ -154,7 +156,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small pool": {},
     "nothing is reused": {"prefix_cache": False},
     "deterministic": {"deterministic": True, "prefill_chunk": 16},
-    "host": {"host_blocks": 30},
+    "host": {"host_blocks": 200},
     "recurrent": {"snapshots": 12},
     "last": {"victim": "last"},
     "small steps": {"max_batch_tokens": 24},
@@ -164,8 +166,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", mostly_long(sorted(SETTINGS), "small pool", "recurrent"))
 def test_preempted_beams_go_on_where_they_were(name: str) -> None:
     params = PARAMS.but(max_tokens=22, ignore_eos=True)
-    texts = prompts(2, 6)
-    engine, _ = make_engine(39, 4, **{"max_sequences": 24, "prefill_chunk": 7, **SETTINGS[name]})
+    host = name == "host"  # longer prompts, because few tokens are not worth a load
+    texts = prompts(2, 6, 31 if host else 11)
+    engine, _ = make_engine(45 if host else 39, 4, **{"max_sequences": 24, "prefill_chunk": 7, **SETTINGS[name]})
     with engine:
         recount = Recount(engine)
         found = engine.generate(texts, params)
@@ -173,6 +176,10 @@ def test_preempted_beams_go_on_where_they_were(name: str) -> None:
         for each, text in zip(found, texts, strict=True):
             check_beams(each, naive_beams(text, params, frozenset()))
         assert stats.preemptions == sum(each.usage.preemptions for each in found) > 0
+        usages = [beam.usage for each in found for beam in (each, *each.alternatives)]
+        assert stats.recomputed_tokens == sum(usage.recomputed_tokens for usage in usages) > 0
+        assert stats.host_tokens == sum(usage.host_tokens for usage in usages)
+        assert bool(stats.host_tokens) == host
         assert recount.widths[4]
         check(engine)
 
@@ -326,4 +333,24 @@ def test_equal_prompts_wait_for_the_first_and_higher_priorities_go_first() -> No
         for handle in handles:
             check_beams(handle.result(), naive_beams(text, params))
         assert sum(handle.result().usage.cached_tokens for handle in handles) >= 4 * 59
+        check(engine)
+
+
+def test_a_fork_that_raises_fails_its_search_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, other = prompts(12, 2)
+    forks: list[int] = []
+    fork = CachedSequence.fork
+
+    def failing(sequence: CachedSequence) -> CachedSequence:
+        forks.append(sequence.length)
+        if len(forks) == 3:
+            raise RuntimeError("no fork")
+        return fork(sequence)
+
+    with make_engine(200, 4)[0] as engine:
+        monkeypatch.setattr(CachedSequence, "fork", failing)
+        with pytest.raises(RequestFailed, match="no fork"):
+            engine.generate([text], PARAMS)
+        check(engine)  # also the beams that were forked before hold no blocks
+        check_beams(engine.generate([other], PARAMS)[0], naive_beams(other, PARAMS))
         check(engine)

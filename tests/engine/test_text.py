@@ -176,3 +176,15 @@ def test_warming_a_system_prompt_is_a_hit_for_every_conversation():
         for text in ("a", "b"):
             reply = engine.chat(system).send(text)
             assert reply.usage.cached_tokens >= warmed.usage.prompt_tokens - len("assistant\n")
+
+
+def test_a_copy_of_a_text_goes_on_independently():
+    first = TextStream(TOKENIZER, [], ["ab!"])
+    shown = [first.push(token) for token in spelled("xéa")[:-2]]  # the last byte of a character is missing
+    second = first.copy()
+    for stream, rest in ((first, "éa"), (second, "éb"), (first, "b!"), (second, "ab")):
+        for token in spelled(rest)[1 if rest[0] == "é" else 0 :]:
+            stream.push(token)
+    assert (first.text, first.stopped_by) == ("xé", "ab!")
+    assert second.flush() == "ab" and (second.text, second.stopped_by) == ("xébab", None)
+    assert shown == ["x", ""]
