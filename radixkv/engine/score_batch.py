@@ -1,7 +1,7 @@
 """Score continuations of one prompt: the requests of `engine.score`, and their results.
 
 A request computes the prompt and its continuation without the last token, and samples nothing. Continuations that
-differ in their last token only share a request.
+differ only in their last token share a request.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Score:
     """The log probability of a continuation after its prompt, in the model's own distribution.
 
     `logprob` is the sum of `token_logprobs`, one for each of `token_ids`. `greedy` says that no token was more likely
-    than any of these at its place. `usage` is the cost of the request that computed it. Continuations that differ in
-    their last token only have one request.
+    than any of these at its place. `usage` is the cost of the request that computed it. Continuations that differ only
+    in their last token share that request.
     """
 
     logprob: float

@@ -22,7 +22,7 @@ from radixkv.serve.message_schemas import read_messages, read_tools
 from radixkv.serve.sampling_fields import are_token_ids, sampling_params, wire_range
 
 MOST_PROMPTS = 1024
-MOST_SCORES = 2**22  # log probabilities of prompts in a response, some 30 bytes each
+MOST_SCORES = 2**22  # log probabilities of prompts in a response, 25 to 80 bytes each
 WITHOUT_EFFECT = ("user", "safety_identifier", "metadata", "prompt_cache_retention")
 NOT_OF_CHAT = {
     "audio": "this server reads and writes text only",
