@@ -189,12 +189,14 @@ def _options(fields: Fields, bound: int | None, logprobs: int | None, *, echo: b
     scores = [each for each in (prompt_logprobs, logprobs if echo else None) if each is not None]
     params = sampling_params(
         fields,
-        1 if bound == 0 else bound,
+        bound or None,
         logprobs,
         constraint=constraint,
         prompt_logprobs=max(scores, default=None),
         beams=fields.flag("use_beam_search"),
     )
+    if bound == 0 and params.min_tokens:
+        fields.refuse("min_tokens", "must be 0 with max_tokens 0: there is no reply")
     session_key = fields.text("prompt_cache_key")
     for name, (allowed, why) in IGNORED_VALUES.items():
         fields.prefer(name, allowed, why)

@@ -176,6 +176,7 @@ def test_scores_that_cannot_be_returned_are_refused_by_name():
             (TEXT, {"max_tokens": 0, "n": 2}, "n"),
             (TEXT, {"max_tokens": 0, "n": 2, "use_beam_search": True}, "n"),
             (TEXT, {"max_tokens": -1}, "max_tokens"),
+            (TEXT, {"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
             (TEXT, {"prompt_logprobs": 21}, "prompt_logprobs"),
             (TEXT, {"prompt_logprobs": -1}, "prompt_logprobs"),
             (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
