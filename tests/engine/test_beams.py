@@ -11,15 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from radixkv import SamplingParams
 from radixkv.cache import Sequence as CachedSequence
 from radixkv.chat import Engine
 from radixkv.engine.beams import BeamRequest
 from radixkv.engine.core import Core
+from radixkv.engine.observers import EngineObserver
 from radixkv.engine.output import Completion
+from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, PromptTooLong, RequestCancelled, RequestFailed
 from radixkv.models.loaded import SequenceInput
+from radixkv.sampling.params import SampleRow
 from tests.engine.fakes import STOP, VOCAB, FakeModel, chain, check, greedy_reply, logits_of, make_engine
 from tests.selection import mostly_long, sampled
 
@@ -354,3 +358,51 @@ def test_a_fork_that_raises_fails_its_search_only(monkeypatch: pytest.MonkeyPatc
         check(engine)  # also the beams that were forked before hold no blocks
         check_beams(engine.generate([other], PARAMS)[0], naive_beams(other, PARAMS))
         check(engine)
+
+
+class ShortReplies:
+    """A logits processor that excludes every token once a reply has `most` tokens."""
+
+    reads_history = True
+
+    def applies(self, params: SamplingParams) -> bool:
+        return "most" in params.extra_args
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+        for values, row in zip(logits, rows, strict=True):
+            if len(row.history) - row.prompt_length >= row.params.extra_args["most"]:
+                values.fill_(-torch.inf)
+
+
+def test_a_search_without_any_candidate_fails_unless_replies_are_complete() -> None:
+    text = prompts(13, 1)[0]
+    with make_engine(200, 4, logits_processors=(ShortReplies(),))[0] as engine:
+        endless = PARAMS.but(ignore_eos=True, extra_args={"most": 2})
+        with pytest.raises(RequestFailed, match="no candidate for a beam"):
+            engine.generate([text], endless)
+        check(engine)
+        found = engine.generate([text], endless.but(stop_token_ids=STOPS, extra_args={"most": 4}))[0]
+        replies = [found, *found.alternatives]
+        assert all(each.finish_reason == "stop" and len(each.token_ids) <= 4 for each in replies)
+        check(engine)
+
+
+class ComputedTokens(EngineObserver):
+    """Records the computed tokens of each request at its end."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def ended(self, request: Request, error: Exception | None) -> None:
+        self.found.append(request.computed_tokens)
+
+
+def test_observers_count_the_tokens_of_beams_that_ended() -> None:
+    text = prompts(14, 1)[0]
+    with make_engine(200, 4)[0] as engine:
+        observer = ComputedTokens()
+        engine.core.observers.append(observer)
+        found = engine.generate([text], PARAMS)[0]
+        returned = sum(each.usage.computed_tokens for each in (found, *found.alternatives))
+        assert observer.found == [engine.stats().computed_tokens]
+        assert observer.found[0] > returned
