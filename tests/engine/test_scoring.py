@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 import threading
 from collections.abc import Sequence
@@ -87,6 +88,21 @@ def test_prompt_logprobs_are_those_of_the_model(chunk: int) -> None:
         assert done.token_ids == engine.generate([PROMPT], GREEDY)[0].token_ids
         assert len(runner.steps[0]) == 1 and runner.steps[0][0] == (0, min(chunk, 30))
         check(engine)
+
+
+def test_prompt_logprobs_are_a_sequence_that_does_not_change() -> None:
+    prompt = [(5 * each + each // 3) % 49 for each in range(600)]  # more than an iteration makes at once
+    engine, _ = make_engine(num_blocks=200)
+    with engine:
+        found = engine.generate([prompt], GREEDY.but(prompt_logprobs=1))[0].prompt_logprobs
+    assert found is not None and len(found) == 600
+    entries = tuple(found)
+    assert found == entries and entries == tuple(found[at] for at in range(600)) and found != entries[1:]
+    assert found[-2:] == entries[-2:] and found[:2] == (None, entries[1]) and found[::-200] == entries[::-200]
+    assert found[-1] == entries[599] and found[-600] is None and hash(found) == hash(entries)
+    assert pickle.loads(pickle.dumps(found)) == found
+    with pytest.raises(IndexError):
+        found[600]
 
 
 def test_a_hit_is_cut_where_scores_need_logits() -> None:
