@@ -466,15 +466,16 @@ def sequence_input(work: Work, sampled_row: int = -1) -> SequenceInput:
 
 def sample_row(stream: Stream, in_flight: int = 0) -> SampleRow:
     """Return the row that samples a stream's next token, after `in_flight` tokens that are still being sampled."""
-    return SampleRow(
-        params=stream.request.params,
-        seed=stream.seed,
-        position=len(stream.tokens) + in_flight,
-        history=stream.tokens,
-        prompt_length=len(stream.request.prompt),
-        stop_token_ids=stream.request.stop_ids,
-        stream=(stream.request.number, stream.index),
-        in_flight=in_flight,
-        candidates=stream.request.candidates,
-        bad_words=stream.request.bad_words,
+    request, tokens = stream.request, stream.tokens
+    return SampleRow(  # by position: keywords take a quarter more time, for each row of each step
+        request.params,
+        stream.seed,
+        len(tokens) + in_flight,
+        tokens,
+        len(request.prompt),
+        request.stop_ids,
+        (request.number, stream.index),
+        in_flight,
+        request.candidates,
+        request.bad_words,
     )
