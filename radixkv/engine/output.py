@@ -7,8 +7,10 @@ Results are frozen. The engine's thread puts chunks into an `OutputChannel` and 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from radixkv.sampling.params import TokenLogprobs
 
 MAX_UNREAD = 64  # chunks of one stream; a few seconds of decoding on a CPU
+WAIT_TURN = 1.0  # seconds after which a caller that waits handles a Ctrl-C at the latest
 FinishReason = Literal["stop", "length"]
 _log = logging.getLogger(__name__)
 
@@ -190,7 +193,7 @@ class OutputChannel:
     def wait(self, timeout: float | None = None) -> Completion:
         """Wait for the result; raises the request's error, or TimeoutError."""
         with self.waiting():
-            if not self.ended and not self._end_event.wait(timeout):
+            if not self.ended and not self._wait_for_end(timeout):
                 raise TimeoutError(f"the request did not finish within {timeout} s; it still runs: cancel() ends it")
         if self._error is not None:
             raise self._error
@@ -245,6 +248,17 @@ class OutputChannel:
     def _lock(self) -> AbstractContextManager[object]:
         """The lock; none in a forked process, where a thread that no longer exists may hold it."""
         return nullcontext() if self._is_forked else self._rlock
+
+    def _wait_for_end(self, timeout: float | None) -> bool:
+        """Wait for the end in turns, `timeout` seconds at most; return whether it came.
+
+        Python handles a Ctrl-C that comes just before it blocks only once it wakes up: without turns, never.
+        """
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._end_event.wait(min(until - time.monotonic(), WAIT_TURN)):
+            if time.monotonic() >= until:
+                return False
+        return True
 
     def _may_resume(self) -> bool:
         return not self._readers or self._waiters > 0 or self._chunks.qsize() <= self._max_unread // 2

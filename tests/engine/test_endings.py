@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from radixkv import Engine, Handle, SamplingParams
-from radixkv.engine.output import Chunk
+from radixkv.engine.output import WAIT_TURN, Chunk, OutputChannel
 from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, RequestTimedOut
 from tests.engine.fakes import check, greedy_reply, make_engine
 from tests.engine.test_engine import prompt_of
@@ -286,6 +286,24 @@ def test_interrupting_generate_cancels_all_of_it_and_passes_on():
         check(world.engine)
         stats = world.engine.stats()
         assert (stats.finished, stats.cancelled, stats.running, stats.waiting) == (1, 2, 0, 0)
+
+
+def test_a_caller_that_waits_wakes_up_for_a_signal_that_came_before(monkeypatch: pytest.MonkeyPatch):
+    """Python notes a signal before it blocks, and handles it when it runs again: here, in the third turn."""
+    channel, turns = OutputChannel(), []
+
+    def wait(timeout: float | None = None) -> bool:
+        turns.append(timeout)
+        if len(turns) == 3:
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(channel._end_event, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        channel.wait()
+    assert turns == [WAIT_TURN] * 3
+    with pytest.raises(TimeoutError):
+        OutputChannel().wait(0.01)
 
 
 @needs_signals
