@@ -55,7 +55,8 @@ class State:
 
     `stale`: the engine cannot be reached. `frozen`: the user froze the screen, or looks at the past. `baseline`: the
     sample that deltas are counted from, if the user set one. `end_reason`: why the engine ended, on the last state of a
-    recording.
+    recording. `received`: the time at which the engine sent the newest frame; while a long step runs, it is later than
+    `time`.
     """
 
     line: int
@@ -77,6 +78,7 @@ class State:
     frozen: bool = False
     baseline: Sample | None = None
     end_reason: str = ""
+    received: float = 0.0
 
     def __repr__(self) -> str:
         """Return a short text: a state may hold a hundred thousand records, and a traceback would show them all."""

@@ -21,6 +21,9 @@ Phase = Literal["waiting", "prefill", "decode", "paused", "preempted", "finished
 MissReason = Literal["full", "never_seen", "diverged", "evicted", "limit"]
 Residence = Literal["device", "host"]
 
+TIMED_OUT = "RequestTimedOut"
+"""The `finish` of a failed request whose own timeout ended it: the name of the error that its caller got."""
+
 LIVE: frozenset[str] = frozenset({"waiting", "prefill", "decode", "paused", "preempted"})
 """Phases of a request that has not ended."""
 
@@ -57,7 +60,8 @@ class EngineFacts(Record):
     """The constant facts of a loaded engine; `engine` is a name that is new with every load.
 
     `num_blocks` are the blocks of the pool, and `host_blocks` those of the second tier in host memory, 0 without one.
-    Both have `block_size` tokens and `bytes_per_block` bytes.
+    Both have `block_size` tokens and `bytes_per_block` bytes. `control` is True if the engine executes the commands of
+    this connection; never for clients over TCP.
     """
 
     engine: str
@@ -78,6 +82,7 @@ class EngineFacts(Record):
     prefill_chunk: int
     exposes_text: bool = False
     host_blocks: int = 0
+    control: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,9 @@ class NodeRecord(Record):
     `holders` are sequences and pins that end at this node, and `pins` are the pins among them. `locks` are holders plus
     locked children; a node with 0 locks is evictable. `head` are its first token ids (at most 8). `text` is the
     beginning of its text, if the engine exposes text. `residence` is the tier whose blocks it has: `blocks` of a node
-    on the host are ids of host memory, a range of their own. All nodes below such a node are on the host too.
+    on the host are ids of host memory, a range of their own. All nodes below such a node are on the host too. `hits`
+    are the requests whose cached prefix ended here, and `reused` those whose cached prefix includes this node; None if
+    an older engine does not send them.
     """
 
     id: int
@@ -107,6 +114,7 @@ class NodeRecord(Record):
     head: tuple[int, ...] = ()
     text: str | None = None
     residence: Residence = "device"
+    reused: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,9 @@ class RequestRecord(Record):
     where it occurred. For "evicted", they are also the tokens that would have matched, the seconds since their eviction
     (at admission), and its cause. `miss_without_state` are cached tokens before it that were computed again, because
     the model's recurrent state was not kept there. `coalesced` is True if the request waited for another one to prefill
-    their shared prefix. `host_tokens` are the cached tokens that were loaded from host memory.
+    their shared prefix. `host_tokens` are the cached tokens that were loaded from host memory. `preempted_ms` are the
+    times of the newest preemptions, in milliseconds since the submission: begin, end, begin, end, ...; without the last
+    end while the request is preempted.
     """
 
     number: int
@@ -163,6 +173,7 @@ class RequestRecord(Record):
     miss_pressure: str | None = None
     miss_without_state: int = 0
     host_tokens: int = 0
+    preempted_ms: tuple[int, ...] = ()
 
     @property
     def live(self) -> bool:
@@ -173,6 +184,16 @@ class RequestRecord(Record):
     def ttft(self) -> float | None:
         """Seconds from submission to the first token; None before it."""
         return None if self.first_token is None else self.first_token - self.submitted
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from submission to the first admission; None before it."""
+        return None if self.admitted is None else self.admitted - self.submitted
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the request's own timeout ended it."""
+        return self.phase == "failed" and self.finish == TIMED_OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +240,9 @@ class Changes:
 
     `stats` are all counters and gauges by name: those of EngineStats, those of CacheStats with the prefix "cache.", the
     sums over all steps "step_seconds" and "step_tokens", and "monitor_ns", the cost of telemetry on the engine's
-    thread. A record replaces the one with its id or number. `next_victims` are the ids of the nodes that would be
-    evicted next, the first one first, at most `NEXT_VICTIMS`; None if they are unchanged, or unknown (old recordings).
+    thread. `ITL_NAMES` count the times between two tokens of a stream, `PROCESS_NAMES` describe the engine's process. A
+    record replaces the one with its id or number. `next_victims` are the ids of the nodes that would be evicted next,
+    the first one first, at most `NEXT_VICTIMS`; None if they are unchanged, or unknown (old recordings).
     """
 
     time: float
@@ -235,6 +257,18 @@ class Changes:
     evictions: tuple[EvictionRecord, ...] = ()
     next_victims: tuple[int, ...] | None = None
 
+
+ITL_BOUNDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 10.0),
+)
+"""Upper bounds in seconds of the buckets of the inter-token latency (ITL): the time between two tokens of a stream."""
+ITL_NAMES = (*(f"itl.{bound:g}" for bound in ITL_BOUNDS), "itl.inf")
+"""The counters in `Changes.stats`: the number of times above the preceding bound and up to this one."""
+PROCESS_NAMES = ("process_cpu_seconds", "process_rss_bytes", "device_memory_bytes", "device_memory_total_bytes")
+"""The CPU time of the engine's process since its start, in all threads; its resident memory; and on a GPU the memory
+that its allocator reserved, and that of the whole device. The last two are absent on a CPU.
+"""
 
 MOST_INT = 2**63 - 1
 MOST_BLOCKS = 2**31

@@ -47,7 +47,12 @@ PRIORITY = st.integers(-(2**63) + 1, 2**63 - 1)
 
 def records(kind: type) -> st.SearchStrategy:
     """Any record of a kind, drawn from its annotations; some fields have a range of their own."""
-    own = {"head": HEAD, "priority": PRIORITY, "blocks": COUNT if kind is EvictionRecord else RUNS}
+    own = {
+        "head": HEAD,
+        "preempted_ms": HEAD,
+        "priority": PRIORITY,
+        "blocks": COUNT if kind is EvictionRecord else RUNS,
+    }
     own |= {"num_blocks": st.integers(1, MOST_POOL), "host_blocks": st.integers(0, MOST_POOL)}
     own |= {"block_size": st.integers(1, 2**63 - 1)}
     return st.builds(kind, **{name: own.get(name, _any(hint)) for name, hint in get_type_hints(kind).items()})
