@@ -173,7 +173,7 @@ def test_frames_of_wrong_types_are_refused(name, fields):
         (delta(gone_nodes=[1, "2"]), "list of ids"),
         (delta(gone_nodes=[-1]), "list of ids"),
         (delta(next_victims=[1.5]), "list of ids"),
-        (delta(nodes=[[1, 2]]), "NodeRecord has 13 to 17 values, not 2"),
+        (delta(nodes=[[1, 2]]), "NodeRecord has 13 to 18 values, not 2"),
         (delta(nodes=[[*node(1).pack()[:-2], 5]]), "NodeRecord.text cannot be a int"),
         (delta(nodes=[[*node(1).pack()[:-1], "shelf"]]), "NodeRecord.residence cannot be shelf"),
         (delta(nodes=[[True, *node(1).pack()[1:]]]), "NodeRecord.id cannot be a bool"),
