@@ -1,7 +1,8 @@
 """Read a recorded workload of any format: a format is one entry of FORMAT_TABLE, recognised by its first object.
 
 The readers of block ids, and of radixkv's own recordings, are in `mooncake`, those of lengths in `length_traces`. All
-others read text. Files may be gzipped. They are read line by line, so only one line is in memory.
+others read text. Files may be gzipped. They are read line by line, so only one line is in memory. The rows of a
+Parquet file are read like lines.
 
 A writer that was killed leaves a file whose last line is cut. All other lines are read, and a warning is logged.
 """
@@ -19,7 +20,16 @@ from itertools import chain
 from typing import TypeAlias
 
 from radixkv.errors import InvalidInput
-from radixkv_traces import agent_logs, chats, conversation_sets, json_array, length_traces, mooncake, otel_spans
+from radixkv_traces import (
+    agent_logs,
+    chats,
+    conversation_sets,
+    json_array,
+    length_traces,
+    mooncake,
+    otel_spans,
+    parquet_file,
+)
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.mooncake import decoded, parse
 from radixkv_traces.records import Line, Named, TraceError, TraceRequest
@@ -154,7 +164,9 @@ def sample(name: str) -> Traversable:
 def _objects(lines: Lines) -> Iterator[Named]:
     """Return the objects of a file, each with the name of a session that has no other."""
     head = lines.head()
-    if head.lstrip().startswith(b"["):
+    if head.startswith(parquet_file.MAGIC):
+        yield from ((f"row {line.line}", line) for line in parquet_file.rows(lines.file, lines.name))
+    elif head.lstrip().startswith(b"["):
         array = json_array.elements(Pieces(head, lines), lines.name, lines.number)
         yield from ((f"conversation {number}", line) for number, line in enumerate(array, 1))
     elif head and (names := _columns(head)):
