@@ -14,7 +14,7 @@ from radixkv_traces import cli
 from radixkv_traces.formats import FORMAT_TABLE, ChatRequest, TraceError, TraceRequest, open_trace, parse
 from radixkv_traces.live.requests import PromptMaker
 from radixkv_traces.text_blocks import text_blocks
-from tests.traces.format_samples import CLAUDE, CODEX, SAMPLES, SPANS, exported, lines
+from tests.traces.format_samples import CLAUDE, CODEX, SAMPLES, SPANS, attribute, exported, lines
 
 
 @pytest.fixture
@@ -115,6 +115,27 @@ def test_spans_of_models_are_requests_and_other_spans_are_none(requests: Any) ->
     assert [(each.output_length, each.stop) for each in found] == [(6, "tool_use"), (3, "end_turn")]
     assert found[1].messages[2]["tool_calls"][0]["function"]["name"] == "look"
     assert found[1].messages[3]["content"] == '{"open": 9}'
+
+
+def test_numbered_messages_are_read_like_those_of_the_conventions(requests: Any) -> None:
+    said = {
+        "prompt.0.role": "system", "prompt.0.content": "Be brief.",
+        "prompt.1.role": "user", "prompt.1.content": "When does it open?",
+        "prompt.2.role": "assistant", "prompt.2.tool_calls.0.id": "q", "prompt.2.tool_calls.0.name": "look",
+        "prompt.2.tool_calls.0.arguments": '{"at": "moss"}',
+        "prompt.3.role": "tool", "prompt.3.tool_call_id": "q", "prompt.3.content": '{"open": 9}',
+        "completion.0.role": "assistant", "completion.0.content": "At nine.",
+        "usage.prompt_tokens": 60, "usage.completion_tokens": 3,
+    }  # fmt: skip
+    numbered = {**SPANS[2], "attributes": [attribute(f"gen_ai.{name}", value) for name, value in said.items()]}
+    (expected,) = requests(lines([exported(SPANS[2])]))
+    (found,) = requests(lines([exported(numbered)]))
+    assert found.reply == expected.reply and found.output_length == expected.output_length == 3
+    assert [{**each, "tool_calls": None} for each in found.messages] == [
+        {**each, "tool_calls": None} for each in expected.messages
+    ]
+    assert found.messages[2]["tool_calls"][0]["function"] == expected.messages[2]["tool_calls"][0]["function"]
+    assert found.messages[2]["tool_calls"][0]["id"] == "q"
 
 
 def test_spans_without_content_have_lengths_only(requests: Any) -> None:

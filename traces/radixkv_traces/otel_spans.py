@@ -1,6 +1,7 @@
 """OpenTelemetry spans with the GenAI conventions, as OTLP JSON: {"resourceSpans": [...]}, one object a line.
 
-Exporters write content only on request. Spans without `gen_ai.input.messages` have lengths only.
+Exporters write content only on request. Spans without messages have lengths only. OpenLLMetry numbers the parts of
+messages instead (`gen_ai.prompt.0.role`, `gen_ai.prompt.0.content`); they are converted to the conventions' messages.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from radixkv_traces.chats import ROLES, ChatRequest, Message, RequestLog
 from radixkv_traces.records import Line, Named, TraceRequest, is_count, short_repr
 
 _OTHER_OPERATIONS = ("invoke_agent", "create_agent", "execute_tool", "embeddings", "invoke_workflow", "retrieval")
+_NUMBERED = {"gen_ai.input.messages": "gen_ai.prompt", "gen_ai.output.messages": "gen_ai.completion"}
+_OLDER_NAMES = {
+    "gen_ai.usage.input_tokens": "gen_ai.usage.prompt_tokens",
+    "gen_ai.usage.output_tokens": "gen_ai.usage.completion_tokens",
+}
 
 Span = dict[str, Any]
 
@@ -153,7 +159,34 @@ def _objects(line: Line, fields: dict[str, Any], field: str) -> list[dict[str, A
 
 
 def _attributes(line: Line, span: Span) -> dict[str, Any]:
-    return {str(each.get("key")): _value(each.get("value")) for each in _objects(line, span, "attributes")}
+    found = {str(each.get("key")): _value(each.get("value")) for each in _objects(line, span, "attributes")}
+    for name, older in _OLDER_NAMES.items():
+        if name not in found and older in found:
+            found[name] = found[older]
+    for name, prefix in _NUMBERED.items():
+        if name not in found and (numbered := _unnumbered(found, prefix)):
+            found[name] = [_message(each) for each in numbered]
+    return found
+
+
+def _unnumbered(found: dict[str, Any], prefix: str) -> list[dict[str, Any]]:
+    """Return the objects whose fields are attributes `prefix.0.field`, `prefix.1.field`, ..., in order."""
+    objects: dict[int, dict[str, Any]] = {}
+    for key, value in found.items():
+        number, _, field = key.removeprefix(prefix + ".").partition(".")
+        if key.startswith(prefix + ".") and number.isdecimal() and field:
+            objects.setdefault(int(number), {})[field] = value
+    return [each for _, each in sorted(objects.items())]
+
+
+def _message(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of the conventions from the fields of a numbered one."""
+    calls = _unnumbered(fields, "tool_calls")
+    if fields.get("role") == "tool":
+        part = {"type": "tool_call_response", "id": fields.get("tool_call_id"), "response": fields.get("content")}
+        return {"role": "tool", "parts": [part]}
+    text = [{"type": "text", "content": fields["content"]}] if fields.get("content") else []
+    return {"role": fields.get("role"), "parts": [*text, *({**call, "type": "tool_call"} for call in calls)]}
 
 
 def _value(value: Any) -> Any:
