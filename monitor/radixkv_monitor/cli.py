@@ -1,4 +1,4 @@
-"""Run `radixkv-monitor`: turn options into a feed and a screen, and errors into one line and an exit status.
+"""Run `radixkv-monitor`: turn options into a feed and an output, and errors into one line and an exit status.
 
 Textual is imported only if there is a terminal to draw on.
 """
@@ -12,28 +12,41 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from radixkv.errors import EngineNotFound, RadixKVError
+from radixkv_monitor import options
+from radixkv_monitor.options import FAILED, INTERRUPTED, MISUSED, OK
 
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 GARBAGE = 50_000
 """New objects between two garbage collections. Records are in no reference cycles. With Python's default of 700,
 collections take a third of the time to build a large tree's rows, and a tenth of the time to import Textual.
 """
 PATIENCE = 5.0
 """The seconds that --once waits for an engine's state."""
+WATCHED = 2.0
+"""The seconds that --once watches a live engine."""
 
-VIEW_NAMES = ("overview", "tree", "pool", "sessions", "evictions", "requests")
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A kind of output: the option that selects it, and the function that produces it and returns the exit status.
+
+    `draws`: it needs a terminal for its screen.
+    """
+
+    option: str
+    run: Callable[[argparse.Namespace], int]
+    draws: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0 success, 1 a reported failure, 2 wrong usage, 130 Ctrl-C."""
+    """Run the command and return its exit status, one of `options.EXIT_STATUSES`."""
     gc.set_threshold(GARBAGE)
-    arguments = _parser().parse_args(argv)
+    arguments = options.parser().parse_args(argv)
     _log_to(arguments.log)
     try:
         return _run(arguments)
@@ -41,42 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of the output closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return OK
     except (RadixKVError, OSError) as error:
-        print(f"radixkv-monitor: {error}", file=sys.stderr)
-        return MISUSED if isinstance(error, ValueError) else FAILED
+        return _failed(str(error), MISUSED if isinstance(error, ValueError) else FAILED)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="radixkv-monitor",
-        description="Show a running engine: its radix tree and block pool, requests, hits, misses and evictions.",
-        epilog="Without a target, attach to the engine on this machine, or ask which one. The engine is not changed.",
-    )
-    parser.add_argument(
-        "target", nargs="?", metavar="TARGET", help="a process id, a socket, tcp://HOST:PORT, or a recording"
-    )
-    parser.add_argument(
-        "--demo", action="store_true", help="show a made-up workload over a real cache; needs no engine"
-    )
-    parser.add_argument(
-        "--host-blocks", metavar="N", type=int, default=0, help="with --demo: add a host tier of N blocks (of 2 MiB)"
-    )
-    parser.add_argument("--replay", metavar="FILE", type=Path, help="play a recording")
-    parser.add_argument("--record", metavar="FILE", type=Path, help="record to a new file from the first state on")
-    parser.add_argument("--view", choices=VIEW_NAMES, default="overview", help="the view to start with")
-    parser.add_argument("--sort", metavar="NAME", help="sort the views by this column or order")
-    parser.add_argument("--theme", choices=("dark", "light"), default="dark", help="the theme to start with")
-    parser.add_argument("--once", action="store_true", help="print a summary and exit")
-    parser.add_argument("--json", action="store_true", help="with --once: print JSON")
-    parser.add_argument(
-        "--token", default="", help="the token of an engine at tcp://; not needed on the engine's own machine"
-    )
-    parser.add_argument(
-        "--log", metavar="FILE", type=Path, help="write a log to this file; otherwise nothing is logged"
-    )
-    parser.add_argument("--version", action="version", version=f"radixkv {version('radixkv')}")
-    return parser
+def _failed(message: str, status: int) -> int:
+    """Report a failure in one line, and return its status."""
+    print(f"radixkv-monitor: {message}", file=sys.stderr)
+    return status
 
 
 def _log_to(path: Path | None) -> None:
@@ -90,29 +76,14 @@ def _log_to(path: Path | None) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    chosen = [each for each in (arguments.target, arguments.replay, arguments.demo or None) if each is not None]
-    if len(chosen) > 1:
-        print("radixkv-monitor: a target, --replay and --demo exclude each other: give one of them", file=sys.stderr)
-        return MISUSED
-    if arguments.host_blocks and not (arguments.demo and arguments.host_blocks > 0):
-        print("radixkv-monitor: --host-blocks goes with --demo, and is a number above 0", file=sys.stderr)
-        return MISUSED
-    if arguments.json and not arguments.once:
-        print("radixkv-monitor: --json goes with --once", file=sys.stderr)
-        return MISUSED
-    if arguments.record is not None and arguments.record.exists():
-        print(f"radixkv-monitor: {arguments.record} is there already: name a new file to record to", file=sys.stderr)
-        return MISUSED
-    if not arguments.once and not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
-        print("radixkv-monitor: this is no terminal to draw on; --once prints a summary", file=sys.stderr)
-        return MISUSED
-    if arguments.sort is not None and (complaint := _unknown_order(arguments.sort)):
-        print(f"radixkv-monitor: {complaint}", file=sys.stderr)
-        return MISUSED
-    feed = _feed(arguments)
-    if feed is None:
-        return 0
-    return _once(feed, as_json=arguments.json) if arguments.once else _draw(feed, arguments)
+    mode = next(each for each in MODES if not each.option or getattr(arguments, each.option))
+    if message := options.complaint(arguments):
+        return _failed(message, MISUSED)
+    if mode.draws and not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        return _failed("this is no terminal to draw on; --once prints a summary", MISUSED)
+    if arguments.sort is not None and (message := _unknown_order(arguments.sort)):
+        return _failed(message, MISUSED)
+    return mode.run(arguments)
 
 
 def _unknown_order(name: str) -> str:
@@ -126,8 +97,14 @@ def _unknown_order(name: str) -> str:
     return "\n".join((f"nothing can be sorted by {name!r}; there are", *lines))
 
 
-def _feed(arguments: argparse.Namespace) -> Any:
-    """Return the feed to watch; None if no engine was chosen."""
+# ---- the source
+
+
+def choose_feed(arguments: argparse.Namespace, *, ask: bool = False) -> Any:
+    """Return the feed to watch. If several engines run, ask for one on the screen, or fail; None if none was chosen.
+
+    Raises EngineNotFound and InvalidInput.
+    """
     from radixkv.telemetry.discovery import engines
     from radixkv_monitor import feed_factory
 
@@ -142,7 +119,7 @@ def _feed(arguments: argparse.Namespace) -> Any:
     if len(found) == 1:
         return feed_factory.feed_of_found(found[0])
     lines = [feed_factory.describe(each, time.time()) for each in found]
-    if arguments.once:
+    if not ask:
         raise EngineNotFound("several engines are running; name one by its process id or socket:\n" + "\n".join(lines))
     from radixkv_monitor.dialogs import PickerApp
 
@@ -153,12 +130,18 @@ def _feed(arguments: argparse.Namespace) -> Any:
     return None if index is None else feed_factory.feed_of_found(found[index])
 
 
-def _draw(feed: Any, arguments: argparse.Namespace) -> int:
+# ---- the modes
+
+
+def _draw(arguments: argparse.Namespace) -> int:
+    """Show the app until it ends."""
+    feed = choose_feed(arguments, ask=True)
+    if feed is None:
+        return OK
     from radixkv_monitor.app import MonitorApp
     from radixkv_monitor.self_usage import FrameLimiter, UsageMeter
     from radixkv_monitor.theme import DARK, LIGHT
 
-    theme = LIGHT if arguments.theme == "light" else DARK
     app = MonitorApp(
         feed,
         arguments.view,
@@ -166,15 +149,21 @@ def _draw(feed: Any, arguments: argparse.Namespace) -> int:
         record_to=arguments.record,
         usage_meter=UsageMeter(),
         frame_limiter=FrameLimiter(),
-        theme=theme,
+        theme=LIGHT if arguments.theme == "light" else DARK,
     )
     app.run()
-    return app.return_code or 0
+    return app.return_code or OK
 
 
-def _once(feed: Any, *, as_json: bool) -> int:
+def _once(arguments: argparse.Namespace) -> int:
+    """Print one summary."""
     from radixkv_monitor.print_once import first_state, to_dict, to_text
 
-    state = first_state(feed, PATIENCE)
-    print(json.dumps(to_dict(state), indent=2) if as_json else to_text(state), flush=True)
-    return 0
+    watched = WATCHED if arguments.seconds is None else arguments.seconds
+    state = first_state(choose_feed(arguments), PATIENCE, watched)
+    print(json.dumps(to_dict(state), indent=2) if arguments.json else to_text(state), flush=True)
+    return OK
+
+
+MODES = (Mode("once", _once), Mode("", _draw, draws=True))
+"""The first mode whose option is given is run; the last one has no option."""

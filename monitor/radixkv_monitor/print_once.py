@@ -15,10 +15,11 @@ from radixkv_monitor.state import State
 from radixkv_monitor.summary import summarise, verdict
 
 
-def first_state(feed: Feed, patience: float) -> State:
+def first_state(feed: Feed, patience: float, watched: float = 0.0) -> State:
     """Start the feed, wait for a state (of a recording: for its last), and close the feed.
 
-    Raises EngineNotFound after `patience` seconds without one.
+    A live engine is then watched for `watched` seconds, unless it ends; a rate needs two samples. Raises EngineNotFound
+    after `patience` seconds without a state.
     """
     feed.start()
     try:
@@ -31,6 +32,9 @@ def first_state(feed: Feed, patience: float) -> State:
                 break
             elif isinstance(feed, SocketFeed) and feed.latest is None and feed.status.sentence:
                 break  # the first attempt failed, and a script does not wait for an engine to start
+            time.sleep(0.02)
+        until = time.monotonic() + watched
+        while time.monotonic() < until and feed.status.link == "live":
             time.sleep(0.02)
         state = feed.latest
         if state is None:

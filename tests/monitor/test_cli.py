@@ -67,7 +67,7 @@ def test_once_of_a_live_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     snapshot = Snapshot(0, 1, Changes(time=1000.0, reset=True, stats=STATS))
     with ours:
         ours.sendall(encode(Hello(FACTS)) + encode(snapshot))
-        assert cli.main(["--once", "--json"]) == 0
+        assert cli.main(["--once", "--json", "--for", "0"]) == 0
     assert json.loads(capsys.readouterr().out)["stats"] == STATS
 
 
@@ -92,6 +92,7 @@ def test_several_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         (["/", "--once"], "neither a socket nor a recording"),
         (["tcp://nowhere", "--once"], "tcp://"),
         (["--json"], "--json goes with --once"),
+        (["--for", "3"], "--for goes with --once"),
         (["--demo", "--replay", "x"], "exclude each other"),
         (["1", "--demo"], "exclude each other"),
         (["--demo"], "no terminal"),

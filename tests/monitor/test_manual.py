@@ -10,8 +10,8 @@ import pytest
 from textual.binding import Binding, BindingType
 
 from radixkv_monitor.app import KEYS
-from radixkv_monitor.cli import _parser
 from radixkv_monitor.dialogs import key_name
+from radixkv_monitor.options import EXIT_STATUSES, parser
 from radixkv_monitor.views import VIEWS
 from radixkv_monitor.views.evictions import EvictionsView
 from radixkv_monitor.views.pool import PoolView
@@ -60,9 +60,16 @@ def test_the_lists_have_the_keys_of_lists_and_no_others() -> None:
 
 
 def test_every_option_is_in_the_manual() -> None:
-    options = {name for action in _parser()._actions for name in action.option_strings if name.startswith("--")}
+    options = {name for action in parser()._actions for name in action.option_strings if name.startswith("--")}
     documented = set(re.findall(r"^\| `(--[\w-]+)", part("## Start"), re.MULTILINE))
     assert documented == options - {"--help"}
+
+
+def test_every_exit_status_is_in_the_manual_and_in_the_help() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", part("## Start"), re.MULTILINE)
+    assert {int(status): meaning.replace("`", "") for status, meaning in rows} == EXIT_STATUSES
+    shown = parser().format_help()
+    assert all(f"  {status:<5}{meaning}\n" in shown for status, meaning in EXIT_STATUSES.items())
 
 
 def test_every_view_has_its_place_in_the_manual() -> None:
