@@ -32,6 +32,8 @@ from radixkv_monitor.theme import DARK, LIGHT, THEMES
 from radixkv_monitor.views import VIEWS, Selected, Selection, View
 from radixkv_monitor.widgets.status_lines import Banner, BottomLine, TopLine
 
+LINK_KINDS = {"stale": "bad", "silent": "warn"}
+"""The colour of the source's condition, where it is no plain one."""
 SCRUB_STEP, SCRUB_LEAP = 5.0, 60.0
 """The seconds that the keys for the past move."""
 
@@ -163,7 +165,7 @@ class MonitorApp(App[None]):
         """Update the status lines around the view, and their style."""
         facts = self.shown.facts if self.shown is not None else None
         source = f"{facts.model} · pid {self._process_name(facts.pid)}" if facts is not None else self.feed.title
-        self._top.set_text(source, self.playback.link)
+        self._top.set_text(source, self.playback.link, LINK_KINDS.get(self.feed.status.link, ""))
         self._banner.set_text(*self.playback.banner)
         self.screen_stack[0].set_class(self.feed.status.link == "stale", "-stale")
 

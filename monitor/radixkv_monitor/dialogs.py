@@ -35,6 +35,7 @@ WORDS = (
     ("hit, miss", "at least half of the prompt was cached, or less"),
     ("regret", "tokens that were requested again after they were evicted"),
     ("audit", "cached blocks that were computed again, to verify their content"),
+    ("silent", "the engine is connected, but has sent nothing for 3 seconds or more"),
     ("stale", "the engine cannot be reached; the screen shows its last state"),
 )
 """The meaning of the words on the screens."""

@@ -20,18 +20,22 @@ from radixkv_monitor.state_builder import PastStates, StateBuilder
 
 _log = logging.getLogger(__name__)
 
-Link = Literal["connecting", "live", "stale", "replay", "ended"]
+Link = Literal["connecting", "live", "silent", "stale", "replay", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
     """The condition of the source. `sentence` is for the reader, and empty while all is well. `since` is seconds since
     1970.
+
+    A source is silent if it is connected but sends nothing, for `silence` seconds so far. It is stale if it cannot be
+    reached. In both cases `since` is the time of the last frame, or of the end of the connection.
     """
 
     link: Link
     since: float
     sentence: str = ""
+    silence: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,7 @@ class ThreadFeed(Feed):
 
     @property
     def now(self) -> float:
-        """The present, while the source is live."""
+        """The present, while the source is live; then the time of its last news."""
         status, latest = self._status, self.latest
         now = self._clock() if status.link == "live" else status.since
         return max(now, latest.time) if latest is not None else now

@@ -1,6 +1,13 @@
-"""Format numbers for people: durations, counts, shares and sizes."""
+"""Format numbers for people: times, durations, counts, shares and sizes."""
 
 from __future__ import annotations
+
+import time
+
+
+def clock(when: float) -> str:
+    """Format the local time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(when))
 
 
 def duration(seconds: float | None) -> str:

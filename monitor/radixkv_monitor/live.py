@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -21,13 +22,16 @@ from radixkv_monitor.formatting import duration
 _log = logging.getLogger(__name__)
 
 HZ = 10.0
-SILENCE_TIMEOUT = 15.0
-"""The seconds without a frame after which an engine counts as gone; publishers send at least one frame a second."""
+SILENCE, SILENCE_TIMEOUT = 3.0, 15.0
+"""The seconds without a frame after which an engine counts as silent, and as gone. Publishers send at least one frame a
+second.
+"""
 SHORTEST_RETRY, LONGEST_RETRY = 0.25, 8.0
 """The seconds between attempts to connect: doubled after each failure, with jitter."""
 RESTARTED, RESTART_NOTICE = "the engine was restarted", 30.0
 """The notice after an engine was replaced by another, and for how many seconds it is shown."""
 _CHUNK = 256 * 1024
+_POLL = 0.5  # seconds
 
 
 class SocketFeed(ThreadFeed):
@@ -43,10 +47,12 @@ class SocketFeed(ThreadFeed):
         connect: Callable[[], socket.socket],
         *,
         clock: Callable[[], float] = time.time,
+        ticks: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
         super().__init__(title, clock=clock)
         self._connect = connect
+        self._ticks = ticks
         self._jitter = random.Random(seed)
         self._failures = 0
         self._frames = self._bytes = 0
@@ -70,7 +76,7 @@ class SocketFeed(ThreadFeed):
         """Read one connection to its end; return why it ended."""
         try:
             with self._connect() as connection:
-                connection.settimeout(0.5)
+                connection.settimeout(_POLL)
                 self.peer = _socket_name(connection)
                 return self._read(connection)
         except (OSError, RadixKVError) as error:
@@ -79,23 +85,35 @@ class SocketFeed(ThreadFeed):
 
     def _read(self, connection: socket.socket) -> str:
         decoder = Decoder()
-        last_received = time.monotonic()
+        last_received = self._ticks()
         while not self._closing.is_set():
             try:
                 data = connection.recv(_CHUNK)
             except TimeoutError:
-                if time.monotonic() - last_received > SILENCE_TIMEOUT:
-                    return f"no data for {duration(time.monotonic() - last_received)}"
+                if select.select([connection], [], [], 0)[0]:  # this process itself was stopped while it waited
+                    continue
+                silence = self._ticks() - last_received
+                self._note_silence(silence)
+                if silence > SILENCE_TIMEOUT:
+                    return f"no data for {duration(silence)}"
                 continue
             if not data:
                 return self.builder.end_reason or "the engine closed the connection"
-            last_received = time.monotonic()
+            last_received = self._ticks()
             self._bytes += len(data)
             self._take(list(decoder.feed(data)))
         return "closed"
 
+    def _note_silence(self, silence: float) -> None:
+        """Report a silence of some seconds; the engine may be stopped, or its machine be too busy to run it."""
+        if silence >= SILENCE and self._status.link in ("live", "silent"):
+            sentence = f"No news for {duration(int(silence))}: the engine's process is stopped or very busy"
+            self._status = Status("silent", self._clock() - silence, sentence, silence)
+
     def _take(self, frames: list[Frame]) -> None:
         self._frames += len(frames)
+        if frames and self._status.link == "silent":
+            self._status = Status("live", self._clock())
         before = self.builder.latest
         state = self.builder.take(*frames)
         if state is None:
@@ -115,7 +133,7 @@ class SocketFeed(ThreadFeed):
         link: Link = "stale" if self.builder.latest is not None else "connecting"
         if self.builder.end_reason not in (None, reason):  # the engine's own reason says more than the lost connection
             reason = f"{self.builder.end_reason}; {reason}"
-        since = was.since if was.link == link else self._clock()
+        since = was.since if was.link in (link, "silent") else self._clock()
         opening = f"Looking for an engine at {self.title}: " if link == "connecting" else ""
         self._status = Status(link, since, f"{opening}{reason}; next attempt in {duration(pause)}")
         self._closing.wait(pause)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from radixkv_monitor.feed import Feed
-from radixkv_monitor.formatting import duration, size
+from radixkv_monitor.formatting import clock, duration, size
 from radixkv_monitor.replay import FileFeed
-from radixkv_monitor.state import Sample, State
+from radixkv_monitor.state import Sample, State, age_time
+
+STEP_NOTICE = 2.0
+"""The seconds from which on a notice names the length of a running step, so that steps of a second do not flicker."""
 
 
 class Playback:
@@ -32,7 +34,7 @@ class Playback:
         state = self._frozen_state if self.frozen else self.feed.latest
         if state is None:
             return None
-        now = state.now if self.frozen else self.feed.now
+        now = state.now if self.frozen else age_time(state, self.feed.now)
         stale = self.feed.status.link == "stale"
         same_engine = self._baseline is not None and self._baseline.engine == state.facts.engine
         baseline = self._baseline if same_engine else state.baseline
@@ -58,7 +60,7 @@ class Playback:
         if self.replay is not None:
             self.replay.seek(self.replay.now + seconds)
             return
-        start = self._position if self._position is not None else self._shown.time if self._shown else span[1]
+        start = self._position if self._position is not None else self._shown.received if self._shown else span[1]
         self._position = max(start + seconds, span[0])
         if seconds > 0 and self._position >= span[1]:
             self._resume()
@@ -90,6 +92,8 @@ class Playback:
         if self.frozen:
             return "‖ past" if self._position is not None else "‖ frozen"
         status = self.feed.status
+        if status.link == "silent":
+            return f"◐ silent {status.silence:.0f} s"
         if self.replay is not None and status.link in ("replay", "ended"):
             return f"{'▶' if self.replay.playing else '‖'} replay {self.replay.speed:g}x"
         return {"connecting": "◌ connecting", "live": "● live", "stale": "✗ stale"}.get(status.link, "■ ended")
@@ -97,9 +101,10 @@ class Playback:
     @property
     def banner(self) -> tuple[str, str]:
         """Return notices, the most important first, and their kind: "bad", "warn" or "info"."""
-        notices = [each for each in (self._source_text(), self._position_text(), self._recording_text()) if each]
-        kind = "bad" if self.feed.status.link == "stale" else "warn" if self.frozen else "info"
-        return "; ".join(notices), kind
+        parts = (self._source_text(), self._step_text(), self._position_text(), self._recording_text())
+        link = self.feed.status.link
+        kind = "bad" if link == "stale" else "warn" if self.frozen or link == "silent" else "info"
+        return "; ".join(each for each in parts if each), kind
 
     def _source_text(self) -> str:
         status = self.feed.status
@@ -109,6 +114,12 @@ class Playback:
             return status.sentence or f"Looking for an engine at {self.feed.title}"
         return status.sentence
 
+    def _step_text(self) -> str:
+        seconds = self._shown.step_seconds if self._shown is not None else None
+        if seconds is None or seconds < STEP_NOTICE or self.feed.status.link in ("silent", "stale"):
+            return ""
+        return f"Step running for {duration(seconds)}; state as of its start"
+
     def _position_text(self) -> str:
         state = self._frozen_state
         if self.replay is not None:
@@ -116,8 +127,8 @@ class Playback:
             return f"{length(self.feed.now - span[0])} of {length(span[1] - span[0])}" if span else ""
         if state is None:
             return ""
-        ago = duration(max(0.0, self.feed.now - state.time))
-        return f"{clock(state.time)}, {ago} ago; reading goes on; space: return to the present, [ ]: move"
+        ago = duration(max(0.0, self.feed.now - state.now))
+        return f"{clock(state.now)}, {ago} ago; reading goes on; space: return to the present, [ ]: move"
 
     def _recording_text(self) -> str:
         recording = self.feed.recording
@@ -126,11 +137,6 @@ class Playback:
         return recording.trouble or (
             f"● recording to {recording.path.name}, {size(recording.bytes)}" if recording.running else ""
         )
-
-
-def clock(when: float) -> str:
-    """Format the local time of day."""
-    return time.strftime("%H:%M:%S", time.localtime(when))
 
 
 def length(seconds: float) -> str:

@@ -11,7 +11,7 @@ from radixkv_monitor.feed import Feed
 from radixkv_monitor.formatting import count, duration, share
 from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.replay import FileFeed
-from radixkv_monitor.state import State
+from radixkv_monitor.state import State, age_time
 from radixkv_monitor.summary import summarise, verdict
 
 
@@ -40,7 +40,7 @@ def first_state(feed: Feed, patience: float, watched: float = 0.0) -> State:
         if state is None:
             why = feed.status.sentence or "no state was received"
             raise EngineNotFound(why if feed.title in why else f"{feed.title}: {why}")
-        return replace(state, now=max(state.time, feed.now))
+        return replace(state, now=age_time(state, feed.now), stale=feed.status.link == "stale")
     finally:
         feed.close()
 

@@ -20,8 +20,11 @@ from radixkv.telemetry.records import (
     SequenceRecord,
     SessionRecord,
 )
+from radixkv_monitor.formatting import clock
 
 KINDS = ("nodes", "gone_nodes", "sequences", "gone_sequences", "requests", "sessions", "evictions")
+LONG_STEP = 1.0
+"""The seconds from which on a step is shown as running. Publishers send the age of a state once a second."""
 REMEMBERED_TICKS = 64
 """The most ticks that `State.touched_since` looks back."""
 
@@ -53,10 +56,10 @@ class State:
     are the nodes that the engine would evict next, the first one first; None if the engine did not send them. `history`
     holds about one sample a second of the last ten minutes, oldest first; the last is of this state.
 
-    `stale`: the engine cannot be reached. `frozen`: the user froze the screen, or looks at the past. `baseline`: the
-    sample that deltas are counted from, if the user set one. `end_reason`: why the engine ended, on the last state of a
-    recording. `received`: the time at which the engine sent the newest frame; while a long step runs, it is later than
-    `time`.
+    `stale`: the engine cannot be reached, and `now` is the time of its last news. `frozen`: the user froze the screen,
+    or looks at the past. `baseline`: the sample that deltas are counted from, if the user set one. `end_reason`: why
+    the engine ended, on the last state of a recording. `received`: the time at which the engine sent the newest frame.
+    It is later than `time` while a long step runs, because the engine's thread reports between steps.
     """
 
     line: int
@@ -84,6 +87,27 @@ class State:
         """Return a short text: a state may hold a hundred thousand records, and a traceback would show them all."""
         return f"<State of {self.facts.engine} at {self.time}, line {self.line}, tick {self.tick}>"
 
+    @property
+    def step_seconds(self) -> float | None:
+        """How long the present step of the engine had run when the newest frame was sent; None below a second.
+
+        Records and counters are then as of the start of the step. Engines that do not describe their process send the
+        time of the newest change while they are idle, so without requests the age of their state is no step.
+        """
+        age = self.received - self.time
+        busy = self.live or self.stats.get("running") or self.stats.get("waiting")
+        return age if age >= LONG_STEP and (busy or "process_cpu_seconds" in self.stats) else None
+
+    @property
+    def past(self) -> bool:
+        """Whether the engine has ended or cannot be reached, so that sentences are in the past tense."""
+        return self.stale or bool(self.end_reason)
+
+    @property
+    def until(self) -> str:
+        """The words that follow "the last minute" if the minute did not end at present: " before 12:03:55"."""
+        return f" before {clock(self.now)}" if self.past else ""
+
     def touched_since(self, earlier: State | None) -> Touched | None:
         """Return the ids of nodes and sequences that may differ from `earlier`; None if all may. O(ticks + ids)."""
         if (
@@ -95,6 +119,11 @@ class State:
         since = [each for each in self.recent if each.tick > earlier.tick]
         nodes = frozenset[int]().union(*(each.nodes for each in since))
         return Touched(self.tick, nodes, frozenset[int]().union(*(each.sequences for each in since)))
+
+
+def age_time(state: State, now: float) -> float:
+    """Return the time to which the ages in a state count: `now`, or that of the state while a long step runs."""
+    return state.time if state.step_seconds is not None else max(now, state.time)
 
 
 @dataclass(repr=False)

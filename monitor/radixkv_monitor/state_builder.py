@@ -17,7 +17,7 @@ from radixkv.telemetry.protocol import Bye, Delta, Frame, Gap, Hello, Snapshot, 
 from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.history import SECONDS, Sampler
 from radixkv_monitor.recording_writer import LiveRecording
-from radixkv_monitor.state import Sample, State, StateCopier
+from radixkv_monitor.state import Sample, State, StateCopier, age_time
 from radixkv_monitor.timeline import ReadPosition, Timeline
 
 _lines = count(1)
@@ -43,6 +43,7 @@ class StateBuilder:
         self._whole = False
         self._was_unseen = True  # whether changes before the snapshot were missed
         self._seq = 0
+        self._received = 0.0
         self._lock = Lock()
         self.recording: LiveRecording | None = None
 
@@ -109,6 +110,7 @@ class StateBuilder:
         pages, self._pages, self._whole = self._pages, [], True
         for page in pages:
             self._mirror.apply(page.changes)
+        self._received = received(pages[-1], self._mirror)
         self._sampler.note(self._mirror.time, self.facts.engine, self._mirror.stats, unseen=self._was_unseen)
         self.timeline.begin(self.facts, pages)
         return [page.changes for page in pages]
@@ -116,6 +118,7 @@ class StateBuilder:
     def _delta(self, frame: Delta) -> list[Changes]:
         assert self.facts is not None
         self._mirror.apply(frame.changes)
+        self._received = received(frame, self._mirror)
         self._sampler.note(self._mirror.time, self.facts.engine, self._mirror.stats)
         if self.timeline.add(frame):
             self.timeline.begin(self.facts, list(snapshot_frames(self._mirror, frame.seq, frame.ts)))
@@ -125,8 +128,18 @@ class StateBuilder:
         assert self._copier is not None and self.facts is not None
         history = self._sampler.samples
         self._baseline = self._baseline or history[-1]
-        self.latest = replace(self._copier.take(self._mirror, applied, history), baseline=self._baseline)
+        state = self._copier.take(self._mirror, applied, history)
+        self.latest = replace(state, baseline=self._baseline, received=self._received)
         return self.latest
+
+
+def received(frame: Snapshot | Delta, mirror: Mirror) -> float:
+    """Return the time at which the newest frame was sent, at least the time of the state.
+
+    An idle engine may send the state of an hour ago to a new client, and it is valid now.
+    """
+    busy = mirror.live or mirror.stats.get("running") or mirror.stats.get("waiting")
+    return max(frame.ts, mirror.time) if busy or isinstance(frame, Delta) else mirror.time
 
 
 class PastStates:
@@ -155,7 +168,9 @@ class PastStates:
             self._mirror.apply(changes)
         assert self._copier is not None
         state = self._copier.take(self._mirror, applied, self._history(mark.segment.facts.engine))
-        self._last = replace(state, baseline=state.history[0])
+        sent = received(frames[-1], self._mirror) if frames else state.time
+        state = replace(state, baseline=state.history[0], received=sent)
+        self._last = replace(state, now=age_time(state, sent))
         return self._last
 
     def _history(self, engine: str) -> tuple[Sample, ...]:

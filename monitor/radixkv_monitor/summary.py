@@ -10,7 +10,7 @@ from typing import Any, Literal
 from radixkv.telemetry.protocol import CRASHED
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import history as counters
-from radixkv_monitor.formatting import duration, plural, share
+from radixkv_monitor.formatting import clock, duration, plural, share
 from radixkv_monitor.history import MINUTE, LastMinute, evicted_per_second, last_minute, per_second, samples_since_start
 from radixkv_monitor.state import Sample, State
 
@@ -326,10 +326,17 @@ def _since(baseline: Sample | None, stats: Mapping[str, float], name: str) -> fl
 
 def verdict(state: State, summary: Summary) -> Verdict:
     """Judge how the engine is doing. Problems come before plain facts."""
-    bad, warnings, facts = list(_bad(state, summary)), list(_warnings(summary)), list(_facts(summary))
+    bad, warnings = list(_bad(state, summary)), list(_warnings(summary, state.until))
+    facts = list(_facts(summary, state.until))
+    level, opening = _mood(summary)
+    if state.stale:
+        bad.append(f"not connected since {clock(state.now)}")
+        if len(bad) == 1 and not warnings:
+            facts = [f"was {opening.lower()}: {facts[0]}", *facts[1:]]
     if bad or warnings:
         return Verdict("bad" if bad else "warn", _capital("; ".join((*bad, *warnings, *facts))))
-    level, opening = _mood(summary) if not state.end_reason else ("idle", f"Ended ({state.end_reason})")
+    if state.end_reason:
+        level, opening = "idle", f"Ended ({state.end_reason})"
     return Verdict(level, f"{opening}: {'; '.join(facts)}")
 
 
@@ -339,31 +346,31 @@ def _bad(state: State, summary: Summary) -> Iterable[str]:
     if summary.differing_blocks:
         audited = plural(summary.audited_blocks, "audited block")
         yield f"{summary.differing_blocks:,} of {audited} differ when recomputed"
-    if state.stale:
-        yield "not connected: these numbers are old"
     if summary.failed_minute:
-        yield f"{plural(summary.failed_minute, 'request')} failed in the last minute"
+        yield f"{plural(summary.failed_minute, 'request')} failed in the last minute{state.until}"
 
 
-def _warnings(summary: Summary) -> Iterable[str]:
+def _warnings(summary: Summary, until: str) -> Iterable[str]:
+    """List the warnings; `until` follows "the last minute", as `State.until` says."""
+    minute = f"the last minute{until}"
     if summary.longest_wait >= LONG_WAIT:
         yield f"{plural(summary.waiting, 'request')} waiting, the longest for {duration(summary.longest_wait)}"
     if summary.preemptions_minute:
-        when = "in the last minute" if summary.watched >= MINUTE else "of requests of the last minute"
+        when = f"in {minute}" if summary.watched >= MINUTE else f"of requests of {minute}"
         yield f"{plural(summary.preemptions_minute, 'preemption')} {when}: the pool is too small for this load"
     if (summary.regret_minute.share or 0) >= REGRET_SHARE:
-        yield f"{summary.regret_minute} of the tokens requested in the last minute had been evicted"
+        yield f"{summary.regret_minute} of the tokens requested in {minute} had been evicted"
     if summary.host is not None and summary.host.failed_minute:
-        yield f"{plural(summary.host.failed_minute, 'transfer')} to or from the host failed in the last minute"
+        yield f"{plural(summary.host.failed_minute, 'transfer')} to or from the host failed in {minute}"
     if summary.pool.total and (summary.pool.active + summary.pool.pinned) / summary.pool.total >= HELD_SHARE:
         yield f"{share(summary.pool.active + summary.pool.pinned, summary.pool.total)} of the pool is held"
 
 
-def _facts(summary: Summary) -> Iterable[str]:
+def _facts(summary: Summary, until: str) -> Iterable[str]:
     recent = summary.hit_minute if summary.hit_minute.whole >= 1 else summary.hit_lifetime
     if recent.whole >= 1:
         yield f"{recent} of prompt tokens served from cache"
-    preemptions = "" if summary.preemptions_minute else ", 0 preemptions in the last minute"
+    preemptions = "" if summary.preemptions_minute else f", 0 preemptions in the last minute{until}"
     yield f"pool {share(summary.pool.total - summary.pool.free, summary.pool.total)} full{preemptions}"
 
 

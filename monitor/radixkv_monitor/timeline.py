@@ -82,7 +82,7 @@ class Timeline:
         """Begin a segment of this engine; `snapshot` is its whole state. O(snapshot)."""
         segment = Segment(facts)
         for page in snapshot:
-            segment.add(page.changes.time, encode(page), head=True)
+            segment.add(_time(page), encode(page), head=True)
         with self._lock:
             if self._segments:
                 self._segments[-1].pack()
@@ -93,7 +93,7 @@ class Timeline:
         """Append a delta to the newest segment; return whether it is time to `begin` a new one. O(delta)."""
         data = encode(delta)
         with self._lock:
-            self._segments[-1].add(delta.changes.time, data)
+            self._segments[-1].add(_time(delta), data)
             self._forget()
             return self._segments[-1].due
 
@@ -149,6 +149,11 @@ class Timeline:
         size = sum(each.bytes for each in self._segments)
         while len(self._segments) > 1 and (size > self._bytes or newest - self._segments[1].times[0] > self._seconds):
             size -= self._segments.popleft().bytes
+
+
+def _time(frame: Piece) -> float:
+    """Return the time at which a frame was sent. It may be later than that of its state, which a long step delays."""
+    return max(frame.ts, frame.changes.time)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -15,13 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.errors import EngineNotFound
 from radixkv.telemetry.discovery import connect
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.protocol import CRASHED, Bye, Delta, Frame, Gap, Hello, Snapshot, encode, snapshot_frames
+from radixkv.telemetry.protocol import CRASHED, Bye, Gap, Hello, Snapshot, encode, snapshot_frames
 from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.recording import MAGIC, read_recording
-from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord
+from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.history import rate
 from radixkv_monitor.live import DemoFeed, SocketFeed
 from radixkv_monitor.print_once import first_state
@@ -31,32 +28,8 @@ from radixkv_monitor.state_builder import PastStates, StateBuilder
 from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.timeline import Timeline
 from tests.monitor.fake_feed import FACTS
+from tests.monitor.frames import OTHER, Clock, Engines, delta, node, send, snapshot, until
 from tests.telemetry.served import room, serving
-
-OTHER = replace(FACTS, engine="engine-2", pid=5000)
-
-
-def node(number: int, used: float) -> NodeRecord:
-    return NodeRecord(number, 0, 0, 16, (number, 1), 0, 0, 0, 0, 0, False, 0.0, used)
-
-
-def snapshot(time: float, *numbers: int, seq: int = 0) -> Snapshot:
-    changes = Changes(time=time, reset=True, stats={"steps": time}, nodes=tuple(node(n, time) for n in numbers))
-    return Snapshot(0, 1, changes, seq=seq, ts=time)
-
-
-def delta(time: float, *numbers: int, gone: tuple[int, ...] = (), seq: int = 0) -> Delta:
-    nodes = tuple(node(n, time) for n in numbers)
-    return Delta(Changes(time=time, stats={"steps": time}, nodes=nodes, gone_nodes=gone), seq=seq, ts=time)
-
-
-def until(true: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait for another thread; fail after `seconds`."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "nothing came of it"
-        time.sleep(0.005)
-
 
 # ---- frames in, states out
 
@@ -180,28 +153,6 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None
 # ---- an engine at a socket
 
 
-class Engines:
-    """The other end of a feed's connections: each attempt gets the next socket, or a refusal."""
-
-    def __init__(self) -> None:
-        self.waiting: list[socket.socket | Exception] = []
-        self.attempts = 0
-
-    def serve(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        self.waiting.append(theirs)
-        return ours
-
-    def connect(self) -> socket.socket:
-        self.attempts += 1
-        if not self.waiting:
-            raise EngineNotFound("no engine answers at x: Connection refused")
-        found = self.waiting.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     monkeypatch.setattr("radixkv_monitor.live.SHORTEST_RETRY", 0.01)
@@ -215,10 +166,6 @@ def feed(engines: Engines) -> Iterator[SocketFeed]:
     yield made
     made.close()
     assert not made._thread.is_alive()
-
-
-def send(connection: socket.socket, *frames: Frame) -> None:
-    connection.sendall(b"".join(encode(frame) for frame in frames))
 
 
 def test_an_engine_that_is_not_there_yet_is_waited_for(engines: Engines, feed: SocketFeed) -> None:
@@ -376,16 +323,6 @@ def test_a_damaged_recording_shows_all_before_the_damage(recording: Path, cut: i
     assert feed.span == (1000.0, 1000.0 + cut)
     assert feed.latest is not None and feed.latest.time == 1000.0 + cut
     feed.close()
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def __call__(self) -> float:
-        return self.time
 
 
 @pytest.fixture

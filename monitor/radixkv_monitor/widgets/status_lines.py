@@ -44,6 +44,7 @@ class TopLine(Horizontal):
         self._tabs = Tabs(titles)
         self._source = Static(id="source", markup=False)
         self._text: tuple[str, str] = ("", "")
+        self._kind = ""
 
     def compose(self) -> ComposeResult:
         """Lay out both halves."""
@@ -54,8 +55,12 @@ class TopLine(Horizontal):
         """Mark the current view."""
         self._tabs.show(current)
 
-    def set_text(self, source: str, link: str) -> None:
-        """Show the source, if there is room for it, and its condition."""
+    def set_text(self, source: str, link: str, kind: str) -> None:
+        """Show the source, if there is room for it, and its condition, in the colour of `kind`: "bad" or "warn"."""
+        if kind != self._kind:
+            self._kind = kind
+            for each in ("bad", "warn"):
+                self._source.set_class(each == kind, f"-{each}")
         if (source, link) != self._text:
             self._text = (source, link)
             self._draw()
