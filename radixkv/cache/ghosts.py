@@ -12,7 +12,7 @@ That is enough to count a reuse, and too little to explain one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from radixkv.cache.tokens import WIDTH, common_prefix
@@ -100,6 +100,19 @@ class Ghosts:
         self._runs.clear()
         self._faded.clear()
         self._bytes = 0
+
+    def drop(self, owners: Iterable[GhostOwner]) -> None:
+        """Forget the ghosts below these owners, and the ghosts that follow them. O(ghosts)."""
+        places: dict[GhostOwner, list[Place]] = {}
+        for place in (*self._runs, *self._faded):
+            places.setdefault(place[0], []).append(place)
+        waiting = list(owners)
+        while waiting:
+            for place in places.pop(waiting.pop(), ()):
+                ghost = self._runs.pop(place, None) or self._faded.pop(place)
+                self._bytes -= len(ghost.key)
+                self._forgotten(ghost, place[1])
+                waiting.append(ghost.next)
 
     def add(self, owner: GhostOwner, position: int, ghost: Ghost) -> None:
         """Remember a run that followed `position` tokens below `owner`."""

@@ -90,6 +90,13 @@ class Pins:
         for pin in list(self._pins):
             pin.release()
 
+    def release_at(self, node: Node) -> int:
+        """Release the pins that end at a node; returns their number. O(pins)."""
+        found = [pin for pin, held in self._pins.items() if held is node]
+        for pin in found:
+            pin.release()
+        return len(found)
+
     def expire(self) -> None:
         """Release the pins whose time is over. O(1) while there are none, else O(pins)."""
         if self._next_expiry < inf and self._next_expiry <= (now := self._clock()):

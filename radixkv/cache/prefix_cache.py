@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from random import Random
 from typing import ClassVar, cast
@@ -21,7 +21,17 @@ from radixkv.cache.quotas import NamespaceLimits, NamespaceUsage, Quotas
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.state import COUNTERS, CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
-from radixkv.cache.types import PURPOSES, CachedRun, CacheStats, Explanation, GhostOwner, Match, Node, Purpose
+from radixkv.cache.types import (
+    PURPOSES,
+    CachedNode,
+    CachedRun,
+    CacheStats,
+    Explanation,
+    GhostOwner,
+    Match,
+    Node,
+    Purpose,
+)
 from radixkv.errors import InvalidInput, PrefixHeld
 
 Limits = NamespaceLimits | Mapping[Hashable, float] | None
@@ -138,6 +148,17 @@ class PrefixCache:
         """
         held = [sequence.node for sequence in self.state.open.values()] + self.state.pins.nodes()
         return self.state.tree.random_run(held, rng)
+
+    def node(self, number: int) -> CachedNode | None:
+        """Find a node of any tier by its id; None if it is gone. O(nodes) + O(tokens of its text)."""
+        tree = self.state.tree
+        node = next((each for each in tree.residents() if each.id == number), None)
+        if node is None:
+            return None
+        path = tree.path(node)
+        tokens = np.frombuffer(bytearray().join([each.key for each in path]), np.int32)
+        namespace = tree.namespace(node)
+        return CachedNode(tokens, node.start, namespace, node.residence, node.locks, tree.followers(node))
 
     def next_victims(self, count: int = 32) -> list[int]:
         """Return the node ids of the leaves that would be evicted next, in this order; fewer if there are fewer.
@@ -298,6 +319,15 @@ class PrefixCache:
             node = tree.split(node, length - node.start)
         return pins.add(node, length, matched == len(raw), len(blocks), ttl)
 
+    def unpin(self, tokens: Tokens, namespace: Hashable = None) -> int:
+        """Release the pins that end exactly at the end of `tokens`; returns their number. Costs a match + O(pins)."""
+        raw = as_bytes(tokens)
+        self.state.pins.expire()
+        node, matched = self._find(raw, self._namespaces.find(namespace))
+        if node is None or not matched or not matched == len(raw) == node.end * WIDTH:
+            return 0
+        return self.state.pins.release_at(node)
+
     def pinned_length(self, pin: Pin, length: int) -> int:
         """Return how many of the first `length` tokens of a pinned text stay usable as long as the pin holds."""
         return min(length, pin.length)
@@ -348,11 +378,7 @@ class PrefixCache:
         self._refuse_held(node, start)
         if node.start < start:
             state.tree.split(node, int(start) - node.start)
-        free = len(state.pool.free)
-        for each in reversed(list(state.tree.walk(node))):
-            state.index.forget(each.policy_data, each.start)
-            state.tree.remove(each)
-        return len(state.pool.free) - free
+        return self._forget(state.tree.walk(node))
 
     def clear(self, *, pins: bool = False) -> None:
         """Forget everything that no sequence or pin holds, ghosts included. Counts as no eviction.
@@ -368,7 +394,32 @@ class PrefixCache:
             state.tree.remove(state.index.victim())
         self._namespaces.keep(state.tree.roots)
 
+    def clear_namespace(self, namespace: Hashable = None) -> int:
+        """Forget everything of one namespace that no sequence or pin holds, its ghosts and all tiers included.
+
+        Returns the blocks that this freed on the device. Counts as no eviction, and changes no other namespace. Ghosts
+        that follow a forgotten ghost cannot be found any more: they stay until they are the oldest. O(ghosts), and
+        O(log leaves + its blocks) for each node of the namespace.
+        """
+        state, space = self.state, self._namespaces.find(namespace)
+        state.pins.expire()
+        if space is None:
+            return 0
+        root = state.tree.find_root(space)
+        nodes = [] if root is None else list(state.tree.residents(root))
+        state.ghosts.drop([space, *(each.ghost_owner for each in nodes)])
+        return self._forget(each for each in nodes if each.parent is not None and not each.locks)
+
     # ---- helpers
+
+    def _forget(self, nodes: Iterable[Node]) -> int:
+        """Remove unlocked nodes, each before its children here, with all that follow; returns the blocks freed."""
+        state = self.state
+        free = len(state.pool.free)
+        for each in reversed(list(nodes)):
+            state.index.forget(each.policy_data, each.start)
+            state.tree.remove(each)
+        return len(state.pool.free) - free
 
     def _group(self, namespace: Hashable) -> int:
         """The group of a namespace, which may be new."""

@@ -104,9 +104,13 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
-    def residents(self) -> Iterator[Node]:
-        """All nodes, roots included, of all tiers."""
-        return self.walk()
+    def residents(self, top: Node | None = None) -> Iterator[Node]:
+        """All nodes, roots included, of all tiers; or `top` and all below it. A node comes before its children."""
+        return self.walk(top)
+
+    def followers(self, node: Node) -> int:
+        """Count the nodes that follow the end of a node, in any tier."""
+        return len(node.children)
 
     def is_empty(self, root: Node) -> bool:
         """Whether a root has no children and no holders."""

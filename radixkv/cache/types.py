@@ -59,6 +59,17 @@ class CachedRun(NamedTuple):
     blocks: npt.NDArray[np.int32]  # [ceil(end / block_size)] of the text; safe to read only while a sequence holds it
 
 
+class CachedNode(NamedTuple):
+    """A node of the tree, and the cached text that ends with it."""
+
+    tokens: npt.NDArray[np.int32]  # [end]: the text from its beginning to the end of the node; [0] for a root
+    start: int  # the position of the node's first token
+    namespace: Hashable
+    residence: Residence
+    locks: int  # holders that end at the node, and locked children; a node with 0 locks is evictable
+    children: int  # nodes that follow its end, in any tier
+
+
 @dataclass(frozen=True, slots=True)
 class Hint:
     """Facts about the future of a sequence, given when it is closed."""

@@ -74,6 +74,8 @@ class Story:
             (1, self.look),
             (1, self.evict),
             (1, self.clear),
+            (1, self.clear_namespace),
+            (1, self.find_nodes),
         ]
 
     def run(self, operations: int) -> None:
@@ -203,10 +205,21 @@ class Story:
         if self.rng.random() < 0.1:  # a full cache is the rule
             self.world.clear(pins=self.rng.random() < 0.5)
 
+    def clear_namespace(self) -> None:
+        if self.rng.random() < 0.3:
+            self.world.clear_namespace(self.namespace())
+
+    def find_nodes(self) -> None:
+        self.world.find_nodes()
+
     def release(self) -> None:
         self.world.wait(1)
         if self.world.pins and self.rng.random() < 0.3:
-            self.world.release(self.rng.choice(self.world.pins))
+            pinned = self.rng.choice(self.world.pins)
+            if self.rng.random() < 0.5:
+                self.world.release(pinned)
+            else:
+                self.world.unpin(pinned.namespace, pinned.tokens)
 
 
 @pytest.mark.parametrize(RUN, runs(*QUICK))

@@ -176,6 +176,20 @@ class Verbs(RuleBasedStateMachine):
     def clear(self) -> None:
         self.world.clear()
 
+    @rule(space=st.sampled_from(NAMESPACES))
+    def clear_namespace(self, space: str | None) -> None:
+        self.world.clear_namespace(space)
+
+    @precondition(lambda self: self.world.pins)
+    @rule(which=pick, other=st.booleans())
+    def unpin(self, which: int, other: bool) -> None:
+        pinned = self.world.pins[which % len(self.world.pins)]
+        self.world.unpin(pinned.namespace, pinned.tokens[:-1] if other else pinned.tokens)
+
+    @rule()
+    def find_nodes(self) -> None:
+        self.world.find_nodes()
+
     @rule()
     def drain(self) -> None:
         self.world.drain()

@@ -552,6 +552,61 @@ class World:
         self.forget_what_nobody_holds()
         assert self.cache.evictable_blocks == 0
 
+    def clear_namespace(self, namespace: Hashable) -> None:
+        """Forget exactly what nothing holds in one namespace; every other text stays as it is, on the same blocks."""
+        self.cache.stats()
+        before = self.cache.stats()
+        others = [(each, text) for each, texts in self.texts.items() if each != namespace for text in leaves(texts)]
+        found = [(self.cached(each, text), self.cache.explain(text, each)) for each, text in others]
+        gone = leaves(self.texts_of(namespace))
+        freed = self.cache.clear_namespace(namespace)
+        after = self.cache.stats()
+        assert freed == after.free_blocks - before.free_blocks
+        assert after.evicted_blocks == before.evicted_blocks
+        for (each, text), (match, explanation) in zip(others, found, strict=True):
+            again = self.cached(each, text)
+            assert (again.length, again.matched, again.host) == (match.length, match.matched, match.host)
+            assert again.blocks.tolist() == match.blocks.tolist()
+            assert self.cache.explain(text, each) == explanation
+        self.texts[namespace] = self.held_texts().get(namespace, Texts())
+        for text in gone:
+            left = self.cached(namespace, text)
+            assert left.matched <= self.texts[namespace].longest_prefix(text)
+            assert left.host == left.idle_blocks == 0
+            explanation = self.cache.explain(text, namespace)
+            assert "evicted" not in (explanation.reason, explanation.kv_reason), "a ghost of it is left"
+
+    def unpin(self, namespace: Hashable, prompt: Sequence[int]) -> None:
+        """Release exactly the pins whose text is this one, and leave those on its parts and continuations."""
+        self.cache.stats()
+        text = list(prompt)
+        here = [each for each in self.pins if (each.namespace, each.tokens) == (namespace, text) and each.tokens]
+        assert self.cache.unpin(self.shaped(text), namespace) == len(here)
+        assert not any(each.pin.active for each in here)
+        self.pins = [each for each in self.pins if each not in here]
+        assert all(each.pin.active for each in self.pins if each.tokens)
+
+    def find_nodes(self) -> None:
+        """Find each node by its id: its text is cached up to its end; an id that no node has finds nothing."""
+        before = self.state()
+        tree = self.cache.state.tree
+        nodes = list(tree.residents())
+        for node in self.rng.sample(nodes, min(len(nodes), 3)):
+            found = self.cache.node(node.id)
+            assert found is not None
+            assert (found.start, len(found.tokens), found.residence) == (node.start, node.end, node.residence)
+            assert (found.namespace, found.locks) == (tree.namespace(node), node.locks)
+            text = found.tokens.tolist()
+            if node.residence == "device":
+                assert self.cached(found.namespace, text).matched == node.end
+                wider = [each for each in leaves(self.texts_of(found.namespace)) if each[: node.end] == text]
+                reaching = {each[node.end] for each in wider if len(each) > node.end}
+                followed = {at for at in reaching if self.reach(found.namespace, [*text, at]) > node.end}
+                assert found.children >= len(followed)
+        assert self.cache.node(0) is None
+        assert self.cache.node(max((each.id for each in nodes), default=0) + 1) is None
+        self.assert_unchanged(before)
+
     def evict(self, count: int) -> None:
         """Evict until `count` blocks are free; the result says whether they are, and held texts stay."""
         self.cache.stats()

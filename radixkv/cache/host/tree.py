@@ -46,10 +46,18 @@ class HostTree(RadixTree):
         """Whether a root has no children in either tier and no holders."""
         return root not in self.tier.below and super().is_empty(root)
 
-    def residents(self) -> Iterator[Node]:
-        """All nodes of both tiers."""
-        yield from self.walk()
-        yield from self.tier.nodes()
+    def residents(self, top: Node | None = None) -> Iterator[Node]:
+        """All nodes of both tiers; or the device node `top` and all below it. A node comes before its children."""
+        yield from self.walk(top)
+        if top is None:
+            yield from self.tier.nodes()
+            return
+        for node in self.walk(top):
+            yield from self.tier.nodes(node)
+
+    def followers(self, node: Node) -> int:
+        """Count the nodes that follow the end of a node, in both tiers."""
+        return super().followers(node) + len(self.tier.below.get(node, ()))
 
     def beyond(self, node: Node, owner: GhostOwner, rest: bytes) -> list[tuple[Node | Ghost, int]]:
         """The host nodes along `rest`, which follows the end of `node`, then the ghosts, each with its tokens."""

@@ -249,6 +249,10 @@ class StatefulWorld(World):
         super().clear(pins=pins)
         self.forget_lost_states()
 
+    def clear_namespace(self, namespace: Hashable) -> None:
+        super().clear_namespace(namespace)
+        self.forget_lost_states()
+
     def drain(self) -> None:
         super().drain()
         self.forget_lost_states()
