@@ -92,9 +92,13 @@ class NodeRecord(Record):
     `holders` are sequences and pins that end at this node, and `pins` are the pins among them. `locks` are holders plus
     locked children; a node with 0 locks is evictable. `head` are its first token ids (at most 8). `text` is the
     beginning of its text, if the engine exposes text. `residence` is the tier whose blocks it has: `blocks` of a node
-    on the host are ids of host memory, a range of their own. All nodes below such a node are on the host too. `hits`
-    are the requests whose cached prefix ended here, and `reused` those whose cached prefix includes this node; None if
-    an older engine does not send them.
+    on the host are ids of host memory, a range of their own. All nodes below such a node are on the host too.
+
+    `reused` is the number of requests that found this node, or its first tokens, in the cache, since it is cached. A
+    request counts at every node of its cached prefix, so a node has at least the sum of its children; those that leave
+    the tree change nothing. It is None if an older engine does not send it. `hits` are the requests whose cached prefix
+    ended here. They follow the eviction policy: a removed last child leaves its hits to its parent, and a split leaves
+    them all to the lower half, which may have more hits than `reused` then. A root has neither: its `reused` is 0.
     """
 
     id: int
