@@ -19,7 +19,7 @@ from typing import Any
 
 from radixkv.errors import EngineNotFound, RadixKVError
 from radixkv_monitor import options
-from radixkv_monitor.options import FAILED, INTERRUPTED, MISUSED, OK
+from radixkv_monitor.options import DAMAGED, FAILED, INTERRUPTED, MISUSED, OK
 
 GARBAGE = 50_000
 """New objects between two garbage collections. Records are in no reference cycles. With Python's default of 700,
@@ -133,6 +133,25 @@ def choose_feed(arguments: argparse.Namespace, *, ask: bool = False) -> Any:
 # ---- the modes
 
 
+class Progress:
+    """Show the share of a task on one line of a terminal; anywhere else, show nothing."""
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+        self._shown = False
+
+    def __call__(self, share: float) -> None:
+        """Show a share, 0 to 1."""
+        if sys.stderr.isatty():
+            self._shown = True
+            print(f"\r\x1b[Kradixkv-monitor: {self._task}, {share:.0%}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 def _draw(arguments: argparse.Namespace) -> int:
     """Show the app until it ends."""
     feed = choose_feed(arguments, ask=True)
@@ -160,9 +179,20 @@ def _once(arguments: argparse.Namespace) -> int:
     from radixkv_monitor.print_once import first_state, to_dict, to_text
 
     watched = WATCHED if arguments.seconds is None else arguments.seconds
-    state = first_state(choose_feed(arguments), PATIENCE, watched)
-    print(json.dumps(to_dict(state), indent=2) if arguments.json else to_text(state), flush=True)
-    return OK
+    feed = choose_feed(arguments)
+    progress = Progress(f"reading {feed.title}")
+    try:
+        state = first_state(feed, PATIENCE, watched, progress)
+    except EngineNotFound as error:
+        if feed.ending.damaged_at is None:
+            raise
+        return _failed(str(error), DAMAGED)
+    finally:
+        progress.clear()
+    print(json.dumps(to_dict(state, feed), indent=2) if arguments.json else to_text(state, feed), flush=True)
+    if feed.ending.damaged_at is not None:
+        return _failed(f"{feed.title}: the end is missing: {feed.status.sentence}", DAMAGED)
+    return _failed(feed.status.sentence, FAILED) if feed.status.link in ("silent", "stale") else OK
 
 
 MODES = (Mode("once", _once), Mode("", _draw, draws=True))

@@ -39,6 +39,17 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a recording: the reason of its last frame, and the byte of the first damaged or incomplete frame.
+
+    `reason` is empty if the recording was stopped while the engine ran, and "inside a frame" if it is cut.
+    """
+
+    reason: str = ""
+    damaged_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Traffic:
     """The frames and bytes received so far."""
 
@@ -83,6 +94,11 @@ class Feed(ABC):
     def traffic(self) -> Traffic:
         """The frames and bytes received so far."""
         return Traffic()
+
+    @property
+    def ending(self) -> Ending:
+        """The end of a recording that was read whole; of other sources without content."""
+        return Ending()
 
     @property
     def span(self) -> tuple[float, float] | None:

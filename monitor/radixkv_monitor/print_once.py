@@ -3,55 +3,90 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 from radixkv.errors import EngineNotFound
-from radixkv_monitor.feed import Feed
-from radixkv_monitor.formatting import count, duration, share
+from radixkv_monitor.feed import Ending, Feed
+from radixkv_monitor.formatting import count, duration, share, short
+from radixkv_monitor.history import MOMENT, samples_since_start
 from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State, age_time
-from radixkv_monitor.summary import summarise, verdict
+from radixkv_monitor.summary import Summary, summarise, verdict
 
 
-def first_state(feed: Feed, patience: float, watched: float = 0.0) -> State:
+def first_state(
+    feed: Feed, patience: float, watched: float = 0.0, report: Callable[[float], None] = lambda share: None
+) -> State:
     """Start the feed, wait for a state (of a recording: for its last), and close the feed.
 
-    A live engine is then watched for `watched` seconds, unless it ends; a rate needs two samples. Raises EngineNotFound
-    after `patience` seconds without a state.
+    A live engine is then watched for `watched` seconds, unless it ends; a rate needs two samples. A recording is read
+    whole, however long that takes; `report` is called with the share that was read. Raises EngineNotFound after
+    `patience` seconds without a state, and if a recording has none.
     """
     feed.start()
     try:
-        until = time.monotonic() + patience
-        while time.monotonic() < until and feed.status.link != "ended":
-            if isinstance(feed, FileFeed) and feed.span is not None:
-                until = time.monotonic() + patience  # the recording is still being read
-                feed.seek(feed.span[1])
-            elif feed.latest is not None and feed.status.link != "connecting":
-                break
-            elif isinstance(feed, SocketFeed) and feed.latest is None and feed.status.sentence:
-                break  # the first attempt failed, and a script does not wait for an engine to start
-            time.sleep(0.02)
-        until = time.monotonic() + watched
-        while time.monotonic() < until and feed.status.link == "live":
-            time.sleep(0.02)
-        state = feed.latest
+        if isinstance(feed, FileFeed):
+            _go_to_end(feed, report)
+        else:
+            _watch(feed, patience, watched)
+        state, link = feed.latest, feed.status.link
         if state is None:
             why = feed.status.sentence or "no state was received"
             raise EngineNotFound(why if feed.title in why else f"{feed.title}: {why}")
-        return replace(state, now=age_time(state, feed.now), stale=feed.status.link == "stale")
+        return replace(state, now=age_time(state, feed.now), stale=link == "stale")
     finally:
         feed.close()
 
 
-def to_dict(state: State) -> dict[str, Any]:
-    """Return the verdict, the summary, the engine's facts, and all counters, for scripts."""
+def _go_to_end(feed: FileFeed, report: Callable[[float], None]) -> None:
+    """Wait until the recording was read and its last state is shown."""
+    feed.pause(False)
+    while not feed.wait_until_loaded(0.1):
+        report(feed.progress)
+    if feed.span is not None:
+        feed.seek(feed.span[1])
+    while feed.status.link != "ended":
+        time.sleep(0.01)
+
+
+def _watch(feed: Feed, patience: float, watched: float) -> None:
+    """Wait for a first state, and then for `watched` seconds while the engine is connected."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until and feed.status.link != "ended":
+        if feed.latest is not None and feed.status.link != "connecting":
+            break
+        if isinstance(feed, SocketFeed) and feed.latest is None and feed.status.sentence:
+            break  # the first attempt failed, and a script does not wait for an engine to start
+        time.sleep(0.02)
+    until = time.monotonic() + watched
+    while time.monotonic() < until and feed.status.link in ("live", "silent"):
+        time.sleep(0.02)
+
+
+def window_seconds(state: State) -> float:
+    """Return the seconds of samples that the rates of a state cover; 0 if there are no rates yet."""
+    samples = samples_since_start(state)
+    return min(MOMENT, max(0.0, state.now - samples[0].time)) if samples else 0.0
+
+
+def to_dict(state: State, feed: Feed | None = None) -> dict[str, Any]:
+    """Return the verdict, the summary, the engine's facts, and all counters, for scripts; of a recording, its end."""
+    ending = feed.ending if feed is not None else Ending()
     summary = summarise(state)
     judgement = verdict(state, summary)
     return {
         "verdict": {"level": judgement.level, "sentence": judgement.sentence},
         "time": state.time,
+        "now": state.now,
+        "up_seconds": max(0.0, state.now - state.facts.started),
+        "window_seconds": window_seconds(state),
+        "step_seconds": state.step_seconds,
+        "recording": feed.title if isinstance(feed, FileFeed) else None,
+        "damaged_at": ending.damaged_at,
+        "ends": ending.reason or None,
         "engine": asdict(state.facts),
         "summary": summary.as_dict(),
         "nodes": int(state.stats.get("cache.nodes", 0)),
@@ -61,8 +96,8 @@ def to_dict(state: State) -> dict[str, Any]:
     }
 
 
-def to_text(state: State) -> str:
-    """Return a few lines for people."""
+def to_text(state: State, feed: Feed | None = None) -> str:
+    """Return a few lines for people; of a recording, also its name and time."""
     summary, facts = summarise(state), state.facts
     up = state.now - facts.started
     device = " ".join(each for each in (facts.device, facts.dtype) if each != "none") or "no model"
@@ -73,14 +108,31 @@ def to_text(state: State) -> str:
         f"engine      {facts.model}, {device}, pid {facts.pid}, up {duration(up)}",
         f"pool        {count(pool.total)} blocks: {', '.join(f'{name} {share(n, pool.total)}' for name, n in parts)}",
         f"hit rate    {summary.hit_lifetime} of {count(summary.hit_lifetime.whole)} prompt tokens",
+        f"tokens      {_rates(summary)} per second, over {duration(window_seconds(state))}",
         f"first token {duration(hit.median)} if half of the prompt was cached ({hit.count} requests), "
         f"{duration(miss.median)} otherwise ({miss.count} requests); medians",
         f"requests    {summary.running} running, {summary.waiting} waiting, {count(summary.finished)} finished, "
         f"{count(summary.failed)} failed, {count(summary.preemptions)} preemptions",
         f"regret      {count(summary.regret_lifetime.part)} tokens were requested again after they were evicted",
     ]
+    if isinstance(feed, FileFeed):
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.now))
+        lines.insert(1, f"recording   {feed.title}, as of {when}")
+    if state.step_seconds is not None:
+        lines.insert(1, f"state       as of the start of a step that has run for {duration(state.step_seconds)}")
+    place = 1 + next(at for at, line in enumerate(lines) if line.startswith("pool "))
     if summary.states is not None:
-        lines.insert(3, f"states      {summary.states}, {count(summary.states.copies)} copies between slots")
+        lines.insert(place, f"states      {summary.states}, {count(summary.states.copies)} copies between slots")
     if summary.host is not None:
-        lines[3:3] = [f"host        {summary.host}", f"prompts     {summary.host.sources}"]
+        lines[place:place] = [f"host        {summary.host}", f"prompts     {summary.host.sources}"]
     return "\n".join(lines)
+
+
+def _rates(summary: Summary) -> str:
+    """Name the three rates of tokens."""
+    rates = (
+        (summary.output_per_second, "output"),
+        (summary.computed_per_second, "computed"),
+        (summary.cached_per_second, "cached"),
+    )
+    return ", ".join(f"{short(rate)} {name}" for rate, name in rates)

@@ -11,8 +11,8 @@ from threading import Event, Lock
 
 from radixkv.errors import ProtocolError
 from radixkv.telemetry.protocol import Frame
-from radixkv.telemetry.recording import read_recording
-from radixkv_monitor.feed import Status, ThreadFeed, Traffic
+from radixkv.telemetry.recording import RecordingReader
+from radixkv_monitor.feed import Ending, Status, ThreadFeed, Traffic
 from radixkv_monitor.state import State
 from radixkv_monitor.state_builder import PastStates, StateBuilder
 from radixkv_monitor.timeline import Timeline
@@ -36,6 +36,9 @@ class FileFeed(ThreadFeed):
         self._at = clock()
         self._shown: State | None = None
         self._frames = 0
+        self._reader = RecordingReader(path)
+        self._problem = ""
+        self._loaded = Event()
         self.speed = speed
         self.playing = True
 
@@ -53,6 +56,26 @@ class FileFeed(ThreadFeed):
     def traffic(self) -> Traffic:
         """The frames and bytes that were read."""
         return Traffic(self._frames, self._path.stat().st_size if self._path.exists() else 0)
+
+    @property
+    def progress(self) -> float:
+        """The share of the file that was read, 0 to 1."""
+        if self._loaded.is_set():
+            return 1.0
+        whole = self._path.stat().st_size if self._path.exists() else 0
+        return min(1.0, self._reader.bytes_read / whole) if whole else 0.0
+
+    @property
+    def ending(self) -> Ending:
+        """The end of the recording, after it was read whole."""
+        if not self._loaded.is_set():
+            return Ending()
+        reason = "inside a frame" if self._reader.cut else self._problem or self.builder.end_reason or ""
+        return Ending(reason, self._reader.damaged_at)
+
+    def wait_until_loaded(self, timeout: float) -> bool:
+        """Wait until the whole file was read, at most `timeout` seconds; return whether it was."""
+        return self._loaded.wait(timeout)
 
     def close(self) -> None:
         """Stop playing."""
@@ -89,34 +112,37 @@ class FileFeed(ThreadFeed):
     # ---- the thread
 
     def _run(self) -> None:
-        problem = self._load()
+        try:
+            self._load()
+        except (OSError, ProtocolError) as error:
+            self._problem = str(error)
+        finally:
+            self._loaded.set()
         while not self._closing.is_set():
+            self._play()
             self._nudge.wait(_TICK)
             self._nudge.clear()
-            self._play(problem)
 
-    def _load(self) -> str:
-        """Read the file; return its error, or the engine's last words, or an empty text."""
+    def _load(self) -> None:
+        """Read the file, and play what was read so far."""
         played = self._clock()
-        self._status = Status("replay", 0.0, "reading the recording")
-        try:
-            for frames in _batches(read_recording(self._path)):
-                self._frames += len(frames)
-                self.builder.take(*frames)
-                if self._closing.is_set():
-                    break
-                if self._shown is None or self._clock() - played > _TICK:
-                    self._play("reading the recording")
-                    played = self._clock()
-        except (OSError, ProtocolError) as error:
-            return str(error)
-        return self.builder.end_reason or ""
+        self._play()
+        for frames in _batches(iter(self._reader)):
+            self._frames += len(frames)
+            self.builder.take(*frames)
+            if self._closing.is_set():
+                break
+            if self._shown is None or self._clock() - played > _TICK:
+                self._play()
+                played = self._clock()
 
-    def _play(self, sentence: str) -> None:
+    def _play(self) -> None:
         """Advance the position by the elapsed time, and show its state."""
-        span = self.span
+        span, loaded = self.span, self._loaded.is_set()
+        reading = "" if loaded else f"reading the recording, {self.progress:.0%}"
         if span is None:
-            self._status = Status("ended", 0.0, sentence or "the recording holds no state")
+            problem = reading or self._problem or self.builder.end_reason or "the recording holds no state"
+            self._status = Status("ended" if loaded else "replay", 0.0, problem)
             return
         with self._lock:
             now = self._clock()
@@ -127,12 +153,17 @@ class FileFeed(ThreadFeed):
             self._at = now
             head = self._head
         state = self._player.at(head)
-        at_end = head >= span[1] and sentence != "reading the recording"
-        reason = self.builder.end_reason or "" if at_end else ""
+        at_end = loaded and head >= span[1]
+        reason = self.builder.end_reason or self._damage if at_end else ""
         self._shown = state if state is None else replace(state, end_reason=reason)
-        self._status = Status("ended" if at_end else "replay", span[0], sentence if at_end else "")
+        self._status = Status("ended" if at_end else "replay", span[0], reading or self._problem or reason)
         if at_end:
             self.playing = False
+
+    @property
+    def _damage(self) -> str:
+        at = self._reader.damaged_at
+        return f"the recording is damaged after byte {at:,}" if at is not None else ""
 
 
 def _batches(frames: Iterator[Frame]) -> Iterator[list[Frame]]:

@@ -148,35 +148,59 @@ def _check_head(path: str | PathLike[str], head: bytes) -> None:
 
 
 def read_recording(path: str | PathLike[str]) -> Iterator[Frame]:
-    """Read the frames of a recording one by one, the hello first. Holds one frame at a time.
+    """Read the frames of a recording one by one, as `RecordingReader` does, with the same errors."""
+    return iter(RecordingReader(path))
 
-    A recording that ends inside a frame, as after a crash, ends with a Bye that says so. Raises OSError if the file
-    cannot be read, and ProtocolError if it is not a recording or, after its valid frames, where it is damaged.
+
+class RecordingReader:
+    """Read the frames of the recording at `path` one by one, the hello first. Holds one frame at a time.
+
+    A recording that ends inside a frame, as after a crash, ends with a Bye that says so. `bytes_read` counts the bytes
+    so far. `damaged_at` is the number of bytes before the first frame that is damaged or incomplete, None without one,
+    and `cut` is True if that frame is incomplete.
     """
-    with Path(path).open("rb") as file:
-        _check_head(path, file.read(len(MAGIC)))
-        decoder, seq, ts = Decoder(), 0, 0.0
-        started = False
-        while chunk := file.read(_CHUNK):
-            for frame in _whole(decoder, chunk, path, file):
-                if not started and not isinstance(frame, Hello):
-                    raise ProtocolError(f"{path} does not say whose recording it is: its first frame is no hello")
-                started, seq, ts = True, frame.seq, frame.ts
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = path
+        self.bytes_read = 0
+        self.damaged_at: int | None = None
+        self.cut = False
+
+    def __iter__(self) -> Iterator[Frame]:
+        """Yield the frames.
+
+        Raises OSError if the file cannot be read, and ProtocolError if it is not a recording or, after its valid
+        frames, where it is damaged.
+        """
+        with Path(self.path).open("rb") as file:
+            _check_head(self.path, file.read(len(MAGIC)))
+            decoder, seq, ts = Decoder(), 0, 0.0
+            started = False
+            while chunk := file.read(_CHUNK):
+                self.bytes_read = file.tell()
+                for frame in self._whole(decoder, chunk):
+                    if not started and not isinstance(frame, Hello):
+                        raise ProtocolError(
+                            f"{self.path} does not say whose recording it is: its first frame is no hello"
+                        )
+                    started, seq, ts = True, frame.seq, frame.ts
+                    yield frame
+        if decoder.pending or not started:
+            self.damaged_at, self.cut = max(self.bytes_read, len(MAGIC)) - decoder.pending, True
+        if not started:
+            raise ProtocolError(f"{self.path} holds no frame: the recording ended before it began")
+        if decoder.pending:
+            reason = f"the recording ends inside a frame: {decoder.pending} bytes of it are there"
+            _log.warning("%s: %s", self.path, reason)
+            yield Bye(reason, seq=seq, ts=ts)
+
+    def _whole(self, decoder: Decoder, chunk: bytes) -> Iterator[Frame]:
+        """Decode a chunk; an error names the last valid byte of the file."""
+        good = self.bytes_read - len(chunk) - decoder.pending
+        try:
+            for frame in decoder.feed(chunk):
+                good = self.bytes_read - decoder.pending
                 yield frame
-    if not started:
-        raise ProtocolError(f"{path} holds no frame: the recording ended before it began")
-    if decoder.pending:
-        reason = f"the recording ends inside a frame: {decoder.pending} bytes of it are there"
-        _log.warning("%s: %s", path, reason)
-        yield Bye(reason, seq=seq, ts=ts)
-
-
-def _whole(decoder: Decoder, chunk: bytes, path: str | PathLike[str], file: IO[bytes]) -> Iterator[Frame]:
-    """Decode a chunk; an error names the last valid byte of the file."""
-    good = file.tell() - len(chunk) - decoder.pending
-    try:
-        for frame in decoder.feed(chunk):
-            good = file.tell() - decoder.pending
-            yield frame
-    except ProtocolError as error:
-        raise ProtocolError(f"{path} is damaged behind byte {good:,}: {error}") from error
+        except ProtocolError as error:
+            self.damaged_at = good
+            raise ProtocolError(f"{self.path} is damaged after byte {good:,}: {error}") from error

@@ -319,7 +319,8 @@ def test_a_damaged_recording_shows_all_before_the_damage(recording: Path, cut: i
     recording.write_bytes(MAGIC + b"".join(map(encode, frames)) + b"\xff" * 100 + b"nonsense" * 1000)
     feed = FileFeed(recording)
     feed.start()
-    until(lambda: feed.seek(2000.0) or "is damaged behind byte" in feed.status.sentence)
+    until(lambda: feed.seek(2000.0) or feed.status.link == "ended")
+    assert "is damaged after byte" in feed.status.sentence
     assert feed.span == (1000.0, 1000.0 + cut)
     assert feed.latest is not None and feed.latest.time == 1000.0 + cut
     feed.close()

@@ -90,7 +90,7 @@ def test_damage_is_refused_behind_the_good_frames(tmp_path):
     frames = read_recording(tmp_path / "a.rec")
     assert [next(frames), next(frames)] == [Hello(FACTS), DELTAS[0]]
     good = len(MAGIC + encode(Hello(FACTS)) + encode(DELTAS[0]))
-    with pytest.raises(ProtocolError, match=f"damaged behind byte {good}: .*cap"):
+    with pytest.raises(ProtocolError, match=f"damaged after byte {good}: .*cap"):
         next(frames)
 
 
