@@ -6,9 +6,12 @@ also has a sign of one cell, so nothing on screen is said by colour alone.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+from textual.app import App
 from textual.theme import Theme
 
 
@@ -68,17 +71,42 @@ class Shade:
 
     def highlighted(self) -> Shade:
         """Return the shade of a highlighted cell: closer to white on dark screens, to black on light ones."""
-        return _highlighted(self)
+        return _moved(self, 0.6, 255, 0)
+
+    def ground(self) -> Shade:
+        """Return a background for the shade's own sign: a little darker on dark screens, lighter on light ones."""
+        return _moved(self, 0.25, 0, 255)
 
 
 @lru_cache
-def _highlighted(shade: Shade) -> Shade:
-    return Shade(_mixed(shade.dark, 255), _mixed(shade.light, 0), shade.sign)
+def _moved(shade: Shade, by: float, dark: int, light: int) -> Shade:
+    return Shade(_mixed(shade.dark, by, dark), _mixed(shade.light, by, light), shade.sign)
 
 
-def _mixed(colour: str, other: int) -> str:
+def _mixed(colour: str, by: float, other: int) -> str:
     parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(0.4 * part + 0.6 * other):02x}" for part in parts)
+    return "#" + "".join(f"{round((1 - by) * part + by * other):02x}" for part in parts)
+
+
+def has_colours(app: App[Any]) -> bool:
+    """Return whether the reader sees colours: not with NO_COLOR, nor on a terminal whose terminfo entry has none.
+
+    A terminal without an entry is assumed to have colours, and so is a browser.
+    """
+    return not app.no_color and (app.is_headless or app.is_web or _terminal_has_colours())
+
+
+@lru_cache
+def _terminal_has_colours() -> bool:
+    try:
+        import curses
+    except ImportError:  # some builds of Python lack it
+        return True
+    try:
+        curses.setupterm(os.environ.get("TERM", ""), 1)
+    except curses.error:
+        return True
+    return curses.tigetnum("colors") > 0
 
 
 FREE = Shade("#3a4250", "#ccd3dd", "·")
@@ -95,12 +123,12 @@ SHARED = Shade("#c9ced6", "#59606b", "*")
 
 AGES = (
     Shade("#fde725", "#8a7d00", "█"),
-    Shade("#7ad151", "#4d9e22", "▓"),
-    Shade("#22a884", "#128a6b", "▒"),
-    Shade("#2f86a0", "#2a788e", "░"),
-    Shade("#5a5fb0", "#414487", "∙"),
+    Shade("#7ad151", "#4d9e22", "▆"),
+    Shade("#22a884", "#128a6b", "▄"),
+    Shade("#2f86a0", "#2a788e", "▂"),
+    Shade("#5a5fb0", "#414487", "▁"),
 )
-"""Youngest first."""
+"""Youngest first; the younger, the higher the sign."""
 
 REFERENCES = (
     Shade("#2f86a0", "#2a788e", "1"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -12,9 +15,9 @@ from textual.widgets import Static
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor import detail
-from radixkv_monitor.block_modes import MODES, Blocks
+from radixkv_monitor.block_modes import MODES, Blocks, ColourMode, host_mode
 from radixkv_monitor.state import State
-from radixkv_monitor.theme import CACHED, Shade
+from radixkv_monitor.theme import CACHED, SELECTED, Shade
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.widgets.detail_pane import DetailPane
@@ -266,6 +269,90 @@ def test_halves_show_two_cells_in_one_sign_and_the_cursor_and_lit_cells_stand_ou
         assert colours == [("#ffffff", "#000001"), ("#000002", shades[2].highlighted().dark), ("#000001", "#000001")]
 
     run(script, small())
+
+
+def cells_of(view: PoolView) -> str:
+    """Return the characters of the map, in reading order."""
+    room, columns = view.map.region, view.map.columns
+    lines = screen(view.app)[room.y : room.bottom]
+    return "".join(f"{line[GUTTER : GUTTER + columns]:<{columns}}" for line in lines).rstrip()
+
+
+@pytest.mark.parametrize("no_colour", [True, False], ids=["NO_COLOR", "colour"])
+def test_a_cell_of_several_blocks_shows_the_sign_of_most_of_them(
+    no_colour: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half cells in grey were one block of the same character, from 2,304 blocks on."""
+    if no_colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+
+    async def script(pilot: Pilot[None], view: PoolView) -> None:
+        per = view.map.per
+        assert per > 1 and "majority" in text(view, ".headline")
+        assert ("■" in text(view, ".legend")) is not no_colour, "the legend shows what the cells show"
+        signs = "".join(meaning.shade.sign for meaning in MODES[0].legend(view.blocks))
+        states = view.blocks.map.states().tolist()
+        groups = [states[first : first + per] for first in range(0, len(states), per)]
+        expected = [signs[max(range(len(signs)), key=lambda s, g=group: (g.count(s), s))] for group in groups]
+        if no_colour:
+            expected[0] = "◆"  # the cursor
+        assert cells_of(view) == "".join(expected)
+        assert len(set(expected)) > 4
+
+    shown = small(20_000)
+    nodes = {100 + at: node(100 + at, (200 * at, 130 + at), locks=at % 2) for at in range(1, 60)}
+    run(script, replace(shown, nodes={**shown.nodes, **nodes, 4: node(4, (15_000, 99), locks=1, holders=1, pins=1)},
+                        sequences={40: SequenceRecord(40, 12, 0, 3, 56, 32, (18_000, 64), 1000.0)}))  # fmt: skip
+
+
+def test_without_colours_the_map_zooms_from_one_block_a_sign_to_all_in_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "")
+
+    async def script(pilot: Pilot[None], view: PoolView) -> None:
+        fitting = view.map.per
+        await pilot.press("plus")
+        for _ in range(16):
+            view.action_zoom(-1)
+        assert view.map.per == 1 and view.map.signs and "1 block per cell" in text(view, ".headline")
+        view.select(Selection(node=3, block=20))
+        await pilot.pause()
+        assert cells_of(view)[:23] == "░░░░····▓▓··········◆··", "a sign for each block"
+        for _ in range(16):
+            view.action_zoom(1)
+        assert view.map.per == fitting and view.map.signs
+
+    run(script, small(5000))
+
+
+def test_half_cells_with_one_state_show_its_sign() -> None:
+    async def script(pilot: Pilot[None], view: PoolView) -> None:
+        assert view.map.per == 1 and not view.map.signs
+        columns = view.map.columns
+        drawn = cells_of(view)
+        assert drawn[1:4] == "░░░" and drawn[10] == "·", "two equal blocks, one above the other"
+        assert drawn[8:10] == "▀▀", f"blocks 8 and 9 are active, {8 + columns} and {9 + columns} are free"
+
+    shown = small(1500)
+    columns = 64
+    run(script, replace(shown, nodes={**shown.nodes, 2: node(2, (0, 4, columns, 4), tokens=128)}))
+
+
+@pytest.mark.parametrize("mode", [*MODES, host_mode(MODES[0])], ids=lambda mode: mode.name)
+def test_the_levels_of_a_mode_have_different_signs(mode: ColourMode) -> None:
+    blocks = Blocks()
+    blocks.update(small())
+    signs = [meaning.shade.sign for meaning in mode.legend(blocks)]
+    assert len({*signs, "▀", SELECTED.sign}) == len(signs) + 2 and all(len(sign) == 1 for sign in signs)
+
+
+@pytest.mark.parametrize(("terminal", "colours"), [("vt100", False), ("xterm-256color", True), ("no-such-thing", True)])
+def test_a_terminal_without_colours_is_recognised(terminal: str, colours: bool) -> None:
+    """In a process each, because the terminal library reads one entry per process."""
+    code = "from radixkv_monitor.theme import _terminal_has_colours; print(_terminal_has_colours())"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TERM": terminal}, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == str(colours)
 
 
 def test_lit_shades_go_to_white_on_dark_and_to_black_on_light() -> None:

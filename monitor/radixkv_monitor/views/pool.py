@@ -15,7 +15,7 @@ from textual.containers import Container, Vertical
 from textual.content import Content
 from textual.widgets import Static
 
-from radixkv_monitor import detail
+from radixkv_monitor import detail, theme
 from radixkv_monitor.block_map import is_node
 from radixkv_monitor.block_modes import HOST_LEGEND, MODES, STATE_NAMES, Blocks, ColourMode, LegendEntry, host_mode
 from radixkv_monitor.formatting import share, size
@@ -109,7 +109,7 @@ class PoolView(View):
 
     @property
     def zoom_level(self) -> int:
-        """The zoom of the pane that the keys act on, an index in ZOOM_LEVELS."""
+        """The zoom of the pane that the keys act on, an index in its `zoom_levels`."""
         return self.pane.zoom_level
 
     def on_mount(self) -> None:
@@ -177,7 +177,8 @@ class PoolView(View):
         key = (dark, *((meaning.name, meaning.shade, count) for meaning, count in zip(legend, counts, strict=True)))
         if key != self._legend:
             self._legend = key
-            self.query_one(".legend", Static).update(_legend(legend, counts, dark))
+            swatch = "■" if theme.has_colours(self.app) else ""
+            self.query_one(".legend", Static).update(_legend(legend, counts, dark, swatch))
 
     def _update_detail(self) -> None:
         pane = self.pane
@@ -296,7 +297,7 @@ def _use(pane: BlockPane, free: int) -> str:
 
 
 def _scale(pane: BlockPane, mode: ColourMode) -> str:
-    return f"by {mode.name} · {pane.scale}"
+    return f"by {mode.name}{pane.scale}"
 
 
 def _states_text(state: State) -> str:
@@ -305,11 +306,12 @@ def _states_text(state: State) -> str:
     return "" if found is None else f" · {found.rows.counts} rows, {found.snapshots.counts} snapshots"
 
 
-def _legend(legend: tuple[LegendEntry, ...], counts: list[int], dark: bool) -> Content:
+def _legend(legend: tuple[LegendEntry, ...], counts: list[int], dark: bool, swatch: str) -> Content:
+    """Name the levels: the sign and the colour of each, its name, and its number of blocks."""
     parts: list[Content] = []
     for meaning, count in zip(legend, counts, strict=True):
         if meaning.name != "-":
-            sign = Content.styled(f"{meaning.shade.sign}■", meaning.shade.on(dark))
+            sign = Content.styled(f"{meaning.shade.sign}{swatch}", meaning.shade.on(dark))
             name = f" {meaning.name} ".replace(" ", NO_BREAK)
             parts.append(Content.assemble(sign, name, (f"{count:,}", "$foreground 60%")))
     return Content("   ").join(parts)

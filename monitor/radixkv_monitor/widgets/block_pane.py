@@ -10,12 +10,15 @@ from textual.containers import Container
 from textual.message import Message
 
 from radixkv.telemetry.records import Residence
+from radixkv_monitor import theme
 from radixkv_monitor.block_map import Owner
 from radixkv_monitor.block_modes import Blocks, ColourMode, LegendEntry, Levels, reduce
 from radixkv_monitor.widgets.heat_map import HeatMap
 
-ZOOM_LEVELS = ((1, True), (1, False), *((2**power, False) for power in range(1, 17)))
-"""From near to far: blocks per cell, and whether cells have signs."""
+PLAIN_ZOOM_LEVELS = tuple((2**power, True) for power in range(18))
+"""From near to far: blocks per cell, and whether a character is one cell with its sign. For screens without colours."""
+ZOOM_LEVELS = ((1, True), (1, False), *PLAIN_ZOOM_LEVELS[2:])
+"""The same for screens with colours: two blocks share a character where each can have its own colour."""
 
 
 class BlockPane(Container):
@@ -72,7 +75,7 @@ class BlockPane(Container):
         """Draw the blocks in this mode, with those of a node highlighted; return the legend."""
         self.levels = mode.levels(self.blocks)
         legend = mode.legend(self.blocks)
-        per, signs = ZOOM_LEVELS[self.zoom_level]
+        per, signs = self.zoom_levels[self.zoom_level]
         self.map.set_zoom(per, signs)
         cells = reduce(self.levels, per, len(legend))
         self.map.show(cells, [meaning.shade for meaning in legend], self._marked(per, len(cells), node))
@@ -94,27 +97,32 @@ class BlockPane(Container):
     # ---- zoom
 
     @property
+    def zoom_levels(self) -> tuple[tuple[int, bool], ...]:
+        """The levels that this screen can show."""
+        return ZOOM_LEVELS if theme.has_colours(self.app) else PLAIN_ZOOM_LEVELS
+
+    @property
     def zoom_level(self) -> int:
-        """The index in ZOOM_LEVELS: the user's choice, else the nearest that shows all blocks."""
+        """The index in `zoom_levels`: the user's choice, else the nearest that shows all blocks."""
         if self._zoom is not None:
             return self._zoom
-        blocks = self.blocks.map.num_blocks
-        fitting = (place for place, (per, signs) in enumerate(ZOOM_LEVELS) if -(-blocks // per) <= self.map.room(signs))
-        return next(fitting, len(ZOOM_LEVELS) - 1)
+        blocks, levels = self.blocks.map.num_blocks, self.zoom_levels
+        fitting = (place for place, (per, signs) in enumerate(levels) if -(-blocks // per) <= self.map.room(signs))
+        return next(fitting, len(levels) - 1)
 
     @property
     def scale(self) -> str:
         """Describe the zoom: the blocks of a cell, and whether all blocks are in view."""
-        per, signs = ZOOM_LEVELS[self.zoom_level]
-        size = "1 block per cell" if signs or per == 1 else f"{per} blocks per cell"
+        per, _ = self.zoom_levels[self.zoom_level]
+        size = " · 1 block per cell" if per == 1 else f" · {per:,} blocks per cell, majority"
         return f"{size} (fits)" if self._zoom is None else size
 
     def zoom(self, by: int) -> bool:
         """Zoom in (-1) or out (1), until all blocks are in view; return whether it changed."""
-        per, signs = ZOOM_LEVELS[self.zoom_level]
+        per, signs = self.zoom_levels[self.zoom_level]
         if by > 0 and self.map.room(signs) * per >= self.blocks.map.num_blocks:
             return False
-        self._zoom = min(max(self.zoom_level + by, 0), len(ZOOM_LEVELS) - 1)
+        self._zoom = min(max(self.zoom_level + by, 0), len(self.zoom_levels) - 1)
         return True
 
     def fit(self) -> None:

@@ -1,4 +1,7 @@
-"""A map of cells, each a small number: two cells a character, or one with its sign."""
+"""A map of cells, each a small number: two cells a character in colour, or one with its sign.
+
+Where the two cells of a character are equal, it shows their sign too.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from textual.geometry import Size
 from textual.message import Message
 from textual.strip import Strip
 
+from radixkv_monitor import theme
 from radixkv_monitor.theme import SELECTED, Shade
 from radixkv_monitor.widgets.cached_lines import CachedLines
 
@@ -193,25 +197,33 @@ class HeatMap(CachedLines[Key]):
         return Strip([gutter, *(self._signs(cells) if self.signs else self._halves(cells))])
 
     def _signs(self, cells: Cells) -> list[Segment]:
-        segments = []
-        for value, length in _runs(cells):
-            shade = self._shades[value & LEVEL]
-            look = "reverse bold" if value & CURSOR else "reverse" if value & MARKED else ""
-            segments.append(Segment(shade.sign * length, self.style(shade, None, look)))
-        return segments
+        """Draw the sign of each cell."""
+        return [self._sign(value, length) for value, length in _runs(cells)]
+
+    def _sign(self, value: int, length: int) -> Segment:
+        shade = self._shades[value & LEVEL]
+        if not theme.has_colours(self.app):
+            sign = SELECTED.sign if value & CURSOR else shade.sign
+            return Segment(sign * length, self.style(None, None, "reverse" if value & MARKED else ""))
+        if value & CURSOR:
+            return Segment(shade.sign * length, self.style(shade.ground(), SELECTED, "bold"))
+        shade = shade.highlighted() if value & MARKED else shade
+        return Segment(shade.sign * length, self.style(shade, shade.ground()))
 
     def _halves(self, cells: Cells) -> list[Segment]:
-        """Draw pairs of cells, the upper one as text colour and the lower one as background."""
+        """Draw pairs of cells, the upper one as text colour and the lower one as background, or as one sign."""
         width = self.columns
         padded = np.full(2 * width, OUTSIDE, np.uint8)
         padded[: len(cells)] = cells
         pairs = padded[:width].astype(np.int32) * 256 + padded[width:]
-        return [
-            Segment("▀" * length, self.style(self._ink(value >> 8), self._ink(value & 255)))
-            if value >> 8 != OUTSIDE
-            else Segment(" " * length, self.base_style)
-            for value, length in _runs(pairs)
-        ]
+        return [self._pair(value >> 8, value & 255, length) for value, length in _runs(pairs)]
+
+    def _pair(self, upper: int, lower: int, length: int) -> Segment:
+        if upper == OUTSIDE:
+            return Segment(" " * length, self.base_style)
+        if upper == lower:
+            return self._sign(upper, length)
+        return Segment("▀" * length, self.style(self._ink(upper), self._ink(lower)))
 
     def _ink(self, value: int) -> Shade | None:
         if value == OUTSIDE:
