@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import ClassVar
 
 from textual import on
@@ -21,13 +22,19 @@ from textual.widgets import ContentSwitcher
 from textual.widgets._toast import Toast
 
 from radixkv import private_files
+from radixkv.telemetry.discovery import FoundEngine
 from radixkv_monitor.dialogs import ExportScreen, HelpScreen, SafeCommandPalette, key_name
+from radixkv_monitor.engine_picker import EngineScreen
 from radixkv_monitor.feed import Feed
+from radixkv_monitor.feed_factory import feed_of_found
+from radixkv_monitor.formatting import clock
+from radixkv_monitor.info import InfoScreen
 from radixkv_monitor.playback import Playback
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.self_usage import FRAMES_PER_SECOND, FrameLimiter, UsageMeter
 from radixkv_monitor.shutdown import exit_on_signals, has_shell
 from radixkv_monitor.state import State
+from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.theme import DARK, LIGHT, THEMES
 from radixkv_monitor.views import VIEWS, Selected, Selection, View
 from radixkv_monitor.widgets.status_lines import Banner, BottomLine, TopLine
@@ -55,6 +62,8 @@ KEYS: tuple[Binding, ...] = (
     Binding("right_curly_bracket", f"scrub({SCRUB_LEAP})", "forward", show=False, tooltip="go forward a minute"),
     Binding("less_than_sign", "speed(-1)", "slower", show=False, tooltip="play a recording slower"),
     Binding("greater_than_sign", "speed(1)", "faster", show=False, tooltip="play a recording faster"),
+    Binding("g", "switch", "Engines", show=False, tooltip="watch another running engine"),
+    Binding("i", "info", "Info", show=False, tooltip="show the verdict, the notices and the selected item in full"),
     Binding("b", "baseline", "Baseline", tooltip='count "run" from now on; again: from the start'),
     Binding("r", "record", "Record", tooltip="start or stop recording to a file in the current folder"),
     Binding("e", "export", "Export", tooltip="export this view to a file: JSON, CSV or SVG"),
@@ -114,7 +123,7 @@ class MonitorApp(App[None]):
 
     async def on_mount(self) -> None:
         """Start reading and drawing."""
-        exit_on_signals(self, self.feed.close)
+        exit_on_signals(self, lambda: self.feed.close())
         self.app_resume_signal.subscribe(
             self, lambda _: self.refresh(layout=True)
         )  # the shell has drawn over the screen
@@ -213,6 +222,35 @@ class MonitorApp(App[None]):
         if message.show:
             await self.action_show(message.home)
 
+    # ---- the source
+
+    def action_switch(self) -> None:
+        """Ask for another engine to watch."""
+        shown = self.shown
+        present = f"{self.feed.title}, watched now"
+        self.push_screen(EngineScreen(present, shown.facts.engine if shown is not None else ""), self._switch)
+
+    async def _switch(self, found: FoundEngine | None) -> None:
+        if found is not None:
+            await self.switch_to(feed_of_found(found))
+
+    async def switch_to(self, feed: Feed) -> None:
+        """Show another source from now on. A recording ends, and views lose their selections and filters."""
+        old, recording = self.feed, self.feed.recording
+        if recording is not None and recording.running:
+            old.stop_recording()
+            self.notify(f"Recorded to {recording.path}: the recording ends with its engine")
+        Thread(target=old.close, name="radixkv-monitor-close", daemon=True).start()  # it may take a second
+        self.feed, self.playback = feed, Playback(feed)
+        self.selection, self.shown, self._drawn = Selection(), None, ()
+        switcher = self.screen_stack[0].query_one("#views", ContentSwitcher)
+        name = switcher.current or self.start_screen
+        switcher.current = None
+        await switcher.remove_children()
+        feed.start()
+        await self.action_show(name)
+        self.tick()
+
     # ---- keys
 
     def action_freeze(self) -> None:
@@ -283,6 +321,14 @@ class MonitorApp(App[None]):
             sections.insert(0, (title, own))
         self.push_screen(HelpScreen(sections))
 
+    def action_info(self) -> None:
+        """Show in full the texts that lines may cut."""
+        parts = [("Notices", self.playback.banner[0])]
+        if self.shown is not None:
+            found = verdict(self.shown, summarise(self.shown))
+            parts.insert(0, (f"Verdict at {clock(self.shown.now)}", found.sentence))
+        self.push_screen(InfoScreen(parts))
+
     def action_command_palette(self) -> None:
         """Open the command palette, unless it is open."""
         if not isinstance(self.screen, SafeCommandPalette):
@@ -294,6 +340,8 @@ class MonitorApp(App[None]):
         for entry in VIEWS:
             show = partial(self.call_later, self.action_show, entry.name)
             yield SystemCommand(entry.title, entry.about.capitalize(), show)
+        yield SystemCommand("Engines", "Watch another running engine", self.action_switch)
+        yield SystemCommand("Info", "Show the verdict and the notices in full", self.action_info)
         yield SystemCommand("Freeze", "Freeze the screen, or resume", self.action_freeze)
         yield SystemCommand("Record", "Start or stop recording to a file", self.action_record)
         yield SystemCommand("Save the past", "Write the last ten minutes to a file", self.action_save)

@@ -118,16 +118,16 @@ def choose_feed(arguments: argparse.Namespace, *, ask: bool = False) -> Any:
         raise EngineNotFound(feed_factory.NO_ENGINE)
     if len(found) == 1:
         return feed_factory.feed_of_found(found[0])
-    lines = [feed_factory.describe(each, time.time()) for each in found]
     if not ask:
+        lines = [feed_factory.describe(each, time.time()) for each in found]
         raise EngineNotFound("several engines are running; name one by its process id or socket:\n" + "\n".join(lines))
-    from radixkv_monitor.dialogs import PickerApp
+    from radixkv_monitor.engine_picker import EnginePicker
 
-    picker = PickerApp(lines)
-    index = picker.run()
+    picker = EnginePicker(found)
+    chosen = picker.run()
     if picker.return_code:  # a signal ended it
         raise SystemExit(picker.return_code)
-    return None if index is None else feed_factory.feed_of_found(found[index])
+    return None if chosen is None else feed_factory.feed_of_found(chosen)
 
 
 # ---- the modes

@@ -1,4 +1,4 @@
-"""Dialogs over a view: help, export, the command palette, and the list of engines to choose from.
+"""Dialogs over a view: help, export, and the command palette.
 
 Textual's palette (8.2) fails on keys that arrive before its list is drawn or after it has answered; ours ignores them.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from textual.app import App, ComposeResult
+from textual.app import ComposeResult
 from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette
@@ -16,11 +16,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.screen import ModalScreen
-from textual.widgets import Button, Input, Label, OptionList, Static
-from textual.widgets.option_list import Option
-
-from radixkv_monitor.shutdown import exit_on_signals
-from radixkv_monitor.theme import DARK, THEMES
+from textual.widgets import Button, Input, OptionList, Static
 
 WORDS = (
     ("free", "blocks without content"),
@@ -41,14 +37,28 @@ WORDS = (
 """The meaning of the words on the screens."""
 
 
-class HelpScreen(ModalScreen[None]):
-    """Show all keys, and the words that the screens use."""
+class TextScreen(ModalScreen[None]):
+    """A text to read, in a box that scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("question_mark,escape,q,enter", "close", "Close"),
+        Binding("escape,q,enter", "close", "Close"),
         Binding("down,j", "scroll(1)", "down", show=False),
         Binding("up,k", "scroll(-1)", "up", show=False),
     ]
+
+    def action_close(self) -> None:
+        """Return to the view."""
+        self.dismiss()
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll by `lines`."""
+        self.query_one("#dialog").scroll_relative(y=lines, animate=False)
+
+
+class HelpScreen(TextScreen):
+    """Show all keys, and the words that the screens use."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "close", "Close")]
 
     def __init__(self, sections: Sequence[tuple[str, Iterable[Binding]]]) -> None:
         super().__init__()
@@ -58,14 +68,6 @@ class HelpScreen(ModalScreen[None]):
         """Lay out one long text in a box that scrolls."""
         with VerticalScroll(id="dialog"):
             yield Static(self._text(), markup=False)
-
-    def action_close(self) -> None:
-        """Return to the view."""
-        self.dismiss()
-
-    def action_scroll(self, lines: int) -> None:
-        """Scroll by `lines`."""
-        self.query_one("#dialog").scroll_relative(y=lines, animate=False)
 
     def _text(self) -> Content:
         parts = [
@@ -175,37 +177,3 @@ class SafeCommandPalette(CommandPalette):
             super()._action_command_list(action)
         except KeyError:  # the lines of the list are not laid out yet
             return
-
-
-class PickerApp(App[int]):
-    """Return the index of the chosen line, or None."""
-
-    CSS = """
-    Label { padding: 1 2; text-style: bold; }
-    OptionList { height: auto; max-height: 1fr; margin: 0 1; }
-    """
-    ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q", "quit", "Quit"),
-        Binding("ctrl+c", "quit", "Quit", show=False, priority=True),
-    ]
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        super().__init__()
-        self._lines = lines
-        for theme in THEMES:
-            self.register_theme(theme)
-        self.theme = DARK.name
-
-    def compose(self) -> ComposeResult:
-        """Lay out the question and the lines."""
-        yield Label(f"{len(self._lines)} engines are running. Choose one (enter: watch, q: quit).")
-        yield OptionList(*(Option(line) for line in self._lines), markup=False)
-
-    def on_mount(self) -> None:
-        """End on signals."""
-        exit_on_signals(self)
-
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Return the chosen line."""
-        self.exit(event.option_index)

@@ -124,7 +124,7 @@ class FileFeed(ThreadFeed):
             self._nudge.clear()
 
     def _load(self) -> None:
-        """Read the file, and play what was read so far."""
+        """Read the file, and play the part that was read."""
         played = self._clock()
         self._play()
         for frames in _batches(iter(self._reader)):

@@ -15,7 +15,6 @@ from radixkv.telemetry.discovery import FoundEngine
 from radixkv.telemetry.protocol import Bye, Delta, Hello, Snapshot, encode
 from radixkv.telemetry.records import Changes
 from radixkv_monitor import cli, feed_factory
-from radixkv_monitor.dialogs import PickerApp
 from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state_builder import StateBuilder
@@ -174,19 +173,6 @@ def test_a_younger_engine_of_the_same_model_is_followed(monkeypatch: pytest.Monk
     assert asked == [7, 7, 7, 9, 9]
     ours.close()
     theirs.close()
-
-
-def test_the_picker_answers_with_a_line_or_nothing() -> None:
-    import asyncio
-
-    async def run(*keys: str) -> int | None:
-        app = PickerApp(["one", "two", "three"])
-        async with app.run_test(size=(80, 24)) as pilot:
-            await pilot.press(*keys)
-        return app.return_value
-
-    assert asyncio.run(run("down", "enter")) == 1
-    assert asyncio.run(run("q")) is None
 
 
 def test_a_log_goes_to_a_file(recording: Path, tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from textual.widgets import Input
 from radixkv.telemetry.discovery import FoundEngine
 from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
+from radixkv_monitor import engine_picker
 from radixkv_monitor.app import MonitorApp
-from radixkv_monitor.dialogs import PickerApp
+from radixkv_monitor.engine_picker import EnginePicker
 from radixkv_monitor.feed import Feed, Status, Traffic
-from radixkv_monitor.feed_factory import describe
 from radixkv_monitor.recording_writer import save
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.screenshot import screenshot
@@ -254,13 +254,14 @@ def test_a_replay(looks: Looks, size: tuple[int, int]) -> None:
 
 @pictured
 @SIZES
-def test_the_picker(looks: Looks, size: tuple[int, int]) -> None:
+def test_the_picker(looks: Looks, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     running = [
         FoundEngine("e1", 4711, None, BEGAN - 7200, "tiny", "0.1.0", "cpu", "/run/4711.sock"),
         FoundEngine("e2", 4711, None, BEGAN - 7190, "tiny", "0.1.0", "cpu", "/run/4711-2.sock"),
         FoundEngine("e3", 4712, None, BEGAN - 40, "Qwen/Qwen3-0.6B", "0.1.0", "cuda:0", "/run/4712.sock"),
     ]
-    looks(PickerApp([describe(each, BEGAN) for each in running]), size, "down")
+    monkeypatch.setattr(engine_picker, "engines", lambda: running)
+    looks(EnginePicker(running, clock=lambda: BEGAN), size, "down")
 
 
 @pytest.mark.long

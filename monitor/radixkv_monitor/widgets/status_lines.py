@@ -77,7 +77,7 @@ class TopLine(Horizontal):
 
 
 class Banner(Static):
-    """One line of notices, hidden while there are none."""
+    """Notices in one to three lines, hidden while there are none."""
 
     def __init__(self) -> None:
         super().__init__(id="banner", markup=False)
@@ -90,7 +90,7 @@ class Banner(Static):
             return
         self._text = (text, kind)
         self.display = bool(text)
-        self.update(text, layout=False)
+        self.update(text)
         for each in ("bad", "warn", "info"):
             self.set_class(each == kind, f"-{each}")
 
