@@ -143,7 +143,7 @@ def _facts(state: State, branch: Branch) -> list[tuple[str, str]]:
         ("namespace", branch.namespace or "default"),
         *([("residence", "host memory" if node.residence == "host" else "device")] if state.facts.host_blocks else []),
         ("references", f"{node.holders} here, {node.locks - node.holders} below"),
-        ("hits", f"{node.hits:,}"),
+        *_reuse(node),
         ("last used", f"{duration(state.now - node.used)} ago"),
         ("created", f"{duration(state.now - node.born)} ago"),
         ("blocks", f"{blocks:,} ({size(blocks * per)})"),
@@ -158,6 +158,12 @@ def _facts(state: State, branch: Branch) -> list[tuple[str, str]]:
     if node.text is not None:
         facts.append(("text", repr(node.text)))
     return facts
+
+
+def _reuse(node: NodeRecord) -> list[tuple[str, str]]:
+    """Count the requests whose cached prefix includes the node, and those whose cached prefix ended at it."""
+    sent = "not sent by this engine" if node.reused is None else f"by {plural(node.reused, 'request')} since cached"
+    return [("reused", sent), ("ended here", plural(node.hits, "request"))]
 
 
 def _below(branch: Branch) -> str:
@@ -221,7 +227,7 @@ def _facts_of_owner(state: State, blocks: Blocks, block: int, owners: list[Owner
     facts.append(("session", {SHARED: "several", UNKNOWN: "none seen"}.get(session, str(session))))
     node = state.nodes.get(tip)
     if node is not None:
-        facts += [("hits", f"{node.hits:,}"), ("last used", f"{duration(state.now - node.used)} ago")]
+        facts += [*_reuse(node), ("last used", f"{duration(state.now - node.used)} ago")]
     return facts
 
 

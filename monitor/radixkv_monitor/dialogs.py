@@ -28,6 +28,8 @@ WORDS = (
     ("host", "host memory: blocks that leave the pool are offloaded there, and loaded when needed again"),
     ("● ○ ◆ ▽ □", "nodes held by a sequence, not held, held by a pin, marked as done, on the host"),
     ("hit rate", "cached share of all prompt tokens; a request counts when it is admitted"),
+    ("reused", "requests whose cached prefix includes a node, since the node is cached"),
+    ("ended here", "requests whose cached prefix ended at a node; a removed last child leaves them to its parent"),
     ("hit, miss", "at least half of the prompt was cached, or less"),
     ("regret", "tokens that were requested again after they were evicted"),
     ("audit", "cached blocks that were computed again, to verify their content"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from radixkv.telemetry.records import NodeRecord
 
 STATES = ("active", "cached", "pinned", "done", "host")
-EXAMPLES = "team-a  session:12  ids:15,42  min:500  active | cached | pinned | done | host"
+EXAMPLES = "team-a  session:12  ids:15,42  min:500  reused:20  active | cached | pinned | done | host"
 
 
 class InvalidFilter(ValueError):
@@ -35,17 +35,20 @@ class NodeFilter:
     sessions: frozenset[int] = field(default_factory=frozenset)
     ids: tuple[int, ...] = ()  # a run within the first token ids
     least: int = 0  # tokens
+    least_reused: int = 0  # requests that found the node in the cache
     states: frozenset[str] = field(default_factory=frozenset)  # any of them
 
     def matches(self, node: NodeRecord, namespace: str | None, session: int | None) -> bool:
         """Return whether a node matches, by its namespace and the session that held it last. A root matches only by its
         name.
         """
-        if not node.tokens and (self.ids or self.least or self.states or self.sessions):
+        if not node.tokens and (self.ids or self.least or self.least_reused or self.states or self.sessions):
             return False
         if self.sessions and session not in self.sessions:
             return False
-        if node.tokens < self.least or (self.states and self.states.isdisjoint(states_of(node))):
+        if node.tokens < self.least or (node.reused or 0) < self.least_reused:
+            return False
+        if self.states and self.states.isdisjoint(states_of(node)):
             return False
         if self.ids and not _has_run(node.head, self.ids):
             return False
@@ -60,7 +63,7 @@ def parse(line: str) -> NodeFilter | None:
         return None
     words: list[str] = []
     ids: tuple[int, ...] = ()
-    sessions, least, states = set[int](), 0, set[str]()
+    sessions, least, least_reused, states = set[int](), 0, 0, set[str]()
     for term in terms:
         name, colon, value = term.partition(":")
         if not colon:
@@ -72,11 +75,15 @@ def parse(line: str) -> NodeFilter | None:
             ids = tuple(_number(term, part) for part in value.split(","))
         elif name in ("min", "tokens"):
             least = _number(term, value)
+        elif name == "reused":
+            least_reused = _number(term, value)
         elif name in ("ns", "namespace"):
             words.append(value)
         else:
-            raise InvalidFilter(f"unknown filter {term!r}; use words, session:N, ids:N,N, min:N, {', '.join(STATES)}")
-    return NodeFilter(tuple(words), frozenset(sessions), ids, least, frozenset(states))
+            raise InvalidFilter(
+                f"unknown filter {term!r}; use words, session:N, ids:N,N, min:N, reused:N, {', '.join(STATES)}"
+            )
+    return NodeFilter(tuple(words), frozenset(sessions), ids, least, least_reused, frozenset(states))
 
 
 def _number(term: str, value: str) -> int:

@@ -104,11 +104,14 @@ Key = Callable[[Branch], tuple[float, int]]
 SORTS: dict[str, Key] = {
     "recency": lambda branch: (-branch.newest, branch.number),
     "size": lambda branch: (-branch.node.tokens, branch.node.id),
-    "hits": lambda branch: (-branch.node.hits, branch.node.id),
+    "reused": lambda branch: (-(branch.node.reused or 0), branch.node.id),
+    "ended-here": lambda branch: (-branch.node.hits, branch.node.id),
     "subtree": lambda branch: (-branch.tokens, branch.node.id),
     "birth": lambda branch: (branch.node.born, branch.node.id),
 }
 """The orders of children, applied below each node separately."""
+SUMS = ("recency", "subtree")
+"""The orders that depend on descendants; the others depend on a node's own record only."""
 
 
 class TreeRows:
@@ -212,7 +215,7 @@ class TreeRows:
             self._lower(branch, old.used)
         if branch.parent is None:
             self._link(branch)
-        if branch.parent is not None and self.sort in ("size", "hits", "birth"):
+        if branch.parent is not None and self.sort not in SUMS:
             self._mark_unsorted(branch.parent)
         for number in self._orphans.pop(node.id, ()):
             orphan = self.branches.get(number)

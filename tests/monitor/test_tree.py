@@ -15,6 +15,7 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor import detail
+from radixkv_monitor.block_modes import Blocks
 from radixkv_monitor.state import State, StateCopier
 from radixkv_monitor.tree_rows import SORTS, TreeRows
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
@@ -32,7 +33,7 @@ both_sizes = pytest.mark.parametrize("size", SIZES, ids=["80x24", "160x48"])
 def node(number: int, parent: int, start: int = 0, tokens: int = 32, **values: object) -> NodeRecord:
     usual = {
         "blocks": (number, 2), "holders": 0, "locks": 0, "pins": 0, "hits": 0, "priority": 0, "demoted": False,
-        "born": 900.0, "used": 1000.0 - number, "head": (number, 5, 6),
+        "born": 900.0, "used": 1000.0 - number, "head": (number, 5, 6), "reused": 0,
     }  # fmt: skip
     return NodeRecord(id=number, parent=parent, start=start, tokens=tokens, **{**usual, **values})  # type: ignore[arg-type]
 
@@ -333,6 +334,64 @@ def test_export_has_the_rows_as_they_are_shown() -> None:
         assert [row["node"] for row in rows] == [1, 2, 4] and rows[-1]["done"] and rows[-1]["namespace"] == "team"
 
     run(script, small())
+
+
+# ---- reuse
+
+
+def shared(reused: bool = True) -> State:
+    """A prefix of 144 tokens that 20 requests reused; one of them ended there, and 19 at the 6 tokens below."""
+    counts = {2: (20, 1), 3: (19, 19), 4: (0, 0)}
+    nodes = [node(1, 0, tokens=0, blocks=(), reused=0 if reused else None)]
+    for number, (of, ended) in counts.items():
+        parent, start, tokens = (1, 0, 144) if number == 2 else (2, 144, 6 * number)
+        nodes.append(node(number, parent, start, tokens, hits=ended, reused=of if reused else None))
+    return state(nodes=nodes)
+
+
+@both_sizes
+def test_a_shared_prefix_shows_the_requests_that_reused_it(size: tuple[int, int]) -> None:
+    """It once showed 1, the number that ended there, beside 20 that shared it."""
+
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        header, *rows = screen(pilot.app)[1:6]
+        assert "reused" in header and ("ended here" in header) is (size[0] > 100)
+        end = header.index("reused") + len("reused")
+        assert [row[:end].split()[-1] for row in rows] == ["·", "20", "19", "·"]
+        await pilot.press("down")
+        text = " ".join(" ".join(screen(pilot.app)).split())
+        assert "reused by 20 requests since cached" in text and "ended here 1 request" in text
+        assert view.sort_by("reused") and "reused▾" in screen(pilot.app)[1] and ids(view) == [1, 2, 3, 4]
+        await pilot.press("slash", *"reused:20")
+        assert ids(view) == [1, 2] and view.export().rows[1]["reused"] == 20
+
+    run(script, shared(), size)
+
+
+def test_an_older_engine_shows_only_requests_that_ended_here() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        header, *rows = screen(pilot.app)[1:6]
+        assert "reused" not in header and "ended here" in header
+        end = header.index("ended here") + len("ended here")
+        assert [row[:end].split()[-1] for row in rows] == ["·", "1", "19", "·"]
+        seen = set()
+        for _ in SORTS:
+            await pilot.press("s")
+            seen.add(view.rows.sort)
+        assert seen == {*SORTS} - {"reused"}
+        assert view.sort_by("hits") and view.rows.sort == "ended-here" and "ended here▾" in screen(pilot.app)[1]
+        await pilot.press("slash", *"reused:1")
+        assert "reused: not sent by this engine" in headline(view)
+
+    run(script, shared(reused=False))
+    assert "reused: not sent by this engine" in described(shared(reused=False), 2)
+
+
+def test_a_block_has_the_reuse_of_its_node() -> None:
+    blocks = Blocks()
+    blocks.update(shared())
+    facts = dict(detail.block_detail(blocks, 2, 1).facts)
+    assert facts["reused"] == "by 20 requests since cached" and facts["ended here"] == "1 request"
 
 
 # ---- accounts

@@ -41,7 +41,8 @@ class Naive:
         return {
             "recency": -max(each.used for each in below),
             "size": -self.nodes[number].tokens,
-            "hits": -self.nodes[number].hits,
+            "reused": -(self.nodes[number].reused or 0),
+            "ended-here": -self.nodes[number].hits,
             "subtree": -sum(each.tokens for each in below),
             "birth": self.nodes[number].born,
         }[self.sort], number
@@ -135,7 +136,7 @@ def test_rows_follow_any_forest_to_any_other(links: list[tuple[int, int, int]], 
         if number == parent:
             nodes = {kept: each for kept, each in nodes.items() if kept != number}
         else:
-            nodes = {**nodes, number: node(number, parent, tokens=size, hits=size, used=float(size))}
+            nodes = {**nodes, number: node(number, parent, tokens=size, hits=size, reused=9 - size, used=float(size))}
         rows.update(nodes)
         reachable = [number for number in nodes if _reaches_top(nodes, number)]
         if len(reachable) == len(nodes):
@@ -261,6 +262,8 @@ def test_namespaces_are_those_of_roots(small: tuple[TreeRows, Nodes]) -> None:
         ("pinned done", {"pins": 1}, {"locks": 1}),
         ("done", {"demoted": True}, {"demoted": False}),
         ("min:9 active", {"tokens": 9, "locks": 2}, {"tokens": 9}),
+        ("reused:20", {"reused": 20, "hits": 1}, {"reused": 19, "hits": 20}),
+        ("reused:1", {"reused": 1}, {"hits": 5}),  # an older engine does not send it
     ],
 )
 def test_terms_of_a_filter(line: str, fits: dict[str, object], not_fit: dict[str, object]) -> None:
@@ -274,7 +277,7 @@ def test_terms_of_a_filter(line: str, fits: dict[str, object], not_fit: dict[str
 def test_a_root_fits_by_its_name_only() -> None:
     root = node(1, tokens=0)
     assert NodeFilter(words=("team",)).matches(root, "team", None)
-    for line in ("min:1", "cached", "ids:1", "session:1"):
+    for line in ("min:1", "cached", "ids:1", "session:1", "reused:1"):
         matching = parse(line)
         assert matching is not None and not matching.matches(root, "team", 1)
 
@@ -283,7 +286,7 @@ def test_an_empty_line_is_no_filter() -> None:
     assert parse("  ") is None
 
 
-@pytest.mark.parametrize("line", ["min:x", "ids:1,b", "session:", "color:red"])
+@pytest.mark.parametrize("line", ["min:x", "ids:1,b", "session:", "reused:many", "color:red"])
 def test_a_term_that_nobody_understands_is_named(line: str) -> None:
     with pytest.raises(InvalidFilter, match=line.split(":")[0]):
         parse(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import ClassVar
 
 from textual import events, on
@@ -25,6 +26,8 @@ from radixkv_monitor.widgets.tree_row import RowContext
 
 LARGE_TREE, MIN_INTERVAL = 1000, 0.39
 """From this many nodes on, a tree is drawn at most once in this many seconds."""
+OLD_SORTS = {"hits": "ended-here"}
+"""Former names of orders, which `--sort` still takes."""
 WIDE = 120
 """The width from which the description is at the right of the tree, not below it."""
 LOW = 14
@@ -119,7 +122,7 @@ class TreeView(FilteredView):
 
     def _draw(self, state: State, before: Sequence[Row] | None) -> None:
         top = self.rows.branches[0]
-        context = RowContext(state.now, state.facts.bytes_per_block, top.tokens)
+        context = RowContext(state.now, state.facts.bytes_per_block, top.tokens, _sends_reused(state))
         self.lines.show(context, before)
         if self.is_following:
             self._follow()
@@ -133,6 +136,8 @@ class TreeView(FilteredView):
             parts.insert(1, f"{self.rows.branches[0].host_nodes:,} on the host")
         if self.rows.is_filtered:
             parts.append(f"{self.rows.matching:,} match the filter")
+        if self._filter is not None and self._filter.least_reused and not _sends_reused(state):
+            parts.append("reused: not sent by this engine")
         if self.is_following:
             parts.append("following")
         parts.append(detail.next_to_go(state))
@@ -155,10 +160,12 @@ class TreeView(FilteredView):
     @classmethod
     def sorts(cls) -> Sequence[str]:
         """Return the orders of rows."""
-        return tuple(SORTS)
+        return (*SORTS, *OLD_SORTS)
 
     def sort_by(self, name: str) -> bool:
         """Sort by one of the orders of rows."""
+        name = name.replace(" ", "-")
+        name = OLD_SORTS.get(name, name)
         if name not in SORTS:
             return False
         before = self.rows.rows
@@ -176,7 +183,8 @@ class TreeView(FilteredView):
 
     def action_sort(self, by: int) -> None:
         """Sort by the next or previous order."""
-        names = list(SORTS)
+        shows_reused = self._state is None or _sends_reused(self._state)
+        names = [name for name in SORTS if name != "reused" or shows_reused or self.rows.sort == name]
         self.sort_by(names[(names.index(self.rows.sort) + by) % len(names)])
 
     def action_step(self, by: int) -> None:
@@ -252,6 +260,11 @@ class TreeView(FilteredView):
             self.post_message(message(block, show=True))
 
 
+def _sends_reused(state: State) -> bool:
+    """Return whether the engine sends `NodeRecord.reused`, which old recordings and engines lack."""
+    return all(node.reused is not None for node in islice(state.nodes.values(), 1))
+
+
 def _facts(branch: Branch) -> dict[str, object]:
     node = branch.node
     return {
@@ -264,6 +277,7 @@ def _facts(branch: Branch) -> dict[str, object]:
         "holders": node.holders,
         "pins": node.pins,
         "hits": node.hits,
+        "reused": node.reused,
         "priority": node.priority,
         "done": node.demoted,
         "born": node.born,

@@ -189,7 +189,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         if event.y < self.header or not 0 <= place < len(self.rows.rows):
             return
         row = self.rows.rows[place]
-        on_sign = event.x == cell_len(lead_of(row, left_width(self.line_width)))
+        on_sign = event.x == cell_len(lead_of(row, left_width(self.line_width, self._row_context.sends_reused)))
         again = place == self._at and self._node is not None
         self._move_to(place)
         if again or on_sign:
@@ -240,7 +240,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         cursor.
         """
         if line < 0:
-            return (self.rows.sort, self.line_width)
+            return (self.rows.sort, self.line_width, self._row_context.sends_reused)
         rows = self.rows.rows
         if line >= len(rows):
             return (line == 1 and not rows,)

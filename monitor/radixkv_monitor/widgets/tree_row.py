@@ -30,6 +30,7 @@ class RowContext:
     now: float = 0.0
     bytes_per_block: int = 0
     all_tokens: int = 0
+    sends_reused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Column:
     """A column at the right: `text` of a branch in `width` cells, in a tree that has at least `from_width` cells.
 
     `sort` names the order of tree_rows.SORTS that the column shows. `by_age` takes the colour of the branch's age.
+    `with_reused` is whether the column is for engines that send `NodeRecord.reused`, or for older ones; None: for both.
     """
 
     title: str
@@ -45,6 +47,7 @@ class Column:
     sort: str = ""
     from_width: int = 0
     by_age: bool = False
+    with_reused: bool | None = None
 
 
 def _blocks(branch: Branch) -> int:
@@ -54,7 +57,9 @@ def _blocks(branch: Branch) -> int:
 COLUMNS = (
     Column("tokens", 8, lambda b, _: f"{b.tokens if b.is_root else b.node.tokens:,}", "size"),
     Column("refs", 5, lambda b, _: f"{b.node.locks:,}" if b.node.locks else "·"),
-    Column("hits", 6, lambda b, _: short(b.node.hits) if b.node.hits else "·", "hits"),
+    Column("reused", 7, lambda b, _: _requests(b.node.reused), "reused", with_reused=True),
+    Column("ended here", 11, lambda b, _: _requests(b.node.hits), "ended-here", 100, with_reused=True),
+    Column("ended here", 11, lambda b, _: _requests(b.node.hits), "ended-here", with_reused=False),
     Column("idle", 8, lambda b, context: idle(context.now - b.newest), "recency", by_age=True),
     Column("blocks", 7, lambda b, _: f"{_blocks(b):,}"),
     Column("bytes", 9, lambda b, context: size(_blocks(b) * context.bytes_per_block), from_width=92),
@@ -62,14 +67,20 @@ COLUMNS = (
 )
 
 
-def columns(line_width: int) -> list[Column]:
-    """Return the columns that there is room for."""
-    return [column for column in COLUMNS if line_width >= column.from_width]
+def _requests(number: int | None) -> str:
+    return "-" if number is None else short(number) if number else "·"
 
 
-def left_width(line_width: int) -> int:
+def columns(line_width: int, sends_reused: bool) -> list[Column]:
+    """Return the columns that there is room for, of those that the engine sends."""
+    return [
+        column for column in COLUMNS if line_width >= column.from_width and column.with_reused in (None, sends_reused)
+    ]
+
+
+def left_width(line_width: int, sends_reused: bool) -> int:
     """Return the width that the columns leave for the tree."""
-    return max(12, line_width - sum(column.width for column in columns(line_width)) - 1)
+    return max(12, line_width - sum(column.width for column in columns(line_width, sends_reused)) - 1)
 
 
 def lead_of(row: Row, left: int) -> str:
@@ -85,11 +96,12 @@ class RowRenderer:
         self, lines: CachedLines[Any], dim: Style, rows: TreeRows, context: RowContext, path: frozenset[int]
     ) -> None:
         self._lines, self._dim, self._rows, self._row_context, self._path = lines, dim, rows, context, path
-        self._columns, self._left = columns(lines.line_width), left_width(lines.line_width)
+        self._columns = columns(lines.line_width, context.sends_reused)
+        self._left = left_width(lines.line_width, context.sends_reused)
 
     def header(self, look: Style) -> Strip:
         """Draw the titles, with a mark on the sorted one."""
-        by = "" if any(self._rows.sort == column.sort for column in COLUMNS) else f" (by {self._rows.sort})"
+        by = "" if any(self._rows.sort == column.sort for column in self._columns) else f" (by {self._rows.sort})"
         segments = [Segment(set_cell_size(f"  prefix{by}", self._left), look)]
         for column in self._columns:
             title = f"{column.title}▾" if column.sort == self._rows.sort else column.title
