@@ -162,7 +162,7 @@ def _facts(state: State, branch: Branch) -> list[tuple[str, str]]:
 
 def _reuse(node: NodeRecord) -> list[tuple[str, str]]:
     """Count the requests whose cached prefix includes the node, and those whose cached prefix ended at it."""
-    sent = "not sent by this engine" if node.reused is None else f"by {plural(node.reused, 'request')} since cached"
+    sent = "not sent by this engine" if node.reused is None else f"by {plural(node.reused, 'request')}"
     return [("reused", sent), ("ended here", plural(node.hits, "request"))]
 
 
