@@ -28,6 +28,7 @@ second.
 """
 SHORTEST_RETRY, LONGEST_RETRY = 0.25, 8.0
 """The seconds between attempts to connect: doubled after each failure, with jitter."""
+STOPPED = "the engine's process is stopped or very busy"
 RESTARTED, RESTART_NOTICE = "the engine was restarted", 30.0
 """The notice after an engine was replaced by another, and for how many seconds it is shown."""
 _CHUNK = 256 * 1024
@@ -106,9 +107,14 @@ class SocketFeed(ThreadFeed):
 
     def _note_silence(self, silence: float) -> None:
         """Report a silence of some seconds; the engine may be stopped, or its machine be too busy to run it."""
-        if silence >= SILENCE and self._status.link in ("live", "silent"):
-            sentence = f"No news for {duration(int(silence))}: the engine's process is stopped or very busy"
-            self._status = Status("silent", self._clock() - silence, sentence, silence)
+        was = self._status
+        if silence < SILENCE:
+            return
+        if was.link in ("live", "silent"):
+            self._status = Status("silent", self._clock() - silence, f"No news for {silence:.0f} s: {STOPPED}", silence)
+        else:
+            sentence = f"connected, but nothing was received for {silence:.0f} s: {STOPPED}"
+            self._status = Status(was.link, was.since, sentence, silence)
 
     def _take(self, frames: list[Frame]) -> None:
         self._frames += len(frames)

@@ -103,7 +103,8 @@ class Playback:
         """Return notices, the most important first, and their kind: "bad", "warn" or "info"."""
         parts = (self._source_text(), self._step_text(), self._position_text(), self._recording_text())
         link = self.feed.status.link
-        kind = "bad" if link == "stale" else "warn" if self.frozen or link == "silent" else "info"
+        is_warning = self.frozen or link == "silent" or self.feed.ending.damaged_at is not None
+        kind = "bad" if link == "stale" else "warn" if is_warning else "info"
         return "; ".join(each for each in parts if each), kind
 
     def _source_text(self) -> str:

@@ -58,7 +58,8 @@ def _watch(feed: Feed, patience: float, watched: float) -> None:
     while time.monotonic() < until and feed.status.link != "ended":
         if feed.latest is not None and feed.status.link != "connecting":
             break
-        if isinstance(feed, SocketFeed) and feed.latest is None and feed.status.sentence:
+        status = feed.status
+        if isinstance(feed, SocketFeed) and feed.latest is None and status.sentence and not status.silence:
             break  # the first attempt failed, and a script does not wait for an engine to start
         time.sleep(0.02)
     until = time.monotonic() + watched

@@ -13,7 +13,7 @@ from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.records import Changes
 from radixkv_monitor.feed import Status
 from radixkv_monitor.formatting import clock
-from radixkv_monitor.live import SocketFeed
+from radixkv_monitor.live import STOPPED, SocketFeed
 from radixkv_monitor.playback import Playback
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
@@ -51,7 +51,7 @@ def test_an_engine_without_news_is_silent_after_three_seconds(silent: tuple[Engi
         time.time = 5.0
         until(lambda: feed.status.link == "silent")
         assert playback.link == "◐ silent 5 s"
-        assert playback.banner == ("No news for 5.0 s: the engine's process is stopped or very busy", "warn")
+        assert playback.banner == ("No news for 5 s: the engine's process is stopped or very busy", "warn")
         assert feed.now == 1000.0, "no age grows without news"
         send(engine, delta(1005.0, 2))
         until(lambda: feed.status.link == "live")
@@ -60,6 +60,17 @@ def test_an_engine_without_news_is_silent_after_three_seconds(silent: tuple[Engi
         until(lambda: feed.status.link == "stale")
         assert feed.status.since == feed.now == 1005.0, "the time of the last news, not of the loss of patience"
         assert "no data for 16 s" in feed.status.sentence
+
+
+def test_a_connection_without_any_frame_is_no_failed_attempt(silent: tuple[Engines, SocketFeed, Clock]) -> None:
+    """The system accepts connections to a stopped process."""
+    engines, feed, time = silent
+    with engines.serve():
+        feed.start()
+        until(lambda: setattr(time, "time", time.time + 1.0) or feed.status.silence)
+        said = feed.status
+        assert said.link == "connecting"
+        assert said.sentence == f"connected, but nothing was received for {said.silence:.0f} s: {STOPPED}"
 
 
 def test_short_pauses_are_live(silent: tuple[Engines, SocketFeed, Clock]) -> None:

@@ -21,6 +21,7 @@ from radixkv.telemetry.recording import MAGIC, read_recording
 from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.history import rate
 from radixkv_monitor.live import DemoFeed, SocketFeed
+from radixkv_monitor.playback import Playback
 from radixkv_monitor.print_once import first_state
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
@@ -320,7 +321,7 @@ def test_a_damaged_recording_shows_all_before_the_damage(recording: Path, cut: i
     feed = FileFeed(recording)
     feed.start()
     until(lambda: feed.seek(2000.0) or feed.status.link == "ended")
-    assert "is damaged after byte" in feed.status.sentence
+    assert "is damaged after byte" in feed.status.sentence and Playback(feed).banner[1] == "warn"
     assert feed.span == (1000.0, 1000.0 + cut)
     assert feed.latest is not None and feed.latest.time == 1000.0 + cut
     feed.close()
