@@ -13,12 +13,9 @@ from radixkv_monitor import history as counters
 from radixkv_monitor.formatting import clock, duration, plural, share
 from radixkv_monitor.history import MINUTE, LastMinute, evicted_per_second, last_minute, per_second, samples_since_start
 from radixkv_monitor.state import Sample, State
+from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 
 Level = Literal["good", "idle", "warn", "bad"]
-
-REGRET_SHARE, HELD_SHARE, LONG_WAIT = 0.05, 0.95, 10.0
-"""Thresholds of a warning: share of evicted tokens that were requested again, share of held blocks, seconds of a wait.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +175,21 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
+class Reason:
+    """A problem of a verdict: `name` is the crossed threshold, or "crashed", "differing", "stale" or "host"."""
+
+    name: str
+    level: Level
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """One line on how the engine is doing, the worst fact first."""
+    """One line on how the engine is doing, the worst fact first, and its problems, the bad ones first."""
 
     level: Level
     sentence: str
+    reasons: tuple[Reason, ...] = ()
 
 
 # ---- numbers
@@ -324,46 +331,54 @@ def _since(baseline: Sample | None, stats: Mapping[str, float], name: str) -> fl
 # ---- the sentence
 
 
-def verdict(state: State, summary: Summary) -> Verdict:
+def verdict(state: State, summary: Summary, thresholds: Thresholds = DEFAULTS) -> Verdict:
     """Judge how the engine is doing. Problems come before plain facts."""
-    bad, warnings = list(_bad(state, summary)), list(_warnings(summary, state.until))
+    reasons = (*_bad(state, summary, thresholds), *_warnings(summary, thresholds, state.until))
     facts = list(_facts(summary, state.until))
     level, opening = _mood(summary)
     if state.stale:
-        bad.append(f"not connected since {clock(state.now)}")
-        if len(bad) == 1 and not warnings:
+        if not reasons:
             facts = [f"was {opening.lower()}: {facts[0]}", *facts[1:]]
-    if bad or warnings:
-        return Verdict("bad" if bad else "warn", _capital("; ".join((*bad, *warnings, *facts))))
+        reasons = (*reasons, Reason("stale", "bad", f"not connected since {clock(state.now)}"))
+    reasons = tuple(sorted(reasons, key=lambda each: each.level != "bad"))
+    if reasons:
+        sentences = (*(each.sentence for each in reasons), *facts)
+        return Verdict(reasons[0].level, _capital("; ".join(sentences)), reasons)
     if state.end_reason:
         level, opening = "idle", f"Ended ({state.end_reason})"
     return Verdict(level, f"{opening}: {'; '.join(facts)}")
 
 
-def _bad(state: State, summary: Summary) -> Iterable[str]:
+def _bad(state: State, summary: Summary, thresholds: Thresholds) -> Iterable[Reason]:
     if state.end_reason.startswith(CRASHED):
-        yield state.end_reason
+        yield Reason("crashed", "bad", state.end_reason)
     if summary.differing_blocks:
         audited = plural(summary.audited_blocks, "audited block")
-        yield f"{summary.differing_blocks:,} of {audited} differ when recomputed"
-    if summary.failed_minute:
-        yield f"{plural(summary.failed_minute, 'request')} failed in the last minute{state.until}"
+        yield Reason("differing", "bad", f"{summary.differing_blocks:,} of {audited} differ when recomputed")
+    if thresholds.failed is not None and summary.failed_minute > thresholds.failed:
+        sentence = f"{plural(summary.failed_minute, 'request')} failed in the last minute{state.until}"
+        yield Reason("failed", "bad", sentence)
 
 
-def _warnings(summary: Summary, until: str) -> Iterable[str]:
+def _warnings(summary: Summary, thresholds: Thresholds, until: str) -> Iterable[Reason]:
     """List the warnings; `until` follows "the last minute", as `State.until` says."""
     minute = f"the last minute{until}"
-    if summary.longest_wait >= LONG_WAIT:
-        yield f"{plural(summary.waiting, 'request')} waiting, the longest for {duration(summary.longest_wait)}"
-    if summary.preemptions_minute:
+    if thresholds.longest_wait is not None and summary.longest_wait >= thresholds.longest_wait:
+        sentence = f"{plural(summary.waiting, 'request')} waiting, the longest for {duration(summary.longest_wait)}"
+        yield Reason("longest_wait", "warn", sentence)
+    if thresholds.preemptions is not None and summary.preemptions_minute > thresholds.preemptions:
         when = f"in {minute}" if summary.watched >= MINUTE else f"of requests of {minute}"
-        yield f"{plural(summary.preemptions_minute, 'preemption')} {when}: the pool is too small for this load"
-    if (summary.regret_minute.share or 0) >= REGRET_SHARE:
-        yield f"{summary.regret_minute} of the tokens requested in {minute} had been evicted"
+        preempted = plural(summary.preemptions_minute, "preemption")
+        yield Reason("preemptions", "warn", f"{preempted} {when}: the pool is too small for this load")
+    if thresholds.regret is not None and (summary.regret_minute.share or 0) >= thresholds.regret:
+        sentence = f"{summary.regret_minute} of the tokens requested in {minute} had been evicted"
+        yield Reason("regret", "warn", sentence)
     if summary.host is not None and summary.host.failed_minute:
-        yield f"{plural(summary.host.failed_minute, 'transfer')} to or from the host failed in {minute}"
-    if summary.pool.total and (summary.pool.active + summary.pool.pinned) / summary.pool.total >= HELD_SHARE:
-        yield f"{share(summary.pool.active + summary.pool.pinned, summary.pool.total)} of the pool is held"
+        failed = plural(summary.host.failed_minute, "transfer")
+        yield Reason("host", "warn", f"{failed} to or from the host failed in {minute}")
+    held = Part(summary.pool.active + summary.pool.pinned, summary.pool.total)
+    if thresholds.held is not None and held.whole and (held.share or 0) >= thresholds.held:
+        yield Reason("held", "warn", f"{held} of the pool is held")
 
 
 def _facts(summary: Summary, until: str) -> Iterable[str]:

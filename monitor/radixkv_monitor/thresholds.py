@@ -30,3 +30,7 @@ class Thresholds:
     itl_p90: float | None = None
     itl_p99: float | None = None
     telemetry_share: float | None = None
+
+
+DEFAULTS = Thresholds()
+"""The thresholds of a monitor without a file of its own."""

@@ -14,6 +14,7 @@ from radixkv.telemetry.records import Changes
 from radixkv_monitor.print_once import to_text
 from radixkv_monitor.state import Sample, State, StateCopier
 from radixkv_monitor.summary import Part, is_hit, percentile, percentiles, pool, summarise, verdict
+from radixkv_monitor.thresholds import Thresholds
 from radixkv_monitor.widgets.panel import columns, widths
 from tests.monitor.fake_feed import FACTS
 from tests.monitor.samples import STATES, eviction, request
@@ -262,3 +263,18 @@ def test_states_are_counted_for_hybrid_models_only() -> None:
         "bytes": 0,
     }
     assert "\nstates" not in to_text(state_of({})) and "states" not in summarise(state_of({})).as_dict()
+
+
+def test_reasons_name_their_threshold_and_a_threshold_can_be_switched_off() -> None:
+    live = {1: request(number=1, phase="waiting", submitted=1960.0, admitted=None, first_token=None, ended=None)}
+    ended = {2: request(number=2, phase="failed", submitted=1990.0, ended=1995.0)}
+    state = state_of({"cache.held_blocks": 62.0, "waiting": 1.0, "failed": 1.0}, live=live, ended=ended)
+    found = verdict(state, summarise(state))
+    assert [(each.name, each.level) for each in found.reasons] == [
+        ("failed", "bad"),
+        ("longest_wait", "warn"),
+        ("held", "warn"),
+    ]
+    assert found.level == "bad" and all(each.sentence.lower() in found.sentence.lower() for each in found.reasons)
+    patient = verdict(state, summarise(state), Thresholds(failed=None, longest_wait=60.0, held=None))
+    assert patient.level == "good" and not patient.reasons
