@@ -9,13 +9,13 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Literal
 
 from radixkv_monitor.recording_writer import LiveRecording, save
-from radixkv_monitor.state import State
+from radixkv_monitor.state import State, age_time
 from radixkv_monitor.state_builder import PastStates, StateBuilder
 
 _log = logging.getLogger(__name__)
@@ -89,6 +89,14 @@ class Feed(ABC):
     @abstractmethod
     def now(self) -> float:
         """The time that ages are counted to: the present, or the last time of a source that is not live."""
+
+    @property
+    def current(self) -> State | None:
+        """The newest state with its age, and whether the source can be reached; None before the first."""
+        state = self.latest
+        if state is None:
+            return None
+        return replace(state, now=age_time(state, self.now), stale=self.status.link == "stale")
 
     @property
     def traffic(self) -> Traffic:

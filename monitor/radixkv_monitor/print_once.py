@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from radixkv.errors import EngineNotFound
@@ -13,7 +13,7 @@ from radixkv_monitor.formatting import count, duration, share, short
 from radixkv_monitor.history import MOMENT, samples_since_start
 from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.replay import FileFeed
-from radixkv_monitor.state import State, age_time
+from radixkv_monitor.state import State
 from radixkv_monitor.summary import Summary, summarise, verdict
 
 
@@ -32,11 +32,11 @@ def first_state(
             _go_to_end(feed, report)
         else:
             _watch(feed, patience, watched)
-        state, link = feed.latest, feed.status.link
+        state = feed.current
         if state is None:
             why = feed.status.sentence or "no state was received"
             raise EngineNotFound(why if feed.title in why else f"{feed.title}: {why}")
-        return replace(state, now=age_time(state, feed.now), stale=link == "stale")
+        return state
     finally:
         feed.close()
 
