@@ -43,6 +43,7 @@ class StateBuilder:
         self._whole = False
         self._was_unseen = True  # whether changes before the snapshot were missed
         self._seq = 0
+        self._sent = 0.0
         self._received = 0.0
         self._lock = Lock()
         self.recording: LiveRecording | None = None
@@ -65,7 +66,7 @@ class StateBuilder:
         with self._lock:
             if self.facts is None or self.latest is None:
                 raise ValueError("nothing to record yet: no engine has sent its state")
-            ts = self._mirror.time
+            ts = max(self._mirror.time, self._sent)  # an idle engine's state may be as of an hour ago
             self.recording = LiveRecording(path, self.facts, snapshot_frames(self._mirror, self._seq, ts), ts)
 
     def stop_recording(self) -> None:
@@ -75,7 +76,7 @@ class StateBuilder:
                 self.recording.stop()
 
     def _take(self, frame: Frame) -> list[Changes]:
-        self._seq = frame.seq
+        self._seq, self._sent = frame.seq, frame.ts
         if isinstance(frame, Hello):
             self._hello(frame.facts)
         elif isinstance(frame, Gap):
@@ -168,9 +169,9 @@ class PastStates:
             self._mirror.apply(changes)
         assert self._copier is not None
         state = self._copier.take(self._mirror, applied, self._history(mark.segment.facts.engine))
-        sent = received(frames[-1], self._mirror) if frames else state.time
-        state = replace(state, baseline=state.history[0], received=sent)
-        self._last = replace(state, now=age_time(state, sent))
+        newest = frames[-1]
+        state = replace(state, baseline=state.history[0], received=received(newest, self._mirror))
+        self._last = replace(state, now=age_time(state, newest.ts))
         return self._last
 
     def _history(self, engine: str) -> tuple[Sample, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.telemetry.protocol import Delta, Hello, Snapshot
+from radixkv.telemetry.recording import read_recording
 from radixkv.telemetry.records import Changes
 from radixkv_monitor.feed import Status
 from radixkv_monitor.formatting import clock
@@ -191,3 +192,17 @@ def test_a_live_engine_is_described_at_present() -> None:
     state = built(begun(1000.0, prompt_tokens=100.0, cached_tokens=90.0, running=1.0))
     assert not state.past and state.until == ""
     assert verdict(state, summarise(state)).sentence.endswith("0 preemptions in the last minute")
+
+
+def test_a_recording_of_an_idle_engine_begins_when_it_was_begun(tmp_path: Path) -> None:
+    builder = StateBuilder()
+    builder.take(Hello(FACTS, ts=5000.0), Snapshot(0, 1, Changes(time=1000.0, reset=True), ts=5000.0))
+    builder.record(tmp_path / "a.rec")
+    builder.take(heartbeat(1000.0, 5001.0), heartbeat(1000.0, 5002.0))
+    builder.stop_recording()
+    again = StateBuilder()
+    again.take(*read_recording(tmp_path / "a.rec"))
+    for each in (builder, again):
+        assert each.timeline.span == (5000.0, 5002.0)
+        past = PastStates(each).at(5000.5)
+        assert past is not None and (past.time, past.now) == (1000.0, 5000.0)
