@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from radixkv.cache import reuse
 from radixkv.cache.state import CacheState
 from radixkv.cache.types import Node
 
@@ -57,6 +58,17 @@ class ChangeTracker:
         self._changed.discard(node)
         if node.shown:
             self._gone.append(node.id)
+
+    def reused(self, path: list[Node], start: int = 0) -> None:
+        """Count a request that found the whole path in the cache; it was counted up to `start` before. O(depth)."""
+        for node in path:
+            end = node.end
+            if end <= start:
+                continue
+            if node.start < start:
+                node.reuse = reuse.count(node.reuse, start, -1)
+            node.reuse = reuse.count(node.reuse, end)
+            self.mark(node)
 
     def look(self) -> tuple[list[Node], list[int]]:
         """Take the new or changed nodes, and the ids of removed nodes that an earlier look returned; both by id.

@@ -280,7 +280,8 @@ class PrefixCache:
                 self._count_regret(node, ghost_owner, length, rest)
         if length < node.end:
             node = tree.split(node, length - node.start)
-        sequence = self.sequence_class(state, node, length, tree.table(node))
+        path = tree.path(node)
+        sequence = self.sequence_class(state, node, length, tree.joined(path))
         sequence.namespace, sequence.group, sequence.priority = namespace, space.group, priority
         sequence.purpose, sequence.asked = purpose, asked
         tree.hold(node)
@@ -293,6 +294,8 @@ class PrefixCache:
                 if priority > node.priority:
                     node.priority = priority
             sequence.policy_data = state.index.open(tree, node, ghost_owner, rest, purpose == "request")
+        if tree.changed is not None and purpose == "request":
+            tree.changed.reused(path)
         if length % self.block_size:
             state.pool.share(node.blocks[-1], idle=False, sole_idle=False, sole_node=node)
         if tree.observer is not None:

@@ -20,6 +20,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 
+from radixkv.cache import reuse
 from radixkv.cache.block_pool import BlockPool, SharedBlocks
 from radixkv.cache.events import Observer
 from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
@@ -277,6 +278,7 @@ class RadixTree:
         upper = Node(number, parent, node.start, key, blocks, number, children)
         upper.tick, upper.born = node.tick, node.born  # but no hits: they ended at the lower half, and stay there
         upper.used_at, upper.born_at, upper.policy_data = node.used_at, node.born_at, node.policy_data
+        upper.reuse, node.reuse = reuse.split(node.reuse, cut)
         upper.priority, upper.demoted, upper.may_share_any_block = node.priority, node.demoted, node.may_share_any_block
         upper.locks = 1 if node.locks else 0
         parent.children[bytes(key[:WIDTH])] = upper
@@ -343,6 +345,7 @@ class RadixTree:
         if upper.end % self.pool.block_size:
             block = upper.blocks.pop()
         shared = array("i", upper.boundary())
+        node.reuse = reuse.join(upper.reuse, node.start, node.reuse)
         node.key, node.blocks = joined(upper.key, node.key), joined(upper.blocks, node.blocks)
         node.start, node.parent = upper.start, upper.parent
         node.may_share_any_block |= upper.may_share_any_block
@@ -378,6 +381,7 @@ class RadixTree:
             del node.blocks[keep:]
             del node.key[(start - node.start) * WIDTH :]
             freed = self._free(node, cut)
+            node.reuse, _ = reuse.split(node.reuse, start)
             old, node.ghost_owner = node.ghost_owner, next(self._ids)
             tokens = len(run) // WIDTH
             self.ghosts.add(node.ghost_owner, start, Ghost(run, old, now, pressure, self.evictions, node.policy_data))

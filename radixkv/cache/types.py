@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache.namespaces import Namespace
+from radixkv.cache.reuse import Reuse
 from radixkv.cache.tokens import WIDTH, check_int
 from radixkv.recurrent_state import StateStep
 
@@ -191,6 +192,7 @@ class Node:
     used_at: float = 0.0  # as `tick`, in seconds: kept only while a change tracker is attached
     born_at: float = 0.0
     hits: int = 0  # requests that were opened at its end
+    reuse: Reuse | None = None  # how many requests found its tokens: kept only while a change tracker is attached
     priority: int = 0  # higher stays longer
     demoted: bool = False  # evicted before other nodes of its priority
     may_share_any_block: bool = False  # with a fork; otherwise only its first and last block can be shared
@@ -240,6 +242,9 @@ class ChangeLog(Protocol):
 
     def gone(self, node: Node) -> None:
         """Note that a node was removed."""
+
+    def reused(self, path: list[Node], start: int = 0) -> None:
+        """Count a request that found a path from `start` on."""
 
 
 class OpenSequence(Protocol):

@@ -21,6 +21,7 @@ from radixkv.cache.change_tracker import ChangeTracker, SequenceView
 from radixkv.cache.events import ignore
 from radixkv.cache.ghosts import Pressure
 from radixkv.cache.namespaces import Namespace
+from radixkv.cache.reuse import total
 from radixkv.cache.tokens import WIDTH
 from radixkv.cache.types import Node, Purpose
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
@@ -297,6 +298,7 @@ def node_record(node: Node, pins: int, offset: float, text: str | None = None) -
         tuple(tokens(node, HEAD)),
         text,
         node.residence,
+        total(node.reuse),
     )
 
 

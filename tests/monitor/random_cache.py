@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from radixkv.cache import PrefixCache, Sequence
 from radixkv.cache.host import HostPrefixCache, HostSequence
+from radixkv.cache.reuse import total
 from radixkv.errors import OutOfBlocks, PinBudgetExceeded
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import Changes, EngineFacts, NodeRecord, RequestRecord, SequenceRecord
@@ -140,6 +141,7 @@ class RandomCache:
                 locks=node.locks, pins=pinned[node.id], hits=node.hits, priority=node.priority,
                 demoted=node.demoted, born=0.0, used=used[1], namespace=names.get(node),
                 head=tuple(memoryview(bytes(node.key[:32])).cast("i")), residence=node.residence,
+                reused=total(node.reuse),
             )  # fmt: skip
 
     def sequences(self) -> Iterator[SequenceRecord]:

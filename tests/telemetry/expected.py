@@ -10,6 +10,7 @@ from typing import Any
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.host import HostPrefixCache
+from radixkv.cache.reuse import total
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import NEXT_VICTIMS, NodeRecord, namespace_label
@@ -69,6 +70,7 @@ def assert_nodes(mirror: Mirror, cache: PrefixCache, offset: float) -> None:
         assert record.locks == holders[node.id] + sum(child.locks > 0 for child in node.children.values())
         assert record.pins == pins[node.id]
         assert (record.hits, record.priority, record.demoted) == (node.hits, node.priority, node.demoted)
+        assert record.reused == total(node.reuse)
         assert (record.used, record.born) == (node.used_at + offset, node.born_at + offset)
         assert record.namespace == (namespace_label(roots[node].value) if node in roots else None)
         head = [int.from_bytes(node.key[at : at + 4], "little") for at in range(0, min(32, len(node.key)), 4)]

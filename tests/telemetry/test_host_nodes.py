@@ -146,5 +146,6 @@ def test_an_old_reader_ignores_the_tier_and_a_new_one_reads_old_nodes() -> None:
     _, recorder, mirror, _ = offloaded()
     mirror.apply(recorder.collect())
     packed = next(node for node in mirror.nodes.values() if node.residence == "host").pack()
-    assert packed[-1] == "host" and NodeRecord.unpack(packed).residence == "host"
-    assert NodeRecord.unpack(packed[:-1]).residence == "device"
+    assert packed[-2] == "host" and NodeRecord.unpack(packed).residence == "host"
+    assert NodeRecord.unpack(packed[:-1]).reused is None
+    assert NodeRecord.unpack(packed[:-2]).residence == "device"

@@ -112,8 +112,11 @@ class LoadingSequence(HostSequence):
         if self.cached_length == self.length:
             self.cached_length += count
         tree.tier.release(self._reads)
+        start = self.length
         super().commit(publish)
         self.__class__ = HostSequence  # type: ignore[assignment]  # both have the same slots
+        if tree.changed is not None and publish and self.purpose == "request":
+            tree.changed.reused(tree.path(self.node), start)
         if tree.observer is not None:
             cast(TierObserver, tree.observer).loaded(self.id, count)
 

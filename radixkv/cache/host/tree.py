@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.cache import reuse
 from radixkv.cache.events import TierObserver
 from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.ghosts import Ghost, Pressure
@@ -197,6 +198,8 @@ class HostTree(RadixTree):
         images = tier.take(len(blocks))
         tier.moves.update(zip(images, blocks, strict=True))
         host = self._new_host_node(node, start, run, images) if child is None else child
+        _, part = reuse.split(node.reuse, start)
+        host.reuse = reuse.join(part, node.end, host.reuse)
         if child is not None:
             del tier.below[node]
             tier.remove_leaf(child)
@@ -234,6 +237,7 @@ class HostTree(RadixTree):
             del node.blocks[keep:]
             del node.key[(start - node.start) * WIDTH :]
             freed = self._free(node, cut)
+            node.reuse, _ = reuse.split(node.reuse, start)
             node.ghost_owner = next(self._ids)
             self._mark(node)
             if self.observer is not None:
@@ -271,6 +275,7 @@ class HostTree(RadixTree):
         del node.blocks[keep:]
         del node.key[(start - node.start) * WIDTH :]
         self.tier.note_cancelled(node)
+        node.reuse, _ = reuse.split(node.reuse, start)
         node.ghost_owner = next(self._ids)
         self._mark(node)
         if self.observer is not None:
@@ -384,6 +389,8 @@ class HostTree(RadixTree):
             at += matched
             node.hits, node.priority = max(node.hits, host.hits + hit), max(node.priority, host.priority)
             position = base + at // WIDTH
+            found, _ = reuse.split(host.reuse, position)
+            node.reuse = found if host.start == node.start else reuse.join(node.reuse, host.start, found)
             if matched < len(host.key):
                 self._cut_head(host, matched)
                 self._hang({bytes(host.key[:WIDTH]): host}, self._ending(node, position))
@@ -417,6 +424,7 @@ class HostTree(RadixTree):
         """Drop the first `matched` bytes of a host node; an image in which later tokens lie stays whole."""
         tier, size = self.tier, self.pool.block_size
         start = node.start + matched // WIDTH
+        _, node.reuse = reuse.split(node.reuse, start)
         whole = start // size - node.start // size
         tier.give_back(node.blocks[:whole])
         del node.blocks[:whole]
