@@ -26,6 +26,7 @@ from radixkv_monitor import engine_picker
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.engine_picker import EnginePicker
 from radixkv_monitor.feed import Feed, Status, Traffic
+from radixkv_monitor.pictures import settle
 from radixkv_monitor.recording_writer import save
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.screenshot import screenshot
@@ -33,7 +34,7 @@ from radixkv_monitor.self_usage import Cost, UsageMeter
 from radixkv_monitor.state import State
 from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS
-from scripts.draw_monitor import FOLDER, PICTURES, RECORDING, Moment, draw, settle
+from scripts.draw_monitor import FOLDER, PICTURES, RECORDING, Moment, draw
 from scripts.record_demo import BEGAN, SECONDS, frames
 from tests.monitor.samples import HOST, STATES
 from tests.selection import mostly_long
