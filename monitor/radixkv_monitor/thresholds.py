@@ -34,3 +34,8 @@ class Thresholds:
 
 DEFAULTS = Thresholds()
 """The thresholds of a monitor without a file of its own."""
+
+UNCONDITIONAL = ("crashed", "differing", "host", "stale")
+"""The reasons of a verdict that have no threshold: the engine crashed, audited blocks differ, transfers to or from the
+host failed, or the engine cannot be reached.
+"""
