@@ -162,7 +162,8 @@ class MonitorApp(App[None]):
         if self._record_to is not None:
             path, self._record_to = self._record_to, None
             self._write(path, self.feed.record)
-        key = (state.line, state.tick, state.stale, state.frozen, state.baseline, state.end_reason, int(state.now))
+        moment = (state.line, state.tick, int(state.now), state.baseline)
+        key = (*moment, state.stale, state.frozen, state.end_reason, int(state.silence))
         if key != self._drawn:
             self._drawn, self.shown = key, state
             if self._frame_limiter is not None:

@@ -92,11 +92,12 @@ class Feed(ABC):
 
     @property
     def current(self) -> State | None:
-        """The newest state with its age, and whether the source can be reached; None before the first."""
-        state = self.latest
+        """The newest state with its age, and whether the source is silent or stale; None before the first."""
+        state, status = self.latest, self.status
         if state is None:
             return None
-        return replace(state, now=age_time(state, self.now), stale=self.status.link == "stale")
+        silence = status.silence if status.link == "silent" else 0.0
+        return replace(state, now=age_time(state, self.now), stale=status.link == "stale", silence=silence)
 
     @property
     def traffic(self) -> Traffic:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from radixkv_monitor.feed import Feed
 from radixkv_monitor.formatting import clock, duration, size
 from radixkv_monitor.replay import FileFeed
-from radixkv_monitor.state import Sample, State, age_time
+from radixkv_monitor.state import Sample, State
 
 STEP_NOTICE = 2.0
 """The seconds from which on a notice names the length of a running step, so that steps of a second do not flicker."""
@@ -31,14 +31,12 @@ class Playback:
 
     def state_to_draw(self) -> State | None:
         """Return the state to draw; None before the first."""
-        state = self._frozen_state if self.frozen else self.feed.latest
+        state = self._frozen_state if self.frozen else self.feed.current
         if state is None:
             return None
-        now = state.now if self.frozen else age_time(state, self.feed.now)
-        stale = self.feed.status.link == "stale"
         same_engine = self._baseline is not None and self._baseline.engine == state.facts.engine
         baseline = self._baseline if same_engine else state.baseline
-        self._shown = replace(state, now=now, stale=stale, frozen=self.frozen, baseline=baseline)
+        self._shown = replace(state, frozen=self.frozen, baseline=baseline)
         return self._shown
 
     # ---- commands

@@ -59,7 +59,8 @@ class State:
     `stale`: the engine cannot be reached, and `now` is the time of its last news. `frozen`: the user froze the screen,
     or looks at the past. `baseline`: the sample that deltas are counted from, if the user set one. `end_reason`: why
     the engine ended, on the last state of a recording. `received`: the time at which the engine sent the newest frame.
-    It is later than `time` while a long step runs, because the engine's thread reports between steps.
+    It is later than `time` while a long step runs, because the engine's thread reports between steps. `silence`: the
+    seconds for which a connected engine has sent nothing; 0 unless it is silent.
     """
 
     line: int
@@ -82,6 +83,7 @@ class State:
     baseline: Sample | None = None
     end_reason: str = ""
     received: float = 0.0
+    silence: float = 0.0
 
     def __repr__(self) -> str:
         """Return a short text: a state may hold a hundred thousand records, and a traceback would show them all."""
@@ -100,8 +102,8 @@ class State:
 
     @property
     def past(self) -> bool:
-        """Whether the engine has ended or cannot be reached, so that sentences are in the past tense."""
-        return self.stale or bool(self.end_reason)
+        """Whether the engine has ended, cannot be reached or is silent, so that sentences are in the past tense."""
+        return self.stale or self.silence > 0 or bool(self.end_reason)
 
     @property
     def until(self) -> str:

@@ -176,7 +176,8 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A problem of a verdict: `name` is the crossed threshold, or "crashed", "differing", "stale" or "host"."""
+    """A problem of a verdict: `name` is the crossed threshold, or "crashed", "differing", "stale",
+    "silent" or "host"."""
 
     name: str
     level: Level
@@ -336,10 +337,10 @@ def verdict(state: State, summary: Summary, thresholds: Thresholds = DEFAULTS) -
     reasons = (*_bad(state, summary, thresholds), *_warnings(summary, thresholds, state.until))
     facts = list(_facts(summary, state.until))
     level, opening = _mood(summary)
-    if state.stale:
+    if state.stale or state.silence:
         if not reasons:
             facts = [f"was {opening.lower()}: {facts[0]}", *facts[1:]]
-        reasons = (*reasons, Reason("stale", "bad", f"not connected since {clock(state.now)}"))
+        reasons = (_absence(state), *reasons)
     reasons = tuple(sorted(reasons, key=lambda each: each.level != "bad"))
     if reasons:
         sentences = (*(each.sentence for each in reasons), *facts)
@@ -347,6 +348,13 @@ def verdict(state: State, summary: Summary, thresholds: Thresholds = DEFAULTS) -
     if state.end_reason:
         level, opening = "idle", f"Ended ({state.end_reason})"
     return Verdict(level, f"{opening}: {'; '.join(facts)}")
+
+
+def _absence(state: State) -> Reason:
+    """State that the engine cannot be reached, or for how long it has been silent."""
+    if state.stale:
+        return Reason("stale", "bad", f"not connected since {clock(state.now)}")
+    return Reason("silent", "warn", f"no news for {state.silence:.0f} s")
 
 
 def _bad(state: State, summary: Summary, thresholds: Thresholds) -> Iterable[Reason]:

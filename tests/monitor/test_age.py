@@ -54,6 +54,11 @@ def test_an_engine_without_news_is_silent_after_three_seconds(silent: tuple[Engi
         assert playback.link == "◐ silent 5 s"
         assert playback.banner == ("No news for 5 s: the engine's process is stopped or very busy", "warn")
         assert feed.now == 1000.0, "no age grows without news"
+        shown = playback.state_to_draw()
+        assert shown is not None and shown.past
+        found = verdict(shown, summarise(shown))
+        assert found.level == "warn" and found.sentence.startswith("No news for 5 s; was ")
+        assert f"in the last minute before {clock(1000.0)}" in found.sentence
         send(engine, delta(1005.0, 2))
         until(lambda: feed.status.link == "live")
         assert playback.banner == ("", "info") and feed.now == 1005.0
@@ -206,3 +211,32 @@ def test_a_recording_of_an_idle_engine_begins_when_it_was_begun(tmp_path: Path) 
         assert each.timeline.span == (5000.0, 5002.0)
         past = PastStates(each).at(5000.5)
         assert past is not None and (past.time, past.now) == (1000.0, 5000.0)
+
+
+class Remembering(FakeFeed):
+    """A feed whose history is its first state."""
+
+    first: State | None = None
+
+    @property
+    def span(self) -> tuple[float, float]:
+        return 1000.0, self.now
+
+    def at(self, when: float) -> State | None:
+        return self.first
+
+
+def test_the_past_of_a_dead_engine_was_connected() -> None:
+    feed = Remembering(Changes(time=1000.0, reset=True, stats={"prompt_tokens": 100.0, "cached_tokens": 90.0}))
+    feed.first = feed.state
+    feed.apply(Changes(time=1060.0))
+    feed.link = Status("stale", 1060.0)
+    playback = Playback(feed)
+    shown = playback.state_to_draw()
+    assert shown is not None and shown.stale
+    playback.freeze()
+    frozen = playback.state_to_draw()
+    assert frozen is not None and frozen.stale and frozen.frozen
+    playback.scrub(-60.0)
+    scrubbed = playback.state_to_draw()
+    assert scrubbed is not None and not scrubbed.stale and scrubbed.now == 1000.0
