@@ -27,14 +27,12 @@ from radixkv_monitor.dialogs import ExportScreen, HelpScreen, SafeCommandPalette
 from radixkv_monitor.engine_picker import EngineScreen
 from radixkv_monitor.feed import Feed
 from radixkv_monitor.feed_factory import feed_of_found
-from radixkv_monitor.formatting import clock
-from radixkv_monitor.info import InfoScreen
+from radixkv_monitor.info import InfoScreen, verdict_texts, view_texts
 from radixkv_monitor.playback import Playback
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.self_usage import FRAMES_PER_SECOND, FrameLimiter, UsageMeter
 from radixkv_monitor.shutdown import exit_on_signals, has_shell
 from radixkv_monitor.state import State
-from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.theme import DARK, LIGHT, THEMES
 from radixkv_monitor.views import VIEWS, Selected, Selection, View
 from radixkv_monitor.widgets.status_lines import Banner, BottomLine, TopLine
@@ -63,7 +61,7 @@ KEYS: tuple[Binding, ...] = (
     Binding("less_than_sign", "speed(-1)", "slower", show=False, tooltip="play a recording slower"),
     Binding("greater_than_sign", "speed(1)", "faster", show=False, tooltip="play a recording faster"),
     Binding("g", "switch", "Engines", show=False, tooltip="watch another running engine"),
-    Binding("i", "info", "Info", show=False, tooltip="show the verdict, the notices and the selected item in full"),
+    Binding("i", "info", "Info", show=False, tooltip="show the verdict, notices, headline and selected item in full"),
     Binding("b", "baseline", "Baseline", tooltip='count "run" from now on; again: from the start'),
     Binding("r", "record", "Record", tooltip="start or stop recording to a file in the current folder"),
     Binding("e", "export", "Export", tooltip="export this view to a file: JSON, CSV or SVG"),
@@ -326,8 +324,9 @@ class MonitorApp(App[None]):
         """Show in full the texts that lines may cut."""
         parts = [("Notices", self.playback.banner[0])]
         if self.shown is not None:
-            found = verdict(self.shown, summarise(self.shown))
-            parts.insert(0, (f"Verdict at {clock(self.shown.now)}", found.sentence))
+            parts = [*verdict_texts(self.shown), *parts]
+        if self.view is not None:
+            parts += view_texts(self.view)
         self.push_screen(InfoScreen(parts))
 
     def action_command_palette(self) -> None:
@@ -342,7 +341,7 @@ class MonitorApp(App[None]):
             show = partial(self.call_later, self.action_show, entry.name)
             yield SystemCommand(entry.title, entry.about.capitalize(), show)
         yield SystemCommand("Engines", "Watch another running engine", self.action_switch)
-        yield SystemCommand("Info", "Show the verdict and the notices in full", self.action_info)
+        yield SystemCommand("Info", "Show the verdict, notices, headline and selected item in full", self.action_info)
         yield SystemCommand("Freeze", "Freeze the screen, or resume", self.action_freeze)
         yield SystemCommand("Record", "Start or stop recording to a file", self.action_record)
         yield SystemCommand("Save the past", "Write the last ten minutes to a file", self.action_save)

@@ -1,4 +1,4 @@
-"""Show in full all that the lines of the screen may cut: the verdict, the notices, and the selected item."""
+"""Show in full all that the lines of the screen may cut: the verdict, notices, the headline and the selected item."""
 
 from __future__ import annotations
 
@@ -7,9 +7,31 @@ from collections.abc import Sequence
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.widget import Widget
 from textual.widgets import Static
 
 from radixkv_monitor.dialogs import TextScreen
+from radixkv_monitor.formatting import clock
+from radixkv_monitor.state import State
+from radixkv_monitor.summary import summarise, verdict
+
+
+def verdict_texts(state: State) -> list[tuple[str, str]]:
+    """Return the verdict on a state, and its reasons with their levels."""
+    found = verdict(state, summarise(state))
+    reasons = "\n".join(f"{each.level:<5}{each.sentence}" for each in found.reasons)
+    return [(f"Verdict at {clock(state.now)}", found.sentence), ("Reasons", reasons)]
+
+
+def view_texts(view: Widget) -> list[tuple[str, str]]:
+    """Return the headline of a view and the description of its selected item, as they are on the screen now."""
+    texts = [("Headline", ".headline"), ("Selected", "Static.detail, DetailPane > Static")]
+    return [(title, "\n".join(_texts(view, selector))) for title, selector in texts]
+
+
+def _texts(view: Widget, selector: str) -> list[str]:
+    shown = (each for each in view.query(selector).results(Static) if each.region)
+    return [str(each.content) for each in shown]
 
 
 class InfoScreen(TextScreen):

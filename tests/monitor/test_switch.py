@@ -16,14 +16,17 @@ from radixkv.telemetry.client_set import ClientLimits
 from radixkv.telemetry.discovery import FoundEngine, engines
 from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.recording import read_recording
+from radixkv.telemetry.records import Changes
 from radixkv_monitor import engine_picker
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.engine_picker import EngineList, EnginePicker, EngineScreen
+from radixkv_monitor.feed import Status
 from radixkv_monitor.feed_factory import feed_of_found
-from radixkv_monitor.info import InfoScreen
+from radixkv_monitor.info import InfoScreen, verdict_texts
 from radixkv_monitor.live import SocketFeed
 from tests.monitor.fake_feed import FACTS, FakeFeed
-from tests.monitor.frames import snapshot
+from tests.monitor.frames import node, snapshot
+from tests.monitor.samples import request
 from tests.monitor.view_host import screen
 from tests.telemetry.served import Engine, many, runtime_folder
 
@@ -193,6 +196,39 @@ def test_the_present_source_is_kept(running: list[FoundEngine]) -> None:
 
 
 # ---- texts in full
+
+
+def test_the_dialog_has_the_headline_and_the_selected_item_of_the_view() -> None:
+    long = replace(node(7, 990.0), parent=1)
+    changes = replace(
+        snapshot(1000.0).changes, nodes=(replace(long, id=1, parent=0, tokens=0, namespace="n" * 60), long)
+    )
+
+    async def run() -> None:
+        app = MonitorApp(FakeFeed(changes), "tree")
+        async with app.run_test(size=(40, 12)) as pilot:
+            await pilot.pause()
+            app.tick()
+            await pilot.pause()
+            await pilot.press("i")
+            await pilot.pause()
+            assert isinstance(app.screen, InfoScreen)
+            text = dict(app.screen.parts)
+            assert "1 node in 1 namespace" in text["Headline"]
+            assert text["Selected"].startswith("Namespace nnn")
+
+    asyncio.run(run())
+
+
+def test_the_reasons_of_a_verdict_are_listed() -> None:
+    failed = request(phase="failed", ended=999.0)
+    feed = FakeFeed(Changes(time=1000.0, reset=True, requests=(failed,)))
+    feed.link = Status("stale", 1000.0)
+    shown = feed.current
+    assert shown is not None
+    (_, sentence), (title, reasons) = verdict_texts(shown)
+    assert title == "Reasons" and all(line.startswith("bad  ") for line in reasons.splitlines())
+    assert [line[5:] in sentence.replace("Not", "not", 1) for line in reasons.splitlines()] == [True, True]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 10)])
