@@ -22,6 +22,11 @@ class Detail:
     facts: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
 
+    @property
+    def text(self) -> str:
+        """The description in plain lines."""
+        return "\n".join((self.title, *self.notes, *(f"{name}: {value}" for name, value in self.facts)))
+
 
 MOST_NAMED = 3
 """How many sequences, children and so on are named one by one."""

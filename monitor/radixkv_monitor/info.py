@@ -24,14 +24,16 @@ def verdict_texts(state: State) -> list[tuple[str, str]]:
 
 
 def view_texts(view: Widget) -> list[tuple[str, str]]:
-    """Return the headline of a view and the description of its selected item, as they are on the screen now."""
-    texts = [("Headline", ".headline"), ("Selected", "Static.detail, DetailPane > Static")]
-    return [(title, "\n".join(_texts(view, selector))) for title, selector in texts]
+    """Return the headline of a view and the description of its selected item, also if there is no room for them."""
+    from radixkv_monitor.widgets.detail_pane import DetailPane
+
+    panes = [pane.detail.text for pane in view.query(DetailPane) if pane.detail is not None]
+    selected = [*_texts(view, ".detail"), *panes]
+    return [("Headline", "\n".join(_texts(view, ".headline"))), ("Selected", "\n\n".join(selected))]
 
 
 def _texts(view: Widget, selector: str) -> list[str]:
-    shown = (each for each in view.query(selector).results(Static) if each.region)
-    return [str(each.content) for each in shown]
+    return [text for each in view.query(selector).results(Static) if (text := str(each.content))]
 
 
 class InfoScreen(TextScreen):
