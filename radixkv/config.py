@@ -68,8 +68,11 @@ _SCRUB: _Rule = (
     "{name} is False, True, or blocks a second, above 0; got {value!r}",
 )
 _MONITOR: _Rule = (
-    lambda value: isinstance(value, bool) or (isinstance(value, str) and value.startswith("tcp://")),
-    "{name} must be True, False or an address such as 'tcp://127.0.0.1:7777', got {value!r}",
+    lambda value: (
+        isinstance(value, bool)
+        or (isinstance(value, str) and (value == "rw" or value.startswith(("tcp://", "rw+tcp://"))))
+    ),
+    "{name} must be True, False, 'rw' or an address such as 'tcp://127.0.0.1:7777', got {value!r}",
 )
 _RECORD: _Rule = (
     lambda value: value is None or isinstance(value, str | os.PathLike),
@@ -188,7 +191,8 @@ class EngineConfig:
     monitor: bool | str = _setting(
         True,
         "allow radixkv-monitor of the same user to attach; it receives no text. A tcp:// address also admits clients "
-        "with the token. False, or RADIXKV_MONITOR=0 in the environment, disables this",
+        "with the token. 'rw' also admits commands, of the same user only: cancel, pin, unpin, demote, clear. False, "
+        "or RADIXKV_MONITOR=0 in the environment, disables this",
         _MONITOR,
     )
     expose_text: bool = _setting(False, "show the beginning of each cached text in the monitor", _FLAG)

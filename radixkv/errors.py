@@ -18,6 +18,7 @@ RadixKVError
 ├── EngineError
 │   ├── EngineClosed               the engine was closed before or during the call
 │   ├── RequestCancelled           `.result()` of a request that was cancelled
+│   │   └── CancelledByMonitor     a user of radixkv-monitor cancelled it
 │   ├── RequestTimedOut            the request's own timeout ended it
 │   ├── RequestFailed              an exception inside a step; `__cause__` holds it
 │   ├── DeviceLost                 the device computes nothing more in this process; the engine has ended
@@ -125,6 +126,10 @@ class EngineClosed(EngineError):
 
 class RequestCancelled(EngineError):
     """The request was cancelled before it finished."""
+
+
+class CancelledByMonitor(RequestCancelled):
+    """A user of radixkv-monitor cancelled the request. Do not send it again without that user's consent."""
 
 
 class RequestTimedOut(EngineError):

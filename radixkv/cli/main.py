@@ -47,6 +47,7 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
     _add_settings(chat, "seed", "kv_memory", "host_memory", "device", "dtype", "weights", "record")
+    _add_monitor(chat)
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
@@ -134,8 +135,9 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     _add_tokenizer(serve)
     _add_access(serve.add_argument_group("address and access"))
     _add_serving_limits(serve.add_argument_group("limits"))
+    engine = serve.add_argument_group("the engine")
     _add_settings(
-        serve.add_argument_group("the engine"),
+        engine,
         *("max_sequences", "kv_memory", "host_memory", "device", "dtype", "weights", "attention", "eviction"),
         *(
             "max_batch_tokens",
@@ -148,6 +150,18 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
             "revision",
             "trust_remote_code",
         ),
+    )
+    _add_monitor(engine)
+
+
+def _add_monitor(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--monitor",
+        type=lambda text: {"on": True, "off": False}.get(text, text),
+        default=argparse.SUPPRESS,
+        metavar="MODE",
+        help="on (the default): radixkv-monitor of the same user may attach; rw: it may also cancel requests, pin, "
+        "unpin and demote cached prefixes, and clear namespaces; off; or a tcp:// address, for reading only",
     )
 
 

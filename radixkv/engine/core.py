@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from random import Random
@@ -141,11 +141,14 @@ class Core:
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
-    def cancel(self, request: Request) -> None:
-        """End a request that has not ended; its computed tokens stay cached. Between two steps only."""
+    def cancel(self, request: Request, error: RequestCancelled | None = None) -> None:
+        """End a request that has not ended; its computed tokens stay cached. Between two steps only.
+
+        `error` is the reason for the request's caller.
+        """
         if not request.channel.ended:
             self._publish_all(request)
-        self.end(request, RequestCancelled("the request was cancelled"))
+        self.end(request, error or RequestCancelled("the request was cancelled"))
 
     def disable_backpressure(self) -> None:
         """Pause no request from now on: a draining engine would wait for readers that have left."""
@@ -180,10 +183,20 @@ class Core:
         self.cache.clear(pins=pins)
         self.forget_scores()
 
+    def clear_namespace(self, namespace: Hashable) -> None:
+        """Drop the cached KV of a namespace that no request and no pin holds, and the kept scores of its prompts."""
+        self.cache.clear_namespace(namespace)
+        self._reuse.prompt_scores.drop(namespace)
+        self._reset_scores(each for each in self.scheduler.waiting if each.namespace == namespace)
+
     def forget_scores(self) -> None:
         """Drop all kept scores of prompts, and those that waiting requests took."""
         self._reuse.prompt_scores.clear()
-        for request in self.scheduler.waiting:
+        self._reset_scores(self.scheduler.waiting)
+
+    def _reset_scores(self, requests: Iterable[Request]) -> None:
+        """Let requests that have not begun compute their scores again."""
+        for request in requests:
             if request.scoring is not None and not request.streams:
                 request.scoring.reset()
 

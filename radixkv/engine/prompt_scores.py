@@ -96,6 +96,12 @@ class PromptScores:
         self._by_use.move_to_end(best)
         return best.scores[: longest - 1]
 
+    def drop(self, namespace: Hashable) -> None:
+        """Drop all scores of a namespace. O(its prompts)."""
+        groups = self._groups.get(namespace, {})
+        for kept in [each for group in groups.values() for each in group.values()]:
+            self._drop(kept)
+
     def clear(self) -> None:
         """Drop all scores."""
         self._by_use.clear()

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from radixkv.errors import (
+    CancelledByMonitor,
     ChatError,
     EngineClosed,
     InvalidConstraint,
@@ -102,6 +103,9 @@ def as_api_error(error: BaseException) -> ApiError:
             return bad_request(str(error.__cause__), code="invalid_value")
         case RequestTimedOut():
             return ApiError(504, str(error), code="timeout", kind="timeout_error")
+        case CancelledByMonitor():  # the clients of both vendors would send it again
+            message = "an operator of the server cancelled the request"
+            return ApiError(503, message, code="cancelled", kind="server_error", headers={"x-should-retry": "false"})
         case EngineClosed() | RequestCancelled():
             message = "the server is shutting down: try again soon, or elsewhere"
             return ApiError(503, message, code="shutting_down", kind="server_error", headers={"Retry-After": "5"})

@@ -13,14 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from radixkv.errors import ProtocolError
-from radixkv.telemetry.protocol import WRONG_TOKEN, Attach, Decoder
+from radixkv.telemetry.control import READ_ONLY, CommandQueue, Control
+from radixkv.telemetry.protocol import WRONG_TOKEN, Attach, Command, Decoder
 
 _log = logging.getLogger(__name__)
 
 _CHUNK = 4096
-_ATTACH_BYTES = 4096  # limit of the one frame that a client sends
+_MOST_BYTES = 4096  # limit of a frame that a client sends
+_REPLY_BYTES = 64 * 1024  # unread replies beyond `ClientLimits.buffer` after which a client is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +48,19 @@ class Client:
         limits: ClientLimits,
         snapshot: Callable[[int | None], Iterator[bytes]],
         token: str | None = None,
+        commands: CommandQueue | None = None,
     ) -> None:
         """Give the client until `deadline` to attach, with the `token` if one is required.
 
         `snapshot` returns the frames of a whole snapshot, after a gap frame for that many dropped deltas, or after a
-        hello for None.
+        hello for None. Without `commands` the client may send none.
         """
         self.connection = connection
         self.deadline: float | None = deadline
         self.attached = self.closed = False
         self.hz = 0.0
-        self._limits, self._snapshot, self._token = limits, snapshot, token
-        self._decoder = Decoder(_ATTACH_BYTES)
+        self._limits, self._snapshot, self._token, self._commands = limits, snapshot, token, commands
+        self._decoder = Decoder(_MOST_BYTES)
         self._queue: deque[memoryview] = deque()
         self._after_snapshot: deque[bytes] = deque()  # deltas to send after the present snapshot
         self._pages: Iterator[bytes] | None = None
@@ -77,9 +81,10 @@ class Client:
     # ---- receiving
 
     def read(self) -> bool:
-        """Read from the socket; return True if that completed a valid attach frame. Any other data ends the connection.
+        """Read from the socket; return True if that completed a valid attach frame.
 
-        Raises ProtocolError with the reason for the client.
+        Commands of a client that may send them are queued. Any other data ends the connection: raises ProtocolError
+        with the reason for the client.
         """
         try:
             data = self.connection.recv(_CHUNK)
@@ -93,7 +98,8 @@ class Client:
         if self._closing:
             return False  # unread data would reset the connection before the client has read the bye frame
         if self.attached:
-            raise ProtocolError("a monitor sends nothing but one attach frame")
+            self._read_commands(data)
+            return False
         return self._read_attach(data)
 
     def _read_attach(self, data: bytes) -> bool:
@@ -107,6 +113,32 @@ class Client:
             raise ProtocolError(f"{WRONG_TOKEN}: it stands in the json file beside the engine's socket")
         self.hz = min(frame.hz, self._limits.hz)
         return True
+
+    # ---- commands
+
+    def _read_commands(self, data: bytes) -> None:
+        if self._commands is None:
+            raise ProtocolError(READ_ONLY)
+        for frame in self._decoder.feed(data):
+            if not isinstance(frame, Command):
+                raise ProtocolError("a monitor sends nothing but commands after its attach frame")
+            self._commands.add(frame)
+
+    def run_commands(self) -> None:
+        """Send the reply to a command that has ended, and start the next one. Drop a client that reads no replies."""
+        reply = None if self._commands is None or self._closing or self.closed else self._commands.poll()
+        if reply is None:
+            return
+        self._bytes += len(reply)
+        self._queue.append(memoryview(reply))
+        if self._bytes > self._limits.buffer + _REPLY_BYTES:
+            self.drop()
+        else:
+            self.flush()
+
+    def _drop_commands(self) -> None:
+        if self._commands is not None:
+            self._commands.close()
 
     # ---- sending
 
@@ -137,6 +169,7 @@ class Client:
         if self._closing:
             return
         self._closing, self.deadline, self._pages = True, deadline, None
+        self._drop_commands()
         self._after_snapshot.clear()
         partial = self._queue[0] if self._queue and len(self._queue[0]) < len(self._queue[0].obj) else None  # type: ignore[arg-type]  # bytes have a length
         self._queue = deque([memoryview(bye)] if partial is None else [partial, memoryview(bye)])
@@ -184,6 +217,7 @@ class Client:
     def drop(self) -> None:
         """Send nothing more. The client set closes the connection."""
         self.closed = True
+        self._drop_commands()
         self._queue.clear()
         self._after_snapshot.clear()
         self._pages = None
@@ -193,18 +227,19 @@ class Client:
 class ClientSet:
     """The clients of one publisher, on its thread; `attached` and `buffered` may be read from any thread.
 
-    `snapshot` returns the frames of a whole snapshot for one client, `bye` the last frame. `on_attach` is called when a
-    client has attached.
+    `snapshot` returns the frames of a whole snapshot for one client, which may send commands or not; `bye` returns the
+    last frame. `on_attach` is called when a client has attached. Without `control` no client may send commands.
     """
 
     def __init__(
         self,
         limits: ClientLimits,
-        snapshot: Callable[[int | None], Iterator[bytes]],
+        snapshot: Callable[..., Iterator[bytes]],
         bye: Callable[[str], bytes],
         on_attach: Callable[[], None],
+        control: Control | None = None,
     ) -> None:
-        self._limits = limits
+        self._limits, self._control = limits, control
         self._snapshot, self._bye, self._on_attach = snapshot, bye, on_attach
         self._clients: set[Client] = set()
 
@@ -239,7 +274,10 @@ class ClientSet:
         if len(waiting) >= self._limits.waiting:
             min(waiting, key=lambda client: client.deadline or 0.0).drop()
             self.update()
-        client = Client(connection, time.monotonic() + self._limits.attach_s, self._limits, self._snapshot, token)
+        commands = None if self._control is None else self._control.queue_for(connection)
+        deadline = time.monotonic() + self._limits.attach_s
+        snapshot = partial(self._snapshot, control=commands is not None)
+        client = Client(connection, deadline, self._limits, snapshot, token, commands)
         self._clients.add(client)
         self._selector.register(connection, selectors.EVENT_READ, lambda mask: self._serve(client, mask))
 
@@ -262,6 +300,11 @@ class ClientSet:
             return
         client.start()
         self._on_attach()
+
+    def run_commands(self) -> None:
+        """Send replies to the commands that have ended, and start the next ones."""
+        for client in self._clients:
+            client.run_commands()
 
     # ---- deltas
 

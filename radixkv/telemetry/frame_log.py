@@ -14,7 +14,7 @@ from math import isfinite
 
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.paging import paginate
-from radixkv.telemetry.protocol import Bye, Delta, Frame, Gap, Hello, Snapshot, encode, snapshot_frames
+from radixkv.telemetry.protocol import Bye, Delta, Frame, Gap, Hello, Reply, Snapshot, encode, snapshot_frames
 from radixkv.telemetry.recording import FlightRecorder
 from radixkv.telemetry.records import Changes, EngineFacts
 
@@ -58,19 +58,24 @@ class FrameLog:
         for delta in deltas:
             self._flight.add(delta)
 
-    def snapshot(self, dropped: int | None) -> Iterator[bytes]:
+    def snapshot(self, dropped: int | None, control: bool = False) -> Iterator[bytes]:
         """Return the frames of a whole snapshot for one client, cut now and encoded one by one.
 
-        A gap frame precedes them if `dropped` deltas were lost, a hello frame if that is None.
+        A gap frame precedes them if `dropped` deltas were lost, a hello frame if that is None. The hello says whether
+        the client may send commands.
         """
-        now = time.time()
-        first = Hello(self._facts, seq=self._seq, ts=now) if dropped is None else Gap(dropped, seq=self._seq, ts=now)
+        now, facts = time.time(), replace(self._facts, control=control)
+        first = Hello(facts, seq=self._seq, ts=now) if dropped is None else Gap(dropped, seq=self._seq, ts=now)
         return chain([encode(first)], self._everything())
 
     def _everything(self) -> Iterator[bytes]:
         """Cut a whole snapshot now; its frames are encoded one by one."""
         frames = snapshot_frames(self._mirror, self._seq, time.time(), _pause)
         return map(_encoded, frames)
+
+    def reply(self, reply: Reply) -> bytes:
+        """Encode the reply to a command."""
+        return encode(replace(reply, seq=self._seq, ts=time.time()))
 
     def bye(self, reason: str) -> bytes:
         """Encode the last frame of a connection."""

@@ -40,6 +40,7 @@ PREFIX = 4
 _MOST_ARRAYS = 65_536  # in one frame: an empty one takes 1 byte on the wire, and 80 in memory
 _MOST_MAPS = 3  # the frame, its body, its stats
 _MOST_STATS = 4096
+_LONGEST_VERB = 32  # characters of a command
 
 RECORDS: dict[str, type[Record]] = {
     "nodes": NodeRecord,
@@ -72,10 +73,28 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Attach(Frame):
-    """The first and only frame that a client sends: `hz` is the requested rate of deltas; TCP requires the token."""
+    """The first frame that a client sends: `hz` is the requested rate of deltas; TCP requires the token."""
 
     token: str = ""
     hz: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Command(Frame):
+    """A command of a client, after a hello whose facts allow `control`; see `control.VERBS`. `id` names its reply."""
+
+    id: int
+    verb: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Frame):
+    """The end of the command `id`: whether it was executed, and one sentence on what it did, or why it did nothing."""
+
+    id: int
+    done: bool
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +187,8 @@ def _body(changes: Changes) -> dict[str, Any]:
 
 _ENCODERS: dict[type[Frame], tuple[str, Callable[[Any], dict[str, Any]]]] = {
     Attach: ("attach", lambda frame: {"token": frame.token, "hz": frame.hz}),
+    Command: ("command", lambda frame: {"id": frame.id, "verb": frame.verb, "number": frame.number}),
+    Reply: ("reply", lambda frame: {"id": frame.id, "done": frame.done, "text": frame.text}),
     Hello: ("hello", lambda frame: {"engine": frame.facts.pack()}),
     Snapshot: (
         "snapshot",
@@ -364,8 +385,20 @@ def _attach(fields: dict[str, Any], **common: Any) -> Attach:
     return Attach(_get(fields, "token", str), hz, **common)
 
 
+def _command(fields: dict[str, Any], **common: Any) -> Command:
+    verb = _get(fields, "verb", str)
+    _require(len(verb) <= _LONGEST_VERB, "'verb' of a frame is too long")
+    return Command(_count(fields, "id"), drawable(verb), _count(fields, "number"), **common)
+
+
+def _reply(fields: dict[str, Any], **common: Any) -> Reply:
+    return Reply(_count(fields, "id"), _get(fields, "done", bool), drawable(_get(fields, "text", str)), **common)
+
+
 _DECODERS: dict[str, Callable[..., Frame]] = {
     "attach": _attach,
+    "command": _command,
+    "reply": _reply,
     "hello": _hello,
     "snapshot": _snapshot,
     "delta": lambda fields, **common: Delta(_changes(fields), **common),

@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 from radixkv.errors import EngineClosed
 from radixkv.telemetry.client_set import ClientLimits, ClientSet
+from radixkv.telemetry.control import Control, Execute
 from radixkv.telemetry.frame_log import FrameLog
 from radixkv.telemetry.listener import Listener
 from radixkv.telemetry.recording import FlightRecorder
@@ -60,16 +61,21 @@ class Publisher:
         *,
         limits: ClientLimits | None = None,
         flight: FlightRecorder | None = None,
+        execute: Execute | None = None,
     ) -> None:
         """Open nothing yet. Raises InvalidInput for an invalid `listen`, or one that other machines could reach.
 
-        `tcp://0.0.0.0:PORT?allow=remote` allows other machines.
+        `tcp://0.0.0.0:PORT?allow=remote` allows other machines. `execute` schedules the commands of clients that may
+        send them; None refuses all commands.
         """
         self.facts = facts
         limits = limits or ClientLimits()
         self._frame_log = FrameLog(facts, flight or FlightRecorder(facts))
         self._collector = Collector(collect, pending, self._publish, self._wake, limits.hz)
-        self._clients = ClientSet(limits, self._frame_log.snapshot, self._frame_log.bye, self._collector.request_soon)
+        control = None if execute is None else Control(execute, self._frame_log.reply, self._wake)
+        self._clients = ClientSet(
+            limits, self._frame_log.snapshot, self._frame_log.bye, self._collector.request_soon, control
+        )
         self._listener = Listener(listen, self._clients.add)
         self._reason: str | None = None  # of the end
         self._thread: threading.Thread | None = None
@@ -175,6 +181,7 @@ class Publisher:
         for key, mask in self._selector.select(self._select_timeout()):
             key.data(mask)
         now = time.monotonic()
+        self._clients.run_commands()
         self._collector.poll(now, self._hz)
         if now - self._frame_log.last_append >= _HEARTBEAT_S and self.attached:
             self._publish(self._frame_log.heartbeat)

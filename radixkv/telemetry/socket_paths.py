@@ -196,6 +196,17 @@ def peer_user(connection: socket.socket) -> int | None:
     return None
 
 
+def peer_process(connection: socket.socket) -> int | None:
+    """The process at the other end of a Unix socket; None where the system does not report it."""
+    if hasattr(socket, "SO_PEERCRED"):
+        size = struct.calcsize("3i")
+        process, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        return int(process) or None  # 0 is a process that this one cannot see, as in another container
+    if sys.platform == "darwin":
+        return int(connection.getsockopt(0, getattr(socket, "LOCAL_PEERPID", 2))) or None
+    return None
+
+
 def is_trusted_peer(connection: socket.socket) -> bool:
     """Whether the other end of a Unix socket is this user, or root, which can read every file anyway."""
     return peer_user(connection) in (None, os.geteuid(), 0)

@@ -36,7 +36,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"deterministic": 1}, "deterministic must be True or False, got 1"),
     ({"scrub": 0}, "scrub is False, True, or blocks a second, above 0; got 0"),
     ({"scrub": float("nan")}, "scrub is False, True, or blocks a second, above 0; got nan"),
-    ({"monitor": "udp://x"}, "monitor must be True, False or an address such as 'tcp://127.0.0.1:7777', got 'udp://x'"),
+    (
+        {"monitor": "udp://x"},
+        "monitor must be True, False, 'rw' or an address such as 'tcp://127.0.0.1:7777', got 'udp://x'",
+    ),
     ({"expose_text": None}, "expose_text must be True or False, got None"),
     ({"record": 3}, "record names a file to be written, got 3"),
     (

@@ -16,8 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
+from radixkv.engine.observers.control import EngineControl
 from radixkv.errors import EngineClosed
 from radixkv.serve import Settings
+from radixkv.telemetry.protocol import Command
 from tests.serve.served import CHAT, Hosted, ask, events, hosted, texts, until
 
 LONG = {**CHAT, "stream": True, "ignore_eos": True, "max_tokens": 40}
@@ -202,3 +204,27 @@ def test_a_second_signal_ends_the_command_at_once_and_quietly():
             list(lines)
         assert process.wait(60) == 128 + signal.SIGTERM
         assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_an_operator_cancels_is_not_sent_again(stream):
+    with hosted() as host:
+        host.runner.gate = threading.Semaphore(3)
+        answers: list[httpx.Response] = []
+        client = asking(host, {**LONG, "stream": stream}, answers)
+        for _ in range(4):
+            assert host.runner.began.acquire(timeout=20)
+        control = EngineControl(host.engine.core)
+        outcome = host.engine.client.thread.call(lambda: control.execute(Command(1, "cancel", 1), 4711))
+        host.runner.gate.release(1000)
+        assert outcome.result(20).done
+        client.join(20)
+    (answer,) = answers
+    if stream:
+        *_, last = [line for line in answer.text.splitlines() if line]
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
+        assert "retry-after" not in answer.headers
+        error = answer.json()["error"]
+    assert (error["code"], error["message"]) == ("cancelled", "an operator of the server cancelled the request")

@@ -17,15 +17,17 @@ from radixkv.telemetry.protocol import (
     MAX_FRAME,
     Attach,
     Bye,
+    Command,
     Decoder,
     Delta,
     Frame,
     Gap,
     Hello,
+    Reply,
     Snapshot,
     encode,
 )
-from radixkv.telemetry.records import Changes, EngineFacts, SessionRecord
+from radixkv.telemetry.records import Changes, EngineFacts, SessionRecord, drawable
 from tests.telemetry.wire import CHANGES, COUNT, FACTS, TEXT, TIME, eviction, node, records, request
 
 COMMON = {"seq": COUNT, "ts": TIME}
@@ -38,6 +40,8 @@ def _snapshot(changes: Changes, page: int, more: int, **common: object) -> Snaps
 
 FRAMES = st.one_of(
     st.builds(Hello, records(EngineFacts), **COMMON),
+    st.builds(Command, COUNT, st.text(max_size=32).map(lambda text: drawable(text)[:32]), COUNT, **COMMON),
+    st.builds(Reply, COUNT, st.booleans(), TEXT, **COMMON),
     st.builds(_snapshot, CHANGES, st.integers(0, 3), st.integers(1, 3), **COMMON),
     st.builds(Delta, CHANGES, **COMMON),
     st.builds(Gap, COUNT, **COMMON),

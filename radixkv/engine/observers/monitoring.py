@@ -22,12 +22,16 @@ from radixkv.telemetry.records import Changes, EngineFacts
 
 if TYPE_CHECKING:
     from radixkv.engine.core import Core
+    from radixkv.telemetry.control import Execute
     from radixkv.telemetry.publisher import Publisher
 
 _log = logging.getLogger(__name__)
 
 SWITCH = "RADIXKV_MONITOR"
 """An environment variable; 0 switches monitoring off, except for engines with an address of their own."""
+
+WRITABLE = "rw"
+"""The value of `monitor` that executes commands, alone or before + and an address."""
 
 CRASHES = 3
 """How many recordings of crashes are kept."""
@@ -59,11 +63,12 @@ def start(
 ) -> Monitoring | None:
     """Record the requests and the cache of `core` from now on, and publish them.
 
-    `monitor` is True or an address. Returns None if it is False, if the environment switches monitoring off, or if no
-    socket can be opened, which is logged. Raises InvalidInput for an address that is malformed, or that others could
-    reach.
+    `monitor` is True, "rw" to execute the commands of this user's monitors, an address, or "rw+" and an address.
+    Returns None if it is False, if the environment switches monitoring off, or if no socket can be opened, which is
+    logged. Raises InvalidInput for an address that is malformed, or that others could reach.
     """
-    if monitor is False or (monitor is True and os.environ.get(SWITCH, "1") == "0"):
+    writable, address = _parsed(monitor)
+    if monitor is False or (address is None and os.environ.get(SWITCH, "1") == "0"):
         return None
     from radixkv.telemetry.publisher import Publisher
 
@@ -76,13 +81,30 @@ def start(
     def collect() -> Future[Changes]:
         return thread.call(recorder.collect)
 
-    publisher = Publisher(facts, collect, lambda: recorder.pending, None if monitor is True else str(monitor))
+    execute = _execute(core, thread) if writable else None
+    publisher = Publisher(facts, collect, lambda: recorder.pending, address, execute=execute)
     try:
         publisher.start()
     except (OSError, RadixKVError) as error:
         _log.warning("this engine cannot be watched by radixkv-monitor: %s", error)
         return None
     return Monitoring(publisher, recorder, thread)
+
+
+def _parsed(monitor: bool | str) -> tuple[bool, str | None]:
+    """Return whether commands are executed, and the address to listen at; None for the Unix socket alone."""
+    text = "" if isinstance(monitor, bool) else monitor
+    mode, plus, address = text.partition("+")
+    writable = mode == WRITABLE
+    return writable, (address if plus else None) if writable else text or None
+
+
+def _execute(core: Core, thread: EngineThread) -> Execute:
+    """Return a function that schedules a command on the engine's thread."""
+    from radixkv.engine.observers.control import EngineControl
+
+    control = EngineControl(core)
+    return lambda command, process: thread.call(partial(control.execute, command, process))
 
 
 def _record_crash(publisher: Publisher, recorder: RequestRecorder, error: BaseException) -> None:

@@ -1,0 +1,315 @@
+"""A monitor's commands change a real engine, over its real socket, as their replies and the engine's log say."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.chat import Engine
+from radixkv.errors import CancelledByMonitor
+from radixkv.sampling.params import SamplingParams
+from radixkv.telemetry.protocol import Command, Hello, Reply, encode
+from radixkv.telemetry.records import NodeRecord
+from tests.engine.fakes import FakeRunner, check, greedy_reply, make_engine
+from tests.telemetry.served import Reader, runtime_folder, wait_until
+
+FOUR = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+LOGGER = "radixkv.engine.observers.control"
+SELF = f"radixkv-monitor (pid {os.getpid()})"
+
+
+@pytest.fixture(autouse=True)
+def folder() -> Iterator[Path]:
+    with runtime_folder() as path:
+        yield path
+
+
+class Monitor(Reader):
+    """A reader that sends commands."""
+
+    _ids = itertools.count(1)
+
+    def command(self, verb: str, number: int) -> Reply:
+        """Send a command and wait for its reply."""
+        name = next(self._ids)
+        self.socket.sendall(encode(Command(name, verb, number)))
+        found: list[Reply] = []
+
+        def replied() -> bool:
+            found[:] = [each for each in self.frames if isinstance(each, Reply) and each.id == name]
+            return bool(found)
+
+        self.until(replied, "the reply")
+        return found[0]
+
+    def node(self, true: Callable[[NodeRecord], bool]) -> NodeRecord:
+        """Wait for a node."""
+        self.until(lambda: any(map(true, self.mirror.nodes.values())), "the node")
+        return next(filter(true, self.mirror.nodes.values()))
+
+    def root(self, namespace: str | None) -> NodeRecord:
+        return self.node(lambda each: each.parent == 0 and each.namespace == namespace)
+
+
+@contextmanager
+def watched(**settings: Any) -> Iterator[tuple[Engine, FakeRunner, Monitor]]:
+    engine, runner = make_engine(100, 4, **{"monitor": "rw", **settings})
+    with engine:
+        assert engine.monitoring is not None
+        monitor = Monitor(engine.monitoring.publisher.path)
+        monitor.until(lambda: monitor.frames)
+        yield engine, runner, monitor
+        check(engine)
+        monitor.close()
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    return [(each.levelno, each.getMessage()) for each in caplog.records if each.name == LOGGER]
+
+
+def test_cancel_ends_one_request_and_says_so_to_its_caller(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    with watched() as (engine, runner, monitor):
+        runner.gate = threading.Semaphore(0)
+        long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+        first, other = engine.submit([1, 2, 3], long), engine.submit([4, 5, 6], FOUR)
+        runner.gate.release(4)
+        wait_until(lambda: len(runner.steps) == 4)
+        runner.gate.release(1)
+        thread = threading.Thread(target=lambda: [runner.gate.release() for _ in range(400)])
+        thread.start()
+        reply = monitor.command("cancel", 1)
+        thread.join()
+        assert reply.done and reply.text.startswith("cancelled request 1 after ")
+        with pytest.raises(CancelledByMonitor, match=f"cancelled by radixkv-monitor .pid {os.getpid()}"):
+            first.result()
+        assert other.result().token_ids == tuple(greedy_reply([4, 5, 6], 4))
+        again = monitor.command("cancel", 1)
+        assert (again.done, again.text) == (False, "request 1 has ended already")
+        assert not monitor.command("cancel", 999).done
+        assert lines(caplog) == [(logging.WARNING, f"{SELF} {reply.text}")]
+        stats = engine.stats()
+        assert (stats.cancelled, stats.failed, stats.finished) == (1, 0, 1)
+        runner.gate.release(400)
+
+
+def test_cancel_reaches_a_waiting_request() -> None:
+    with watched(max_sequences=1) as (engine, runner, monitor):
+        runner.gate = threading.Semaphore(0)
+        running, waiting = engine.submit([1, 2], FOUR), engine.submit([3, 4], FOUR)
+        runner.began.acquire()
+        gate, runner.gate = runner.gate, None
+        replies: list[Reply] = []
+        sender = threading.Thread(target=lambda: replies.append(monitor.command("cancel", 2)))
+        sender.start()
+        wait_until(lambda: engine.client.thread._inbox.qsize() > 0, "the command is posted")
+        gate.release(100)
+        sender.join()
+        assert replies[0].done and "after 0 generated tokens" in replies[0].text
+        with pytest.raises(CancelledByMonitor):
+            waiting.result()
+        assert running.result().token_ids
+
+
+def test_pins_of_the_monitor_hold_until_they_are_released(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    with watched() as (engine, _, monitor):
+        engine.generate([list(range(20))], FOUR)
+        leaf = monitor.node(lambda each: each.tokens == 23)
+        reply = monitor.command("pin", leaf.id)
+        assert (reply.done, reply.text) == (True, f"pinned the 23 tokens up to the end of node {leaf.id}: 6 blocks")
+        monitor.node(lambda each: each.id == leaf.id and each.pins == 1)
+        engine.clear_cache()
+        assert engine.probe(list(range(20))).length == 20
+        assert not monitor.command("demote", leaf.id).done
+        with engine.warm(list(range(20)), pin=True), engine.warm([*range(20), *greedy_reply(range(20), 3)], pin=True):
+            monitor.node(lambda each: each.id == leaf.id and each.pins == 2)
+            released = monitor.command("unpin", leaf.id)
+            assert released.text == f"released 2 pins at node {leaf.id}: 1 of a monitor, 1 of the engine's callers"
+            assert engine.stats().cache.pinned_blocks == 5
+        nothing = monitor.command("unpin", leaf.id)
+        assert (nothing.done, "no pin ends" in nothing.text) == (False, True)
+        assert [level for level, _ in lines(caplog)] == [logging.INFO, logging.INFO]
+        assert engine.stats().cache.pinned_blocks == 0
+
+
+def test_a_pin_survives_its_monitor_and_another_one_releases_it() -> None:
+    with watched() as (engine, _, monitor):
+        engine.generate([list(range(20))], FOUR)
+        leaf = monitor.node(lambda each: each.tokens == 23)
+        assert monitor.command("pin", leaf.id).done
+        monitor.close()
+        assert engine.monitoring is not None
+        other = Monitor(engine.monitoring.publisher.path)
+        other.node(lambda each: each.pins == 1)
+        assert other.command("unpin", leaf.id).text.endswith("1 of a monitor, 0 of the engine's callers")
+        other.close()
+
+
+def test_a_pin_beyond_the_budget_is_refused_with_the_numbers() -> None:
+    with watched() as (engine, _, monitor):
+        engine.generate([[at % 40 for at in range(220)]], FOUR)
+        leaf = monitor.node(lambda each: each.tokens == 223)
+        reply = monitor.command("pin", leaf.id)
+        assert (reply.done, "the budget is 50" in reply.text) == (False, True)
+        assert engine.stats().cache.pinned_blocks == 0
+
+
+def test_demote_makes_a_node_the_next_victim() -> None:
+    with watched() as (engine, _, monitor):
+        engine.generate([[1, *range(20)]], FOUR)
+        engine.generate([[2, *range(20)]], FOUR)
+        old, new = (monitor.node(lambda each, head=head: each.head[:1] == (head,)) for head in (1, 2))
+        monitor.until(lambda: tuple(monitor.mirror.next_victims or ()) == (old.id, new.id))
+        reply = monitor.command("demote", new.id)
+        assert reply.text == f"demoted node {new.id}: its 24 tokens are evicted before others"
+        monitor.until(lambda: tuple(monitor.mirror.next_victims or ()) == (new.id, old.id))
+        assert monitor.mirror.nodes[new.id].demoted
+
+
+def test_a_node_with_others_below_it_is_not_demoted() -> None:
+    with watched() as (engine, _, monitor):
+        engine.generate([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9]], FOUR)
+        upper = monitor.node(lambda each: each.tokens == 3)
+        reply = monitor.command("demote", upper.id)
+        assert (reply.done, reply.text) == (False, f"2 nodes follow node {upper.id}: demote these first")
+
+
+@pytest.mark.parametrize("name", [None, "ann", ("ann", 1)])
+def test_clear_forgets_one_namespace_and_no_other(name: Any, caplog: pytest.LogCaptureFixture) -> None:
+    prompt = list(range(20))
+    with watched() as (engine, _, monitor):
+        for namespace in (None, "ann", ("ann", 1)):
+            engine.generate([prompt], FOUR, namespace=namespace)
+        label = {None: None, "ann": "ann", ("ann", 1): "(ann, 1)"}[name]
+        root = monitor.root(label)
+        reply = monitor.command("clear", root.id)
+        called = "the default namespace" if label is None else f"namespace {label!r}"
+        assert reply.text == f"cleared {called}: freed 6 blocks; nothing of it is left"
+        for namespace in (None, "ann", ("ann", 1)):
+            assert engine.probe(prompt, namespace=namespace).length == (0 if namespace == name else 20)
+        monitor.until(lambda: root.id not in monitor.mirror.nodes)
+        assert lines(caplog) == [(logging.WARNING, f"{SELF} {reply.text}")]
+        assert monitor.command("clear", root.id).text == f"namespace {root.id} is gone: nothing of it is cached"
+        assert engine.generate([prompt], FOUR, namespace=name)[0].token_ids == tuple(greedy_reply(prompt, 4))
+
+
+def test_clear_leaves_pinned_tokens_and_kept_scores_of_other_namespaces() -> None:
+    prompt = list(range(20))
+    scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    with watched() as (engine, _, monitor):
+        for namespace in ("ann", "ben"):
+            engine.generate([prompt], scored, namespace=namespace)
+        with engine.warm(prompt[:8], pin=True, namespace="ann"):
+            reply = monitor.command("clear", monitor.root("ann").id)
+            assert reply.text == "cleared namespace 'ann': freed 3 blocks; requests or pins hold the rest"
+            assert engine.probe(prompt, namespace="ann").length == 8
+            before = engine.stats().reused_scores
+            engine.generate([prompt], scored, namespace="ann")
+            assert engine.stats().reused_scores == before
+            engine.generate([prompt], scored, namespace="ben")
+            assert engine.stats().reused_scores == before + 19
+
+
+def test_a_wrong_kind_of_node_is_refused() -> None:
+    with watched() as (engine, _, monitor):
+        engine.generate([list(range(20))], FOUR)
+        leaf, root = monitor.node(lambda each: each.tokens == 23), monitor.root(None)
+        for verb in ("pin", "unpin", "demote"):
+            assert "is a namespace" in monitor.command(verb, root.id).text
+            assert "is gone" in monitor.command(verb, 12345).text
+        assert monitor.command("clear", leaf.id).text == f"node {leaf.id} is not a namespace"
+        assert engine.probe(list(range(20))).length == 20
+
+
+def test_both_tiers_of_a_namespace_are_cleared_and_host_nodes_are_not_pinned() -> None:
+    engine, _ = make_engine(12, 4, host_blocks=40, monitor="rw")
+    with engine:
+        assert engine.monitoring is not None
+        monitor = Monitor(engine.monitoring.publisher.path)
+        for first in range(4):
+            engine.generate([[first, *range(20)]], FOUR)
+        engine.generate([[30, *range(20)]], FOUR, namespace="other")
+        on_host = monitor.node(lambda each: each.residence == "host")
+        assert "in host memory" in monitor.command("pin", on_host.id).text
+        assert monitor.command("demote", on_host.id).done
+        before = engine.stats().cache
+        assert before.host_nodes > 0
+        reply = monitor.command("clear", monitor.root(None).id)
+        after = engine.stats().cache
+        host = after.host_free_blocks - before.host_free_blocks
+        assert host > 0 and f"{host} blocks on the host; nothing of it is left" in reply.text
+        assert all(not engine.probe([first, *range(20)]).matched for first in range(4))
+        assert engine.probe([30, *range(20)], namespace="other").matched
+        check(engine)
+        monitor.close()
+
+
+def test_recurrent_states_of_a_namespace_are_cleared() -> None:
+    engine, _ = make_engine(100, 4, snapshots=8, monitor="rw")
+    with engine:
+        assert engine.monitoring is not None
+        monitor = Monitor(engine.monitoring.publisher.path)
+        for namespace in (None, "ann"):
+            engine.generate([list(range(20))], FOUR, namespace=namespace)
+        used = engine.stats().cache.state_slots_used
+        assert monitor.command("clear", monitor.root("ann").id).done
+        assert 0 < engine.stats().cache.state_slots_used < used
+        check(engine)
+        monitor.close()
+
+
+@pytest.mark.parametrize("monitor", [True, "tcp://127.0.0.1:0"])
+def test_engines_execute_no_command_unless_they_are_loaded_so(monitor: Any) -> None:
+    with watched(monitor=monitor) as (engine, _, reader):
+        first = reader.frames[0]
+        assert isinstance(first, Hello) and not first.facts.control
+        engine.generate([list(range(20))], FOUR)
+        reader.socket.sendall(encode(Command(1, "clear", reader.root(None).id)))
+        assert "monitor='rw'" in (reader.until_the_end() or "")
+        assert engine.probe(list(range(20))).length == 20
+
+
+def test_an_engine_with_control_and_a_port_lets_its_tcp_clients_only_read() -> None:
+    with watched(monitor="rw+tcp://127.0.0.1:0") as (engine, _, local):
+        assert engine.monitoring is not None
+        publisher = engine.monitoring.publisher
+        remote = Monitor(f"tcp://{publisher.tcp}", token=publisher.token or "")
+        engine.generate([list(range(20))], FOUR)
+        root = remote.root(None)
+        first = remote.frames[0]
+        assert isinstance(first, Hello) and not first.facts.control
+        remote.socket.sendall(encode(Command(1, "clear", root.id)))
+        assert "monitor='rw'" in (remote.until_the_end() or "")
+        assert engine.probe(list(range(20))).length == 20
+        assert local.command("clear", root.id).done
+        remote.close()
+
+
+def test_the_environment_switches_control_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXKV_MONITOR", "0")
+    engine, _ = make_engine(10, 4, monitor="rw")
+    with engine:
+        assert engine.monitoring is None
+
+
+def test_a_command_at_the_end_of_an_engine_is_not_executed_and_harms_nothing() -> None:
+    engine, _ = make_engine(100, 4, monitor="rw")
+    assert engine.monitoring is not None
+    monitor = Monitor(engine.monitoring.publisher.path)
+    engine.generate([list(range(20))], FOUR)
+    root = monitor.root(None)
+    engine.client.thread.close()
+    reply = monitor.command("clear", root.id)
+    assert (reply.done, "closed" in reply.text) == (False, True)
+    engine.close()
+    assert "closed" in (monitor.until_the_end() or "")
+    monitor.close()
