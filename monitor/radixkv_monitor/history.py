@@ -122,7 +122,8 @@ class LastMinute:
     """Sums over the last minute; counters cover `watched` of its seconds.
 
     `host_tokens` is the part of the cached tokens that was loaded from host memory. The counter of
-    loaded tokens includes those of preempted requests, so the part is that of the recorded requests.
+    loaded tokens includes those of preempted requests, so the part is that of the recorded requests. `failed` excludes
+    the requests whose own timeout ended them.
     """
 
     watched: float
@@ -131,6 +132,8 @@ class LastMinute:
     host_tokens: float
     ended: int
     failed: int
+    timed_out: int
+    cancelled: int
     preemptions: int
     query_tokens: float
     regret_tokens: float
@@ -161,13 +164,17 @@ def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
         part = host / cached if cached else 0.0
         prompt, cached = growth("prompt_tokens"), growth("cached_tokens")
         host = part * cached
+    timed_out = max(sum(each.timed_out for each in ended), round(growth("timed_out")))
+    failed = max(sum(each.phase == "failed" for each in ended), round(growth("failed")))
     return LastMinute(
         watched=min(MINUTE, state.now - history[0].time) if history else 0.0,
         prompt_tokens=prompt,
         cached_tokens=cached,
         host_tokens=min(host, cached),
         ended=max(len(ended), round(growth("finished") + growth("failed") + growth("cancelled"))),
-        failed=max(sum(each.phase == "failed" for each in ended), round(growth("failed"))),
+        failed=max(0, failed - timed_out),
+        timed_out=timed_out,
+        cancelled=max(sum(each.phase == "cancelled" for each in ended), round(growth("cancelled"))),
         preemptions=_preemptions(history, growth("preemptions"), current, state.now),
         query_tokens=queried,
         regret_tokens=max(growth("cache.regret_tokens"), wanted),

@@ -9,12 +9,13 @@ from typing import Any
 
 from radixkv.errors import EngineNotFound
 from radixkv_monitor.feed import Ending, Feed
-from radixkv_monitor.formatting import count, duration, share, short
+from radixkv_monitor.formatting import count, duration, plural, share, short, size
 from radixkv_monitor.history import MOMENT, samples_since_start
+from radixkv_monitor.latency import Percentiles
 from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
-from radixkv_monitor.summary import Summary, summarise, verdict
+from radixkv_monitor.summary import Process, Summary, summarise, verdict
 
 
 def first_state(
@@ -102,20 +103,27 @@ def to_text(state: State, feed: Feed | None = None) -> str:
     summary, facts = summarise(state), state.facts
     up = state.now - facts.started
     device = " ".join(each for each in (facts.device, facts.dtype) if each != "none") or "no model"
-    pool, hit, miss = summary.pool, summary.ttft_hit, summary.ttft_miss
+    pool = summary.pool
     parts = (("active", pool.active), ("pinned", pool.pinned), ("cached", pool.cached), ("free", pool.free))
     lines = [
         verdict(state, summary).sentence,
         f"engine      {facts.model}, {device}, pid {facts.pid}, up {duration(up)}",
         f"pool        {count(pool.total)} blocks: {', '.join(f'{name} {share(n, pool.total)}' for name, n in parts)}",
-        f"hit rate    {summary.hit_lifetime} of {count(summary.hit_lifetime.whole)} prompt tokens",
+        f"hit rate    {summary.hit_lifetime} of {count(summary.hit_lifetime.whole)} prompt tokens since load",
         f"tokens      {_rates(summary)} per second, over {duration(window_seconds(state))}",
-        f"first token {duration(hit.median)} if half of the prompt was cached ({hit.count} requests), "
-        f"{duration(miss.median)} otherwise ({miss.count} requests); medians",
-        f"requests    {summary.running} running, {summary.waiting} waiting, {count(summary.finished)} finished, "
-        f"{count(summary.failed)} failed, {count(summary.preemptions)} preemptions",
-        f"regret      {count(summary.regret_lifetime.part)} tokens were requested again after they were evicted",
+        f"TTFT hit    {_percentiles(summary.ttft_hit)}, {summary.latency_window}",
+        f"TTFT miss   {_percentiles(summary.ttft_miss)}, {summary.latency_window}",
+        f"queue time  {_percentiles(summary.queue_time)}, {summary.latency_window}",
+        f"ITL         {_percentiles(summary.itl, 'token')}" + (f", {summary.itl_window}" if summary.itl else ""),
+        f"E2E         {_percentiles(summary.e2e)}, {summary.latency_window}",
+        f"requests    {summary.running} running, {summary.waiting} waiting; since load {count(summary.finished)} "
+        f"finished, {count(summary.failed)} failed, {count(summary.timed_out)} timed out, "
+        f"{count(summary.cancelled)} cancelled, {count(summary.preemptions)} preemptions",
+        f"regret      {count(summary.regret_lifetime.part)} of {count(summary.regret_lifetime.whole)} requested tokens "
+        "had been evicted, since load",
     ]
+    if summary.process is not None:
+        lines.append(f"process     {_process(summary.process)}")
     if isinstance(feed, FileFeed):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.now))
         lines.insert(1, f"recording   {feed.title}, as of {when}")
@@ -129,11 +137,29 @@ def to_text(state: State, feed: Feed | None = None) -> str:
     return "\n".join(lines)
 
 
+def _percentiles(times: Percentiles | None, noun: str = "request") -> str:
+    """Write three percentiles and the number of measured times."""
+    if times is None:
+        return "not sent by this engine"
+    values = (("p50", times.median), ("p90", times.p90), ("p99", times.p99))
+    return f"{', '.join(f'{name} {duration(value)}' for name, value in values)} of {plural(times.count, noun)}"
+
+
+def _process(process: Process) -> str:
+    """Write the CPU time and the memory of the engine's process."""
+    cpu = "-" if process.cpu_share is None else f"{100 * process.cpu_share:.0f}%"
+    text = f"{cpu} of a core over {duration(MOMENT)}, {size(process.rss_bytes)} resident"
+    if process.device_bytes is None:
+        return text
+    whole = "" if process.device_total_bytes is None else f" of {size(process.device_total_bytes)}"
+    return f"{text}, {size(process.device_bytes)}{whole} of device memory"
+
+
 def _rates(summary: Summary) -> str:
     """Name the three rates of tokens."""
     rates = (
-        (summary.output_per_second, "output"),
-        (summary.computed_per_second, "computed"),
+        (summary.output_per_second, "decode"),
+        (summary.prefill_per_second, "prefill"),
         (summary.cached_per_second, "cached"),
     )
     return ", ".join(f"{short(rate)} {name}" for rate, name in rates)

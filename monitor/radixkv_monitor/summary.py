@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
 from typing import Any, Literal
 
 from radixkv.telemetry.protocol import CRASHED
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import history as counters
-from radixkv_monitor.formatting import clock, duration, plural, share
+from radixkv_monitor.formatting import clock, count, duration, plural, share
 from radixkv_monitor.history import MINUTE, LastMinute, evicted_per_second, last_minute, per_second, samples_since_start
+from radixkv_monitor.latency import Percentiles, latencies
 from radixkv_monitor.state import Sample, State
 from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 
@@ -106,12 +106,16 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Percentiles of `count` durations, in seconds; None without any."""
+class Process:
+    """The process of the engine: the mean share of a core over ten seconds, None until a second was sampled, and bytes.
 
-    count: int
-    median: float | None
-    p90: float | None
+    `device_bytes` of `device_total_bytes` are reserved on the GPU; None on a CPU.
+    """
+
+    cpu_share: float | None
+    rss_bytes: int
+    device_bytes: int | None
+    device_total_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +123,12 @@ class Summary:
     """The numbers of the Overview. `hit_run` counts from the baseline: since the monitor attached, or since the user
     set it.
 
-    A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss. Figures of the last minute
-    include records from before the monitor attached; counters cover `watched` of its seconds. Rates are None until a
-    second was sampled. `states` is None for a model without recurrent state, `host` for an engine without a host tier.
+    A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss. Latencies are those of
+    `latency_window`, the last minute or as much of it as the records cover; `itl_window` is that of the samples.
+    Figures of the last minute include records from before the monitor attached; counters cover `watched` of its
+    seconds. Rates are means over ten seconds, and None until a second was sampled; `prefill_per_second` also if an
+    older engine does not count its tokens. `failed` requests exclude the `timed_out` ones. `states` is None for a
+    model without recurrent state, `host` for an engine without a host tier, and `process` for an older engine.
     """
 
     pool: Pool
@@ -132,17 +139,27 @@ class Summary:
     hit_lifetime: Part
     ttft_hit: Percentiles
     ttft_miss: Percentiles
+    queue_time: Percentiles
+    itl: Percentiles | None
+    e2e: Percentiles
+    latency_window: str
+    itl_window: str
     output_per_second: float | None
     computed_per_second: float | None
+    prefill_per_second: float | None
     cached_per_second: float | None
     seconds_per_step: float | None
     tokens_per_step: float | None
     waiting: int
     running: int
+    preempted: int
     finished: int
     failed: int
     failed_minute: int
+    timed_out: int
+    timed_out_minute: int
     cancelled: int
+    cancelled_minute: int
     longest_wait: float
     requests_minute: int
     evicted_per_second: float
@@ -156,6 +173,7 @@ class Summary:
     differing_blocks: int
     telemetry_share: float
     watched: float
+    process: Process | None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON, with a `share` next to each part and whole, and without absent fields."""
@@ -164,6 +182,9 @@ class Summary:
             del plain["host"]
         else:
             plain["host"]["blocks"]["share"] = self.host.blocks.share
+        for name in ("itl", "process"):
+            if plain[name] is None:
+                del plain[name]
         if self.states is None:
             del plain["states"]
         else:
@@ -209,7 +230,7 @@ def summarise(state: State) -> Summary:
         return per_second(state, history, name)
 
     evicting, telemetry = rate("cache.evicted_tokens"), rate("monitor_ns")
-    hits = [each for each in (*state.ended.values(), *state.live.values()) if each.ttft is not None]
+    recent = latencies(state, MINUTE)
     seconds, steps, tokens = (_recent(history, name, now) for name in ("step_seconds", "steps", "step_tokens"))
     return Summary(
         pool=pool(stats, state.facts.num_blocks),
@@ -218,19 +239,29 @@ def summarise(state: State) -> Summary:
         hit_minute=Part(minute.cached_tokens, minute.prompt_tokens),
         hit_run=Part(_since(state.baseline, stats, "cached_tokens"), _since(state.baseline, stats, "prompt_tokens")),
         hit_lifetime=Part(total("cached_tokens"), total("prompt_tokens")),
-        ttft_hit=percentiles(each.ttft for each in hits if is_hit(each)),
-        ttft_miss=percentiles(each.ttft for each in hits if not is_hit(each)),
+        ttft_hit=recent.ttft_hit.percentiles,
+        ttft_miss=recent.ttft_miss.percentiles,
+        queue_time=recent.queue_time.percentiles,
+        itl=None if recent.itl.counts is None else recent.itl.percentiles,
+        e2e=recent.e2e.percentiles,
+        latency_window=recent.e2e.window,
+        itl_window=recent.itl.window,
         output_per_second=rate("output_tokens"),
         computed_per_second=rate("computed_tokens"),
+        prefill_per_second=rate("prefill_tokens") if "prefill_tokens" in stats else None,
         cached_per_second=rate("cached_tokens"),
         seconds_per_step=seconds / steps if steps >= 1 else None,
         tokens_per_step=tokens / steps if steps >= 1 else None,
         waiting=total("waiting"),
         running=total("running"),
+        preempted=sum(each.phase == "preempted" for each in state.live.values()),
         finished=total("finished"),
-        failed=total("failed"),
+        failed=max(0, total("failed") - total("timed_out")),
         failed_minute=minute.failed,
+        timed_out=total("timed_out"),
+        timed_out_minute=minute.timed_out,
         cancelled=total("cancelled"),
+        cancelled_minute=minute.cancelled,
         longest_wait=longest_wait(state.live.values(), now),
         requests_minute=minute.ended,
         evicted_per_second=evicted_per_second(state) if evicting is None else evicting,
@@ -244,6 +275,20 @@ def summarise(state: State) -> Summary:
         differing_blocks=total("differing_blocks"),
         telemetry_share=_of_life(state, "monitor_ns") / 1e9 if telemetry is None else telemetry / 1e9,
         watched=minute.watched,
+        process=_process(stats, rate("process_cpu_seconds")),
+    )
+
+
+def _process(stats: Mapping[str, float], cpu_share: float | None) -> Process | None:
+    """Return the figures of the engine's process; None if they were not sent."""
+    if "process_rss_bytes" not in stats:
+        return None
+    used, whole = (stats.get(name) for name in ("device_memory_bytes", "device_memory_total_bytes"))
+    return Process(
+        cpu_share=cpu_share,
+        rss_bytes=int(stats["process_rss_bytes"]),
+        device_bytes=None if used is None else int(used),
+        device_total_bytes=None if whole is None else int(whole),
     )
 
 
@@ -293,22 +338,6 @@ def _host(state: State, history: Sequence[Sample], minute: LastMinute) -> Host |
         evicted_blocks=total("cache.host_evicted_blocks"),
         failed_minute=round(sum(failed)),
     )
-
-
-def percentiles(durations: Iterable[float | None]) -> Percentiles:
-    """Compute median and p90 by nearest rank, so both are measured values."""
-    values = sorted(each for each in durations if each is not None)
-    return Percentiles(len(values), percentile(values, 0.5), percentile(values, 0.9))
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Return the least of the sorted `values` that is not exceeded by `share` of them; None without values."""
-    return values[max(0, ceil(share * len(values)) - 1)] if values else None
-
-
-def is_hit(request: RequestRecord) -> bool:
-    """Return whether at least half of the prompt was cached."""
-    return 0 < request.prompt_tokens <= 2 * request.cached_tokens
 
 
 def longest_wait(requests: Iterable[RequestRecord], now: float) -> float:
@@ -381,6 +410,16 @@ def _warnings(summary: Summary, thresholds: Thresholds, until: str) -> Iterable[
     if thresholds.regret is not None and (summary.regret_minute.share or 0) >= thresholds.regret:
         sentence = f"{summary.regret_minute} of the tokens requested in {minute} had been evicted"
         yield Reason("regret", "warn", sentence)
+    if thresholds.timed_out is not None and summary.timed_out_minute > thresholds.timed_out:
+        sentence = f"{plural(summary.timed_out_minute, 'request')} timed out in {minute}"
+        yield Reason("timed_out", "warn", sentence)
+    yield from _slow(summary, thresholds, until)
+    hit_rate = summary.hit_minute.share
+    if thresholds.hit_rate is not None and hit_rate is not None and hit_rate < thresholds.hit_rate:
+        sentence = f"only {summary.hit_minute} of the prompt tokens of {minute} from cache"
+        yield Reason("hit_rate", "warn", sentence)
+    if thresholds.telemetry_share is not None and summary.telemetry_share >= thresholds.telemetry_share:
+        yield Reason("telemetry_share", "warn", f"telemetry takes {100 * summary.telemetry_share:.1f}% of engine time")
     if summary.host is not None and summary.host.failed_minute:
         failed = plural(summary.host.failed_minute, "transfer")
         yield Reason("host", "warn", f"{failed} to or from the host failed in {minute}")
@@ -389,17 +428,40 @@ def _warnings(summary: Summary, thresholds: Thresholds, until: str) -> Iterable[
         yield Reason("held", "warn", f"{held} of the pool is held")
 
 
+def _slow(summary: Summary, thresholds: Thresholds, until: str) -> Iterable[Reason]:
+    """List the percentiles that reach their threshold; of the TTFT of hits and of misses, the longer one."""
+    ttft = (summary.ttft_hit, summary.ttft_miss)
+    checks = (
+        ("ttft_p50", "TTFT p50", max((each.median or 0.0 for each in ttft), default=0.0)),
+        ("ttft_p90", "TTFT p90", max((each.p90 or 0.0 for each in ttft), default=0.0)),
+        ("ttft_p99", "TTFT p99", max((each.p99 or 0.0 for each in ttft), default=0.0)),
+        ("queue_time_p90", "queue time p90", summary.queue_time.p90),
+        ("itl_p50", "ITL p50", summary.itl.median if summary.itl is not None else None),
+        ("itl_p90", "ITL p90", summary.itl.p90 if summary.itl is not None else None),
+        ("itl_p99", "ITL p99", summary.itl.p99 if summary.itl is not None else None),
+    )
+    for name, title, seconds in checks:
+        limit: float | None = getattr(thresholds, name)
+        if limit is not None and seconds and seconds >= limit:
+            window = summary.itl_window if name.startswith("itl") else summary.latency_window
+            yield Reason(name, "warn", f"{title} {duration(seconds)}, {window}{until}")
+
+
 def _facts(summary: Summary, until: str) -> Iterable[str]:
-    recent = summary.hit_minute if summary.hit_minute.whole >= 1 else summary.hit_lifetime
-    if recent.whole >= 1:
-        yield f"{recent} of prompt tokens served from cache"
-    preemptions = "" if summary.preemptions_minute else f", 0 preemptions in the last minute{until}"
-    yield f"pool {share(summary.pool.total - summary.pool.free, summary.pool.total)} full{preemptions}"
+    minute, whole = summary.hit_minute, summary.hit_lifetime
+    if minute.whole >= 1:
+        calm = "" if summary.preemptions_minute else " and 0 preemptions"
+        yield f"{minute} of {count(minute.whole)} prompt tokens from cache{calm} in the last minute{until}"
+    elif whole.whole >= 1:
+        yield f"{whole} of {count(whole.whole)} prompt tokens from cache since load"
+    yield f"pool {share(summary.pool.total - summary.pool.free, summary.pool.total)} full"
+    if summary.cancelled_minute:
+        yield f"{plural(summary.cancelled_minute, 'request')} cancelled in the last minute{until}"
 
 
 def _mood(summary: Summary) -> tuple[Level, str]:
     if summary.running or summary.waiting or summary.requests_minute or summary.hit_minute.whole >= 1:
-        return "good", "Healthy"
+        return "good", "Running"
     return "idle", "Idle" if summary.hit_lifetime.whole else "Ready, no request yet"
 
 

@@ -172,13 +172,14 @@ def test_a_recorded_step_is_played_at_its_length(tmp_path: Path) -> None:
 
 def test_a_dead_engine_is_described_in_the_past_tense() -> None:
     stats = {"prompt_tokens": 100.0, "cached_tokens": 90.0, "running": 1.0}
-    feed = FakeFeed(Changes(time=1000.0, reset=True, stats=stats))
+    recent = request(prompt_tokens=100, cached_tokens=90, admitted=999.0, ended=999.5)
+    feed = FakeFeed(Changes(time=1000.0, reset=True, stats=stats, requests=(recent,)))
     feed.link = Status("stale", 1000.0, "the engine was closed")
     shown = Playback(feed).state_to_draw()
     assert shown is not None and shown.past
     said = verdict(shown, summarise(shown)).sentence
     when = clock(1000.0)
-    assert said.startswith(f"Not connected since {when}; was healthy: 90% of prompt tokens")
+    assert said.startswith(f"Not connected since {when}; was running: 90% of 100 prompt tokens")
     assert said.count("the last minute") == said.count(f"the last minute before {when}") == 1
 
 
@@ -195,8 +196,11 @@ def test_warnings_of_a_dead_engine_name_the_minute() -> None:
 
 def test_a_live_engine_is_described_at_present() -> None:
     state = built(begun(1000.0, prompt_tokens=100.0, cached_tokens=90.0, running=1.0))
+    recent = request(phase="failed", prompt_tokens=100, cached_tokens=90, admitted=999.0, ended=999.5)
+    state = replace(state, ended={1: recent})
     assert not state.past and state.until == ""
-    assert verdict(state, summarise(state)).sentence.endswith("0 preemptions in the last minute")
+    said = verdict(state, summarise(state)).sentence
+    assert said.count("in the last minute") == 2 and "before" not in said
 
 
 def test_a_recording_of_an_idle_engine_begins_when_it_was_begun(tmp_path: Path) -> None:

@@ -225,11 +225,11 @@ def test_export(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert path.stat().st_mode & 0o777 == 0o600
     text = path.read_text()
     if key == "j":
-        assert json.loads(text)[0]["value"].startswith("Healthy: 90% of prompt tokens")
+        assert json.loads(text)[0]["value"].startswith("Running: 90% of 5,000 prompt tokens")
     elif key == "c":
         assert text.splitlines()[0] == "name,value"
     else:
-        assert text.startswith("<svg") and "Healthy" in text
+        assert text.startswith("<svg") and "Running" in text
 
 
 def test_an_export_to_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_a_picture_shows_neither_a_dialog_nor_what_was_said_of_the_one_before(
     one, two = tmp_path.glob("radixkv-overview-*.svg")
     assert one.read_text() == two.read_text()
     for text in (one.read_text(), two.read_text()):
-        assert "Healthy" in text and "Written" not in text and "current folder" not in text
+        assert "Running" in text and "Written" not in text and "current folder" not in text
         assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "a picture asks nobody for anything"
 
 

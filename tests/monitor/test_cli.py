@@ -47,7 +47,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *there: FoundEngine) -> None:
 def test_once_of_a_recording_is_its_end(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([str(recording), "--once", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["verdict"]["sentence"].startswith("Healthy: 75% of prompt tokens")
+    assert said["verdict"]["sentence"].startswith("Running: 75% of 200 prompt tokens")
     assert said["time"] == 1001.0 and said["stats"] == STATS and said["engine"]["pid"] == FACTS.pid
     assert said["summary"]["pool"] == {"free": 48, "active": 0, "cached": 16, "pinned": 0}
     assert said["summary"]["hit_lifetime"] == {"part": 150, "whole": 200, "share": 0.75}
@@ -56,7 +56,7 @@ def test_once_of_a_recording_is_its_end(recording: Path, capsys: pytest.CaptureF
 def test_once_in_words(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--replay", str(recording), "--once"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("Healthy: 75%") and "64 blocks: active 0%, pinned 0%, cached 25%, free 75%" in text
+    assert text.startswith("Running: 75%") and "64 blocks: active 0%, pinned 0%, cached 25%, free 75%" in text
 
 
 def test_once_of_a_live_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

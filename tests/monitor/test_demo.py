@@ -10,7 +10,7 @@ import pytest
 from radixkv.telemetry.mirror import Mirror
 from radixkv_monitor.demo import DemoSource
 from radixkv_monitor.demo_host import HostDemoSource
-from radixkv_monitor.summary import is_hit
+from radixkv_monitor.latency import is_hit
 
 BEGAN = 1_790_000_000.0  # a float of this size resolves a quarter of a microsecond
 

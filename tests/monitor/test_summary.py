@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.records import Changes
+from radixkv.telemetry.records import ITL_NAMES, Changes
+from radixkv_monitor.latency import is_hit, percentile, percentiles
 from radixkv_monitor.print_once import to_text
 from radixkv_monitor.state import Sample, State, StateCopier
-from radixkv_monitor.summary import Part, is_hit, percentile, percentiles, pool, summarise, verdict
+from radixkv_monitor.summary import Part, pool, summarise, verdict
 from radixkv_monitor.thresholds import Thresholds
 from radixkv_monitor.widgets.panel import columns, widths
 from tests.monitor.fake_feed import FACTS
@@ -110,14 +111,14 @@ def test_healthy() -> None:
     level, sentence = said(USUAL)
     assert level == "good"
     assert sentence == (
-        "Healthy: 93% of prompt tokens served from cache; pool 70% full, 0 preemptions in the last minute"
+        "Running: 93% of 1,000 prompt tokens from cache and 0 preemptions in the last minute; pool 70% full"
     )
 
 
 def test_before_the_first_request_and_between_requests() -> None:
-    assert said({})[1] == "Ready, no request yet: pool 0% full, 0 preemptions in the last minute"
+    assert said({})[1] == "Ready, no request yet: pool 0% full"
     state = state_of({"prompt_tokens": 10, "cached_tokens": 5}, now=9000.0)
-    assert verdict(state, summarise(state)).sentence.startswith("Idle: 50% of prompt tokens")
+    assert verdict(state, summarise(state)).sentence.startswith("Idle: 50% of 10 prompt tokens from cache since load")
 
 
 YOUNG = replace(FACTS, started=1940.0)
@@ -142,7 +143,37 @@ def test_what_is_wrong_stands_first(
     found, sentence = said(USUAL | stats, **values)
     assert found == level
     assert sentence.startswith(opening)
-    assert "served from cache" in sentence
+    assert "prompt tokens from cache" in sentence
+
+
+def test_a_timeout_is_a_warning_and_a_cancel_is_a_fact() -> None:
+    level, sentence = said(USUAL | {"failed": 3, "timed_out": 3})
+    assert level == "warn" and sentence.startswith("3 requests timed out in the last minute; 93%")
+    assert "failed" not in sentence
+    level, sentence = said(USUAL | {"failed": 4, "timed_out": 3})
+    assert level == "bad" and sentence.startswith("1 request failed in the last minute; 3 requests timed out")
+    level, sentence = said(USUAL | {"cancelled": 2})
+    assert level == "good" and sentence.endswith("2 requests cancelled in the last minute")
+
+
+def test_slow_percentiles_cross_their_thresholds() -> None:
+    buckets = {"itl.0.01": 98.0, "itl.2": 2.0}
+    ended = {1: request(number=1, submitted=1980.0, admitted=1985.0, first_token=1990.0, ended=1995.0)}
+    state = state_of(USUAL | dict.fromkeys(ITL_NAMES, 0.0) | buckets, ended=ended)
+    summary = summarise(state)
+    assert not verdict(state, summary).reasons
+    slow = Thresholds(ttft_p50=10.0, queue_time_p90=5.0, itl_p50=0.02, itl_p99=1.0, hit_rate=0.95, held=None)
+    found = verdict(state, summary, slow)
+    assert [each.name for each in found.reasons] == ["ttft_p50", "queue_time_p90", "itl_p99", "hit_rate"]
+    assert found.level == "warn" and "TTFT p50 10 s, 1 min" in found.sentence
+
+
+def test_the_process_is_described_if_it_was_sent() -> None:
+    assert summarise(state_of(USUAL)).process is None and "process" not in summarise(state_of(USUAL)).as_dict()
+    sent = {"process_cpu_seconds": 25.0, "process_rss_bytes": 3e9}
+    process = summarise(state_of(USUAL | sent)).process
+    assert process is not None and process.rss_bytes == 3e9 and process.device_bytes is None
+    assert process.cpu_share == pytest.approx(0.5)
 
 
 def test_bad_stands_before_warnings() -> None:
@@ -158,15 +189,16 @@ def test_who_waits_long_is_seen() -> None:
 
 def test_times_to_the_first_token_are_told_apart_by_what_was_cached() -> None:
     ended = {
-        1: request(number=1, cached_tokens=50, prompt_tokens=100, submitted=10.0, first_token=10.2),
-        2: request(number=2, cached_tokens=49, prompt_tokens=100, submitted=10.0, first_token=11.0),
-        3: request(number=3, cached_tokens=0, prompt_tokens=0, submitted=10.0, first_token=None),
+        1: request(number=1, cached_tokens=50, prompt_tokens=100, submitted=1990.0, first_token=1990.2),
+        2: request(number=2, cached_tokens=49, prompt_tokens=100, submitted=1990.0, first_token=1991.0),
+        3: request(number=3, cached_tokens=0, prompt_tokens=0, submitted=1990.0, first_token=None),
+        4: request(number=4, cached_tokens=0, prompt_tokens=9, submitted=1930.0, first_token=1931.0),
     }
     summary = summarise(state_of({}, ended=ended))
     assert summary.ttft_hit.count == summary.ttft_miss.count == 1
     assert summary.ttft_hit.median == pytest.approx(0.2)
     assert summary.ttft_miss.median == pytest.approx(1.0)
-    assert [is_hit(each) for each in ended.values()] == [True, False, False]
+    assert [is_hit(each) for each in ended.values()] == [True, False, False, False]
 
 
 def test_a_run_counts_from_its_baseline() -> None:

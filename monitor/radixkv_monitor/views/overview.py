@@ -1,8 +1,7 @@
-"""The Overview: one sentence, the pool as a bar, and six cards of numbers with sparklines."""
+"""The Overview: one sentence, the pool as a bar, and six cards of numbers with graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.style import Style
@@ -14,9 +13,10 @@ from textual.containers import Grid
 from radixkv_monitor import history as counters
 from radixkv_monitor import theme
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
-from radixkv_monitor.state import Sample, State
-from radixkv_monitor.summary import Host, Part, Percentiles, States, Summary, summarise, verdict
+from radixkv_monitor.state import State
+from radixkv_monitor.summary import Host, Part, States, Summary, summarise, verdict
 from radixkv_monitor.views import Table, View
+from radixkv_monitor.views.overview_cards import CARDS
 from radixkv_monitor.widgets.panel import Panel, stacked
 
 SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
@@ -31,7 +31,7 @@ SOURCES = (
 """The sources of prompt tokens: the field of Host, the name and the shade."""
 LOW = 14
 """Lines below which each card is one line of numbers."""
-BRIEF = {"hit-rate": "hits", "first-token": "TTFT", "evictions": "evicted"}
+BRIEF = {"hit-rate": "hits", "evictions": "evicted"}
 """The names of the numbers in such lines, where they need one."""
 
 
@@ -233,152 +233,3 @@ def _flat(prefix: str, values: dict[str, Any]) -> list[dict[str, Any]]:
             _flat(f"{prefix}{name}.", value) if isinstance(value, dict) else [{"name": prefix + name, "value": value}]
         )
     return rows
-
-
-SPANS = ((60.0, "1 min"), (120.0, "2 min"), (300.0, "5 min"), (600.0, "10 min"))
-"""The spans of sparklines; the shortest one that covers all samples is used."""
-TALLEST = 12
-"""The most lines of a sparkline."""
-
-Card = Callable[[Panel, State, Summary, Sequence[Sample]], list[Text]]
-
-
-def _spark_room(panel: Panel, lines: int) -> tuple[int, int]:
-    """Return the columns and lines that are left for a sparkline."""
-    return max(1, panel.size.width), min(TALLEST, max(1, panel.size.height - lines))
-
-
-def _span(state: State, history: Sequence[Sample]) -> tuple[float, str]:
-    """Return the seconds to draw, and their name."""
-    seen = state.now - history[0].time if history else 0.0
-    return next((span for span in SPANS if seen <= span[0]), SPANS[-1])
-
-
-def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """The share of prompt tokens that were cached, over three spans."""
-    width, height = _spark_room(panel, 2)
-    span, span_name = _span(state, history)
-    asked = counters.series(history, "prompt_tokens", state.now, span, width)
-    found = counters.series(history, "cached_tokens", state.now, span, width)
-    rates = [hits / tokens if tokens >= 1 else None for hits, tokens in zip(found, asked, strict=True)]
-    return [
-        panel.title("Hit rate", f"of prompt tokens, {span_name}"),
-        panel.numbers(
-            (str(summary.hit_minute), "1 min"), (str(summary.hit_run), "run"), (str(summary.hit_lifetime), "lifetime")
-        ),
-        *panel.spark(rates, height, top=1.0),
-    ]
-
-
-def first_token(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """Times to the first token, of hits and of misses."""
-    hit, miss = summary.ttft_hit, summary.ttft_miss
-    lines = [
-        panel.title("Time to first token", _gain(summary)),
-        _times(panel, "hits", hit),
-        _times(panel, "misses", miss),
-    ]
-    bars = ("hit p50", hit.median), ("miss p50", miss.median), ("hit p90", hit.p90), ("miss p90", miss.p90)
-    room = panel.size.height - len(lines)
-    drawn = [(name, seconds) for name, seconds in bars[: 2 if room < len(bars) else 4] if seconds is not None]
-    longest = max((seconds for _, seconds in drawn), default=0.0)
-    if room < 2 or longest <= 0:
-        return lines
-    for name, seconds in drawn:
-        bar = "━" * max(1, round((panel.size.width - 10) * seconds / longest))
-        lines.append(Text.assemble((f"{name:<9}", panel.style_of("dim")), (bar, panel.style_of("spark")), no_wrap=True))
-    return lines
-
-
-def _times(panel: Panel, name: str, times: Percentiles) -> Text:
-    if not times.count:
-        return Text(f"no {name} yet", panel.style_of("dim"), no_wrap=True)
-    numbers = (f"{short(times.count):>4}", f"{name:<6}"), (f"{duration(times.median):>6}", "p50")
-    return panel.numbers(*numbers, (f"{duration(times.p90):>6}", "p90"))
-
-
-def _gain(summary: Summary) -> str:
-    hit, miss = summary.ttft_hit.median, summary.ttft_miss.median
-    return f"hits {miss / hit:.1f}x faster" if hit and miss and miss > hit else ""
-
-
-def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """Tokens per second, and steps."""
-    width, height = _spark_room(panel, 3)
-    span, span_name = _span(state, history)
-    return [
-        panel.title("Tokens per second", f"output, {span_name}"),
-        panel.numbers(
-            (short(summary.output_per_second), "output"),
-            (short(summary.computed_per_second), "computed"),
-            (short(summary.cached_per_second), "cached"),
-        ),
-        *panel.spark(counters.series(history, "output_tokens", state.now, span, width), height),
-        panel.numbers(
-            (duration(summary.seconds_per_step), "per step"), (_plain(summary.tokens_per_step), "tokens per step")
-        ),
-    ]
-
-
-def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """Requests now and so far."""
-    width, height = _spark_room(panel, 3)
-    span, span_name = _span(state, history)
-    return [
-        panel.title("Requests", f"running, {span_name}"),
-        panel.numbers(
-            (count(summary.running), "running"),
-            (count(summary.waiting), "waiting"),
-            (count(summary.finished), "done"),
-        ),
-        *panel.spark(counters.gauges(history, "running", state.now, span, width), height),
-        panel.numbers((count(summary.requests_minute), "ended in 1 min"), (count(summary.cancelled), "cancelled")),
-    ]
-
-
-def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """Evicted tokens, and those that were requested again."""
-    width, height = _spark_room(panel, 3)
-    span, span_name = _span(state, history)
-    return [
-        panel.title("Evictions", f"tokens, {span_name}"),
-        panel.numbers((short(summary.evicted_per_second), "tokens/s"), (str(summary.regret_minute), "regret in 1 min")),
-        *panel.spark(counters.series(history, "cache.evicted_tokens", state.now, span, width), height),
-        panel.numbers(
-            (short(summary.regret_lifetime.part), "regret tokens,"),
-            (share(summary.regret_lifetime.part, state.stats.get("cache.evicted_tokens", 0.0)), "of evicted"),
-        ),
-    ]
-
-
-def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """Preemptions, failures, audits, and the cost of telemetry to the engine."""
-    audited = f"of {plural(summary.audited_blocks, 'audited block')} differ" if summary.audited_blocks else "audits yet"
-    lines = [
-        panel.title("Problems"),
-        panel.numbers(
-            (count(summary.preemptions_minute), "preemptions in 1 min"), (count(summary.preemptions), "in total")
-        ),
-        panel.numbers(
-            (count(summary.failed_minute), "failed in 1 min"), (short(summary.recomputed_tokens), "recomputed")
-        ),
-        panel.numbers((count(summary.differing_blocks), audited)),
-    ]
-    if "monitor_ns" in state.stats:
-        lines.append(panel.numbers((f"{100 * summary.telemetry_share:.2f}%", "of engine time for telemetry")))
-    return lines
-
-
-def _plain(number: float | None) -> str:
-    return "-" if number is None else short(number)
-
-
-CARDS: dict[str, Card] = {
-    "hit-rate": hit_rate,
-    "first-token": first_token,
-    "throughput": throughput,
-    "requests": requests,
-    "evictions": evictions,
-    "problems": problems,
-}
-"""In the order of the grid."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import ClassVar
 
@@ -15,6 +15,8 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
+AXIS, LEAST_GRAPH = 6, 20
+"""The cells of a y axis with its labels, and the least cells of a graph that has one."""
 
 
 def widths(parts: Sequence[float], cells: int) -> list[int]:
@@ -129,6 +131,30 @@ class Panel(Widget):
             line.append(f" {name}", self.style_of("dim"))
         return line
 
-    def spark(self, values: Sequence[float | None], height: int, top: float | None = None) -> list[Text]:
-        """Return columns over time."""
-        return [Text(line, self.style_of("spark"), no_wrap=True) for line in columns(values, height, top)]
+    def graph(
+        self,
+        values: Callable[[int], Sequence[float | None]],
+        height: int,
+        text: Callable[[float], str],
+        top: float | None = None,
+    ) -> list[Text]:
+        """Return columns over time, right of a y axis that names the maximum and 0.
+
+        `values` returns as many values as it is asked for, and `text` writes a value in at most five characters. `top`
+        is the value of a full column, by default the largest value. Without room for an axis there is none.
+        """
+        has_axis = self.size.width >= LEAST_GRAPH
+        points = values(max(1, self.size.width - AXIS * has_axis))
+        highest = top if top is not None else max((value for value in points if value is not None), default=0.0)
+        lines = columns(points, height, highest)
+        if not has_axis:
+            return [Text(line, self.style_of("spark"), no_wrap=True) for line in lines]
+        labels = [text(highest), *[""] * (height - 2), *["0"] * (height > 1)]
+        return [
+            Text.assemble(
+                (f"{label:>{AXIS - 1}}{'┤' if label else '│'}", self.style_of("dim")),
+                (line, self.style_of("spark")),
+                no_wrap=True,
+            )
+            for label, line in zip(labels, lines, strict=True)
+        ]

@@ -1,0 +1,201 @@
+"""The six cards of the Overview: each returns a title and lines that fit into its panel.
+
+Every number names its window, and every graph its maximum and the span of time that it covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.text import Text
+
+from radixkv_monitor import history as counters
+from radixkv_monitor.formatting import count, duration, plural, share, short, size
+from radixkv_monitor.latency import Percentiles
+from radixkv_monitor.state import Sample, State
+from radixkv_monitor.summary import Process, Summary
+from radixkv_monitor.widgets.panel import Panel
+
+SPANS = ((60.0, "1 min"), (120.0, "2 min"), (300.0, "5 min"), (600.0, "10 min"))
+"""The spans of graphs; the shortest one that covers all samples is used."""
+TALLEST = 12
+"""The most lines of a graph."""
+
+Card = Callable[[Panel, State, Summary, Sequence[Sample]], list[Text]]
+
+
+def _room(panel: Panel, lines: int) -> int:
+    """Return the lines that are left for a graph."""
+    return min(TALLEST, max(1, panel.size.height - lines))
+
+
+def _span(state: State, history: Sequence[Sample]) -> tuple[float, str]:
+    """Return the seconds to draw, and their name."""
+    seen = state.now - history[0].time if history else 0.0
+    return next((span for span in SPANS if seen <= span[0]), SPANS[-1])
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f}%"
+
+
+def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """The share of prompt tokens that were cached, over three windows."""
+    span, span_name = _span(state, history)
+
+    def rates(points: int) -> Sequence[float | None]:
+        asked = counters.series(history, "prompt_tokens", state.now, span, points)
+        found = counters.series(history, "cached_tokens", state.now, span, points)
+        return [hits / tokens if tokens >= 1 else None for hits, tokens in zip(found, asked, strict=True)]
+
+    return [
+        panel.title("Hit rate", f"of prompt tokens, last {span_name}"),
+        panel.numbers(
+            (str(summary.hit_minute), "1 min"), (str(summary.hit_run), "run"), (str(summary.hit_lifetime), "since load")
+        ),
+        *panel.graph(rates, _room(panel, 2), _percent, top=1.0),
+    ]
+
+
+def latency(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """Percentiles of TTFT, inter-token latency, queue time and end-to-end latency, with their counts."""
+    rows = (
+        ("TTFT hit", summary.ttft_hit),
+        ("TTFT miss", summary.ttft_miss),
+        ("ITL", summary.itl),
+        ("queue", summary.queue_time),
+        ("E2E", summary.e2e),
+    )
+    lines = [panel.title("Latency", f"number, p50, p90, p99; {summary.latency_window}")]
+    lines += [_percentiles(panel, name, times) for name, times in rows]
+    if summary.itl is not None and summary.itl_window != summary.latency_window:
+        lines[3].append(f" {summary.itl_window}", panel.style_of("dim"))
+    if gain := _gain(summary):
+        lines.append(Text(gain, panel.style_of("dim"), no_wrap=True))
+    return lines
+
+
+def _percentiles(panel: Panel, name: str, times: Percentiles | None) -> Text:
+    """Write a row of the card; a dash for times that the engine does not send."""
+    line = Text(f"{name:<9}", panel.style_of("dim"), no_wrap=True, overflow="ellipsis")
+    if times is None:
+        return line.append("    - not sent by this engine", panel.style_of("dim"))
+    line.append(f"{short(times.count):>5}", panel.style_of("dim"))
+    for value in (times.median, times.p90, times.p99):
+        line.append(f" {duration(value):>7}", panel.style_of("strong"))
+    return line
+
+
+def _gain(summary: Summary) -> str:
+    hit, miss = summary.ttft_hit.median, summary.ttft_miss.median
+    return f"TTFT p50 of hits: {miss / hit:.1f} times faster" if hit and miss and miss > hit else ""
+
+
+def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """Tokens per second, and steps."""
+    span, span_name = _span(state, history)
+
+    def decoded(points: int) -> Sequence[float | None]:
+        series = counters.series(history, "output_tokens", state.now, span, points)
+        return [each * points / span for each in series]
+
+    return [
+        panel.title("Tokens per second", f"10 s; decode, last {span_name}"),
+        panel.numbers(
+            (short(summary.output_per_second), "decode"),
+            (short(summary.prefill_per_second), "prefill"),
+            (short(summary.cached_per_second), "cached"),
+        ),
+        *panel.graph(decoded, _room(panel, 3), short),
+        panel.numbers(
+            (duration(summary.seconds_per_step), "and"),
+            (short(summary.tokens_per_step), "tokens per step, 1 min"),
+        ),
+    ]
+
+
+def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """Requests now, and those that ended in the last minute."""
+    span, span_name = _span(state, history)
+    ended = summary.requests_minute
+    finished = ended - summary.failed_minute - summary.timed_out_minute - summary.cancelled_minute
+    return [
+        panel.title("Requests", f"now; running, last {span_name}"),
+        panel.numbers(
+            (count(summary.running), "running"),
+            (count(summary.waiting), "waiting"),
+            (count(summary.preempted), "preempted"),
+        ),
+        *panel.graph(
+            lambda points: counters.gauges(history, "running", state.now, span, points), _room(panel, 3), short
+        ),
+        panel.numbers((count(max(0, finished)), "finished"), (count(summary.cancelled_minute), "cancelled, 1 min")),
+    ]
+
+
+def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """Evicted tokens, and those that were requested again."""
+    span, span_name = _span(state, history)
+
+    def evicted(points: int) -> Sequence[float | None]:
+        series = counters.series(history, "cache.evicted_tokens", state.now, span, points)
+        return [each * points / span for each in series]
+
+    return [
+        panel.title("Evictions", f"tokens per second, last {span_name}"),
+        panel.numbers(
+            (short(summary.evicted_per_second), "tokens/s, 10 s"), (str(summary.regret_minute), "regret, 1 min")
+        ),
+        *panel.graph(evicted, _room(panel, 3), short),
+        panel.numbers(
+            (f"{summary.regret_lifetime}", "regret of"),
+            (short(summary.regret_lifetime.whole), "requested tokens since load"),
+        ),
+    ]
+
+
+def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
+    """Preemptions, failures, audits, and the cost of the engine's process and of its telemetry."""
+    telemetry = [(f"{100 * summary.telemetry_share:.2f}%", "of time for telemetry")] * ("monitor_ns" in state.stats)
+    audited = f"of {plural(summary.audited_blocks, 'audited block')} differ"
+    lines = [
+        panel.title("Problems", "and the engine's process"),
+        panel.numbers(
+            (count(summary.failed_minute), "failed"),
+            (count(summary.timed_out_minute), "timed out, 1 min"),
+        ),
+        panel.numbers(
+            (count(summary.preemptions_minute), "preemptions, 1 min"), (count(summary.preemptions), "since load")
+        ),
+        panel.numbers((count(summary.differing_blocks), audited), *telemetry),
+    ]
+    if summary.process is not None:
+        lines.append(panel.numbers(*_process(summary.process)))
+    more = panel.numbers(
+        (count(summary.failed), "failed"),
+        (count(summary.timed_out), "timed out"),
+        (short(summary.recomputed_tokens), "tokens recomputed, since load"),
+    )
+    return [*lines, more]
+
+
+def _process(process: Process) -> list[tuple[str, str]]:
+    """Name the CPU time and the memory of the engine's process."""
+    cpu = "-" if process.cpu_share is None else _percent(process.cpu_share)
+    figures = [(cpu, "of a core"), (size(process.rss_bytes), "RSS")]
+    if process.device_bytes is not None:
+        whole = process.device_total_bytes
+        part = f" of {size(whole)}, {share(process.device_bytes, whole)}" if whole else ""
+        figures.append((size(process.device_bytes), f"device{part}"))
+    return figures
+
+
+CARDS: dict[str, Card] = {
+    "hit-rate": hit_rate,
+    "latency": latency,
+    "throughput": throughput,
+    "requests": requests,
+    "evictions": evictions,
+    "problems": problems,
+}
+"""In the order of the grid."""
