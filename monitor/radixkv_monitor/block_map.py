@@ -7,9 +7,8 @@ block ids, in logical order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +26,11 @@ Owner = int
 """The id of a node, or the negated id of a sequence."""
 
 
-class Claim(NamedTuple):
-    """The part of a record that decides which blocks it owns; other fields do not change the map."""
-
-    blocks: Runs
-    holds: bool
-    depth: tuple[int, int]  # the owner of the greatest depth is the block's tip
+Record = NodeRecord | SequenceRecord
+SLICE = 4096
+"""The records of one step of `BlockMap.updating`: a few milliseconds of work."""
+BELOW_ALL = 1 << 62
+"""The depth of sequences."""
 
 
 class BlockMap:
@@ -45,9 +43,8 @@ class BlockMap:
         self.holding = np.zeros(num_blocks, np.int32)  # owners that hold the block: sequences and locked nodes
         self.pinned = np.zeros(num_blocks, np.bool_)
         self.slots: dict[Owner, int] = {}
-        self._owner: list[Owner] = [0]  # slot -> owner; slot 0 has none
+        self._records: list[Record | None] = [None]  # slot -> the record of its owner; slot 0 has none
         self._free_slots: list[int] = []
-        self._claims: dict[Owner, Claim] = {}
         self._private: set[int] = set()  # slots of sequences
         self._shared: dict[int, list[int]] = {}  # block -> slots of its owners, if it has two or more
         self.pin_ends: set[int] = set()  # nodes at which a pin ends
@@ -65,22 +62,63 @@ class BlockMap:
 
         O(touched + blocks of records whose blocks or locks changed + blocks of pinned prefixes).
         """
-        before = self._claims
+        for _ in self.updating(nodes, sequences, touched_nodes, touched_sequences):
+            pass
+
+    def updating(
+        self,
+        nodes: Mapping[int, NodeRecord],
+        sequences: Mapping[int, SequenceRecord],
+        touched_nodes: Iterable[int] | None = None,
+        touched_sequences: Iterable[int] | None = None,
+    ) -> Iterator[float]:
+        """Do the work of `update` in slices, and yield the completed share after each. The map is right at the end."""
+        changed = self._changes(nodes, sequences, touched_nodes, touched_sequences)
+        known = [owner for owner in changed if owner in self.slots]
+        new = [record for record in changed.values() if record is not None]
+        steps = len(known) + len(new)
+        for first in range(0, len(known), SLICE):
+            yield first / steps
+            self._remove_owners(known[first : first + SLICE])
+        for first in range(0, len(new), SLICE):
+            yield (len(known) + first) / steps
+            self._add_owners(new[first : first + SLICE])
+        self._mark_pinned(nodes)
+
+    def _changes(
+        self,
+        nodes: Mapping[int, NodeRecord],
+        sequences: Mapping[int, SequenceRecord],
+        touched_nodes: Iterable[int] | None,
+        touched_sequences: Iterable[int] | None,
+    ) -> dict[Owner, Record | None]:
+        """Return the records whose claims differ from the known ones; None for owners that claim nothing any more."""
+        before = self.slots
         some_nodes = {*nodes, *filter(is_node, before)} if touched_nodes is None else touched_nodes
         gone = (-owner for owner in before if not is_node(owner))
         some_sequences = {*sequences, *gone} if touched_sequences is None else touched_sequences
-        changed: dict[Owner, Claim | None] = {}
+        changed: dict[Owner, Record | None] = {}
         for number in some_nodes:
             node = nodes.get(number)
-            claim = None if node is None or node.residence != self.residence else _claim_of_node(node)
-            _compare(changed, number, before.get(number), claim)
+            self._compare(changed, number, None if node is None or node.residence != self.residence else node)
             self._note_pins(number, node)
         for number in some_sequences:
-            sequence = sequences.get(number)
-            _compare(changed, -number, before.get(-number), None if sequence is None else _claim_of_sequence(sequence))
-        self._remove_owners([owner for owner in changed if owner in before])
-        self._add_owners({owner: claim for owner, claim in changed.items() if claim is not None})
-        self._mark_pinned(nodes)
+            self._compare(changed, -number, sequences.get(number))
+        return changed
+
+    def _compare(self, changed: dict[Owner, Record | None], owner: Owner, new: Record | None) -> None:
+        """Note a change of the blocks that the owner claims, or of whether it holds them."""
+        slot = self.slots.get(owner, NO_OWNER)
+        old = self._records[slot]
+        if new is not None and (not new.blocks or len(new.blocks) % 2):
+            new = None
+        if new is None or old is None:
+            if new is not old:
+                changed[owner] = new
+        elif (new.blocks, _holds(new), _depth(new)) != (old.blocks, _holds(old), _depth(old)):
+            changed[owner] = new
+        else:
+            self._records[slot] = new  # the older record is needed no longer
 
     def _note_pins(self, number: int, node: NodeRecord | None) -> None:
         if node is not None and node.pins:
@@ -90,21 +128,18 @@ class BlockMap:
 
     def _remove_owners(self, owners: list[Owner]) -> None:
         """Take all blocks and the slots from these owners."""
-        if not owners:
-            return
-        claims = [self._claims[owner] for owner in owners]
         slots = [self.slots.pop(owner) for owner in owners]
-        blocks, of = self._expand(claims, slots)
-        held, _ = self._expand([claim for claim in claims if claim.holds], [0] * len(claims))
+        records = [self._record(slot) for slot in slots]
+        blocks, of = self._expand(records, slots)
+        held, _ = self._expand([record for record in records if _holds(record)], [0] * len(records))
         alone = self.owners[blocks] == 1
         self.tip[blocks[alone]] = NO_OWNER
         np.subtract.at(self.owners, blocks, 1)
         np.subtract.at(self.holding, held, 1)
         for block, slot in zip(blocks[~alone].tolist(), of[~alone].tolist(), strict=True):
             self._remove_shared_owner(block, slot)
-        for owner, slot in zip(owners, slots, strict=True):
-            del self._claims[owner]
-            self._owner[slot] = 0
+        for slot in slots:
+            self._records[slot] = None
             self._private.discard(slot)
         self._free_slots += slots
 
@@ -116,14 +151,11 @@ class BlockMap:
             self._shared.pop(block, None)
         self.tip[block] = self._deepest(others)
 
-    def _add_owners(self, claims: dict[Owner, Claim]) -> None:
-        """Give these owners their blocks and a slot each."""
-        if not claims:
-            return
-        self._claims |= claims
-        slots = [self._assign_slot(owner) for owner in claims]
-        blocks, of = self._expand(list(claims.values()), slots)
-        held, _ = self._expand([claim for claim in claims.values() if claim.holds], [0] * len(claims))
+    def _add_owners(self, records: list[Record]) -> None:
+        """Give the owners of these records their blocks and a slot each."""
+        slots = [self._assign_slot(record) for record in records]
+        blocks, of = self._expand(records, slots)
+        held, _ = self._expand([record for record in records if _holds(record)], [0] * len(records))
         np.add.at(self.owners, blocks, 1)
         np.add.at(self.holding, held, 1)
         alone = self.owners[blocks] == 1
@@ -140,23 +172,31 @@ class BlockMap:
         self.tip[block] = self._deepest(others)
 
     def _deepest(self, slots: list[int]) -> int:
-        return max(slots, key=lambda slot: self._claims[self._owner[slot]].depth, default=NO_OWNER)
+        return max(slots, key=self._depth_of, default=NO_OWNER)
 
-    def _assign_slot(self, owner: Owner) -> int:
+    def _depth_of(self, slot: int) -> tuple[int, int]:
+        return _depth(self._record(slot))
+
+    def _record(self, slot: int) -> Record:
+        record = self._records[slot]
+        assert record is not None
+        return record
+
+    def _assign_slot(self, record: Record) -> int:
         if self._free_slots:
             slot = self._free_slots.pop()
-            self._owner[slot] = owner
+            self._records[slot] = record
         else:
-            slot = len(self._owner)
-            self._owner.append(owner)
-        self.slots[owner] = slot
-        if not is_node(owner):
+            slot = len(self._records)
+            self._records.append(record)
+        self.slots[_owner_of(record)] = slot
+        if isinstance(record, SequenceRecord):
             self._private.add(slot)
         return slot
 
-    def _expand(self, claims: list[Claim], slots: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return all blocks of these claims and the slot of each, without ids outside of the pool."""
-        runs = [claim.blocks for claim in claims]
+    def _expand(self, records: list[Record], slots: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return all blocks of these records and the slot of each, without ids outside of the pool."""
+        runs = [record.blocks for record in records]
         flat = np.fromiter(chain.from_iterable(runs), np.int64)
         first = flat[0::2].clip(0, self.num_blocks)
         count = (flat[0::2] + flat[1::2]).clip(first, self.num_blocks) - first
@@ -183,7 +223,7 @@ class BlockMap:
     @property
     def capacity(self) -> int:
         """The number of slots."""
-        return len(self._owner)
+        return len(self._records)
 
     def private(self) -> npt.NDArray[np.bool_]:
         """Return for every slot whether it belongs to a sequence. O(owners), in numpy."""
@@ -204,7 +244,8 @@ class BlockMap:
 
     def owner(self, block: int) -> Owner | None:
         """Return the tip of a block; None if it is free."""
-        return self._owner[int(self.tip[block])] or None
+        tip = int(self.tip[block])
+        return None if tip == NO_OWNER else _owner_of(self._record(tip))
 
     def all_owners(self, block: int) -> list[Owner]:
         """Return all owners of a block, the tip first."""
@@ -212,13 +253,12 @@ class BlockMap:
         if slots is None:
             owner = self.owner(block)
             return [] if owner is None else [owner]
-        order = sorted(slots, key=lambda slot: self._claims[self._owner[slot]].depth, reverse=True)
-        return [self._owner[slot] for slot in order]
+        return [_owner_of(self._record(slot)) for slot in sorted(slots, key=self._depth_of, reverse=True)]
 
     def blocks_of(self, owner: Owner) -> npt.NDArray[np.int64]:
         """Return the owner's blocks, in logical order."""
-        claim = self._claims.get(owner)
-        return np.empty(0, np.int64) if claim is None else self._expand([claim], [0])[0]
+        slot = self.slots.get(owner)
+        return np.empty(0, np.int64) if slot is None else self._expand([self._record(slot)], [0])[0]
 
 
 def is_node(owner: Owner) -> bool:
@@ -226,21 +266,18 @@ def is_node(owner: Owner) -> bool:
     return owner > 0
 
 
-def _compare(changed: dict[Owner, Claim | None], owner: Owner, old: Claim | None, new: Claim | None) -> None:
-    if new != old:
-        changed[owner] = new
+def _owner_of(record: Record) -> Owner:
+    return -record.id if isinstance(record, SequenceRecord) else record.id
 
 
-def _claim_of_node(node: NodeRecord) -> Claim | None:
-    if not node.blocks or len(node.blocks) % 2:
-        return None
-    return Claim(node.blocks, node.locks > 0, (node.start, node.id))
+def _holds(record: Record) -> bool:
+    """Return whether the owner holds its blocks, so that they cannot be evicted."""
+    return isinstance(record, SequenceRecord) or record.locks > 0
 
 
-def _claim_of_sequence(sequence: SequenceRecord) -> Claim | None:
-    if not sequence.blocks or len(sequence.blocks) % 2:
-        return None
-    return Claim(sequence.blocks, True, (1 << 62, sequence.id))
+def _depth(record: Record) -> tuple[int, int]:
+    """Order the owners of a block: the one of the greatest depth is its tip."""
+    return (BELOW_ALL if isinstance(record, SequenceRecord) else record.start, record.id)
 
 
 Runs = tuple[int, ...]

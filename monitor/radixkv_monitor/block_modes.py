@@ -5,7 +5,7 @@ A mode gives each block a level, which is an index into the legend of the mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,19 +55,29 @@ class Blocks:
 
     def update(self, state: State) -> None:
         """Update to this state. O(touched since the last one + depth of open sequences), or O(all) after a gap."""
+        for _ in self.updating(state):
+            pass
+
+    def updating(self, state: State) -> Iterator[float]:
+        """Do the work of `update` in slices, and yield the completed share after each."""
         last = self.state
-        if last is None or last.line != state.line or last.facts.engine != state.facts.engine:
+        if self.is_another(state):
             on_host = self.residence == "host"
             blocks = state.facts.host_blocks if on_host else state.facts.num_blocks
             self.map = BlockMap(blocks, state.facts.block_size, self.residence)
         touched = state.touched_since(last)
         sequences = {} if self.residence == "host" else state.sequences
         if touched is None:
-            self.map.update(state.nodes, sequences)
+            yield from self.map.updating(state.nodes, sequences)
         else:
-            self.map.update(state.nodes, sequences, touched.nodes, touched.sequences)
+            yield from self.map.updating(state.nodes, sequences, touched.nodes, touched.sequences)
         self.state = state
         self.sessions.update(state)
+
+    def is_another(self, state: State) -> bool:
+        """Return whether nothing of the map is of use for this state: it is the first one, or of another line."""
+        last = self.state
+        return last is None or last.line != state.line or last.facts.engine != state.facts.engine
 
     def per_slot(self, values: Callable[[Owner], float], default: float) -> npt.NDArray[np.float64]:
         """Return a value for each slot of the map. O(owners)."""

@@ -11,7 +11,7 @@ from radixkv_monitor.block_modes import HOST_STATE_NAMES, STATE_NAMES, Blocks
 from radixkv_monitor.formatting import duration, plural, size
 from radixkv_monitor.session_tracker import SHARED, UNKNOWN, path
 from radixkv_monitor.state import State
-from radixkv_monitor.tree_rows import Branch
+from radixkv_monitor.tree_branch import Branch
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.state import State
 from radixkv_monitor.state_builder import PastStates, StateBuilder
 from radixkv_monitor.theme import THEMES
-from radixkv_monitor.views import VIEWS
+from radixkv_monitor.views import VIEWS, View
 
 SIZE = (120, 36)
 """The columns and lines of the docs' pictures."""
@@ -63,7 +63,9 @@ class StillFeed(Feed):
 
 
 async def settle(pilot: Pilot[Any]) -> None:
-    """Wait until everything is laid out and drawn."""
+    """Wait until everything is read, laid out and drawn."""
+    while any(view.is_loading for view in pilot.app.query(View)):
+        await pilot.pause(0.01)
     for _ in range(3):
         await pilot.pause()
         await pilot.wait_for_scheduled_animations()

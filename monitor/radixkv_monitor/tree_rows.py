@@ -7,118 +7,32 @@ flat list is rebuilt, and only if it differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 from radixkv.telemetry.records import NodeRecord
 from radixkv_monitor.block_map import count_blocks
+from radixkv_monitor.tree_branch import (
+    NOT_ON_HOST,
+    SORTS,
+    SUMS,
+    TOP,
+    Branch,
+    add_to_parent,
+    descending,
+    leaf,
+    ordered,
+    own_blocks,
+)
 
-TOP = 0
-"""The id of the parent of all roots; no node has it."""
-
-Predicate = Callable[["Branch"], bool]
-
-
-NOT_ON_HOST = (0, 0)
-"""The host nodes and host blocks that a node of the pool counts for itself."""
-
-
-class Branch:
-    """A node and its descendants; `nodes`, `tokens`, `blocks`, `matching` and `newest` are of all of them.
-
-    `matching` counts nodes that match the filter, and `newest` is the latest time of use. A block in which a node ends
-    and a child continues counts for the node, not for the child. `blocks` are those of the pool. `host_nodes` and
-    `host_blocks` are the nodes on the host among them, and their blocks.
-    """
-
-    __slots__ = (
-        "blocks",
-        "children",
-        "host_blocks",
-        "host_nodes",
-        "is_match",
-        "matching",
-        "newest",
-        "nodes",
-        "number",
-        "order",
-        "own_blocks",
-        "own_host",
-        "parent",
-        "record",
-        "tokens",
-    )
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.record: NodeRecord | None = None  # None for the top
-        self.parent: Branch | None = None
-        self.children: dict[int, Branch] = {}
-        self.order: list[Branch] | None = None  # the children as they are shown; None if unknown
-        self.nodes = self.tokens = self.blocks = self.own_blocks = self.matching = 0
-        self.host_nodes = self.host_blocks = 0
-        self.own_host = NOT_ON_HOST
-        self.is_match = False
-        self.newest = 0.0
-
-    @property
-    def node(self) -> NodeRecord:
-        """The record; only the top has none."""
-        assert self.record is not None
-        return self.record
-
-    @property
-    def is_root(self) -> bool:
-        """Return whether it is a namespace."""
-        return self.record is not None and self.record.parent == TOP
-
-    def up(self) -> Iterator[Branch]:
-        """Yield the ancestors, nearest first, up to the top if the branch is linked to it."""
-        branch = self.parent
-        while branch is not None:
-            yield branch
-            branch = branch.parent
-
-    @property
-    def namespace(self) -> str | None:
-        """The namespace of the branch. O(depth)."""
-        branch = self
-        while branch.parent is not None and branch.parent.record is not None:
-            branch = branch.parent
-        return branch.record.namespace if branch.record is not None else None
-
-
-class Row(NamedTuple):
-    """A branch as it is shown: `lead` is the line work that joins it to its neighbours."""
-
-    branch: Branch
-    lead: str
-
-    @property
-    def id(self) -> int:
-        """The node's id."""
-        return self.branch.node.id
-
-
-Key = Callable[[Branch], tuple[float, int]]
-
-SORTS: dict[str, Key] = {
-    "recency": lambda branch: (-branch.newest, branch.number),
-    "size": lambda branch: (-branch.node.tokens, branch.node.id),
-    "reused": lambda branch: (-(branch.node.reused or 0), branch.node.id),
-    "ended-here": lambda branch: (-branch.node.hits, branch.node.id),
-    "subtree": lambda branch: (-branch.tokens, branch.node.id),
-    "birth": lambda branch: (branch.node.born, branch.node.id),
-}
-"""The orders of children, applied below each node separately."""
-SUMS = ("recency", "subtree")
-"""The orders that depend on descendants; the others depend on a node's own record only."""
+SLICE = 4096
+"""The nodes that `TreeRows.load` adds between two yields: a few milliseconds of work."""
+Predicate = Callable[[Branch], bool]
 
 
 class TreeRows:
-    """The shown rows, and the place of each node in them as `index`."""
+    """The branches in the order of their rows, and the place of each node in them as `index`."""
 
     def __init__(self, sort: str = "recency") -> None:
-        self.rows: list[Row] = []
+        self.rows: list[Branch] = []
         self.index: dict[int, int] = {}
         self.sort = sort
         self.closed: set[int] = set()
@@ -131,14 +45,69 @@ class TreeRows:
         )  # branches whose parent is one of their descendants: possible in a damaged file only
         self._unsorted: dict[int, Branch] = {}  # branches whose children changed or may be out of order
         self._must_flatten = True
+        self._last_shown: dict[int, tuple[Branch, bool]] = {}  # of filtered parents: the last child, and if it is alone
 
     # ---- updates
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there are no nodes."""
+        return len(self.branches) == 1
+
+    def load(self, nodes: Mapping[int, NodeRecord]) -> Iterator[float]:
+        """Replace the whole tree by these nodes; yield the completed share about every SLICE nodes.
+
+        O(nodes), and the sorts. Rows and branches stay as they are until the end.
+        """
+        top, sort = Branch(TOP), self.sort
+        branches, orphans = {TOP: top}, dict[int, set[int]]()
+        for place, (number, node) in enumerate(nodes.items()):
+            if number != TOP:
+                branches[number] = leaf(node)
+            if place % SLICE == 0:
+                yield 0.2 * place / len(nodes)
+        for place, branch in enumerate(branches.values()):
+            if branch is not top:
+                parent = branches.get(branch.node.parent)
+                if parent is None:
+                    orphans.setdefault(branch.node.parent, set()).add(branch.number)
+                (top if parent is None else parent).adopt(branch)
+            if place % SLICE == 0:
+                yield 0.2 + 0.2 * place / len(branches)
+        order = descending(top)
+        for place, branch in enumerate(reversed(order)):
+            if branch is not top:
+                add_to_parent(branch)
+            if branch.children:
+                branch.order = ordered(branch, SORTS[sort])
+            if place % SLICE == 0:
+                yield 0.4 + 0.5 * place / len(order)
+        rings = branches.keys() - {branch.number for branch in order} if len(order) < len(branches) else ()
+        for number in rings:
+            del branches[number]
+        self.branches, self._orphans, self._must_flatten = branches, orphans, True
+        self.closed &= nodes.keys()
+        self._closed_unfiltered &= nodes.keys()
+        self._cycles.clear()
+        self._unsorted.clear()
+        for number in rings:
+            self._update_node(nodes[number])
+        if self._predicate is not None:
+            self.apply_filter(self.branches)
+        if self.sort == sort:
+            self._finish_update()
+        else:
+            self.sort_by(self.sort)
 
     def update(self, nodes: Mapping[int, NodeRecord], touched: Iterable[int] | None = None) -> bool:
         """Update to these nodes; only touched ids may differ from the last call (None: any may).
 
         Returns whether rows moved, appeared or disappeared. O(touched x depth), and O(rows) if so.
         """
+        if self.is_empty and nodes:
+            for _ in self.load(nodes):
+                pass
+            return True
         if touched is None:
             touched = {number for number in self.branches if number not in nodes and number != TOP}.union(
                 number for number, node in nodes.items() if self._differs(number, node)
@@ -233,8 +202,7 @@ class TreeRows:
         elif parent is branch or branch in parent.up():
             self._cycles.add(node.id)
             parent = self.branches[TOP]
-        branch.parent = parent
-        parent.children[node.id] = branch
+        parent.adopt(branch)
         self._mark_unsorted(parent)
         self._must_flatten = True  # it may have become a root in the same place
         self._add(parent, branch.nodes, branch.tokens, branch.blocks, branch.matching)
@@ -246,7 +214,7 @@ class TreeRows:
 
     def _recount(self, branch: Branch) -> None:
         """Count the branch's own blocks after a change of its record or parent. O(its runs + depth)."""
-        before, branch.own_blocks = branch.own_blocks, _own_blocks(branch)
+        before, branch.own_blocks = branch.own_blocks, own_blocks(branch)
         self._add(branch, 0, 0, branch.own_blocks - before, 0)
         node = branch.node
         if node.residence == "host" or branch.own_host is not NOT_ON_HOST:
@@ -308,7 +276,7 @@ class TreeRows:
         """Sort branches that may be out of order, and rebuild the rows if anything moved. Returns whether it did."""
         key = SORTS[self.sort]
         for branch in self._unsorted.values():
-            order = sorted(branch.children.values(), key=key)
+            order = ordered(branch, key)
             if order != branch.order:
                 branch.order = order
                 self._must_flatten = True
@@ -321,28 +289,52 @@ class TreeRows:
 
     def _flatten(self) -> None:
         """Rebuild the rows, from top to bottom. O(rows)."""
-        rows: list[Row] = []
-        stack = [(root, "", "") for root in reversed(self._shown(self.branches[TOP]))]
+        rows: list[Branch] = []
+        self._last_shown.clear()
+        stack = self._shown(self.branches[TOP])[::-1]
         closed = self.closed
         while stack:
-            branch, lead, below = stack.pop()
-            rows.append(Row(branch, lead))
-            if not branch.order or (closed and branch.number in closed):
-                continue
-            children = self._shown(branch)
-            if len(children) == 1 and not branch.is_root:  # an only child continues its parent's line
-                stack.append((children[0], below, below))
-            elif children:
-                stack.append((children[-1], below + "╰─", below + "  "))
-                if len(children) > 1:
-                    middle = below + "│ "
-                    stack.extend([(child, below + "├─", middle) for child in children[-2::-1]])
+            branch = stack.pop()
+            rows.append(branch)
+            if branch.order and not (closed and branch.number in closed):
+                stack += reversed(self._shown(branch))
         self.rows = rows
-        self.index = dict(zip([row[0].number for row in rows], range(len(rows)), strict=True))
+        self.index = dict(zip([branch.number for branch in rows], range(len(rows)), strict=True))
 
     def _shown(self, branch: Branch) -> list[Branch]:
         order = branch.order or []
-        return order if self._predicate is None else [child for child in order if child.matching]
+        if self._predicate is None:
+            return order
+        shown = [child for child in order if child.matching]
+        if shown:
+            self._last_shown[branch.number] = shown[-1], len(shown) == 1
+        return shown
+
+    def lead(self, branch: Branch, most: int | None = None) -> str:
+        """Return the line work that joins a shown row to its neighbours; of more than `most` cells, only the end.
+
+        O(depth).
+        """
+        parts: list[str] = []
+        child = branch
+        while (parent := child.parent) is not None and parent.record is not None:
+            last, is_alone = self._last_child(parent)
+            if not is_alone or parent.is_root:  # else an only child continues its parent's line
+                if child is branch:
+                    parts.append("╰─" if child is last else "├─")
+                else:
+                    parts.append("  " if child is last else "│ ")
+                if most is not None and 2 * len(parts) > most:
+                    break
+            child = parent
+        return "".join(reversed(parts))
+
+    def _last_child(self, parent: Branch) -> tuple[Branch, bool]:
+        """Return the last shown child, and whether it is the only one."""
+        if self._predicate is not None:
+            return self._last_shown[parent.number]
+        order = parent.order or []
+        return order[-1], len(order) == 1
 
     # ---- sorting, filtering, opening
 
@@ -417,17 +409,6 @@ class TreeRows:
         count = len(self.rows)
         for away in range(1, count + 1):
             at = (place + step * away) % count
-            if self.rows[at].branch.is_match:
+            if self.rows[at].is_match:
                 return at
         return None
-
-
-def _own_blocks(branch: Branch) -> int:
-    """Count the branch's own blocks of the pool, without a first block in which its parent ends."""
-    node = branch.node
-    if node.residence == "host":
-        return 0
-    parent = None if branch.parent is None else branch.parent.record
-    above = () if parent is None else parent.blocks
-    goes_on = bool(node.blocks and above) and above[-2] + above[-1] - 1 == node.blocks[0]
-    return count_blocks(node.blocks) - goes_on

@@ -17,7 +17,8 @@ from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor import detail
 from radixkv_monitor.block_modes import Blocks
 from radixkv_monitor.state import State, StateCopier
-from radixkv_monitor.tree_rows import SORTS, TreeRows
+from radixkv_monitor.tree_branch import SORTS
+from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.tree import TreeView
 from radixkv_monitor.widgets import tree_row
@@ -75,7 +76,7 @@ def run(
 
 
 def ids(view: TreeView) -> list[int]:
-    return [row.id for row in view.rows.rows]
+    return [branch.number for branch in view.rows.rows]
 
 
 def at(view: TreeView) -> int | None:
@@ -228,7 +229,7 @@ def test_the_view_stays_with_its_node_while_others_come_and_go() -> None:
         await pilot.pause()
         assert at(view) == before and view.lines._at - view.lines.top == place
         assert before is not None
-        next_one = view.rows.rows[view.lines._at + 1].id
+        next_one = view.rows.rows[view.lines._at + 1].number
         del nodes[before]
         view.update(replace(shown, tick=3, nodes=dict(nodes)))
         await pilot.pause()

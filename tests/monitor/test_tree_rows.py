@@ -7,8 +7,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixkv.telemetry.records import NodeRecord
+from radixkv_monitor import tree_rows
 from radixkv_monitor.node_filter import InvalidFilter, NodeFilter, parse, states_of
-from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
+from radixkv_monitor.tree_branch import SORTS, Branch
+from radixkv_monitor.tree_rows import TreeRows
 from tests.monitor.random_cache import STEPS, RandomCache
 
 Nodes = dict[int, NodeRecord]
@@ -77,9 +79,13 @@ def goes_on(nodes: Nodes, each: NodeRecord) -> bool:
     return above is not None and bool(each.blocks) and expanded(above)[-1:] == expanded(each)[:1]
 
 
+def drawn(rows: TreeRows) -> list[tuple[int, str]]:
+    return [(branch.number, rows.lead(branch)) for branch in rows.rows]
+
+
 def check(rows: TreeRows, nodes: Nodes, matching: set[int] | None = None) -> None:
     naive = Naive(nodes, rows.sort, rows.closed, matching)
-    assert [(row.id, row.lead) for row in rows.rows] == naive.rows
+    assert drawn(rows) == naive.rows
     assert rows.index == {number: place for place, (number, _) in enumerate(naive.rows)}
     for number, each in nodes.items():
         below, branch = naive.below(number), rows.branches[number]
@@ -109,12 +115,12 @@ def test_rows_of_a_living_cache_are_those_of_a_walk(
             continue
         state = life.state()
         touched = state.touched_since(last)
-        before = [(row.id, row.lead) for row in rows.rows]
+        before = drawn(rows)
         moved = rows.update(state.nodes, None if touched is None else touched.nodes)
         last = state
         held = {number for number, each in state.nodes.items() if each.locks} if is_filtered else None
         check(rows, dict(state.nodes), held)
-        assert moved or [(row.id, row.lead) for row in rows.rows] == before
+        assert moved or drawn(rows) == before
         rows.open([step[1] % 40], is_open=step[1] % 3 == 0)
         check(rows, dict(state.nodes), held)
 
@@ -146,6 +152,49 @@ def test_rows_follow_any_forest_to_any_other(links: list[tuple[int, int, int]], 
     assert not rows.rows and rows.branches.keys() == {0} and rows.branches[0].tokens == rows.matching == 0
 
 
+@settings(max_examples=150, deadline=None)
+@example(parents={1: 2, 2: 1, 3: 1, 4: 9}, sort="birth", slice_=1, is_filtered=False)  # a ring, and a missing parent
+@example(parents={1: 0, 2: 1, 3: 2, 5: 5}, sort="size", slice_=2, is_filtered=True)
+@given(
+    st.dictionaries(st.integers(1, 12), st.integers(0, 12), max_size=12),
+    st.sampled_from(sorted(SORTS)),
+    st.integers(1, 20),
+    st.booleans(),
+)
+def test_a_forest_that_is_loaded_at_once_has_the_rows_of_one_that_grew(
+    parents: dict[int, int], sort: str, slice_: int, is_filtered: bool
+) -> None:
+    """Rings and missing parents included: nothing is lost, and later changes find the sums right."""
+    nodes = {
+        number: node(number, parent, tokens=number % 5, used=float(number * 7 % 10), locks=number % 2,
+                     blocks=(3 * number, 1 + number % 3))
+        for number, parent in parents.items()
+    }  # fmt: skip
+    rows = TreeRows(sort)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_rows, "SLICE", slice_)
+        shares = []
+        for share in rows.load(nodes):
+            shares.append(share)
+            assert rows.is_empty and not rows.rows, "keys find an empty tree until all is there"
+            if is_filtered:  # also in the middle
+                rows.filter(lambda branch: branch.node.locks > 0)
+    assert shares == sorted(shares) and all(0 <= share < 1 for share in shares)
+    held = {number for number, each in nodes.items() if each.locks} if is_filtered else None
+    if all(_reaches_top(nodes, number) for number in nodes):
+        check(rows, nodes, held)
+    assert rows.branches.keys() == {0, *nodes}
+    assert is_filtered or rows.index.keys() == nodes.keys()
+    for number in list(nodes):
+        nodes = {**nodes, number: node(number, 0, tokens=1)}  # rings and orphans become roots
+        rows.update(nodes)
+    check(rows, nodes, set() if is_filtered else None)
+    rows.update({})
+    assert rows.is_empty and not rows.rows
+    top = rows.branches[0]
+    assert not (top.nodes or top.tokens or top.blocks or top.matching)
+
+
 def _reaches_top(nodes: Nodes, number: int) -> bool:
     seen = set()
     while number in nodes and number not in seen:
@@ -168,12 +217,12 @@ def small() -> tuple[TreeRows, Nodes]:
 
 
 def ids(rows: TreeRows) -> list[int]:
-    return [row.id for row in rows.rows]
+    return [branch.number for branch in rows.rows]
 
 
 def test_a_trunk_grows_straight_on_and_forks_are_indented(small: tuple[TreeRows, Nodes]) -> None:
     rows, _ = small
-    assert [(row.id, row.lead) for row in rows.rows] == [
+    assert drawn(rows) == [
         (1, ""), (2, "╰─"), (3, "  ├─"), (5, "  │ "), (4, "  ╰─"), (6, ""), (7, "╰─"),
     ]  # fmt: skip
 
@@ -234,14 +283,14 @@ def test_nothing_moves_where_only_numbers_changed(small: tuple[TreeRows, Nodes])
     nodes[5] = node(5, 3, start=8, used=3.5, hits=4)
     assert not rows.update(nodes, [5])
     assert not rows.update(nodes)
-    assert rows.rows[rows.index[5]].branch.node.hits == 4
+    assert rows.rows[rows.index[5]].node.hits == 4
 
 
 def test_namespaces_are_those_of_roots(small: tuple[TreeRows, Nodes]) -> None:
     rows, _ = small
     assert rows.branches[5].namespace == "team" and rows.branches[7].namespace is None
     assert rows.branches[1].is_root and not rows.branches[5].is_root
-    assert Row(rows.branches[5], "").id == 5 and isinstance(rows.branches[0], Branch)
+    assert isinstance(rows.branches[0], Branch)
 
 
 # ---- the filter's line

@@ -105,6 +105,11 @@ class View(Widget, can_focus=False):
     def select(self, selection: Selection) -> None:
         """Show the selection of another view. Called when it changes and when this view is shown."""
 
+    @property
+    def is_loading(self) -> bool:
+        """Return whether the view reads its first state in slices, and shows only its progress."""
+        return False
+
     def take_focus(self) -> None:
         """Focus a widget of this view: by default the first that can take the focus."""
         for widget in self.query("*"):

@@ -19,6 +19,7 @@ from radixkv_monitor import detail, theme
 from radixkv_monitor.block_map import is_node
 from radixkv_monitor.block_modes import HOST_LEGEND, MODES, STATE_NAMES, Blocks, ColourMode, LegendEntry, host_mode
 from radixkv_monitor.formatting import share, size
+from radixkv_monitor.slices import LARGE, SlicedWork
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import states
 from radixkv_monitor.views import BlockSelected, HostBlockSelected, NodeSelected, Selection, Table, View
@@ -73,7 +74,9 @@ class PoolView(View):
         self.host.add_class("host")
         self.mode = 0
         self._node: int | None = None
+        self._wanted: Selection | None = None  # what to show after loading
         self._state: State | None = None
+        self._loading = SlicedWork(self)
         self._legend: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
@@ -115,12 +118,17 @@ class PoolView(View):
     def on_mount(self) -> None:
         """Draw a state that arrived before the widget was mounted."""
         if self._state is not None:
-            self._draw()
+            self.update(self._state)
 
     def on_resize(self, event: events.Resize) -> None:
         """Move the description to where there is room, or hide it."""
         self.set_class(event.size.width >= WIDE, "-wide")
         self.set_class(event.size.width < WIDE and event.size.height < LOW, "-low")
+
+    @property
+    def is_loading(self) -> bool:
+        """Return whether a large tree is read in slices now."""
+        return self._loading.is_running
 
     def take_focus(self) -> None:
         """Focus the map that has the selected node."""
@@ -134,18 +142,38 @@ class PoolView(View):
     # ---- states
 
     def update(self, state: State) -> None:
-        """Draw this state."""
+        """Draw this state. The blocks of a large tree are first mapped in slices, with a notice."""
         self._state = state
-        self.device.blocks.update(state)
+        if not self.is_mounted or self._loading.is_running:
+            return
+        if self.device.blocks.is_another(state) and len(state.nodes) >= LARGE:
+            self._loading.start(self._updating(state), self._show_progress, self._loaded)
+            return
+        for _ in self._updating(state):
+            pass
+        self.set_class(state.facts.host_blocks > 0, "-host")
+        self._draw()
+
+    def _updating(self, state: State) -> Iterator[float]:
+        yield from self.device.blocks.updating(state)
         if state.facts.host_blocks:
-            self.host.blocks.update(state)
-        if self.is_mounted:
-            self.set_class(state.facts.host_blocks > 0, "-host")
-            self._draw()
+            yield from self.host.blocks.updating(state)
+
+    def _show_progress(self, share: float) -> None:
+        assert self._state is not None
+        blocks = self._state.facts.num_blocks + self._state.facts.host_blocks
+        self._show_headline("device", f"{blocks:,} blocks · reading the owners of each: {100 * share:.0f}%")
+
+    def _loaded(self) -> None:
+        assert self._state is not None
+        self.update(self._state)
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            self.select(wanted)
 
     def _draw(self) -> None:
         state = self._state
-        if state is None or not self.device.is_mounted or not self.device.map.size.width:
+        if state is None or self._loading.is_running or not self.device.is_mounted or not self.device.map.size.width:
             return
         mode = MODES[self.mode]
         legend = self.device.show(mode, self._node)
@@ -181,11 +209,16 @@ class PoolView(View):
             self.query_one(".legend", Static).update(_legend(legend, counts, dark, swatch))
 
     def _update_detail(self) -> None:
+        if self._loading.is_running:
+            return
         pane = self.pane
         self.query_one(DetailPane).show_detail(detail.block_detail(pane.blocks, pane.block, pane.map.per))
 
     def select(self, selection: Selection) -> None:
         """Highlight the selected node, and move the cursors to the selected blocks."""
+        if self._loading.is_running:
+            self._wanted = selection
+            return
         if not self.is_mounted:
             return
         self._node = selection.node

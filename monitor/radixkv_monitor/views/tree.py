@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import ClassVar
 
@@ -17,8 +18,10 @@ from radixkv_monitor.block_map import block_at, count_blocks
 from radixkv_monitor.detail import Detail
 from radixkv_monitor.formatting import plural
 from radixkv_monitor.session_tracker import SessionTracker
-from radixkv_monitor.state import State
-from radixkv_monitor.tree_rows import SORTS, Branch, Row, TreeRows
+from radixkv_monitor.slices import LARGE, SlicedWork
+from radixkv_monitor.state import State, Touched
+from radixkv_monitor.tree_branch import SORTS, Branch
+from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.views import BlockSelected, FilteredView, HostBlockSelected, NodeSelected, Selection, Table
 from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.flat_tree import FlatTree
@@ -65,6 +68,8 @@ class TreeView(FilteredView):
         self.is_following = False
         self._sessions = SessionTracker()
         self._state: State | None = None
+        self._loading = SlicedWork(self)
+        self._wanted: int | None = None  # the node to show after loading
         self._filter: node_filter.NodeFilter | None = None
         self._filter_error = ""
 
@@ -83,13 +88,19 @@ class TreeView(FilteredView):
 
     def on_mount(self) -> None:
         """Draw a state that arrived before the widget was mounted."""
-        if self._state is not None:
-            self._draw(self._state, ())
+        state, self._state = self._state, None
+        if state is not None:
+            self.update(state)
 
     def on_resize(self, event: events.Resize) -> None:
         """Move the description to where there is room, or hide it."""
         self.set_class(event.size.width >= WIDE, "-wide")
         self.set_class(event.size.width < WIDE and event.size.height < LOW, "-low")
+
+    @property
+    def is_loading(self) -> bool:
+        """Return whether a large tree is read in slices now."""
+        return self._loading.is_running
 
     def take_focus(self) -> None:
         """Focus the tree."""
@@ -98,20 +109,42 @@ class TreeView(FilteredView):
     # ---- states
 
     def update(self, state: State) -> None:
-        """Draw this state; of a large tree, every second one."""
+        """Draw this state; of a large tree, every second one. A large tree is first read in slices, with a notice."""
+        if self._loading.is_running or not self.is_mounted:
+            self._state = state
+            return
         if self._can_skip(state):
             return
         last, self._state = self._state, state
-        before = self.rows.rows
         if last is not None and last.facts.engine != state.facts.engine:
             self.rows.open(list(self.rows.closed))
-        now_known = self._sessions.update(state)
-        if self._filter is not None and self._filter.sessions:
-            self.rows.apply_filter(now_known)
+        before = () if last is None else self.rows.rows
         touched = state.touched_since(last)
+        if touched is None and len(state.nodes) >= LARGE:
+            self._loading.start(self.rows.load(state.nodes), self._show_progress, partial(self._loaded, before))
+        else:
+            self._update_rows(state, touched, before)
+
+    def _update_rows(self, state: State, touched: Touched | None, before: Sequence[Branch]) -> None:
+        """Update the rows to this state, and draw them; `before` are the rows on screen."""
+        changed = self._sessions.update(state)
+        if self._filter is not None and self._filter.sessions:
+            self.rows.apply_filter(changed)
         self.rows.update(state.nodes, None if touched is None else touched.nodes)
-        if self.is_mounted:
-            self._draw(state, None if self.rows.rows is before else before)
+        self._draw(state, None if self.rows.rows is before else before)
+
+    def _show_progress(self, share: float) -> None:
+        assert self._state is not None
+        progress = f"reading {len(self._state.nodes):,} nodes: {100 * share:.0f}%"
+        self.query_one(".headline", Static).update(progress, layout=False)
+        self.lines.set_notice(progress)
+
+    def _loaded(self, before: Sequence[Branch]) -> None:
+        assert self._state is not None
+        self.lines.set_notice("")
+        self._update_rows(self._state, None, before)
+        wanted, self._wanted = self._wanted, None
+        self.select(Selection(wanted))
 
     def _can_skip(self, state: State) -> bool:
         """Return whether a large tree can wait for the next state, which arrives within a second while live."""
@@ -120,7 +153,7 @@ class TreeView(FilteredView):
             return False
         return 0 <= state.now - last.now < MIN_INTERVAL
 
-    def _draw(self, state: State, before: Sequence[Row] | None) -> None:
+    def _draw(self, state: State, before: Sequence[Branch] | None) -> None:
         top = self.rows.branches[0]
         context = RowContext(state.now, state.facts.bytes_per_block, top.tokens, _sends_reused(state))
         self.lines.show(context, before)
@@ -130,6 +163,8 @@ class TreeView(FilteredView):
 
     def _update_text(self, state: State) -> None:
         """Update the headline and the description."""
+        if self._loading.is_running:
+            return
         roots = len(self.rows.branches[0].children)
         parts = [f"{plural(len(state.nodes) - roots, 'node')} in {plural(roots, 'namespace')}", f"by {self.rows.sort}"]
         if state.facts.host_blocks:
@@ -152,7 +187,9 @@ class TreeView(FilteredView):
 
     def select(self, selection: Selection) -> None:
         """Move the cursor to the node that another view selected."""
-        if selection.node is not None and self.is_mounted:
+        if self._loading.is_running:
+            self._wanted = selection.node
+        elif selection.node is not None and self.is_mounted:
             branch = self.lines.cursor
             if branch is None or branch.node.id != selection.node:
                 self.lines.go_to(selection.node)
@@ -177,7 +214,7 @@ class TreeView(FilteredView):
 
     def export(self) -> Table:
         """Return the shown rows, as they are sorted."""
-        return Table("tree", [_facts(row.branch) for row in self.rows.rows])
+        return Table("tree", [_facts(branch) for branch in self.rows.rows])
 
     # ---- keys
 
@@ -192,7 +229,7 @@ class TreeView(FilteredView):
         at = self.rows.index.get(self.lines.cursor.node.id, 0) if self.lines.cursor is not None else 0
         found = self.rows.next_match(at, by)
         if found is not None:
-            self.lines.go_to(self.rows.rows[found].id, by_hand=True)
+            self.lines.go_to(self.rows.rows[found].number, by_hand=True)
 
     def action_follow(self) -> None:
         """Keep the most recently used path in view, or stop following it."""

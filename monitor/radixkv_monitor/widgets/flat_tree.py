@@ -7,6 +7,7 @@ Else it stays at the topmost node.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 from rich.cells import cell_len
@@ -18,7 +19,8 @@ from textual.geometry import Size
 from textual.message import Message
 from textual.strip import Strip
 
-from radixkv_monitor.tree_rows import Branch, Row, TreeRows
+from radixkv_monitor.tree_branch import Branch
+from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.widgets.cached_lines import CachedLines
 from radixkv_monitor.widgets.tree_row import RowContext, RowRenderer, idle, lead_of, left_width
 
@@ -72,6 +74,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             None  # the node that the user or `go_to` selected; None: the cursor stays in the first row
         )
         self._path: frozenset[int] = frozenset()
+        self._notice = ""
 
     # ---- contents
 
@@ -79,20 +82,25 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     def cursor(self) -> Branch | None:
         """The branch under the cursor."""
         rows = self.rows.rows
-        return rows[self._at].branch if self._at < len(rows) else None
+        return rows[self._at] if self._at < len(rows) else None
 
-    def show(self, context: RowContext, before: Sequence[Row] | None = None) -> None:
+    def show(self, context: RowContext, before: Sequence[Branch] | None = None) -> None:
         """Draw the lines that differ. `before` are the rows of the last call, if they moved since."""
         self._row_context = context
         if before is not None:
             self._stay(before)
         self.repaint()
 
+    def set_notice(self, notice: str) -> None:
+        """Set the text of a tree without rows, "" for the usual one."""
+        self._notice = notice
+        self.repaint()
+
     def mark_path(self, nodes: frozenset[int]) -> None:
         """Set the path that the view follows."""
         self._path = nodes
 
-    def _stay(self, before: Sequence[Row]) -> None:
+    def _stay(self, before: Sequence[Branch]) -> None:
         """Keep the cursor on its node, and the view at its anchor, after the rows moved."""
         top, visible = self.top, range(self.top, self.top + self.body)
         anchor = self._at if self._node is not None and self._at in visible else top
@@ -107,11 +115,11 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         self._note(by_hand=False)
         self.repaint()
 
-    def _survivor(self, before: Sequence[Row], place: int) -> int | None:
+    def _survivor(self, before: Sequence[Branch], place: int) -> int | None:
         """Return where the row in this place is now, or the nearest row that still exists."""
         index = self.rows.index
-        for row in (*before[place:], *reversed(before[:place])):
-            if (found := index.get(row.branch.node.id)) is not None:
+        for at in chain(range(place, len(before)), range(min(place, len(before)) - 1, -1, -1)):
+            if (found := index.get(before[at].number)) is not None:
                 return found
         return None
 
@@ -188,8 +196,8 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         place = event.y - self.header + self.top
         if event.y < self.header or not 0 <= place < len(self.rows.rows):
             return
-        row = self.rows.rows[place]
-        on_sign = event.x == cell_len(lead_of(row, left_width(self.line_width, self._row_context.sends_reused)))
+        left = left_width(self.line_width, self._row_context.sends_reused)
+        on_sign = event.x == cell_len(lead_of(self.rows, self.rows.rows[place], left))
         again = place == self._at and self._node is not None
         self._move_to(place)
         if again or on_sign:
@@ -221,7 +229,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         self.bring_into_view(self._at, margin=2)
         if self._node is None:
             self._hold_cursor()
-            self.post_message(self.Moved(self.rows.rows[self._at].id, by_hand))
+            self.post_message(self.Moved(self.rows.rows[self._at].number, by_hand))
         self._note(by_hand)
         self.repaint()
 
@@ -243,12 +251,12 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             return (self.rows.sort, self.line_width, self._row_context.sends_reused)
         rows = self.rows.rows
         if line >= len(rows):
-            return (line == 1 and not rows,)
-        branch, lead = rows[line]
+            return (self._empty_text if line == 1 and not rows else "",)
+        branch = rows[line]
         node = branch.node
         return (
             node,
-            lead,
+            self.rows.lead(branch, left_width(self.line_width, self._row_context.sends_reused)),
             branch.nodes,
             branch.tokens,
             self._row_context.all_tokens and 64 * branch.tokens // self._row_context.all_tokens,
@@ -259,14 +267,17 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             node.id in self._path,
         )
 
+    @property
+    def _empty_text(self) -> str:
+        return f"  {self._notice or 'nothing is cached, or nothing matches the filter'}"
+
     def draw(self, line: int, key: tuple[Any, ...]) -> Strip:
         """Draw the tree on the left and numbers on the right."""
         look = RowRenderer(self, self._component_style("dim"), self.rows, self._row_context, self._path)
         if line < 0:
             return look.header(self._component_style("header"))
         if len(key) == 1:
-            text = "  nothing is cached, or nothing matches the filter" if key[0] else ""
-            return Strip([Segment(text, self._component_style("dim"))])
+            return Strip([Segment(key[0], self._component_style("dim"))])
         strip = look.row(self.rows.rows[line])
         if key[8]:
             strip = self._highlighted(strip.adjust_cell_length(self.line_width, self.base_style))

@@ -16,7 +16,8 @@ from radixkv_monitor import theme
 from radixkv_monitor.block_map import count_blocks
 from radixkv_monitor.formatting import duration, plural, short, size
 from radixkv_monitor.theme import Shade
-from radixkv_monitor.tree_rows import Branch, Row, TreeRows
+from radixkv_monitor.tree_branch import Branch
+from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.widgets.cached_lines import CachedLines
 
 PARTS = " ▏▎▍▌▋▊▉█"
@@ -83,10 +84,11 @@ def left_width(line_width: int, sends_reused: bool) -> int:
     return max(12, line_width - sum(column.width for column in columns(line_width, sends_reused)) - 1)
 
 
-def lead_of(row: Row, left: int) -> str:
+def lead_of(rows: TreeRows, branch: Branch, left: int) -> str:
     """Return the row's line work, cut where the tree is deep."""
     most = max(4, left // 2)
-    return row.lead if len(row.lead) <= most else "…" + row.lead[1 - most :]
+    lead = rows.lead(branch, most)
+    return lead if len(lead) <= most else "…" + lead[1 - most :]
 
 
 class RowRenderer:
@@ -108,17 +110,19 @@ class RowRenderer:
             segments.append(Segment(f"{title:>{column.width}}", look))
         return Strip(segments).adjust_cell_length(self._lines.line_width, look)
 
-    def row(self, row: Row) -> Strip:
+    def row(self, branch: Branch) -> Strip:
         """Draw the tree on the left and numbers on the right."""
-        tree = Strip(self._tree(row)).adjust_cell_length(self._left, self._lines.base_style)
-        return Strip([*tree, *self._numbers(row.branch)])
+        tree = Strip(self._tree(branch)).adjust_cell_length(self._left, self._lines.base_style)
+        return Strip([*tree, *self._numbers(branch)])
 
-    def _tree(self, row: Row) -> list[Segment]:
-        branch, node, dim = row.branch, row.branch.node, self._dim
+    def _tree(self, branch: Branch) -> list[Segment]:
+        node, dim = branch.node, self._dim
         closed = node.id in self._rows.closed
         on_path = node.id in self._path
         sign = "▸" if closed and branch.children else "▾" if branch.children else "─"
-        lead = Segment(lead_of(row, self._left) + sign, self._lines.style(theme.PATH) if on_path else dim)
+        lead = Segment(
+            lead_of(self._rows, branch, self._left) + sign, self._lines.style(theme.PATH) if on_path else dim
+        )
         hidden = Segment(f"  +{branch.nodes - 1:,}" if closed and branch.children else "", dim)
         if branch.is_root:
             name = Segment(f" {branch.namespace or 'default'}", self._ink("bold"))
