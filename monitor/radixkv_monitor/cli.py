@@ -29,6 +29,8 @@ PATIENCE = 5.0
 """The seconds that --once waits for an engine's state."""
 WATCHED = 2.0
 """The seconds that --once watches a live engine."""
+REPORTED = 10.0
+"""The seconds that --report watches a live engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +140,20 @@ class Progress:
 
     def __init__(self, task: str) -> None:
         self._task = task
+        self._stream = sys.stderr  # an app without a terminal replaces it while it runs
+        self._terminal = sys.stderr.isatty()
         self._shown = False
 
     def __call__(self, share: float) -> None:
         """Show a share, 0 to 1."""
-        if sys.stderr.isatty():
+        if self._terminal:
             self._shown = True
-            print(f"\r\x1b[Kradixkv-monitor: {self._task}, {share:.0%}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[Kradixkv-monitor: {self._task}, {share:.0%}", end="", file=self._stream, flush=True)
 
     def clear(self) -> None:
         """Remove the line."""
         if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print("\r\x1b[K", end="", file=self._stream, flush=True)
 
 
 def _draw(arguments: argparse.Namespace) -> int:
@@ -195,5 +199,38 @@ def _once(arguments: argparse.Namespace) -> int:
     return _failed(feed.status.sentence, FAILED) if feed.status.link in ("silent", "stale") else OK
 
 
-MODES = (Mode("once", _once), Mode("", _draw, draws=True))
+def _report(arguments: argparse.Namespace) -> int:
+    """Write a report. Ctrl-C ends the watching of a live engine, and the report covers the time until then."""
+    from radixkv_monitor.print_once import first_state
+    from radixkv_monitor.replay import FileFeed
+
+    feed = choose_feed(arguments)
+    live = not isinstance(feed, FileFeed)
+    progress = Progress(f"{'watching' if live else 'reading'} {feed.title}")
+    try:
+        state = first_state(feed, PATIENCE, REPORTED if arguments.seconds is None else arguments.seconds, progress)
+    except KeyboardInterrupt:
+        if not live or feed.current is None:
+            raise
+        state = feed.current
+    except EngineNotFound as error:
+        if feed.ending.damaged_at is None:
+            raise
+        return _failed(str(error), DAMAGED)
+    finally:
+        progress.clear()
+    from radixkv_monitor import report_html
+
+    progress = Progress(f"writing {arguments.report}")
+    try:
+        report_html.write(arguments.report, feed, state, live=live, progress=progress)
+    finally:
+        progress.clear()
+    print(f"radixkv-monitor: wrote {arguments.report}", file=sys.stderr)
+    if feed.ending.damaged_at is not None:
+        return _failed(f"{feed.title}: the end is missing: {feed.status.sentence}", DAMAGED)
+    return OK
+
+
+MODES = (Mode("once", _once), Mode("report", _report), Mode("", _draw, draws=True))
 """The first mode whose option is given is run; the last one has no option."""

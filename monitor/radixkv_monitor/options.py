@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Without a target, attach to the engine on this machine, or ask which one. The engine is not changed."
         f"\n\nexit status:\n{statuses}",
     )
-    for add in (_add_sources, _add_screen, _add_summary, _add_others):
+    for add in (_add_sources, _add_screen, _add_summary, _add_report, _add_others):
         add(made)
     return made
 
@@ -73,7 +73,19 @@ def _add_summary(made: argparse.ArgumentParser) -> None:
         dest="seconds",
         metavar="SECONDS",
         type=seconds,
-        help="with --once: watch a live engine for this time first, so that there are rates (default 2)",
+        help="with --once and --report: watch a live engine for this time first, so that there are rates (default 2, "
+        "and 10 for a report)",
+    )
+
+
+def _add_report(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("report")
+    group.add_argument(
+        "--report",
+        metavar="FILE",
+        type=Path,
+        help="write one HTML file about a recording, or about a live engine that is watched for --for SECONDS: "
+        "verdicts over time, numbers, charts, screens, regrets",
     )
 
 
@@ -108,7 +120,19 @@ RULES: tuple[tuple[Callable[[argparse.Namespace], object], str], ...] = (
         "--host-blocks goes with --demo, and is a number above 0",
     ),
     (lambda given: given.json and not given.once, "--json goes with --once"),
-    (lambda given: given.seconds is not None and not given.once, "--for goes with --once"),
+    (lambda given: given.report and given.once, "--report and --once exclude each other: give one of them"),
+    (
+        lambda given: given.seconds is not None and not (given.once or given.report),
+        "--for goes with --once or --report",
+    ),
+    (
+        lambda given: given.report and (given.report.exists() or given.report.is_symlink()),
+        "{report} is there already: name a new file for the report",
+    ),
+    (
+        lambda given: given.report and not given.report.absolute().parent.is_dir(),
+        "{report} cannot be written: its folder does not exist. Create the folder first",
+    ),
     (
         lambda given: given.record is not None and given.record.exists(),
         "{record} is there already: name a new file to record to",

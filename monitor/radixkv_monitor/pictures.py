@@ -8,7 +8,7 @@ from typing import Any
 from textual.pilot import Pilot
 
 from radixkv_monitor.app import MonitorApp
-from radixkv_monitor.feed import Feed, Status
+from radixkv_monitor.feed import Feed, Link, Status
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.state import State
 from radixkv_monitor.state_builder import PastStates, StateBuilder
@@ -20,16 +20,16 @@ SIZE = (120, 36)
 
 
 class StillFeed(Feed):
-    """One state of what a builder received, shown as that of a live engine.
+    """One of the states that a builder received, as that of a live engine or of another `link`; its past can be shown.
 
-    `title` names the source. The past of the state can be shown too.
+    `title` names the source.
     """
 
-    def __init__(self, builder: StateBuilder, shown: State | None, title: str) -> None:
+    def __init__(self, builder: StateBuilder, shown: State | None, title: str, link: Link = "live") -> None:
         self.title = title
         self._builder = builder
         self._shown = shown
-        self.link = Status("live", shown.time if shown is not None else 0.0)
+        self.link = Status(link, shown.time if shown is not None else 0.0)
 
     def start(self) -> None:
         """Do nothing: everything was received already."""

@@ -17,6 +17,9 @@ from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import Process, Summary, summarise, verdict
 
+NAMES = 12
+"""The columns of the names in `to_text`."""
+
 
 def first_state(
     feed: Feed, patience: float, watched: float = 0.0, report: Callable[[float], None] = lambda share: None
@@ -24,15 +27,15 @@ def first_state(
     """Start the feed, wait for a state (of a recording: for its last), and close the feed.
 
     A live engine is then watched for `watched` seconds, unless it ends; a rate needs two samples. A recording is read
-    whole, however long that takes; `report` is called with the share that was read. Raises EngineNotFound after
-    `patience` seconds without a state, and if a recording has none.
+    whole, however long that takes. `report` is called with the share that was read or watched. Raises EngineNotFound
+    after `patience` seconds without a state, and if a recording has none.
     """
     feed.start()
     try:
         if isinstance(feed, FileFeed):
             _go_to_end(feed, report)
         else:
-            _watch(feed, patience, watched)
+            _watch(feed, patience, watched, report)
         state = feed.current
         if state is None:
             why = feed.status.sentence or "no state was received"
@@ -53,7 +56,7 @@ def _go_to_end(feed: FileFeed, report: Callable[[float], None]) -> None:
         time.sleep(0.01)
 
 
-def _watch(feed: Feed, patience: float, watched: float) -> None:
+def _watch(feed: Feed, patience: float, watched: float, report: Callable[[float], None]) -> None:
     """Wait for a first state, and then for `watched` seconds while the engine is connected."""
     until = time.monotonic() + patience
     while time.monotonic() < until and feed.status.link != "ended":
@@ -64,7 +67,8 @@ def _watch(feed: Feed, patience: float, watched: float) -> None:
             break  # the first attempt failed, and a script does not wait for an engine to start
         time.sleep(0.02)
     until = time.monotonic() + watched
-    while time.monotonic() < until and feed.status.link in ("live", "silent"):
+    while (left := until - time.monotonic()) > 0 and feed.status.link in ("live", "silent"):
+        report(1 - left / watched)
         time.sleep(0.02)
 
 
@@ -153,6 +157,11 @@ def _process(process: Process) -> str:
         return text
     whole = "" if process.device_total_bytes is None else f" of {size(process.device_total_bytes)}"
     return f"{text}, {size(process.device_bytes)}{whole} of device memory"
+
+
+def figures(state: State) -> list[tuple[str, str]]:
+    """Return the lines of `to_text` after the verdict, each as a name and a text."""
+    return [(line[:NAMES].strip(), line[NAMES:]) for line in to_text(state).splitlines()[1:]]
 
 
 def _rates(summary: Summary) -> str:
