@@ -180,7 +180,7 @@ def _draw(arguments: argparse.Namespace) -> int:
 
 def _once(arguments: argparse.Namespace) -> int:
     """Print one summary."""
-    from radixkv_monitor.print_once import first_state, to_dict, to_text
+    from radixkv_monitor.print_once import damage, first_state, to_dict, to_text
 
     watched = WATCHED if arguments.seconds is None else arguments.seconds
     feed = choose_feed(arguments)
@@ -194,8 +194,8 @@ def _once(arguments: argparse.Namespace) -> int:
     finally:
         progress.clear()
     print(json.dumps(to_dict(state, feed), indent=2) if arguments.json else to_text(state, feed), flush=True)
-    if feed.ending.damaged_at is not None:
-        return _failed(f"{feed.title}: the end is missing: {feed.status.sentence}", DAMAGED)
+    if message := damage(feed):
+        return _failed(message, DAMAGED)
     return _failed(feed.status.sentence, FAILED) if feed.status.link in ("silent", "stale") else OK
 
 

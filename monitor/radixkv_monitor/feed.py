@@ -38,11 +38,15 @@ class Status:
     silence: float = 0.0
 
 
+CUT = "inside a frame"
+"""The reason of the end of a recording that lacks a part of its last frame, as after a crash."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """The end of a recording: the reason of its last frame, and the byte of the first damaged or incomplete frame.
 
-    `reason` is empty if the recording was stopped while the engine ran, and "inside a frame" if it is cut.
+    `reason` is empty if the recording was stopped while the engine ran, and `CUT` if it is incomplete.
     """
 
     reason: str = ""

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from radixkv.errors import EngineNotFound
-from radixkv_monitor.feed import Ending, Feed
+from radixkv_monitor.feed import CUT, Ending, Feed
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
 from radixkv_monitor.history import MOMENT, samples_since_start
 from radixkv_monitor.latency import Percentiles
@@ -70,6 +70,15 @@ def _watch(feed: Feed, patience: float, watched: float, report: Callable[[float]
     while (left := until - time.monotonic()) > 0 and feed.status.link in ("live", "silent"):
         report(1 - left / watched)
         time.sleep(0.02)
+
+
+def damage(feed: Feed) -> str:
+    """Describe the damage of a recording in full; empty if it is whole."""
+    ending = feed.ending
+    if ending.damaged_at is None:
+        return ""
+    fault = f"{feed.title} is cut after byte {ending.damaged_at:,}" if ending.reason == CUT else ending.reason
+    return f"{fault}; the summary is of the part before"
 
 
 def window_seconds(state: State) -> float:

@@ -12,7 +12,7 @@ from threading import Event, Lock
 from radixkv.errors import ProtocolError
 from radixkv.telemetry.protocol import Frame
 from radixkv.telemetry.recording import RecordingReader
-from radixkv_monitor.feed import Ending, Status, ThreadFeed, Traffic
+from radixkv_monitor.feed import CUT, Ending, Status, ThreadFeed, Traffic
 from radixkv_monitor.state import State
 from radixkv_monitor.state_builder import PastStates, StateBuilder
 from radixkv_monitor.timeline import Timeline
@@ -70,7 +70,7 @@ class FileFeed(ThreadFeed):
         """The end of the recording, after it was read whole."""
         if not self._loaded.is_set():
             return Ending()
-        reason = "inside a frame" if self._reader.cut else self._problem or self.builder.end_reason or ""
+        reason = CUT if self._reader.cut else self._problem or self.builder.end_reason or ""
         return Ending(reason, self._reader.damaged_at)
 
     def wait_until_loaded(self, timeout: float) -> bool:
@@ -154,16 +154,20 @@ class FileFeed(ThreadFeed):
             head = self._head
         state = self._player.at(head)
         at_end = loaded and head >= span[1]
-        reason = self.builder.end_reason or self._damage if at_end else ""
+        reason = self._damage or self.builder.end_reason or "" if at_end else ""
         self._shown = state if state is None else replace(state, end_reason=reason)
-        self._status = Status("ended" if at_end else "replay", span[0], reading or self._problem or reason)
+        self._status = Status(
+            "ended" if at_end else "replay", span[0], reading or self._damage or self._problem or reason
+        )
         if at_end:
             self.playing = False
 
     @property
     def _damage(self) -> str:
         at = self._reader.damaged_at
-        return f"the recording is damaged after byte {at:,}" if at is not None else ""
+        if at is None:
+            return ""
+        return f"the recording is {'cut' if self._reader.cut else 'damaged'} after byte {at:,}"
 
 
 def _batches(frames: Iterator[Frame]) -> Iterator[list[Frame]]:

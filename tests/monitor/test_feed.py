@@ -381,7 +381,7 @@ def test_a_damaged_recording_shows_what_is_whole(recording: Path) -> None:
         until(lambda: feed.status.link == "replay" and feed.builder.end_reason)
         feed.seek(9999.0)
         until(lambda: feed.status.link == "ended")
-        assert "ends inside a frame" in feed.status.sentence
+        assert "is cut after byte" in feed.status.sentence
     finally:
         feed.close()
 

@@ -61,7 +61,9 @@ def test_a_cut_recording_prints_its_whole_part_and_the_cut(tmp_path: Path, capsy
     status, said, errors = once(capsys, str(path))
     assert status == 4 and said["time"] == 1004.0
     assert (said["damaged_at"], said["ends"]) == (whole, "inside a frame")
-    assert "a.rec: the end is missing: the recording ends inside a frame" in errors and errors.count("\n") == 1
+    assert f"a.rec is cut after byte {whole}; the summary is of the part before" in errors
+    assert said["verdict"]["sentence"].startswith(f"Ended (the recording is cut after byte {whole})")
+    assert errors.count("\n") == 1
 
 
 def test_a_damaged_recording_prints_its_whole_part_and_the_damage(
@@ -73,7 +75,8 @@ def test_a_damaged_recording_prints_its_whole_part_and_the_damage(
     assert status == 4 and said["time"] == 1000.0
     assert said["damaged_at"] == whole and f"damaged after byte {whole}" in said["ends"]
     assert said["verdict"]["sentence"].startswith(f"Ended (the recording is damaged after byte {whole})")
-    assert f"is damaged after byte {whole}: a frame claims" in errors and errors.count("\n") == 1
+    assert f"is damaged after byte {whole}: a frame claims" in errors
+    assert errors.endswith("; the summary is of the part before\n") and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("kept", [0, 10])
