@@ -173,6 +173,10 @@ class Device:
         """Return the bytes that are free for any process, and all bytes. Costs up to milliseconds."""
         self._refuse("memory of its own")
 
+    def reserved(self) -> int:
+        """Return the bytes that torch's allocator took from the device; asks the device nothing. For any thread."""
+        self._refuse("memory of its own")
+
     def peak(self) -> AbstractContextManager[Peak]:
         """Measure the most memory that tensors take while this is open."""
         return nullcontext(Peak())
@@ -391,6 +395,10 @@ class CudaDevice(Device):
     def memory(self) -> tuple[int, int]:
         """See `Device.memory`."""
         return torch.cuda.mem_get_info(self.place)
+
+    def reserved(self) -> int:
+        """See `Device.reserved`."""
+        return torch.cuda.memory_reserved(self.place)
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:

@@ -24,6 +24,7 @@ kv_scrub.py         recomputes cached KV, compares, and drops differing blocks
 async_engine.py     AsyncRequestEngine and AsyncHandle, for asyncio
 observers/          telemetry records, monitoring, trace recording
 stats.py            counters, EngineStats and AuditReport
+latency.py          histograms, and the times between two tokens
 """
 
 from radixkv.engine.async_engine import AsyncHandle, AsyncRequestEngine

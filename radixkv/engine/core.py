@@ -23,6 +23,7 @@ from radixkv.config import EngineConfig
 from radixkv.engine.beams import BeamRequest
 from radixkv.engine.chunk_scores import ChunkScores, begin_chunk_scores
 from radixkv.engine.fault_isolation import failure, fault_isolation, in_halves
+from radixkv.engine.latency import TokenTimes
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import ReusePolicy, reuse_policy
@@ -84,6 +85,7 @@ class Core:
         self.runner = runner
         self.config = config
         self.counters = Counters()
+        self.token_times = TokenTimes()
         self.observers: list[EngineObserver] = []
         self.background: list[BackgroundTask] = []
         self.step_seconds, self.step_tokens = 0.0, 0  # of all steps that ran something
@@ -322,6 +324,7 @@ class Core:
         new, hits = stream.count_computed(work.start, count)
         counters.computed_tokens += new
         counters.recomputed_tokens += count - new
+        counters.decode_tokens += min(new, max(work.end - len(stream.request.prompt), 0))
         counters.cached_tokens += hits
         if not stream.request.counted:
             stream.request.counted = True
@@ -375,6 +378,7 @@ class Core:
         """
         logprobs = sampled.logprobs or [None] * len(rows)
         candidates = sampled.candidates  # a guard in place of a null object: most steps have none
+        self.token_times.begin()
         for index, (_, stream) in enumerate(rows):
             request = stream.request
             if request.channel.ended:  # another stream of it failed
@@ -390,6 +394,7 @@ class Core:
                     continue
                 self.counters.output_tokens += 1
                 request.channel.put(stream.accept(sampled.tokens[index], logprobs[index]))
+                self.token_times.count(stream)
             except Exception as error:
                 self._fail_alone(request, error)
 
@@ -399,6 +404,7 @@ class Core:
             self.counters.output_tokens += 1
             self.counters.forced_tokens += forced > 0
             stream.request.channel.put(chunk)
+            self.token_times.count(stream)
 
     def _offer(
         self, request: BeamRequest, stream: Stream, candidates: Candidates | None, logprobs: TokenLogprobs | None

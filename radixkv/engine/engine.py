@@ -77,7 +77,8 @@ class RequestEngine:
         """Connect parts that exist; `load` makes them. The engine owns runner and cache from now on."""
         self.config = config
         self._model = model
-        core = new_core(cache, runner, config, overlap=device_of(model.device).is_gpu)
+        device = device_of(model.device)
+        core = new_core(cache, runner, config, overlap=device.is_gpu)
         core.sampler = sampler_of(model, config.logits_processors)
         auditor = Auditor(core, scrub=config.scrub_rate)
         self._outputs: list[TraceWriter | monitoring.Monitoring] = []
@@ -104,7 +105,7 @@ class RequestEngine:
         # Runs when neither the engine nor a handle is left, and at interpreter exit.
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self.client, _shut, thread, self._outputs)
         try:
-            self.monitoring = monitoring.start(config.monitor, facts, core, thread, decode)
+            self.monitoring = monitoring.start(config.monitor, facts, core, thread, decode, device)
         except BaseException:
             self.close()
             raise

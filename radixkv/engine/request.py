@@ -196,6 +196,7 @@ class Stream:
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.first_token_at: float | None = None
+        self.last_token_at: float | None = None  # counted by `TokenTimes`
         self.finished_at: float | None = None
         self.in_flight = 0  # tokens of the sequence whose step has not finished: an overlapped engine launches ahead
         self.reached = sequence.length  # tokens that were computed or hit at least once

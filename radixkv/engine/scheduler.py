@@ -308,6 +308,8 @@ class Scheduler:
         request.guaranteed, request.publish_late = True, False
         self._counters.preemptions += 1
         self.waiting.add(request)
+        for observer in self._observers:
+            observer.preempted(request)
 
     def _resume_branches(self, request: Request) -> None:
         """Resume the suspended streams of a request once its first stream has computed the prompt again."""

@@ -36,6 +36,7 @@ class Counters:
     host_bound_rows: int = 0
     scored_tokens: int = 0
     reused_scores: int = 0
+    decode_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class EngineStats:
     left out of a step, because the host must read its last token first to constrain the next one.
     `eager_steps` are forwards that no CUDA graph served, on an engine that has graphs. `scored_tokens` are tokens of
     prompts, and continuations of them, with a computed score; `reused_scores` were taken from other requests.
+    `decode_tokens` are the computed tokens that are not of a prompt; `computed_tokens` include them.
     """
 
     model: str
@@ -98,6 +100,7 @@ class EngineStats:
     eager_steps: int = 0
     scored_tokens: int = 0
     reused_scores: int = 0
+    decode_tokens: int = 0
 
     @property
     def requests(self) -> int:

@@ -15,8 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from radixkv.chat import AsyncEngine
 from radixkv.engine import EngineStats
+from radixkv.engine.latency import Histogram
 from radixkv.serve.history import HistoryStats
-from radixkv.serve.request_watch import Histogram, RequestCounts, RequestWatch
+from radixkv.serve.request_watch import RequestCounts, RequestWatch
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

@@ -6,80 +6,37 @@ An error in this module is logged and ends the counting, never a request.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 
 from radixkv.cache import Sequence
 from radixkv.engine.core import Core
+from radixkv.engine.latency import Histogram
 from radixkv.engine.observers import EngineObserver
-from radixkv.engine.output import Chunk, Completion
+from radixkv.engine.output import Completion
 from radixkv.engine.request import Request, TokenIds
 from radixkv.errors import RadixKVError
+from radixkv.telemetry.records import ITL_BOUNDS
 
 _log = logging.getLogger(__name__)
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 STREAMS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-
-
-class Histogram:
-    """Count values up to each bound, and sum them.
-
-    >>> histogram = Histogram([1.0, 5.0])
-    >>> histogram.observe(3.0)
-    >>> histogram.buckets
-    [('1.0', 0.0), ('5.0', 1.0), ('+Inf', 1.0)]
-    """
-
-    def __init__(self, bounds: Items[float]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-    @property
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, number of values at or below it)."""
-        found, below = [], 0
-        for bound, count in zip([*map(str, self._bounds), "+Inf"], self.counts, strict=True):
-            below += count
-            found.append((bound, float(below)))
-        return found
-
-    def add(self, other: Histogram) -> None:
-        """Add the counts of another histogram with the same bounds."""
-        self.counts = [one + two for one, two in zip(self.counts, other.counts, strict=True)]
-        self.sum += other.sum
-
-    def copy(self) -> Histogram:
-        """Return a copy of the counts."""
-        twin = Histogram(self._bounds)
-        twin.counts, twin.sum = list(self.counts), self.sum
-        return twin
 
 
 def _histograms() -> dict[str, Histogram]:
     """Create the histograms of finished requests. `ttft_hit` is for requests with half of their prompt cached or more.
 
-    `longest` counts the tokens of a request's longest reply. `gap` is the time between two tokens of a stream, counted
-    at each token, also for requests that do not finish; `gap_mean` is their mean, counted once a stream.
+    `longest` counts the tokens of a request's longest reply. `gap_mean` is the mean time between two tokens of a
+    stream, counted once a stream.
     """
     seconds = ("ttft_hit", "ttft_miss", "queue", "prefill", "decode", "inference", "total")
     counts = ("prompt_tokens", "output_tokens", "longest", "max_tokens")
     return {
         **{name: Histogram(SECONDS) for name in seconds},
-        **{name: Histogram(GAPS) for name in ("gap", "gap_mean")},
+        "gap_mean": Histogram(ITL_BOUNDS),
         **{name: Histogram(TOKENS) for name in counts},
         "streams": Histogram(STREAMS),
     }
@@ -110,6 +67,7 @@ class RequestWatch(EngineObserver):
     def __init__(self, core: Core) -> None:
         """Count the requests that are opened from now on."""
         self.counts = RequestCounts()
+        self.counts.histograms["gap"] = core.token_times.histogram  # of all requests since the load
         self._core = core
         self._failed = False
         self._live: dict[Request, tuple[str, int]] = {}  # request -> (reason of the miss, missed tokens)
@@ -139,26 +97,10 @@ class RequestWatch(EngineObserver):
         begins = request not in self._live
         self._live[request] = (reason, missed)
         if begins:
-            if request.params.beam_width == 1:  # the tokens of beams arrive together
-                vars(request.channel)["put"] = self._timed(request.channel.put)  # only of this one channel
             request.channel.listen(partial(self._ended, request), end=True)
-
-    def _timed(self, put: Callable[[Chunk], None]) -> Callable[[Chunk], None]:
-        """Wrap `put` to count the time since the previous token of the same stream. Costs about a microsecond."""
-        gaps, last = self.counts.histograms["gap"], dict[int, float]()
-
-        def timed(chunk: Chunk) -> None:
-            now = perf_counter()
-            if chunk.index in last:
-                gaps.observe(now - last[chunk.index])
-            last[chunk.index] = now
-            put(chunk)
-
-        return timed
 
     def _ended(self, request: Request) -> None:
         """Count a request at its end. The channel logs an exception of this method."""
-        vars(request.channel).pop("put", None)  # it references the channel
         reason, missed = self._live.pop(request)
         if not request.streams:
             return  # the request was never admitted

@@ -30,10 +30,12 @@ class FrameLog:
         self._mirror = Mirror()
         self._seq = 0
 
-    @property
-    def heartbeat(self) -> Changes:
-        """Return changes without content, to show that the engine is alive."""
-        return Changes(self._mirror.time)
+    def heartbeat(self, *, current: bool) -> Changes:
+        """Return changes without content, to show that the engine is alive.
+
+        Their time is now if the last changes are still the `current` state, else that of the last changes.
+        """
+        return Changes(time.time() if current else self._mirror.time)
 
     def append(self, changes: Changes, send: Callable[[bytes], None]) -> None:
         """Number the changes, send them to all clients, and add them to the flight recorder.

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from weakref import WeakSet
@@ -24,6 +25,7 @@ from radixkv.telemetry.client_set import ClientLimits, ClientSet
 from radixkv.telemetry.control import Control, Execute
 from radixkv.telemetry.frame_log import FrameLog
 from radixkv.telemetry.listener import Listener
+from radixkv.telemetry.process_figures import ProcessFigures
 from radixkv.telemetry.recording import FlightRecorder
 from radixkv.telemetry.records import Changes, EngineFacts
 
@@ -62,6 +64,7 @@ class Publisher:
         limits: ClientLimits | None = None,
         flight: FlightRecorder | None = None,
         execute: Execute | None = None,
+        figures: ProcessFigures | None = None,
     ) -> None:
         """Open nothing yet. Raises InvalidInput for an invalid `listen`, or one that other machines could reach.
 
@@ -71,6 +74,7 @@ class Publisher:
         self.facts = facts
         limits = limits or ClientLimits()
         self._frame_log = FrameLog(facts, flight or FlightRecorder(facts))
+        self._figures = figures or ProcessFigures()
         self._collector = Collector(collect, pending, self._publish, self._wake, limits.hz)
         control = None if execute is None else Control(execute, self._frame_log.reply, self._wake)
         self._clients = ClientSet(
@@ -184,7 +188,7 @@ class Publisher:
         self._clients.run_commands()
         self._collector.poll(now, self._hz)
         if now - self._frame_log.last_append >= _HEARTBEAT_S and self.attached:
-            self._publish(self._frame_log.heartbeat)
+            self._publish(self._frame_log.heartbeat(current=self._collector.is_current))
         self._clients.drop_expired(now)
         self._clients.update()
         self._listener.maintain(now)
@@ -206,6 +210,9 @@ class Publisher:
         self._wakes.recv(4096)
 
     def _publish(self, changes: Changes) -> None:
+        figures = self._figures.due(time.monotonic())
+        if figures:
+            changes = replace(changes, stats={**changes.stats, **figures})
         self._frame_log.append(changes, self._clients.send)
 
     # ---- the end
@@ -282,6 +289,15 @@ class Collector:
             time.sleep(_POLL_INTERVAL)
 
     # ---- for the publisher's thread
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing has changed since the last collection: none is under way, and none is needed."""
+        try:
+            return self._future is None and not self._pending()
+        except Exception as error:
+            self._log_fault(error)
+            return False
 
     def request_soon(self) -> None:
         """Request the next collection early: a client has attached, and its snapshot may be a second old."""

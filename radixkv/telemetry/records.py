@@ -27,6 +27,9 @@ TIMED_OUT = "RequestTimedOut"
 LIVE: frozenset[str] = frozenset({"waiting", "prefill", "decode", "paused", "preempted"})
 """Phases of a request that has not ended."""
 
+PREEMPTIONS = 8
+"""The most preemptions of a request that are sent."""
+
 NEXT_VICTIMS = 32
 """The most nodes of the eviction order that are sent."""
 
@@ -147,8 +150,8 @@ class RequestRecord(Record):
     (at admission), and its cause. `miss_without_state` are cached tokens before it that were computed again, because
     the model's recurrent state was not kept there. `coalesced` is True if the request waited for another one to prefill
     their shared prefix. `host_tokens` are the cached tokens that were loaded from host memory. `preempted_ms` are the
-    times of the newest preemptions, in milliseconds since the submission: begin, end, begin, end, ...; without the last
-    end while the request is preempted.
+    times of the newest preemptions, at most `PREEMPTIONS`, in milliseconds since the submission: begin, end, begin,
+    end, ...; without the last end while the request is preempted.
     """
 
     number: int
@@ -244,9 +247,11 @@ class Changes:
 
     `stats` are all counters and gauges by name: those of EngineStats, those of CacheStats with the prefix "cache.", the
     sums over all steps "step_seconds" and "step_tokens", and "monitor_ns", the cost of telemetry on the engine's
-    thread. `ITL_NAMES` count the times between two tokens of a stream, `PROCESS_NAMES` describe the engine's process. A
-    record replaces the one with its id or number. `next_victims` are the ids of the nodes that would be evicted next,
-    the first one first, at most `NEXT_VICTIMS`; None if they are unchanged, or unknown (old recordings).
+    thread. "prefill_tokens" are the computed tokens of prompts and the recomputed ones; with "decode_tokens" they are
+    "computed_tokens" and "recomputed_tokens" together. `ITL_NAMES` count the times between two tokens of a stream,
+    `PROCESS_NAMES` describe the engine's process, and are measured once a second at most. A record replaces the one
+    with its id or number. `next_victims` are the ids of the nodes that would be evicted next, the first one first, at
+    most `NEXT_VICTIMS`; None if they are unchanged, or unknown (old recordings).
     """
 
     time: float

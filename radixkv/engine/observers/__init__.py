@@ -30,6 +30,9 @@ class EngineObserver:
         That is at its admission, before it has a stream; after a preemption; and for each stream that resumes.
         """
 
+    def preempted(self, request: Request) -> None:
+        """Notify that a running request was preempted; `opened` follows at its next admission."""
+
     def ended(self, request: Request, error: Exception | None) -> None:
         """Notify that a request ended: finished, or with an error."""
 

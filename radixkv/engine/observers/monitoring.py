@@ -21,6 +21,7 @@ from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import Changes, EngineFacts
 
 if TYPE_CHECKING:
+    from radixkv.device import Device
     from radixkv.engine.core import Core
     from radixkv.telemetry.control import Execute
     from radixkv.telemetry.publisher import Publisher
@@ -60,6 +61,7 @@ def start(
     core: Core,
     thread: EngineThread,
     decode: Callable[[list[int]], str] | None,
+    device: Device,
 ) -> Monitoring | None:
     """Record the requests and the cache of `core` from now on, and publish them.
 
@@ -70,6 +72,7 @@ def start(
     writable, address = _parsed(monitor)
     if monitor is False or (address is None and os.environ.get(SWITCH, "1") == "0"):
         return None
+    from radixkv.telemetry.process_figures import ProcessFigures
     from radixkv.telemetry.publisher import Publisher
 
     cache_recorder = Recorder(decode=decode)
@@ -82,7 +85,8 @@ def start(
         return thread.call(recorder.collect)
 
     execute = _execute(core, thread) if writable else None
-    publisher = Publisher(facts, collect, lambda: recorder.pending, address, execute=execute)
+    figures = ProcessFigures(_device_memory(device))
+    publisher = Publisher(facts, collect, lambda: recorder.pending, address, execute=execute, figures=figures)
     try:
         publisher.start()
     except (OSError, RadixKVError) as error:
@@ -105,6 +109,14 @@ def _execute(core: Core, thread: EngineThread) -> Execute:
 
     control = EngineControl(core)
     return lambda command, process: thread.call(partial(control.execute, command, process))
+
+
+def _device_memory(device: Device) -> Callable[[], tuple[int, int]] | None:
+    """Return a function of the reserved and the whole memory of a GPU; None for a CPU."""
+    if not device.is_gpu:
+        return None
+    total = device.properties().memory
+    return lambda: (device.reserved(), total)
 
 
 def _record_crash(publisher: Publisher, recorder: RequestRecorder, error: BaseException) -> None:

@@ -19,7 +19,16 @@ from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, TokenIds
 from radixkv.errors import RequestCancelled
 from radixkv.telemetry.mirror import SESSIONS
-from radixkv.telemetry.records import Changes, MissReason, Phase, RequestRecord, SessionRecord, namespace_label
+from radixkv.telemetry.records import (
+    ITL_NAMES,
+    PREEMPTIONS,
+    Changes,
+    MissReason,
+    Phase,
+    RequestRecord,
+    SessionRecord,
+    namespace_label,
+)
 
 if TYPE_CHECKING:
     from radixkv.engine.core import Core
@@ -64,6 +73,7 @@ class RequestRecorder(EngineObserver):
         self._sessions = Sessions()
         # Since the last frame, or at it.
         self._queued: dict[Request, None] = {}
+        self._preempted: dict[Request, list[float]] = {}  # begin, end, begin, end, ...; by perf_counter
         self._running: list[Request] = []
         self._steps = -1
         self._reuses = core.config.prefix_cache
@@ -80,8 +90,16 @@ class RequestRecorder(EngineObserver):
     @_guarded
     def opened(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
         """Explain a partial hit at the admission, when the reason is still in the cache. Costs one more match."""
+        self._end_preemption(request)
         if not request.streams and sequence.length < len(tokens) - 1:
             request.miss = self._core.cache.explain(tokens, request.namespace, limit)
+
+    @_guarded
+    def preempted(self, request: Request) -> None:
+        """Note when a request was preempted."""
+        times = self._preempted.setdefault(request, [])
+        del times[: -2 * (PREEMPTIONS - 1)]
+        times.append(time.perf_counter())
 
     @_guarded
     def ended(self, request: Request, error: Exception | None) -> None:
@@ -90,7 +108,9 @@ class RequestRecorder(EngineObserver):
         now = time.perf_counter()
         phase: Phase = "finished" if error is None else "cancelled" if _is_cancel(error) else "failed"
         finish = request.streams[0].finish_reason if error is None else type(error).__name__
+        self._end_preemption(request)
         self.cache_recorder.request(self._record(request, phase, now, finish))
+        self._preempted.pop(request, None)
         self._record_session(self._sessions.ended(request, now + self._offset))
 
     @_guarded
@@ -120,10 +140,12 @@ class RequestRecorder(EngineObserver):
     # ---- inside
 
     def _stats(self) -> dict[str, float]:
-        core = self._core
-        self._steps = core.counters.steps
+        core, counters = self._core, self._core.counters
+        self._steps = counters.steps
         return {
-            **vars(core.counters),
+            **vars(counters),
+            "prefill_tokens": counters.computed_tokens + counters.recomputed_tokens - counters.decode_tokens,
+            **dict(zip(ITL_NAMES, core.token_times.histogram.counts, strict=True)),
             **core.state_stats(),
             **self._constants,
             "uptime_s": time.perf_counter() - self._started,
@@ -133,6 +155,11 @@ class RequestRecorder(EngineObserver):
             "step_tokens": core.step_tokens,
             "monitor_ns": self.cost_ns,
         }
+
+    def _end_preemption(self, request: Request) -> None:
+        times = self._preempted.get(request)
+        if times is not None and len(times) % 2:
+            times.append(time.perf_counter())
 
     def _record_session(self, record: SessionRecord | None) -> None:
         if record is not None:
@@ -170,6 +197,7 @@ class RequestRecorder(EngineObserver):
             miss_pressure=None if miss is None else miss.pressure,
             miss_without_state=0 if miss is None else _without_state(miss),
             host_tokens=streams[0].host_hits if streams else 0,
+            preempted_ms=tuple(round((at - request.submitted) * 1e3) for at in self._preempted.get(request, ())),
         )
 
     def _dated(self, at: float | None) -> float | None:
