@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from radixkv.telemetry.discovery import connect
 from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv.telemetry.records import Changes
@@ -23,6 +24,7 @@ from radixkv_monitor.summary import summarise, verdict
 from tests.monitor.fake_feed import FACTS, FakeFeed
 from tests.monitor.frames import Clock, Engines, delta, send, snapshot, until
 from tests.monitor.samples import request
+from tests.telemetry.served import many, serving
 
 BUSY = {"running": 1.0, "waiting": 1.0}
 
@@ -244,3 +246,24 @@ def test_the_past_of_a_dead_engine_was_connected() -> None:
     playback.scrub(-60.0)
     scrubbed = playback.state_to_draw()
     assert scrubbed is not None and not scrubbed.stale and scrubbed.now == 1000.0
+
+
+@pytest.mark.long
+def test_a_step_shows_although_its_request_was_not_reported() -> None:
+    """The publisher of a real engine asks for the changes while the engine's thread is inside a long step."""
+    with serving() as (publisher, engine):
+        feed = SocketFeed("x", lambda: connect(str(publisher.path), hz=10.0))
+        feed.start()
+        try:
+            engine.change(*many(3))
+            until(lambda: feed.latest is not None and "process_cpu_seconds" in feed.latest.stats)
+            before = feed.traffic.frames
+            until(lambda: feed.traffic.frames > before + 1)
+            assert feed.latest is not None and feed.latest.step_seconds is None, "it is idle"
+            engine.stuck = True
+            engine.change(*many(4))
+            until(lambda: feed.latest is not None and (feed.latest.step_seconds or 0) > 2)
+            engine.answer()
+            until(lambda: feed.latest is not None and feed.latest.step_seconds is None and 4 in feed.latest.nodes)
+        finally:
+            feed.close()

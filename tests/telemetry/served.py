@@ -93,7 +93,7 @@ class Engine:
         while self.waiting:
             with self.lock:
                 fresh, self.fresh = self.fresh, {}
-                changes = Changes(float(self.steps), stats={"steps": float(self.steps)}, nodes=tuple(fresh.values()))
+                changes = Changes(time.time(), stats={"steps": float(self.steps)}, nodes=tuple(fresh.values()))
                 self.mirror.apply(changes)
             self.waiting.pop().set_result(changes)
 
