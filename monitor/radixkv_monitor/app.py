@@ -23,6 +23,8 @@ from textual.widgets._toast import Toast
 
 from radixkv import private_files
 from radixkv.telemetry.discovery import FoundEngine
+from radixkv_monitor.alert_settings import AlertSettings
+from radixkv_monitor.alerts import Alerter
 from radixkv_monitor.dialogs import ExportScreen, HelpScreen, SafeCommandPalette, key_name
 from radixkv_monitor.engine_picker import EngineScreen
 from radixkv_monitor.feed import Feed
@@ -34,7 +36,8 @@ from radixkv_monitor.self_usage import FRAMES_PER_SECOND, FrameLimiter, UsageMet
 from radixkv_monitor.shutdown import exit_on_signals, has_shell
 from radixkv_monitor.state import State
 from radixkv_monitor.theme import DARK, LIGHT, THEMES
-from radixkv_monitor.views import VIEWS, Selected, Selection, View
+from radixkv_monitor.verdict_screen import VerdictScreen
+from radixkv_monitor.views import VIEWS, Selected, Selection, Table, View
 from radixkv_monitor.widgets.status_lines import Banner, BottomLine, TopLine
 
 LINK_KINDS = {"stale": "bad", "silent": "warn"}
@@ -62,6 +65,7 @@ KEYS: tuple[Binding, ...] = (
     Binding("greater_than_sign", "speed(1)", "faster", show=False, tooltip="play a recording faster"),
     Binding("g", "switch", "Engines", show=False, tooltip="watch another running engine"),
     Binding("i", "info", "Info", show=False, tooltip="show the verdict, notices, headline and selected item in full"),
+    Binding("v", "verdicts", "Verdicts", show=False, tooltip="show the log of verdict changes"),
     Binding("b", "baseline", "Baseline", tooltip='count "run" from now on; again: from the start'),
     Binding("r", "record", "Record", tooltip="start or stop recording to a file in the current folder"),
     Binding("e", "export", "Export", tooltip="export this view to a file: JSON, CSV or SVG"),
@@ -77,7 +81,8 @@ class MonitorApp(App[None]):
     """Show the states of `feed`, beginning with the view `start_screen`.
 
     A `usage_meter` adds the monitor's own cost to the bottom line. A `frame_limiter` limits how often the app draws
-    without a key press.
+    without a key press. `alerts` has the thresholds of the verdict and the reactions to a change of its level. Raises
+    OSError if the log of verdicts that it names cannot be opened.
     """
 
     CSS_PATH = "app.tcss"
@@ -94,6 +99,7 @@ class MonitorApp(App[None]):
         usage_meter: UsageMeter | None = None,
         frame_limiter: FrameLimiter | None = None,
         theme: Theme = DARK,
+        alerts: AlertSettings | None = None,
     ) -> None:
         super().__init__()
         self.feed = feed
@@ -101,6 +107,9 @@ class MonitorApp(App[None]):
         self.sort = sort
         self._record_to = record_to
         self.playback = Playback(feed)
+        self.alerter = Alerter(
+            feed, alerts or AlertSettings(), write_terminal=self._write_terminal, report=self._report_trouble
+        )
         self.selection = Selection()
         self.shown: State | None = None
         self._usage_meter, self._frame_limiter = usage_meter, frame_limiter
@@ -129,6 +138,7 @@ class MonitorApp(App[None]):
         await self.action_show(self.start_screen)
         self.set_interval(0.5 / FRAMES_PER_SECOND, self._tick_if_due)
         self.set_interval(1, self.update_bottom_line)
+        self.set_interval(1, self.alerter.check)
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.update_bottom_line())
 
     def on_unmount(self) -> None:
@@ -203,6 +213,7 @@ class MonitorApp(App[None]):
         switcher = self.screen_stack[0].query_one("#views", ContentSwitcher)
         if all(child.id != name for child in switcher.children):
             made = entry.load()(id=name)
+            made.thresholds = self.alerter.settings.thresholds
             await switcher.add_content(made)
             if self.sort is not None:
                 made.sort_by(self.sort)
@@ -241,6 +252,7 @@ class MonitorApp(App[None]):
             self.notify(f"Recorded to {recording.path}: the recording ends with its engine")
         Thread(target=old.close, name="radixkv-monitor-close", daemon=True).start()  # it may take a second
         self.feed, self.playback = feed, Playback(feed)
+        self.alerter.watch(feed)
         self.selection, self.shown, self._drawn = Selection(), None, ()
         switcher = self.screen_stack[0].query_one("#views", ContentSwitcher)
         name = switcher.current or self.start_screen
@@ -324,10 +336,14 @@ class MonitorApp(App[None]):
         """Show in full the texts that lines may cut."""
         parts = [("Notices", self.playback.banner[0])]
         if self.shown is not None:
-            parts = [*verdict_texts(self.shown), *parts]
+            parts = [*verdict_texts(self.shown, self.alerter.settings.thresholds), *parts]
         if self.view is not None:
             parts += view_texts(self.view)
         self.push_screen(InfoScreen(parts))
+
+    def action_verdicts(self) -> None:
+        """Show the log of verdict changes."""
+        self.push_screen(VerdictScreen(self.alerter.log, lambda: self.alerter.now))
 
     def action_command_palette(self) -> None:
         """Open the command palette, unless it is open."""
@@ -342,6 +358,7 @@ class MonitorApp(App[None]):
             yield SystemCommand(entry.title, entry.about.capitalize(), show)
         yield SystemCommand("Engines", "Watch another running engine", self.action_switch)
         yield SystemCommand("Info", "Show the verdict, notices, headline and selected item in full", self.action_info)
+        yield SystemCommand("Verdicts", "Show the log of verdict changes", self.action_verdicts)
         yield SystemCommand("Freeze", "Freeze the screen, or resume", self.action_freeze)
         yield SystemCommand("Record", "Start or stop recording to a file", self.action_record)
         yield SystemCommand("Save the past", "Write the last ten minutes to a file", self.action_save)
@@ -349,6 +366,16 @@ class MonitorApp(App[None]):
         yield SystemCommand("Baseline", 'Count "run" from now on, or since the monitor attached', self.action_baseline)
         yield SystemCommand("Dark or light", "Switch between the dark and the light theme", self.action_theme)
         yield SystemCommand("Bare", "Hide or show the lines around the view", self.action_maximise)
+
+    # ---- alerts
+
+    def _write_terminal(self, text: str) -> None:
+        """Write a control sequence to the terminal, between two updates of the screen; a browser gets none."""
+        if self._driver is not None and not (self.is_headless or self.is_web):
+            self._driver.write(text)
+
+    def _report_trouble(self, sentence: str) -> None:
+        self.notify(sentence, title="Alerts", severity="error")
 
     # ---- files
 
@@ -361,9 +388,16 @@ class MonitorApp(App[None]):
             await self.screen_stack[0].query(Toast).remove()
             self.call_after_refresh(lambda: self._write(_new_path(str(view.id), "svg"), self._write_svg))
         else:
-            table = view.export()
-            text = table.to_json() if kind == "json" else table.to_csv()
-            self._write(_new_path(table.name, kind), partial(private_files.write, data=text.encode()))
+            self._write_table(view.export(), kind)
+
+    @on(VerdictScreen.Export)
+    def export_verdicts(self, message: VerdictScreen.Export) -> None:
+        """Write the log of verdict changes to a file."""
+        self._write_table(message.table, message.kind)
+
+    def _write_table(self, table: Table, kind: str) -> None:
+        text = table.to_json() if kind == "json" else table.to_csv()
+        self._write(_new_path(table.name, kind), partial(private_files.write, data=text.encode()))
 
     def _write_svg(self, path: Path) -> None:
         private_files.write(path, screenshot(self).encode())

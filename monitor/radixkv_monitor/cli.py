@@ -13,13 +13,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from radixkv.errors import EngineNotFound, RadixKVError
 from radixkv_monitor import options
-from radixkv_monitor.options import DAMAGED, FAILED, INTERRUPTED, MISUSED, OK
+from radixkv_monitor.options import DAMAGED, FAILED, INTERRUPTED, MISUSED, OK, THRESHOLD
+
+if TYPE_CHECKING:
+    from radixkv_monitor.alert_settings import AlertSettings
+    from radixkv_monitor.summary import Level, Reason
 
 GARBAGE = 50_000
 """New objects between two garbage collections. Records are in no reference cycles. With Python's default of 700,
@@ -173,6 +177,7 @@ def _draw(arguments: argparse.Namespace) -> int:
         usage_meter=UsageMeter(),
         frame_limiter=FrameLimiter(),
         theme=LIGHT if arguments.theme == "light" else DARK,
+        alerts=_alert_settings(arguments),
     )
     app.run()
     return app.return_code or OK
@@ -181,7 +186,10 @@ def _draw(arguments: argparse.Namespace) -> int:
 def _once(arguments: argparse.Namespace) -> int:
     """Print one summary."""
     from radixkv_monitor.print_once import damage, first_state, to_dict, to_text
+    from radixkv_monitor.summary import summarise, verdict
+    from radixkv_monitor.verdict_log import without
 
+    settings = _alert_settings(arguments)
     watched = WATCHED if arguments.seconds is None else arguments.seconds
     feed = choose_feed(arguments)
     progress = Progress(f"reading {feed.title}")
@@ -193,10 +201,14 @@ def _once(arguments: argparse.Namespace) -> int:
         return _failed(str(error), DAMAGED)
     finally:
         progress.clear()
-    print(json.dumps(to_dict(state, feed), indent=2) if arguments.json else to_text(state, feed), flush=True)
+    shown = (state, feed, settings.thresholds)
+    print(json.dumps(to_dict(*shown), indent=2) if arguments.json else to_text(*shown), flush=True)
     if message := damage(feed):
         return _failed(message, DAMAGED)
-    return _failed(feed.status.sentence, FAILED) if feed.status.link in ("silent", "stale") else OK
+    if feed.status.link in ("silent", "stale"):
+        return _failed(feed.status.sentence, FAILED)
+    found = without(verdict(state, summarise(state), settings.thresholds), settings.ignore)
+    return _status_of(arguments.fail_on, found.level, found.reasons)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -204,6 +216,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from radixkv_monitor.print_once import first_state
     from radixkv_monitor.replay import FileFeed
 
+    settings = _alert_settings(arguments)
     feed = choose_feed(arguments)
     live = not isinstance(feed, FileFeed)
     progress = Progress(f"{'watching' if live else 'reading'} {feed.title}")
@@ -223,7 +236,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
     progress = Progress(f"writing {arguments.report}")
     try:
-        report_html.write(arguments.report, feed, state, live=live, progress=progress)
+        report_html.write(arguments.report, feed, state, live=live, thresholds=settings.thresholds, progress=progress)
     finally:
         progress.clear()
     print(f"radixkv-monitor: wrote {arguments.report}", file=sys.stderr)
@@ -232,5 +245,45 @@ def _report(arguments: argparse.Namespace) -> int:
     return OK
 
 
-MODES = (Mode("once", _once), Mode("report", _report), Mode("", _draw, draws=True))
+def _watch(arguments: argparse.Namespace) -> int:
+    """Print the changes of the verdict's level until a signal comes, or until the level is that of --fail-on."""
+    from radixkv_monitor.replay import FileFeed
+    from radixkv_monitor.watch import exit_on_signals, watch
+
+    settings = _alert_settings(arguments)
+    feed = choose_feed(arguments)
+    if isinstance(feed, FileFeed):
+        return _failed(f"{feed.title} is a recording: --watch goes with a running engine", MISUSED)
+    exit_on_signals()
+    last = watch(feed, settings, arguments.fail_on, as_json=arguments.json)
+    if last is None:
+        return _failed(feed.status.sentence, FAILED)
+    return _status_of(arguments.fail_on, last.level, last.reasons)
+
+
+def _alert_settings(arguments: argparse.Namespace) -> AlertSettings:
+    """Read the settings of alerts; options add to those of the file, or take their place. Raises InvalidInput."""
+    from radixkv_monitor.alert_settings import find_settings
+
+    found = find_settings(arguments.alerts)
+    return replace(
+        found,
+        bell=found.bell or arguments.bell,
+        osc9=found.osc9 or arguments.notify,
+        log=arguments.verdict_log or found.log,
+    )
+
+
+def _status_of(fail_on: Level | None, level: Level, reasons: Sequence[Reason]) -> int:
+    """Return the status of a verdict. If it has the level of --fail-on, its reasons go to standard error."""
+    from radixkv_monitor.verdict_log import reaches
+
+    if fail_on is None or not reaches(level, fail_on):
+        return OK
+    for each in reasons:
+        _failed(f"{each.level} ({each.name}): {each.sentence}", THRESHOLD)
+    return THRESHOLD
+
+
+MODES = (Mode("once", _once), Mode("report", _report), Mode("watch", _watch), Mode("", _draw, draws=True))
 """The first mode whose option is given is run; the last one has no option."""

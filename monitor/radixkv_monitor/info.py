@@ -14,11 +14,12 @@ from radixkv_monitor.dialogs import TextScreen
 from radixkv_monitor.formatting import clock
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import summarise, verdict
+from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 
 
-def verdict_texts(state: State) -> list[tuple[str, str]]:
+def verdict_texts(state: State, thresholds: Thresholds = DEFAULTS) -> list[tuple[str, str]]:
     """Return the verdict on a state, and its reasons with their levels."""
-    found = verdict(state, summarise(state))
+    found = verdict(state, summarise(state), thresholds)
     reasons = "\n".join(f"{each.level:<5}{each.sentence}" for each in found.reasons)
     return [(f"Verdict at {clock(state.now)}", found.sentence), ("Reasons", reasons)]
 

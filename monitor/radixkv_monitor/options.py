@@ -19,7 +19,7 @@ EXIT_STATUSES: dict[int, str] = {
     MISUSED: "wrong usage",
     THRESHOLD: "the verdict reached the level of --fail-on",
     DAMAGED: "the recording is damaged or cut; its whole part was used",
-    INTERRUPTED: "Ctrl-C before the first screen",
+    INTERRUPTED: "Ctrl-C without a screen",
 }
 """The exit statuses and their meaning. A signal ends the command with 128 plus its number, as in a shell."""
 
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Without a target, attach to the engine on this machine, or ask which one. The engine is not changed."
         f"\n\nexit status:\n{statuses}",
     )
-    for add in (_add_sources, _add_screen, _add_summary, _add_report, _add_others):
+    for add in (_add_sources, _add_screen, _add_summary, _add_report, _add_alerts, _add_others):
         add(made)
     return made
 
@@ -67,7 +67,7 @@ def _add_screen(made: argparse.ArgumentParser) -> None:
 def _add_summary(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("summary")
     group.add_argument("--once", action="store_true", help="print a summary and exit")
-    group.add_argument("--json", action="store_true", help="with --once: print JSON")
+    group.add_argument("--json", action="store_true", help="with --once or --watch: print JSON")
     group.add_argument(
         "--for",
         dest="seconds",
@@ -87,6 +87,25 @@ def _add_report(made: argparse.ArgumentParser) -> None:
         help="write one HTML file about a recording, or about a live engine that is watched for --for SECONDS: "
         "verdicts over time, numbers, charts, screens, regrets",
     )
+
+
+def _add_alerts(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("alerts")
+    group.add_argument(
+        "--fail-on",
+        metavar="LEVEL",
+        choices=("warn", "bad"),
+        help="with --once or --watch: exit with status 3 if the verdict is at least this: warn or bad",
+    )
+    group.add_argument(
+        "--watch", action="store_true", help="without a screen: print a line whenever the verdict changes its level"
+    )
+    group.add_argument(
+        "--alerts", metavar="FILE", type=Path, help="a TOML file of thresholds and alerts, in place of the user's own"
+    )
+    group.add_argument("--bell", action="store_true", help="ring the terminal's bell when the level changes")
+    group.add_argument("--notify", action="store_true", help="show a desktop notification then (OSC 9)")
+    group.add_argument("--verdict-log", metavar="FILE", type=Path, help="append a JSON line to this file then")
 
 
 def _add_others(made: argparse.ArgumentParser) -> None:
@@ -119,7 +138,18 @@ RULES: tuple[tuple[Callable[[argparse.Namespace], object], str], ...] = (
         lambda given: given.host_blocks and not (given.demo and given.host_blocks > 0),
         "--host-blocks goes with --demo, and is a number above 0",
     ),
-    (lambda given: given.json and not given.once, "--json goes with --once"),
+    (
+        lambda given: given.watch and (given.once or given.report),
+        "--watch, --once and --report exclude each other: give one of them",
+    ),
+    (lambda given: given.json and not (given.once or given.watch), "--json goes with --once or --watch"),
+    (lambda given: given.fail_on and not (given.once or given.watch), "--fail-on goes with --once or --watch"),
+    (
+        lambda given: (given.once or given.report) and (given.bell or given.notify or given.verdict_log),
+        "--bell, --notify and --verdict-log go with the screen or --watch",
+    ),
+    (lambda given: given.watch and given.replay, "--watch goes with a running engine: read a recording with --once"),
+    (lambda given: given.watch and given.record, "--record goes with the screen, not with --watch"),
     (lambda given: given.report and given.once, "--report and --once exclude each other: give one of them"),
     (
         lambda given: given.seconds is not None and not (given.once or given.report),

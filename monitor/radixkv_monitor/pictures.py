@@ -7,12 +7,14 @@ from typing import Any
 
 from textual.pilot import Pilot
 
+from radixkv_monitor.alert_settings import AlertSettings
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.feed import Feed, Link, Status
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.state import State
 from radixkv_monitor.state_builder import PastStates, StateBuilder
 from radixkv_monitor.theme import THEMES
+from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 from radixkv_monitor.views import VIEWS, View
 
 SIZE = (120, 36)
@@ -93,13 +95,18 @@ async def drawn(
 
 
 async def all_views(
-    feed: Feed, size: tuple[int, int], report: Callable[[float], None] = lambda share: None
+    feed: Feed,
+    size: tuple[int, int],
+    report: Callable[[float], None] = lambda share: None,
+    *,
+    thresholds: Thresholds = DEFAULTS,
 ) -> list[list[str]]:
     """Return pictures of every view: for each of THEMES one per view, in the order of VIEWS.
 
-    `report` is called with the share that is done. Takes about 0.15 s of CPU time a picture.
+    `thresholds` are those of the verdict. `report` is called with the share that is done. Takes about 0.15 s of CPU
+    time a picture.
     """
-    app = MonitorApp(feed, VIEWS[0].name)
+    app = MonitorApp(feed, VIEWS[0].name, alerts=AlertSettings(thresholds))
     async with app.run_test(size=size) as pilot:
         await settle(pilot)
         app.tick()

@@ -16,6 +16,7 @@ from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import Process, Summary, summarise, verdict
+from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 
 NAMES = 12
 """The columns of the names in `to_text`."""
@@ -87,13 +88,12 @@ def window_seconds(state: State) -> float:
     return min(MOMENT, max(0.0, state.now - samples[0].time)) if samples else 0.0
 
 
-def to_dict(state: State, feed: Feed | None = None) -> dict[str, Any]:
+def to_dict(state: State, feed: Feed | None = None, thresholds: Thresholds = DEFAULTS) -> dict[str, Any]:
     """Return the verdict, the summary, the engine's facts, and all counters, for scripts; of a recording, its end."""
     ending = feed.ending if feed is not None else Ending()
     summary = summarise(state)
-    judgement = verdict(state, summary)
     return {
-        "verdict": {"level": judgement.level, "sentence": judgement.sentence},
+        "verdict": asdict(verdict(state, summary, thresholds)),
         "time": state.time,
         "now": state.now,
         "up_seconds": max(0.0, state.now - state.facts.started),
@@ -111,7 +111,7 @@ def to_dict(state: State, feed: Feed | None = None) -> dict[str, Any]:
     }
 
 
-def to_text(state: State, feed: Feed | None = None) -> str:
+def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEFAULTS) -> str:
     """Return a few lines for people; of a recording, also its name and time."""
     summary, facts = summarise(state), state.facts
     up = state.now - facts.started
@@ -119,7 +119,7 @@ def to_text(state: State, feed: Feed | None = None) -> str:
     pool = summary.pool
     parts = (("active", pool.active), ("pinned", pool.pinned), ("cached", pool.cached), ("free", pool.free))
     lines = [
-        verdict(state, summary).sentence,
+        verdict(state, summary, thresholds).sentence,
         f"engine      {facts.model}, {device}, pid {facts.pid}, up {duration(up)}",
         f"pool        {count(pool.total)} blocks: {', '.join(f'{name} {share(n, pool.total)}' for name, n in parts)}",
         f"hit rate    {summary.hit_lifetime} of {count(summary.hit_lifetime.whole)} prompt tokens since load",

@@ -25,6 +25,7 @@ from radixkv_monitor.report import Latency, Phase, Report, collect
 from radixkv_monitor.report_charts import Series, Stretch, areas, band, lines
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import pool
+from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 from radixkv_monitor.views import VIEWS
 from radixkv_monitor.views.requests import miss_sentence
 
@@ -97,14 +98,22 @@ def render(report: Report, pictures: Sequence[Sequence[str]]) -> str:
     )
 
 
-def write(path: Path, feed: ThreadFeed, state: State, *, live: bool, progress: Callable[[float], None]) -> None:
+def write(
+    path: Path,
+    feed: ThreadFeed,
+    state: State,
+    *,
+    live: bool,
+    thresholds: Thresholds = DEFAULTS,
+    progress: Callable[[float], None] = lambda share: None,
+) -> None:
     """Write a report of a closed feed to a private file, whole or not at all. `state` is the feed's last state.
 
-    `progress` is called with the share that is done. Raises OSError.
+    `thresholds` are those of the verdicts. `progress` is called with the share that is done. Raises OSError.
     """
-    report = collect(feed, state, live=live, progress=lambda share: progress(share / 2))
+    report = collect(feed, state, live=live, thresholds=thresholds, progress=lambda share: progress(share / 2))
     still = StillFeed(feed.builder, state, feed.title, "stale" if state.stale else "live" if live else "ended")
-    pictures = asyncio.run(all_views(still, SCREEN, lambda share: progress((1 + share) / 2)))
+    pictures = asyncio.run(all_views(still, SCREEN, lambda share: progress((1 + share) / 2), thresholds=thresholds))
     private_files.write(path, render(report, pictures).encode())
 
 

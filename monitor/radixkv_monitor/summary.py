@@ -197,8 +197,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A problem of a verdict: `name` is the crossed threshold, or "crashed", "differing", "stale",
-    "silent" or "host"."""
+    """A problem of a verdict: `name` is that of the crossed threshold, or one of `thresholds.UNCONDITIONAL`."""
 
     name: str
     level: Level

@@ -35,7 +35,7 @@ class Thresholds:
 DEFAULTS = Thresholds()
 """The thresholds of a monitor without a file of its own."""
 
-UNCONDITIONAL = ("crashed", "differing", "host", "stale")
+UNCONDITIONAL = ("crashed", "differing", "host", "silent", "stale")
 """The reasons of a verdict that have no threshold: the engine crashed, audited blocks differ, transfers to or from the
-host failed, or the engine cannot be reached.
+host failed, the engine sends nothing, or it cannot be reached.
 """

@@ -62,7 +62,7 @@ class VerdictLog:
 
     def __init__(self, after: float = 5.0) -> None:
         self.changes: deque[VerdictChange] = deque(maxlen=KEPT)
-        self._after = after
+        self.after = after
         self._level: Level | None = None
         self._tick = -math.inf
         self._at_least: _Began = {}
@@ -103,7 +103,7 @@ class VerdictLog:
         better = [(self._at_most, bound) for bound in (0, 1) if bound < current]
         for began, bound in (*worse, *better):
             when, tick = began.get(bound, (0.0, math.inf))
-            if self._tick - tick >= self._after:
+            if self._tick - tick >= self.after:
                 return self._add(engine, bound, when)
         return None
 
@@ -136,6 +136,11 @@ def without(found: Verdict, ignored: Iterable[str]) -> Verdict:
     level = max((each.level for each in left), key=lambda each: SEVERITIES[each])
     text = "; ".join(each.sentence for each in left)
     return Verdict(level, text[:1].upper() + text[1:], left)
+
+
+def reaches(level: Level, least: Level) -> bool:
+    """Return whether a level is at least as severe as `least`."""
+    return SEVERITIES[level] >= SEVERITIES[least]
 
 
 def one_line(text: str) -> str:

@@ -91,7 +91,10 @@ def test_a_path_starts_at_the_file_or_at_home(monkeypatch: pytest.MonkeyPatch) -
         ("[notify]\nlog = '~nosuchuser/a'", ("is not a path in a folder of a user",)),
         ("[notify]\nlog = [1, 2]", ("notify.log = [1, 2] is not the path of a file",)),
         ("[notify]\nignore = 'held'", ("notify.ignore = 'held' is not a list of these names: held, regret",)),
-        ("[notify]\nignore = ['held', 'x']", ("is not a list of these names", "crashed, differing, host, stale")),
+        (
+            "[notify]\nignore = ['held', 'x']",
+            ("is not a list of these names", "crashed, differing, host, silent, stale"),
+        ),
         ("[notify]\nignore = [[1]]", ("is not a list of these names",)),
         ("[notify]\nsound = true", ("the key notify.sound is unknown; allowed are bell, osc9, log, after, ignore",)),
         ("[thresholds\nheld = 1", ("is not TOML", "line 1")),
@@ -140,11 +143,14 @@ def test_the_settings_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @given(
     st.dictionaries(st.sampled_from(NAMES), st.floats(0, 1e9)),
     st.booleans(),
+    st.sampled_from([0.0, 7.0]),
     st.sampled_from(["", "crashed: out of memory", "the engine was closed"]),
 )
-def test_every_reason_of_a_verdict_can_be_ignored(stats: Mapping[str, float], stale: bool, end: str) -> None:
+def test_every_reason_of_a_verdict_can_be_ignored(
+    stats: Mapping[str, float], stale: bool, silence: float, end: str
+) -> None:
     live = {1: request(number=1, phase="waiting", submitted=1.0, first_token=None)}
-    state = state_of(dict(stats), stale=stale, end_reason=end, live=live)
+    state = state_of(dict(stats), stale=stale, silence=silence, end_reason=end, live=live)
     strict = Thresholds(**dict.fromkeys(asdict(DEFAULTS), 0))
     for reason in verdict(state, summarise(state), strict).reasons:
         assert reason.name in {*asdict(DEFAULTS), *UNCONDITIONAL}

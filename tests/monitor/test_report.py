@@ -251,7 +251,7 @@ def _letters(picture: ElementTree.Element) -> str:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write reports without drawing their screens."""
 
-    async def none(*_: object) -> list[list[str]]:
+    async def none(*_: object, **__: object) -> list[list[str]]:
         return PICTURES
 
     monkeypatch.setattr(report_html, "all_views", none)

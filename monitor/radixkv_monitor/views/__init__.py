@@ -18,6 +18,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from radixkv_monitor.state import State
+from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,9 @@ def _cell(value: Any) -> Any:
 
 class View(Widget, can_focus=False):
     """One screen: it fills the room that it is given, and draws only the states that `update` receives."""
+
+    thresholds: Thresholds = DEFAULTS
+    """Those of the verdict. The app sets them before the first state."""
 
     def update(self, state: State) -> None:
         """Draw this state. Called on the app's thread while the view is on screen, at most five times a second."""

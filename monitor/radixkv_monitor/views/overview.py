@@ -89,7 +89,7 @@ class OverviewView(View):
         """Return the summary, one number a row."""
         if self._summary is None or self._state is None:
             return Table("overview", [])
-        rows = [{"name": "verdict", "value": verdict(self._state, self._summary).sentence}]
+        rows = [{"name": "verdict", "value": verdict(self._state, self._summary, self.thresholds).sentence}]
         return Table("overview", [*rows, *_flat("", self._summary.as_dict())])
 
     # ---- drawing
@@ -120,7 +120,7 @@ class OverviewView(View):
             self.call_after_refresh(self._draw)
 
     def _draw_verdict(self, state: State, summary: Summary) -> None:
-        judgement = verdict(state, summary)
+        judgement = verdict(state, summary, self.thresholds)
         colours = {"good": "success", "idle": "primary", "warn": "warning", "bad": "error"}
         style = Style(color=self.app.theme_variables.get(colours[judgement.level]), bold=True)
         if self._panel("verdict").show([Text(f"{SIGNS[judgement.level]} {judgement.sentence}", style)]):

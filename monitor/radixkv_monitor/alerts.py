@@ -1,0 +1,108 @@
+"""Watch the verdict of a feed, and notify the user of the changes of its level.
+
+Only feeds of the present notify. A recording is logged at its own times. Alerts follow the source and not the screen,
+so a frozen screen or a look at the past changes nothing here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from radixkv import private_files
+from radixkv_monitor.alert_settings import AlertSettings
+from radixkv_monitor.feed import Feed
+from radixkv_monitor.replay import FileFeed
+from radixkv_monitor.summary import summarise, verdict
+from radixkv_monitor.verdict_log import KEPT, SEVERITIES, VerdictChange, VerdictLog, one_line, without
+
+_log = logging.getLogger(__name__)
+
+LONGEST_TEXT = 200
+"""The characters of a desktop notification."""
+
+
+class Alerter:
+    """Check the verdict of `feed` when asked, and notify the user of each change, as the settings say.
+
+    `write_terminal` writes control sequences to a terminal; None if there is none. `report` gets a sentence if the file
+    of the log cannot be written. Raises OSError if that file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        settings: AlertSettings,
+        *,
+        write_terminal: Callable[[str], None] | None = None,
+        report: Callable[[str], None] = _log.error,
+        clock: Callable[[], float] = time.time,
+        ticks: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.log = VerdictLog(settings.after)
+        self._feed = feed
+        self._write_terminal = write_terminal
+        self._report = report
+        self._clock, self._ticks = clock, ticks
+        self._unwritten: deque[VerdictChange] = deque(maxlen=KEPT)
+        self._in_trouble = False
+        if settings.log is not None:
+            private_files.append_line(settings.log, b"")  # so that a wrong path is reported at the start
+
+    def watch(self, feed: Feed) -> None:
+        """Watch another feed from now on. The log is kept."""
+        self._feed = feed
+        self.log.restart()
+
+    @property
+    def now(self) -> float:
+        """The time up to which the last level of the log lasts: the present, or the shown time of a recording."""
+        return self._feed.now if isinstance(self._feed, FileFeed) else self._clock()
+
+    def check(self) -> VerdictChange | None:
+        """Judge the newest state of the feed; return the change of the level, if there is one."""
+        state = self._feed.current
+        if state is None:
+            return None
+        found = without(verdict(state, summarise(state), self.settings.thresholds), self.settings.ignore)
+        if isinstance(self._feed, FileFeed):
+            return self.log.take(state.facts.engine, found, state.now, state.now)
+        change = self.log.take(state.facts.engine, found, self._clock(), self._ticks())
+        if change is not None:
+            self._notify(change)
+            self._unwritten.append(change)
+        if self.settings.log is not None:
+            self._write_log(self.settings.log)
+        return change
+
+    def _notify(self, change: VerdictChange) -> None:
+        if self._write_terminal is not None and not (change.previous is None and SEVERITIES[change.level] == 0):
+            if self.settings.bell:
+                self._write_terminal("\a")
+            if self.settings.osc9:
+                self._write_terminal(osc9(f"radixkv, {change.level}: {change.sentence}"))
+
+    def _write_log(self, path: Path) -> None:
+        """Append the changes that are not in the file yet. A full disk is reported once, and later checks try again."""
+        try:
+            while self._unwritten:
+                private_files.append_line(path, json.dumps(self._unwritten[0].as_dict()).encode())
+                self._unwritten.popleft()
+                self._in_trouble = False
+        except OSError as error:
+            if not self._in_trouble:
+                self._in_trouble = True
+                self._report(f"the log of verdicts, {path}, cannot be written: {error.strerror or error}")
+
+
+def osc9(text: str) -> str:
+    """Return the control sequence of a desktop notification with this text, on one line and without control characters.
+
+    Some terminals take a text that begins with a digit as another command, so it must begin with a letter.
+    """
+    return f"\x1b]9;{one_line(text)[:LONGEST_TEXT]}\a"
