@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import ClassVar
@@ -42,6 +43,7 @@ from radixkv_monitor.widgets.status_lines import Banner, BottomLine, TopLine
 
 LINK_KINDS = {"stale": "bad", "silent": "warn"}
 """The colour of the source's condition, where it is no plain one."""
+_PACKAGE = __name__.partition(".")[0]
 SCRUB_STEP, SCRUB_LEAP = 5.0, 60.0
 """The seconds that the keys for the past move."""
 
@@ -423,8 +425,9 @@ def _new_path(name: str, kind: str) -> Path:
 def _shown_bindings(view: View) -> Iterable[Binding]:
     """List the bindings of a view and its widgets, each key once, except the keys that edit text."""
     known: set[str] = set()
-    for widget in (view, *view.query("*").exclude("Input")):
-        for binding in Binding.make_bindings(type(widget).BINDINGS):
+    for widget in (view, *view.query("*").exclude("FilterInput")):
+        kinds = [kind for kind in type(widget).__mro__ if kind.__module__.startswith(_PACKAGE)]
+        for binding in Binding.make_bindings(chain.from_iterable(vars(kind).get("BINDINGS", ()) for kind in kinds)):
             if binding.key not in known and binding.description:
                 known.add(binding.key)
                 yield binding

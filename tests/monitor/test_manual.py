@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from radixkv_monitor.app import KEYS
 from radixkv_monitor.dialogs import key_name
 from radixkv_monitor.options import EXIT_STATUSES, parser
-from radixkv_monitor.views import VIEWS
+from radixkv_monitor.views import VIEWS, FilteredView
 from radixkv_monitor.views.evictions import EvictionsView
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.views.requests import RequestsView
@@ -45,9 +45,9 @@ def bound(bindings: Iterable[BindingType]) -> set[str]:
     ("heading", "bindings"),
     [
         ("## Keys", [*KEYS, Binding("ctrl+p", "command_palette")]),
-        ("### 2 Tree", [*TreeView.BINDINGS, *FlatTree.BINDINGS]),
+        ("### 2 Tree", [*FilteredView.BINDINGS, *TreeView.BINDINGS, *FlatTree.BINDINGS]),
         ("### 3 Pool", [*PoolView.BINDINGS, *HeatMap.BINDINGS]),
-        ("### 4 Sessions, 5 Evictions, 6 Requests", [*TableView.BINDINGS, *RowTable.BINDINGS]),
+        ("### 4 Sessions, 5 Evictions, 6 Requests", [*FilteredView.BINDINGS, *TableView.BINDINGS, *RowTable.BINDINGS]),
     ],
 )
 def test_every_key_is_in_the_manual_once(heading: str, bindings: list[BindingType]) -> None:

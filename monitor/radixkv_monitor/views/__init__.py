@@ -11,14 +11,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+from textual import on
+from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Input
 
 from radixkv_monitor.state import State
 from radixkv_monitor.thresholds import DEFAULTS, Thresholds
+from radixkv_monitor.widgets.filter_input import FilterInput, focus_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ class View(Widget, can_focus=False):
         """Focus a widget of this view: by default the first that can take the focus."""
         for widget in self.query("*"):
             if widget.focusable:
-                widget.focus(scroll_visible=False)
+                focus_now(widget)
                 return
 
     @classmethod
@@ -165,17 +168,46 @@ def sorts() -> Mapping[str, Sequence[str]]:
 
 
 class FilteredView(View):
-    """A view with a filter, its only Input."""
+    """A view with a filter, its only FilterInput."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "filter", "Filter", priority=True),
+        Binding("escape", "clear_filter", "Clear the filter", show=False),
+    ]
+
+    @property
+    def filter_line(self) -> FilterInput:
+        """The input."""
+        return self.query_one(FilterInput)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Disable the key that opens the filter where it is a character of the filter."""
+        return not (action == "filter" and self.is_mounted and self.screen.focused is self.filter_line)
 
     def action_filter(self) -> None:
-        """Open the filter."""
-        line = self.query_one(Input)
-        line.add_class("open")
-        line.focus()
+        """Open the filter. The next key is a part of it."""
+        self.filter_line.add_class("open")
+        focus_now(self.filter_line)
 
     def action_clear_filter(self) -> None:
         """Clear and close the filter."""
-        line = self.query_one(Input)
-        line.value = ""
-        line.remove_class("open")
+        self.filter_line.value = ""
+        self.filter_line.remove_class("open")
+        self.apply_filter("")
         self.take_focus()
+
+    def accept_filter(self, text: str) -> None:
+        """Apply this filter, and leave the input; an empty one closes it."""
+        self.apply_filter(text)
+        if not text:
+            self.filter_line.remove_class("open")
+        self.take_focus()
+
+    def apply_filter(self, text: str) -> None:
+        """Show the rows that match this text."""
+        raise NotImplementedError
+
+    @on(Input.Changed)
+    def _typed(self, event: Input.Changed) -> None:
+        event.stop()
+        self.apply_filter(self.filter_line.value)  # not that of the event: it may be older

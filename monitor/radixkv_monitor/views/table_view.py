@@ -11,10 +11,11 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from radixkv_monitor.state import State
 from radixkv_monitor.views import FilteredView, Selection, Table
+from radixkv_monitor.widgets.filter_input import FilterInput, focus_now
 from radixkv_monitor.widgets.table import Column, RowTable
 
 Row = TypeVar("Row")
@@ -26,17 +27,15 @@ class TableView(FilteredView, Generic[Row]):
     DEFAULT_CSS = """
     TableView { layout: vertical; }
     TableView > .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
-    TableView > Input { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
-    TableView > Input.open { display: block; }
+    TableView > FilterInput { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
+    TableView > FilterInput.open { display: block; }
     TableView > .detail { height: auto; max-height: 5; padding: 0 1; border-top: solid $panel; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "filter", "Filter"),
         Binding("s", "sort(1)", "Sort"),
         Binding("S", "sort(-1)", "Previous order", show=False),
         Binding("n", "step(1)", "Next", show=False),
         Binding("N", "step(-1)", "Previous", show=False),
-        Binding("escape", "clear_filter", "Clear the filter", show=False),
     ]
 
     title: ClassVar[str]
@@ -52,6 +51,7 @@ class TableView(FilteredView, Generic[Row]):
         self._order = 0
         self._state: State | None = None
         self._all: Sequence[Row] = ()
+        self._words: Sequence[str] = ()  # of the filter
         self._detail_text = Content("")  # of the row under the cursor
 
     # ---- for subclasses
@@ -85,7 +85,7 @@ class TableView(FilteredView, Generic[Row]):
     def compose(self) -> ComposeResult:
         """Lay out headline, filter, table and description."""
         yield Static("", classes="headline", markup=False)
-        yield Input(placeholder="filter: words that a row must have", classes="filter", compact=True)
+        yield FilterInput("filter: words that a row must have", self.accept_filter, self.action_clear_filter)
         yield RowTable(self.columns, self.key, empty=self.empty)
         yield Static("", classes="detail", markup=False)
 
@@ -112,7 +112,7 @@ class TableView(FilteredView, Generic[Row]):
 
     def take_focus(self) -> None:
         """Focus the table."""
-        self.table.focus()
+        focus_now(self.table)
 
     def update(self, state: State) -> None:
         """Draw this state."""
@@ -168,17 +168,10 @@ class TableView(FilteredView, Generic[Row]):
         """Move to the next or previous row that matches the filter."""
         self.table.action_move(by)
 
-    @on(Input.Changed)
-    def _filtered(self, event: Input.Changed) -> None:
-        event.stop()
+    def apply_filter(self, text: str) -> None:
+        """Show the rows that have all words of this text."""
+        self._words = text.lower().split()
         self._refresh()
-
-    @on(Input.Submitted)
-    def _entered(self, event: Input.Submitted) -> None:
-        event.stop()
-        if not event.value:
-            self.query_one(Input).remove_class("open")
-        self.table.focus()
 
     @on(RowTable.Moved)
     def _moved(self, event: RowTable.Moved) -> None:
@@ -190,7 +183,7 @@ class TableView(FilteredView, Generic[Row]):
     def _refresh(self) -> None:
         if self._state is None:
             return
-        wanted = self.query_one(Input).value.lower().split()
+        wanted = self._words
         rows = [row for row in self._all if self._matches(row, wanted)] if wanted else self._all
         self.table.set_empty_text(self.empty if not wanted else "no row has all of these words (Esc shows all)")
         self.table.show(_sorted(rows, self.order))

@@ -11,7 +11,7 @@ from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from radixkv_monitor import detail, node_filter
 from radixkv_monitor.block_map import block_at, count_blocks
@@ -24,6 +24,7 @@ from radixkv_monitor.tree_branch import SORTS, Branch
 from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.views import BlockSelected, FilteredView, HostBlockSelected, NodeSelected, Selection, Table
 from radixkv_monitor.widgets.detail_pane import DetailPane
+from radixkv_monitor.widgets.filter_input import FilterInput, focus_now
 from radixkv_monitor.widgets.flat_tree import FlatTree
 from radixkv_monitor.widgets.tree_row import RowContext
 
@@ -43,8 +44,8 @@ class TreeView(FilteredView):
     DEFAULT_CSS = """
     TreeView { layout: vertical; }
     TreeView > .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
-    TreeView > Input { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
-    TreeView > Input.open { display: block; }
+    TreeView > FilterInput { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
+    TreeView > FilterInput.open { display: block; }
     TreeView > Container { height: 1fr; layout: vertical; }
     TreeView DetailPane { height: 7; border-top: solid $panel; }
     TreeView.-low DetailPane { display: none; }
@@ -53,13 +54,11 @@ class TreeView(FilteredView):
     TreeView.-wide DetailPane { width: 46; height: 1fr; border-top: none; border-left: solid $panel; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "filter", "Filter"),
         Binding("s", "sort(1)", "Sort"),
         Binding("S", "sort(-1)", "Previous order", show=False),
         Binding("f", "follow", "Follow"),
         Binding("n", "step(1)", "Next", show=False),
         Binding("N", "step(-1)", "Previous", show=False),
-        Binding("escape", "clear_filter", "Clear the filter", show=False),
     ]
 
     def __init__(self, *, id: str | None = None) -> None:
@@ -76,7 +75,7 @@ class TreeView(FilteredView):
     def compose(self) -> ComposeResult:
         """Lay out headline, filter, tree and description."""
         yield Static("", classes="headline", markup=False)
-        yield Input(placeholder=node_filter.EXAMPLES, compact=True)
+        yield FilterInput(node_filter.EXAMPLES, self.accept_filter, self.action_clear_filter)
         with Container():
             yield FlatTree(self.rows)
             yield DetailPane()
@@ -104,7 +103,7 @@ class TreeView(FilteredView):
 
     def take_focus(self) -> None:
         """Focus the tree."""
-        self.lines.focus(scroll_visible=False)
+        focus_now(self.lines)
 
     # ---- states
 
@@ -248,11 +247,10 @@ class TreeView(FilteredView):
         self.lines.go_to(most_recent.node.id)
         self.lines.repaint()
 
-    @on(Input.Changed)
-    def _typed(self, event: Input.Changed) -> None:
-        event.stop()
+    def apply_filter(self, text: str) -> None:
+        """Show the nodes that match this text, and those above them; keep the last filter if it is not one."""
         try:
-            self._filter = node_filter.parse(event.value)
+            self._filter = node_filter.parse(text)
             self._filter_error = ""
         except node_filter.InvalidFilter as error:
             self._filter_error = str(error)
@@ -268,12 +266,9 @@ class TreeView(FilteredView):
         matching = self._filter
         return matching is None or matching.matches(branch.node, branch.namespace, self._sessions.of(branch.node.id))
 
-    @on(Input.Submitted)
-    def _entered(self, event: Input.Submitted) -> None:
-        event.stop()
-        if not event.value:
-            self.query_one(Input).remove_class("open")
-        self.take_focus()
+    def accept_filter(self, text: str) -> None:
+        """Apply this filter, leave the input, and move to the first node that matches."""
+        super().accept_filter(text)
         if self.rows.is_filtered and self.lines.cursor is not None and not self.lines.cursor.is_match:
             self.action_step(1)
 
