@@ -324,11 +324,12 @@ class Core:
         new, hits = stream.count_computed(work.start, count)
         counters.computed_tokens += new
         counters.recomputed_tokens += count - new
-        counters.decode_tokens += min(new, max(work.end - len(stream.request.prompt), 0))
         counters.cached_tokens += hits
-        if not stream.request.counted:
-            stream.request.counted = True
-            counters.prompt_tokens += len(stream.request.prompt)
+        request, prompt_tokens = stream.request, len(stream.request.prompt)
+        counters.decode_tokens += new if work.start >= prompt_tokens else min(new, max(work.end - prompt_tokens, 0))
+        if not request.counted:
+            request.counted = True
+            counters.prompt_tokens += prompt_tokens
         return self._reuse.publishes(stream, work.start, count, isolated=work.isolated)
 
     def _take_scores(self, scores: Sequence[ChunkScores]) -> None:
@@ -397,6 +398,7 @@ class Core:
                 self.token_times.count(stream)
             except Exception as error:
                 self._fail_alone(request, error)
+        self.token_times.end()
 
     def _accept_constrained(self, stream: Stream, token: int, logprobs: TokenLogprobs | None) -> None:
         """Append a sampled token and the tokens that it forces."""
