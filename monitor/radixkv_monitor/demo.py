@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,16 @@ from typing import Any
 from radixkv.cache import Hint, Pin, PrefixCache, Sequence
 from radixkv.errors import OutOfBlocks
 from radixkv.telemetry.recorder import Recorder
-from radixkv.telemetry.records import Changes, EngineFacts, Phase, RequestRecord, SessionRecord
+from radixkv.telemetry.records import (
+    ITL_BOUNDS,
+    ITL_NAMES,
+    PREEMPTIONS,
+    Changes,
+    EngineFacts,
+    Phase,
+    RequestRecord,
+    SessionRecord,
+)
 from radixkv_monitor.demo_workload import AGENT, Conversation, Workload
 
 STEP_SECONDS, TOKENS_PER_SECOND = 0.025, 4000.0
@@ -25,6 +35,8 @@ STEP_SECONDS, TOKENS_PER_SECOND = 0.025, 4000.0
 MAX_SEQUENCES, MAX_BATCH_TOKENS, CHUNK = 32, 1024, 512
 PIN_SECONDS = 300.0
 """The seconds that an agent's system prompt stays pinned after it was computed."""
+MODEL_BYTES, IDLE_CPU = 900 * 2**20, 0.01
+"""Resident memory without KV, and the share of a core that an idle engine takes."""
 LEAP = 60.0
 """The most seconds that one call simulates."""
 
@@ -41,7 +53,10 @@ class DemoRequest:
     sequences: list[Sequence] = field(default_factory=list)
     computed: int = 0  # committed tokens of the prompt
     reached: int = 0  # the most tokens that were ever committed; tokens below it are computed again after a preemption
+    prefilled: int = 0  # tokens of the prompt that were computed for the first time
+    decoded: dict[int, int] = field(default_factory=dict)  # the most tokens of each answer that ever had KV
     sampled: int = 0  # sampled tokens of each answer; the last one has no KV yet
+    sampled_at: float = 0.0
 
     @property
     def prefills(self) -> bool:
@@ -52,6 +67,17 @@ class DemoRequest:
     def stopped(self) -> bool:
         """Return whether the user stops the answer here."""
         return self.stop_after is not None and self.sampled >= self.stop_after
+
+    @property
+    def computed_tokens(self) -> int:
+        """The number of tokens of the prompt and of the answers that were computed for the first time."""
+        return self.prefilled + sum(self.decoded.values())
+
+    def decode(self, index: int) -> int:
+        """Record the KV of an answer; returns how many of its tokens have KV for the first time."""
+        before = self.decoded.get(index, 0)
+        self.decoded[index] = max(before, self.sequences[index].length - len(self.prompt))
+        return self.decoded[index] - before
 
     def missing(self, index: int) -> array[int]:
         """Return the tokens of an answer that are sampled and have no KV."""
@@ -103,7 +129,8 @@ class DemoSource:
         self._counts = dict.fromkeys(
             ("finished", "prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens", "recomputed_tokens"), 0
         )
-        self._counts |= dict.fromkeys(("steps", "preemptions", "step_tokens", "cancelled", "failed"), 0)
+        self._counts |= dict.fromkeys(("steps", "preemptions", "step_tokens", "cancelled", "failed", "timed_out"), 0)
+        self._counts |= dict.fromkeys(("prefill_tokens", "decode_tokens", *ITL_NAMES), 0)
         self._step_seconds = 0.0
         self._requests = 0
         self._sessions: dict[int, SessionRecord] = {}
@@ -132,12 +159,15 @@ class DemoSource:
         }
 
     def _stats(self) -> dict[str, float]:
+        used_blocks = self.facts.num_blocks - self._cache.free_blocks
         gauges = {
             "waiting": len(self._waiting),
             "running": len(self._running),
             "uptime_s": self._now - self.facts.started,
             "kv_bytes": self.facts.num_blocks * self.facts.bytes_per_block,
             "step_seconds": self._step_seconds,
+            "process_cpu_seconds": self._step_seconds + IDLE_CPU * (self._now - self.facts.started),
+            "process_rss_bytes": MODEL_BYTES + used_blocks * self.facts.bytes_per_block,
         }
         return {name: float(value) for name, value in (self._counts | gauges).items()}
 
@@ -233,7 +263,9 @@ class DemoSource:
         gained, request.reached = max(0, sequence.length - request.reached), max(sequence.length, request.reached)
         if again:
             self._counts["cached_tokens"] += gained  # another request has computed them meanwhile
-            self._publish(request, phase="prefill", cached_tokens=request.record.cached_tokens + gained)
+            preempted = (*request.record.preempted_ms, self._age_ms(request))
+            cached = request.record.cached_tokens + gained
+            self._publish(request, phase="prefill", cached_tokens=cached, preempted_ms=preempted)
             return
         self._counts["prompt_tokens"] += len(request.prompt)
         self._counts["cached_tokens"] += sequence.length
@@ -259,8 +291,11 @@ class DemoSource:
         request.computed += len(chunk)
         new = max(0, request.computed - request.reached)
         request.reached += new
+        request.prefilled += new
         self._counts["computed_tokens"] += new
-        self._count_recomputed(request, len(chunk) - new, computed_tokens=request.record.computed_tokens + new)
+        self._counts["prefill_tokens"] += len(chunk)
+        self._counts["recomputed_tokens"] += len(chunk) - new
+        self._publish(request, recomputed_tokens=request.record.recomputed_tokens + len(chunk) - new)
         if not request.prefills:
             request.sequences += [request.sequences[0].fork() for _ in request.answers[1:]]
             self._pin(request.conversation)
@@ -274,14 +309,29 @@ class DemoSource:
             tokens = request.missing(index)
             if tokens and not self._extend(request, sequence, tokens):
                 return
-            self._count_recomputed(request, max(0, len(tokens) - 1))
+            self._count_decoded(request, index, len(tokens))
         self._sample(request)
+
+    def _count_decoded(self, request: DemoRequest, index: int, tokens: int) -> None:
+        """Count computed tokens of an answer; those that had KV before a preemption count as prefilled again."""
+        new = request.decode(index)
+        self._counts["computed_tokens"] += new
+        self._counts["decode_tokens"] += new
+        if again := tokens - new:
+            self._counts["prefill_tokens"] += again
+            self._counts["recomputed_tokens"] += again
+            self._publish(request, recomputed_tokens=request.record.recomputed_tokens + again)
 
     def _sample(self, request: DemoRequest) -> None:
         """Sample a token of each answer, unless tokens sampled before a preemption still lack KV."""
         if all(len(request.missing(index)) == 0 for index in range(len(request.answers))):
             before, request.sampled = request.sampled_tokens(), request.sampled + 1
-            self._counts["output_tokens"] += request.sampled_tokens() - before
+            tokens = request.sampled_tokens() - before
+            self._counts["output_tokens"] += tokens
+            if request.sampled > 1:
+                bucket = bisect_left(ITL_BOUNDS, self._now - request.sampled_at)
+                self._counts[ITL_NAMES[bucket]] += tokens
+            request.sampled_at = self._now
         if request.stopped or all(request.sampled >= len(answer) for answer in request.answers):
             self._finish(request)
 
@@ -314,6 +364,7 @@ class DemoSource:
             phase="preempted",
             preemptions=request.record.preemptions + 1,
             output_tokens=request.sampled_tokens(),
+            preempted_ms=(*request.record.preempted_ms[-2 * (PREEMPTIONS - 1) :], self._age_ms(request)),
         )
 
     def _finish(self, request: DemoRequest) -> None:
@@ -346,13 +397,13 @@ class DemoSource:
 
     # ---- records
 
-    def _count_recomputed(self, request: DemoRequest, tokens: int, **new: Any) -> None:
-        self._counts["recomputed_tokens"] += tokens
-        if tokens or new:
-            self._publish(request, recomputed_tokens=request.record.recomputed_tokens + tokens, **new)
+    def _age_ms(self, request: DemoRequest) -> int:
+        """The milliseconds since the request was submitted."""
+        return round((self._now - request.record.submitted) * 1e3)
 
     def _publish(self, request: DemoRequest, phase: Phase | None = None, **new: Any) -> None:
-        request.record = replace(request.record, phase=phase or request.record.phase, **new)
+        new |= {"phase": phase or request.record.phase, "computed_tokens": request.computed_tokens}
+        request.record = replace(request.record, **new)
         self._recorder.request(request.record)
 
     def _count_session(self, request: DemoRequest, **more: int) -> None:

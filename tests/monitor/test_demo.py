@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from statistics import median
 
 import pytest
 
 from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.records import ITL_NAMES, PREEMPTIONS, PROCESS_NAMES
 from radixkv_monitor.demo import DemoSource
 from radixkv_monitor.demo_host import HostDemoSource
 from radixkv_monitor.latency import is_hit
@@ -84,7 +86,7 @@ def test_a_host_tier_has_nodes_that_are_offloaded_loaded_and_evicted(tiered: Mir
 def test_what_it_says_of_its_requests_adds_up(name: str, request: pytest.FixtureRequest) -> None:
     mirror: Mirror = request.getfixturevalue(name)
     for each in mirror.ended.values():
-        assert each.cached_tokens + each.computed_tokens == each.prompt_tokens
+        assert each.cached_tokens + each.computed_tokens == each.prompt_tokens + each.output_tokens - each.streams
         assert each.submitted <= (each.admitted or 0) < (each.first_token or 0) <= (each.ended or 0)
         assert 0 < each.output_tokens <= each.streams * each.max_tokens
         assert (each.finish == "RequestCancelled") == (each.phase == "cancelled")
@@ -95,12 +97,50 @@ def test_what_it_says_of_its_requests_adds_up(name: str, request: pytest.Fixture
         assert mirror.stats.get(name, 0) == sum(getattr(each, name) for each in requests), name
 
 
+@pytest.mark.parametrize("name", ["minute", "crowd", "tiered"])
+def test_latencies_rates_and_preemptions_are_those_of_its_requests(name: str, request: pytest.FixtureRequest) -> None:
+    mirror: Mirror = request.getfixturevalue(name)
+    stats, requests = mirror.stats, [*mirror.ended.values(), *mirror.live.values()]
+    assert stats["prefill_tokens"] + stats["decode_tokens"] == stats["computed_tokens"] + stats["recomputed_tokens"]
+    assert stats["decode_tokens"] == sum(
+        max(each.cached_tokens + each.computed_tokens - each.prompt_tokens, 0) for each in requests
+    )
+    answered = [each for each in requests if each.output_tokens]
+    tokens = sum(each.output_tokens - each.streams for each in answered)
+    assert tokens == sum(stats[name] for name in ITL_NAMES)
+    assert stats["itl.inf"] < stats["itl.0.03"] > 0 == stats["itl.0.02"], "a step takes at least 25 ms"
+    for each in requests:
+        times = each.preempted_ms
+        assert (len(times) + 1) // 2 == min(each.preemptions, PREEMPTIONS)
+        assert len(times) % 2 == (each.phase == "preempted")
+        assert list(times) == sorted(times)
+    assert name == "minute" or any(each.preempted_ms for each in requests)
+
+
+def test_the_figures_of_its_process_are_plausible(minute: Mirror) -> None:
+    stats = minute.stats
+    assert 0.2 < stats["process_cpu_seconds"] / stats["uptime_s"] <= 1.02
+    assert stats["process_rss_bytes"] > 2**30
+    assert PROCESS_NAMES[2] not in stats, "it has no device"
+
+
+def test_shared_prefixes_are_reused_more_often_than_text_below_them(minute: Mirror) -> None:
+    nodes = minute.nodes
+    assert max(node.reused or 0 for node in nodes.values()) > 20
+    below = Counter[int]()
+    for node in nodes.values():
+        assert node.reused is not None
+        below[node.parent] += node.reused
+    for number, node in nodes.items():
+        assert not node.parent or (node.reused or 0) >= below[number]
+
+
 def test_who_finds_more_in_the_cache_waits_less() -> None:
     """The first token waits for the tokens to compute, at the documented rate."""
     mirror = played(7, 40, every=4.0, num_blocks=2304, sessions=40)
     started = [each for each in mirror.ended.values() if each.first_token is not None and each.admitted is not None]
     for each in started:
-        assert each.first_token - each.admitted >= 0.025 + each.computed_tokens / 4000 - 1e-6
+        assert each.first_token - each.admitted >= 0.025 + (each.prompt_tokens - each.cached_tokens) / 4000 - 1e-6
     hits, misses = ([each.ttft or 0.0 for each in started if is_hit(each) == wanted] for wanted in (True, False))
     assert min(len(hits), len(misses)) >= 10 and 1.5 * median(hits) < median(misses)
 
