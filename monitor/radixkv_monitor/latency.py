@@ -1,15 +1,15 @@
 """Latencies of requests over a window: TTFT of hits and misses, queue time, inter-token latency, end-to-end latency.
 
 An engine sends the times of single requests, at most 512 ended ones, and counts inter-token latencies in buckets. So
-percentiles of the former are measured values, and those of the latter lie between two bounds of their bucket.
+percentiles of the former are measured values. Those of the latter are estimates within the bounds of their bucket.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import asdict, dataclass
+from math import ceil, inf
 
 from radixkv.telemetry.mirror import ENDED_REQUESTS
 from radixkv.telemetry.records import ITL_BOUNDS, ITL_NAMES, RequestRecord
@@ -25,12 +25,28 @@ WINDOWS = (60.0, 600.0, None)
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles of `count` durations, in seconds; None without any."""
+    """Percentiles of `count` durations, in seconds; None without any.
+
+    A percentile is infinite if it is in the last bucket of a histogram, which has no upper bound.
+    """
 
     count: int
     median: float | None
     p90: float | None
     p99: float | None = None
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the fields for JSON, which has no infinite numbers: a percentile without an upper bound is None."""
+        return {name: None if value == inf else value for name, value in asdict(self).items()}
+
+
+def time_text(seconds: float | None) -> str:
+    """Write a percentile.
+
+    >>> time_text(0.25), time_text(inf), time_text(None)
+    ('250 ms', '>10 s', '-')
+    """
+    return f">{duration(ITL_BOUNDS[-1])}" if seconds == inf else duration(seconds)
 
 
 def percentiles(durations: Iterable[float | None]) -> Percentiles:
@@ -68,8 +84,9 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """The distributions over one window."""
+    """The distributions over one window. `ttft` has those of hits and of misses together."""
 
+    ttft: Distribution
     ttft_hit: Distribution
     ttft_miss: Distribution
     queue_time: Distribution
@@ -88,25 +105,24 @@ def latencies(state: State, seconds: float | None) -> Latencies:
     A request counts in the window in which the event happened: its first token, its admission, its end.
     """
     ended, live = state.ended.values(), state.live.values()
-    since = None if seconds is None else state.now - seconds
-    window = _window(state, since)
+    since, window = _window(state, seconds)
 
     def of(
         requests: Iterable[RequestRecord],
         value: Callable[[RequestRecord], float | None],
         when: Callable[[RequestRecord], float | None],
     ) -> Distribution:
-        values = [value(each) for each in requests if since is None or (when(each) or 0.0) >= since]
+        values = [value(each) for each in requests if (when(each) or 0.0) >= since]
         known = [each for each in values if each is not None]
         return Distribution(percentiles(known), bucket_counts(known), "request", window)
 
-    def first_tokens(*, hit: bool) -> Distribution:
-        chosen = (each for each in (*ended, *live) if is_hit(each) == hit)
-        return of(chosen, lambda each: each.ttft, lambda each: each.first_token)
+    def first_tokens(requests: Iterable[RequestRecord]) -> Distribution:
+        return of(requests, lambda each: each.ttft, lambda each: each.first_token)
 
     return Latencies(
-        ttft_hit=first_tokens(hit=True),
-        ttft_miss=first_tokens(hit=False),
+        ttft=first_tokens((*ended, *live)),
+        ttft_hit=first_tokens(each for each in (*ended, *live) if is_hit(each)),
+        ttft_miss=first_tokens(each for each in (*ended, *live) if not is_hit(each)),
         queue_time=of((*ended, *live), lambda each: each.queue_time, lambda each: each.admitted),
         itl=_itl(state, seconds),
         e2e=of(
@@ -117,14 +133,15 @@ def latencies(state: State, seconds: float | None) -> Latencies:
     )
 
 
-def _window(state: State, since: float | None) -> str:
-    """Name the window of request records: only the newest ended requests are known."""
-    if since is None:
-        return f"newest {len(state.ended) + len(state.live):,} requests"
-    first = min((each.ended for each in state.ended.values() if each.ended is not None), default=since)
-    if len(state.ended) >= ENDED_REQUESTS and first > since:
-        return f"{duration(state.now - first)} (newest {ENDED_REQUESTS})"
-    return name_of(state.now - since)
+def _window(state: State, seconds: float | None) -> tuple[float, str]:
+    """Return the begin of the window of request records, and its name: only the newest ended requests are known."""
+    since = -inf if seconds is None else state.now - seconds
+    ends = [each.ended for each in state.ended.values() if each.ended is not None]
+    counted = sum(state.stats.get(name, 0.0) for name in ("finished", "failed", "cancelled"))
+    lacks = len(ends) >= ENDED_REQUESTS or (seconds is None and counted > len(ends))
+    if ends and lacks and min(ends) > since:
+        return min(ends), f"{duration(state.now - min(ends))} (newest {len(ends):,})"
+    return since, name_of(seconds)
 
 
 def name_of(seconds: float | None) -> str:
@@ -163,10 +180,10 @@ def bucket_counts(values: Iterable[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def quantile(counts: Sequence[int], share: float) -> float | None:
+def quantile(counts: Sequence[int], share: float, bounds: Sequence[float] = ITL_BOUNDS) -> float | None:
     """Return the time that `share` of the counted ones do not exceed, on a straight line through its bucket.
 
-    Times above the last bound count as the last bound. None if nothing is counted.
+    It is infinite in the bucket above the last bound. None if nothing is counted.
 
     >>> quantile([0, 10] + [0] * 22, 0.5)
     0.0015
@@ -174,13 +191,12 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
     whole = sum(counts)
     if not whole:
         return None
-    below, rank = 0, share * whole
-    for at, count in enumerate(counts[: len(ITL_BOUNDS)]):
+    below, rank, low = 0, share * whole, 0.0
+    for bound, count in zip(bounds, counts, strict=False):
         if count and below + count >= rank:
-            low = ITL_BOUNDS[at - 1] if at else 0.0
-            return low + (ITL_BOUNDS[at] - low) * max(0.0, rank - below) / count
-        below += count
-    return ITL_BOUNDS[-1]
+            return low + (bound - low) * (rank - below) / count
+        below, low = below + count, bound
+    return inf
 
 
 def as_rows(found: Mapping[str, Distribution]) -> list[dict[str, object]]:

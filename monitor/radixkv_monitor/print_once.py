@@ -11,11 +11,12 @@ from radixkv.errors import EngineNotFound
 from radixkv_monitor.feed import CUT, Ending, Feed
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
 from radixkv_monitor.history import MOMENT, samples_since_start
-from radixkv_monitor.latency import Percentiles
+from radixkv_monitor.latency import Percentiles, time_text
 from radixkv_monitor.live import SocketFeed
+from radixkv_monitor.occupancy import Process
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
-from radixkv_monitor.summary import Process, Summary, summarise, verdict
+from radixkv_monitor.summary import Summary, summarise, verdict
 from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 
 NAMES = 12
@@ -155,7 +156,7 @@ def _percentiles(times: Percentiles | None, noun: str = "request") -> str:
     if times is None:
         return "not sent by this engine"
     values = (("p50", times.median), ("p90", times.p90), ("p99", times.p99))
-    return f"{', '.join(f'{name} {duration(value)}' for name, value in values)} of {plural(times.count, noun)}"
+    return f"{', '.join(f'{name} {time_text(value)}' for name, value in values)} of {plural(times.count, noun)}"
 
 
 def _process(process: Process) -> str:
@@ -174,9 +175,10 @@ def figures(state: State) -> list[tuple[str, str]]:
 
 
 def _rates(summary: Summary) -> str:
-    """Name the three rates of tokens."""
+    """Name the rates of tokens."""
     rates = (
-        (summary.output_per_second, "decode"),
+        (summary.output_per_second, "output"),
+        (summary.decode_per_second, "decode"),
         (summary.prefill_per_second, "prefill"),
         (summary.cached_per_second, "cached"),
     )

@@ -19,12 +19,12 @@ from radixkv.telemetry.records import EvictionRecord, RequestRecord
 from radixkv_monitor.feed import ThreadFeed
 from radixkv_monitor.formatting import clock, count, duration, plural, share, short
 from radixkv_monitor.history import gauges, series
+from radixkv_monitor.occupancy import pool
 from radixkv_monitor.pictures import StillFeed, all_views
 from radixkv_monitor.print_once import figures
 from radixkv_monitor.report import Latency, Phase, Report, collect
 from radixkv_monitor.report_charts import Series, Stretch, areas, band, lines
 from radixkv_monitor.state import State
-from radixkv_monitor.summary import pool
 from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 from radixkv_monitor.views import VIEWS
 from radixkv_monitor.views.requests import miss_sentence
@@ -35,10 +35,10 @@ PARTS = 240
 """The most parts of the span in a chart."""
 
 RATES = (
-    (("output_tokens", "decode"), ("prefill_tokens", "prefill"), ("cached_tokens", "cached")),
-    (("output_tokens", "decode"), ("computed_tokens", "computed"), ("cached_tokens", "cached")),
+    (("decode_tokens", "decode"), ("prefill_tokens", "prefill"), ("cached_tokens", "cached")),
+    (("output_tokens", "output"), ("computed_tokens", "computed"), ("cached_tokens", "cached")),
 )
-"""Counters of tokens, and their names. Older engines do not count prefill tokens."""
+"""Counters of tokens, and their names. Older engines do not count decode and prefill tokens."""
 
 Cells = Sequence[object]
 

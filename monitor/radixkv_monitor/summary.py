@@ -10,112 +10,13 @@ from radixkv.telemetry.protocol import CRASHED
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import history as counters
 from radixkv_monitor.formatting import clock, count, duration, plural, share
-from radixkv_monitor.history import MINUTE, LastMinute, evicted_per_second, last_minute, per_second, samples_since_start
-from radixkv_monitor.latency import Percentiles, latencies
+from radixkv_monitor.history import MINUTE, evicted_per_second, last_minute, per_second, samples_since_start
+from radixkv_monitor.latency import Percentiles, latencies, time_text
+from radixkv_monitor.occupancy import Host, Part, Pool, Process, States, host_of, pool, process_of, states
 from radixkv_monitor.state import Sample, State
 from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 
 Level = Literal["good", "idle", "warn", "bad"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a whole."""
-
-    part: float
-    whole: float
-
-    @property
-    def share(self) -> float | None:
-        """The share, 0 to 1; None if the whole is 0."""
-        return min(1.0, self.part / self.whole) if self.whole > 0 else None
-
-    @property
-    def counts(self) -> str:
-        """Both numbers."""
-        return f"{self.part:,.0f}/{self.whole:,.0f}"
-
-    def __str__(self) -> str:
-        return share(self.part, self.whole)
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Blocks by state; the four add up to `total`. Sequences hold the active ones, pins the pinned ones."""
-
-    free: int
-    active: int
-    cached: int
-    pinned: int
-
-    @property
-    def total(self) -> int:
-        """All blocks."""
-        return self.free + self.active + self.cached + self.pinned
-
-
-@dataclass(frozen=True, slots=True)
-class States:
-    """Recurrent states of a hybrid model: rows of open sequences, and slots of snapshots in the tree.
-
-    `evicted` counts snapshots evicted to make room, and `copies` the copies from slot to slot. `bytes` is the memory of
-    all slots. Copies and bytes are 0 if an older engine does not send them.
-    """
-
-    rows: Part
-    snapshots: Part
-    evicted: int
-    copies: int
-    bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.rows.counts} rows, {self.snapshots.counts} snapshots, {self.evicted:,} evicted"
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """The host tier. `blocks` counts the used blocks of all host blocks, and `bytes` is the memory of all.
-
-    `from_device`, `from_host` and `computed` divide the prompt tokens of the last minute. Rates are means over the last
-    ten seconds; None until a second was sampled. `evicted_blocks` were dropped to make room for others. `failed_minute`
-    counts failed copies to and from the host in the last minute.
-    """
-
-    blocks: Part
-    nodes: int
-    bytes: int
-    from_device: int
-    from_host: int
-    computed: int
-    offloaded_blocks: int
-    offloaded_per_second: float | None
-    loaded_tokens: int
-    loaded_per_second: float | None
-    evicted_blocks: int
-    failed_minute: int
-
-    @property
-    def sources(self) -> str:
-        """The sources of the prompt tokens of the last minute, in percent."""
-        whole = self.from_device + self.from_host + self.computed
-        device, host, computed = (share(part, whole) for part in (self.from_device, self.from_host, self.computed))
-        return f"{device} of the tokens from the device, {host} from the host, {computed} computed, in 1 min"
-
-    def __str__(self) -> str:
-        return f"{self.blocks.counts} blocks, {self.offloaded_blocks:,} offloaded, {self.loaded_tokens:,} tokens loaded"
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """The process of the engine: the mean share of a core over ten seconds, None until a second was sampled, and bytes.
-
-    `device_bytes` of `device_total_bytes` are reserved on the GPU; None on a CPU.
-    """
-
-    cpu_share: float | None
-    rss_bytes: int
-    device_bytes: int | None
-    device_total_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +27,10 @@ class Summary:
     A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss. Latencies are those of
     `latency_window`, the last minute or as much of it as the records cover; `itl_window` is that of the samples.
     Figures of the last minute include records from before the monitor attached; counters cover `watched` of its
-    seconds. Rates are means over ten seconds, and None until a second was sampled; `prefill_per_second` also if an
-    older engine does not count its tokens. `failed` requests exclude the `timed_out` ones. `states` is None for a
-    model without recurrent state, `host` for an engine without a host tier, and `process` for an older engine.
+    seconds. Rates are means over ten seconds, and None until a second was sampled; those of prefill and decode also if
+    an older engine does not count their tokens. `failed` requests exclude the `timed_out` ones, and `waiting` requests
+    the `preempted` ones. `states` is None for a model without recurrent state, `host` for an engine without a host
+    tier, and `itl` and `process` for an older engine.
     """
 
     pool: Pool
@@ -137,6 +39,7 @@ class Summary:
     hit_minute: Part
     hit_run: Part
     hit_lifetime: Part
+    ttft: Percentiles
     ttft_hit: Percentiles
     ttft_miss: Percentiles
     queue_time: Percentiles
@@ -147,6 +50,7 @@ class Summary:
     output_per_second: float | None
     computed_per_second: float | None
     prefill_per_second: float | None
+    decode_per_second: float | None
     cached_per_second: float | None
     seconds_per_step: float | None
     tokens_per_step: float | None
@@ -182,6 +86,9 @@ class Summary:
             del plain["host"]
         else:
             plain["host"]["blocks"]["share"] = self.host.blocks.share
+        for name in ("ttft", "ttft_hit", "ttft_miss", "queue_time", "itl", "e2e"):
+            times = getattr(self, name)
+            plain[name] = None if times is None else times.as_dict()
         for name in ("itl", "process"):
             if plain[name] is None:
                 del plain[name]
@@ -230,14 +137,16 @@ def summarise(state: State) -> Summary:
 
     evicting, telemetry = rate("cache.evicted_tokens"), rate("monitor_ns")
     recent = latencies(state, MINUTE)
+    preempted = sum(each.phase == "preempted" for each in state.live.values())
     seconds, steps, tokens = (_recent(history, name, now) for name in ("step_seconds", "steps", "step_tokens"))
     return Summary(
         pool=pool(stats, state.facts.num_blocks),
         states=states(stats),
-        host=_host(state, history, minute),
+        host=host_of(state, history, minute),
         hit_minute=Part(minute.cached_tokens, minute.prompt_tokens),
         hit_run=Part(_since(state.baseline, stats, "cached_tokens"), _since(state.baseline, stats, "prompt_tokens")),
         hit_lifetime=Part(total("cached_tokens"), total("prompt_tokens")),
+        ttft=recent.ttft.percentiles,
         ttft_hit=recent.ttft_hit.percentiles,
         ttft_miss=recent.ttft_miss.percentiles,
         queue_time=recent.queue_time.percentiles,
@@ -248,12 +157,13 @@ def summarise(state: State) -> Summary:
         output_per_second=rate("output_tokens"),
         computed_per_second=rate("computed_tokens"),
         prefill_per_second=rate("prefill_tokens") if "prefill_tokens" in stats else None,
+        decode_per_second=rate("decode_tokens") if "decode_tokens" in stats else None,
         cached_per_second=rate("cached_tokens"),
         seconds_per_step=seconds / steps if steps >= 1 else None,
         tokens_per_step=tokens / steps if steps >= 1 else None,
-        waiting=total("waiting"),
+        waiting=max(0, total("waiting") - preempted),
         running=total("running"),
-        preempted=sum(each.phase == "preempted" for each in state.live.values()),
+        preempted=preempted,
         finished=total("finished"),
         failed=max(0, total("failed") - total("timed_out")),
         failed_minute=minute.failed,
@@ -274,68 +184,7 @@ def summarise(state: State) -> Summary:
         differing_blocks=total("differing_blocks"),
         telemetry_share=_of_life(state, "monitor_ns") / 1e9 if telemetry is None else telemetry / 1e9,
         watched=minute.watched,
-        process=_process(stats, rate("process_cpu_seconds")),
-    )
-
-
-def _process(stats: Mapping[str, float], cpu_share: float | None) -> Process | None:
-    """Return the figures of the engine's process; None if they were not sent."""
-    if "process_rss_bytes" not in stats:
-        return None
-    used, whole = (stats.get(name) for name in ("device_memory_bytes", "device_memory_total_bytes"))
-    return Process(
-        cpu_share=cpu_share,
-        rss_bytes=int(stats["process_rss_bytes"]),
-        device_bytes=None if used is None else int(used),
-        device_total_bytes=None if whole is None else int(whole),
-    )
-
-
-def pool(stats: Mapping[str, float], num_blocks: int) -> Pool:
-    """Count the blocks by state, from the gauges; the rest is free."""
-    cached = min(num_blocks, int(stats.get("cache.cached_blocks", 0)))
-    held = min(num_blocks - cached, int(stats.get("cache.held_blocks", 0)))
-    pinned = min(held, int(stats.get("cache.pinned_blocks", 0)))
-    return Pool(free=num_blocks - cached - held, active=held - pinned, cached=cached, pinned=pinned)
-
-
-def states(stats: Mapping[str, float]) -> States | None:
-    """Count the slots of recurrent states; None for a model without recurrent state."""
-    if not stats.get("cache.state_rows"):
-        return None
-    rows, slots = (
-        Part(stats.get(f"cache.{name}_used", 0.0), stats.get(f"cache.{name}", 0.0))
-        for name in ("state_rows", "state_slots")
-    )
-    evicted, copies, memory = (
-        int(stats.get(name, 0)) for name in ("cache.evicted_states", "state_copies", "state_bytes")
-    )
-    return States(rows, slots, evicted, copies, memory)
-
-
-def _host(state: State, history: Sequence[Sample], minute: LastMinute) -> Host | None:
-    """Count the blocks of the host tier, and its traffic; None for an engine without one."""
-    stats, whole = state.stats, state.facts.host_blocks
-    if not whole:
-        return None
-
-    def total(name: str) -> int:
-        return int(stats.get(name, 0))
-
-    failed = (_recent(history, name, state.now) for name in ("failed_loads", "failed_offloads"))
-    return Host(
-        blocks=Part(whole - min(whole, total("cache.host_free_blocks")), whole),
-        nodes=total("cache.host_nodes"),
-        bytes=whole * state.facts.bytes_per_block,
-        from_device=round(minute.cached_tokens - minute.host_tokens),
-        from_host=round(minute.host_tokens),
-        computed=round(max(0.0, minute.prompt_tokens - minute.cached_tokens)),
-        offloaded_blocks=total("cache.offloaded_blocks"),
-        offloaded_per_second=per_second(state, history, "cache.offloaded_blocks"),
-        loaded_tokens=total("cache.loaded_tokens"),
-        loaded_per_second=per_second(state, history, "cache.loaded_tokens"),
-        evicted_blocks=total("cache.host_evicted_blocks"),
-        failed_minute=round(sum(failed)),
+        process=process_of(stats, rate("process_cpu_seconds")),
     )
 
 
@@ -428,22 +277,18 @@ def _warnings(summary: Summary, thresholds: Thresholds, until: str) -> Iterable[
 
 
 def _slow(summary: Summary, thresholds: Thresholds, until: str) -> Iterable[Reason]:
-    """List the percentiles that reach their threshold; of the TTFT of hits and of misses, the longer one."""
-    ttft = (summary.ttft_hit, summary.ttft_miss)
-    checks = (
-        ("ttft_p50", "TTFT p50", max((each.median or 0.0 for each in ttft), default=0.0)),
-        ("ttft_p90", "TTFT p90", max((each.p90 or 0.0 for each in ttft), default=0.0)),
-        ("ttft_p99", "TTFT p99", max((each.p99 or 0.0 for each in ttft), default=0.0)),
-        ("queue_time_p90", "queue time p90", summary.queue_time.p90),
-        ("itl_p50", "ITL p50", summary.itl.median if summary.itl is not None else None),
-        ("itl_p90", "ITL p90", summary.itl.p90 if summary.itl is not None else None),
-        ("itl_p99", "ITL p99", summary.itl.p99 if summary.itl is not None else None),
-    )
-    for name, title, seconds in checks:
-        limit: float | None = getattr(thresholds, name)
-        if limit is not None and seconds and seconds >= limit:
-            window = summary.itl_window if name.startswith("itl") else summary.latency_window
-            yield Reason(name, "warn", f"{title} {duration(seconds)}, {window}{until}")
+    """List the percentiles that reach their threshold."""
+    for kind, title, noun, times, window in (
+        ("ttft", "TTFT", "request", summary.ttft, summary.latency_window),
+        ("queue_time", "queue time", "request", summary.queue_time, summary.latency_window),
+        ("itl", "ITL", "token", summary.itl, summary.itl_window),
+    ):
+        values = () if times is None else (("p50", times.median), ("p90", times.p90), ("p99", times.p99))
+        for name, seconds in values:
+            limit: float | None = getattr(thresholds, f"{kind}_{name}", None)
+            if times is not None and limit is not None and seconds is not None and seconds >= limit:
+                scope = f"of {plural(times.count, noun)}, {window}{until}"
+                yield Reason(f"{kind}_{name}", "warn", f"{title} {name} {time_text(seconds)} {scope}")
 
 
 def _facts(summary: Summary, until: str) -> Iterable[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from textual.pilot import Pilot
 
-from radixkv.telemetry.records import Changes
+from radixkv.telemetry.records import PROCESS_NAMES, Changes
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.state import Sample
 from radixkv_monitor.views.overview import CARDS, OverviewView
@@ -23,6 +23,8 @@ STATS = {
     "prompt_tokens": 10_000.0,
     "cached_tokens": 9_300.0,
     "output_tokens": 2_500.0,
+    "decode_tokens": 2_460.0,
+    "prefill_tokens": 700.0,
     "finished": 41.0,
     "running": 3.0,
     "waiting": 1.0,
@@ -89,11 +91,14 @@ def test_all_numbers_are_on_screen(size: tuple[int, int]) -> None:
         "Hit rate  of prompt tokens, last 1 min",
         "93% 1 min  93% run  93% since load",
         "100%┤",
-        "TTFT hit     1  300 ms  300 ms  300 ms",
-        "TTFT miss    1   1.2 s   1.2 s   1.2 s",
-        "ITL          - not sent by this engine",
-        "42 decode  - prefill  155 cached",
-        "  42┤",
+        "TTFT hit      1 300 ms 300 ms 300 ms",
+        "TTFT miss     1  1.2 s  1.2 s  1.2 s",
+        "ITL           - not sent by this engine",
+        "1 min: number, p50, p90, p99",
+        "queue time    2 100 ms 100 ms 100 ms",
+        "41 decode  12 prefill  155 cached",
+        "- CPU and RSS: not sent by this engine",
+        "  41┤",
         "20 ms and  6 tokens per step, 1 min",
         "3 running  1 waiting  0 preempted",
         "41 finished  0 cancelled, 1 min",
@@ -110,7 +115,32 @@ def test_all_numbers_are_on_screen(size: tuple[int, int]) -> None:
 @SIZES
 def test_an_engine_that_has_done_nothing(size: tuple[int, int]) -> None:
     text, _ = drawn(Changes(time=1000.0, reset=True), size)
-    assert "Ready, no request yet" in text and "TTFT hit     0       -       -       -" in text
+    assert "Ready, no request yet" in text and "TTFT hit      0      -      -      -" in text
+
+
+def test_an_older_engine_counts_output_tokens_only() -> None:
+    stats = {name: value for name, value in STATS.items() if name not in ("decode_tokens", "prefill_tokens")}
+    history = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, stats))
+    text, _ = drawn(Changes(time=1000.0, reset=True, stats=stats), (80, 24), history)
+    assert "10 s; output, last 1 min" in text and "42 output  - prefill  155 cached" in text and "  42┤" in text
+    assert "decode" not in text
+
+
+@pytest.mark.parametrize(
+    ("stats", "words"),
+    [
+        ({"process_cpu_seconds": 90.0, "process_rss_bytes": 2.0**30}, "150% of a core, 10 s  1.0 GiB RSS"),
+        (
+            dict(zip(PROCESS_NAMES, (90.0, 2.0**30, 6 * 2.0**30, 24 * 2.0**30), strict=True)),
+            "6.0 GiB device memory of 24.0 GiB, 25%",
+        ),
+    ],
+)
+def test_the_process_of_the_engine(stats: dict[str, float], words: str) -> None:
+    history = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, STATS | stats))
+    text, _ = drawn(Changes(time=1000.0, reset=True, stats=STATS | stats), (160, 48), history)
+    assert words in text and "not sent by this engine" in text, "the ITL is still missing"
+    assert "CPU and RSS" not in text
 
 
 @SIZES
@@ -140,8 +170,8 @@ def test_where_there_is_no_room_for_cards_their_numbers_stay(size: tuple[int, in
     for words in (
         "Running: 93% of 10,000 prompt tokens from cache",
         "hits 93% 1 min  93% run  93% since load",
-        "TTFT hit     1  300 ms  300 ms",
-        "42 decode",
+        "TTFT hit      1 300 ms 300 ms",
+        "41 decode",
         "3 running  1 waiting  0 preempted",
         "evicted 8 tokens/s",
         "0 failed  0 timed out, 1 min",

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import ITL_NAMES, Changes
 from radixkv_monitor.latency import is_hit, percentile, percentiles
+from radixkv_monitor.occupancy import Part, pool
 from radixkv_monitor.print_once import to_text
 from radixkv_monitor.state import Sample, State, StateCopier
-from radixkv_monitor.summary import Part, pool, summarise, verdict
+from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.thresholds import Thresholds
 from radixkv_monitor.widgets.panel import columns, widths
 from tests.monitor.fake_feed import FACTS
@@ -165,7 +166,7 @@ def test_slow_percentiles_cross_their_thresholds() -> None:
     slow = Thresholds(ttft_p50=10.0, queue_time_p90=5.0, itl_p50=0.02, itl_p99=1.0, hit_rate=0.95, held=None)
     found = verdict(state, summary, slow)
     assert [each.name for each in found.reasons] == ["ttft_p50", "queue_time_p90", "itl_p99", "hit_rate"]
-    assert found.level == "warn" and "TTFT p50 10 s, 1 min" in found.sentence
+    assert found.level == "warn" and "TTFT p50 10 s of 1 request, 1 min" in found.sentence
 
 
 def test_the_process_is_described_if_it_was_sent() -> None:

@@ -13,8 +13,9 @@ from textual.containers import Grid
 from radixkv_monitor import history as counters
 from radixkv_monitor import theme
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
+from radixkv_monitor.occupancy import Host, Part, States
 from radixkv_monitor.state import State
-from radixkv_monitor.summary import Host, Part, States, Summary, summarise, verdict
+from radixkv_monitor.summary import Summary, summarise, verdict
 from radixkv_monitor.views import Table, View
 from radixkv_monitor.views.overview_cards import CARDS
 from radixkv_monitor.widgets.panel import Panel, stacked

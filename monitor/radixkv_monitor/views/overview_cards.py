@@ -11,9 +11,10 @@ from rich.text import Text
 
 from radixkv_monitor import history as counters
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
-from radixkv_monitor.latency import Percentiles
+from radixkv_monitor.latency import Percentiles, time_text
+from radixkv_monitor.occupancy import Process
 from radixkv_monitor.state import Sample, State
-from radixkv_monitor.summary import Process, Summary
+from radixkv_monitor.summary import Summary
 from radixkv_monitor.widgets.panel import Panel
 
 SPANS = ((60.0, "1 min"), (120.0, "2 min"), (300.0, "5 min"), (600.0, "10 min"))
@@ -63,10 +64,10 @@ def latency(panel: Panel, state: State, summary: Summary, history: Sequence[Samp
         ("TTFT hit", summary.ttft_hit),
         ("TTFT miss", summary.ttft_miss),
         ("ITL", summary.itl),
-        ("queue", summary.queue_time),
+        ("queue time", summary.queue_time),
         ("E2E", summary.e2e),
     )
-    lines = [panel.title("Latency", f"number, p50, p90, p99; {summary.latency_window}")]
+    lines = [panel.title("Latency", f"{summary.latency_window}: number, p50, p90, p99")]
     lines += [_percentiles(panel, name, times) for name, times in rows]
     if summary.itl is not None and summary.itl_window != summary.latency_window:
         lines[3].append(f" {summary.itl_window}", panel.style_of("dim"))
@@ -77,12 +78,12 @@ def latency(panel: Panel, state: State, summary: Summary, history: Sequence[Samp
 
 def _percentiles(panel: Panel, name: str, times: Percentiles | None) -> Text:
     """Write a row of the card; a dash for times that the engine does not send."""
-    line = Text(f"{name:<9}", panel.style_of("dim"), no_wrap=True, overflow="ellipsis")
+    line = Text(f"{name:<10}", panel.style_of("dim"), no_wrap=True, overflow="ellipsis")
     if times is None:
         return line.append("    - not sent by this engine", panel.style_of("dim"))
     line.append(f"{short(times.count):>5}", panel.style_of("dim"))
     for value in (times.median, times.p90, times.p99):
-        line.append(f" {duration(value):>7}", panel.style_of("strong"))
+        line.append(f" {time_text(value):>6}", panel.style_of("strong"))
     return line
 
 
@@ -95,18 +96,21 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
     """Tokens per second, and steps."""
     span, span_name = _span(state, history)
 
-    def decoded(points: int) -> Sequence[float | None]:
-        series = counters.series(history, "output_tokens", state.now, span, points)
+    counted = "decode_tokens" in state.stats  # by an older engine they are not, but its output tokens are
+    rate, name = (summary.decode_per_second, "decode") if counted else (summary.output_per_second, "output")
+
+    def produced(points: int) -> Sequence[float | None]:
+        series = counters.series(history, f"{name}_tokens", state.now, span, points)
         return [each * points / span for each in series]
 
     return [
-        panel.title("Tokens per second", f"10 s; decode, last {span_name}"),
+        panel.title("Tokens per second", f"10 s; {name}, last {span_name}"),
         panel.numbers(
-            (short(summary.output_per_second), "decode"),
+            (short(rate), name),
             (short(summary.prefill_per_second), "prefill"),
             (short(summary.cached_per_second), "cached"),
         ),
-        *panel.graph(decoded, _room(panel, 3), short),
+        *panel.graph(produced, _room(panel, 3), short),
         panel.numbers(
             (duration(summary.seconds_per_step), "and"),
             (short(summary.tokens_per_step), "tokens per step, 1 min"),
@@ -169,8 +173,7 @@ def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
         ),
         panel.numbers((count(summary.differing_blocks), audited), *telemetry),
     ]
-    if summary.process is not None:
-        lines.append(panel.numbers(*_process(summary.process)))
+    lines += [panel.numbers(*figures) for figures in _process(summary.process)]
     more = panel.numbers(
         (count(summary.failed), "failed"),
         (count(summary.timed_out), "timed out"),
@@ -179,15 +182,17 @@ def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
     return [*lines, more]
 
 
-def _process(process: Process) -> list[tuple[str, str]]:
-    """Name the CPU time and the memory of the engine's process."""
+def _process(process: Process | None) -> list[list[tuple[str, str]]]:
+    """Name the CPU time and the memory of the engine's process, and on a second line the memory of its device."""
+    if process is None:
+        return [[("-", "CPU and RSS: not sent by this engine")]]
     cpu = "-" if process.cpu_share is None else _percent(process.cpu_share)
-    figures = [(cpu, "of a core"), (size(process.rss_bytes), "RSS")]
+    lines = [[(cpu, "of a core, 10 s"), (size(process.rss_bytes), "RSS")]]
     if process.device_bytes is not None:
         whole = process.device_total_bytes
         part = f" of {size(whole)}, {share(process.device_bytes, whole)}" if whole else ""
-        figures.append((size(process.device_bytes), f"device{part}"))
-    return figures
+        lines.append([(size(process.device_bytes), f"device memory{part}")])
+    return lines
 
 
 CARDS: dict[str, Card] = {
