@@ -5,6 +5,7 @@ The app draws the state that Playback selects, and never waits for a feed.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -23,10 +24,12 @@ from textual.widgets import ContentSwitcher
 from textual.widgets._toast import Toast
 
 from radixkv import private_files
+from radixkv.telemetry.control import Outcome
 from radixkv.telemetry.discovery import FoundEngine
 from radixkv_monitor.alert_settings import AlertSettings
 from radixkv_monitor.alerts import Alerter
-from radixkv_monitor.dialogs import ExportScreen, HelpScreen, SafeCommandPalette, key_name
+from radixkv_monitor.control import CommandAsked, Question, can_control
+from radixkv_monitor.dialogs import ConfirmScreen, ExportScreen, HelpScreen, SafeCommandPalette, key_name
 from radixkv_monitor.engine_picker import EngineScreen
 from radixkv_monitor.feed import Feed
 from radixkv_monitor.feed_factory import feed_of_found
@@ -44,6 +47,8 @@ from radixkv_monitor.widgets.status_lines import Banner, BottomLine, TopLine
 LINK_KINDS = {"stale": "bad", "silent": "warn"}
 """The colour of the source's condition, where it is no plain one."""
 _PACKAGE = __name__.partition(".")[0]
+REPLY_NOTICE = 1.5
+"""The seconds without a reply after which a notification says that a command was sent."""
 SCRUB_STEP, SCRUB_LEAP = 5.0, 60.0
 """The seconds that the keys for the past move."""
 
@@ -84,7 +89,7 @@ class MonitorApp(App[None]):
 
     A `usage_meter` adds the monitor's own cost to the bottom line. A `frame_limiter` limits how often the app draws
     without a key press. `alerts` has the thresholds of the verdict and the reactions to a change of its level. Raises
-    OSError if the log of verdicts that it names cannot be opened.
+    OSError if the log of verdicts that it names cannot be opened. With `read_only` no commands are offered.
     """
 
     CSS_PATH = "app.tcss"
@@ -102,6 +107,7 @@ class MonitorApp(App[None]):
         frame_limiter: FrameLimiter | None = None,
         theme: Theme = DARK,
         alerts: AlertSettings | None = None,
+        read_only: bool = False,
     ) -> None:
         super().__init__()
         self.feed = feed
@@ -114,6 +120,7 @@ class MonitorApp(App[None]):
         )
         self.selection = Selection()
         self.shown: State | None = None
+        self.read_only = read_only
         self._usage_meter, self._frame_limiter = usage_meter, frame_limiter
         self._drawn: tuple[object, ...] = ()
         self._top = TopLine([(entry.name, entry.title) for entry in VIEWS])
@@ -169,17 +176,22 @@ class MonitorApp(App[None]):
         self._update_frame()
         if state is None:
             return
+        if self.read_only and state.control:
+            state = replace(state, control=False)
         if self._record_to is not None:
             path, self._record_to = self._record_to, None
             self._write(path, self.feed.record)
         moment = (state.line, state.tick, int(state.now), state.baseline)
-        key = (*moment, state.stale, state.frozen, state.end_reason, int(state.silence))
+        key = (*moment, state.stale, state.frozen, state.end_reason, int(state.silence), state.control)
         if key != self._drawn:
+            commands_changed = can_control(state) != can_control(self.shown)
             self._drawn, self.shown = key, state
             if self._frame_limiter is not None:
                 self._frame_limiter.drawn()
             if self.view is not None:
                 self.view.update(state)
+            if commands_changed:
+                self.screen_stack[0].refresh_bindings()
 
     def _update_frame(self) -> None:
         """Update the status lines around the view, and their style."""
@@ -233,6 +245,37 @@ class MonitorApp(App[None]):
         self.selection = replace(self.selection, **{message.kind: message.number})
         if message.show:
             await self.action_show(message.home)
+
+    # ---- commands to the engine
+
+    @on(CommandAsked)
+    def confirm(self, message: CommandAsked) -> None:
+        """Ask before a command is sent."""
+        asked = message.question
+        self.push_screen(ConfirmScreen(asked.title, asked.consequences), partial(self._confirmed, self.feed, asked))
+
+    def _confirmed(self, feed: Feed, asked: Question, answer: bool | None) -> None:
+        if not answer:
+            return
+        if feed is not self.feed or not can_control(self.playback.state_to_draw()) or self.read_only:
+            self._report(Outcome(False, "the screen no longer shows the present state of that engine"))
+        else:
+            self.run_worker(self._send(feed, asked), exit_on_error=False)
+
+    async def _send(self, feed: Feed, asked: Question) -> None:
+        """Send a command, and show the engine's reply. It may come after a long step."""
+        reply = asyncio.wrap_future(feed.command(asked.verb, asked.number, asked.engine))
+        done, _ = await asyncio.wait((reply,), timeout=REPLY_NOTICE)
+        if not done:
+            self.notify("The engine executes commands between two steps.", title="Sent", markup=False)
+        self._report(await reply)
+
+    def _report(self, outcome: Outcome) -> None:
+        text = f"{outcome.text[:1].upper()}{outcome.text[1:]}."
+        if outcome.done:
+            self.notify(text, title="Done", markup=False)
+        else:
+            self.notify(text, title="Not done", severity="warning", markup=False)
 
     # ---- the source
 
@@ -428,6 +471,7 @@ def _shown_bindings(view: View) -> Iterable[Binding]:
     for widget in (view, *view.query("*").exclude("FilterInput")):
         kinds = [kind for kind in type(widget).__mro__ if kind.__module__.startswith(_PACKAGE)]
         for binding in Binding.make_bindings(chain.from_iterable(vars(kind).get("BINDINGS", ()) for kind in kinds)):
-            if binding.key not in known and binding.description:
+            offered = not binding.action.startswith("control(") or view.check_action("control", ())
+            if binding.key not in known and binding.description and offered:
                 known.add(binding.key)
                 yield binding

@@ -178,6 +178,7 @@ def _draw(arguments: argparse.Namespace) -> int:
         frame_limiter=FrameLimiter(),
         theme=LIGHT if arguments.theme == "light" else DARK,
         alerts=_alert_settings(arguments),
+        read_only=arguments.read_only,
     )
     app.run()
     return app.return_code or OK

@@ -74,7 +74,7 @@ class HelpScreen(TextScreen):
     def _text(self) -> Content:
         parts = [
             Content.styled("radixkv-monitor", "bold $primary"),
-            Content("  shows a running engine and changes nothing in it.\n"),
+            Content("  shows a running engine. Only an engine with monitor='rw' executes commands.\n"),
         ]
         for title, bindings in self._sections:
             parts.append(Content.styled(f"\n{title}\n", "bold"))
@@ -114,6 +114,41 @@ class ExportScreen(ModalScreen[str | None]):
         parts += [
             Content.assemble((f"{key:>5}  ", "bold $accent"), Content.from_markup(text), "\n") for key, text in lines
         ]
+        return Content("").join(parts)
+
+
+class ConfirmScreen(ModalScreen[bool]):
+    """Ask for the confirmation of a command, with its consequences; every key but `y` declines."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "Yes"),
+        Binding("n,escape,q,enter", "answer(False)", "No"),
+        Binding("down,j", "scroll(1)", "down", show=False),
+        Binding("up,k", "scroll(-1)", "up", show=False),
+    ]
+
+    def __init__(self, title: str, consequences: Sequence[str]) -> None:
+        super().__init__()
+        self._question, self._consequences = title, consequences
+
+    def compose(self) -> ComposeResult:
+        """Lay out the question."""
+        with VerticalScroll(id="dialog"):
+            yield Static(self._text(), markup=False)
+
+    def action_answer(self, answer: bool) -> None:
+        """Close with this answer."""
+        self.dismiss(answer)
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll by `lines`."""
+        self.query_one("#dialog").scroll_relative(y=lines, animate=False)
+
+    def _text(self) -> Content:
+        parts = [Content.styled(f"{self._question}\n\n", "bold $error")]
+        parts += [Content(f"{each}\n") for each in self._consequences if each]
+        for key, text in (("y", "[@click=screen.answer(True)]yes[/]"), ("n esc", "[@click=screen.answer(False)]no[/]")):
+            parts.append(Content.assemble((f"\n{key:>5}  ", "bold $accent"), Content.from_markup(text)))
         return Content("").join(parts)
 
 

@@ -9,11 +9,13 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Literal
 
+from radixkv.telemetry.control import Outcome
 from radixkv_monitor.recording_writer import LiveRecording, save
 from radixkv_monitor.state import State, age_time
 from radixkv_monitor.state_builder import PastStates, StateBuilder
@@ -133,6 +135,12 @@ class Feed(ABC):
 
     def stop_recording(self) -> None:  # noqa: B027  (most feeds of tests cannot record, and need not stop it)
         """Close the recording, if there is one."""
+
+    def command(self, verb: str, number: int, engine: str) -> Future[Outcome]:
+        """Send a command to the engine of this name; the future gets the outcome, and never an error."""
+        refused: Future[Outcome] = Future()
+        refused.set_result(Outcome(False, f"{self.title} takes no commands"))
+        return refused
 
     def save(self, path: Path) -> int:
         """Write the whole history to a file; return the number of frames. Raises OSError and ValueError likewise."""

@@ -8,16 +8,20 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
 from radixkv.errors import RadixKVError
+from radixkv.telemetry.control import Outcome
 from radixkv.telemetry.protocol import WRONG_TOKEN, Decoder, Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.records import Changes, EngineFacts
+from radixkv_monitor.command_channel import CommandChannel
 from radixkv_monitor.feed import Link, Status, ThreadFeed, Traffic
 from radixkv_monitor.formatting import duration
+from radixkv_monitor.state import State
 
 _log = logging.getLogger(__name__)
 
@@ -57,12 +61,23 @@ class SocketFeed(ThreadFeed):
         self._jitter = random.Random(seed)
         self._failures = 0
         self._frames = self._bytes = 0
+        self._channel = CommandChannel()
         self._status = Status("connecting", clock())
 
     @property
     def traffic(self) -> Traffic:
         """The frames and bytes received so far."""
         return Traffic(self._frames, self._bytes)
+
+    @property
+    def current(self) -> State | None:
+        """The newest state, and whether the engine executes commands now."""
+        state = super().current
+        return state if state is None else replace(state, control=self._channel.allows(state.facts.engine))
+
+    def command(self, verb: str, number: int, engine: str) -> Future[Outcome]:
+        """Send a command, if the engine of this name is connected and takes commands."""
+        return self._channel.send(verb, number, engine)
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -79,7 +94,11 @@ class SocketFeed(ThreadFeed):
             with self._connect() as connection:
                 connection.settimeout(_POLL)
                 self.peer = _socket_name(connection)
-                return self._read(connection)
+                self._channel.open(connection)
+                try:
+                    return self._read(connection)
+                finally:
+                    self._channel.close()
         except (OSError, RadixKVError) as error:
             _log.info("no connection: %s", error)
             return _reason(error)
@@ -102,7 +121,7 @@ class SocketFeed(ThreadFeed):
                 return self.builder.end_reason or "the engine closed the connection"
             last_received = self._ticks()
             self._bytes += len(data)
-            self._take(list(decoder.feed(data)))
+            self._take(self._channel.take(decoder.feed(data)))
         return "closed"
 
     def _note_silence(self, silence: float) -> None:

@@ -33,7 +33,8 @@ def parser() -> argparse.ArgumentParser:
         prog="radixkv-monitor",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Show a running engine: its radix tree and block pool, requests, hits, misses and evictions.",
-        epilog="Without a target, attach to the engine on this machine, or ask which one. The engine is not changed."
+        epilog="Without a target, attach to the engine on this machine, or ask which one. Commands change an engine "
+        "only if it was loaded with monitor='rw', and after a confirmation."
         f"\n\nexit status:\n{statuses}",
     )
     for add in (_add_sources, _add_screen, _add_summary, _add_report, _add_alerts, _add_others):
@@ -61,6 +62,9 @@ def _add_screen(made: argparse.ArgumentParser) -> None:
     group.add_argument("--record", metavar="FILE", type=Path, help="record to a new file from the first state on")
     group.add_argument("--view", choices=VIEW_NAMES, default="overview", help="the view to start with")
     group.add_argument("--sort", metavar="NAME", help="sort the views by this column or order")
+    group.add_argument(
+        "--read-only", action="store_true", help="offer no commands, also for an engine with monitor='rw'"
+    )
     group.add_argument("--theme", choices=("dark", "light"), default="dark", help="the theme to start with")
 
 

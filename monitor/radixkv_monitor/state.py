@@ -60,7 +60,8 @@ class State:
     or looks at the past. `baseline`: the sample that deltas are counted from, if the user set one. `end_reason`: why
     the engine ended, on the last state of a recording. `received`: the time at which the engine sent the newest frame.
     It is later than `time` while a long step runs, because the engine's thread reports between steps. `silence`: the
-    seconds for which a connected engine has sent nothing; 0 unless it is silent.
+    seconds for which a connected engine has sent nothing; 0 unless it is silent. `control`: the engine executes the
+    commands of this monitor.
     """
 
     line: int
@@ -84,6 +85,7 @@ class State:
     end_reason: str = ""
     received: float = 0.0
     silence: float = 0.0
+    control: bool = False
 
     def __repr__(self) -> str:
         """Return a short text: a state may hold a hundred thousand records, and a traceback would show them all."""

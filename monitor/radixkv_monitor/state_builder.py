@@ -94,6 +94,7 @@ class StateBuilder:
         if self.facts is None or self.facts.engine != facts.engine:
             self.engines += 1
             self._baseline = None
+        facts = replace(facts, control=False)  # it is a fact of the connection, not of recordings
         self.facts, self.end_reason, self._pages, self._whole = facts, None, [], False
         self._copier = StateCopier(facts, next(_lines))
 

@@ -47,7 +47,10 @@ def bound(bindings: Iterable[BindingType]) -> set[str]:
         ("## Keys", [*KEYS, Binding("ctrl+p", "command_palette")]),
         ("### 2 Tree", [*FilteredView.BINDINGS, *TreeView.BINDINGS, *FlatTree.BINDINGS]),
         ("### 3 Pool", [*PoolView.BINDINGS, *HeatMap.BINDINGS]),
-        ("### 4 Sessions, 5 Evictions, 6 Requests", [*FilteredView.BINDINGS, *TableView.BINDINGS, *RowTable.BINDINGS]),
+        (
+            "### 4 Sessions, 5 Evictions, 6 Requests",
+            [*FilteredView.BINDINGS, *TableView.BINDINGS, *RequestsView.BINDINGS, *RowTable.BINDINGS],
+        ),
     ],
 )
 def test_every_key_is_in_the_manual_once(heading: str, bindings: list[BindingType]) -> None:
@@ -55,8 +58,9 @@ def test_every_key_is_in_the_manual_once(heading: str, bindings: list[BindingTyp
 
 
 def test_the_lists_have_the_keys_of_lists_and_no_others() -> None:
-    for view in (SessionsView, EvictionsView, RequestsView):
+    for view in (SessionsView, EvictionsView):
         assert view.BINDINGS is TableView.BINDINGS
+    assert bound(RequestsView.BINDINGS) == {"x"}
 
 
 def test_every_option_is_in_the_manual() -> None:

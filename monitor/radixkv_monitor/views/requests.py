@@ -6,9 +6,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from textual.binding import Binding, BindingType
 from textual.content import Content
 
 from radixkv.telemetry.records import RequestRecord
+from radixkv_monitor import control
+from radixkv_monitor.control import ControlledView, Question
 from radixkv_monitor.formatting import duration, plural, share
 from radixkv_monitor.state import State
 from radixkv_monitor.views import RequestSelected, Selection
@@ -103,8 +106,12 @@ def _computed(row: RequestRow, width: int) -> Cell:
     return [(f"{request.computed_tokens:,}", "plain"), *again]
 
 
-class RequestsView(TableView[RequestRow]):
+class RequestsView(ControlledView, TableView[RequestRow]):
     """Requests that run, wait, or ended recently."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("x", "control('cancel')", "Cancel", tooltip="cancel the request"),
+    ]
 
     title = "requests"
     empty = "no request yet"
@@ -158,6 +165,19 @@ class RequestsView(TableView[RequestRow]):
     def selected(self, selection: Selection) -> Hashable:
         """Return the number of the selected request."""
         return selection.request
+
+    @property
+    def controlled_state(self) -> State | None:
+        """The state that is on screen."""
+        return self._state
+
+    def question(self, verb: str) -> Question | None:
+        """Return the question for cancelling the request under the cursor."""
+        row: RequestRow | None = self.table.cursor
+        if self._state is None or row is None:
+            return None
+        number = row.request.number
+        return control.cancel(self._state, self._state.live.get(number) or self._state.ended.get(number) or row.request)
 
     def on_row_table_moved(self, event: RowTable.Moved) -> None:
         """Post the request under the cursor to other views."""

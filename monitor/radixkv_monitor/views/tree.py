@@ -13,8 +13,9 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.widgets import Static
 
-from radixkv_monitor import detail, node_filter
+from radixkv_monitor import control, detail, node_filter
 from radixkv_monitor.block_map import block_at, count_blocks
+from radixkv_monitor.control import ControlledView, Question
 from radixkv_monitor.detail import Detail
 from radixkv_monitor.formatting import plural
 from radixkv_monitor.session_tracker import SessionTracker
@@ -38,7 +39,7 @@ LOW = 14
 """The height from which there is room for it below."""
 
 
-class TreeView(FilteredView):
+class TreeView(ControlledView, FilteredView):
     """The radix tree. O(changes) an update, and O(rows) if rows moved."""
 
     DEFAULT_CSS = """
@@ -57,6 +58,10 @@ class TreeView(FilteredView):
         Binding("s", "sort(1)", "Sort"),
         Binding("S", "sort(-1)", "Previous order", show=False),
         Binding("f", "follow", "Follow"),
+        Binding("p", "control('pin')", "Pin", tooltip="pin the text up to the node"),
+        Binding("u", "control('unpin')", "Unpin", tooltip="release the pins at the node"),
+        Binding("d", "control('demote')", "Demote", tooltip="evict the node before others"),
+        Binding("x", "control('clear')", "Clear", tooltip="clear the namespace"),
         Binding("n", "step(1)", "Next", show=False),
         Binding("N", "step(-1)", "Previous", show=False),
     ]
@@ -214,6 +219,21 @@ class TreeView(FilteredView):
     def export(self) -> Table:
         """Return the shown rows, as they are sorted."""
         return Table("tree", [_facts(branch) for branch in self.rows.rows])
+
+    # ---- commands
+
+    @property
+    def controlled_state(self) -> State | None:
+        """The state that is on screen."""
+        return self._state
+
+    def question(self, verb: str) -> Question | None:
+        """Return the question for a command to the node under the cursor."""
+        branch = self.lines.cursor
+        if self._state is None or branch is None:
+            return None
+        ask = {"pin": control.pin, "unpin": control.unpin, "demote": control.demote, "clear": control.clear}[verb]
+        return ask(self._state, self._state.nodes.get(branch.node.id, branch.node))
 
     # ---- keys
 
