@@ -24,8 +24,10 @@ from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv_monitor import engine_picker
 from radixkv_monitor.app import MonitorApp
-from radixkv_monitor.engine_picker import EnginePicker
+from radixkv_monitor.engine_picker import EngineList, EnginePicker
 from radixkv_monitor.feed import Feed, Status, Traffic
+from radixkv_monitor.feed_factory import describe
+from radixkv_monitor.live import STOPPED
 from radixkv_monitor.pictures import settle
 from radixkv_monitor.recording_writer import save
 from radixkv_monitor.replay import FileFeed
@@ -230,6 +232,37 @@ def test_an_engine_that_is_gone(looks: Looks, size: tuple[int, int]) -> None:
     feed = Moment()
     feed.link = Status("stale", BEGAN + SECONDS, "the engine closed the connection; next attempt in 2.0 s")
     looks(watching("overview", feed), size)
+
+
+@pytest.mark.long
+@pictured
+@SIZES
+def test_an_engine_without_news(looks: Looks, size: tuple[int, int]) -> None:
+    feed = Moment()
+    sentence = f"No news for 7 s: {STOPPED}"
+    feed.link = Status("silent", BEGAN + SECONDS, sentence, 7.0)
+    looks(watching("overview", feed), size)
+
+
+@pytest.mark.long
+@pictured
+@SIZES
+def test_a_list_of_engines_over_a_view(looks: Looks, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    running = [FoundEngine("e1", 4712, None, BEGAN - 7200, "tiny", "0.1.0", "cpu", "/run/4712.sock")]
+    monkeypatch.setattr(engine_picker, "engines", lambda: running)
+    monkeypatch.setattr(engine_picker, "describe", lambda found, now: describe(found, BEGAN))
+
+    async def listed(pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: len(pilot.app.screen.query_one(EngineList).options) == 2)
+
+    looks(watching("tree"), size, "g", more=listed)
+
+
+@pytest.mark.long
+@pictured
+@SIZES
+def test_texts_in_full(looks: Looks, size: tuple[int, int]) -> None:
+    looks(watching("requests"), size, "i")
 
 
 @pytest.mark.long
