@@ -47,7 +47,7 @@ WARM_S = 3.0
 APART = 0.05  # seconds between two frames
 BARS = {"cpu_percent": 20.0, "rss_mib": 100.0, "start_cpu_s": 0.7}
 PICTURES = {
-    "overview": b"lifetime", "tree": b"next victim", "pool": b"blocks,", "sessions": b"from cache",
+    "overview": b"since load", "tree": b"next victim", "pool": b"blocks,", "sessions": b"from cache",
     "evictions": b"regretted", "requests": b"waterfall:",
 }  # fmt: skip
 """Text in the first frame of each view."""

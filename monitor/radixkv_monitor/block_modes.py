@@ -20,7 +20,6 @@ from radixkv_monitor.theme import Shade
 
 Levels = npt.NDArray[np.uint8]
 
-AGE_LIMITS = (10.0, 60.0, 600.0, 3600.0)
 REFERENCE_LIMITS = (2, 3, 5, 9)
 MOST_PINS = 2**31
 """The most pins that are counted on a node, so that sums fit; no engine has as many."""
@@ -36,9 +35,10 @@ class LegendEntry:
 
 @dataclass(frozen=True, slots=True)
 class ColourMode:
-    """One way to colour blocks: a level for each, and the legend of the levels."""
+    """One way to colour blocks: a level for each, and the legend of the levels. `title` is its name on the screen."""
 
     name: str
+    title: str
     levels: Callable[[Blocks], Levels]
     legend: Callable[[Blocks], tuple[LegendEntry, ...]]
 
@@ -167,7 +167,7 @@ def _age_levels(blocks: Blocks) -> Levels:
     state = blocks.state
     assert state is not None
     used = blocks.per_slot(lambda owner: state.nodes[owner].used if is_node(owner) else state.now, state.now)
-    levels = (2 + np.digitize(state.now - used, AGE_LIMITS)).astype(np.uint8)[blocks.map.tip]
+    levels = (2 + np.digitize(state.now - used, theme.AGE_LIMITS)).astype(np.uint8)[blocks.map.tip]
     levels[blocks.map.holding > 0] = 1
     levels[blocks.map.owners == 0] = 0
     return levels
@@ -178,7 +178,7 @@ _AGES = (
     LegendEntry("held now", theme.ACTIVE),
     *(
         LegendEntry(name, shade)
-        for name, shade in zip(("< 10 s", "< 1 min", "< 10 min", "< 1 h", "older"), theme.AGES, strict=True)
+        for name, shade in zip(("< 10 s", "10 s-1 min", "1-10 min", "10 min-1 h", "> 1 h"), theme.AGES, strict=True)
     ),
 )
 
@@ -196,7 +196,7 @@ _REFERENCES = (
     LegendEntry("no reader", theme.UNKNOWN),
     *(
         LegendEntry(name, shade)
-        for name, shade in zip(("1 reader", "2", "3-4", "5-8", "9 or more"), theme.REFERENCES, strict=True)
+        for name, shade in zip(("1 reader", "2 readers", "3-4", "5-8", "9 or more"), theme.REFERENCES, strict=True)
     ),
 )
 
@@ -243,10 +243,10 @@ def _session_legend(blocks: Blocks) -> tuple[LegendEntry, ...]:
 
 
 MODES = (
-    ColourMode("state", _state_levels, lambda _: _STATES),
-    ColourMode("age", _age_levels, lambda _: _AGES),
-    ColourMode("references", _reference_levels, lambda _: _REFERENCES),
-    ColourMode("session", _session_levels, _session_legend),
+    ColourMode("state", "state", _state_levels, lambda _: _STATES),
+    ColourMode("age", "idle time", _age_levels, lambda _: _AGES),
+    ColourMode("references", "readers", _reference_levels, lambda _: _REFERENCES),
+    ColourMode("session", "session", _session_levels, _session_legend),
 )
 
 
@@ -254,6 +254,7 @@ HOST_STATE_NAMES = ("free", "on the host")
 """Indexed by the first two states of block_map; blocks of host memory have no others."""
 HOST_LEGEND = (LegendEntry(HOST_STATE_NAMES[1], theme.HOST),)
 _HOST_STATE = ColourMode(
+    "state",
     "state",
     lambda blocks: (blocks.map.owners > 0).astype(np.uint8),
     lambda _: (LegendEntry("free", theme.FREE), *HOST_LEGEND),

@@ -28,6 +28,8 @@ WORDS = (
     ("host", "host memory: blocks that leave the pool are offloaded there, and loaded when needed again"),
     ("● ○ ◆ ▽ □", "nodes held by a sequence, not held, held by a pin, marked as done, on the host"),
     ("hit rate", "cached share of all prompt tokens; a request counts when it is admitted"),
+    ("share", "tokens of a node and its descendants, of all tokens in the tree"),
+    ("idle", "the time since the last use of a node, or of the node that owns a block"),
     ("reused", "requests whose cached prefix includes a node, since the node is cached"),
     ("ended here", "requests whose cached prefix ended at a node; a removed last child leaves them to its parent"),
     ("hit, miss", "at least half of the prompt was cached, or less"),

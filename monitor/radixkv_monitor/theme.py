@@ -129,6 +129,8 @@ AGES = (
     Shade("#5a5fb0", "#414487", "▁"),
 )
 """Youngest first; the younger, the higher the sign."""
+AGE_LIMITS = (10.0, 60.0, 600.0, 3600.0)
+"""The seconds from which each age but the youngest counts."""
 
 REFERENCES = (
     Shade("#2f86a0", "#2a788e", "1"),

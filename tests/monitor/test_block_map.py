@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
-from radixkv_monitor import block_modes
+from radixkv_monitor import block_modes, theme
 from radixkv_monitor.block_map import (
     ACTIVE,
     CACHED,
@@ -111,7 +111,7 @@ def test_ages_count_from_the_last_use_of_the_tip(steps: list[tuple[str, int]], l
         owners, shown = blocks.map.all_owners(block), blocks.map.states()[block]
         if shown in (FREE, CACHED):
             age = 0 if shown == FREE else state.now - state.nodes[owners[0]].used
-            assert level == (0 if shown == FREE else 2 + sum(age >= limit for limit in block_modes.AGE_LIMITS))
+            assert level == (0 if shown == FREE else 2 + sum(age >= limit for limit in theme.AGE_LIMITS))
         else:
             assert level == 1
 

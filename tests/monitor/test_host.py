@@ -131,7 +131,7 @@ def test_nodes_on_the_host_have_a_sign_of_their_own(size: tuple[int, int]) -> No
 
     async def script(pilot: Pilot[None]) -> None:
         lines = screen(pilot.app)
-        assert "5 nodes in 1 namespace · 3 on the host · by recency" in lines[0]
+        assert "5 nodes in 1 namespace · 3 on the host · 220 tokens · by recency" in lines[0]
         assert any("team  5 nodes, 3 □" in line for line in lines)
         assert [line.split("-")[0].split()[-2:] for line in lines if "□" in line][1:] == [
             ["□", "80"], ["□", "144"], ["□", "40"],
@@ -207,7 +207,7 @@ def test_the_host_has_a_map_with_a_scale_of_its_own(size: tuple[int, int]) -> No
         await pilot.press("n", "n", "n")
         assert view.block == 30 and view.device.block == 0
         await pilot.press("c")
-        assert "· by age ·" in text(view, "#host-headline")
+        assert "· by idle time ·" in text(view, "#host-headline")
         assert {row["residence"] for row in view.export().rows} == {"device", "host"}
         assert len(view.export().rows) == 64 + 40
         view.sort_by("references")

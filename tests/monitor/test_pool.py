@@ -131,7 +131,7 @@ def test_n_goes_to_the_next_owner_and_enter_shows_its_node(size: tuple[int, int]
 def test_c_and_s_go_through_the_modes(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
         for mode in MODES:
-            assert f"by {mode.name}" in text(view, ".headline")
+            assert f"by {mode.title}" in text(view, ".headline")
             await pilot.press("c")
         await pilot.press("C")
         assert "by session" in text(view, ".headline") and "session 8 4" in text(view, ".legend")
@@ -322,6 +322,30 @@ def test_without_colours_the_map_zooms_from_one_block_a_sign_to_all_in_view(monk
         assert view.map.per == fitting and view.map.signs
 
     run(script, small(5000))
+
+
+def test_the_description_of_a_block_scrolls() -> None:
+    async def script(pilot: Pilot[None], view: PoolView) -> None:
+        pane = view.query_one(DetailPane)
+        await pilot.press("end", "left", "home")
+        assert pane.max_scroll_y > 0
+        await pilot.press("J")
+        assert pane.scroll_y == 1
+        await pilot.press("K")
+        assert pane.scroll_y == 0
+
+    shown = small()
+    run(script, replace(shown, facts=replace(shown.facts, host_blocks=8)))
+
+
+def test_legends_have_the_bounds_of_their_levels() -> None:
+    async def script(pilot: Pilot[None], view: PoolView) -> None:
+        view.sort_by("age")
+        for name in ("held now", "< 10 s", "10 s-1 min", "1-10 min", "10 min-1 h", "> 1 h"):
+            assert f" {name} " in text(view, ".legend"), name
+        assert "by idle time" in text(view, ".headline")
+
+    run(script, small())
 
 
 def test_half_cells_with_one_state_show_its_sign() -> None:

@@ -134,7 +134,7 @@ def test_a_large_pool_shows_its_progress_and_then_its_blocks() -> None:
         view.select(Selection(node=999))
         assert read_all(view) > 3
         await pilot.pause()
-        assert "400 blocks, 50% in use · by age" in headline(view) and "node 999 is highlighted" in headline(view)
+        assert "400 blocks, 50% in use · by idle time" in headline(view) and "node 999 is highlighted" in headline(view)
         assert view.block == 399 and int((view.blocks.map.owners > 0).sum()) == COUNT + 1
 
     run(view, script)

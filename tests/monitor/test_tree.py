@@ -395,6 +395,53 @@ def test_a_block_has_the_reuse_of_its_node() -> None:
     assert facts["reused"] == "by 20 requests" and facts["ended here"] == "1 request"
 
 
+# ---- texts that are longer than their place
+
+
+@pytest.mark.parametrize("size", [(80, 24), (50, 24), (80, 12), (160, 30)], ids=lambda size: f"{size[0]}x{size[1]}")
+def test_a_long_headline_takes_two_lines_where_there_is_room(size: tuple[int, int]) -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        lines = screen(pilot.app)
+        expected = headline(view)
+        assert expected.endswith("next victim: node 4 (2 blocks, marked as done)")
+        if size in ((80, 24), (50, 24)):
+            folded = next(number for number, line in enumerate(lines) if "prefix" in line)
+            assert folded == (2 if size[0] == 80 else 3)
+            assert " ".join(line.strip() for line in lines[:folded]) == expected
+        else:
+            assert "prefix" in lines[1] and (lines[0].strip() == expected or lines[0].endswith("…"))
+        await pilot.resize_terminal(200, 24)
+        await pilot.pause()
+        assert screen(pilot.app)[0].strip() == expected and "prefix" in screen(pilot.app)[1]
+
+    run(script, small(), size)
+
+
+def test_a_description_that_is_cut_scrolls_and_starts_over_for_another_node() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        pane = view.query_one(DetailPane)
+        await pilot.press("down")
+        assert "begins with" not in "\n".join(screen(pilot.app)) and pane.max_scroll_y > 0
+        await pilot.press(*["J"] * pane.max_scroll_y)
+        assert "begins with" in "\n".join(screen(pilot.app)), "the last line can be read"
+        await pilot.press("K")
+        assert pane.scroll_y == pane.max_scroll_y - 1
+        await pilot.press("J", "up")
+        await pilot.pause()
+        assert pane.scroll_y == 0
+
+    run(script, small())
+
+
+def test_shares_are_those_of_the_tokens_in_the_headline() -> None:
+    async def script(pilot: Pilot[None], view: TreeView) -> None:
+        assert "672 tokens" in headline(view)
+        rows = {row.split()[-2]: row.split()[-1] for row in screen(pilot.app)[3:10] if "%" in row}
+        assert rows.keys() >= {"95%", "16%", "74%", "5%", "1%"} and rows["95%"] == "████▊"
+
+    run(script, small())
+
+
 # ---- accounts
 
 

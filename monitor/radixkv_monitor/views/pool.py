@@ -24,7 +24,7 @@ from radixkv_monitor.slices import LARGE, SlicedWork
 from radixkv_monitor.state import State
 from radixkv_monitor.views import BlockSelected, HostBlockSelected, NodeSelected, Selection, Table, View
 from radixkv_monitor.widgets.block_pane import BlockPane
-from radixkv_monitor.widgets.detail_pane import DetailPane
+from radixkv_monitor.widgets.detail_pane import DETAIL_KEYS, DetailPane, Headline
 from radixkv_monitor.widgets.heat_map import HeatMap
 
 WIDE, LOW = 120, 14
@@ -42,13 +42,12 @@ class PoolView(View):
 
     DEFAULT_CSS = """
     PoolView { layout: vertical; }
-    PoolView .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
     PoolView > .legend { height: auto; max-height: 2; padding: 0 1; }
     PoolView > Container { height: 1fr; layout: vertical; }
     PoolView Vertical { height: 1fr; }
     PoolView #device { height: 2fr; }
-    PoolView .host { display: none; }
-    PoolView.-host .host { display: block; }
+    PoolView #host, PoolView #host-headline { display: none; }
+    PoolView.-host #host, PoolView.-host #host-headline { display: block; }
     PoolView DetailPane { height: 6; border-top: solid $panel; }
     PoolView.-low DetailPane, PoolView.-low #host { display: none; }
     PoolView.-wide > Container { layout: horizontal; }
@@ -66,12 +65,12 @@ class PoolView(View):
         Binding("n", "run(1)", "Next owner", show=False),
         Binding("N", "run(-1)", "Previous owner", show=False),
         Binding("tab", "app.focus_next", "Other map, with a host tier", show=False),
+        *DETAIL_KEYS,
     ]
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.device, self.host = BlockPane("device", id="device"), BlockPane("host", id="host")
-        self.host.add_class("host")
         self.mode = 0
         self._node: int | None = None
         self._wanted: Selection | None = None  # what to show after loading
@@ -81,12 +80,12 @@ class PoolView(View):
 
     def compose(self) -> ComposeResult:
         """Lay out headline, legend, maps and description."""
-        yield Static("", classes="headline", id="device-headline", markup=False)
+        yield Headline(id="device-headline")
         yield Static("", classes="legend", markup=False)
         with Container():
             with Vertical():
                 yield self.device
-                yield Static("", classes="headline host", id="host-headline", markup=False)
+                yield Headline(id="host-headline")
                 yield self.host
             yield DetailPane()
 
@@ -198,7 +197,7 @@ class PoolView(View):
         return [self.host.blocks.map.num_blocks - counts[0]]
 
     def _show_headline(self, tier: str, text: str) -> None:
-        self.query_one(f"#{tier}-headline", Static).update(text, layout=False)
+        self.query_one(f"#{tier}-headline", Headline).set_text(text)
 
     def _update_legend(self, legend: tuple[LegendEntry, ...], counts: list[int]) -> None:
         dark = self.app.current_theme.dark
@@ -295,6 +294,10 @@ class PoolView(View):
         """Move to the next or previous block with another owner."""
         self.pane.go_to_run(by)
 
+    def action_scroll_detail(self, lines: int) -> None:
+        """Scroll the description."""
+        self.query_one(DetailPane).scroll_relative(y=lines, animate=False)
+
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Describe the block under the cursor of the map that has the focus now."""
         if self._state is not None:
@@ -330,7 +333,7 @@ def _use(pane: BlockPane, free: int) -> str:
 
 
 def _scale(pane: BlockPane, mode: ColourMode) -> str:
-    return f"by {mode.name}{pane.scale}"
+    return f"by {mode.title}{pane.scale}"
 
 
 def _states_text(state: State) -> str:

@@ -11,7 +11,6 @@ from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
-from textual.widgets import Static
 
 from radixkv_monitor import control, detail, node_filter
 from radixkv_monitor.block_map import block_at, count_blocks
@@ -24,12 +23,12 @@ from radixkv_monitor.state import State, Touched
 from radixkv_monitor.tree_branch import SORTS, Branch
 from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.views import BlockSelected, FilteredView, HostBlockSelected, NodeSelected, Selection, Table
-from radixkv_monitor.widgets.detail_pane import DetailPane
+from radixkv_monitor.widgets.detail_pane import DETAIL_KEYS, DetailPane, Headline
 from radixkv_monitor.widgets.filter_input import FilterInput, focus_now
 from radixkv_monitor.widgets.flat_tree import FlatTree
 from radixkv_monitor.widgets.tree_row import RowContext
 
-LARGE_TREE, MIN_INTERVAL = 1000, 0.39
+MIN_INTERVALS = ((1000, 0.39), (LARGE, 0.95))
 """From this many nodes on, a tree is drawn at most once in this many seconds."""
 OLD_SORTS = {"hits": "ended-here"}
 """Former names of orders, which `--sort` still takes."""
@@ -44,7 +43,6 @@ class TreeView(ControlledView, FilteredView):
 
     DEFAULT_CSS = """
     TreeView { layout: vertical; }
-    TreeView > .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
     TreeView > FilterInput { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
     TreeView > FilterInput.open { display: block; }
     TreeView > Container { height: 1fr; layout: vertical; }
@@ -64,6 +62,7 @@ class TreeView(ControlledView, FilteredView):
         Binding("x", "control('clear')", "Clear", tooltip="clear the namespace"),
         Binding("n", "step(1)", "Next", show=False),
         Binding("N", "step(-1)", "Previous", show=False),
+        *DETAIL_KEYS,
     ]
 
     def __init__(self, *, id: str | None = None) -> None:
@@ -79,7 +78,7 @@ class TreeView(ControlledView, FilteredView):
 
     def compose(self) -> ComposeResult:
         """Lay out headline, filter, tree and description."""
-        yield Static("", classes="headline", markup=False)
+        yield Headline()
         yield FilterInput(node_filter.EXAMPLES, self.accept_filter, self.action_clear_filter)
         with Container():
             yield FlatTree(self.rows)
@@ -113,7 +112,10 @@ class TreeView(ControlledView, FilteredView):
     # ---- states
 
     def update(self, state: State) -> None:
-        """Draw this state; of a large tree, every second one. A large tree is first read in slices, with a notice."""
+        """Draw this state, unless it soon follows the last one of a large tree.
+
+        A tree of LARGE nodes or more is first read in slices, with a notice.
+        """
         if self._loading.is_running or not self.is_mounted:
             self._state = state
             return
@@ -140,7 +142,7 @@ class TreeView(ControlledView, FilteredView):
     def _show_progress(self, share: float) -> None:
         assert self._state is not None
         progress = f"reading {len(self._state.nodes):,} nodes: {100 * share:.0f}%"
-        self.query_one(".headline", Static).update(progress, layout=False)
+        self.query_one(Headline).set_text(progress)
         self.lines.set_notice(progress)
 
     def _loaded(self, before: Sequence[Branch]) -> None:
@@ -153,9 +155,10 @@ class TreeView(ControlledView, FilteredView):
     def _can_skip(self, state: State) -> bool:
         """Return whether a large tree can wait for the next state, which arrives within a second while live."""
         last = self._state
-        if last is None or last.line != state.line or state.frozen or state.stale or len(state.nodes) < LARGE_TREE:
+        if last is None or last.line != state.line or state.frozen or state.stale:
             return False
-        return 0 <= state.now - last.now < MIN_INTERVAL
+        interval = max((seconds for nodes, seconds in MIN_INTERVALS if len(state.nodes) >= nodes), default=0.0)
+        return 0 <= state.now - last.now < interval
 
     def _draw(self, state: State, before: Sequence[Branch] | None) -> None:
         top = self.rows.branches[0]
@@ -170,7 +173,11 @@ class TreeView(ControlledView, FilteredView):
         if self._loading.is_running:
             return
         roots = len(self.rows.branches[0].children)
-        parts = [f"{plural(len(state.nodes) - roots, 'node')} in {plural(roots, 'namespace')}", f"by {self.rows.sort}"]
+        parts = [
+            f"{plural(len(state.nodes) - roots, 'node')} in {plural(roots, 'namespace')}",
+            plural(self.rows.branches[0].tokens, "token"),
+            f"by {self.rows.sort}",
+        ]
         if state.facts.host_blocks:
             parts.insert(1, f"{self.rows.branches[0].host_nodes:,} on the host")
         if self.rows.is_filtered:
@@ -180,7 +187,7 @@ class TreeView(ControlledView, FilteredView):
         if self.is_following:
             parts.append("following")
         parts.append(detail.next_to_go(state))
-        self.query_one(".headline", Static).update(self._filter_error or " · ".join(parts), layout=False)
+        self.query_one(Headline).set_text(self._filter_error or " · ".join(parts))
         self._update_detail(state)
 
     def _update_detail(self, state: State) -> None:
@@ -249,6 +256,10 @@ class TreeView(ControlledView, FilteredView):
         found = self.rows.next_match(at, by)
         if found is not None:
             self.lines.go_to(self.rows.rows[found].number, by_hand=True)
+
+    def action_scroll_detail(self, lines: int) -> None:
+        """Scroll the description."""
+        self.query_one(DetailPane).scroll_relative(y=lines, animate=False)
 
     def action_follow(self) -> None:
         """Keep the most recently used path in view, or stop following it."""

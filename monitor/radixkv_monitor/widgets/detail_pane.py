@@ -1,10 +1,12 @@
-"""A pane that describes one node or block."""
+"""The texts of a view with a description: its headline, and the pane that describes one node or block."""
 
 from __future__ import annotations
 
 from textwrap import wrap
 
+from rich.cells import cell_len
 from textual.app import ComposeResult
+from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
@@ -13,6 +15,46 @@ from radixkv_monitor.detail import Detail
 
 SHORT = 24
 """The longest fact that shares a line with others, in characters."""
+
+
+TALL = 20
+"""The screen's height from which a headline may take more than a line."""
+MOST_LINES = 3
+"""The most lines of a headline."""
+DETAIL_KEYS = (
+    Binding("J,shift+down", "scroll_detail(1)", "Scroll the description", show=False),
+    Binding("K,shift+up", "scroll_detail(-1)", "Scroll it back", show=False),
+)
+"""The keys of views with a DetailPane."""
+
+
+class Headline(Static):
+    """A line of text, or up to three if it is long and the screen is tall."""
+
+    DEFAULT_CSS = """
+    Headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__("", id=id, classes="headline", markup=False)
+        self._text = ""
+        self._lines = 1
+
+    def set_text(self, text: str) -> None:
+        """Show this text."""
+        self._text = text
+        width = self.content_size.width
+        folds = width > 0 and cell_len(text) > width and self.app.size.height >= TALL
+        lines = min(len(wrap(text, width)), MOST_LINES) if folds else 1
+        if lines != self._lines:
+            self._lines = lines
+            self.styles.height = lines
+            self.styles.text_wrap = "wrap" if lines > 1 else "nowrap"
+        self.update(text, layout=False)
+
+    def on_resize(self) -> None:
+        """Take as many lines as the new width needs."""
+        self.set_text(self._text)
 
 
 class DetailPane(VerticalScroll, can_focus=False):
@@ -39,8 +81,10 @@ class DetailPane(VerticalScroll, can_focus=False):
 
     def show_detail(self, detail: Detail) -> None:
         """Show this description."""
-        self._detail = detail
+        before, self._detail = self._detail, detail
         self._draw()
+        if before is not None and before.title != detail.title:
+            self.scroll_home(animate=False)
 
     def on_resize(self) -> None:
         """Arrange the columns for the new width."""

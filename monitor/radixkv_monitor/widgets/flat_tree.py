@@ -259,7 +259,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             self.rows.lead(branch, left_width(self.line_width, self._row_context.sends_reused)),
             branch.nodes,
             branch.tokens,
-            self._row_context.all_tokens and 64 * branch.tokens // self._row_context.all_tokens,
+            self._row_context.all_tokens and 200 * branch.tokens // self._row_context.all_tokens,
             idle(self._row_context.now - branch.newest),
             bool(branch.children) + (node.id in self.rows.closed),
             self.rows.is_filtered and branch.is_match,

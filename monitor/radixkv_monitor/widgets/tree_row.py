@@ -14,14 +14,13 @@ from textual.strip import Strip
 from radixkv.telemetry.records import NodeRecord
 from radixkv_monitor import theme
 from radixkv_monitor.block_map import count_blocks
-from radixkv_monitor.formatting import duration, plural, short, size
+from radixkv_monitor.formatting import duration, plural, share, short, size
 from radixkv_monitor.theme import Shade
 from radixkv_monitor.tree_branch import Branch
 from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.widgets.cached_lines import CachedLines
 
 PARTS = " ▏▎▍▌▋▊▉█"
-AGE_LIMITS = (10.0, 60.0, 600.0, 3600.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ COLUMNS = (
     Column("idle", 8, lambda b, context: idle(context.now - b.newest), "recency", by_age=True),
     Column("blocks", 7, lambda b, _: f"{_blocks(b):,}"),
     Column("bytes", 9, lambda b, context: size(_blocks(b) * context.bytes_per_block), from_width=92),
-    Column("share", 9, lambda b, context: f"{_bar(b.tokens, context.all_tokens, 8):<8}", "subtree", 72, by_age=True),
+    Column("share", 11, lambda b, context: _share(b.tokens, context.all_tokens), "subtree", 72, by_age=True),
 )
 
 
@@ -171,7 +170,7 @@ def shade_of(node: NodeRecord) -> Shade:
 
 def heat_of(idle: float) -> Shade:
     """Return the shade of an age in seconds."""
-    return theme.AGES[sum(idle >= limit for limit in AGE_LIMITS)]
+    return theme.AGES[sum(idle >= limit for limit in theme.AGE_LIMITS)]
 
 
 def idle(seconds: float) -> str:
@@ -187,6 +186,15 @@ def _begins(node: NodeRecord) -> str:
     if node.text is not None:
         return repr(node.text)
     return " ".join(map(str, node.head)) + (" …" if node.tokens > len(node.head) else "")
+
+
+def _share(part: int, whole: int) -> str:
+    """Write a share in percent, and draw it as a bar of five cells.
+
+    >>> _share(1, 2), _share(0, 0)
+    (' 50% ██▌  ', '   -      ')
+    """
+    return f"{share(part, whole):>4} {_bar(part, whole, 5):<5}"
 
 
 def _bar(part: int, whole: int, width: int) -> str:
