@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from radixkv import private_files
+from radixkv.errors import InvalidInput
 from radixkv_monitor.alert_settings import AlertSettings
 from radixkv_monitor.feed import Feed
 from radixkv_monitor.replay import FileFeed
@@ -30,7 +31,7 @@ class Alerter:
     """Check the verdict of `feed` when asked, and notify the user of each change, as the settings say.
 
     `write_terminal` writes control sequences to a terminal; None if there is none. `report` gets a sentence if the file
-    of the log cannot be written. Raises OSError if that file cannot be opened.
+    of the log cannot be written. Raises InvalidInput if that file cannot be opened.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Alerter:
         self._unwritten: deque[VerdictChange] = deque(maxlen=KEPT)
         self._in_trouble = False
         if settings.log is not None:
-            private_files.append_line(settings.log, b"")  # so that a wrong path is reported at the start
+            _open_once(settings.log)
 
     def watch(self, feed: Feed) -> None:
         """Watch another feed from now on. The log is kept."""
@@ -98,6 +99,17 @@ class Alerter:
             if not self._in_trouble:
                 self._in_trouble = True
                 self._report(f"the log of verdicts, {path}, cannot be written: {error.strerror or error}")
+
+
+def _open_once(path: Path) -> None:
+    """Open the log of verdicts, so that a wrong path is reported at the start."""
+    try:
+        private_files.append_line(path, b"")
+    except OSError as error:
+        reason = error.strerror or error
+        raise InvalidInput(
+            f"the log of verdicts, {path}, cannot be written: {reason}; name another file with --verdict-log"
+        ) from error
 
 
 def osc9(text: str) -> str:

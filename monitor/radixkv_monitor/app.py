@@ -89,7 +89,7 @@ class MonitorApp(App[None]):
 
     A `usage_meter` adds the monitor's own cost to the bottom line. A `frame_limiter` limits how often the app draws
     without a key press. `alerts` has the thresholds of the verdict and the reactions to a change of its level. Raises
-    OSError if the log of verdicts that it names cannot be opened. With `read_only` no commands are offered.
+    InvalidInput if the log of verdicts that it names cannot be opened. With `read_only` no commands are offered.
     """
 
     CSS_PATH = "app.tcss"

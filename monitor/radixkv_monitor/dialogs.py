@@ -33,6 +33,7 @@ WORDS = (
     ("reused", "requests whose cached prefix includes a node, since the node is cached"),
     ("ended here", "requests whose cached prefix ended at a node; a removed last child leaves them to its parent"),
     ("hit, miss", "at least half of the prompt was cached, or less"),
+    ("verdict", "the first line of the Overview; its level is good, idle, warn or bad, and v lists the changes"),
     ("regret", "tokens that were requested again after they were evicted"),
     ("audit", "cached blocks that were computed again, to verify their content"),
     ("silent", "the engine is connected, but has sent nothing for 3 seconds or more"),

@@ -22,8 +22,8 @@ def watch(feed: Feed, settings: AlertSettings, fail_on: Level | None, *, as_json
     """Print a line per change until the level reaches `fail_on`, and return that change.
 
     Returns None if the source can send nothing more, such as after a wrong token. A lost connection is no end: the
-    verdict is then "bad", and the feed connects again. The feed is closed in any case. Raises OSError if the log of the
-    settings cannot be opened.
+    verdict is then "bad", and the feed connects again. The feed is closed in any case. Raises InvalidInput if the log
+    of verdicts cannot be opened.
     """
     terminal = _write_terminal if sys.stderr.isatty() else None
     alerter = Alerter(feed, settings, write_terminal=terminal, report=_report)

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import fcntl
 import json
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
 
+from radixkv.errors import InvalidInput
 from radixkv.telemetry.records import Changes
 from radixkv_monitor.alert_settings import AlertSettings
 from radixkv_monitor.alerts import LONGEST_TEXT, Alerter, osc9
@@ -24,7 +35,7 @@ from tests.monitor.fake_feed import FakeFeed
 from tests.monitor.frames import delta, snapshot
 from tests.monitor.test_once import written
 from tests.monitor.view_host import screen
-from tests.telemetry.served import room
+from tests.telemetry.served import many, room, serving
 
 QUIET = AlertSettings(after=0.0)
 LOUD = AlertSettings(bell=True, osc9=True, after=0.0)
@@ -130,7 +141,7 @@ def test_a_file_gets_a_private_line_per_change(tmp_path: Path) -> None:
 
 
 def test_a_wrong_path_is_reported_at_the_start_and_a_full_disk_loses_no_change(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(InvalidInput, match=r"none/a, cannot be written: No such file.*; name another file"):
         Watched(replace(QUIET, log=tmp_path / "none" / "a"))
     watched = Watched(replace(QUIET, log=tmp_path / "a"))
     with room(20):
@@ -258,3 +269,42 @@ def test_another_engine_starts_with_a_level_of_its_own() -> None:
         assert [(each.previous, each.level) for each in app.alerter.log.changes] == [(None, "good"), (None, "warn")]
 
     shown(FakeFeed(held(1000.0, 1)), script)
+
+
+@pytest.mark.long
+def test_a_terminal_gets_the_bell_and_the_notification(tmp_path: Path) -> None:
+    """Run the command on a pseudo-terminal, and read the bytes that it writes there."""
+    settings = tmp_path / "monitor.toml"
+    settings.write_text("[notify]\nafter = 0")
+    script = "import sys; from radixkv_monitor.cli import main; sys.exit(main())"
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with serving() as (publisher, engine):
+        engine.change(*many(20))
+        command = [sys.executable, "-c", script, str(publisher.path), "--alerts", str(settings), "--bell", "--notify"]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each), "TERM": "xterm"}
+        child = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        )
+        os.close(theirs)
+        received = _read(ours, b"live")
+        assert b"\x1b]9;" not in received
+        publisher.close("the engine was closed")
+        received = _read(ours, b"not connected since", b"\a\x1b]9;radixkv, bad: ")
+        os.write(ours, b"q")
+        with suppress(OSError):
+            while os.read(ours, 65536):
+                pass
+        assert child.wait(30.0) == 0
+    os.close(ours)
+
+
+def _read(terminal: int, *words: bytes) -> bytes:
+    """Read until the output has all words, in any case."""
+    received = b""
+    end = time.monotonic() + 60.0
+    while not all(word.lower() in received.lower() for word in words):
+        assert time.monotonic() < end, received[-2000:]
+        if select.select([terminal], [], [], 0.5)[0]:
+            received += os.read(terminal, 65536)
+    return received
