@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import ClassVar
@@ -34,6 +33,7 @@ from radixkv_monitor.engine_picker import EngineScreen
 from radixkv_monitor.feed import Feed
 from radixkv_monitor.feed_factory import feed_of_found
 from radixkv_monitor.info import InfoScreen, verdict_texts, view_texts
+from radixkv_monitor.keys import KEYS, shown_bindings
 from radixkv_monitor.playback import Playback
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.self_usage import FRAMES_PER_SECOND, FrameLimiter, UsageMeter
@@ -46,42 +46,8 @@ from radixkv_monitor.widgets.status_lines import Banner, BottomLine, TopLine
 
 LINK_KINDS = {"stale": "bad", "silent": "warn"}
 """The colour of the source's condition, where it is no plain one."""
-_PACKAGE = __name__.partition(".")[0]
 REPLY_NOTICE = 1.5
 """The seconds without a reply after which a notification says that a command was sent."""
-SCRUB_STEP, SCRUB_LEAP = 5.0, 60.0
-"""The seconds that the keys for the past move."""
-
-KEYS: tuple[Binding, ...] = (
-    *(
-        Binding(str(at), f"show('{view.name}')", view.title, show=False, tooltip=view.about)
-        for at, view in enumerate(VIEWS, 1)
-    ),
-    Binding("question_mark", "help", "Help", tooltip="show this help"),
-    Binding("space", "freeze", "Freeze", tooltip="freeze the screen, or resume; a recording pauses"),
-    Binding(
-        "left_square_bracket",
-        f"scrub({-SCRUB_STEP})",
-        "Past",
-        tooltip="go back 5 seconds; the last ten minutes are kept",
-    ),
-    Binding("right_square_bracket", f"scrub({SCRUB_STEP})", "forward", show=False, tooltip="go forward 5 seconds"),
-    Binding("left_curly_bracket", f"scrub({-SCRUB_LEAP})", "back", show=False, tooltip="go back a minute"),
-    Binding("right_curly_bracket", f"scrub({SCRUB_LEAP})", "forward", show=False, tooltip="go forward a minute"),
-    Binding("less_than_sign", "speed(-1)", "slower", show=False, tooltip="play a recording slower"),
-    Binding("greater_than_sign", "speed(1)", "faster", show=False, tooltip="play a recording faster"),
-    Binding("g", "switch", "Engines", show=False, tooltip="watch another running engine"),
-    Binding("i", "info", "Info", show=False, tooltip="show the verdict, notices, headline and selected item in full"),
-    Binding("v", "verdicts", "Verdicts", show=False, tooltip="show the log of verdict changes"),
-    Binding("b", "baseline", "Baseline", tooltip='count "run" from now on; again: from the start'),
-    Binding("r", "record", "Record", tooltip="start or stop recording to a file in the current folder"),
-    Binding("e", "export", "Export", tooltip="export this view to a file: JSON, CSV or SVG"),
-    Binding("m", "maximise", "Maximise", show=False, tooltip="hide or show the lines around the view"),
-    Binding("t", "theme", "Theme", show=False, tooltip="switch between the dark and the light theme"),
-    Binding("ctrl+z", "suspend_process", "Suspend", show=False, tooltip="suspend to the shell; fg resumes"),
-    Binding("q", "quit", "Quit", tooltip="quit"),
-    Binding("ctrl+c", "quit", "Quit", show=False, priority=True, tooltip="quit from any screen"),
-)
 
 
 class MonitorApp(App[None]):
@@ -370,7 +336,7 @@ class MonitorApp(App[None]):
     def action_help(self) -> None:
         """Show the keys of this view and those of all views."""
         view = self.view
-        own = [*_shown_bindings(view)] if view is not None else []
+        own = [*shown_bindings(view)] if view is not None else []
         title = next((entry.title for entry in VIEWS if view is not None and entry.name == view.id), "")
         sections: list[tuple[str, Iterable[Binding]]] = [("Everywhere", KEYS)]
         if own:
@@ -463,15 +429,3 @@ def _new_path(name: str, kind: str) -> Path:
     stem = f"radixkv-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (f"{stem}{f'-{number}' if number else ''}.{kind}" for number in range(1_000_000))
     return next(path for path in (Path.cwd() / name for name in names) if not path.exists())
-
-
-def _shown_bindings(view: View) -> Iterable[Binding]:
-    """List the bindings of a view and its widgets, each key once, except the keys that edit text."""
-    known: set[str] = set()
-    for widget in (view, *view.query("*").exclude("FilterInput")):
-        kinds = [kind for kind in type(widget).__mro__ if kind.__module__.startswith(_PACKAGE)]
-        for binding in Binding.make_bindings(chain.from_iterable(vars(kind).get("BINDINGS", ()) for kind in kinds)):
-            offered = not binding.action.startswith("control(") or view.check_action("control", ())
-            if binding.key not in known and binding.description and offered:
-                known.add(binding.key)
-                yield binding
