@@ -13,12 +13,16 @@ from radixkv_monitor.views.requests import (
     PREFILL,
     WAITING,
     Axis,
+    RequestRow,
+    RequestsView,
     axis_of,
     bar,
     miss_sentence,
     miss_word,
+    preempted_seconds,
 )
 from tests.monitor import samples
+from tests.monitor.view_host import state
 
 
 def test_a_prompt_that_departs_from_what_is_cached() -> None:
@@ -108,6 +112,29 @@ def test_a_bar_shows_how_long_each_part_took() -> None:
     request = samples.request(submitted=0.0, admitted=2.0, first_token=4.0, ended=8.0)
     assert "".join(text for text, _ in bar(request, Axis(0.0, 10.0), 10, 10.0)) == "░░▒▒████  "
     assert "".join(text for text, _ in bar(request, Axis(9.0, 19.0), 10, 19.0)) == "<         "
+
+
+def test_a_bar_shows_preemptions() -> None:
+    times = {"submitted": 0.0, "admitted": 1.0, "first_token": 3.0, "ended": 10.0}
+    lost = samples.request(**times, preempted_ms=(1500, 2500, 5000, 8000))
+    assert "".join(text for text, _ in bar(lost, Axis(0.0, 10.0), 20, 10.0)) == "░░▒──▒████──────████"
+    still = samples.request(number=1, phase="preempted", **(times | {"ended": None}), preempted_ms=(6000,))
+    assert "".join(text for text, _ in bar(still, Axis(0.0, 10.0), 10, 10.0)) == "░▒▒███────"
+    assert preempted_seconds(lost, 0.0, 10.0) == 4.0 and preempted_seconds(still, 3.0, 10.0) == 4.0
+
+
+def test_the_times_exclude_preemptions() -> None:
+    ended = samples.request(
+        submitted=0.0, admitted=1.0, first_token=3.0, ended=10.0, output_tokens=5, preemptions=2,
+        preempted_ms=(1500, 2500, 5000, 8000), recomputed_tokens=81,
+    )  # fmt: skip
+    row = RequestRow(ended, 20.0, Axis(0.0, 20.0))
+    assert row.itl == 1.0 and row.total == 10.0
+    (shown,) = RequestsView().rows_of(state(now=20.0, ended=[ended]))
+    assert shown.itl == 1.0
+    text = RequestsView().detail(row, state()).plain
+    assert "Queue time 1.0 s, prefill 1.0 s, decode 4.0 s (5 tokens, mean ITL 1.0 s, 1 tokens/s)" in text
+    assert "preempted 2 times for 4.0 s; E2E 10 s. Computed again after it was preempted: 81 tokens." in text
 
 
 def test_a_part_too_short_to_see_is_seen() -> None:

@@ -52,7 +52,7 @@ EVICTIONS = state(
         samples.eviction(number=1, node=5, time=990.0),
         samples.eviction(number=2, node=6, time=1001.0, wanted_again=1001.5, tokens=320),
     ],
-    stats={"cache.evicted_tokens": 352, "cache.regret_tokens": 320},
+    stats={"cache.evicted_tokens": 352, "cache.regret_tokens": 320, "cache.query_tokens": 3200},
 )
 BOTH = pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)])
 
@@ -66,8 +66,8 @@ def test_requests_show_phases_waterfall_and_why(size: tuple[int, int]) -> None:
     view = RequestsView()
 
     async def script(pilot: Pilot[None]) -> None:
-        text = "\n".join(screen(pilot.app))
-        assert "1 running, 1 waiting, 2 ended" in text
+        text = " ".join("\n".join(screen(pilot.app)).split())
+        assert "1 running, 1 waiting, 0 preempted · newest 2 ended: 1 finished, 1 failed, 0 timed" in text
         assert "● decode" in text and "✗ failed" in text and "… waiting" in text
         assert "█" in text
         assert numbers(view) == [4, 3, 2, 1]
@@ -87,7 +87,7 @@ def test_who_asked_in_which_namespace_and_what_they_found(size: tuple[int, int])
         text = "\n".join(screen(pilot.app))
         assert "Session #1 in (ada, desk-1): 3 turns" in text
         if size[0] > 80:
-            assert "(ada, desk-1) 14%, (ada, desk-2) 29%" in text and "2 more" in text
+            assert "(ada, desk-1) 14%, (ada, desk-2) 29%" in text and "2 more" in text.replace("\n", " ")
             assert text.count("(ada, desk-4)") == 1, "in its row, and not among the three above"
         view.update(SESSIONS)
         await pilot.pause()
@@ -137,10 +137,105 @@ def test_the_cursor_stays_with_its_row_when_rows_come_and_go() -> None:
     hosted(view, REQUESTS, script)
 
 
+def evictions(newest: int, most: int = 200) -> State:
+    kept = range(max(1, newest - most + 1), newest + 1)
+    return state(evictions=[samples.eviction(number=each, node=each, time=900.0 + each) for each in kept])
+
+
+def line_of_cursor(view: TableView) -> int:  # type: ignore[type-arg]
+    """Return the line of the screen with the cursor, counted from the table's first row."""
+    return numbers(view).index(view.key(view.table.cursor)) - view.table.top
+
+
+def test_the_cursor_stays_on_the_newest_row_until_it_is_moved() -> None:
+    view = EvictionsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        for newest in (60, 75):
+            view.update(evictions(newest))
+            await pilot.pause()
+            assert view.table.cursor is not None and view.table.cursor.eviction.number == newest
+            assert any(f"of node {newest} were evicted" in line for line in screen(pilot.app))
+        await pilot.press(*["down"] * 5)
+        assert view.table.cursor is not None and view.table.cursor.eviction.number == 70
+        for newest in (90, 120):
+            view.update(evictions(newest))
+            await pilot.pause()
+            assert view.table.cursor.eviction.number == 70 and line_of_cursor(view) == 5
+            assert any("of node 70 were evicted" in line for line in screen(pilot.app))
+        await pilot.press("home")
+        view.update(evictions(121))
+        await pilot.pause()
+        assert view.table.cursor.eviction.number == 121 and line_of_cursor(view) == 0
+
+    hosted(view, evictions(50), script, (100, 30))
+
+
+def test_a_row_that_is_gone_is_said_to_be() -> None:
+    view = EvictionsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.press("end", "up")
+        view.update(evictions(100, 60))
+        await pilot.pause()
+        text = " ".join(" ".join(screen(pilot.app)).split())
+        assert "The selected eviction is no longer listed. The one in its place:" in text
+        assert view.table.cursor is not None
+        assert f"of node {view.table.cursor.eviction.number} were evicted" in text
+        await pilot.press("up")
+        await pilot.pause()
+        assert "no longer listed" not in " ".join(screen(pilot.app))
+        await pilot.press("slash", *"#70", "enter")
+        await pilot.pause()
+        assert numbers(view) == [70] and "no longer listed" not in " ".join(screen(pilot.app))
+
+    hosted(view, evictions(50), script, (100, 30))
+
+
+def test_failed_timed_out_and_cancelled_requests_differ() -> None:
+    view = RequestsView()
+    ended = [
+        samples.request(number=1, phase="failed", finish="InvalidInput"),
+        samples.request(number=2, phase="failed", finish="RequestTimedOut"),
+        samples.request(number=3, phase="cancelled", finish="RequestCancelled"),
+        samples.request(number=4),
+    ]
+
+    async def script(pilot: Pilot[None]) -> None:
+        text = "\n".join(screen(pilot.app))
+        assert "newest 4 ended: 1 finished, 1 failed, 1 timed out, 1 cancelled" in text
+        assert all(word in text for word in ("✗ failed", "◷ timed out", "∅ cancelled", "✓ finished"))
+        await pilot.press("slash", *"timed", "enter")
+        await pilot.pause()
+        assert numbers(view) == [2]
+        assert any("timed out: RequestTimedOut" in line for line in screen(pilot.app))
+
+    hosted(view, state(ended=ended), script, (160, 40))
+
+
+def test_a_session_whose_requests_wait_is_waiting() -> None:
+    live = [
+        samples.request(number=1, session=1, phase="waiting", ended=None),
+        samples.request(number=2, session=2, phase="preempted", ended=None),
+        samples.request(number=3, session=3, phase="waiting", ended=None),
+        samples.request(number=4, session=3, phase="decode", ended=None),
+    ]
+    sessions = [samples.session(number=each, live=1, used=1000.0 + each) for each in (1, 2, 3)]
+    view = SessionsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        text = screen(pilot.app)
+        assert any("3 sessions: 1 running, 2 waiting" in line for line in text)
+        statuses = {row.session.number: row.status for row in view.table.rows}
+        assert statuses == {1: "waiting", 2: "waiting", 3: "running"}
+
+    hosted(view, state(live=live, sessions=sessions), script)
+
+
 @pytest.mark.parametrize(
     ("view", "shown", "orders"),
     [
-        (RequestsView, REQUESTS, [[4, 3, 2, 1], [4, 3, 2, 1], None, None, None]),
+        (RequestsView, REQUESTS, [[4, 3, 2, 1], [4, 3, 2, 1], None, None, None, None, None]),
         (SessionsView, SESSIONS, [[2, 1, 3], None, [1, 2, 3], None, [1, 2, 3], [1, 3, 2]]),
         (EvictionsView, EVICTIONS, [[2, 1], [2, 1], [2, 1], None, None]),
     ],
@@ -206,7 +301,9 @@ def test_sessions_show_what_was_served_from_cache(size: tuple[int, int]) -> None
 
     async def script(pilot: Pilot[None]) -> None:
         text = screen(pilot.app)
-        assert any("3 sessions, 1 running · 71% of prompt tokens from cache" in line for line in text)
+        assert "3 sessions: 1 running, 0 waiting · 71% of 1,400 prompt tokens from cache" in " ".join(
+            " ".join(text).split()
+        )
         assert any("● running" in line and "#2" in line for line in text)
         assert any("3 turns in 11 s, now 90 tokens long" in line for line in text)
 
@@ -219,7 +316,7 @@ def test_evictions_show_regret_and_lead_to_the_node(size: tuple[int, int]) -> No
 
     async def script(pilot: Pilot[None]) -> None:
         text = screen(pilot.app)
-        assert any("352 tokens evicted, 320 (91%) requested again" in line for line in text)
+        assert any("352 tokens evicted since load; 320 of 3,200 requested tokens" in line for line in text)
         assert any("! after 500 ms" in line for line in text)
         await pilot.press("enter")  # node 6 is no longer cached
         await pilot.pause()

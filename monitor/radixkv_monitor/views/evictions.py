@@ -40,6 +40,7 @@ class EvictionsView(TableView[EvictionRow]):
     """Evicted runs: age, reason, regret."""
 
     title = "evictions"
+    noun = "eviction"
     empty = "no evictions yet: the pool had room for everything"
     columns: ClassVar[Sequence[Column[EvictionRow]]] = (
         Column("ago", 8, lambda row: row.ago, duration, sort="time", sort_key=lambda row: row.eviction.number,
@@ -71,13 +72,14 @@ class EvictionsView(TableView[EvictionRow]):
         return row.eviction
 
     def headline(self, rows: Sequence[EvictionRow], state: State) -> str:
-        """Count the evicted tokens, and those that were requested again."""
-        tokens = int(state.stats.get("cache.evicted_tokens", 0))
-        regret = int(state.stats.get("cache.regret_tokens", 0))
+        """Count the evicted tokens, and the requested ones that had been evicted."""
+        evicted, regret, asked = (
+            int(state.stats.get(f"cache.{name}", 0)) for name in ("evicted_tokens", "regret_tokens", "query_tokens")
+        )
         wanted = sum(1 for row in rows if row.wanted_after is not None)
         return (
-            f"{plural(tokens, 'token')} evicted, {regret:,} ({share(regret, tokens)}) requested again · "
-            f"{wanted:,} of {len(rows):,} evictions"
+            f"{plural(evicted, 'token')} evicted since load; {regret:,} of {asked:,} requested tokens had been evicted "
+            f"({share(regret, asked)} regret) · newest {plural(len(rows), 'eviction')}: {wanted:,} requested again"
         )
 
     def detail(self, row: EvictionRow, state: State) -> Content:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,8 +28,9 @@ GLYPHS = {
     "finished": "✓",
     "cancelled": "∅",
     "failed": "✗",
+    "timed out": "◷",
 }
-"""A sign for each phase, in addition to its colour."""
+"""A sign for each phase and outcome, in addition to its colour."""
 
 STYLES = {
     "waiting": "warn",
@@ -39,15 +41,18 @@ STYLES = {
     "finished": "plain",
     "cancelled": "dim",
     "failed": "bad",
+    "timed out": "warn",
 }
-"""The table style of each phase."""
+"""The table style of each phase and outcome."""
+ENDS = ("finished", "failed", "timed out", "cancelled")
 
 
 LENGTHS = (15.0, 30.0, 60.0, 120.0)
 """The seconds that an axis may show: few values, so that the scale seldom changes."""
 
-WAITING, PREFILL, DECODE = ("░", "warn"), ("▒", "info"), ("█", "good")
+WAITING, PREFILL, DECODE, PREEMPTED = ("░", "warn"), ("▒", "info"), ("█", "good"), ("─", "bad")
 """The sign and the style of each part of a bar."""
+LEGEND = "░ waiting ▒ prefill █ decode ─ preempted"
 
 
 @dataclass(frozen=True)
@@ -77,15 +82,33 @@ class RequestRow:
     axis: Axis
 
     @property
+    def end(self) -> float:
+        """The end of the request, or now."""
+        return self.now if self.request.ended is None else self.request.ended
+
+    @property
     def total(self) -> float:
-        """Seconds from submission to the end, or until now."""
-        end = self.request.ended
-        return round((self.now if end is None else end) - self.request.submitted, 6)
+        """Seconds from submission to the end, or until now: the end-to-end latency."""
+        return round(self.end - self.request.submitted, 6)
+
+    @property
+    def outcome(self) -> str:
+        """The phase, or "timed out" for a request that failed because of its own timeout."""
+        return "timed out" if self.request.timed_out else self.request.phase
+
+    @property
+    def itl(self) -> float | None:
+        """The mean seconds between two tokens of a stream, without preemptions; None below two tokens."""
+        request = self.request
+        gaps = request.output_tokens / max(1, request.streams) - 1
+        if request.first_token is None or gaps <= 0:
+            return None
+        decoding = self.end - request.first_token - preempted_seconds(request, request.first_token, self.end)
+        return max(0.0, decoding) / gaps
 
 
 def _phase(row: RequestRow, width: int) -> Cell:
-    phase = row.request.phase
-    return [(f"{GLYPHS[phase]} {phase}", STYLES[phase])]
+    return [(f"{GLYPHS[row.outcome]} {row.outcome}", STYLES[row.outcome])]
 
 
 def _waterfall(row: RequestRow, width: int) -> Cell:
@@ -102,7 +125,7 @@ def _cached(row: RequestRow, width: int) -> Cell:
 
 def _computed(row: RequestRow, width: int) -> Cell:
     request = row.request
-    again = [(f"+{request.recomputed_tokens:,}", "warn")] if request.recomputed_tokens else []
+    again = [(f" +{request.recomputed_tokens:,} again", "warn")] if request.recomputed_tokens else []
     return [(f"{request.computed_tokens:,}", "plain"), *again]
 
 
@@ -114,23 +137,27 @@ class RequestsView(ControlledView, TableView[RequestRow]):
     ]
 
     title = "requests"
+    noun = "request"
     empty = "no request yet"
     columns: ClassVar[Sequence[Column[RequestRow]]] = (
         Column("request", 8, lambda row: row.request.number, lambda number: f"#{number}", "accent", sort="arrival",
                search=lambda row: f"#{row.request.number}"),
-        Column("phase", 11, lambda row: row.request.phase, cell=_phase, sort="live first",
+        Column("phase", 11, lambda row: row.outcome, cell=_phase, sort="live first",
                sort_key=lambda row: (row.request.live, row.request.number)),
         Column("cached", 13, lambda row: row.request.cached_tokens, cell=_cached),
-        Column("computed", 10, lambda row: row.request.computed_tokens, cell=_computed, sort="computed", rank=2,
+        Column("computed", 15, lambda row: row.request.computed_tokens, cell=_computed, sort="computed", rank=4,
                right=True),
         Column("output", 6, lambda row: row.request.output_tokens, rank=1, right=True),
+        Column("queue", 7, lambda row: row.request.queue_time, duration, sort="queue time", export="queue_time_s",
+               rank=2, right=True),
         Column("TTFT", 7, lambda row: row.request.ttft, duration, sort="TTFT", export="ttft_s", rank=1, right=True),
-        Column("total", 7, lambda row: row.total, duration, sort="total time", export="total_s", rank=3, right=True),
+        Column("ITL", 7, lambda row: row.itl, duration, sort="ITL", export="itl_s", rank=3, right=True),
+        Column("E2E", 7, lambda row: row.total, duration, sort="total time", export="total_s", rank=3, right=True),
         Column("miss reason", 18, lambda row: miss_word(row.request), style="dim", rank=4),
         Column("namespace", 20, lambda row: row.request.namespace, style="dim", rank=5),
         Column("waterfall", 14, lambda row: None, cell=_waterfall, grows=True),
     )  # fmt: skip
-    first_sorts = ("arrival", "live first", "TTFT", "computed", "total time")
+    first_sorts = ("arrival", "live first", "TTFT", "queue time", "ITL", "computed", "total time")
 
     def rows_of(self, state: State) -> Sequence[RequestRow]:
         """Return all requests of the state."""
@@ -153,14 +180,19 @@ class RequestsView(ControlledView, TableView[RequestRow]):
         return f"{session} {'preempted' * (request.preemptions > 0)} {'coalesced' * request.coalesced}"
 
     def headline(self, rows: Sequence[RequestRow], state: State) -> str:
-        """Count the requests, and name the span of the waterfall."""
+        """Count the requests by phase and outcome, and describe the waterfall."""
         running, waiting = (int(state.stats.get(name, 0)) for name in ("running", "waiting"))
-        axis = f" · waterfall: the last {duration(rows[0].axis.length)}" if rows else ""
-        return f"{running:,} running, {waiting:,} waiting, {len(state.ended):,} ended{axis}"
+        counts = Counter(row.outcome for row in rows)
+        ended = ", ".join(f"{counts[name]:,} {name}" for name in ENDS)
+        axis = f" · waterfall: the last {duration(rows[0].axis.length)}, {LEGEND}" if rows else ""
+        return (
+            f"{running:,} running, {waiting:,} waiting, {counts['preempted']:,} preempted · newest "
+            f"{len(state.ended):,} ended: {ended}{axis}"
+        )
 
     def detail(self, row: RequestRow, state: State) -> Content:
         """Describe the request, its miss, and its times."""
-        return Content("\n".join((_origin(row.request), miss_sentence(row.request), _times(row))))
+        return Content("\n".join((_origin(row), miss_sentence(row.request), _times(row))))
 
     def selected(self, selection: Selection) -> Hashable:
         """Return the number of the selected request."""
@@ -185,31 +217,51 @@ class RequestsView(ControlledView, TableView[RequestRow]):
             self.post_message(RequestSelected(event.key))
 
 
-def _origin(request: RequestRecord) -> str:
+def _origin(row: RequestRow) -> str:
+    request = row.request
     parts = [f"Request #{request.number}"]
     parts += [f"session #{request.session}"] * (request.session is not None)
     parts += [f"namespace {request.namespace}"] * (request.namespace is not None)
     parts += [plural(request.streams, "stream")] * (request.streams > 1)
     parts += [f"priority {request.priority}"] * (request.priority != 0)
-    parts += [f"preempted {plural(request.preemptions, 'time')}"] * (request.preemptions > 0)
     parts += ["waited for another request to compute its prefix"] * request.coalesced
-    parts += [f"ended: {request.finish}"] * (request.finish is not None)
+    parts += [f"{row.outcome}: {request.finish}"] * (request.finish is not None)
     return " · ".join(parts)
 
 
 def _times(row: RequestRow) -> str:
+    """Write the seconds of each part of the request, and its recomputed tokens."""
     request = row.request
     if request.admitted is None:
         return f"Waiting for {duration(row.total)}."
-    text = f"Waited {duration(request.admitted - request.submitted)}"
+    first = row.end if request.first_token is None else request.first_token
+    lost = preempted_seconds(request, request.admitted, first)
+    prefill = first - request.admitted - lost
+    text = f"Queue time {duration(request.queue_time)}, prefill {duration(prefill)}"
     if request.first_token is None:
-        return f"{text}, then {duration(row.now - request.admitted)} of prefill so far."
-    text += f", prefill {duration(request.first_token - request.admitted)}"
-    end = row.now if request.ended is None else request.ended
-    decode, rate = end - request.first_token, ""
-    if decode > 0 and request.output_tokens > 1:
-        rate = f", {request.output_tokens / decode:.0f} tokens/s"
-    return f"{text}, decode {duration(decode)} ({plural(request.output_tokens, 'token')}{rate})."
+        text += " so far"
+    else:
+        later = preempted_seconds(request, first, row.end)
+        decode, lost = row.end - first - later, lost + later
+        rate = f", {request.output_tokens / decode:.0f} tokens/s" if decode > 0 and request.output_tokens > 1 else ""
+        itl = "" if row.itl is None else f", mean ITL {duration(row.itl)}"
+        text += f", decode {duration(decode)} ({plural(request.output_tokens, 'token')}{itl}{rate})"
+    if request.preemptions:
+        measured = f" for {duration(lost)}" if request.preempted_ms else ""
+        text += f", preempted {plural(request.preemptions, 'time')}{measured}"
+    again = f" Computed again after it was preempted: {plural(request.recomputed_tokens, 'token')}."
+    return f"{text}; E2E {duration(row.total)}.{again if request.recomputed_tokens else ''}"
+
+
+def preemptions_of(request: RequestRecord, now: float) -> list[tuple[float, float]]:
+    """Return the begin and the end of each recorded preemption, in seconds since 1970; the last may last until now."""
+    times = [request.submitted + each / 1000 for each in request.preempted_ms]
+    return list(zip(times[::2], [*times[1::2], *[now] * (len(times) % 2)], strict=True))
+
+
+def preempted_seconds(request: RequestRecord, start: float, stop: float) -> float:
+    """Return the seconds between `start` and `stop` in which the request was preempted."""
+    return sum(max(0.0, min(end, stop) - max(begin, start)) for begin, end in preemptions_of(request, stop))
 
 
 def axis_of(requests: Iterable[RequestRecord], now: float) -> Axis:
@@ -245,7 +297,22 @@ def _parts(request: RequestRecord, end: float) -> list[tuple[float, float, tuple
     first = end if request.first_token is None else request.first_token
     parts = [(request.submitted, admitted, WAITING), (admitted, first, PREFILL), (first, end, DECODE)]
     reached = 1 + (request.admitted is not None) + (request.first_token is not None)
-    return [part for index, part in enumerate(parts[:reached], 1) if part[1] > part[0] or index == reached]
+    whole = [part for index, part in enumerate(parts[:reached], 1) if part[1] > part[0] or index == reached]
+    for begin, stop in preemptions_of(request, end):
+        whole = [piece for part in whole for piece in _cut(part, begin, stop)]
+    return whole
+
+
+def _cut(
+    part: tuple[float, float, tuple[str, str]], begin: float, stop: float
+) -> list[tuple[float, float, tuple[str, str]]]:
+    """Divide a part of a bar by a preemption from `begin` to `stop`."""
+    start, end, look = part
+    begin, stop = max(begin, start), min(stop, end)
+    if begin >= stop:
+        return [part]
+    pieces = [(start, begin, look), (begin, stop, PREEMPTED), (stop, end, look)]
+    return [piece for piece in pieces if piece[1] > piece[0]]
 
 
 def miss_sentence(request: RequestRecord) -> str:

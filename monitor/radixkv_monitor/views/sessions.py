@@ -9,22 +9,26 @@ from typing import ClassVar
 
 from textual.content import Content
 
+from radixkv.telemetry.mirror import SESSIONS
 from radixkv.telemetry.records import SessionRecord
 from radixkv_monitor.formatting import duration, plural, share
 from radixkv_monitor.state import State
 from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.widgets.table import Cell, Column
 
+STATUSES = {"running": ("●", "good"), "waiting": ("…", "warn"), "idle": ("○", "info"), "closed": ("✓", "dim")}
+"""The sign and the style of each status."""
 MOST_NAMED = 3
 """The most namespaces in the headline."""
 
 
 @dataclass(frozen=True)
 class SessionRow:
-    """A session and the seconds since its last use."""
+    """A session, the seconds since its last use, and whether all of its live requests wait to be admitted."""
 
     session: SessionRecord
     idle: float
+    is_waiting: bool = False
 
     @property
     def hit_share(self) -> float | None:
@@ -35,7 +39,9 @@ class SessionRow:
     @property
     def status(self) -> str:
         """Its status in one word."""
-        return "running" if self.session.live else "closed" if self.session.closed else "idle"
+        if self.session.live:
+            return "waiting" if self.is_waiting else "running"
+        return "closed" if self.session.closed else "idle"
 
 
 def _bar(row: SessionRow, width: int) -> Cell:
@@ -48,7 +54,7 @@ def _bar(row: SessionRow, width: int) -> Cell:
 
 
 def _status(row: SessionRow, width: int) -> Cell:
-    glyph, style = {"running": ("●", "good"), "idle": ("○", "info"), "closed": ("✓", "dim")}[row.status]
+    glyph, style = STATUSES[row.status]
     return [(f"{glyph} {row.status}", style)]
 
 
@@ -56,6 +62,7 @@ class SessionsView(TableView[SessionRow]):
     """Conversations: turns, length, share of cached prompt tokens."""
 
     title = "sessions"
+    noun = "session"
     empty = "no session yet: engine.chat() starts one"
     columns: ClassVar[Sequence[Column[SessionRow]]] = (
         Column("session", 8, lambda row: row.session.number, lambda number: f"#{number}", "accent", sort="number",
@@ -75,7 +82,12 @@ class SessionsView(TableView[SessionRow]):
 
     def rows_of(self, state: State) -> Sequence[SessionRow]:
         """Return all sessions of the state."""
-        return [SessionRow(each, round(max(0.0, state.now - each.used), 3)) for each in state.sessions.values()]
+        running = {each.session for each in state.live.values() if each.phase not in ("waiting", "preempted")}
+        waiting = {each.session for each in state.live.values()} - running
+        return [
+            SessionRow(each, round(max(0.0, state.now - each.used), 3), each.number in waiting)
+            for each in state.sessions.values()
+        ]
 
     def key(self, row: SessionRow) -> Hashable:
         """Return its number."""
@@ -87,11 +99,14 @@ class SessionsView(TableView[SessionRow]):
 
     def headline(self, rows: Sequence[SessionRow], state: State) -> str:
         """Count the sessions and their cached prompt tokens."""
-        live = sum(1 for row in rows if row.session.live)
+        counts = Counter(row.status for row in rows)
         asked = sum(row.session.prompt_tokens for row in rows)
         found = sum(row.session.cached_tokens for row in rows)
-        head = f"{plural(len(rows), 'session')}, {live:,} running · {share(found, asked)} of prompt tokens from cache"
-        return head + _by_namespace(rows)
+        return (
+            f"{'newest ' * (len(rows) >= SESSIONS)}{plural(len(rows), 'session')}: {counts['running']:,} running, "
+            f"{counts['waiting']:,} waiting · {share(found, asked)} of {asked:,} prompt tokens from cache"
+            f"{_by_namespace(rows)}"
+        )
 
     def detail(self, row: SessionRow, state: State) -> Content:
         """Describe the cost and savings of the conversation."""

@@ -19,6 +19,8 @@ from radixkv_monitor.widgets.filter_input import FilterInput, focus_now
 from radixkv_monitor.widgets.table import Column, RowTable
 
 Row = TypeVar("Row")
+TALL = 18
+"""The height from which a headline that is too long for one line has two."""
 
 
 class TableView(FilteredView, Generic[Row]):
@@ -27,6 +29,7 @@ class TableView(FilteredView, Generic[Row]):
     DEFAULT_CSS = """
     TableView { layout: vertical; }
     TableView > .headline { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    TableView.-long > .headline { height: 2; text-wrap: wrap; }
     TableView > FilterInput { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
     TableView > FilterInput.open { display: block; }
     TableView > .detail { height: auto; max-height: 5; padding: 0 1; border-top: solid $panel; }
@@ -45,6 +48,8 @@ class TableView(FilteredView, Generic[Row]):
     columns.
     """
     empty: ClassVar[str]
+    noun: ClassVar[str]
+    """The thing that a row shows, in the singular."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -110,6 +115,10 @@ class TableView(FilteredView, Generic[Row]):
         """Draw a state that arrived before the widget was mounted."""
         self._refresh()
 
+    def on_resize(self) -> None:
+        """Give a long headline a second line where there is room."""
+        self._refresh()
+
     def take_focus(self) -> None:
         """Focus the table."""
         focus_now(self.table)
@@ -162,7 +171,7 @@ class TableView(FilteredView, Generic[Row]):
     def action_sort(self, by: int) -> None:
         """Sort by the next or previous order."""
         self._order = (self._order + by) % len(self.orders())
-        self._refresh()
+        self._refresh(rearranged=True)
 
     def action_step(self, by: int) -> None:
         """Move to the next or previous row that matches the filter."""
@@ -171,7 +180,7 @@ class TableView(FilteredView, Generic[Row]):
     def apply_filter(self, text: str) -> None:
         """Show the rows that have all words of this text."""
         self._words = text.lower().split()
-        self._refresh()
+        self._refresh(rearranged=True)
 
     @on(RowTable.Moved)
     def _moved(self, event: RowTable.Moved) -> None:
@@ -180,15 +189,17 @@ class TableView(FilteredView, Generic[Row]):
 
     # ---- drawing
 
-    def _refresh(self) -> None:
+    def _refresh(self, *, rearranged: bool = False) -> None:
         if self._state is None:
             return
         wanted = self._words
         rows = [row for row in self._all if self._matches(row, wanted)] if wanted else self._all
         self.table.set_empty_text(self.empty if not wanted else "no row has all of these words (Esc shows all)")
-        self.table.show(_sorted(rows, self.order))
+        self.table.show(_sorted(rows, self.order), rearranged=rearranged)
         left = f" · {len(rows):,} of {len(self._all):,} shown" if wanted else ""
         head = f"by {self.order.sort}{left} · {self.headline(self._all, self._state)}"
+        is_long = len(head) > self.size.width - 2 and self.size.height >= TALL
+        self.set_class(is_long, "-long")
         self.query_one(".headline", Static).update(head, layout=False)
         self._show_detail()
 
@@ -199,6 +210,8 @@ class TableView(FilteredView, Generic[Row]):
     def _show_detail(self) -> None:
         row, state = self.table.cursor, self._state
         text = Content("") if row is None or state is None else self.detail(row, state)
+        if self.table.has_lost_row:
+            text = Content(f"The selected {self.noun} is no longer listed. The one in its place: ") + text
         if text != self._detail_text:
             self._detail_text = text
             self.query_one(".detail", Static).update(text)

@@ -149,6 +149,9 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         self._rows: Sequence[Row] = ()
         self._at = 0
         self._cursor_key: Hashable = None
+        self._is_held = False  # whether the cursor stays with its row; else it stays on the first row
+        self.has_lost_row = False
+        """Whether the row that the user selected is gone, so that the cursor is on the row in its place."""
         self._shown: list[tuple[Column[Row], int]] = []
 
     # ---- contents
@@ -163,12 +166,26 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         """The row under the cursor."""
         return self._rows[self._at] if self._at < len(self._rows) else None
 
-    def show(self, rows: Sequence[Row]) -> None:
-        """Show these rows; the cursor stays on its row, or in its place if the row is gone."""
-        self._rows = rows
-        found = next((index for index, row in enumerate(rows) if self._key(row) == self._cursor_key), None)
-        self._at = min(self._at, max(len(rows) - 1, 0)) if found is None else found
+    def show(self, rows: Sequence[Row], *, rearranged: bool = False) -> None:
+        """Show these rows. The cursor stays on the first row until the user moves it, and then on its row.
+
+        That row stays where it is on the screen. If it is gone, the cursor stays in its place and `has_lost_row` is
+        set; after the rows were `rearranged` by another filter or order, it moves to the first row instead.
+        """
+        before, self._rows = self._at, rows
         self.virtual_size = Size(self.line_width, len(rows) + self.header)
+        found = next((index for index, row in enumerate(rows) if self._key(row) == self._cursor_key), None)
+        if not self._is_held or (found is None and rearranged):
+            self._at, self._is_held, self.has_lost_row = 0, False, False
+        elif found is None:
+            self._at = min(self._at, max(len(rows) - 1, 0))
+            self.has_lost_row = bool(rows)
+        else:
+            self._at = found
+            if rearranged:
+                self.bring_into_view(found)
+            elif self.top <= before < self.top + self.body:
+                self.scroll_to(y=self.top + found - before, animate=False, immediate=True)
         self._note_cursor()
         self.repaint()
 
@@ -197,8 +214,9 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         self._move_to(self._at + by * max(1, self.size.height - 2))
 
     def action_edge(self, place: int) -> None:
-        """Move the cursor to the first (0) or the last (-1) row."""
+        """Move the cursor to the first (0) or the last (-1) row; it stays on the first one when rows come."""
         self._move_to(len(self._rows) - 1 if place else 0)
+        self._is_held = bool(place)
 
     def action_select(self) -> None:
         """Open the row under the cursor."""
@@ -218,6 +236,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         if not self._rows:
             return
         self._at = min(max(index, 0), len(self._rows) - 1)
+        self._is_held, self.has_lost_row = True, False
         self.bring_into_view(self._at)
         self._note_cursor()
         self.repaint()
