@@ -349,6 +349,8 @@ class _Draw:
 
     def _forgetting(self, ask: Ask, last: int) -> Forgetting:
         at, verb = self.rng.randint(0, last + 20), self.rng.choice(("clear", "demote", "discard"))
+        if verb == "clear" and at % 2:  # without a draw, so that the other lives of a seed stay the same
+            return Forgetting(at, "clear_namespace", namespace=self.namespaces[at % len(self.namespaces)])
         if verb == "clear":
             return Forgetting(at, verb)
         return Forgetting(at, verb, ask.prompt, self.rng.randrange(len(ask.prompt)), self.rng.choice(self.namespaces))

@@ -106,10 +106,10 @@ class Pinning:
 
 @dataclass(frozen=True)
 class Forgetting:
-    """At step `at` clear the cache, or demote or discard the cached part of `tokens` from `start` on."""
+    """At step `at` clear the cache or a namespace, or demote or discard the cached part of `tokens` from `start` on."""
 
     at: int
-    verb: str  # clear, demote, discard
+    verb: str  # clear, clear_namespace, demote, discard
     tokens: Ids = ()
     start: int = 0
     namespace: Hashable = None

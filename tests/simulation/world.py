@@ -304,6 +304,8 @@ class World:
         tokens = np.array(forgetting.tokens, np.int32)
         if forgetting.verb == "clear":
             self.cache.clear()
+        elif forgetting.verb == "clear_namespace":
+            self.core.clear_namespace(forgetting.namespace)
         elif forgetting.verb == "demote":
             self.core.demote(tokens, forgetting.start, forgetting.namespace)
         else:
