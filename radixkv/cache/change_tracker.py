@@ -33,17 +33,17 @@ class ChangeTracker:
     came and went between two looks leaves no mark.
     """
 
-    __slots__ = ("_changed", "_gone", "_state", "mark")
+    __slots__ = ("_changed", "_gone", "_shown", "_state", "mark")
 
     def __init__(self, state: CacheState) -> None:
         """Attach to the cache, in place of an earlier tracker. O(nodes)."""
         self._state = state
         self._changed = set(state.tree.residents())
         self._gone: list[int] = []
+        self._shown: dict[int, Node] = {}  # the nodes that a look returned, by id
         self.mark: Callable[[Node], None] = self._changed.add
         now = state.clock()
         for node in self._changed:
-            node.shown = False
             if state.tree.changed is None:  # uses were not dated so far
                 node.used_at = node.born_at = now
         state.tree.changed = state.tree.shared.changed = self
@@ -56,8 +56,12 @@ class ChangeTracker:
     def gone(self, node: Node) -> None:
         """Note that a node was removed from the tree."""
         self._changed.discard(node)
-        if node.shown:
+        if self._shown.pop(node.id, None) is not None:
             self._gone.append(node.id)
+
+    def find(self, number: int) -> Node | None:
+        """Return the node of an id, None if it is gone. O(1); O(changed nodes) for one that no look has returned."""
+        return self._shown.get(number) or next((each for each in self._changed if each.id == number), None)
 
     def reused(self, path: list[Node], start: int = 0) -> None:
         """Count a request that found the whole path in the cache; it was counted up to `start` before. O(depth)."""
@@ -79,7 +83,7 @@ class ChangeTracker:
         self._changed.clear()
         self._gone.clear()
         for node in nodes:
-            node.shown = True
+            self._shown[node.id] = node
         return nodes, gone
 
     def now(self) -> float:

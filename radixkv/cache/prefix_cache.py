@@ -150,9 +150,12 @@ class PrefixCache:
         return self.state.tree.random_run(held, rng)
 
     def node(self, number: int) -> CachedNode | None:
-        """Find a node of any tier by its id; None if it is gone. O(nodes) + O(tokens of its text)."""
-        tree = self.state.tree
-        node = next((each for each in tree.residents() if each.id == number), None)
+        """Find a node of any tier by its id; None if it is gone.
+
+        O(tokens of its text), and O(nodes) without a change tracker.
+        """
+        tree, tracker = self.state.tree, self.state.tree.changed
+        node = tree.find(number) if tracker is None else tracker.find(number)
         if node is None:
             return None
         path = tree.path(node)

@@ -109,6 +109,10 @@ class RadixTree:
         """All nodes, roots included, of all tiers; or `top` and all below it. A node comes before its children."""
         return self.walk(top)
 
+    def find(self, number: int) -> Node | None:
+        """Return the node of an id, in any tier; None if there is none. O(nodes)."""
+        return next((each for each in self.residents() if each.id == number), None)
+
     def followers(self, node: Node) -> int:
         """Count the nodes that follow the end of a node, in any tier."""
         return len(node.children)

@@ -196,7 +196,6 @@ class Node:
     priority: int = 0  # higher stays longer
     demoted: bool = False  # evicted before other nodes of its priority
     may_share_any_block: bool = False  # with a fork; otherwise only its first and last block can be shared
-    shown: bool = False  # to the change tracker
     eviction_key: EvictionKey | None = None  # its place in the eviction index while it is an unlocked leaf
     policy_data: Any = None  # the eviction policy's own
 
@@ -242,6 +241,9 @@ class ChangeLog(Protocol):
 
     def gone(self, node: Node) -> None:
         """Note that a node was removed."""
+
+    def find(self, number: int) -> Node | None:
+        """Return the node of an id."""
 
     def reused(self, path: list[Node], start: int = 0) -> None:
         """Count a request that found a path from `start` on."""

@@ -45,7 +45,7 @@ class EngineControl:
     def execute(self, command: Command, process: int | None) -> Outcome:
         """Execute a command of a process, log it, and return one sentence on its effect.
 
-        O(requests) for cancel. The others search all nodes for an id; clear costs as `PrefixCache.clear_namespace`.
+        O(requests) for cancel, else O(tokens of the node's text); clear costs as `PrefixCache.clear_namespace`.
         """
         monitor = "radixkv-monitor" if process is None else f"radixkv-monitor (pid {process})"
         try:
