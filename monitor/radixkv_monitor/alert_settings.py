@@ -140,6 +140,13 @@ def _number(value: Any, kind: str, most: float = math.inf) -> float:
     return float(value)
 
 
+def _above_zero(value: Any, kind: str, most: float = math.inf) -> float:
+    """Convert a threshold; every state would cross one of 0."""
+    if (number := _number(value, kind, most)) == 0:
+        raise _Wrong(kind)
+    return number
+
+
 def _seconds(value: Any) -> float:
     return _number(value, "a time of at least 0 seconds")
 
@@ -167,12 +174,12 @@ def _threshold(name: str) -> Callable[[Any], float | int | None]:
         if value is False:
             return None
         if name in SHARES:
-            return _number(value, "a share from 0.0 to 1.0, or false", most=1.0)
+            return _above_zero(value, "a share above 0.0 and up to 1.0, or false", most=1.0)
         if name in COUNTS:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise _Wrong("a whole number of at least 0, or false")
             return value
-        return _number(value, "a time of at least 0 seconds, or false")
+        return _above_zero(value, "a time above 0 seconds, or false")
 
     return convert
 

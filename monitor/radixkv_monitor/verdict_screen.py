@@ -28,6 +28,10 @@ MARKS: dict[Level, tuple[str, str]] = {
 """The sign and the style of each level."""
 
 
+SHOWN = 100
+"""The changes on the screen; a file has all that the log keeps. A longer text would take seconds to lay out."""
+
+
 class VerdictScreen(TextScreen):
     """Show the changes of `log`, the newest first. `now` returns the time up to which the last level lasts."""
 
@@ -47,12 +51,14 @@ class VerdictScreen(TextScreen):
     def __init__(self, log: VerdictLog, now: Callable[[], float]) -> None:
         super().__init__()
         self._log, self._now = log, now
-        self._text = Static(markup=False)
+        self._present, self._past = Static(markup=False), Static(markup=False)
+        self._drawn: tuple[object, ...] | None = None
 
     def compose(self) -> ComposeResult:
-        """Lay out one long text in a box that scrolls."""
+        """Lay out the present level, which is drawn each second, and below it the levels before."""
         with VerticalScroll(id="dialog"):
-            yield self._text
+            yield self._present
+            yield self._past
 
     def on_mount(self) -> None:
         """Draw, and draw again each second."""
@@ -61,27 +67,36 @@ class VerdictScreen(TextScreen):
 
     def draw(self) -> None:
         """Draw the present log."""
-        self._text.update(self._content())
+        shown = list(self._log.changes)[-SHOWN:]
+        named = len({change.engine for change in shown}) > 1
+        newest = [_entry(change, lasted, named) for change, lasted in reversed(lengths(shown, self._now()))]
+        self._present.update(Content("").join([self._heading(), *newest[:1]]))
+        key = (len(self._log.changes), self._log.changes[-1] if self._log.changes else None)
+        if key != self._drawn:
+            self._drawn = key
+            self._past.update(Content("").join(newest[1:]))
 
     def action_export(self, kind: str) -> None:
-        """Ask the app to write the log to a file."""
+        """Ask the app to write the whole log to a file."""
         self.post_message(self.Export(Table("verdicts", rows(self._log.changes, self._now())), kind))
 
-    def _content(self) -> Content:
-        after = duration(self._log.after) if self._log.after else ""
-        about = f"A level counts once it held for {after}. " if after else ""
-        parts = [
-            Content.styled("Changes of the verdict", "bold $primary"),
-            Content(f"\n{about}Newest first; e: JSON file, c: CSV file, esc: close\n"),
-        ]
-        if not self._log.changes:
-            parts.append(Content("\nThere is no verdict yet"))
-        for change, lasted in reversed(list(lengths(self._log.changes, self._now()))):
-            sign, style = MARKS[change.level]
-            head = f"\n{clock(change.time)}  "
-            parts.append(Content.assemble(head, (f"{sign} {change.level:<4}", style), f"  for {duration(lasted)}\n"))
-            parts.append(Content(f"{change.sentence}\n"))
-        return Content("").join(parts)
+    def _heading(self) -> Content:
+        number, after = len(self._log.changes), self._log.after
+        parts = [f"A level counts once it held for {duration(after)}." if after else ""]
+        parts.append(f"The newest {SHOWN} of {number:,} first;" if number > SHOWN else "Newest first;")
+        keys = " ".join(each for each in (*parts, "e: JSON file, c: CSV file, esc: close\n") if each)
+        text = keys if number else f"{keys}\nThere is no verdict yet"
+        return Content.assemble(("Changes of the verdict", "bold $primary"), f"\n{text}")
+
+
+def _entry(change: VerdictChange, lasted: float, named: bool) -> Content:
+    """Describe a change, and name its engine if the log has changes of several."""
+    engine = f", engine {change.engine}" if named else ""
+    sign, style = MARKS[change.level]
+    head = Content.assemble(
+        f"\n{clock(change.time)}  ", (f"{sign} {change.level:<4}", style), f"  for {duration(lasted)}{engine}"
+    )
+    return Content("").join([head, Content(f"\n{change.sentence}\n")])
 
 
 def lengths(changes: Sequence[VerdictChange], now: float) -> list[tuple[VerdictChange, float]]:

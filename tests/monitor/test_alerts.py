@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -29,8 +30,9 @@ from radixkv_monitor.alerts import LONGEST_TEXT, Alerter, osc9
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.feed import Status
 from radixkv_monitor.replay import FileFeed
+from radixkv_monitor.summary import Level, Verdict
 from radixkv_monitor.thresholds import Thresholds
-from radixkv_monitor.verdict_screen import VerdictScreen
+from radixkv_monitor.verdict_screen import SHOWN, VerdictScreen
 from tests.monitor.fake_feed import FakeFeed
 from tests.monitor.frames import delta, snapshot
 from tests.monitor.test_once import written
@@ -225,6 +227,22 @@ def test_a_log_without_entries_fits_a_small_terminal() -> None:
         await pilot.press("v")
         assert "There is no verdict yet" in text_of(pilot)
         await pilot.press("escape")
+
+    shown(FakeFeed(), script)
+
+
+def test_a_long_log_shows_its_newest_entries_and_engines() -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        log = app_of(pilot).alerter.log
+        for at in range(2 * SHOWN):
+            level: Level = "bad" if at % 2 else "warn"
+            log.take(f"engine-{at // 199}", Verdict(level, f"Number {at}"), 1000.0 + at, float(at))
+        await pilot.resize_terminal(80, 6 + 3 * SHOWN)
+        await pilot.press("v")
+        text = text_of(pilot)
+        assert f"The newest {SHOWN} of {2 * SHOWN} first" in text
+        assert [int(each) for each in re.findall(r"Number (\d+)", text)] == [*range(2 * SHOWN - 1, SHOWN - 1, -1)]
+        assert text.count(", engine engine-1") == 1 and text.count(", engine engine-0") == SHOWN - 1
 
     shown(FakeFeed(), script)
 
