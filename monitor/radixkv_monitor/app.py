@@ -1,4 +1,4 @@
-"""Run the monitor's app: six views on the keys 1 to 6, status lines around them, and the keys that all views share.
+"""Run the monitor's app: seven views on the keys 1 to 7, status lines around them, and the keys that all views share.
 
 The app draws the state that Playback selects, and never waits for a feed.
 """

@@ -23,7 +23,7 @@ EXIT_STATUSES: dict[int, str] = {
 }
 """The exit statuses and their meaning. A signal ends the command with 128 plus its number, as in a shell."""
 
-VIEW_NAMES = ("overview", "tree", "pool", "sessions", "evictions", "requests")
+VIEW_NAMES = ("overview", "tree", "pool", "sessions", "evictions", "requests", "latency")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -28,6 +28,7 @@ from radixkv_monitor.state_builder import StateBuilder
 from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS, BlockSelected, NodeSelected, RequestSelected
 from tests.monitor.fake_feed import FACTS
+from tests.monitor.view_host import screen
 from tests.selection import mostly_long
 
 SIZES = pytest.mark.parametrize(
@@ -394,6 +395,22 @@ def test_a_click_on_a_tab_shows_its_view() -> None:
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
         await pilot.click("#tabs", offset=(41, 0))
         assert app.view is not None and app.view.id == "evictions"
+
+    played(steps)
+
+
+@pytest.mark.parametrize("width", [40, 60, 70, 80, 100, 200])
+def test_the_tabs_leave_room_for_the_condition_of_the_source(width: int) -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        await pilot.resize_terminal(width, 24)
+        await pilot.press("7")
+        for _ in range(3):
+            await pilot.pause()
+        line = screen(app)[0]
+        assert "7 Latency" in line or "7Latency" in line
+        assert line.endswith(app.playback.link), "the condition is not cut"
+        if width >= 80:
+            assert all(entry.title in line for entry in VIEWS)
 
     played(steps)
 

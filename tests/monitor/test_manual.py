@@ -14,6 +14,7 @@ from radixkv_monitor.keys import KEYS
 from radixkv_monitor.options import EXIT_STATUSES, parser
 from radixkv_monitor.views import VIEWS, FilteredView
 from radixkv_monitor.views.evictions import EvictionsView
+from radixkv_monitor.views.latency import LatencyView
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.views.requests import RequestsView
 from radixkv_monitor.views.sessions import SessionsView
@@ -46,6 +47,7 @@ def bound(bindings: Iterable[BindingType]) -> set[str]:
     [
         ("## Keys", [*KEYS, Binding("ctrl+p", "command_palette")]),
         ("### 2 Tree", [*FilteredView.BINDINGS, *TreeView.BINDINGS, *FlatTree.BINDINGS]),
+        ("### 7 Latency", [*LatencyView.BINDINGS]),
         ("### 3 Pool", [*PoolView.BINDINGS, *HeatMap.BINDINGS]),
         (
             "### 4 Sessions, 5 Evictions, 6 Requests",

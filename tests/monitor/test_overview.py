@@ -88,12 +88,12 @@ def test_all_numbers_are_on_screen(size: tuple[int, int]) -> None:
         "pinned 3% 2",
         "cached 62% 40",
         "free 25% 16",
-        "Hit rate  of prompt tokens, last 1 min",
+        "Hit rate  of prompt tokens, 1 min",
         "93% 1 min  93% run  93% since load",
         "100%┤",
         "TTFT hit      1 300 ms 300 ms 300 ms",
         "TTFT miss     1  1.2 s  1.2 s  1.2 s",
-        "ITL           - not sent by this engine",
+        "ITL        not sent by this engine",
         "1 min: number, p50, p90, p99",
         "queue time    2 100 ms 100 ms 100 ms",
         "41 decode  12 prefill  155 cached",
@@ -103,7 +103,7 @@ def test_all_numbers_are_on_screen(size: tuple[int, int]) -> None:
         "3 running  1 waiting  0 preempted",
         "41 finished  0 cancelled, 1 min",
         "8 tokens/s, 10 s  1% regret, 1 min",
-        "1% regret of  10k requested tokens since load",
+        "1% regret of  10k tokens, since load",
         "0 failed  0 timed out, 1 min",
         "0 preemptions, 1 min  0 since load",
         "of time for telemetry",
@@ -122,7 +122,7 @@ def test_an_older_engine_counts_output_tokens_only() -> None:
     stats = {name: value for name, value in STATS.items() if name not in ("decode_tokens", "prefill_tokens")}
     history = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, stats))
     text, _ = drawn(Changes(time=1000.0, reset=True, stats=stats), (80, 24), history)
-    assert "10 s; output, last 1 min" in text and "42 output  - prefill  155 cached" in text and "  42┤" in text
+    assert "10 s; graph: output, 1 min" in text and "42 output  - prefill  155 cached" in text and "  42┤" in text
     assert "decode" not in text
 
 

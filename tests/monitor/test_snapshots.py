@@ -212,7 +212,8 @@ def test_the_help(looks: Looks, size: tuple[int, int]) -> None:
 @SIZES
 def test_the_palette(looks: Looks, size: tuple[int, int]) -> None:
     async def listed(pilot: Pilot[Any]) -> None:
-        await until(pilot, lambda: pilot.app.screen.query_one(CommandList).option_count == 17)
+        commands = len([*pilot.app.get_system_commands(pilot.app.screen)])
+        await until(pilot, lambda: pilot.app.screen.query_one(CommandList).option_count == commands)
         pilot.app.screen.query_one(Input).cursor_blink = False
 
     looks(watching("overview"), size, "ctrl+p", more=listed)

@@ -43,6 +43,7 @@ VIEWS = {
     "4": ("Sessions", "of prompt tokens from cache"),
     "5": ("Evictions", "tokens evicted"),
     "6": ("Requests", "waterfall"),
+    "7": ("Latency", "number per bucket"),
 }
 """A key, the title of its view, and words that no other view shows."""
 

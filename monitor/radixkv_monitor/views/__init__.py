@@ -1,4 +1,4 @@
-"""The six views: their common interface, the table of views, the messages between them, and exported rows.
+"""The views: their common interface, the table of views, the messages between them, and exported rows.
 
 A view draws a State. It reads no feed and refers to no other view; it posts a message when something is selected.
 """
@@ -158,8 +158,9 @@ VIEWS = (
     Entry("Sessions", "conversations and their cache hits"),
     Entry("Evictions", "evicted tokens, and those requested again"),
     Entry("Requests", "requests over time, and why prompts missed"),
+    Entry("Latency", "histograms of TTFT, queue time, ITL and E2E latency"),
 )
-"""In the order of the keys 1 to 6."""
+"""In the order of the keys 1 to 7."""
 
 
 def sorts() -> Mapping[str, Sequence[str]]:

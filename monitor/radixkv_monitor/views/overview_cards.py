@@ -50,7 +50,7 @@ def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
         return [hits / tokens if tokens >= 1 else None for hits, tokens in zip(found, asked, strict=True)]
 
     return [
-        panel.title("Hit rate", f"of prompt tokens, last {span_name}"),
+        panel.title("Hit rate", f"of prompt tokens, {span_name}"),
         panel.numbers(
             (str(summary.hit_minute), "1 min"), (str(summary.hit_run), "run"), (str(summary.hit_lifetime), "since load")
         ),
@@ -80,7 +80,7 @@ def _percentiles(panel: Panel, name: str, times: Percentiles | None) -> Text:
     """Write a row of the card; a dash for times that the engine does not send."""
     line = Text(f"{name:<10}", panel.style_of("dim"), no_wrap=True, overflow="ellipsis")
     if times is None:
-        return line.append("    - not sent by this engine", panel.style_of("dim"))
+        return line.append(" not sent by this engine", panel.style_of("dim"))
     line.append(f"{short(times.count):>5}", panel.style_of("dim"))
     for value in (times.median, times.p90, times.p99):
         line.append(f" {time_text(value):>6}", panel.style_of("strong"))
@@ -104,7 +104,7 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
         return [each * points / span for each in series]
 
     return [
-        panel.title("Tokens per second", f"10 s; {name}, last {span_name}"),
+        panel.title("Tokens/s", f"10 s; graph: {name}, {span_name}"),
         panel.numbers(
             (short(rate), name),
             (short(summary.prefill_per_second), "prefill"),
@@ -124,7 +124,7 @@ def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
     ended = summary.requests_minute
     finished = ended - summary.failed_minute - summary.timed_out_minute - summary.cancelled_minute
     return [
-        panel.title("Requests", f"now; running, last {span_name}"),
+        panel.title("Requests", f"now; graph: running, {span_name}"),
         panel.numbers(
             (count(summary.running), "running"),
             (count(summary.waiting), "waiting"),
@@ -146,14 +146,14 @@ def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sa
         return [each * points / span for each in series]
 
     return [
-        panel.title("Evictions", f"tokens per second, last {span_name}"),
+        panel.title("Evictions", f"graph: tokens/s, {span_name}"),
         panel.numbers(
             (short(summary.evicted_per_second), "tokens/s, 10 s"), (str(summary.regret_minute), "regret, 1 min")
         ),
         *panel.graph(evicted, _room(panel, 3), short),
         panel.numbers(
             (f"{summary.regret_lifetime}", "regret of"),
-            (short(summary.regret_lifetime.whole), "requested tokens since load"),
+            (short(summary.regret_lifetime.whole), "tokens, since load"),
         ),
     ]
 
@@ -174,12 +174,8 @@ def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
         panel.numbers((count(summary.differing_blocks), audited), *telemetry),
     ]
     lines += [panel.numbers(*figures) for figures in _process(summary.process)]
-    more = panel.numbers(
-        (count(summary.failed), "failed"),
-        (count(summary.timed_out), "timed out"),
-        (short(summary.recomputed_tokens), "tokens recomputed, since load"),
-    )
-    return [*lines, more]
+    lines.append(panel.numbers((count(summary.failed), "failed"), (count(summary.timed_out), "timed out, since load")))
+    return [*lines, panel.numbers((short(summary.recomputed_tokens), "tokens recomputed, since load"))]
 
 
 def _process(process: Process | None) -> list[list[tuple[str, str]]]:

@@ -17,21 +17,41 @@ NARROW = 120
 """The width below which texts are shortened."""
 
 
+TAB_FORMS = (" {number} {title} ", "{number} {title} ", "{number}{title} ")
+"""How a tab is written, the widest form first. If none of them fits, only the current tab has its title."""
+
+
 class Tabs(Static):
     """The keys and names of the views; a click acts as the key does."""
 
     def __init__(self, titles: Sequence[tuple[str, str]]) -> None:
         super().__init__(id="tabs", markup=False)
         self._titles = titles
+        self._current = ""
+        self._texts: list[str] = []
 
     def show(self, current: str) -> None:
         """Mark the current view."""
-        parts = [
-            Content.from_markup(
-                f"[@click=app.show('{name}')] $number $title [/]", number=str(number), title=title
-            ).stylize("reverse bold" if name == current else "")
-            for number, (name, title) in enumerate(self._titles, 1)
-        ]
+        self._current = current
+        self._draw()
+
+    def fit(self, room: int) -> int:
+        """Write the tabs in the widest form that needs at most `room` cells; return the cells that they need."""
+        titles = [title for _, title in self._titles]
+        forms = [[form.format(number=at, title=each) for at, each in enumerate(titles, 1)] for form in TAB_FORMS]
+        texts = next((each for each in forms if sum(map(len, each)) <= room), [])
+        if texts != self._texts:
+            self._texts = texts
+            self._draw()
+        return sum(map(len, texts))
+
+    def _draw(self) -> None:
+        parts = []
+        for at, (name, title) in enumerate(self._titles):
+            form = TAB_FORMS[1] if name == self._current else "{number} "
+            text = self._texts[at] if self._texts else form.format(number=at + 1, title=title)
+            tab = Content.from_markup(f"[@click=app.show('{name}')]$text[/]", text=text)
+            parts.append(tab.stylize("reverse bold" if name == self._current else ""))
         self.update(Content("").join(parts))
 
 
@@ -71,9 +91,10 @@ class TopLine(Horizontal):
 
     def _draw(self) -> None:
         source, link = self._text
-        room = self.size.width - sum(len(title) + 4 for _, title in self._titles)
+        needed = self._tabs.fit(self.size.width - len(link) - 2)
         long = f"{source}  {link} "
-        self._source.update(long if len(long) <= room else f"{link} ")
+        has_room = needed and len(long) <= self.size.width - needed
+        self._source.update(long if has_room else f"{link} ")
 
 
 class Banner(Static):
