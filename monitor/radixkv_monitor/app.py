@@ -32,7 +32,8 @@ from radixkv_monitor.dialogs import ConfirmScreen, ExportScreen, HelpScreen, Saf
 from radixkv_monitor.engine_picker import EngineScreen
 from radixkv_monitor.feed import Feed
 from radixkv_monitor.feed_factory import feed_of_found
-from radixkv_monitor.info import InfoScreen, verdict_texts, view_texts
+from radixkv_monitor.formatting import plural
+from radixkv_monitor.info import InfoScreen, copied_json, copied_text, verdict_texts, view_texts
 from radixkv_monitor.keys import KEYS, shown_bindings
 from radixkv_monitor.playback import Playback
 from radixkv_monitor.screenshot import screenshot
@@ -318,6 +319,16 @@ class MonitorApp(App[None]):
         if self.view is not None:
             self.push_screen(ExportScreen(), self._export)
 
+    def action_copy(self, form: str) -> None:
+        """Copy the selected item to the terminal's clipboard (OSC 52): its description, or as JSON."""
+        if self.view is None or self.shown is None:
+            return
+        text = copied_json(self.view) if form == "json" else copied_text(self.view, self.shown)
+        self.copy_to_clipboard(text)
+        first, *others = text.splitlines() or [""]
+        more = f" and {plural(len(others), 'more line')}" if others else ""
+        self.notify(f"{first[:60]}{more}", title="Copied, if the terminal allows it")
+
     def action_suspend_process(self) -> None:
         """Stop the process until the shell resumes it; warn if no shell can."""
         if has_shell():
@@ -362,8 +373,10 @@ class MonitorApp(App[None]):
             self.push_screen(SafeCommandPalette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """List the commands of the palette: Textual's, every view, and every key with an immediate effect."""
-        yield from super().get_system_commands(screen)
+        """List the commands of the palette: every view, and every key with an immediate effect.
+
+        Of Textual's own commands only those that do something here are listed, last.
+        """
         for entry in VIEWS:
             show = partial(self.call_later, self.action_show, entry.name)
             yield SystemCommand(entry.title, entry.about.capitalize(), show)
@@ -377,6 +390,11 @@ class MonitorApp(App[None]):
         yield SystemCommand("Baseline", 'Count "run" from now on, or since the monitor attached', self.action_baseline)
         yield SystemCommand("Dark or light", "Switch between the dark and the light theme", self.action_theme)
         yield SystemCommand("Bare", "Hide or show the lines around the view", self.action_maximise)
+        yield SystemCommand("Copy", "Copy the description of the selected item", partial(self.action_copy, "text"))
+        yield SystemCommand("Copy as JSON", "Copy the selected item as JSON", partial(self.action_copy, "json"))
+        yield SystemCommand("Help", "Show all keys and the meaning of the words", self.action_help)
+        yield SystemCommand("Theme", "Choose a theme from a list", self.action_change_theme)
+        yield SystemCommand("Quit", "Quit the monitor", self.action_quit)
 
     # ---- alerts
 

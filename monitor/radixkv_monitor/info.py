@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from textual.app import ComposeResult
@@ -12,9 +13,11 @@ from textual.widgets import Static
 
 from radixkv_monitor.dialogs import TextScreen
 from radixkv_monitor.formatting import clock
+from radixkv_monitor.print_once import to_text
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.thresholds import DEFAULTS, Thresholds
+from radixkv_monitor.views import View
 
 
 def verdict_texts(state: State, thresholds: Thresholds = DEFAULTS) -> list[tuple[str, str]]:
@@ -31,6 +34,18 @@ def view_texts(view: Widget) -> list[tuple[str, str]]:
     panes = [pane.detail.text for pane in view.query(DetailPane) if pane.detail is not None]
     selected = [*_texts(view, ".detail"), *panes]
     return [("Headline", "\n".join(_texts(view, ".headline"))), ("Selected", "\n\n".join(selected))]
+
+
+def copied_text(view: View, state: State) -> str:
+    """Return the text to copy: the description of the selected item, or the summary of the engine without one."""
+    _, (_, selected) = view_texts(view)
+    return selected or to_text(state)
+
+
+def copied_json(view: View) -> str:
+    """Return the selected row of a view as JSON, or all its rows without one."""
+    row = view.selected_row()
+    return view.export().to_json() if row is None else json.dumps(dict(row), indent=2)
 
 
 def _texts(view: Widget, selector: str) -> list[str]:

@@ -37,6 +37,8 @@ KEYS: tuple[Binding, ...] = (
     Binding("b", "baseline", "Baseline", tooltip='count "run" from now on; again: from the start'),
     Binding("r", "record", "Record", tooltip="start or stop recording to a file in the current folder"),
     Binding("e", "export", "Export", tooltip="export this view to a file: JSON, CSV or SVG"),
+    Binding("y", "copy('text')", "Copy", show=False, tooltip="copy the description of the selected item"),
+    Binding("Y", "copy('json')", "Copy", show=False, tooltip="copy the selected item as JSON"),
     Binding("m", "maximise", "Maximise", show=False, tooltip="hide or show the lines around the view"),
     Binding("t", "theme", "Theme", show=False, tooltip="switch between the dark and the light theme"),
     Binding("ctrl+z", "suspend_process", "Suspend", show=False, tooltip="suspend to the shell; fg resumes"),

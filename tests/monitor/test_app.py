@@ -25,6 +25,7 @@ from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.self_usage import UsageMeter
 from radixkv_monitor.state_builder import StateBuilder
+from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS, BlockSelected, NodeSelected, RequestSelected
 from tests.monitor.fake_feed import FACTS
@@ -419,6 +420,8 @@ def test_the_palette_knows_the_views() -> None:
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
         commands = {command.title: command for command in app.get_system_commands(app.screen)}
         assert {"Theme", "Tree", "Freeze", "Record", "Save the past", "Export", "Baseline"} <= commands.keys()
+        assert list(commands)[:2] == ["Overview", "Tree"]
+        assert commands.keys().isdisjoint({"Keys", "Maximize", "Minimize", "Screenshot"})
         commands["Evictions"].callback()
         await pilot.pause()
         assert app.view is not None and app.view.id == "evictions"
@@ -426,6 +429,24 @@ def test_the_palette_knows_the_views() -> None:
         await pilot.pause()
         assert len(app.screen_stack) == 2
         app.tick()
+
+    played(steps)
+
+
+def test_copy_writes_the_selected_item_to_the_clipboard() -> None:
+    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
+        app.tick()
+        await pilot.press("y")
+        assert app.shown is not None
+        assert app.clipboard.splitlines()[0] == verdict(app.shown, summarise(app.shown)).sentence
+        await pilot.press("Y")
+        assert json.loads(app.clipboard)[0]["name"] == "verdict"
+        await pilot.press("2", "down")
+        await pilot.pause()
+        await pilot.press("y")
+        assert app.clipboard.startswith("Namespace default") and "last used" in app.clipboard
+        await pilot.press("Y")
+        assert json.loads(app.clipboard)["node"] == app.view.lines.cursor.node.id
 
     played(steps)
 

@@ -109,6 +109,10 @@ class View(Widget, can_focus=False):
         """Return the shown content as rows, sorted and filtered as on screen."""
         raise NotImplementedError
 
+    def selected_row(self) -> Mapping[str, Any] | None:
+        """Return the selected row as it would be exported; None without one."""
+        return None
+
     def select(self, selection: Selection) -> None:
         """Show the selection of another view. Called when it changes and when this view is shown."""
 

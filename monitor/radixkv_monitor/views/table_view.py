@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from operator import itemgetter
 from typing import Any, ClassVar, Generic, TypeVar
@@ -132,14 +132,16 @@ class TableView(FilteredView, Generic[Row]):
 
     def export(self) -> Table:
         """Return the shown rows, as they are sorted."""
-        derived = [column for column in self.columns if column.export]
-        return Table(
-            self.title,
-            [
-                asdict(self.record(row)) | {column.export: column.value(row) for column in derived}
-                for row in self.table.rows
-            ],
-        )
+        return Table(self.title, [self._exported(row) for row in self.table.rows])
+
+    def selected_row(self) -> Mapping[str, Any] | None:
+        """Return the row under the cursor."""
+        row = self.table.cursor
+        return None if row is None else self._exported(row)
+
+    def _exported(self, row: Row) -> dict[str, Any]:
+        derived = {column.export: column.value(row) for column in self.columns if column.export}
+        return asdict(self.record(row)) | derived
 
     def selected(self, selection: Selection) -> Hashable:
         """Return the key of the row that another view selected; None without one."""

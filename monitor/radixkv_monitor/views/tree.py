@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import ClassVar
@@ -241,6 +241,11 @@ class TreeView(ControlledView, FilteredView):
             return None
         ask = {"pin": control.pin, "unpin": control.unpin, "demote": control.demote, "clear": control.clear}[verb]
         return ask(self._state, self._state.nodes.get(branch.node.id, branch.node))
+
+    def selected_row(self) -> Mapping[str, object] | None:
+        """Return the node under the cursor."""
+        branch = self.lines.cursor
+        return None if branch is None else _facts(branch)
 
     # ---- keys
 
