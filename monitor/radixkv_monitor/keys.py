@@ -32,7 +32,7 @@ KEYS: tuple[Binding, ...] = (
     Binding("less_than_sign", "speed(-1)", "slower", show=False, tooltip="play a recording slower"),
     Binding("greater_than_sign", "speed(1)", "faster", show=False, tooltip="play a recording faster"),
     Binding("g", "switch", "Engines", show=False, tooltip="watch another running engine"),
-    Binding("i", "info", "Info", show=False, tooltip="show the verdict, notices, headline and selected item in full"),
+    Binding("i", "info", "Info", show=False, tooltip="show the verdict and the selected item in full"),
     Binding("v", "verdicts", "Verdicts", show=False, tooltip="show the log of verdict changes"),
     Binding("b", "baseline", "Baseline", tooltip='count "run" from now on; again: from the start'),
     Binding("r", "record", "Record", tooltip="start or stop recording to a file in the current folder"),

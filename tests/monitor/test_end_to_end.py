@@ -94,7 +94,7 @@ def test_the_screen_and_the_command_say_what_the_engine_says(engine: subprocess.
             cache = truth["cache"]
             assert f"{cache['num_blocks']:,} blocks of {cache['block_size']} tokens" in text
             assert f"{cache['nodes']:,} nodes" in text
-            assert f"{truth['finished']:,} done" in text.replace("  ", " ")
+            assert f"{truth['finished']:,} finished" in text.replace("  ", " ")
             assert sum(node.tokens for node in shown.nodes.values()) > 0
             owned = {block for node in shown.nodes.values() for block in _blocks(node.blocks)}
             assert len(owned) == cache["cached_blocks"] + cache["held_blocks"]

@@ -40,7 +40,7 @@ VIEWS = {
     "1": ("Overview", "Hit rate"),
     "2": ("Tree", "refs"),
     "3": ("Pool", "by state"),
-    "4": ("Sessions", "of prompt tokens from cache"),
+    "4": ("Sessions", "served from cache"),
     "5": ("Evictions", "tokens evicted"),
     "6": ("Requests", "waterfall"),
     "7": ("Latency", "number per bucket"),
@@ -50,7 +50,7 @@ VIEWS = {
 TRUTHS: dict[str, tuple[str, Callable[[Mirror], int]]] = {
     "1": (r"([\d,]+) nodes", lambda all: sum(node.parent != 0 for node in all.nodes.values())),
     "2": (r"([\d,]+) nodes in", lambda all: sum(node.parent != 0 for node in all.nodes.values())),
-    "4": (r"([\d,]+) sessions,", lambda all: len(all.sessions)),
+    "4": (r"([\d,]+) sessions:", lambda all: len(all.sessions)),
     "6": (r"([\d,]+) ended", lambda all: len(all.ended)),
 }
 """A number that the view shows, and the same number from the recording."""
@@ -190,9 +190,9 @@ def test_every_view_of_the_demo_says_what_was_told() -> None:
         small = look_through(tty, 80)
         tty.resize(160, 48)
         tty.press("?")
-        tty.wait_for("changes nothing in it", "ctrl+c  quit")
+        tty.wait_for("shows a running engine", "ctrl+c  quit")
         tty.press("q")
-        tty.wait(lambda: not tty.shows("changes nothing"), "help to go")
+        tty.wait(lambda: not tty.shows("shows a running engine"), "help to go")
         large = look_through(tty, 160)
         tty.press("q")
         tty.wait_for("status 0.")
