@@ -24,14 +24,17 @@ SECONDS, EVERY = 60, 2
 
 
 def frames(seed: int = 7, seconds: int = SECONDS) -> Iterator[Frame]:
-    """Yield a hello, a snapshot of the start, and deltas."""
+    """Yield a hello, a snapshot of the start, and deltas with the changed stats only, as an engine sends them."""
     source, mirror = DemoSource(seed, num_blocks=1280, sessions=18, started=BEGAN), Mirror()
     yield Hello(replace(source.facts, pid=4711, version="0.1.0"), ts=BEGAN)
     mirror.apply(source.step(BEGAN))
     yield from snapshot_frames(mirror, 0, BEGAN)
     for seq in range(1, seconds // EVERY + 1):
         ts = BEGAN + seq * EVERY
-        yield Delta(source.step(ts), seq=seq, ts=ts)
+        changes = source.step(ts)
+        changed = {name: value for name, value in changes.stats.items() if mirror.stats.get(name) != value}
+        mirror.apply(changes)
+        yield Delta(replace(changes, stats=changed), seq=seq, ts=ts)
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import Bye, Delta, Frame, Hello, Snapshot, encode
 from radixkv.telemetry.recording import MAGIC, read_recording
 from radixkv.telemetry.records import (
+    ITL_NAMES,
+    PROCESS_NAMES,
     EngineFacts,
     EvictionRecord,
     NodeRecord,
@@ -108,6 +110,9 @@ def test_an_old_recording_is_read() -> None:
     assert mirror.evictions[1].wanted_again == 1006.0
     assert mirror.sessions[7].namespace == "a"
     assert mirror.next_victims is None  # it was not sent yet
+    assert {record.reused for record in mirror.nodes.values()} == {None}
+    assert {record.preempted_ms for record in mirror.ended.values()} == {()}
+    assert not {*ITL_NAMES, *PROCESS_NAMES, "decode_tokens"} & mirror.stats.keys()
 
 
 def test_an_old_recording_is_written_as_it_was_but_for_appended_values() -> None:
