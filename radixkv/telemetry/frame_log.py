@@ -28,6 +28,7 @@ class FrameLog:
         self.last_append = 0.0  # on the monotonic clock
         self._facts, self._flight = facts, flight
         self._mirror = Mirror()
+        self._mirror.time = time.time()  # until the first collection, which a long step may delay
         self._seq = 0
 
     def heartbeat(self, *, current: bool) -> Changes:

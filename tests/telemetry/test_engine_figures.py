@@ -13,7 +13,7 @@ from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry import process_figures
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.process_figures import ProcessFigures
-from radixkv.telemetry.protocol import Delta
+from radixkv.telemetry.protocol import Delta, Snapshot
 from radixkv.telemetry.records import ITL_BOUNDS, ITL_NAMES, PREEMPTIONS, PROCESS_NAMES, RequestRecord
 from tests.engine.fakes import make_engine
 from tests.telemetry.served import Reader, runtime_folder, serving, wait_until
@@ -196,6 +196,19 @@ def test_an_engine_sends_the_figures_of_its_process() -> None:
 
 
 # ---- the age of the state
+
+
+def test_a_state_before_the_first_collection_is_as_old_as_the_publisher() -> None:
+    begun = time.time()
+    with serving() as (publisher, engine):
+        engine.stuck = True
+        engine.change(node(1))
+        reader = Reader(publisher.path)
+        reader.until(lambda: len(reader.frames) >= 2)
+        assert isinstance(reader.frames[1], Snapshot)
+        assert begun - 0.1 <= reader.frames[1].changes.time <= reader.frames[1].ts
+        engine.answer()
+        reader.close()
 
 
 def heartbeats(reader: Reader) -> list[Delta]:
