@@ -284,6 +284,21 @@ def test_the_filter_leaves_rows_with_all_its_words() -> None:
     hosted(view, REQUESTS, script)
 
 
+@pytest.mark.parametrize(
+    ("view", "shown"), [(RequestsView, REQUESTS), (SessionsView, SESSIONS), (EvictionsView, EVICTIONS)]
+)
+def test_the_filter_is_hidden_until_it_is_opened(view: type[TableView[Any]], shown: State) -> None:
+    made = view()
+
+    async def script(pilot: Pilot[None]) -> None:
+        assert not made.filter_line.display and made.query_one(".headline").size.height <= 2
+        await pilot.press("slash")
+        await pilot.pause()
+        assert made.filter_line.display
+
+    hosted(made, shown, script)
+
+
 @pytest.mark.long
 def test_n_and_shift_n_step_through_what_the_filter_leaves() -> None:
     view = RequestsView()

@@ -187,7 +187,9 @@ class FilteredView(View):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Disable the key that opens the filter where it is a character of the filter."""
-        return not (action == "filter" and self.is_mounted and self.screen.focused is self.filter_line)
+        if action == "filter" and self.is_mounted and self.screen.focused is self.filter_line:
+            return False
+        return super().check_action(action, parameters)
 
     def action_filter(self) -> None:
         """Open the filter. The next key is a part of it."""

@@ -129,7 +129,7 @@ def _computed(row: RequestRow, width: int) -> Cell:
     return [(f"{request.computed_tokens:,}", "plain"), *again]
 
 
-class RequestsView(ControlledView, TableView[RequestRow]):
+class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the styles of the first base only
     """Requests that run, wait, or ended recently."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
