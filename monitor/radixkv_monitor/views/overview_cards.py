@@ -12,7 +12,7 @@ from rich.text import Text
 from radixkv_monitor import history as counters
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
 from radixkv_monitor.latency import Percentiles, time_text
-from radixkv_monitor.occupancy import Process
+from radixkv_monitor.occupancy import Part, Process
 from radixkv_monitor.state import Sample, State
 from radixkv_monitor.summary import Summary
 from radixkv_monitor.widgets.panel import Panel
@@ -147,15 +147,16 @@ def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sa
 
     return [
         panel.title("Evictions", f"graph: tokens/s, {span_name}"),
-        panel.numbers(
-            (short(summary.evicted_per_second), "tokens/s, 10 s"), (str(summary.regret_minute), "regret, 1 min")
-        ),
-        *panel.graph(evicted, _room(panel, 3), short),
-        panel.numbers(
-            (f"{summary.regret_lifetime}", "regret of"),
-            (short(summary.regret_lifetime.whole), "tokens, since load"),
-        ),
+        panel.numbers((short(summary.evicted_per_second), "tokens/s, 10 s")),
+        *panel.graph(evicted, _room(panel, 4), short),
+        _regret(panel, summary.regret_minute, "1 min"),
+        _regret(panel, summary.regret_lifetime, "since load"),
     ]
+
+
+def _regret(panel: Panel, regret: Part, window: str) -> Text:
+    """Write the share of the requested tokens that had been evicted, and the number of requested tokens."""
+    return panel.numbers((str(regret), f"regret of {short(regret.whole)} tokens, {window}"))
 
 
 def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
