@@ -15,6 +15,7 @@ from radixkv.config import EngineConfig
 _PROGRAM = "radixkv"
 _MODEL = "tiny (bundled), a local folder, a GGUF file, or a name on the hub"
 _METAVARS = {"kv_memory": "SIZE", "host_memory": "SIZE", "eviction": "POLICY", "record": "FILE"}
+_MONITOR_MODES = {"on": True, "off": False}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,12 +158,19 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
 def _add_monitor(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--monitor",
-        type=lambda text: {"on": True, "off": False}.get(text, text),
+        type=_monitor_mode,
         default=argparse.SUPPRESS,
         metavar="MODE",
         help="on (the default): radixkv-monitor of the same user may attach; rw: it may also cancel requests, pin, "
         "unpin and demote cached prefixes, and clear namespaces; off; or a tcp:// address, for reading only",
     )
+
+
+def _monitor_mode(text: str) -> bool | str:
+    """Parse a value of --monitor. Raises ArgumentTypeError."""
+    if text != "rw" and not text.startswith(("tcp://", "rw+tcp://")) and text not in _MONITOR_MODES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not on, rw, off, or an address such as tcp://127.0.0.1:7777")
+    return _MONITOR_MODES.get(text, text)
 
 
 def _add_access(group: argparse._ArgumentGroup) -> None:

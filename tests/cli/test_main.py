@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from radixkv import __version__
 from radixkv.cli import main
+from radixkv.config import EngineConfig
 from radixkv.errors import InvalidInput
 
 
@@ -21,7 +23,15 @@ def test_version_and_help_say_so_and_leave(capsys):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["dance"], ["chat", "--max-tokens", "many"], ["demo", "extra"], ["chat", "one", "--model", "two"]]
+    "argv",
+    [
+        [],
+        ["dance"],
+        ["chat", "--max-tokens", "many"],
+        ["chat", "--monitor", "maybe"],
+        ["demo", "extra"],
+        ["chat", "one", "--model", "two"],
+    ],
 )
 def test_wrong_usage_is_status_2(argv, capsys):
     with pytest.raises(SystemExit) as left:
@@ -35,6 +45,21 @@ def test_host_memory_is_an_option_of_each_command_that_sizes_a_pool(command, cap
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert "--host-memory SIZE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "monitor"),
+    [("rw", "rw"), ("on", True), ("off", False), ("rw+tcp://127.0.0.1:7777", "rw+tcp://127.0.0.1:7777"), (None, True)],
+)
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_the_mode_of_the_monitor_reaches_the_engine(command, given, monitor, monkeypatch, capsys):
+    def load(model, config=None, *, tokenizer=None, **fields):
+        raise InvalidInput(f"loaded with {replace(config or EngineConfig(), **fields).monitor!r}")
+
+    monkeypatch.setattr("radixkv.chat.Engine.load", load)
+    options = [] if given is None else ["--monitor", given]
+    assert main([command, "tiny", *options, *(["--port", "0"] if command == "serve" else [])]) == 2
+    assert f"loaded with {monitor!r}" in capsys.readouterr().err
 
 
 def test_help_loads_no_torch():

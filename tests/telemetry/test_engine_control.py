@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +49,8 @@ class Monitor(Reader):
             found[:] = [each for each in self.frames if isinstance(each, Reply) and each.id == name]
             return bool(found)
 
-        self.until(replied, "the reply")
+        self.until(lambda: replied() or self.bye, "the reply")
+        assert self.bye is None, self.bye
         return found[0]
 
     def node(self, true: Callable[[NodeRecord], bool]) -> NodeRecord:
@@ -313,3 +316,44 @@ def test_a_command_at_the_end_of_an_engine_is_not_executed_and_harms_nothing() -
     engine.close()
     assert "closed" in (monitor.until_the_end() or "")
     monitor.close()
+
+
+STORMS: dict[str, dict[str, Any]] = {"one tier": {}, "two tiers": {"host_blocks": 40}, "states": {"snapshots": 6}}
+
+
+@pytest.mark.parametrize("kind", STORMS)
+def test_commands_at_random_moments_change_no_answer(kind: str) -> None:
+    rng = random.Random(7)
+    engine, _ = make_engine(60, 4, monitor="rw", max_sequences=6, **STORMS[kind])
+    with engine:
+        assert engine.monitoring is not None
+        monitor = Monitor(engine.monitoring.publisher.path)
+        monitor.until(lambda: monitor.frames, "the hello")
+        running: list[tuple[list[int], Any]] = []
+        verbs: Counter[tuple[str, bool]] = Counter()
+        answers = {"right": 0, "cancelled": 0}
+        for turn in range(150):
+            if len(running) < 6:
+                prompt = [turn % 3, *(rng.randrange(3) for _ in range(rng.randrange(1, 20)))]
+                params = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=0, ignore_eos=True)
+                handle = engine.submit(prompt, params, namespace=rng.choice((None, "ann", "ben")))
+                running.append((prompt, handle))
+            verb = rng.choice(("cancel", "pin", "pin", "unpin", "demote", "clear"))
+            known = [each for each in monitor.mirror.nodes.values() if (each.parent == 0) == (verb == "clear")]
+            if verb == "unpin":
+                known = [each for each in known if each.pins] or known
+            at = [each.id for each in known] if verb != "cancel" else list(monitor.mirror.live)
+            verbs[verb, monitor.command(verb, rng.choice(at or [turn])).done] += 1
+            if len(running) == 6 or turn == 149:
+                for prompt, handle in running:
+                    try:
+                        tokens = handle.result().token_ids
+                        assert tokens == tuple(greedy_reply(prompt, len(tokens)))
+                        answers["right"] += 1
+                    except CancelledByMonitor:
+                        answers["cancelled"] += 1
+                running.clear()
+                engine.client.thread.ask(engine.core.cache.check)
+        assert all(verbs[verb, True] for verb in ("cancel", "pin", "unpin", "demote", "clear")), verbs
+        assert answers["right"] > 20 and answers["cancelled"] == engine.stats().cancelled > 0
+        monitor.close()
