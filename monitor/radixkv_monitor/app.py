@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from threading import Thread
 from typing import ClassVar
@@ -38,7 +39,7 @@ from radixkv_monitor.keys import KEYS, shown_bindings
 from radixkv_monitor.playback import Playback
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.self_usage import FRAMES_PER_SECOND, FrameLimiter, UsageMeter
-from radixkv_monitor.shutdown import exit_on_signals, has_shell
+from radixkv_monitor.shutdown import exit_on_signals, exit_with_parent, has_shell
 from radixkv_monitor.state import State
 from radixkv_monitor.theme import DARK, LIGHT, THEMES
 from radixkv_monitor.verdict_screen import VerdictScreen
@@ -107,6 +108,8 @@ class MonitorApp(App[None]):
     async def on_mount(self) -> None:
         """Start reading and drawing."""
         exit_on_signals(self, lambda: self.feed.close())
+        if self.is_web:
+            exit_with_parent(lambda: self.feed.close())
         self.app_resume_signal.subscribe(
             self, lambda _: self.refresh(layout=True)
         )  # the shell has drawn over the screen
@@ -415,7 +418,7 @@ class MonitorApp(App[None]):
         if kind == "svg":
             # The dialog and older notifications are still on screen; take the picture after they are gone.
             await self.screen_stack[0].query(Toast).remove()
-            self.call_after_refresh(lambda: self._write(_new_path(str(view.id), "svg"), self._write_svg))
+            self.call_after_refresh(lambda: self._save_text(str(view.id), "svg", screenshot(self)))
         else:
             self._write_table(view.export(), kind)
 
@@ -425,14 +428,23 @@ class MonitorApp(App[None]):
         self._write_table(message.table, message.kind)
 
     def _write_table(self, table: Table, kind: str) -> None:
-        text = table.to_json() if kind == "json" else table.to_csv()
-        self._write(_new_path(table.name, kind), partial(private_files.write, data=text.encode()))
+        self._save_text(table.name, kind, table.to_json() if kind == "json" else table.to_csv())
 
-    def _write_svg(self, path: Path) -> None:
-        private_files.write(path, screenshot(self).encode())
+    def _save_text(self, name: str, kind: str, text: str) -> None:
+        """Write a new file, or offer a download to the browser."""
+        path = _new_path(name, kind)
+        if self.is_web:
+            self.deliver_text(StringIO(text), save_filename=path.name)
+            self.notify(f"{path.name}: a download of the browser", title="Exported")
+        else:
+            self._write(path, partial(private_files.write, data=text.encode()))
 
     def _write(self, path: Path, write: Callable[[Path], object]) -> None:
-        """Write a new file, and report the path or the error."""
+        """Write a new file, and report the path or the error. A browser writes none on the engine's machine."""
+        if self.is_web:
+            text = "A browser writes no files here. Record in a terminal: radixkv-monitor --record FILE"
+            self.notify(text, title="Nothing was written", severity="warning")
+            return
         try:
             write(path)
         except (OSError, ValueError) as error:

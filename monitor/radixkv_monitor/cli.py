@@ -85,11 +85,21 @@ def _run(arguments: argparse.Namespace) -> int:
     mode = next(each for each in MODES if not each.option or getattr(arguments, each.option))
     if message := options.complaint(arguments):
         return _failed(message, MISUSED)
-    if mode.draws and not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+    if mode.draws and not _can_draw():
         return _failed("this is no terminal to draw on; --once prints a summary", MISUSED)
     if arguments.sort is not None and (message := _unknown_order(arguments.sort)):
         return _failed(message, MISUSED)
     return mode.run(arguments)
+
+
+def _can_draw() -> bool:
+    """Return whether there is a terminal, or a browser."""
+    return _in_browser() or all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+
+
+def _in_browser() -> bool:
+    """Return whether Textual was given another driver than a terminal's, as textual-serve does."""
+    return "TEXTUAL_DRIVER" in os.environ
 
 
 def _unknown_order(name: str) -> str:
@@ -127,6 +137,8 @@ def choose_feed(arguments: argparse.Namespace, *, ask: bool = False) -> Any:
     if not ask:
         lines = [feed_factory.describe(each, time.time()) for each in found]
         raise EngineNotFound("several engines are running; name one by its process id or socket:\n" + "\n".join(lines))
+    if _in_browser():  # a page ends with its first app; the newest engine is shown there, and `g` lists all
+        return feed_factory.feed_of_found(found[-1])
     from radixkv_monitor.engine_picker import EnginePicker
 
     picker = EnginePicker(found)
@@ -267,6 +279,8 @@ def _alert_settings(arguments: argparse.Namespace) -> AlertSettings:
     from radixkv_monitor.alert_settings import find_settings
 
     found = find_settings(arguments.alerts)
+    if _in_browser():  # a page writes no files here, and rings nothing
+        return replace(found, bell=False, osc9=False, log=None)
     return replace(
         found,
         bell=found.bell or arguments.bell,
@@ -286,5 +300,28 @@ def _status_of(fail_on: Level | None, level: Level, reasons: Sequence[Reason]) -
     return THRESHOLD
 
 
-MODES = (Mode("once", _once), Mode("report", _report), Mode("watch", _watch), Mode("", _draw, draws=True))
+def _web(arguments: argparse.Namespace) -> int:
+    """Serve the app to browsers until a signal ends it."""
+    from radixkv.telemetry.discovery import engines
+    from radixkv_monitor import web
+
+    if options.named_sources(arguments) or not engines():
+        choose_feed(arguments)  # raises for a target that is none, and without an engine
+
+    def ready(url: str) -> None:
+        print(f"radixkv-monitor: open {url}\nCtrl-C ends it. The URL shows your engine: keep it secret.", flush=True)
+
+    try:
+        return web.serve(options.for_page(arguments), arguments.host, arguments.port, "radixkv-monitor", ready)
+    except ModuleNotFoundError as error:
+        return _failed(str(error), FAILED)
+
+
+MODES = (
+    Mode("once", _once),
+    Mode("report", _report),
+    Mode("watch", _watch),
+    Mode("web", _web),
+    Mode("", _draw, draws=True),
+)
 """The first mode whose option is given is run; the last one has no option."""

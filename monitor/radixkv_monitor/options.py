@@ -11,6 +11,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+from radixkv.telemetry.discovery import is_loopback
+
 OK, FAILED, MISUSED, THRESHOLD, DAMAGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 EXIT_STATUSES: dict[int, str] = {
@@ -37,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         "only if it was loaded with monitor='rw', and after a confirmation."
         f"\n\nexit status:\n{statuses}",
     )
-    for add in (_add_sources, _add_screen, _add_summary, _add_report, _add_alerts, _add_others):
+    for add in (_add_sources, _add_screen, _add_summary, _add_report, _add_web, _add_alerts, _add_others):
         add(made)
     return made
 
@@ -112,6 +114,17 @@ def _add_alerts(made: argparse.ArgumentParser) -> None:
     group.add_argument("--verdict-log", metavar="FILE", type=Path, help="append a JSON line to this file then")
 
 
+def _add_web(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("browser")
+    group.add_argument(
+        "--web",
+        action="store_true",
+        help="show the same screens in a browser on this machine, read-only; needs radixkv[web]",
+    )
+    group.add_argument("--host", default="127.0.0.1", help="with --web: an address of this machine (default 127.0.0.1)")
+    group.add_argument("--port", type=port, default=8000, help="with --web: the port (default 8000); 0: any free port")
+
+
 def _add_others(made: argparse.ArgumentParser) -> None:
     made.add_argument("--log", metavar="FILE", type=Path, help="write a log to this file; otherwise nothing is logged")
     made.add_argument("--version", action="version", version=f"radixkv {version('radixkv')}")
@@ -128,9 +141,24 @@ def seconds(text: str) -> float:
     return value
 
 
+def port(text: str) -> int:
+    """Parse a number of a port. Raises ArgumentTypeError."""
+    if not (text.isascii() and text.isdecimal() and int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a number from 0 to 65535")
+    return int(text)
+
+
 def named_sources(given: argparse.Namespace) -> list[object]:
     """Return the sources that the options name; more than one is wrong usage."""
     return [each for each in (given.target, given.replay, given.demo or None) if each is not None]
+
+
+def for_page(given: argparse.Namespace) -> list[str]:
+    """Return the options of a read-only app that shows the same source and view in a browser."""
+    plain = ("view", "sort", "theme", "replay", "token", "alerts")
+    named = [word for name in plain if (value := getattr(given, name)) for word in (f"--{name}", str(value))]
+    demo = ["--demo", "--host-blocks", str(given.host_blocks)] if given.demo else []
+    return ["--read-only", *named, *demo, *(["--", given.target] if given.target is not None else [])]
 
 
 RULES: tuple[tuple[Callable[[argparse.Namespace], object], str], ...] = (
@@ -143,18 +171,23 @@ RULES: tuple[tuple[Callable[[argparse.Namespace], object], str], ...] = (
         "--host-blocks goes with --demo, and is a number above 0",
     ),
     (
-        lambda given: given.watch and (given.once or given.report),
-        "--watch, --once and --report exclude each other: give one of them",
+        lambda given: sum(map(bool, (given.watch, given.once, given.report, given.web))) > 1,
+        "--watch, --once, --report and --web exclude each other: give one of them",
     ),
     (lambda given: given.json and not (given.once or given.watch), "--json goes with --once or --watch"),
     (lambda given: given.fail_on and not (given.once or given.watch), "--fail-on goes with --once or --watch"),
     (
-        lambda given: (given.once or given.report) and (given.bell or given.notify or given.verdict_log),
+        lambda given: (given.once or given.report or given.web) and (given.bell or given.notify or given.verdict_log),
         "--bell, --notify and --verdict-log go with the screen or --watch",
     ),
     (lambda given: given.watch and given.replay, "--watch goes with a running engine: read a recording with --once"),
     (lambda given: given.watch and given.record, "--record goes with the screen, not with --watch"),
-    (lambda given: given.report and given.once, "--report and --once exclude each other: give one of them"),
+    (
+        lambda given: given.web and not is_loopback(given.host),
+        "{host} may be reached from other machines, which would get the token in clear text: keep 127.0.0.1 and use a "
+        "tunnel, such as ssh -L 8000:127.0.0.1:8000 HOST",
+    ),
+    (lambda given: given.web and given.record, "--record writes files of a terminal's app only: leave out --web"),
     (
         lambda given: given.seconds is not None and not (given.once or given.report),
         "--for goes with --once or --report",
