@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
-from radixkv_monitor import block_modes, theme
+from radixkv_monitor import block_map, block_modes, theme
 from radixkv_monitor.block_map import (
     ACTIVE,
     CACHED,
@@ -55,10 +55,16 @@ def recounted(life: RandomCache) -> list[int]:
 
 
 @settings(max_examples=120, deadline=None)
-@given(STEPS, st.integers(1, 4))
+@given(STEPS, st.integers(1, 4), st.sampled_from((1, 2, 4096)))
 def test_a_life_told_in_changes_has_the_states_that_a_recount_of_the_cache_has(
-    steps: list[tuple[str, int]], told_every: int
+    steps: list[tuple[str, int]], told_every: int, slice_: int
 ) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_map, "SLICE", slice_)  # the records of one step
+        compare_a_life(steps, told_every)
+
+
+def compare_a_life(steps: list[tuple[str, int]], told_every: int) -> None:
     life, blocks = RandomCache(), Blocks()
     for index, step in enumerate(steps):
         life.step(*step)
