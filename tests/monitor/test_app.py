@@ -19,7 +19,7 @@ from radixkv.telemetry.protocol import Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv.telemetry.records import Changes, NodeRecord
 from radixkv_monitor.app import MonitorApp
-from radixkv_monitor.dialogs import ExportScreen, HelpScreen
+from radixkv_monitor.dialogs import WORDS, ExportScreen, HelpScreen
 from radixkv_monitor.feed import Status, ThreadFeed
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.screenshot import screenshot
@@ -313,6 +313,11 @@ def test_help_names_every_key(size: tuple[int, int]) -> None:
     played(steps, size)
 
 
+def test_help_explains_each_word_once() -> None:
+    words = [word for word, _ in WORDS]
+    assert sorted(set(words)) == sorted(words)
+
+
 def test_help_begins_with_the_keys_of_the_view() -> None:
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
         await pilot.press("4", "question_mark")
@@ -447,6 +452,10 @@ def test_copy_writes_the_selected_item_to_the_clipboard() -> None:
         assert app.clipboard.startswith("Namespace default") and "last used" in app.clipboard
         await pilot.press("Y")
         assert json.loads(app.clipboard)["node"] == app.view.lines.cursor.node.id
+        await pilot.press("3", "right")
+        await pilot.pause()
+        await pilot.press("Y")
+        assert json.loads(app.clipboard)["block"] == app.view.block > 0
 
     played(steps)
 

@@ -5,7 +5,8 @@ An engine with a host tier has a second map, of the blocks in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, ClassVar
 
 from textual import events, on
@@ -249,6 +250,13 @@ class PoolView(View):
         return Table(
             "pool", [{**row, "residence": "device"} for row in rows] + [{**row, "residence": "host"} for row in host]
         )
+
+    def selected_row(self) -> Mapping[str, Any] | None:
+        """Return the row of the block under the cursor. O(blocks)."""
+        if self._state is None or self.is_loading:
+            return None
+        mode = MODES[self.mode] if self.pane is self.device else host_mode(MODES[self.mode])
+        return next(islice(self._rows(self.pane, mode), self.block, None), None)
 
     def _rows(self, pane: BlockPane, mode: ColourMode) -> Iterator[dict[str, Any]]:
         blocks = pane.blocks
