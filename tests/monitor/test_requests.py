@@ -67,7 +67,7 @@ def test_an_eviction_and_its_regret() -> None:
     record = samples.eviction(node=7, start=32, tokens=64, blocks=4, idle_s=95.0, hits=2)
     assert eviction_sentence(record) == (
         "Tokens 32 to 96 of node 7 were evicted, to make room for 4 blocks when 0 were free: 4 blocks, unused for "
-        "1.6 min, hit 2 times before. They have not been requested since."
+        "1.6 min; the cached prefixes of 2 requests ended here. They have not been requested since."
     )
     regretted = samples.eviction(time=1000.0, wanted_again=1012.0)
     assert "requested again 12 s later" in eviction_sentence(regretted)

@@ -354,10 +354,37 @@ def test_what_another_view_selected_gets_the_cursor() -> None:
     hosted(view, REQUESTS, script)
 
 
+def test_a_view_that_is_shown_again_stays_on_the_newest_row() -> None:
+    view = RequestsView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        for newest in (8, 9):
+            view.update(state(ended=[samples.request(number=number) for number in range(1, newest + 1)]))
+            await pilot.pause()
+        posted = [each.number for each in pilot.app.selections]  # type: ignore[attr-defined]
+        assert posted[-1] == 9
+        view.select(Selection(request=9))  # as the app does when the view is shown again
+        view.update(state(ended=[samples.request(number=number) for number in range(1, 11)]))
+        assert view.table.cursor is not None and view.table.cursor.request.number == 10
+        view.select(Selection(request=2))
+        view.update(state(ended=[samples.request(number=number) for number in range(1, 12)]))
+        assert view.table.cursor.request.number == 2
+        await pilot.press("home")
+        await pilot.pause()
+        view.select(Selection(request=11))
+        view.update(state(ended=[samples.request(number=number) for number in range(1, 13)]))
+        assert view.table.cursor.request.number == 12
+
+    hosted(view, REQUESTS, script)
+
+
 def test_sorting_by_name() -> None:
     view = SessionsView()
     assert view.sort_by("hit-share") and view.order.sort == "hit share"
     assert not view.sort_by("nonsense") and view.order.sort == "hit share"
+    evictions = EvictionsView()
+    assert evictions.sort_by("hits") and evictions.order.sort == "ended here"
+    assert evictions.sort_by("time") and evictions.order.sort == "time"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,14 +50,15 @@ class EvictionsView(TableView[EvictionRow]):
         Column("tokens", 8, lambda row: row.eviction.tokens, sort="tokens", right=True),
         Column("blocks", 7, lambda row: row.eviction.blocks, rank=2, right=True),
         Column("unused for", 10, lambda row: row.eviction.idle_s, duration, sort="time unused", rank=1, right=True),
-        Column("hits", 5, lambda row: row.eviction.hits, sort="hits", rank=1, right=True),
+        Column("ended here", 10, lambda row: row.eviction.hits, sort="ended here", rank=1, right=True),
         Column("requested again", 15, lambda row: row.wanted_after, cell=_wanted_again, sort="regret", descending=False,
                search=lambda row: "" if row.wanted_after is None else "requested wanted again regret",
                export="wanted_after_s"),
         Column("kept", 6, lambda row: row.eviction.gone, lambda gone: "none" if gone else "head", "dim", rank=3),
         Column("reason", 24, lambda row: row.eviction.pressure, style="dim", rank=4, grows=True),
     )  # fmt: skip
-    first_sorts = ("time", "regret", "tokens", "time unused", "hits")
+    first_sorts = ("time", "regret", "tokens", "time unused", "ended here")
+    old_sorts: ClassVar[Mapping[str, str]] = {"hits": "ended-here"}
 
     def rows_of(self, state: State) -> Sequence[EvictionRow]:
         """Return the newest evictions."""
@@ -110,9 +111,9 @@ class EvictionsView(TableView[EvictionRow]):
 def eviction_sentence(record: EvictionRecord) -> str:
     """Say which tokens were evicted, why, and whether they were requested again."""
     tokens = f"Tokens {record.start:,} to {record.start + record.tokens:,} of node {record.node}"
-    hits = f"hit {plural(record.hits, 'time')} before" if record.hits else "never hit"
+    ended = f"the cached prefixes of {plural(record.hits, 'request')}" if record.hits else "no cached prefix"
     head = f"{tokens} were evicted, {record.pressure or 'to make room'}: {plural(record.blocks, 'block')}, unused for "
-    return f"{head}{duration(record.idle_s)}, {hits}. {_regret(record)}"
+    return f"{head}{duration(record.idle_s)}; {ended} ended here. {_regret(record)}"
 
 
 def _regret(record: EvictionRecord) -> str:

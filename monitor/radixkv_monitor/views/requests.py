@@ -214,6 +214,7 @@ class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the 
     def on_row_table_moved(self, event: RowTable.Moved) -> None:
         """Post the request under the cursor to other views."""
         if isinstance(event.key, int) and self.table.has_focus:
+            self._selected_key = event.key
             self.post_message(RequestSelected(event.key))
 
 

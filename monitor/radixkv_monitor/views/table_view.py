@@ -47,6 +47,8 @@ class TableView(FilteredView, Generic[Row]):
     """The orders that the `s` key takes first; the first one is the default. The others follow in the order of their
     columns.
     """
+    old_sorts: ClassVar[Mapping[str, str]] = {}
+    """The present names of orders by their former names, which `--sort` still takes."""
     empty: ClassVar[str]
     noun: ClassVar[str]
     """The thing that a row shows, in the singular."""
@@ -58,6 +60,7 @@ class TableView(FilteredView, Generic[Row]):
         self._all: Sequence[Row] = ()
         self._words: Sequence[str] = ()  # of the filter
         self._detail_text = Content("")  # of the row under the cursor
+        self._selected_key: Hashable = None  # of the last selection that moved the cursor or was posted by it
 
     # ---- for subclasses
 
@@ -148,22 +151,23 @@ class TableView(FilteredView, Generic[Row]):
         return None
 
     def select(self, selection: Selection) -> None:
-        """Move the cursor to the selection of another view."""
+        """Move the cursor to the selection of another view, once: the app repeats it whenever it shows this view."""
         key = self.selected(selection)
-        if key is not None and self.is_mounted:
-            self.table.go_to(key)
+        if key not in (None, self._selected_key) and self.is_mounted and self.table.go_to(key):
+            self._selected_key = key
 
     @classmethod
     def sorts(cls) -> Sequence[str]:
-        """Return the names of the orders, with dashes for blanks."""
-        return [column.sort.replace(" ", "-") for column in cls.orders()]
+        """Return the names of the orders, with dashes for blanks, and the former names."""
+        return [*(column.sort.replace(" ", "-") for column in cls.orders()), *cls.old_sorts]
 
     def sort_by(self, name: str) -> bool:
         """Sort by the order of this name, in which blanks may be dashes."""
+        name = name.replace(" ", "-")
         names = self.sorts()
-        if name.replace(" ", "-") not in names:
+        if name not in names:
             return False
-        self._order = names.index(name.replace(" ", "-"))
+        self._order = names.index(self.old_sorts.get(name, name))
         if self.is_mounted:
             self._refresh()
         return True
