@@ -204,6 +204,17 @@ async def assert_no_commands(pilot: Pilot[None], app: MonitorApp) -> None:
     await pilot.pause()
 
 
+def test_the_keys_are_text_in_a_filter() -> None:
+    async def script(pilot: Pilot[None], app: MonitorApp, feed: ControlledFeed) -> None:
+        await select(app, pilot, 2)
+        await pilot.press("slash", *"pudx", "y")
+        await pilot.pause()
+        assert not isinstance(app.screen, ConfirmScreen) and not toasts(app)
+        assert "pudxy" in shown(app)
+
+    assert run(script).sent == []
+
+
 def test_a_confirmation_that_comes_after_the_engine_is_gone_sends_nothing() -> None:
     async def script(pilot: Pilot[None], app: MonitorApp, feed: ControlledFeed) -> None:
         await select(app, pilot, 2)
