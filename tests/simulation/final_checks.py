@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from radixkv.engine.beams import BeamRequest
 from radixkv.errors import (
     EngineClosed,
     InvalidConstraint,
@@ -142,6 +143,10 @@ class FinalChecks:
         assert counters.preemptions == sum(c.request.preemptions for c in customers)
         put = sum(len(c.channel.chunks) for c in customers)
         assert put <= counters.output_tokens <= put + sum(c.channel.raised is not None for c in customers)
+        alone = [c for c in customers if not isinstance(c.request, BeamRequest)]
+        tokens = Counter((c.ask.number, chunk.index) for c in alone for chunk in c.channel.chunks)
+        assert sum(self.core.token_times.histogram.counts) == sum(count - 1 for count in tokens.values())
+        assert counters.decode_tokens <= counters.computed_tokens
         if ends[type(None)] == len(customers):
             self._sums(counters)
         stats = self.cache.stats()
