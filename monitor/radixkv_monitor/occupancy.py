@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from radixkv_monitor.formatting import share
-from radixkv_monitor.history import MINUTE, LastMinute, grown, per_second
+from radixkv_monitor.history import MINUTE, LastMinute, grown, of_one_engine, per_second
 from radixkv_monitor.state import Sample, State
 
 
@@ -110,10 +110,15 @@ class Process:
     device_total_bytes: int | None
 
 
-def process_of(stats: Mapping[str, float], cpu_share: float | None) -> Process | None:
-    """Return the figures of the engine's process; None if they were not sent."""
+def process_of(state: State) -> Process | None:
+    """Return the figures of the engine's process; None if they were not sent.
+
+    The process had used CPU time before it loaded the engine, so only samples of this time count for the share.
+    """
+    stats, name = state.stats, "process_cpu_seconds"
     if "process_rss_bytes" not in stats:
         return None
+    cpu_share = per_second(state, [each for each in of_one_engine(state.history) if name in each.stats], name)
     used, whole = (stats.get(name) for name in ("device_memory_bytes", "device_memory_total_bytes"))
     return Process(
         cpu_share=cpu_share,

@@ -184,7 +184,7 @@ def summarise(state: State) -> Summary:
         differing_blocks=total("differing_blocks"),
         telemetry_share=_of_life(state, "monitor_ns") / 1e9 if telemetry is None else telemetry / 1e9,
         watched=minute.watched,
-        process=process_of(stats, rate("process_cpu_seconds")),
+        process=process_of(state),
     )
 
 

@@ -130,15 +130,16 @@ def test_an_older_engine_counts_output_tokens_only() -> None:
 @pytest.mark.parametrize(
     ("stats", "words"),
     [
-        ({"process_cpu_seconds": 90.0, "process_rss_bytes": 2.0**30}, "150% of a core, 10 s  1.0 GiB RSS"),
+        ({"process_cpu_seconds": 100.0, "process_rss_bytes": 2.0**30}, "150% of a core, 10 s  1.0 GiB RSS"),
         (
-            dict(zip(PROCESS_NAMES, (90.0, 2.0**30, 6 * 2.0**30, 24 * 2.0**30), strict=True)),
+            dict(zip(PROCESS_NAMES, (100.0, 2.0**30, 6 * 2.0**30, 24 * 2.0**30), strict=True)),
             "6.0 GiB device memory of 24.0 GiB, 25%",
         ),
     ],
 )
 def test_the_process_of_the_engine(stats: dict[str, float], words: str) -> None:
-    history = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, STATS | stats))
+    before = {"process_cpu_seconds": 10.0}
+    history = (Sample(940.0, FACTS.engine, before), Sample(1000.0, FACTS.engine, STATS | stats))
     text, _ = drawn(Changes(time=1000.0, reset=True, stats=STATS | stats), (160, 48), history)
     assert words in text and "not sent by this engine" in text, "the ITL is still missing"
     assert "CPU and RSS" not in text

@@ -172,7 +172,8 @@ def test_slow_percentiles_cross_their_thresholds() -> None:
 def test_the_process_is_described_if_it_was_sent() -> None:
     assert summarise(state_of(USUAL)).process is None and "process" not in summarise(state_of(USUAL)).as_dict()
     sent = {"process_cpu_seconds": 25.0, "process_rss_bytes": 3e9}
-    process = summarise(state_of(USUAL | sent)).process
+    history = (Sample(1950.0, FACTS.engine, {"process_cpu_seconds": 0.0}), Sample(2000.0, FACTS.engine, sent))
+    process = summarise(state_of(USUAL | sent, history=history)).process
     assert process is not None and process.rss_bytes == 3e9 and process.device_bytes is None
     assert process.cpu_share == pytest.approx(0.5)
 
@@ -296,6 +297,22 @@ def test_states_are_counted_for_hybrid_models_only() -> None:
         "bytes": 0,
     }
     assert "\nstates" not in to_text(state_of({})) and "states" not in summarise(state_of({})).as_dict()
+
+
+def test_the_cpu_time_before_the_engine_was_loaded_is_no_share_of_a_core() -> None:
+    """A process may have used 40 s before it loaded the engine 4 s ago, and an old sample may lack the time."""
+    stats = {"process_cpu_seconds": 42.0, "process_rss_bytes": 1e9}
+    born = replace(FACTS, started=1996.0)
+    newest, older = (
+        Sample(2000.0, FACTS.engine, stats),
+        Sample(1998.0, FACTS.engine, stats | {"process_cpu_seconds": 41.0}),
+    )
+    without = Sample(1997.0, FACTS.engine, {})
+    found = [
+        summarise(state_of(stats, facts=born, history=history)).process
+        for history in ((newest,), (without, newest), (without, older, newest))
+    ]
+    assert [each.cpu_share for each in found if each is not None] == [None, None, 0.5]
 
 
 def test_reasons_name_their_threshold_and_a_threshold_can_be_switched_off() -> None:
