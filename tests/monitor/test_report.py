@@ -195,6 +195,17 @@ def test_the_page_asks_for_nothing_and_has_a_picture_of_every_view() -> None:
     assert [label.split(":")[0] for label in labels] == [each.title for each in VIEWS]
 
 
+def test_the_chart_of_tokens_names_the_counters_that_the_engine_sends(tmp_path: Path) -> None:
+    def named(**stats: float) -> str:
+        path = written(tmp_path / "a.rec", whole(1000.0, **stats), later(1009.0, **stats))
+        text = render(collected(path), PICTURES)
+        return re.sub("<[^>]*>", "", text.partition("<b>Tokens per second</b>")[2].partition("</figcaption>")[0])
+
+    counters = {"output_tokens": 1.0, "computed_tokens": 1.0, "cached_tokens": 1.0}
+    assert named(**counters).split("·")[1].split() == ["output", "computed", "cached"]
+    assert named(**counters, prefill_tokens=1.0).split("·")[1].split() == ["output", "prefill", "cached"]
+
+
 def test_lines_are_interrupted_and_state_their_maximum() -> None:
     drawn = lines([Series("rate", [0.0, 50.0, None, 100.0])], 0.0, 4.0, str)
     assert re.findall(r'<polyline class="line c0" points="([^"]*)"', drawn) == ["285.0,126.0 506.0,67.0", "948.0,8.0"]
