@@ -203,7 +203,8 @@ def test_the_chart_of_tokens_names_the_counters_that_the_engine_sends(tmp_path: 
 
     counters = {"output_tokens": 1.0, "computed_tokens": 1.0, "cached_tokens": 1.0}
     assert named(**counters).split("·")[1].split() == ["output", "computed", "cached"]
-    assert named(**counters, prefill_tokens=1.0).split("·")[1].split() == ["output", "prefill", "cached"]
+    newer = {**counters, "decode_tokens": 1.0, "prefill_tokens": 1.0}
+    assert named(**newer).split("·")[1].split() == ["decode", "prefill", "cached"]
 
 
 def test_lines_are_interrupted_and_state_their_maximum() -> None:
