@@ -45,8 +45,8 @@ class Alerter:
         ticks: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
-        self.log = VerdictLog(settings.after)
-        self._feed = feed
+        self.log = VerdictLog()
+        self.watch(feed)
         self._write_terminal = write_terminal
         self._report = report
         self._clock, self._ticks = clock, ticks
@@ -56,9 +56,13 @@ class Alerter:
             _open_once(settings.log)
 
     def watch(self, feed: Feed) -> None:
-        """Watch another feed from now on. The log is kept."""
+        """Watch another feed from now on. The log is kept.
+
+        Time stops at the end of a recording, so there a level counts at once.
+        """
         self._feed = feed
         self.log.restart()
+        self.log.after = 0.0 if isinstance(feed, FileFeed) else self.settings.after
 
     @property
     def now(self) -> float:

@@ -24,6 +24,7 @@ import pytest
 from textual.pilot import Pilot
 
 from radixkv.errors import InvalidInput
+from radixkv.telemetry.protocol import Delta
 from radixkv.telemetry.records import Changes
 from radixkv_monitor.alert_settings import AlertSettings
 from radixkv_monitor.alerts import LONGEST_TEXT, Alerter, osc9
@@ -34,7 +35,7 @@ from radixkv_monitor.summary import Level, Verdict
 from radixkv_monitor.thresholds import Thresholds
 from radixkv_monitor.verdict_screen import SHOWN, VerdictScreen
 from tests.monitor.fake_feed import FakeFeed
-from tests.monitor.frames import delta, snapshot
+from tests.monitor.frames import snapshot, until
 from tests.monitor.test_once import written
 from tests.monitor.view_host import screen
 from tests.telemetry.served import many, room, serving
@@ -156,14 +157,19 @@ def test_a_wrong_path_is_reported_at_the_start_and_a_full_disk_loses_no_change(t
 
 
 def test_a_recording_is_logged_at_its_times_and_alerts_nobody(tmp_path: Path) -> None:
-    feed = FileFeed(written(tmp_path / "a.rec", snapshot(1000.0, 1), delta(1004.0, 2)))
+    crowded = Delta(held(1004.0, 64), ts=1004.0)
+    feed = FileFeed(written(tmp_path / "a.rec", snapshot(1000.0, 1), crowded))
     feed.start()
     assert feed.wait_until_loaded(20.0)
     terminal: list[str] = []
-    alerter = Alerter(feed, replace(LOUD, log=tmp_path / "log"), write_terminal=terminal.append)
-    while alerter.check() is None:
-        pass
-    assert 1000.0 <= alerter.log.changes[0].time <= 1004.0 and 1000.0 <= alerter.now <= 1004.0
+    alerter = Alerter(feed, replace(LOUD, after=60.0, log=tmp_path / "log"), write_terminal=terminal.append)
+    feed.pause(True)
+    for moment, levels in ((1000.0, ["idle"]), (1004.0, ["idle", "warn"]), (1000.0, ["idle"])):
+        feed.seek(moment)
+        until(lambda at=moment: feed.now == at and feed.latest.time == at)  # type: ignore[misc, union-attr]
+        alerter.check()
+        assert [each.level for each in alerter.log.changes] == levels, "the last level is that of the screen"
+        assert alerter.log.changes[-1].time == alerter.now == moment
     assert terminal == [] and (tmp_path / "log").read_text() == ""
     feed.close()
 
