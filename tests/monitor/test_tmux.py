@@ -25,6 +25,7 @@ from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from tests.selection import mostly_long
 from tests.telemetry.served import many, serving, wait_until
+from tests.telemetry.wire import node
 
 pytestmark = pytest.mark.skipif(
     shutil.which("tmux") is None, reason="tmux, which is the terminal here, is not installed"
@@ -90,6 +91,10 @@ class Terminal:
         """Type a line into the shell."""
         self._do("send-keys", "-l", text)
         self._do("send-keys", "Enter")
+
+    def write(self, text: str) -> None:
+        """Write text to the terminal at once, without a line end."""
+        self._do("send-keys", "-l", text)
 
     def press(self, key: str) -> None:
         self._do("send-keys", key)
@@ -257,6 +262,19 @@ def test_ctrl_z_goes_to_the_shell_and_fg_comes_back() -> None:
         tty.press("q")
         tty.wait(lambda: not tty.shows("‖ frozen"), "the shell")
         assert tty.modes() == before
+
+
+@pytest.mark.long
+def test_a_filter_that_is_typed_at_once_on_a_large_tree() -> None:
+    with serving() as (publisher, engine), terminal((100, 30)) as tty:
+        engine.change(node(1), *(node(at, max(1, at // 8)) for at in range(2, 100_001)))
+        tty.start(str(publisher.path), "--view", "tree")
+        tty.wait_for("99,999 nodes")
+        tty.write("/tre #77")
+        tty.wait_for("tre #77")
+        assert not tty.shows("Write a file") and [each.name for each in tty.folder.iterdir() if each.suffix] == []
+        tty.press("Escape")
+        tty.wait(lambda: not tty.shows("tre #77"), "the whole tree")
 
 
 def test_an_engine_is_shown_and_its_end_is_told() -> None:
