@@ -20,7 +20,7 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.theme import Theme
-from textual.widgets import ContentSwitcher
+from textual.widgets import ContentSwitcher, Input
 from textual.widgets._toast import Toast
 
 from radixkv import private_files
@@ -208,6 +208,19 @@ class MonitorApp(App[None]):
                 self.view.update(self.shown)
             self.view.select(self.selection)
             self.view.take_focus()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Disable the keys of views in dialogs and where they are characters of a filter.
+
+        They act before the next key is handed to a widget, which may be a slash.
+        """
+        if action == "view" and (len(self.screen_stack) > 1 or isinstance(self.focused, Input)):
+            return False
+        return super().check_action(action, parameters)
+
+    async def action_view(self, name: str) -> None:
+        """Show a view, for a key."""
+        await self.action_show(name)
 
     @on(Selected)
     async def remember(self, message: Selected) -> None:

@@ -15,7 +15,7 @@ SCRUB_STEP, SCRUB_LEAP = 5.0, 60.0
 
 KEYS: tuple[Binding, ...] = (
     *(
-        Binding(str(at), f"show('{view.name}')", view.title, show=False, tooltip=view.about)
+        Binding(str(at), f"view('{view.name}')", view.title, show=False, tooltip=view.about, priority=True)
         for at, view in enumerate(VIEWS, 1)
     ),
     Binding("question_mark", "help", "Help", tooltip="show this help"),

@@ -76,6 +76,25 @@ def test_keys_after_enter_and_escape_are_the_views(view: str, tmp_path: Path, mo
     assert (text, focused) == ("b", True)  # the old text was selected
 
 
+def test_a_view_and_its_filter_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = MonitorApp(FakeFeed(Changes(time=1000.0, reset=True, nodes=(node(1), node(2, 1)))))
+
+    async def run() -> None:
+        async with app.run_test(size=(100, 30)) as pilot:
+            await settled(pilot)
+            app.tick()
+            await settled(pilot)
+            type_at_once(app, "2/tre 5")
+            await settled(pilot)
+            assert isinstance(app.view, FilteredView) and app.view.id == "tree"
+            assert app.view.filter_line.value == "tre 5" and app.current_theme.dark
+            await pilot.press("escape", "question_mark", "3")
+            assert len(app.screen_stack) == 2 and app.view.id == "tree"
+
+    asyncio.run(run())
+
+
 def test_a_paste_after_the_slash_is_the_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     app = MonitorApp(FakeFeed(Changes(time=1000.0, reset=True, requests=(request(),))), "requests")
