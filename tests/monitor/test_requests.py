@@ -50,9 +50,20 @@ def test_a_prompt_whose_rest_was_evicted() -> None:
 def test_new_and_whole_and_unadmitted_prompts() -> None:
     assert "never computed here" in miss_sentence(samples.request(miss_reason="never_seen", miss_at=60))
     assert "last token is always computed" in miss_sentence(samples.request(miss_reason="full", cached_tokens=99))
-    assert miss_sentence(samples.request(admitted=None, miss_reason=None)).startswith("It has not been admitted")
+    waiting = samples.request(phase="waiting", admitted=None, first_token=None, ended=None, miss_reason=None)
+    assert miss_sentence(waiting).startswith("It has not been admitted yet")
     assert miss_word(samples.request(admitted=None, miss_reason=None)) == ""
     assert miss_word(samples.request(miss_reason="full", miss_at=None)) == "full"
+
+
+def test_an_ended_request_is_described_in_the_past_tense() -> None:
+    unadmitted = samples.request(phase="cancelled", admitted=None, first_token=None, miss_reason=None)
+    assert miss_sentence(unadmitted).startswith("It ended before it was admitted, so")
+    tokenless = samples.request(phase="failed", number=2, first_token=None)
+    shown = state(ended=[unadmitted, tokenless])
+    first, second = (RequestsView().detail(row, shown).plain for row in RequestsView().rows_of(shown))
+    assert "It waited for 1.0 s." in first
+    assert "prefill 900 ms, no token; E2E 1.0 s." in second
 
 
 def test_cached_tokens_without_their_recurrent_state() -> None:

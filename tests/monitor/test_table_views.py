@@ -213,6 +213,14 @@ def test_failed_timed_out_and_cancelled_requests_differ() -> None:
     hosted(view, state(ended=ended), script, (160, 40))
 
 
+def test_preempted_requests_are_not_counted_as_waiting_ones() -> None:
+    phases = ("waiting", "preempted", "preempted", "decode")
+    live = [samples.request(number=at, phase=phase, ended=None) for at, phase in enumerate(phases)]
+    shown = state(live=live, stats={"running": 1.0, "waiting": 3.0})  # an engine's wait queue has the preempted ones
+    view = RequestsView()
+    assert view.headline(view.rows_of(shown), shown).startswith("1 running, 1 waiting, 2 preempted · ")
+
+
 def test_a_session_whose_requests_wait_is_waiting() -> None:
     live = [
         samples.request(number=1, session=1, phase="waiting", ended=None),

@@ -181,8 +181,9 @@ class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the 
 
     def headline(self, rows: Sequence[RequestRow], state: State) -> str:
         """Count the requests by phase and outcome, and describe the waterfall."""
-        running, waiting = (int(state.stats.get(name, 0)) for name in ("running", "waiting"))
         counts = Counter(row.outcome for row in rows)
+        running, queued = (int(state.stats.get(name, 0)) for name in ("running", "waiting"))
+        waiting = max(0, queued - counts["preempted"])  # preempted requests are in the wait queue too
         ended = ", ".join(f"{counts[name]:,} {name}" for name in ENDS)
         axis = f" · waterfall: the last {duration(rows[0].axis.length)}, {LEGEND}" if rows else ""
         return (
@@ -234,13 +235,13 @@ def _times(row: RequestRow) -> str:
     """Write the seconds of each part of the request, and its recomputed tokens."""
     request = row.request
     if request.admitted is None:
-        return f"Waiting for {duration(row.total)}."
+        return f"{'Waiting' if request.live else 'It waited'} for {duration(row.total)}."
     first = row.end if request.first_token is None else request.first_token
     lost = preempted_seconds(request, request.admitted, first)
     prefill = first - request.admitted - lost
     text = f"Queue time {duration(request.queue_time)}, prefill {duration(prefill)}"
     if request.first_token is None:
-        text += " so far"
+        text += " so far" if request.live else ", no token"
     else:
         later = preempted_seconds(request, first, row.end)
         decode, lost = row.end - first - later, lost + later
@@ -319,7 +320,8 @@ def _cut(
 def miss_sentence(request: RequestRecord) -> str:
     """Say how much of a prompt was cached, and why not more."""
     if request.admitted is None:
-        return "It has not been admitted yet, so the cache was not searched."
+        begin = "It has not been admitted yet" if request.live else "It ended before it was admitted"
+        return f"{begin}, so the cache was not searched."
     cached, asked = request.cached_tokens, request.prompt_tokens
     head = f"{cached:,} of {plural(asked, 'prompt token')} ({share(cached, asked)}) were cached."
     if request.host_tokens:
