@@ -39,7 +39,7 @@ def view_texts(view: Widget) -> list[tuple[str, str]]:
 def copied_text(view: View, state: State) -> str:
     """Return the text to copy: the description of the selected item, or the summary of the engine without one."""
     _, (_, selected) = view_texts(view)
-    return selected or to_text(state)
+    return selected or to_text(state, thresholds=view.thresholds)
 
 
 def copied_json(view: View) -> str:

@@ -10,11 +10,14 @@ from textual.pilot import Pilot
 
 from radixkv.telemetry.records import PROCESS_NAMES, Changes
 from radixkv_monitor.app import MonitorApp
+from radixkv_monitor.info import copied_text
 from radixkv_monitor.state import Sample
+from radixkv_monitor.thresholds import Thresholds
 from radixkv_monitor.views.overview import CARDS, OverviewView
 from radixkv_monitor.widgets.panel import Panel
 from tests.monitor.fake_feed import FACTS, FakeFeed
 from tests.monitor.samples import STATES, request
+from tests.monitor.view_host import hosted, screen, state
 
 SIZES = pytest.mark.parametrize(
     "size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)], ids=["80x24", "160x48"]
@@ -197,6 +200,19 @@ def test_the_export_has_every_number() -> None:
             assert len(rows) > 30
 
     asyncio.run(run())
+
+
+def test_the_copied_verdict_is_that_of_the_screen() -> None:
+    view = OverviewView()
+    view.thresholds = Thresholds(hit_rate=0.99)
+
+    minute = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, STATS))
+    shown = state(1000.0, stats=STATS, history=minute, facts=FACTS)
+
+    async def script(pilot: Pilot[None]) -> None:
+        assert copied_text(view, shown).startswith("Only ") and screen(pilot.app)[0].lstrip(" ▲").startswith("Only ")
+
+    hosted(view, shown, script, (100, 30))
 
 
 def test_there_are_six_cards() -> None:
