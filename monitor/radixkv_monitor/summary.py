@@ -304,7 +304,8 @@ def _facts(summary: Summary, until: str) -> Iterable[str]:
 
 
 def _mood(summary: Summary) -> tuple[Level, str]:
-    if summary.running or summary.waiting or summary.requests_minute or summary.hit_minute.whole >= 1:
+    busy = summary.running or summary.waiting or summary.preempted
+    if busy or summary.requests_minute or summary.hit_minute.whole >= 1:
         return "good", "Running"
     return "idle", "Idle" if summary.hit_lifetime.whole else "Ready, no request yet"
 

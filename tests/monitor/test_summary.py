@@ -122,6 +122,14 @@ def test_before_the_first_request_and_between_requests() -> None:
     assert verdict(state, summarise(state)).sentence.startswith("Idle: 50% of 10 prompt tokens from cache since load")
 
 
+def test_an_engine_with_a_preempted_request_is_not_idle() -> None:
+    live = {1: request(number=1, phase="preempted", ended=None, submitted=1800.0, admitted=1801.0, first_token=1802.0)}
+    state = state_of({"waiting": 1.0}, live=live, history=())
+    summary = summarise(state)
+    assert (summary.waiting, summary.preempted) == (0, 1)
+    assert verdict(state, summary, Thresholds(preemptions=None)).sentence.startswith("Running: ")
+
+
 YOUNG = replace(FACTS, started=1940.0)
 """An engine that was watched since its start."""
 
