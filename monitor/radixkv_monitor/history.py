@@ -139,11 +139,15 @@ class LastMinute:
     regret_tokens: float
 
 
-def samples_since_start(state: State) -> Sequence[Sample]:
-    """Return the samples of this engine, with zeros at its start if it started shortly before the first."""
+def samples_since_start(state: State, seconds: float) -> Sequence[Sample]:
+    """Return the samples of this engine for sums over the last `seconds`.
+
+    If it started in that time, the first sample has zeros at its start, so that growth before the monitor attached is
+    included. Of an older engine this growth has no known time, and is left out.
+    """
     history = of_one_engine(state.history)
     born = state.facts.started
-    if history and 0 < history[0].time - born < MINUTE:
+    if history and state.now - seconds <= born < history[0].time:
         return (Sample(born, state.facts.engine, {}), *history)
     return history
 
@@ -181,11 +185,15 @@ def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
     )
 
 
+def sampled(state: State, history: Sequence[Sample]) -> float:
+    """Return the seconds that `per_second` covers; 0 if there is no rate yet."""
+    seen = state.now - history[0].time if history else 0.0
+    return min(seen, MOMENT) if seen >= _LEAST else 0.0
+
+
 def per_second(state: State, history: Sequence[Sample], name: str) -> float | None:
     """Return recent growth per second; None if there was less than a second of samples."""
-    if not history or state.now - history[0].time < _LEAST:
-        return None
-    return rate(history, name, state.now, MOMENT)
+    return rate(history, name, state.now, MOMENT) if sampled(state, history) else None
 
 
 def evicted_per_second(state: State) -> float:

@@ -163,7 +163,7 @@ def _itl(state: State, seconds: float | None) -> Distribution:
     if seconds is None:
         grown = [state.stats.get(name, 0.0) for name in ITL_NAMES]
     else:
-        history = counters.samples_since_start(state)
+        history = counters.samples_since_start(state, seconds)
         grown = [counters.grown(history, name, state.now, seconds) for name in ITL_NAMES]
         seen = max(0.0, state.now - history[0].time) if history else 0.0
         window = window if seen >= seconds - 1 else f"{duration(seen)} so far"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from radixkv_monitor.formatting import share
-from radixkv_monitor.history import MINUTE, LastMinute, grown, of_one_engine, per_second
+from radixkv_monitor.history import MINUTE, LastMinute, grown, of_one_engine, per_second, sampled
 from radixkv_monitor.state import Sample, State
 
 
@@ -68,9 +68,9 @@ class States:
 class Host:
     """The host tier. `blocks` counts the used blocks of all host blocks, and `bytes` is the memory of all.
 
-    `from_device`, `from_host` and `computed` divide the prompt tokens of the last minute. Rates are means over the last
-    ten seconds; None until a second was sampled. `evicted_blocks` were dropped to make room for others. `failed_minute`
-    counts failed copies to and from the host in the last minute.
+    `from_device`, `from_host` and `computed` divide the prompt tokens of the last minute. Rates are means over
+    `Summary.rate_window`; None until a second was sampled. `evicted_blocks` were dropped to make room for others.
+    `failed_minute` counts failed copies to and from the host in the last minute.
     """
 
     blocks: Part
@@ -99,12 +99,14 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The process of the engine: the mean share of a core over ten seconds, None until a second was sampled, and bytes.
+    """The process of the engine: the mean share of a core over the last `cpu_window` seconds, at most ten, and bytes.
 
-    `device_bytes` of `device_total_bytes` are reserved on the GPU; None on a CPU.
+    The share is None until a second was sampled. `device_bytes` of `device_total_bytes` are reserved on the GPU; None
+    on a CPU.
     """
 
     cpu_share: float | None
+    cpu_window: float
     rss_bytes: int
     device_bytes: int | None
     device_total_bytes: int | None
@@ -118,10 +120,11 @@ def process_of(state: State) -> Process | None:
     stats, name = state.stats, "process_cpu_seconds"
     if "process_rss_bytes" not in stats:
         return None
-    cpu_share = per_second(state, [each for each in of_one_engine(state.history) if name in each.stats], name)
+    history = [each for each in of_one_engine(state.history) if name in each.stats]
     used, whole = (stats.get(name) for name in ("device_memory_bytes", "device_memory_total_bytes"))
     return Process(
-        cpu_share=cpu_share,
+        cpu_share=per_second(state, history, name),
+        cpu_window=sampled(state, history),
         rss_bytes=int(stats["process_rss_bytes"]),
         device_bytes=None if used is None else int(used),
         device_total_bytes=None if whole is None else int(whole),
@@ -150,8 +153,11 @@ def states(stats: Mapping[str, float]) -> States | None:
     return States(rows, slots, evicted, copies, memory)
 
 
-def host_of(state: State, history: Sequence[Sample], minute: LastMinute) -> Host | None:
-    """Count the blocks of the host tier, and its traffic; None for an engine without one."""
+def host_of(state: State, history: Sequence[Sample], moment: Sequence[Sample], minute: LastMinute) -> Host | None:
+    """Count the blocks of the host tier, and its traffic; None for an engine without one.
+
+    `history` are the samples of sums over a minute, and `moment` those of rates.
+    """
     stats, whole = state.stats, state.facts.host_blocks
     if not whole:
         return None
@@ -168,9 +174,9 @@ def host_of(state: State, history: Sequence[Sample], minute: LastMinute) -> Host
         from_host=round(minute.host_tokens),
         computed=round(max(0.0, minute.prompt_tokens - minute.cached_tokens)),
         offloaded_blocks=total("cache.offloaded_blocks"),
-        offloaded_per_second=per_second(state, history, "cache.offloaded_blocks"),
+        offloaded_per_second=per_second(state, moment, "cache.offloaded_blocks"),
         loaded_tokens=total("cache.loaded_tokens"),
-        loaded_per_second=per_second(state, history, "cache.loaded_tokens"),
+        loaded_per_second=per_second(state, moment, "cache.loaded_tokens"),
         evicted_blocks=total("cache.host_evicted_blocks"),
         failed_minute=round(sum(failed)),
     )

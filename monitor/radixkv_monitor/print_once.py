@@ -10,7 +10,6 @@ from typing import Any
 from radixkv.errors import EngineNotFound
 from radixkv_monitor.feed import CUT, Ending, Feed
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
-from radixkv_monitor.history import MOMENT, samples_since_start
 from radixkv_monitor.latency import Percentiles, time_text
 from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.occupancy import Process
@@ -83,12 +82,6 @@ def damage(feed: Feed) -> str:
     return f"{fault}; the summary is of the part before"
 
 
-def window_seconds(state: State) -> float:
-    """Return the seconds of samples that the rates of a state cover; 0 if there are no rates yet."""
-    samples = samples_since_start(state)
-    return min(MOMENT, max(0.0, state.now - samples[0].time)) if samples else 0.0
-
-
 def to_dict(state: State, feed: Feed | None = None, thresholds: Thresholds = DEFAULTS) -> dict[str, Any]:
     """Return the verdict, the summary, the engine's facts, and all counters, for scripts; of a recording, its end."""
     ending = feed.ending if feed is not None else Ending()
@@ -98,7 +91,7 @@ def to_dict(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
         "time": state.time,
         "now": state.now,
         "up_seconds": max(0.0, state.now - state.facts.started),
-        "window_seconds": window_seconds(state),
+        "window_seconds": summary.rate_window,
         "step_seconds": state.step_seconds,
         "recording": feed.title if isinstance(feed, FileFeed) else None,
         "damaged_at": ending.damaged_at,
@@ -124,7 +117,7 @@ def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
         f"engine      {facts.model}, {device}, pid {facts.pid}, up {duration(up)}",
         f"pool        {count(pool.total)} blocks: {', '.join(f'{name} {share(n, pool.total)}' for name, n in parts)}",
         f"hit rate    {summary.hit_lifetime} of {count(summary.hit_lifetime.whole)} prompt tokens since load",
-        f"tokens      {_rates(summary)} per second, over {duration(window_seconds(state))}",
+        f"tokens      {_rates(summary)} per second, over {duration(summary.rate_window)}",
         f"TTFT hit    {_percentiles(summary.ttft_hit)}, {summary.latency_window}",
         f"TTFT miss   {_percentiles(summary.ttft_miss)}, {summary.latency_window}",
         f"queue time  {_percentiles(summary.queue_time)}, {summary.latency_window}",
@@ -162,7 +155,7 @@ def _percentiles(times: Percentiles | None, noun: str = "request") -> str:
 def _process(process: Process) -> str:
     """Write the CPU time and the memory of the engine's process."""
     cpu = "-" if process.cpu_share is None else f"{100 * process.cpu_share:.0f}%"
-    text = f"{cpu} of a core over {duration(MOMENT)}, {size(process.rss_bytes)} resident"
+    text = f"{cpu} of a core over {duration(process.cpu_window)}, {size(process.rss_bytes)} resident"
     if process.device_bytes is None:
         return text
     whole = "" if process.device_total_bytes is None else f" of {size(process.device_total_bytes)}"

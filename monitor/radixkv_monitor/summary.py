@@ -10,7 +10,15 @@ from radixkv.telemetry.protocol import CRASHED
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import history as counters
 from radixkv_monitor.formatting import clock, count, duration, plural, share
-from radixkv_monitor.history import MINUTE, evicted_per_second, last_minute, per_second, samples_since_start
+from radixkv_monitor.history import (
+    MINUTE,
+    MOMENT,
+    evicted_per_second,
+    last_minute,
+    per_second,
+    sampled,
+    samples_since_start,
+)
 from radixkv_monitor.latency import Percentiles, latencies, time_text
 from radixkv_monitor.occupancy import Host, Part, Pool, Process, States, host_of, pool, process_of, states
 from radixkv_monitor.state import Sample, State
@@ -27,10 +35,11 @@ class Summary:
     A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss. Latencies are those of
     `latency_window`, the last minute or as much of it as the records cover; `itl_window` is that of the samples.
     Figures of the last minute include records from before the monitor attached; counters cover `watched` of its
-    seconds. Rates are means over ten seconds, and None until a second was sampled; those of prefill and decode also if
-    an older engine does not count their tokens. `failed` requests exclude the `timed_out` ones, and `waiting` requests
-    the `preempted` ones. `states` is None for a model without recurrent state, `host` for an engine without a host
-    tier, and `itl` and `process` for an older engine.
+    seconds. Rates are means over `rate_window` seconds, ten or as many as were sampled. They are None, and it is 0,
+    until a second was sampled; those of prefill and decode are also None if an older engine does not count them.
+    `failed` requests exclude the `timed_out` ones, and `waiting` requests the `preempted` ones. `states` is None for a
+    model without recurrent state, `host` for an engine without a host tier, and `itl` and `process` for an older
+    engine.
     """
 
     pool: Pool
@@ -47,6 +56,7 @@ class Summary:
     e2e: Percentiles
     latency_window: str
     itl_window: str
+    rate_window: float
     output_per_second: float | None
     computed_per_second: float | None
     prefill_per_second: float | None
@@ -126,14 +136,14 @@ class Verdict:
 def summarise(state: State) -> Summary:
     """Compute the numbers of a state. O(requests + log samples)."""
     stats, now = state.stats, state.now
-    history = samples_since_start(state)
+    history, moment = samples_since_start(state, MINUTE), samples_since_start(state, MOMENT)
     minute = last_minute(state, history)
 
     def total(name: str) -> int:
         return int(stats.get(name, 0))
 
     def rate(name: str) -> float | None:
-        return per_second(state, history, name)
+        return per_second(state, moment, name)
 
     evicting, telemetry = rate("cache.evicted_tokens"), rate("monitor_ns")
     recent = latencies(state, MINUTE)
@@ -142,7 +152,7 @@ def summarise(state: State) -> Summary:
     return Summary(
         pool=pool(stats, state.facts.num_blocks),
         states=states(stats),
-        host=host_of(state, history, minute),
+        host=host_of(state, history, moment, minute),
         hit_minute=Part(minute.cached_tokens, minute.prompt_tokens),
         hit_run=Part(_since(state.baseline, stats, "cached_tokens"), _since(state.baseline, stats, "prompt_tokens")),
         hit_lifetime=Part(total("cached_tokens"), total("prompt_tokens")),
@@ -154,6 +164,7 @@ def summarise(state: State) -> Summary:
         e2e=recent.e2e.percentiles,
         latency_window=recent.e2e.window,
         itl_window=recent.itl.window,
+        rate_window=sampled(state, moment),
         output_per_second=rate("output_tokens"),
         computed_per_second=rate("computed_tokens"),
         prefill_per_second=rate("prefill_tokens") if "prefill_tokens" in stats else None,

@@ -284,6 +284,17 @@ def test_a_young_engine_is_known_from_its_birth_on() -> None:
     assert "6 preemptions" in verdict(state, summary).sentence
 
 
+def test_growth_before_the_first_sample_is_in_no_window_unless_it_is_there_as_a_whole() -> None:
+    stats = {"failed": 9.0, "finished": 300.0, "output_tokens": 9000.0, "prompt_tokens": 5000.0}
+    history = (Sample(1998.0, FACTS.engine, stats), Sample(2000.0, FACTS.engine, stats))
+    born = replace(FACTS, started=1970.0)
+    summary = summarise(state_of(stats, facts=born, history=history))
+    assert (summary.output_per_second, summary.rate_window) == (0.0, 2.0), "not the mean since load"
+    assert (summary.failed_minute, summary.requests_minute, summary.watched) == (9, 309, 30.0)
+    older = summarise(state_of(stats, facts=replace(FACTS, started=1930.0), history=history))
+    assert (older.failed_minute, older.requests_minute, older.watched) == (0, 0, 2.0)
+
+
 def test_counters_that_know_the_whole_minute_are_believed() -> None:
     stats = {"preemptions": 6.0}
     long = {1: request(number=1, phase="decode", ended=None, preemptions=6)}

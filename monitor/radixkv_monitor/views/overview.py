@@ -17,7 +17,7 @@ from radixkv_monitor.occupancy import Host, Part, States
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import Summary, summarise, verdict
 from radixkv_monitor.views import Table, View
-from radixkv_monitor.views.overview_cards import CARDS
+from radixkv_monitor.views.overview_cards import CARDS, rate_window
 from radixkv_monitor.widgets.panel import Panel, stacked
 
 SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
@@ -143,7 +143,7 @@ class OverviewView(View):
         bar = stacked(parts, panel.size.width)
         below = [legend]
         below += [] if summary.states is None else [states_line(panel, summary.states)]
-        below += [] if summary.host is None else host_lines(panel, summary.host)
+        below += [] if summary.host is None else host_lines(panel, summary.host, rate_window(summary))
         return [panel.title("Pool", aside), *([bar] * max(1, panel.size.height - 1 - len(below))), *below]
 
 
@@ -162,8 +162,8 @@ def states_line(panel: Panel, states: States) -> Text:
     return line
 
 
-def host_lines(panel: Panel, host: Host) -> list[Text]:
-    """Draw two lines: the used blocks of the host with its traffic, and the sources of prompt tokens."""
+def host_lines(panel: Panel, host: Host, window: str) -> list[Text]:
+    """Draw two lines: the used blocks of the host with its traffic in `window`, and the sources of prompt tokens."""
     dim, strong = panel.style_of("dim"), panel.style_of("strong")
     used = Text("host    ", panel.style_of("title"), no_wrap=True, overflow="ellipsis")
     used.append_text(_gauge(host.blocks, theme.HOST, panel.app.current_theme.dark))
@@ -175,7 +175,7 @@ def host_lines(panel: Panel, host: Host) -> list[Text]:
         moved.append(f"  {name} ", dim)
         moved.append(short(rate), strong)
         moved.append(f" {unit}", dim)
-    moved.append(", 10 s", dim)
+    moved.append(f", {window}", dim)
     room = panel.size.width - used.cell_len - moved.cell_len
     forms = (f" {host.blocks.counts} blocks, {size(host.bytes)}", f" {host.blocks.counts}")
     used.append(next((form for form in forms if len(form) <= room), f" {host.blocks}"), strong)

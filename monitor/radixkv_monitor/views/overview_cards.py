@@ -11,7 +11,8 @@ from rich.text import Text
 
 from radixkv_monitor import history as counters
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
-from radixkv_monitor.latency import Percentiles, time_text
+from radixkv_monitor.history import MINUTE, MOMENT
+from radixkv_monitor.latency import Percentiles, name_of, time_text
 from radixkv_monitor.occupancy import Part, Process
 from radixkv_monitor.state import Sample, State
 from radixkv_monitor.summary import Summary
@@ -34,6 +35,11 @@ def _span(state: State, history: Sequence[Sample]) -> tuple[float, str]:
     """Return the seconds to draw, and their name."""
     seen = state.now - history[0].time if history else 0.0
     return next((span for span in SPANS if seen <= span[0]), SPANS[-1])
+
+
+def rate_window(summary: Summary) -> str:
+    """Name the window of the rates; before the first one, that which they will have."""
+    return duration(summary.rate_window or MOMENT)
 
 
 def _percent(part: float) -> str:
@@ -104,7 +110,7 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
         return [each * points / span for each in series]
 
     return [
-        panel.title("Tokens/s", f"10 s; graph: {name}, {span_name}"),
+        panel.title("Tokens/s", f"{rate_window(summary)}; graph: {name}, {span_name}"),
         panel.numbers(
             (short(rate), name),
             (short(summary.prefill_per_second), "prefill"),
@@ -113,7 +119,7 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
         *panel.graph(produced, _room(panel, 3), short),
         panel.numbers(
             (duration(summary.seconds_per_step), "and"),
-            (short(summary.tokens_per_step), "tokens per step, 1 min"),
+            (short(summary.tokens_per_step), f"tokens per step, {name_of(summary.watched or MINUTE)}"),
         ),
     ]
 
@@ -147,7 +153,7 @@ def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sa
 
     return [
         panel.title("Evictions", f"graph: tokens/s, {span_name}"),
-        panel.numbers((short(summary.evicted_per_second), "tokens/s, 10 s")),
+        panel.numbers((short(summary.evicted_per_second), f"tokens/s, {rate_window(summary)}")),
         *panel.graph(evicted, _room(panel, 4), short),
         _regret(panel, summary.regret_minute, "1 min"),
         _regret(panel, summary.regret_lifetime, "since load"),
@@ -161,7 +167,6 @@ def _regret(panel: Panel, regret: Part, window: str) -> Text:
 
 def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Preemptions, failures, audits, and the cost of the engine's process and of its telemetry."""
-    telemetry = [(f"{100 * summary.telemetry_share:.2f}%", "of time for telemetry")] * ("monitor_ns" in state.stats)
     audited = f"of {plural(summary.audited_blocks, 'audited block')} differ"
     lines = [
         panel.title("Problems", "and the engine's process"),
@@ -172,9 +177,12 @@ def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
         panel.numbers(
             (count(summary.preemptions_minute), "preemptions, 1 min"), (count(summary.preemptions), "since load")
         ),
-        panel.numbers((count(summary.differing_blocks), audited), *telemetry),
+        panel.numbers((count(summary.differing_blocks), audited)),
     ]
     lines += [panel.numbers(*figures) for figures in _process(summary.process)]
+    if "monitor_ns" in state.stats:
+        window = rate_window(summary) if summary.rate_window else "since load"
+        lines.append(panel.numbers((f"{100 * summary.telemetry_share:.2f}%", f"of time for telemetry, {window}")))
     lines.append(panel.numbers((count(summary.failed), "failed"), (count(summary.timed_out), "timed out, since load")))
     return [*lines, panel.numbers((short(summary.recomputed_tokens), "tokens recomputed, since load"))]
 
@@ -184,7 +192,7 @@ def _process(process: Process | None) -> list[list[tuple[str, str]]]:
     if process is None:
         return [[("-", "CPU and RSS: not sent by this engine")]]
     cpu = "-" if process.cpu_share is None else _percent(process.cpu_share)
-    lines = [[(cpu, "of a core, 10 s"), (size(process.rss_bytes), "RSS")]]
+    lines = [[(cpu, f"of a core, {duration(process.cpu_window or MOMENT)}"), (size(process.rss_bytes), "RSS")]]
     if process.device_bytes is not None:
         whole = process.device_total_bytes
         part = f" of {size(whole)}, {share(process.device_bytes, whole)}" if whole else ""
