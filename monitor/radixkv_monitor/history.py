@@ -7,7 +7,7 @@ which are exact while the monitor is attached, with the newest few hundred recor
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -154,15 +154,18 @@ def samples_since_start(state: State, seconds: float) -> Sequence[Sample]:
 
 def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
     """Sum over the counters and over the records, and take the larger one: neither overstates. O(records)."""
-    since = state.now - MINUTE
+    since, now = state.now - MINUTE, state.now
 
     def growth(name: str) -> float:
         return grown(history, name, state.now, MINUTE)
 
-    ended = [each for each in state.ended.values() if each.ended is not None and each.ended >= since]
-    current = (*ended, *state.live.values())
-    prompt, cached, host = _prompts((*state.ended.values(), *state.live.values()), since)
-    wanted = sum(each.tokens for each in state.evictions.values() if (each.wanted_again or 0.0) >= since)
+    def is_recent(when: float | None) -> bool:
+        return when is not None and since <= when <= now  # a clock that was set back leaves later times
+
+    ended = [each for each in state.ended.values() if is_recent(each.ended)]
+    requests = (*state.ended.values(), *state.live.values())
+    prompt, cached, host = _prompts(each for each in requests if is_recent(each.admitted))
+    wanted = sum(each.tokens for each in state.evictions.values() if is_recent(each.wanted_again))
     queried = max(growth("cache.query_tokens"), prompt)
     if growth("prompt_tokens") >= prompt:
         part = host / cached if cached else 0.0
@@ -179,7 +182,7 @@ def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
         failed=max(0, failed - timed_out),
         timed_out=timed_out,
         cancelled=max(sum(each.phase == "cancelled" for each in ended), round(growth("cancelled"))),
-        preemptions=_preemptions(history, growth("preemptions"), current, state.now),
+        preemptions=_preemptions(history, growth("preemptions"), requests, is_recent, now),
         query_tokens=queried,
         regret_tokens=max(growth("cache.regret_tokens"), wanted),
     )
@@ -199,18 +202,33 @@ def per_second(state: State, history: Sequence[Sample], name: str) -> float | No
 def evicted_per_second(state: State) -> float:
     """Return the tokens that were evicted per second, by the records."""
     since = state.now - MOMENT
-    return sum(each.tokens for each in state.evictions.values() if each.time >= since) / MOMENT
+    return sum(each.tokens for each in state.evictions.values() if since <= each.time <= state.now) / MOMENT
 
 
-def _prompts(requests: Iterable[RequestRecord], since: float) -> tuple[float, float, float]:
-    """Return the prompt tokens, cached tokens and tokens loaded from the host of requests admitted since then."""
-    admitted = [each for each in requests if each.admitted is not None and each.admitted >= since]
+def _prompts(requests: Iterable[RequestRecord]) -> tuple[float, float, float]:
+    """Return the prompt tokens, the cached tokens and the tokens loaded from the host."""
+    admitted = list(requests)
     prompt, cached = sum(each.prompt_tokens for each in admitted), sum(each.cached_tokens for each in admitted)
     return prompt, cached, sum(each.host_tokens for each in admitted)
 
 
-def _preemptions(history: Sequence[Sample], counted: float, current: Iterable[RequestRecord], now: float) -> int:
-    """Count preemptions by the counters if they cover the minute, else by the requests that ran in it."""
+def _preemptions(
+    history: Sequence[Sample],
+    counted: float,
+    requests: Iterable[RequestRecord],
+    is_recent: Callable[[float | None], bool],
+    now: float,
+) -> int:
+    """Count preemptions by the counters if they cover the minute, else by the requests.
+
+    An older engine sends no times of preemptions; those of a request that ran in the minute are counted then.
+    """
     if history and now - history[0].time >= MINUTE:
         return round(counted)
-    return max(round(counted), sum(each.preemptions for each in current))
+    recorded = 0
+    for each in requests:
+        if each.preempted_ms:
+            recorded += sum(is_recent(each.submitted + begin / 1000) for begin in each.preempted_ms[::2])
+        elif each.live or is_recent(each.ended):
+            recorded += each.preemptions
+    return max(round(counted), recorded)

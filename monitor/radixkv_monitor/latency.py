@@ -106,13 +106,14 @@ def latencies(state: State, seconds: float | None) -> Latencies:
     """
     ended, live = state.ended.values(), state.live.values()
     since, window = _window(state, seconds)
+    until = inf if seconds is None else state.now  # a clock that was set back leaves later times
 
     def of(
         requests: Iterable[RequestRecord],
         value: Callable[[RequestRecord], float | None],
         when: Callable[[RequestRecord], float | None],
     ) -> Distribution:
-        values = [value(each) for each in requests if (when(each) or 0.0) >= since]
+        values = [value(each) for each in requests if since <= (when(each) or 0.0) <= until]
         known = [each for each in values if each is not None]
         return Distribution(percentiles(known), bucket_counts(known), "request", window)
 

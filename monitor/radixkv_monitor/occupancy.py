@@ -28,7 +28,7 @@ class Part:
         return f"{self.part:,.0f}/{self.whole:,.0f}"
 
     def __str__(self) -> str:
-        return share(self.part, self.whole)
+        return share(min(self.part, self.whole), self.whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import ITL_NAMES, Changes
-from radixkv_monitor.latency import is_hit, percentile, percentiles
+from radixkv_monitor.latency import is_hit, latencies, percentile, percentiles
 from radixkv_monitor.occupancy import Part, pool
 from radixkv_monitor.print_once import to_text
 from radixkv_monitor.state import Sample, State, StateCopier
@@ -282,6 +282,30 @@ def test_a_young_engine_is_known_from_its_birth_on() -> None:
     summary = summarise(state)
     assert (summary.preemptions_minute, summary.output_per_second, summary.watched) == (6, 10.0, 4.0)
     assert "6 preemptions" in verdict(state, summary).sentence
+
+
+def test_a_preemption_counts_in_the_minute_in_which_it_began() -> None:
+    old = {"phase": "decode", "ended": None, "submitted": 1800.0, "admitted": 1801.0}
+    live = {
+        1: request(number=1, preemptions=3, preempted_ms=(20_000, 30_000, 139_000, 150_000, 141_000, 199_500), **old)
+    }
+    ended = {2: request(number=2, preemptions=1, preempted_ms=(500, 900), submitted=1900.0, ended=1990.0)}
+    assert summarise(first_look(live=live, ended=ended)).preemptions_minute == 1
+
+
+def test_times_after_a_clock_was_set_back_are_in_no_window() -> None:
+    later = {"submitted": 5600.0, "admitted": 5600.5, "first_token": 5601.0, "ended": 5602.0}
+    ended = {1: request(number=1, phase="failed", **later), 2: request(number=2, preemptions=1, **later)}
+    evictions = {1: eviction(number=1, time=5600.0, wanted_again=5601.0)}
+    summary = summarise(first_look(ended=ended, evictions=evictions))
+    assert (summary.failed_minute, summary.requests_minute, summary.preemptions_minute) == (0, 0, 0)
+    assert summary.hit_minute.whole == summary.regret_minute.part == summary.evicted_per_second == 0
+    assert summary.ttft.count == summary.e2e.count == summary.queue_time.count == 0
+    assert latencies(state_of({}, ended=ended), None).ttft.percentiles.count == 2
+
+
+def test_a_part_is_at_most_all() -> None:
+    assert (str(Part(3, 2)), Part(3, 2).share) == ("100%", 1.0)
 
 
 def test_growth_before_the_first_sample_is_in_no_window_unless_it_is_there_as_a_whole() -> None:
