@@ -38,7 +38,7 @@ class StateBuilder:
         self._sampler = Sampler(seconds)
         self._mirror = Mirror()
         self._copier: StateCopier | None = None
-        self._baseline: Sample | None = None
+        self._baselines: dict[str, Sample] = {}  # the first sample of each engine
         self._pages: list[Snapshot] = []
         self._whole = False
         self._was_unseen = True  # whether changes before the snapshot were missed
@@ -93,7 +93,6 @@ class StateBuilder:
     def _hello(self, facts: EngineFacts) -> None:
         if self.facts is None or self.facts.engine != facts.engine:
             self.engines += 1
-            self._baseline = None
         facts = replace(facts, control=False)  # it is a fact of the connection, not of recordings
         self.facts, self.end_reason, self._pages, self._whole = facts, None, [], False
         self._copier = StateCopier(facts, next(_lines))
@@ -113,7 +112,9 @@ class StateBuilder:
         for page in pages:
             self._mirror.apply(page.changes)
         self._received = received(pages[-1], self._mirror)
-        self._sampler.note(self._mirror.time, self.facts.engine, self._mirror.stats, unseen=self._was_unseen)
+        engine, stats = self.facts.engine, self._mirror.stats
+        self._sampler.note(self._mirror.time, engine, stats, unseen=self._was_unseen)
+        self._baselines.setdefault(engine, Sample(self._mirror.time, engine, dict(stats)))
         self.timeline.begin(self.facts, pages)
         return [page.changes for page in pages]
 
@@ -128,11 +129,13 @@ class StateBuilder:
 
     def _publish(self, applied: list[Changes]) -> State:
         assert self._copier is not None and self.facts is not None
-        history = self._sampler.samples
-        self._baseline = self._baseline or history[-1]
-        state = self._copier.take(self._mirror, applied, history)
-        self.latest = replace(state, baseline=self._baseline, received=self._received)
+        state = self._copier.take(self._mirror, applied, self._sampler.samples)
+        self.latest = replace(state, baseline=self.baseline(self.facts.engine), received=self._received)
         return self.latest
+
+    def baseline(self, engine: str) -> Sample | None:
+        """Return the first sample of an engine, which is that at which the monitor attached, or the recording began."""
+        return self._baselines.get(engine)
 
 
 def received(frame: Snapshot | Delta, mirror: Mirror) -> float:
@@ -171,7 +174,8 @@ class PastStates:
         assert self._copier is not None
         state = self._copier.take(self._mirror, applied, self._history(mark.segment.facts.engine))
         newest = frames[-1]
-        state = replace(state, baseline=state.history[0], received=received(newest, self._mirror))
+        baseline = self._intake.baseline(mark.segment.facts.engine)
+        state = replace(state, baseline=baseline, received=received(newest, self._mirror))
         self._last = replace(state, now=age_time(state, newest.ts))
         return self._last
 

@@ -109,6 +109,18 @@ def test_packed_segments_are_bounded_and_read_as_before(steps: list[tuple[float,
     assert frames[-1] == delta(now + 0.01, 5)
 
 
+def test_the_run_of_a_past_state_began_with_the_first_sample_of_its_engine() -> None:
+    builder = StateBuilder(Timeline(inf), seconds=inf)
+    frames = [Hello(FACTS), snapshot(1000.0, 1), *(delta(1000.0 + at, 1) for at in range(10, 1000, 10))]
+    builder.take(*frames, Hello(OTHER), snapshot(2500.0, 9), delta(2501.0, 9))
+    past = PastStates(builder)
+    for when, engine, began in ((1005.0, FACTS, 1000.0), (1990.0, FACTS, 1000.0), (2501.0, OTHER, 2500.0)):
+        state = past.at(when)
+        assert state is not None and state.facts.engine == engine.engine and state.baseline is not None
+        assert (state.baseline.engine, state.baseline.time) == (engine.engine, began)
+        assert state.baseline.stats == {"steps": began}
+
+
 def test_a_timeline_keeps_to_its_bytes() -> None:
     timeline = Timeline(inf, 50_000)
     builder = StateBuilder(timeline)
