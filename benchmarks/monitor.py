@@ -48,7 +48,7 @@ APART = 0.05  # seconds between two frames
 BARS = {"cpu_percent": 20.0, "rss_mib": 100.0, "start_cpu_s": 0.7}
 PICTURES = {
     "overview": b"since load", "tree": b"next victim", "pool": b"blocks,", "sessions": b"from cache",
-    "evictions": b"regretted", "requests": b"waterfall:",
+    "evictions": b"requested again", "requests": b"waterfall:", "latency": b"p99",
 }  # fmt: skip
 """Text in the first frame of each view."""
 FIGURES = ("cpu_percent", "rss_mib", "kib_per_s", "pictures_per_s", "start_s", "start_cpu_s")
