@@ -22,9 +22,12 @@ AXIS, LEAST_GRAPH = 6, 20
 def widths(parts: Sequence[float], cells: int) -> list[int]:
     """Divide `cells` among parts: the widths add up to it, and parts above 0 get a cell if there are enough.
 
-    >>> widths([1, 0, 999], 10), widths([0, 0], 4), widths([1, 1, 1], 2)
-    ([1, 0, 9], [0, 0], [0, 1, 1])
+    Parts below 0 count as 0: a source may report more used slots than there are.
+
+    >>> widths([1, 0, 999], 10), widths([0, 0], 4), widths([1, 1, 1], 2), widths([9e15, -8e15], 3)
+    ([1, 0, 9], [0, 0], [0, 1, 1], [3, 0])
     """
+    parts = [max(0.0, part) for part in parts]
     whole = sum(parts)
     if whole <= 0 or cells <= 0:
         return [0] * len(parts)
