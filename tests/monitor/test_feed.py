@@ -121,6 +121,14 @@ def test_the_run_of_a_past_state_began_with_the_first_sample_of_its_engine() -> 
         assert state.baseline.stats == {"steps": began}
 
 
+def test_the_reason_of_an_end_is_forgotten_when_an_engine_says_hello() -> None:
+    builder = StateBuilder()
+    builder.take(Hello(FACTS), snapshot(1.0, 1), Bye("the engine was closed"))
+    assert builder.end_reason == "the engine was closed"
+    builder.take(Hello(OTHER))
+    assert builder.end_reason is None
+
+
 def test_a_timeline_keeps_to_its_bytes() -> None:
     timeline = Timeline(inf, 50_000)
     builder = StateBuilder(timeline)

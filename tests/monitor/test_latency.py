@@ -79,6 +79,19 @@ def ended_at(number: int, end: float, **values: Any) -> Any:
     return request(number=number, submitted=end - 2.0, admitted=end - 1.5, first_token=end - 1.0, ended=end, **values)
 
 
+def test_the_newest_requests_are_a_window_that_begins_with_the_first_end() -> None:
+    requests = [ended_at(at, 990.0 + at / 64) for at in range(ENDED_REQUESTS)]
+    found = latencies(state(1000.0, ended=requests), 60.0)
+    assert found.e2e.window == f"10 s (newest {ENDED_REQUESTS})" and found.e2e.percentiles.count == ENDED_REQUESTS
+    early = sum(each.first_token < 990.0 for each in requests)
+    assert found.ttft.percentiles.count == ENDED_REQUESTS - early, "others of that time were dropped already"
+
+
+def test_a_queue_time_counts_when_it_ended() -> None:
+    waited = request(submitted=900.0, admitted=990.0, first_token=991.0, ended=992.0)
+    assert latencies(state(1000.0, ended=[waited]), 60.0).queue_time.percentiles.median == 90.0
+
+
 def test_a_request_counts_in_the_window_of_its_event() -> None:
     requests = [ended_at(1, 1000.0), ended_at(2, 941.2), ended_at(3, 939.0)]
     found = latencies(state(1000.0, ended=requests), 60.0)

@@ -56,6 +56,14 @@ def test_new_and_whole_and_unadmitted_prompts() -> None:
     assert miss_word(samples.request(miss_reason="full", miss_at=None)) == "full"
 
 
+def test_the_mean_itl_is_that_of_one_stream() -> None:
+    times = {"first_token": 1000.3, "ended": 1001.2, "output_tokens": 40}
+    shown = state(ended=[samples.request(streams=4, **times), samples.request(number=2, **times)])
+    four, one = RequestsView().rows_of(shown)
+    assert four.itl is not None and abs(four.itl - 0.1) < 1e-9, "9 times between the 10 tokens of each stream"
+    assert one.itl is not None and abs(one.itl - 0.9 / 39) < 1e-9
+
+
 def test_an_ended_request_is_described_in_the_past_tense() -> None:
     unadmitted = samples.request(phase="cancelled", admitted=None, first_token=None, miss_reason=None)
     assert miss_sentence(unadmitted).startswith("It ended before it was admitted, so")

@@ -308,6 +308,29 @@ def test_a_part_is_at_most_all() -> None:
     assert (str(Part(3, 2)), Part(3, 2).share) == ("100%", 1.0)
 
 
+def test_warnings_and_facts_are_of_the_last_minute_not_since_load() -> None:
+    before = {"cache.query_tokens": 1000.0, "cache.regret_tokens": 900.0, "cancelled": 5.0, "failed": 3.0}
+    stats = before | {"cache.query_tokens": 2000.0}
+    history = (Sample(1930.0, FACTS.engine, before), Sample(2000.0, FACTS.engine, stats))
+    state = state_of(stats, history=history)
+    found = verdict(state, summarise(state), Thresholds(failed=0))
+    assert not found.reasons and "cancelled" not in found.sentence
+
+
+def test_each_percentile_names_its_own_window() -> None:
+    counts = dict.fromkeys(ITL_NAMES, 0.0)
+    history = (Sample(1980.0, FACTS.engine, counts), Sample(2000.0, FACTS.engine, counts | {"itl.0.5": 8.0}))
+    state = state_of(counts | {"itl.0.5": 8.0}, history=history)
+    found = verdict(state, summarise(state), Thresholds(itl_p50=0.3))
+    assert found.sentence.startswith("ITL p50 400 ms of 8 tokens, 20 s so far;")
+
+
+def test_there_is_no_rate_of_less_than_a_second() -> None:
+    history = (Sample(1999.5, FACTS.engine, {}), Sample(2000.0, FACTS.engine, {"output_tokens": 9.0}))
+    summary = summarise(state_of({"output_tokens": 9.0}, history=history))
+    assert (summary.output_per_second, summary.rate_window) == (None, 0.0)
+
+
 def test_growth_before_the_first_sample_is_in_no_window_unless_it_is_there_as_a_whole() -> None:
     stats = {"failed": 9.0, "finished": 300.0, "output_tokens": 9000.0, "prompt_tokens": 5000.0}
     history = (Sample(1998.0, FACTS.engine, stats), Sample(2000.0, FACTS.engine, stats))
