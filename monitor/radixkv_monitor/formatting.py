@@ -40,13 +40,13 @@ def count(number: float) -> str:
 def short(number: float | None) -> str:
     """Format a whole number in at most five characters; None as a dash.
 
-    >>> [short(each) for each in (999, 1234, 45_600, 1_234_000, 56_000_000, 7_000_000_000)]
-    ['999', '1.2k', '46k', '1.2M', '56M', '7.0G']
+    >>> [short(each) for each in (999, 1234, 45_600, 1_234_000, 56_000_000, 7_000_000_000, 1.5e15)]
+    ['999', '1.2k', '46k', '1.2M', '56M', '7.0G', '1.5P']
     """
     if number is None:
         return "-"
-    for unit in ("", "k", "M", "G"):
-        if number < 999.5 or unit == "G":
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if number < 999.5 or unit == "E":
             return f"{number:.0f}{unit}" if number >= 9.95 or not unit else f"{number:.1f}{unit}"
         number /= 1000
     raise AssertionError
