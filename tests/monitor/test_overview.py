@@ -22,6 +22,8 @@ from tests.monitor.view_host import hosted, screen, state
 SIZES = pytest.mark.parametrize(
     "size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)], ids=["80x24", "160x48"]
 )
+ENDED = {"submitted": 990.0, "admitted": 990.1, "first_token": 990.3, "ended": 992.0}
+"""The times of a request before 1000 s, which is the time of the states here."""
 STATS = {
     "prompt_tokens": 10_000.0,
     "cached_tokens": 9_300.0,
@@ -79,7 +81,7 @@ async def settled(pilot: Pilot[None]) -> None:
 
 @SIZES
 def test_all_numbers_are_on_screen(size: tuple[int, int]) -> None:
-    ended = (request(number=1), request(number=2, cached_tokens=0, first_token=1001.2))
+    ended = (request(**ENDED), request(**ENDED | {"number": 2, "cached_tokens": 0, "first_token": 991.2}))
     history = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, STATS))
     changes = Changes(time=1000.0, reset=True, stats=STATS, requests=ended)
     text, _ = drawn(changes, size, history)
@@ -169,7 +171,7 @@ def test_huge_numbers_fit(size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("size", [(40, 10), (60, 12), (160, 14)])
 def test_where_there_is_no_room_for_cards_their_numbers_stay(size: tuple[int, int]) -> None:
-    ended = (request(number=1), request(number=2, cached_tokens=0, first_token=1001.2))
+    ended = (request(**ENDED), request(**ENDED | {"number": 2, "cached_tokens": 0, "first_token": 991.2}))
     history = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, STATS))
     text, _ = drawn(Changes(time=1000.0, reset=True, stats=STATS, requests=ended), size, history)
     for words in (
