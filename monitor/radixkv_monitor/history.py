@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
+from radixkv.telemetry.mirror import ENDED_REQUESTS
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor.state import Sample, State
 
@@ -119,7 +120,7 @@ _LEAST = 1.0  # the least seconds of samples for a rate
 
 @dataclass(frozen=True, slots=True)
 class LastMinute:
-    """Sums over the last minute; counters cover `watched` of its seconds.
+    """Sums over the last minute; counters cover `watched` of its seconds, and these or the records `covered` of them.
 
     `host_tokens` is the part of the cached tokens that was loaded from host memory. The counter of
     loaded tokens includes those of preempted requests, so the part is that of the recorded requests. `failed` excludes
@@ -127,6 +128,7 @@ class LastMinute:
     """
 
     watched: float
+    covered: float
     prompt_tokens: float
     cached_tokens: float
     host_tokens: float
@@ -173,8 +175,12 @@ def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
         host = part * cached
     timed_out = max(sum(each.timed_out for each in ended), round(growth("timed_out")))
     failed = max(sum(each.phase == "failed" for each in ended), round(growth("failed")))
+    watched = min(MINUTE, state.now - history[0].time) if history else 0.0
+    oldest = min((each.ended for each in state.ended.values() if each.ended is not None), default=since)
+    recorded = min(MINUTE, max(0.0, now - oldest)) if len(state.ended) >= ENDED_REQUESTS else MINUTE
     return LastMinute(
-        watched=min(MINUTE, state.now - history[0].time) if history else 0.0,
+        watched=watched,
+        covered=max(watched, recorded),
         prompt_tokens=prompt,
         cached_tokens=cached,
         host_tokens=min(host, cached),

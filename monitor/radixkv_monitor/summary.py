@@ -87,7 +87,18 @@ class Summary:
     differing_blocks: int
     telemetry_share: float
     watched: float
+    covered: float
     process: Process | None
+
+    @property
+    def minute(self) -> str:
+        """The words for the window of the figures of the last minute, of which only a part may be known."""
+        return "the last minute" if self.minute_name == "1 min" else f"the last {self.minute_name}"
+
+    @property
+    def minute_name(self) -> str:
+        """The short name of that window: "1 min", or the seconds that are known of it."""
+        return "1 min" if self.covered >= MINUTE - 1 else duration(self.covered)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON, with a `share` next to each part and whole, and without absent fields."""
@@ -195,6 +206,7 @@ def summarise(state: State) -> Summary:
         differing_blocks=total("differing_blocks"),
         telemetry_share=_of_life(state, "monitor_ns") / 1e9 if telemetry is None else telemetry / 1e9,
         watched=minute.watched,
+        covered=minute.covered,
         process=process_of(state),
     )
 
@@ -252,13 +264,13 @@ def _bad(state: State, summary: Summary, thresholds: Thresholds) -> Iterable[Rea
         audited = plural(summary.audited_blocks, "audited block")
         yield Reason("differing", "bad", f"{summary.differing_blocks:,} of {audited} differ when recomputed")
     if thresholds.failed is not None and summary.failed_minute > thresholds.failed:
-        sentence = f"{plural(summary.failed_minute, 'request')} failed in the last minute{state.until}"
+        sentence = f"{plural(summary.failed_minute, 'request')} failed in {summary.minute}{state.until}"
         yield Reason("failed", "bad", sentence)
 
 
 def _warnings(summary: Summary, thresholds: Thresholds, until: str) -> Iterable[Reason]:
     """List the warnings; `until` follows "the last minute", as `State.until` says."""
-    minute = f"the last minute{until}"
+    minute = f"{summary.minute}{until}"
     if thresholds.longest_wait is not None and summary.longest_wait >= thresholds.longest_wait:
         sentence = f"{plural(summary.waiting, 'request')} waiting, the longest for {duration(summary.longest_wait)}"
         yield Reason("longest_wait", "warn", sentence)
@@ -306,12 +318,12 @@ def _facts(summary: Summary, until: str) -> Iterable[str]:
     minute, whole = summary.hit_minute, summary.hit_lifetime
     if minute.whole >= 1:
         calm = "" if summary.preemptions_minute else " and 0 preemptions"
-        yield f"{minute} of {count(minute.whole)} prompt tokens from cache{calm} in the last minute{until}"
+        yield f"{minute} of {count(minute.whole)} prompt tokens from cache{calm} in {summary.minute}{until}"
     elif whole.whole >= 1:
         yield f"{whole} of {count(whole.whole)} prompt tokens from cache since load"
     yield f"pool {share(summary.pool.total - summary.pool.free, summary.pool.total)} full"
     if summary.cancelled_minute:
-        yield f"{plural(summary.cancelled_minute, 'request')} cancelled in the last minute{until}"
+        yield f"{plural(summary.cancelled_minute, 'request')} cancelled in {summary.minute}{until}"
 
 
 def _mood(summary: Summary) -> tuple[Level, str]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.telemetry.mirror import Mirror
+from radixkv.telemetry.mirror import ENDED_REQUESTS, Mirror
 from radixkv.telemetry.records import ITL_NAMES, Changes
 from radixkv_monitor.latency import is_hit, latencies, percentile, percentiles
 from radixkv_monitor.occupancy import Part, pool
@@ -394,3 +394,20 @@ def test_reasons_name_their_threshold_and_a_threshold_can_be_switched_off() -> N
     assert found.level == "bad" and all(each.sentence.lower() in found.sentence.lower() for each in found.reasons)
     patient = verdict(state, summarise(state), Thresholds(failed=None, longest_wait=60.0, held=None))
     assert patient.level == "good" and not patient.reasons
+
+
+def test_a_minute_that_the_records_do_not_reach_is_named_by_its_seconds() -> None:
+    def busy(requests: int) -> State:
+        ended = {
+            number: request(number=number, submitted=1985.0, admitted=1986.0, ended=1987.0 + 0.01 * number)
+            for number in range(requests)
+        }
+        state = state_of(USUAL, ended=ended)
+        return replace(state, history=(Sample(1998.0, FACTS.engine, USUAL), Sample(2000.0, FACTS.engine, USUAL)))
+
+    state = busy(ENDED_REQUESTS)
+    summary = summarise(state)
+    assert (summary.covered, summary.minute_name, summary.minute) == (13.0, "13 s", "the last 13 s")
+    assert " in the last 13 s; pool" in verdict(state, summary).sentence
+    assert summarise(busy(ENDED_REQUESTS - 1)).minute == "the last minute"
+    assert summarise(state_of(USUAL)).minute_name == "1 min"

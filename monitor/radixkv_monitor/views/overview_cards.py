@@ -58,7 +58,9 @@ def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
     return [
         panel.title("Hit rate", f"of prompt tokens, {span_name}"),
         panel.numbers(
-            (str(summary.hit_minute), "1 min"), (str(summary.hit_run), "run"), (str(summary.hit_lifetime), "since load")
+            (str(summary.hit_minute), summary.minute_name),
+            (str(summary.hit_run), "run"),
+            (str(summary.hit_lifetime), "since load"),
         ),
         *panel.graph(rates, _room(panel, 2), _percent, top=1.0),
     ]
@@ -139,7 +141,10 @@ def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
         *panel.graph(
             lambda points: counters.gauges(history, "running", state.now, span, points), _room(panel, 3), short
         ),
-        panel.numbers((count(max(0, finished)), "finished"), (count(summary.cancelled_minute), "cancelled, 1 min")),
+        panel.numbers(
+            (count(max(0, finished)), "finished"),
+            (count(summary.cancelled_minute), f"cancelled, {summary.minute_name}"),
+        ),
     ]
 
 
@@ -155,7 +160,7 @@ def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sa
         panel.title("Evictions", f"graph: tokens/s, {span_name}"),
         panel.numbers((short(summary.evicted_per_second), f"tokens/s, {rate_window(summary)}")),
         *panel.graph(evicted, _room(panel, 4), short),
-        _regret(panel, summary.regret_minute, "1 min"),
+        _regret(panel, summary.regret_minute, summary.minute_name),
         _regret(panel, summary.regret_lifetime, "since load"),
     ]
 
@@ -172,10 +177,11 @@ def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
         panel.title("Problems", "and the engine's process"),
         panel.numbers(
             (count(summary.failed_minute), "failed"),
-            (count(summary.timed_out_minute), "timed out, 1 min"),
+            (count(summary.timed_out_minute), f"timed out, {summary.minute_name}"),
         ),
         panel.numbers(
-            (count(summary.preemptions_minute), "preemptions, 1 min"), (count(summary.preemptions), "since load")
+            (count(summary.preemptions_minute), f"preemptions, {summary.minute_name}"),
+            (count(summary.preemptions), "since load"),
         ),
         panel.numbers((count(summary.differing_blocks), audited)),
     ]
