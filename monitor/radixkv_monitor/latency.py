@@ -135,7 +135,7 @@ def latencies(state: State, seconds: float | None) -> Latencies:
 
 
 def _window(state: State, seconds: float | None) -> tuple[float, str]:
-    """Return the begin of the window of request records, and its name: only the newest ended requests are known."""
+    """Return the beginning of the window of request records, and its name: only the newest records are kept."""
     since = -inf if seconds is None else state.now - seconds
     ends = [each.ended for each in state.ended.values() if each.ended is not None]
     counted = sum(state.stats.get(name, 0.0) for name in ("finished", "failed", "cancelled"))

@@ -256,7 +256,7 @@ def _times(row: RequestRow) -> str:
 
 
 def preemptions_of(request: RequestRecord, now: float) -> list[tuple[float, float]]:
-    """Return the begin and the end of each recorded preemption, in seconds since 1970; the last may last until now."""
+    """Return the beginning and the end of each recorded preemption, in seconds since 1970; the last may be open."""
     times = [request.submitted + each / 1000 for each in request.preempted_ms]
     return list(zip(times[::2], [*times[1::2], *[now] * (len(times) % 2)], strict=True))
 
