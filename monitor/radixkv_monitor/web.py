@@ -80,15 +80,17 @@ async def _serve(pages: Pages, host: str, port: int, ready: Callable[[str], None
 
 
 class Pages:
-    """The web application, and the connections of its pages. `token` admits a browser; it is new for each server."""
+    """The web application, and the connections of its pages. `token` admits a browser; it is new for each server.
 
-    cookie = "radixkv-monitor"
+    So is the name of the `cookie`, because browsers send cookies to all ports of a host.
+    """
 
     def __init__(self, arguments: Sequence[str], title: str) -> None:
         from textual_serve.server import Server
 
         self._new_server = Server
         self.token = secrets.token_urlsafe(32)
+        self.cookie = f"radixkv-monitor-{secrets.token_hex(4)}"
         self._title = title
         self._command = f"exec {shlex.join((sys.executable, '-P', '-c', COMMAND, *arguments))}"
         self._server = Server(self._command, title=title)

@@ -38,10 +38,14 @@ def served(check: Callable[[Any, str], Awaitable[None]]) -> None:
             test_utils.TestServer(pages.application()) as server,
             aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session,
         ):
-            session.token = pages.token
+            session.token, session.cookie = pages.token, pages.cookie
             await check(session, f"http://127.0.0.1:{server.port}")
 
     asyncio.run(run())
+
+
+def test_two_servers_of_one_host_have_cookies_of_their_own() -> None:
+    assert web.Pages([], "one").cookie != web.Pages([], "two").cookie
 
 
 @pytest.mark.filterwarnings("ignore:Setting custom")
@@ -53,7 +57,7 @@ def test_nothing_is_served_without_the_token() -> None:
                 assert reply.status == 403 and "with its token" in await reply.text()
         for path in PATHS[1:]:  # the token is for the page; all else needs its cookie
             assert (await session.get(f"{base}{path}?token={session.token}")).status == 403
-        assert (await session.get(base, cookies={web.Pages.cookie: "é" * 40})).status == 403
+        assert (await session.get(base, cookies={session.cookie: "é" * 40})).status == 403
         assert not session.cookie_jar
 
     served(check)
@@ -97,7 +101,7 @@ def test_the_first_page_exchanges_the_token_for_a_cookie() -> None:
 )
 def test_other_hosts_and_pages_are_refused(headers: dict[str, str], status: int) -> None:
     async def check(session: Any, base: str) -> None:
-        headers_of_all = {**headers, "Cookie": f"{web.Pages.cookie}={session.token}"}
+        headers_of_all = {**headers, "Cookie": f"{session.cookie}={session.token}"}
         for path in PATHS[:3]:
             reply = await session.get(f"{base}{path}", headers=headers_of_all)
             assert (reply.status == 403) == (status == 403), path
