@@ -85,7 +85,12 @@ class TreeRows:
         rings = branches.keys() - {branch.number for branch in order} if len(order) < len(branches) else ()
         for number in rings:
             del branches[number]
-        self.branches, self._orphans, self._must_flatten = branches, orphans, True
+        self.branches, self._orphans = branches, orphans
+        self._loaded(nodes, rings, sort)
+
+    def _loaded(self, nodes: Mapping[int, NodeRecord], rings: Iterable[int], sort: str) -> None:
+        """Show the branches that were just loaded, sorted by `sort`; nodes in `rings` are added one by one."""
+        self._must_flatten = True
         self.closed &= nodes.keys()
         self._closed_unfiltered &= nodes.keys()
         self._cycles.clear()
