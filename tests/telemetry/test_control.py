@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgpack
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.errors import EngineClosed, PinBudgetExceeded, ProtocolError
-from radixkv.telemetry.client_set import ClientLimits
+from radixkv.telemetry.client_set import Client, ClientLimits
 from radixkv.telemetry.control import VERBS, CommandQueue, Outcome, may_control
 from radixkv.telemetry.protocol import Attach, Bye, Command, Delta, Frame, Hello, Reply, encode
 from radixkv.telemetry.publisher import Publisher
@@ -153,6 +153,24 @@ def test_a_client_that_leaves_takes_its_commands_along_unless_they_have_begun():
         assert executor.futures[0].cancelled()
         executor.finish()
         assert len(executor.commands) == 1
+
+
+def test_a_client_that_is_told_the_end_takes_its_commands_along_before_it_reads():
+    dropped: list[bool] = []
+
+    class Queue:
+        def close(self) -> None:
+            dropped.append(True)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                ours.send(bytes(65536))
+        client = Client(ours, 0.0, ClientLimits(), lambda _: iter(()), commands=Queue())
+        client.say_bye(b"bye", 1.0)
+        assert dropped and not client.closed  # it is closed when it has read the frame
 
 
 @pytest.mark.parametrize("writable", [False, True])
