@@ -3,7 +3,7 @@
     python benchmarks/hybrid.py [--quick] [--rounds 7]
 
   caches    Token streams of chats, chats whose template strips the reasoning of earlier replies, agents that fork from
-            one history, and repeated prompts, one request at a time. `StatefulPrefixCache` has slots for 1, 2 and 4
+            one history, and repeated prompts, one request at a time. `PrefixCache` has slots for 1, 2 and 4
             snapshots per session. Models of other engines' rules get the same requests and slots: a state at every
             block of 16, vLLM's `align` mode with blocks of 528, SGLang's one state at each node's end, and SGLang with
             `extra_buffer` (hybrid_parts/policies.py has the rules). For comparison each rule also gets slots for all

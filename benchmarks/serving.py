@@ -1,7 +1,7 @@
 """Measure radixkv under load against the engines that a CPU user would run instead, on the same work in the same run.
 
     python benchmarks/serving.py [--rounds 3] [--sweep 0.5 1 2 4] [--models tiny 100m] [--workloads chat agent]
-                                 [--quick] [--llama-server FILE] [--save FILE] [--plot FOLDER]
+                                 [--quick] [--llama-server FILE] [--save FILE]
 
 Work (serving_parts/workloads.py; seeded, the same for all): `chat`, conversations of several turns after one system
 prompt, and `agent`, a long shared prefix, many short steps with appended tool results, and branches. The prompt of a
@@ -23,13 +23,11 @@ process, over HTTP for llama.cpp.
   closed     --clients clients work through the sessions without pausing: the throughput of an engine.
   sweep      Sessions arrive as a Poisson process and pause between turns, at multiples of the rate of radixkv without
              its cache in the closed loop: the waiting time of a user. One run per rate.
-  isolation  radixkv alone: 8 streams decode, a prompt of 4,000 tokens arrives. The gaps between their tokens with
-             chunks of 512, of 128 and without, and the time of one budgeted step (8 decodes and the last chunk).
 
 Answers are compared with those of radixkv without its cache, token by token. Where they differ, the logits of the two
 tokens must lie within 0.001 of each other, or this benchmark fails. The last line is one JSON object; the exit code is
 1 if a bar is missed: in requests/s on the agent workload with the 100M model, closed loop, 3 times `generate`, ahead of
-llama.cpp, 6 times continuous batching; and with chunks of 512 no gap above 1.25 budgeted steps (100M model).
+llama.cpp, 6 times continuous batching.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ import argparse
 import json
 import logging
 import os
-import statistics
 import sys
 import tempfile
 from dataclasses import replace
@@ -48,13 +45,11 @@ from typing import Any
 import torch
 import transformers
 from cpu_decode import cpu_name
-from serving_parts import isolation
 from serving_parts.bench import BATCHING, ENGINES, GENERATE, LLAMA, OURS, PLAIN, Bench
 from serving_parts.runs import measure_closed, measure_sweep
 from serving_parts.workloads import SHAPES, Shape, build
 
 BARS = {GENERATE: 3.0, LLAMA: 1.0, BATCHING: 6.0}
-GAP_BAR = 1.25
 
 
 def main() -> int:
@@ -67,20 +62,18 @@ def main() -> int:
     engines = [engine for engine in ENGINES if engine in options.engines and (engine != LLAMA or llama)]
     if llama is None and LLAMA in options.engines:
         print(f"{LLAMA} is left out: no server binary (peers/llama_server.py says how to make one)")
-    result: dict[str, Any] = {"closed": {}, "sweep": {}, "isolation": {}}
+    result: dict[str, Any] = {"closed": {}, "sweep": {}}
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.models:
             bench = Bench.of(name, Path(folder), llama, options.clients, options.threads)
             for workload in options.workloads:
                 wrong += load(bench, workload, engines, options, result)
-            if "isolation" in options.parts:
-                result["isolation"][name] = isolate(bench, options.rounds)
     missed = [*wrong, *_missed(result)]
     for line in missed:
         print(f"MISSED: {line}")
     _write(result, options)
-    summary = {"closed": _ratios(result["closed"]), "isolation": _briefly(result["isolation"])}
+    summary = {"closed": _ratios(result["closed"])}
     machine = {"threads": options.threads, "torch": torch.__version__, "cpu": cpu_name()}
     versions = {"transformers": transformers.__version__, "rounds": options.rounds}
     print(json.dumps({"benchmark": "serving", **summary, "missed": missed, **machine, **versions}))
@@ -103,28 +96,6 @@ def load(
     return wrong
 
 
-def isolate(bench: Bench, rounds: int) -> dict[str, Any]:
-    """Gaps at each chunk size; of several rounds all gaps together, and the median of their worst."""
-    step = statistics.median(isolation.budgeted_step(bench.loaded, 512) for _ in range(rounds))
-    found: dict[str, Any] = {"budgeted_step_ms": round(step, 2), "chunks": {}}
-    print(f"{bench.name}, a prompt of {isolation.LONG} tokens arrives; one budgeted step of 512: {step:.1f} ms")
-    for chunk in isolation.CHUNKS:
-        runs = [isolation.measure(bench.loaded, chunk) for _ in range(rounds)]
-        gaps = sorted(gap for each in runs for gap in each.gaps)
-        row = {
-            "quiet_ms": statistics.median(each.quiet for each in runs),
-            "median_ms": statistics.median(gaps),
-            "worst_ms": statistics.median(max(each.gaps) for each in runs),
-            "ttft_ms": statistics.median(each.ttft for each in runs),
-        }
-        name = "whole" if chunk == isolation.WHOLE else str(chunk)
-        print(f"    chunks of {name:>6}: " + ", ".join(f"{key} {value:.1f}" for key, value in row.items()), flush=True)
-        found["chunks"][name] = {key: round(value, 2) for key, value in row.items()} | {
-            "gaps_ms": [round(gap, 2) for gap in gaps]
-        }
-    return found
-
-
 # ---- bars
 
 
@@ -142,27 +113,12 @@ def _ratios(closed: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _briefly(found: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: {"budgeted_step_ms": each["budgeted_step_ms"]}
-        | {f"worst_gap_{chunk}_ms": row["worst_ms"] for chunk, row in each["chunks"].items()}
-        for name, each in found.items()
-    }
-
-
 def _missed(result: dict[str, Any]) -> list[str]:
     missed = []
     for engine, bar in BARS.items():
         times = _ratios(result["closed"]).get("100m agent", {}).get(f"times {engine}")
         if times is not None and times < bar:
             missed.append(f"{times} times {engine} on the agent workload, the bar is {bar:g}")
-    if "100m" in result["isolation"]:
-        found = result["isolation"]["100m"]
-        worst, step = found["chunks"]["512"]["worst_ms"], found["budgeted_step_ms"]
-        if worst > GAP_BAR * step:
-            missed.append(
-                f"a gap of {worst:.0f} ms beside a budgeted step of {step:.0f} ms, the bar is {GAP_BAR} times it"
-            )
     return missed
 
 
@@ -176,13 +132,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=["tiny", "100m"], default=["tiny", "100m"])
     parser.add_argument("--workloads", nargs="*", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--parts", nargs="*", choices=["isolation"], default=["isolation"])
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--quick", action="store_true", help="small workloads, to see that everything works")
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write all figures there, as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw there; needs matplotlib")
     return parser.parse_args()
 
 
@@ -203,10 +157,6 @@ def _shape(workload: str, quick: bool) -> Shape:
 def _write(result: dict[str, Any], options: argparse.Namespace) -> None:
     if options.save:
         options.save.write_text(json.dumps(result, indent=1))
-    if options.plot:
-        from serving_parts import plots
-
-        plots.draw(result, options.plot)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' m
 
 from radixkv.engine import Completion, RequestEngine
 from radixkv.engine.request import Request, Stream
-from radixkv.memory import limit_arenas
 from radixkv.models.attention_interface import own_attention
 from radixkv.models.loaded import LoadedModel
 from radixkv.sampling.params import SamplingParams
+from radixkv.sizing.memory import limit_arenas
 from tests.simulation.traffic import Ids, Mixture, Tally, Traffic, is_expected, leaked, memory_engine
 
 LIMITS: dict[str, Any] = {"max_sequences": 16, "max_batch_tokens": 64, "prefill_chunk": 32}

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, cast
 
 from radixkv.errors import InvalidInput, UnknownPolicy
-from radixkv.kv_size import parse_bytes
 from radixkv.sampling.params import is_int
+from radixkv.sizing.kv_size import parse_bytes
 
 ATTENTION = ("auto", "torch", "triton", "compiled")
 WEIGHTS = ("auto", "float32", "int8", "int4")
@@ -117,18 +117,19 @@ class EngineConfig:
     kv_memory: str | int = _setting(
         "auto",
         "memory of the KV pool: bytes, a size such as 512MB, or auto (on a CPU a quarter of the free memory, at most "
-        "4 GiB; on a GPU the free memory, without that of the largest step and 3% of the card)",
+        "4 GiB; on a GPU the free memory, without the memory of the largest step and 3% of the card)",
     )
     num_blocks: int | None = _setting(None, "blocks of the KV pool; overrides kv_memory", least=1)
     state_memory: str | int = _setting(
         "auto",
         "memory for the recurrent states of hybrid models, a part of kv_memory: bytes, a size such as 512MB, or auto "
-        "(up to a third, of which at most half is for running sequences; this may lower max_sequences)",
+        "(up to a third, at most half of it for running sequences; this may lower max_sequences)",
     )
     host_memory: str | int | None = _setting(
         None,
         "host memory for KV that leaves the pool, in addition to kv_memory: bytes, or a size such as 8GiB. A hit in it "
-        "is loaded instead of computed. None and 0 switch it off; hybrid models refuse it",
+        "is loaded instead of computed. None and 0 switch it off. Of hybrid models, a third of it at most holds "
+        "recurrent states",
     )
     block_size: int = _setting(16, "tokens per block", least=1)
     eviction: str = _setting("lru", "eviction policy, a name of radixkv.cache.POLICIES (an unknown name lists them)")
@@ -151,7 +152,7 @@ class EngineConfig:
     weights: str = _setting(
         "auto",
         "bits of the weights of linear layers on a CPU: int8, int4 (the embedding and the head keep 8 bits), float32, "
-        "or auto (those of a quantised GGUF file, else float32). Activations are float32",
+        "or auto (as a quantised GGUF file has them, else float32). Activations are float32",
         choices=WEIGHTS,
     )
     compile: bool | str = _setting(

@@ -184,6 +184,9 @@ class Device:
     def release_cached(self) -> None:
         """Give memory that torch keeps of freed tensors back to the device; waits for it. Not while serving."""
 
+    def release_pinned(self) -> None:
+        """Give memory of the host that torch keeps of freed pinned tensors back to the system. Not while serving."""
+
     def properties(self) -> Properties:
         """Return facts about the device."""
         self._refuse("processors")
@@ -269,7 +272,7 @@ _STICKY_TEXTS = ("illegal memory", "misaligned", "unspecified launch failure", "
 
 
 class CudaDevice(Device):
-    """A GPU that torch uses by its CUDA interface, which is also that of AMD's GPUs."""
+    """A GPU that torch uses by its CUDA interface, which AMD's GPUs have, too."""
 
     is_gpu: ClassVar[bool] = True
     _process: ClassVar[threading.RLock] = threading.RLock()  # guards torch's allocator, and the fields below
@@ -413,6 +416,12 @@ class CudaDevice(Device):
         with CudaDevice._process:
             if not CudaDevice._left_capturing:
                 torch.cuda.empty_cache()
+
+    def release_pinned(self) -> None:
+        """See `Device.release_pinned`; does nothing with a torch that cannot."""
+        release = getattr(torch.accelerator, "empty_host_cache", None)  # absent in older versions
+        if release is not None:
+            release()
 
     def properties(self) -> Properties:
         """See `Device.properties`; read once."""

@@ -64,7 +64,7 @@ def begin(path: str | os.PathLike[str], head: bytes) -> IO[bytes]:
 
 
 def create(path: str | os.PathLike[str], buffering: int = -1) -> IO[bytes]:
-    """Return a new open file at `path`, for a caller as that of `begin`.
+    """Return a new open file at `path`, for a caller of `begin`.
 
     Raises FileExistsError, also for a link, and OSError.
     """

@@ -1,11 +1,11 @@
-"""Count the words that plain technical English does without, in docstrings, comments and pages.
+"""Count the words that plain technical English does without, in docstrings, comments, pages and names of tests.
 
     python scripts/prose.py             rates per 1,000 words, and the sentences of files over a limit
     python scripts/prose.py --files     the counts of each file, highest first
 
-Code is not a person: it holds, records and returns. A sentence names its nouns instead of circumscribing them. Code
-spans, quoted text, URLs and fenced code do not count. All files together keep the limits, and no file has more than
-four times a limit. `tests/test_prose.py` calls `problems`.
+Code is not a person: it holds, records and returns. A sentence names its nouns instead of circumscribing them, and
+repeats a noun in place of "that of". Code spans, quoted text, URLs and fenced code do not count. All files together
+keep the limits, and no file has more than four times a limit. `tests/test_prose.py` calls `problems`.
 """
 
 from __future__ import annotations
@@ -22,27 +22,34 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
 SOURCES = ("radixkv", "kernels/radixkv_kernels", "monitor/radixkv_monitor", "traces/radixkv_traces")
-PAGES = ("docs/*.md", "README.md", "CONTRIBUTING.md")
+PAGES = ("docs/*.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PER_FILE = 4  # a file may have up to this many times the rate of the whole
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A group of words, and how many of them 1,000 words may have."""
+    """A group of words, and how many of them 1,000 words may have; any file may have `few`.
+
+    `names` is the limit for the names of tests, by default the same.
+    """
 
     pattern: re.Pattern[str]
     limit: float
+    few: int = 0
+    names: float | None = None
 
 
 def words(*alternatives: str) -> re.Pattern[str]:
     return re.compile(rf"\b(?:{'|'.join(alternatives)})\b", re.IGNORECASE)
 
 
+GAP = r"[\s#]+"  # also from one line to the next, in a comment, too
 KINDS = {
     "people": Kind(words("who", "whom", "whoever", "nobody", "somebody", "everybody", "anybody"), 0.4),
-    "what": Kind(words("what", "whatever"), 1.5),
-    "speech": Kind(words("knows?", "tells?", "told", "hears?", "heard", "gives? way", "gave way"), 1.0),
+    "what": Kind(words("what", "whatever"), 1.5, names=11.2),
+    "speech": Kind(words("knows?", "tells?", "told", "hears?", "heard", "gives? way", "gave way"), 1.0, names=2.6),
     "place": Kind(words("behind", "beside", "anew", "but for", "so many"), 0.3),
+    "reference": Kind(words(rf"that{GAP}of", rf"those{GAP}of", rf"of{GAP}which", rf"as{GAP}that"), 0.3, few=3),
     "formula": Kind(re.compile(r"^[ \t#]*(?:Knows|Does not know)\b", re.MULTILINE), 0.0),
 }
 LEFT_OUT = re.compile(r"`[^`]*`|\"[^\"\n]*\"|https?://\S+")
@@ -114,6 +121,27 @@ def read_all(top: Path = TOP) -> dict[str, Prose]:
     return {str(path.relative_to(top)): read(path) for path in paths}
 
 
+def read_names(top: Path = TOP) -> Prose:
+    """The names of all tests, each a sentence; a hit has its line."""
+    found = Prose()
+    for path in sorted((top / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                found.add(node.name.replace("_", " "), node.lineno)
+    return found
+
+
+def problems_of_names(names: Prose) -> list[str]:
+    """Return one line for each name with a hit of a kind that is over its limit."""
+    limits = {name: kind.limit if kind.names is None else kind.names for name, kind in KINDS.items()}
+    return [
+        f"line {line}: {name}: {test}"
+        for name, hits in names.hits.items()
+        if 1000 * len(hits) > limits[name] * names.words
+        for line, test in hits
+    ]
+
+
 def rates(files: dict[str, Prose]) -> dict[str, float]:
     """By kind, hits per 1,000 words over all files."""
     total = sum(found.words for found in files.values())
@@ -126,7 +154,7 @@ def problems(files: dict[str, Prose]) -> list[str]:
         f"{path}:{line}: {name}: {sentence}"
         for path, prose in files.items()
         for name, hits in prose.hits.items()
-        if 1000 * len(hits) > PER_FILE * KINDS[name].limit * prose.words
+        if len(hits) > max(KINDS[name].few, PER_FILE * KINDS[name].limit * prose.words / 1000)
         for line, sentence in hits
     ]
     for name, rate in rates(files).items():
@@ -147,7 +175,7 @@ def main() -> int:
         for path, prose in sorted(files.items(), key=lambda item: -sum(map(len, item[1].hits.values()))):
             counts = ", ".join(f"{kind} {len(hits)}" for kind, hits in prose.hits.items() if hits)
             print(f"{path}: {prose.words} words, {counts or '-'}")
-    found = problems(files)
+    found = problems(files) + problems_of_names(read_names())
     print(*found, sep="\n")
     return bool(found)
 

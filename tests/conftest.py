@@ -25,9 +25,9 @@ SEED = os.environ.get("RADIXKV_SEED", "")
 KEEP = f"""\
 The examples of this run were fresh, drawn from seed {SEED}: `make test-all SEED={SEED}` repeats it.
 Keep each find as a fixed example, so that `make test` fails, too, until the fault is fixed:
-  a property       add the printed arguments of the failing test case to the test as @example(...)
-  a state machine  write the printed steps as a test
-  a life           add its seed to KEPT in tests/simulation/test_lives.py"""
+  a property      add the printed arguments of the failing test case to the test as @example(...)
+  a run of fuzz   add its seed to KEPT in tests/cache/test_fuzz.py
+  a life          add its seed to KEPT in tests/simulation/test_lives.py"""
 
 # A shell starts background jobs, and nohup its command, with signals ignored: tests that send one would wait for ever.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

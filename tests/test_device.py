@@ -96,6 +96,7 @@ def test_a_cpu_is_done_when_a_call_returns() -> None:
         event.synchronize()
         cpu.synchronize()
         cpu.release_cached()
+        cpu.release_pinned()
     for found, tensor in zip(download.wait(), TENSORS, strict=True):
         np.testing.assert_array_equal(found, tensor.numpy(), strict=True)
     assert peak.bytes == 0
@@ -155,7 +156,7 @@ def test_the_peak_is_counted_from_the_memory_at_the_start(cuda: FakeCuda) -> Non
     assert peak.bytes == 70
 
 
-def test_properties_are_those_of_the_card(cuda: FakeCuda) -> None:
+def test_properties_come_from_the_card(cuda: FakeCuda) -> None:
     found = CudaDevice(PLACE).properties()
     assert (found.name, found.processors, found.generation) == ("Fake", 132, 9)
     assert (found.shared_memory, found.memory) == (228 << 10, MEMORY)

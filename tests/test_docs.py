@@ -104,3 +104,22 @@ def test_every_script_and_benchmark_starts(
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(page.read_text()):
         assert (page.parent / link).exists(), link
+
+
+def lines(*folders: str, endings: tuple[str, ...] = (".py",)) -> int:
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in endings]
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def test_the_readme_states_about_as_many_lines_of_code_as_there_are() -> None:
+    stated = [int(each.replace(",", "")) for each in re.findall(r"([\d,]+) (?:lines|of C)", paragraph("**Small.**"))]
+    engine = ("radixkv/cache", "radixkv/attention", "kernels", "radixkv/models", "radixkv/engine")
+    found = [lines(*engine), lines("radixkv/models", endings=(".cpp", ".h")), lines("radixkv/cache")]
+    assert stated == pytest.approx(found, rel=0.05)
+    options = lines(*(f"radixkv/cache/{part}" for part in ("recurrent", "host", "quotas", "predictive")))
+    assert 1 / 3 < options / found[2] < 1 / 2
+
+
+def paragraph(beginning: str) -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return text[text.index(beginning) :].split("\n- ")[0].split("\n\n")[0]

@@ -1,6 +1,7 @@
-"""The house rules that no linter keeps: source roots, lazy imports, public names, the tree of errors."""
+"""The house rules that no linter keeps: source roots, lazy imports, public names, the tree of errors, and ratchets."""
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,28 @@ from pathlib import Path
 import pytest
 
 from radixkv import errors
+from tests import ratchets
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "triton", "numpy", "rich", "jinja2", "tokenizers", "safetensors")
+
+WALK = {"functions": 266, "files": 40, "returns": 115}
+"""How much of the product one request of one token may visit: `python -m tests.walk` prints it."""
+
+MOST = {
+    "subclasses": 0,
+    "casts": 9,
+    "probing": 6,
+    "guards": 43,
+    "private_names": 16,
+    "fields of Request": 17,
+    "fields of Stream": 14,
+    "long_functions": 19,
+}
+"""How often the product may have what makes it hard to follow. `tests.ratchets` has the rule of each count.
+
+A change that lowers a count lowers its number here, too. No change raises one.
+"""
 
 
 def imported_by(statement: str) -> set[str]:
@@ -46,6 +66,15 @@ def test_the_files_of_a_model_are_checked_without_torch() -> None:
 def test_importing_the_cache_imports_numpy_and_sortedcontainers_only() -> None:
     ours = imported_by("import radixkv.cache") - imported_by("pass") - set(sys.stdlib_module_names)
     assert ours == {"radixkv", "numpy", "sortedcontainers"}
+
+
+def test_former_names_of_modules_warn() -> None:
+    for name, function in (("kv_shapes", "kv_shape"), ("kv_size", "parse_size")):
+        sys.modules.pop(f"radixkv.{name}", None)  # its doctests import it
+        with pytest.warns(DeprecationWarning, match=rf"radixkv\.sizing\.{name}"):
+            former = importlib.import_module(f"radixkv.{name}")
+        assert getattr(former, function) is getattr(importlib.import_module(f"radixkv.sizing.{name}"), function)
+        del sys.modules[former.__name__]
 
 
 def test_the_public_names_of_the_cache() -> None:
@@ -93,3 +122,72 @@ def drawn_tree() -> dict[str, str | None]:
         parents[name] = above[-1][1] if above else None
         above.append((column, name))
     return parents
+
+
+def test_a_reader_of_one_request_visits_no_more() -> None:
+    found = walked()
+    assert all(found[counted] <= most for counted, most in WALK.items()), found
+
+
+def walked() -> dict[str, int]:
+    """What `tests.walk` counts, in a process of its own: other tests fill caches, and would shorten the walk."""
+    done = subprocess.run([sys.executable, "-m", "tests.walk"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
+
+
+def test_the_product_gets_no_harder_to_follow() -> None:
+    """One test, because each process would read all sources."""
+    counted = {name: count() for name, count in ratchets.COUNTS.items()}
+    counted |= {f"fields of {name}": ratchets.fields_of(name) for name in ("Request", "Stream")}
+    assert counted.keys() == MOST.keys()
+    for name, found in counted.items():
+        assert len(found) <= MOST[name], "\n".join([name, *found])
+
+
+MODULES = {
+    "radixkv/cache/__init__.py": "from radixkv.cache.tree import RadixTree",
+    "radixkv/cache/tree.py": """
+class RadixTree:
+    def __init__(self):
+        self.observer = self._index = None
+
+    def _other(self, other):
+        return RadixTree._other, self._index, other._index, other._foreign
+
+    def check(self, other):
+        return other._index
+""",
+    "radixkv/cache/host.py": """
+from typing import cast
+from radixkv import cache
+from radixkv.cache import RadixTree
+
+class HostTree(RadixTree):
+    def grow(self, other, tokenizer):
+        if self.observer is not None and other is None:
+            cast(RadixTree, other)._index.add(getattr(other, "moves", None), getattr(tokenizer, "moves", None))
+        self.__class__ = HostTree
+
+class DiskTree(HostTree): ...
+""",
+    "radixkv/cache/invariants.py": "def recount(tree):\n    assert tree.observer is not None and tree._index",
+    "radixkv/engine/request.py": "class Request:\n    prompt: str\n    def f(self):\n        self.n = self.n = 1",
+    "radixkv/long.py": "def short():\n" + "    pass\n" * 39 + "def long():\n" + "    pass\n" * 40,
+}
+
+
+def test_what_the_ratchets_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in MODULES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(ratchets, "ROOT", tmp_path)
+    monkeypatch.setattr(ratchets, "sources", ratchets.sources.__wrapped__)
+    assert {name: len(count()) for name, count in ratchets.COUNTS.items()} == {
+        "subclasses": 2,
+        "casts": 1,
+        "probing": 2,
+        "guards": 1,
+        "private_names": 2,
+        "long_functions": 1,
+    }
+    assert ratchets.fields_of("Request") == ["prompt", "n"]

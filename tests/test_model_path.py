@@ -8,7 +8,7 @@ import pytest
 
 from radixkv import model_path
 from radixkv.errors import InvalidInput
-from radixkv.kv_shapes import kv_shape
+from radixkv.sizing.kv_shapes import kv_shape
 from tests.gguf.raw_file import file_of
 
 

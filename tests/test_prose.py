@@ -1,4 +1,4 @@
-"""Docstrings, comments and pages keep the limits of `scripts/prose.py`."""
+"""Docstrings, comments, pages and names of tests keep the limits of `scripts/prose.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,21 @@ def tell(who):
 
 def test_all_prose_keeps_the_limits() -> None:
     found = prose.problems(prose.read_all())
-    assert not found, "\n".join(["rewrite these sentences (STYLE.md, English):", *found[:60]])
+    assert not found, "\n".join(["rewrite these sentences (CONTRIBUTING.md, Style):", *found[:60]])
+
+
+def test_names_of_tests_keep_the_limits() -> None:
+    found = prose.problems_of_names(prose.read_names())
+    assert not found, "\n".join(["rename these tests (CONTRIBUTING.md, Style):", *found[:60]])
+
+
+def test_the_names_of_tests_are_counted_as_sentences(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    source = "def test_who_waits_is_that_of_a_share(): ...\n\n\nclass Kind:\n    async def test_nobody(self): ...\n"
+    (tmp_path / "tests" / "test_it.py").write_text(source + "def who(): ...\n")
+    names = prose.read_names(tmp_path)
+    assert (names.words, [line for line, _ in names.hits["people"]]) == (10, [1, 5])
+    assert len(prose.problems_of_names(names)) == 3
 
 
 def test_hits_have_the_line_and_the_sentence(tmp_path: Path) -> None:
@@ -46,6 +60,7 @@ def test_hits_have_the_line_and_the_sentence(tmp_path: Path) -> None:
         "what": [],
         "speech": [(13, "It knows nothing else.")],
         "place": [(15, "# behind")],
+        "reference": [],
         "formula": [],
     }
 
@@ -72,3 +87,13 @@ def test_a_file_and_all_files_together_keep_their_limits(tmp_path: Path) -> None
         "page.md:3: Two of it, who knows.",
         "short.md:3: Two of it, who waits.",
     ]
+
+
+def test_a_noun_is_repeated_rather_than_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    text = "The size is that of a block, and the count that\nof a node, those of which are long, as that.\n"
+    path.write_text(text + "word " * 14000)
+    page = prose.read(path)
+    assert [line for line, _ in page.hits["reference"]] == [1, 1, 2, 2]
+    path.write_text(text)
+    assert len(prose.problems({"page.md": page})) == 0 < len(prose.problems({"page.md": prose.read(path)}))

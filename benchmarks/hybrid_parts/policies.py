@@ -22,7 +22,6 @@ from typing import NamedTuple
 from hybrid_parts.workloads import Ask
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.recurrent import StatefulPrefixCache
 
 BLOCK, CHUNK = 16, 512
 OURS, BOUND = "radixkv", "attention_only"
@@ -125,7 +124,7 @@ def attention_only(asks: Sequence[Ask]) -> Replay:
 
 def with_states(asks: Sequence[Ask], slots: int) -> Replay:
     """Replay requests through the cache of a model with recurrent state, with `slots` snapshots and one row."""
-    cache = StatefulPrefixCache(_blocks(asks), BLOCK, rows=1, snapshots=slots)
+    cache = PrefixCache(_blocks(asks), BLOCK, state_rows=1, state_snapshots=slots)
     found = _replayed(cache, asks)
     cache.check()
     return found
@@ -145,7 +144,7 @@ def _replayed(cache: PrefixCache, asks: Sequence[Ask]) -> Replay:
         chunks = [ask.prompt[at : at + CHUNK] for at in range(sequence.length, len(ask.prompt), CHUNK)]
         for chunk in (*chunks, *([token] for token in ask.reply[:-1].tolist())):
             sequence.extend(chunk)
-            if isinstance(cache, StatefulPrefixCache):
+            if isinstance(cache, PrefixCache):
                 cache.copies.drain()
             sequence.commit()
         sequence.close()

@@ -36,7 +36,7 @@ def load(path: Path, tokens: int, *, host_tokens: int) -> Engine:
 
 
 def _bytes_per_token(path: Path) -> int:
-    from radixkv.kv_shapes import kv_shape
+    from radixkv.sizing.kv_shapes import kv_shape
 
     return kv_shape(str(path)).bytes_per_token("float32")
 

@@ -73,7 +73,8 @@ def step_capacity(
 ) -> GraphCapacity:
     """Return room for the balanced steps of a bucket whose tables have `blocks` blocks together.
 
-    Arguments are those of `tiles.build` and of the work list, whose shared runs have `bucket.shared_rows` rows at most.
+    The arguments are arguments of `tiles.build` and of the work list, whose shared runs have `bucket.shared_rows` rows
+    at most.
 
     Items: n sequences have at most n - 1 shared runs, and n tails or chunks. A window cuts chunks into bands, and each
     into three items for the same rows, which become one tile; without a window there are two. With t rows in the

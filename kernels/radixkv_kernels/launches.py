@@ -77,7 +77,7 @@ def first(
 ) -> Bound | None:
     """Launch as Triton does; return the launch bound to all but its `varying` arguments, if it can be repeated.
 
-    The kernel's arguments are those of `varying`, of `fixed`, and `constants` by name. Costs some 40 us, and the
+    The kernel's arguments are `varying`, `fixed`, and `constants` by name. Costs some 40 us, and the
     compilation of a kernel for new types or numbers.
     """
     compiled = kernel[grid](*varying, *fixed, **constants, **options)

@@ -216,7 +216,7 @@ def rotate_and_write(
     `rows` [T, (heads + 2 * kv_heads) * dim] hold the heads of queries, keys and values of each token. The result is a
     view of its queries, which are overwritten. Cosines and sines [T, dim] rotate halves of heads; without, nothing is
     rotated. The weights [dim] scale normalised heads; without, no head is normalised. The pools are
-    [kv_heads, blocks, block_size, dim] of one dtype, that of `rows`, in any order of memory that keeps a head's numbers
+    [kv_heads, blocks, block_size, dim] of the dtype of `rows`, in any order of memory that keeps a head's numbers
     of one token together. Slots int64 [T] are all different, except for -1, a row that is not stored.
     """
     kv_heads, _, block_size, dim = key_pool.shape

@@ -1,8 +1,8 @@
 """Draw the random tokens of a batch in one launch, with a program for each row.
 
-A program never sorts its row. It searches the threshold of top-k, and then that of top-p, by bisection over the bits of
-the scaled logits, which are ordered like their magnitudes. Each pass over the row tests three thresholds, so 16 passes
-find one of the 2**31. All passes but the first read the row from the L2 cache.
+A program never sorts its row. It searches the threshold of top-k, and then the threshold of top-p, by bisection over
+the bits of the scaled logits, which are ordered like their magnitudes. Each pass over the row tests three thresholds,
+so 16 passes find one of the 2**31. All passes but the first read the row from the L2 cache.
 
 The draw is an exponential race: the token with the largest ratio of its weight and a random number of its own wins.
 """

@@ -24,11 +24,10 @@ from textual.widgets import ContentSwitcher, Input
 from textual.widgets._toast import Toast
 
 from radixkv import private_files
-from radixkv.telemetry.control import Outcome
+from radixkv.telemetry.command_queue import Outcome
 from radixkv.telemetry.discovery import FoundEngine
 from radixkv_monitor.alert_settings import AlertSettings
 from radixkv_monitor.alerts import Alerter
-from radixkv_monitor.control import CommandAsked, Question, can_control
 from radixkv_monitor.dialogs import ConfirmScreen, ExportScreen, HelpScreen, SafeCommandPalette, key_name
 from radixkv_monitor.engine_picker import EngineScreen
 from radixkv_monitor.feed import Feed
@@ -37,6 +36,7 @@ from radixkv_monitor.formatting import plural
 from radixkv_monitor.info import InfoScreen, copied_json, copied_text, verdict_texts, view_texts
 from radixkv_monitor.keys import KEYS, shown_bindings
 from radixkv_monitor.playback import Playback
+from radixkv_monitor.questions import CommandAsked, Question, can_control
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.self_usage import FRAMES_PER_SECOND, FrameLimiter, UsageMeter
 from radixkv_monitor.shutdown import exit_on_signals, exit_with_parent, has_shell
@@ -176,7 +176,7 @@ class MonitorApp(App[None]):
         return self.feed.peer if self.feed.peer.startswith(f"{pid}-") else str(pid)
 
     def update_bottom_line(self) -> None:
-        """Show the keys, those of the view first, and the monitor's cost."""
+        """Show the keys, first the view's, and the monitor's cost."""
         first = self.screen_stack[0]
         if self.screen is not first:
             return
@@ -361,7 +361,7 @@ class MonitorApp(App[None]):
         self.theme = LIGHT.name if self.current_theme.dark else DARK.name
 
     def action_help(self) -> None:
-        """Show the keys of this view and those of all views."""
+        """Show the keys of this view and the common keys."""
         view = self.view
         own = [*shown_bindings(view)] if view is not None else []
         title = next((entry.title for entry in VIEWS if view is not None and entry.name == view.id), "")

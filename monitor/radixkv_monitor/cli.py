@@ -259,7 +259,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    """Print the changes of the verdict's level until a signal comes, or until the level is that of --fail-on."""
+    """Print the changes of the verdict's level until a signal comes, or until the level reaches --fail-on."""
     from radixkv_monitor.replay import FileFeed
     from radixkv_monitor.watch import exit_on_signals, watch
 
@@ -275,7 +275,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _alert_settings(arguments: argparse.Namespace) -> AlertSettings:
-    """Read the settings of alerts; options add to those of the file, or take their place. Raises InvalidInput."""
+    """Read the settings of alerts; options add to the file's settings, or take their place. Raises InvalidInput."""
     from radixkv_monitor.alert_settings import find_settings
 
     found = find_settings(arguments.alerts)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from itertools import count
 from threading import Lock
 
-from radixkv.telemetry.control import Outcome
+from radixkv.telemetry.command_queue import Outcome
 from radixkv.telemetry.protocol import Command, Frame, Hello, Reply, encode
 
 NOT_NOW = "the engine is not connected, or it takes no commands: it must be loaded with monitor='rw' by the same user"

@@ -1,6 +1,6 @@
 """A demo without an engine: a made-up workload over the real prefix cache, reported as an engine reports.
 
-Tokens are made up and nothing is computed. Hits, sharing, evictions and misses are those of the real cache. A step
+Tokens are made up and nothing is computed. The real cache makes hits, sharing, evictions and misses. A step
 takes a fixed time and more for each token, so requests that find less in the cache take longer.
 """
 

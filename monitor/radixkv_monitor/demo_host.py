@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.host import HostPrefixCache, HostSequence
 from radixkv.errors import OutOfBlocks
 from radixkv_monitor.demo import TOKENS_PER_SECOND, DemoRequest, DemoSource
 
@@ -29,7 +28,7 @@ class HostDemoSource(DemoSource):
 
     def _new_cache(self) -> PrefixCache:
         size, blocks = self.facts.block_size, self.facts.num_blocks
-        return HostPrefixCache(blocks, size, clock=lambda: self._now, host_blocks=self._host_blocks)
+        return PrefixCache(blocks, size, clock=lambda: self._now, host_blocks=self._host_blocks)
 
     def _stats(self) -> dict[str, float]:
         costs = {
@@ -55,7 +54,7 @@ class HostDemoSource(DemoSource):
 
     def _loadable(self, request: DemoRequest) -> int:
         """Count the tokens of the prompt, except its last, that could be loaded now."""
-        return cast(HostSequence, request.sequences[0]).loadable(request.prompt[request.computed : -1])
+        return request.sequences[0].loadable(request.prompt[request.computed : -1])
 
     def _run(self, batch: list[tuple[DemoRequest, int]]) -> None:
         """End a step: offload the blocks that left the pool since the last one, then load and commit."""
@@ -72,7 +71,7 @@ class HostDemoSource(DemoSource):
 
     def _load(self, request: DemoRequest, count: int) -> None:
         """Load tokens of a prompt, unless they were evicted from the host since they were scheduled."""
-        sequence = cast(HostSequence, request.sequences[0])
+        sequence = request.sequences[0]
         tokens = request.prompt[request.computed : request.computed + count]
         while self._loadable(request) >= count:
             try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Literal
 
-from radixkv.telemetry.control import Outcome
+from radixkv.telemetry.command_queue import Outcome
 from radixkv_monitor.recording_writer import LiveRecording, save
 from radixkv_monitor.state import State, age_time
 from radixkv_monitor.state_builder import PastStates, StateBuilder

@@ -122,8 +122,8 @@ _LEAST = 1.0  # the least seconds of samples for a rate
 class LastMinute:
     """Sums over the last minute; counters cover `watched` of its seconds, and these or the records `covered` of them.
 
-    `host_tokens` is the part of the cached tokens that was loaded from host memory. The counter of
-    loaded tokens includes those of preempted requests, so the part is that of the recorded requests. `failed` excludes
+    `host_tokens` is the part of the cached tokens that was loaded from host memory. The counter of loaded tokens
+    includes preempted requests. So the part comes from the recorded requests. `failed` excludes
     the requests whose own timeout ended them.
     """
 
@@ -227,7 +227,7 @@ def _preemptions(
 ) -> int:
     """Count preemptions by the counters if they cover the minute, else by the requests.
 
-    An older engine sends no times of preemptions; those of a request that ran in the minute are counted then.
+    An older engine sends no times of preemptions; the preemptions of a request that ran in the minute are counted then.
     """
     if history and now - history[0].time >= MINUTE:
         return round(counted)

@@ -1,7 +1,8 @@
 """Latencies of requests over a window: TTFT of hits and misses, queue time, inter-token latency, end-to-end latency.
 
 An engine sends the times of single requests, at most 512 ended ones, and counts inter-token latencies in buckets. So
-percentiles of the former are measured values. Those of the latter are estimates within the bounds of their bucket.
+percentiles of the former are measured values. Percentiles of the latter are estimates within the bounds of their
+bucket.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Durations of one kind. `counts` are those of the buckets up to each of `bounds`, and of one above the last bound.
+    """Durations of one kind. `counts` belong to the buckets up to each of `bounds`, and of one above the last bound.
 
     None if the engine does not send them. `noun` is the thing that is counted, and `window` names the time or the
     records that it was counted over.
@@ -84,7 +85,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """The distributions over one window. `ttft` has those of hits and of misses together."""
+    """The distributions over one window. `ttft` has hits and misses together."""
 
     ttft: Distribution
     ttft_hit: Distribution

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from radixkv.errors import RadixKVError
-from radixkv.telemetry.control import Outcome
+from radixkv.telemetry.command_queue import Outcome
 from radixkv.telemetry.protocol import WRONG_TOKEN, Decoder, Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.records import Changes, EngineFacts
 from radixkv_monitor.command_channel import CommandChannel

@@ -156,7 +156,7 @@ def states(stats: Mapping[str, float]) -> States | None:
 def host_of(state: State, history: Sequence[Sample], moment: Sequence[Sample], minute: LastMinute) -> Host | None:
     """Count the blocks of the host tier, and its traffic; None for an engine without one.
 
-    `history` are the samples of sums over a minute, and `moment` those of rates.
+    `history` are the samples of sums over a minute, and `moment` the samples of rates.
     """
     stats, whole = state.stats, state.facts.host_blocks
     if not whole:

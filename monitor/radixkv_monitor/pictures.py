@@ -22,7 +22,8 @@ SIZE = (120, 36)
 
 
 class StillFeed(Feed):
-    """One of the states that a builder received, as that of a live engine or of another `link`; its past can be shown.
+    """One of the states that a builder received, shown as the state of a live engine or of another `link`; its past can
+    be shown.
 
     `title` names the source.
     """
@@ -103,7 +104,7 @@ async def all_views(
 ) -> list[list[str]]:
     """Return pictures of every view: for each of THEMES one per view, in the order of VIEWS.
 
-    `thresholds` are those of the verdict. `report` is called with the share that is done. Takes about 0.15 s of CPU
+    `thresholds` are the verdict's. `report` is called with the share that is done. Takes about 0.15 s of CPU
     time a picture.
     """
     app = MonitorApp(feed, VIEWS[0].name, alerts=AlertSettings(thresholds))

@@ -1,7 +1,7 @@
 """Collect the contents of a report: one engine or recording over its whole span, as plain data.
 
-Requests and evictions are collected from the frames, so none between two samples is missed. Verdicts are those of
-states at equal distances, at most `POINTS`.
+Requests and evictions are collected from the frames, so none between two samples is missed. Verdicts judge states at
+equal distances, at most `POINTS`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,6 @@ def collect(
     end = max(end, state.now)
     requests, evictions = _records(builder)
     regrets = [each for each in evictions if each.wanted_again is not None]
-    answered = [each for each in requests if each.ttft is not None]
     history = (builder.latest or state).history
     counted, growth = _growth(history, start, end)
     return Report(
@@ -117,8 +116,14 @@ def collect(
         regretted=len(regrets),
         regrets=sorted(regrets, key=lambda each: (-each.tokens, each.number))[:LISTED],
         requests=len(requests),
-        slowest=sorted(answered, key=lambda each: (-(each.ttft or 0.0), each.number))[:LISTED],
+        slowest=_slowest(requests),
     )
+
+
+def _slowest(requests: Iterable[RequestRecord]) -> list[RequestRecord]:
+    """Return the requests that waited longest for their first token."""
+    answered = [each for each in requests if each.ttft is not None]
+    return sorted(answered, key=lambda each: (-(each.ttft or 0.0), each.number))[:LISTED]
 
 
 def _records(builder: StateBuilder) -> tuple[list[RequestRecord], list[EvictionRecord]]:

@@ -109,7 +109,7 @@ def write(
 ) -> None:
     """Write a report of a closed feed to a private file, whole or not at all. `state` is the feed's last state.
 
-    `thresholds` are those of the verdicts. `progress` is called with the share that is done. Raises OSError.
+    `thresholds` are the verdicts' own. `progress` is called with the share that is done. Raises OSError.
     """
     report = collect(feed, state, live=live, thresholds=thresholds, progress=lambda share: progress(share / 2))
     still = StillFeed(feed.builder, state, feed.title, "stale" if state.stale else "live" if live else "ended")

@@ -126,7 +126,7 @@ class State:
 
 
 def age_time(state: State, now: float) -> float:
-    """Return the time to which the ages in a state count: `now`, or that of the state while a long step runs."""
+    """Return the time to which the ages in a state count: `now`, or the state's time while a long step runs."""
     return state.time if state.step_seconds is not None else max(now, state.time)
 
 

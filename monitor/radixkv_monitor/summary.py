@@ -32,11 +32,11 @@ class Summary:
     """The numbers of the Overview. `hit_run` counts from the baseline: since the monitor attached, or since the user
     set it.
 
-    A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss. Latencies are those of
-    `latency_window`, the last minute or as much of it as the records cover; `itl_window` is that of the samples.
+    A request is a hit in `ttft_hit` if at least half of its prompt was cached, else a miss. Latencies cover
+    `latency_window`, the last minute or as much of it as the records cover; `itl_window` is the window of the samples.
     Figures of the last minute include records from before the monitor attached; counters cover `watched` of its
     seconds. Rates are means over `rate_window` seconds, ten or as many as were sampled. They are None, and it is 0,
-    until a second was sampled; those of prefill and decode are also None if an older engine does not count them.
+    until a second was sampled; the times of prefill and decode are also None if an older engine does not count them.
     `failed` requests exclude the `timed_out` ones, and `waiting` requests the `preempted` ones. `states` is None for a
     model without recurrent state, `host` for an engine without a host tier, and `itl` and `process` for an older
     engine.
@@ -92,7 +92,7 @@ class Summary:
 
     @property
     def minute(self) -> str:
-        """The words for the window of the figures of the last minute, of which only a part may be known."""
+        """The words for the window of the figures of the last minute; perhaps only a part of it is known."""
         return "the last minute" if self.minute_name == "1 min" else f"the last {self.minute_name}"
 
     @property
@@ -125,7 +125,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A problem of a verdict: `name` is that of the crossed threshold, or one of `thresholds.UNCONDITIONAL`."""
+    """A problem of a verdict: `name` names the crossed threshold, or one of `thresholds.UNCONDITIONAL`."""
 
     name: str
     level: Level

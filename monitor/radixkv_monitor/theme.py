@@ -1,6 +1,6 @@
 """The dark and the light theme, and the colours and signs of states, ages, references and sessions.
 
-The colours are those of Okabe and Ito, and steps of viridis, which are distinct with colour blindness too. Each meaning
+The colours are Okabe and Ito's, and steps of viridis, which are distinct with colour blindness too. Each meaning
 also has a sign of one cell, so nothing on screen is said by colour alone.
 """
 

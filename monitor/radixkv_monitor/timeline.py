@@ -152,7 +152,8 @@ class Timeline:
 
 
 def _time(frame: Piece) -> float:
-    """Return the time at which a frame was sent. It may be later than that of its state, which a long step delays."""
+    """Return the time at which a frame was sent. It may be later than the time of its state, which a long step
+    delays."""
     return max(frame.ts, frame.changes.time)
 
 

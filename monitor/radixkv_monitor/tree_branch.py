@@ -19,7 +19,7 @@ class Branch:
     """A node and its descendants; `nodes`, `tokens`, `blocks`, `matching` and `newest` are of all of them.
 
     `matching` counts nodes that match the filter, and `newest` is the latest time of use. A block in which a node ends
-    and a child continues counts for the node, not for the child. `blocks` are those of the pool. `host_nodes` and
+    and a child continues counts for the node, not for the child. `blocks` are the pool's. `host_nodes` and
     `host_blocks` are the nodes on the host among them, and their blocks.
     """
 

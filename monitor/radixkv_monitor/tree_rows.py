@@ -1,7 +1,7 @@
 """The rows of the radix tree: branches with sums, in order, flattened as far as they are open and match the filter.
 
-The rows are those of a plain walk over the tree. The cost of a change depends on the change and on the depth; only the
-flat list is rebuilt, and only if it differs.
+The rows are in the order of a plain walk over the tree. The cost of a change depends on the change and on the depth;
+only the flat list is rebuilt, and only if it differs.
 """
 
 from __future__ import annotations

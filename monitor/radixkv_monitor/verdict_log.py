@@ -125,7 +125,7 @@ class VerdictLog:
 def without(found: Verdict, ignored: Iterable[str]) -> Verdict:
     """Return the verdict that the remaining reasons have after those with an ignored name are left out.
 
-    The sentence is then that of the remaining reasons.
+    The sentence then gives the remaining reasons.
     """
     names = frozenset(ignored)
     left = tuple(each for each in found.reasons if each.name not in names)

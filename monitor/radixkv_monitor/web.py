@@ -142,7 +142,7 @@ class Pages:
         return ""
 
     def _given_token(self, request: web.Request) -> str:
-        """Return the token of the first page's URL, or that of the cookie."""
+        """Return the token of the first page's URL, or the cookie's."""
         found = request.query.get("token") if request.path == "/" else None
         return str(request.cookies.get(self.cookie, "") if found is None else found)
 

@@ -53,7 +53,7 @@ class KVStore:
 
         A model without attention has no layers, and its blocks take no bytes.
         With `always_gather`, keys are never read in place, so that block ids do not change the bits of a result.
-        `blocks_first` sets the order in memory, by default that of the device.
+        `blocks_first` sets the order in memory, by default the device's order.
         """
         if num_blocks < 1 or block_size < 1:
             raise InvalidInput(f"a store needs a block and a slot, not {num_blocks}, {block_size}")

@@ -134,8 +134,8 @@ class PrivateLayout:
 class PrivateAttention:
     """Attention of tails of similar shape, with scores in one padded tensor [n, kv_heads, group, width].
 
-    Its columns are the keys of the gathered blocks, then those of the views. Values are not gathered: an embedding bag
-    sums rows of a table by index and weight, in less time than a product takes over contiguous values.
+    Its columns are the keys of the gathered blocks, then the keys of the views. Values are not gathered: an embedding
+    bag sums rows of a table by index and weight, in less time than a product takes over contiguous values.
     """
 
     def __init__(self, layout: PrivateLayout, tails: Int, rows: Int, kv_heads: int, group: int, store: KVStore) -> None:

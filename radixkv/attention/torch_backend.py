@@ -96,7 +96,7 @@ class TorchPlan:
         self._plan_merge(work, order, store)
 
     def _plan_merge(self, work: WorkList, order: list[NDArray[np.int64]], store: KVStore) -> None:
-        """Find the place of each partial among those of its row, in [T, most of a row]."""
+        """Find the place of each partial among the partials of its row, in [T, most of a row]."""
         counts = np.diff(work.merge_offset)
         self.width = int(counts.max(initial=1))
         rank = np.empty(len(work.row_ids), dtype=np.int64)

@@ -1,10 +1,23 @@
 """The prefix cache, usable on its own: token prefixes -> reference-counted KV blocks.
 
-Read in this order: `types`, `tokens`, `namespaces`, `block_pool`, `radix_tree`, `sequence`, `state` and `prefix_cache`
-are the core. Then `eviction` and `policies`, `ghosts`, `pins`, `events`, `change_tracker` with `reuse`, and
-`invariants` for all rules in one place. `predictive` is one policy, and nothing else depends on it. `recurrent` is the
-cache of models with recurrent state; the other modules do not depend on it. `quotas` keeps the shares of namespaces.
-`host` is the cache with a second tier in host memory.
+Read in this order:
+
+types, tokens            nodes, results and protocols; token ids as bytes
+namespaces               namespaces of callers, by number
+block_pool               the owners of each block, and which blocks are evictable
+radix_tree               token runs -> blocks: match, hold, split, grow, evict
+sequence                 open, extend, commit, close: the plans of one reader and writer
+state                    the parts of one cache, and the counters
+prefix_cache, readings   the public methods; match and explain
+eviction, policies       the order of eviction; the table of policies
+ghosts, pins             evicted runs; prefixes that are protected from eviction
+events                   the events of a cache, and their followers
+change_tracker, reuse    two records for a mirror: nodes that changed, and how often they were found
+invariants, partition    all rules in one place, which tests recount
+
+Options are parts in folders of their own, and all of them combine. `host` is a residence: a tier in host memory for
+runs that leave the pool. `recurrent` has the rows and snapshots of models with recurrent state; these follow events.
+`quotas` has the accounts of namespaces with shares. `predictive` is one policy.
 """
 
 from radixkv.cache.events import Observer

@@ -4,6 +4,8 @@ Owners are sequences, plans and tree nodes. An owner is idle if it is an unlocke
 unless `shared` has an entry for it, and it is full unless `fill` has one: both tables stay as small as the number of
 blocks in which a prefix ends. A block is evictable if all its owners are idle.
 
+`shares` counts the blocks of each group of namespaces, or is None. Its guards cost less than a null object.
+
 Nodes share a block where they meet inside it. They lie on one path, and the entry names the deepest of them.
 """
 
@@ -15,7 +17,8 @@ from typing import cast
 
 import numpy as np
 
-from radixkv.cache.types import ChangeLog, Node
+from radixkv.cache.events import Events
+from radixkv.cache.types import Accounts, Node
 
 
 @dataclass(slots=True)
@@ -35,9 +38,11 @@ class BlockPool:
     ([0, 1], 2)
     """
 
-    __slots__ = ("_ramp", "bases", "block_size", "evictable", "fill", "free", "num_blocks", "offsets", "shared")
+    __slots__ = (
+        "_ramp", "bases", "block_size", "evictable", "fill", "free", "num_blocks", "offsets", "shared", "shares",
+    )  # fmt: skip
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, shares: Accounts | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.free = array("i", np.arange(num_blocks - 1, -1, -1, dtype=np.int32).tobytes())
@@ -47,16 +52,19 @@ class BlockPool:
         self.offsets = np.arange(block_size, dtype=np.int64)
         self._ramp = array("i", np.arange(num_blocks, dtype=np.int32).tobytes())
         self.evictable = 0  # blocks whose owners are all idle
+        self.shares = shares
 
     def take(self, count: int, group: int = 0) -> array[int]:
         """Take `count` >= 1 free blocks, last freed first; a contiguous run that was freed is contiguous again.
 
-        `group` is that of the namespace which takes them; a pool without limits does not read it.
+        `group` is the group of the namespace which takes them; a pool without shares does not read it.
         """
         free = self.free
         taken = free[-count:]
         del free[-count:]
         taken.reverse()
+        if self.shares is not None:
+            self.shares.taken(taken, group)
         return taken
 
     def is_run(self, blocks: array[int]) -> bool:
@@ -66,12 +74,16 @@ class BlockPool:
     def give_back(self, blocks: array[int]) -> None:
         """Free a run of blocks that had no other owner; only its last block can be part-filled."""
         if blocks:
+            if self.shares is not None:
+                self.shares.count(blocks[0], -len(blocks), 0)
             self.fill.pop(blocks[-1], None)
             blocks.reverse()
             self.free.extend(blocks)
 
     def give_back_idle(self, blocks: array[int]) -> None:
         """Free a run of one or more evictable blocks that had one owner."""
+        if self.shares is not None:
+            self.shares.count(blocks[0], -len(blocks), -len(blocks))
         self.evictable -= len(blocks)
         self.fill.pop(blocks[-1], None)
         blocks.reverse()
@@ -85,20 +97,28 @@ class BlockPool:
         was = entry.idle == entry.owners
         entry.owners += 1
         entry.idle += idle
-        self.evictable += (entry.idle == entry.owners) - was
+        changed = (entry.idle == entry.owners) - was
+        self.evictable += changed
+        if self.shares is not None:
+            self.shares.count(block, 0, changed)
 
     def release(self, block: int, *, idle: bool) -> Node | None:
         """Drop one owner; the last one frees the block. Returns the deepest node that still owns it, or None."""
         entry = self.shared.get(block)
         if entry is None:
             self.evictable -= idle
+            if self.shares is not None:
+                self.shares.count(block, -1, -idle)
             self.fill.pop(block, None)
             self.free.append(block)
             return None
         was = entry.idle == entry.owners
         entry.owners -= 1
         entry.idle -= idle
-        self.evictable += (entry.idle == entry.owners) - was
+        changed = (entry.idle == entry.owners) - was
+        self.evictable += changed
+        if self.shares is not None:
+            self.shares.count(block, 0, changed)
         if entry.owners == 1:
             del self.shared[block]
         return entry.deepest_owner
@@ -119,6 +139,8 @@ class BlockPool:
                         changed -= entry.idle != entry.owners
                         entry.idle -= 1
         self.evictable += changed if idle else -changed
+        if self.shares is not None and blocks:  # a root has none
+            self.shares.count(blocks[0], 0, changed if idle else -changed)
 
     def reserve(self, block: int, slots: int) -> None:
         """Raise the fill mark of a block that is in use to `slots` (of 1..block_size); a mark is never lowered."""
@@ -129,10 +151,12 @@ class BlockPool:
 
     def evictable_for(self, group: int) -> int:
         """How many blocks can be evicted for a sequence of this group of namespaces. O(1)."""
-        return self.evictable
+        return self.evictable if self.shares is None else self.shares.evictable_for(group)
 
     def shortage(self, count: int, group: int) -> str:
         """Explain why `count` blocks cannot be taken."""
+        if self.shares is not None:
+            return self.shares.shortage(count, group, len(self.free))
         return (
             f"{count} blocks wanted, {len(self.free)} are free and {self.evictable} evictable of {self.num_blocks}: "
             "close or shorten sequences, release pins, or make the pool larger"
@@ -147,9 +171,9 @@ class BlockPool:
 class SharedBlocks:
     """The blocks of one pool in which nodes of a tree, and sequences below them, meet."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, events: Events) -> None:
         self.pool = pool
-        self.changed: ChangeLog | None = None
+        self._events = events
         self.deduped_tail_blocks = 0  # how often the block table of a held node has changed
 
     def share(self, block: int, node: Node, *, idle: bool) -> None:
@@ -199,8 +223,8 @@ class SharedBlocks:
         for each in chain:
             each.blocks[-1] = copy
             each.may_share_any_block |= child.may_share_any_block  # a fork that owns the copy may hold neither node
-            if self.changed is not None:
-                self.changed.mark(each)
+            for call in self._events.marked:
+                call(each)
             pool.share(copy, idle=not each.locks, sole_idle=not child.locks, sole_node=child)
             pool.release(block, idle=not each.locks)
 

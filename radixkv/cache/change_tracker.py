@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from radixkv.cache import reuse
+from radixkv.cache.events import Follower
 from radixkv.cache.state import CacheState
-from radixkv.cache.types import Node
+from radixkv.cache.types import Node, OpenSequence
 
 
 class SequenceView(NamedTuple):
@@ -26,14 +27,14 @@ class SequenceView(NamedTuple):
     blocks: array[int]
 
 
-class ChangeTracker:
+class ChangeTracker(Follower):
     """Marks the nodes of one cache that changed since the last look; the first look returns all nodes.
 
     A mark is one call of a C function. Memory is bounded by the tree, even if the marks are never taken: a node that
     came and went between two looks leaves no mark.
     """
 
-    __slots__ = ("_changed", "_gone", "_shown", "_state", "mark")
+    order = 1
 
     def __init__(self, state: CacheState) -> None:
         """Attach to the cache, in place of an earlier tracker. O(nodes)."""
@@ -41,29 +42,83 @@ class ChangeTracker:
         self._changed = set(state.tree.residents())
         self._gone: list[int] = []
         self._shown: dict[int, Node] = {}  # the nodes that a look returned, by id
-        self.mark: Callable[[Node], None] = self._changed.add
-        now = state.clock()
-        for node in self._changed:
-            if state.tree.changed is None:  # uses were not dated so far
+        self._mark: Callable[[Node], None] = self._changed.add
+        if state.index.clock is None:  # uses were not dated so far
+            now = state.clock()
+            for node in self._changed:
                 node.used_at = node.born_at = now
-        state.tree.changed = state.tree.shared.changed = self
         state.index.clock = state.clock
+        state.tracker = self
+        state.events.connect(self)
 
     def __len__(self) -> int:
         """How many nodes changed or were removed since the last look. Any thread may ask."""
         return len(self._changed) + len(self._gone)
 
-    def gone(self, node: Node) -> None:
-        """Note that a node was removed from the tree."""
-        self._changed.discard(node)
-        if self._shown.pop(node.id, None) is not None:
-            self._gone.append(node.id)
-
     def find(self, number: int) -> Node | None:
         """Return the node of an id, None if it is gone. O(1); O(changed nodes) for one that no look has returned."""
         return self._shown.get(number) or next((each for each in self._changed if each.id == number), None)
 
-    def reused(self, path: list[Node], start: int = 0) -> None:
+    # ---- events
+
+    def receivers(self) -> dict[str, Callable[..., None]]:
+        """Return the methods to call; a mark adds to the set without a call of Python code."""
+        return super().receivers() | {"marked": self._mark}
+
+    def split(self, node: Node, upper: Node) -> None:
+        """Mark both halves."""
+        self._mark(node)
+        self._mark(upper)
+
+    def joined(self, node: Node, upper: Node) -> None:
+        """Mark the node, and forget the other one."""
+        self._mark(node)
+        self.uprooted(upper)
+
+    def appended(self, node: Node) -> None:
+        """Mark the leaf and its parent."""
+        self._mark(node)
+        assert node.parent is not None
+        self._mark(node.parent)
+
+    def grown(self, node: Node, tokens: int) -> None:
+        """Mark the leaf."""
+        self._mark(node)
+
+    def cut(self, node: Node, tokens: int, blocks: int) -> None:
+        """Mark the leaf."""
+        self._mark(node)
+
+    def removed(self, node: Node, blocks: int) -> None:
+        """Forget the leaf."""
+        self.uprooted(node)
+
+    def moved(self, node: Node, host: Node, start: int, tokens: int, freed: int, images: int, gone: bool) -> None:
+        """Mark the node, or forget it, and mark the host node and its children, which may have another parent."""
+        if gone:
+            self.removed(node, freed)
+        else:
+            self._mark(node)
+        self._mark(host)
+        self._changed.update(host.children.values())
+
+    def uprooted(self, root: Node) -> None:
+        """Note that a node was removed from the tree."""
+        self._changed.discard(root)
+        if self._shown.pop(root.id, None) is not None:
+            self._gone.append(root.id)
+
+    def opened(self, sequence: OpenSequence, path: list[Node]) -> None:
+        """Count a request that found a path."""
+        if sequence.purpose == "request":
+            self._reused(path)
+
+    def loaded(self, sequence: OpenSequence, start: int, tokens: int, path: list[Node]) -> None:
+        """Count a request that loaded the end of a path."""
+        if sequence.purpose == "request":
+            self._reused(path, start)
+
+    def _reused(self, path: list[Node], start: int = 0) -> None:
         """Count a request that found the whole path in the cache; it was counted up to `start` before. O(depth)."""
         for node in path:
             end = node.end
@@ -72,7 +127,9 @@ class ChangeTracker:
             if node.start < start:
                 node.reuse = reuse.count(node.reuse, start, -1)
             node.reuse = reuse.count(node.reuse, end)
-            self.mark(node)
+            self._mark(node)
+
+    # ---- reading
 
     def look(self) -> tuple[list[Node], list[int]]:
         """Take the new or changed nodes, and the ids of removed nodes that an earlier look returned; both by id.

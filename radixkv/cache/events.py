@@ -1,13 +1,17 @@
-"""The events of a cache, and the guard between the cache and the object that receives them."""
+"""The events of a cache: those of its own followers, and those of a caller's observer.
+
+The tree and the sequences send each event once. Followers receive it in a fixed order: the snapshots of recurrent
+state, the change log, the observer. Pool, index and nodes are consistent by then; only `covered` precedes its change.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import Protocol, cast
+from typing import ClassVar, Protocol
 
-from radixkv.cache.ghosts import Pressure
-from radixkv.cache.types import Purpose
+from radixkv.cache.ghosts import Ghost
+from radixkv.cache.types import Node, OpenSequence, Pressure, Purpose
 
 _log = logging.getLogger("radixkv.cache.observer")  # the name that the docs give
 
@@ -86,51 +90,281 @@ class TierObserver(Observer, Protocol):
         """A sequence has committed `tokens` that it loaded from the host."""
 
 
-def guarded(observer: Observer, drop: Callable[[], None]) -> Observer:
-    """Wrap an observer: its first exception is logged, `drop` is called, and the cache goes on."""
-    return cast(Observer, _Guarded(observer, drop))
+class Follower:
+    """Is notified of changes by the methods that it overrides; the others cost nothing. It must not call the cache."""
+
+    order: ClassVar[int] = 0  # followers of lower order are notified first
+
+    def split(self, node: Node, upper: Node) -> None:
+        """`upper` has the first part of `node`, which keeps its end, its holders and the host nodes after it."""
+
+    def joined(self, node: Node, upper: Node) -> None:
+        """`node` has the tokens of both; `upper` is gone."""
+
+    def appended(self, node: Node) -> None:
+        """A leaf was published."""
+
+    def grown(self, node: Node, tokens: int) -> None:
+        """The end of a leaf moved down by `tokens`."""
+
+    def cut(self, node: Node, tokens: int, blocks: int) -> None:
+        """The last `tokens` of a leaf left their last tier, which freed `blocks`."""
+
+    def removed(self, node: Node, blocks: int) -> None:
+        """A leaf left the tree and its last tier, which freed `blocks`."""
+
+    def moved(self, node: Node, host: Node, start: int, tokens: int, freed: int, images: int, gone: bool) -> None:
+        """`tokens` from `start` on left the device: the tail of `node`, or all of it (`gone`), which freed blocks.
+
+        They are the first tokens of `host` now, and `images` of its blocks are to be written.
+        """
+
+    def covered(self, host: Node, node: Node, end: int) -> None:
+        """The tokens of `host` up to `end` are on the device, on the path to `node`; they leave the host next."""
+
+    def marked(self, node: Node) -> None:
+        """Locks, blocks, hits or demotion of a node changed, and no other event says so."""
+
+    def rooted(self, root: Node) -> None:
+        """A namespace got its root."""
+
+    def uprooted(self, root: Node) -> None:
+        """A root without children and holders was removed."""
+
+    def opened(self, sequence: OpenSequence, path: list[Node]) -> None:
+        """A sequence was opened at the end of a path."""
+
+    def forked(self, sequence: OpenSequence, parent: OpenSequence) -> None:
+        """A sequence was forked off another."""
+
+    def closed(self, sequence: OpenSequence) -> None:
+        """A sequence was closed."""
+
+    def copied(self, sequence: OpenSequence, source: int, target: int) -> None:
+        """A plan of the sequence copies one block before it writes."""
+
+    def loaded(self, sequence: OpenSequence, start: int, tokens: int, path: list[Node]) -> None:
+        """A sequence has committed a load: it found its text from `start` on, and copied the last `tokens` of it.
+
+        `path` leads to them if they are published, and is empty if not.
+        """
+
+    def evicted(
+        self, number: int, node: Node, start: int, tokens: int, blocks: int, gone: bool, now: float, pressure: Pressure
+    ) -> None:
+        """As `cut` or `removed`, which came before, to make room; `number` counts evictions from 1 on."""
+
+    def regretted(self, ghost: Ghost, tokens: int, ago: float) -> None:
+        """A request asked for `tokens` of an evicted run."""
+
+    def receivers(self) -> dict[str, Callable[..., None]]:
+        """Return the methods to call, by event: those that the class overrides."""
+        return {
+            name: getattr(self, name) for name in EVENTS if getattr(type(self), name) is not getattr(Follower, name)
+        }
 
 
-class _Guarded:
-    """Passes on every event; each of the observer's methods is looked up once, at the first event of its kind."""
-
-    def __init__(self, observer: Observer, drop: Callable[[], None]) -> None:
-        self._observer = observer
-        self._drop = drop
-
-    def __getattr__(self, event: str) -> Callable[..., None]:
-        receive = getattr(self._observer, event, None) or (_missing if hasattr(Observer, event) else ignore)
-        if receive is ignore:
-            setattr(self, event, ignore)
-            return ignore
-
-        def fail() -> None:
-            self._drop()
-            _log.exception("the cache's observer failed at %r: it receives no more events", event)
-
-        call = _guard(receive, fail, getattr(TierObserver, event))
-        setattr(self, event, call)
-        return call
+EVENTS = tuple(name for name in vars(Follower) if name not in ("order", "receivers") and not name.startswith("_"))
 
 
-def _guard(receive: Callable[..., None], fail: Callable[[], None], event: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls `receive` with the arguments of an event, and `fail` if that raises.
+class Events:
+    """The methods to call for each event, in the order of the followers: `for call in events.split: call(...)`.
 
-    It is compiled with the event's own arguments, as namedtuple compiles its classes: `*facts` would build a tuple for
-    each event and unpack it again, which is a fifth of the cost of telemetry.
+    An event without receivers costs an empty loop. A loop over nodes reads its tuple once, before it begins.
     """
-    code = event.__code__
-    facts = ", ".join(code.co_varnames[1 : code.co_argcount])
-    lines = (f"def call({facts}):", "    try:", f"        receive({facts})", "    except Exception:", "        fail()")
-    made = {"receive": receive, "fail": fail}
-    exec("\n".join(lines), made)
-    return cast(Callable[..., None], made["call"])
+
+    __slots__ = ("_followers", *EVENTS)
+
+    split: tuple[Callable[[Node, Node], None], ...]
+    joined: tuple[Callable[[Node, Node], None], ...]
+    appended: tuple[Callable[[Node], None], ...]
+    grown: tuple[Callable[[Node, int], None], ...]
+    cut: tuple[Callable[[Node, int, int], None], ...]
+    removed: tuple[Callable[[Node, int], None], ...]
+    moved: tuple[Callable[[Node, Node, int, int, int, int, bool], None], ...]
+    covered: tuple[Callable[[Node, Node, int], None], ...]
+    marked: tuple[Callable[[Node], None], ...]
+    rooted: tuple[Callable[[Node], None], ...]
+    uprooted: tuple[Callable[[Node], None], ...]
+    opened: tuple[Callable[[OpenSequence, list[Node]], None], ...]
+    forked: tuple[Callable[[OpenSequence, OpenSequence], None], ...]
+    closed: tuple[Callable[[OpenSequence], None], ...]
+    copied: tuple[Callable[[OpenSequence, int, int], None], ...]
+    loaded: tuple[Callable[[OpenSequence, int, int, list[Node]], None], ...]
+    evicted: tuple[Callable[[int, Node, int, int, int, bool, float, Pressure], None], ...]
+    regretted: tuple[Callable[[Ghost, int, float], None], ...]
+
+    def __init__(self) -> None:
+        self._followers: list[Follower] = []
+        self._collect()
+
+    def connect(self, follower: Follower) -> None:
+        """Notify a follower from now on, in place of another one of its order."""
+        self._followers = [each for each in self._followers if each.order != follower.order] + [follower]
+        self._followers.sort(key=lambda each: each.order)
+        self._collect()
+
+    def disconnect(self, follower: Follower) -> None:
+        """Notify a follower no more, if it was connected."""
+        self._followers = [each for each in self._followers if each is not follower]
+        self._collect()
+
+    def _collect(self) -> None:
+        found = [each.receivers() for each in self._followers]
+        for name in EVENTS:
+            setattr(self, name, tuple(each[name] for each in found if name in each))
 
 
 def ignore(*facts: object) -> None:
-    """Stand in for the methods of events that an observer does not need: they cost a third of guarded ones."""
+    """Stand in for the methods of events that an observer does not need: the cache does not send these at all."""
 
 
-def _missing(*facts: object) -> None:
-    """Fail for an observer that lacks the method of an event."""
-    raise AttributeError("the observer has no method for this event")
+_SENT_AS = {"joined": ("merged",), "appended": ("inserted",), "cut": ("trimmed",), "removed": ("trimmed",)}
+"""The methods of an observer that an event calls, where their names differ."""
+
+
+class ObserverFollower(Follower):
+    """Passes events on to a caller's observer as plain numbers, until it raises: that is logged, and ends it."""
+
+    order = 2
+
+    def __init__(self, observer: Observer, events: Events) -> None:
+        """Connect the observer, in place of an earlier one."""
+        self._observer = observer
+        self._offloaded = getattr(observer, "offloaded", ignore)  # a TierObserver's
+        self._loaded = getattr(observer, "loaded", ignore)
+        self._events = events
+        events.connect(self)
+
+    def receivers(self) -> dict[str, Callable[..., None]]:
+        """Return the methods of the events that the observer does not ignore."""
+        found = super().receivers()
+        if self._loaded is ignore:
+            del found["loaded"]
+        wanted = {name for name in vars(Observer) if getattr(self._observer, name, None) is not ignore}
+        sent = {name: _SENT_AS.get(name, (name,)) for name in found if name not in ("moved", "loaded")}
+        return {name: call for name, call in found.items() if name not in sent or wanted.intersection(sent[name])}
+
+    def _fail(self, event: str) -> None:
+        self._events.disconnect(self)
+        _log.exception("the cache's observer failed at %r: it receives no more events", event)
+
+    def opened(self, sequence: OpenSequence, path: list[Node]) -> None:
+        """Pass on `opened`."""
+        try:
+            self._observer.opened(
+                sequence.id, sequence.namespace, sequence.asked, sequence.cached_length, sequence.purpose
+            )
+        except Exception:
+            self._fail("opened")
+
+    def forked(self, sequence: OpenSequence, parent: OpenSequence) -> None:
+        """Pass on `forked`."""
+        try:
+            self._observer.forked(sequence.id, parent.id)
+        except Exception:
+            self._fail("forked")
+
+    def closed(self, sequence: OpenSequence) -> None:
+        """Pass on `closed`."""
+        try:
+            self._observer.closed(sequence.id, sequence.length)
+        except Exception:
+            self._fail("closed")
+
+    def rooted(self, root: Node) -> None:
+        """Pass on `rooted`."""
+        try:
+            assert root.namespace is not None
+            self._observer.rooted(root.id, root.namespace.value)
+        except Exception:
+            self._fail("rooted")
+
+    def uprooted(self, root: Node) -> None:
+        """Pass on `uprooted`."""
+        try:
+            self._observer.uprooted(root.id)
+        except Exception:
+            self._fail("uprooted")
+
+    def appended(self, node: Node) -> None:
+        """Pass on `inserted`."""
+        try:
+            assert node.parent is not None
+            self._observer.inserted(node.id, node.parent.id, node.start, node.end - node.start)
+        except Exception:
+            self._fail("inserted")
+
+    def grown(self, node: Node, tokens: int) -> None:
+        """Pass on `grown`."""
+        try:
+            self._observer.grown(node.id, tokens)
+        except Exception:
+            self._fail("grown")
+
+    def split(self, node: Node, upper: Node) -> None:
+        """Pass on `split`."""
+        try:
+            self._observer.split(node.id, upper.id, upper.end - upper.start)
+        except Exception:
+            self._fail("split")
+
+    def joined(self, node: Node, upper: Node) -> None:
+        """Pass on `merged`."""
+        try:
+            self._observer.merged(node.id, upper.id)
+        except Exception:
+            self._fail("merged")
+
+    def cut(self, node: Node, tokens: int, blocks: int) -> None:
+        """Pass on `trimmed`."""
+        try:
+            self._observer.trimmed(node.id, tokens, blocks, False)
+        except Exception:
+            self._fail("trimmed")
+
+    def removed(self, node: Node, blocks: int) -> None:
+        """Pass on `trimmed`."""
+        try:
+            self._observer.trimmed(node.id, node.end - node.start, blocks, True)
+        except Exception:
+            self._fail("trimmed")
+
+    def regretted(self, ghost: Ghost, tokens: int, ago: float) -> None:
+        """Pass on `regretted`."""
+        try:
+            self._observer.regretted(ghost.eviction, tokens, ago)
+        except Exception:
+            self._fail("regretted")
+
+    def copied(self, sequence: OpenSequence, source: int, target: int) -> None:
+        """Pass on `copied`."""
+        try:
+            self._observer.copied(sequence.id, source, target)
+        except Exception:
+            self._fail("copied")
+
+    def moved(self, node: Node, host: Node, start: int, tokens: int, freed: int, images: int, gone: bool) -> None:
+        """Pass on `trimmed`, then `offloaded`."""
+        try:
+            self._observer.trimmed(node.id, tokens, freed, gone)
+            self._offloaded(node.id, host.id, start, tokens, images)
+        except Exception:
+            self._fail("offloaded")
+
+    def loaded(self, sequence: OpenSequence, start: int, tokens: int, path: list[Node]) -> None:
+        """Pass on `loaded`."""
+        try:
+            self._loaded(sequence.id, tokens)
+        except Exception:
+            self._fail("loaded")
+
+    def evicted(
+        self, number: int, node: Node, start: int, tokens: int, blocks: int, gone: bool, now: float, pressure: Pressure
+    ) -> None:
+        """Pass on `evicted`."""
+        idle = max(0.0, now - node.used_at)
+        try:
+            self._observer.evicted(number, node.id, start, tokens, blocks, gone, idle, node.hits, pressure)
+        except Exception:
+            self._fail("evicted")

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 from sortedcontainers import SortedList
 
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.cache.types import EvictionKey, GhostOwner, Hint, Node
+from radixkv.cache.types import EvictionKey, Hint, Node
 
 Rank = Callable[[Node], int]
 
@@ -109,7 +109,7 @@ class EvictionIndex:
 
     # ---- hooks for policies that learn
 
-    def open(self, tree: RadixTree, node: Node, ghost_owner: GhostOwner, rest: bytes, counts: bool) -> Any:
+    def open(self, tree: RadixTree, node: Node, ghost_owner: int, rest: bytes, counts: bool) -> Any:
         """A sequence that is no audit was opened at the end of `node`; return its policy_data.
 
         `rest` is the text that was asked for after the hit, and its ghosts hang below `ghost_owner`. `counts` says

@@ -1,9 +1,9 @@
 """Ghosts: a bounded memory of evicted token runs, for `explain`, for regret and for policies that learn.
 
 A ghost is filed where its tokens used to follow: under (owner, position, first token). The owner is a node's
-`ghost_owner`, which names one text. A trimmed node gets a new owner and its ghost keeps the old one. A root has its
-namespace, also if it was removed and made again. So chains of ghosts are followed by comparing tokens, never hashes,
-and a ghost is never found for another text. Oldest ghosts are forgotten first; adding one is O(run).
+`ghost_owner`, which names one text. A trimmed node gets a new owner and its ghost keeps the old one. A root has the
+number of its namespace, also if it was removed and made again. So chains of ghosts are followed by comparing tokens,
+never hashes, and a ghost is never found for another text. Oldest ghosts are forgotten first; adding one is O(run).
 
 With a policy that learns, old ghosts fade before they are forgotten: only the length and a hash of the run are kept.
 That is enough to count a reuse, and too little to explain one.
@@ -13,22 +13,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from radixkv.cache.tokens import WIDTH, common_prefix
-from radixkv.cache.types import GhostOwner
+from radixkv.cache.types import Pressure
 
-Place = tuple[GhostOwner, int, bytes]  # of a run: the owner, the number of tokens before it, its first token
-
-
-class Pressure(NamedTuple):
-    """The cause of an eviction: `wanted` blocks were asked for at once when only `free` were free."""
-
-    wanted: int
-    free: int
-
-    def __str__(self) -> str:
-        return f"to make room for {self.wanted} block{'s' * (self.wanted != 1)} when {self.free} were free"
+Place = tuple[int, int, bytes]  # of a run: the owner, the number of tokens before it, its first token
 
 
 class Ghost:
@@ -39,7 +29,7 @@ class Ghost:
     def __init__(
         self,
         key: bytearray,
-        following: GhostOwner,
+        following: int,
         time: float,
         pressure: Pressure,
         eviction: int,
@@ -91,7 +81,7 @@ class Ghosts:
         """Tokens remembered."""
         return self._bytes // WIDTH
 
-    def owners(self) -> set[GhostOwner]:
+    def owners(self) -> set[int]:
         """Return the owners that have ghosts. O(ghosts)."""
         return {place[0] for runs in (self._runs, self._faded) for place in runs}
 
@@ -101,9 +91,9 @@ class Ghosts:
         self._faded.clear()
         self._bytes = 0
 
-    def drop(self, owners: Iterable[GhostOwner]) -> None:
+    def drop(self, owners: Iterable[int]) -> None:
         """Forget the ghosts below these owners, and the ghosts that follow them. O(ghosts)."""
-        places: dict[GhostOwner, list[Place]] = {}
+        places: dict[int, list[Place]] = {}
         for place in (*self._runs, *self._faded):
             places.setdefault(place[0], []).append(place)
         waiting = list(owners)
@@ -114,7 +104,7 @@ class Ghosts:
                 self._forgotten(ghost, place[1])
                 waiting.append(ghost.next)
 
-    def add(self, owner: GhostOwner, position: int, ghost: Ghost) -> None:
+    def add(self, owner: int, position: int, ghost: Ghost) -> None:
         """Remember a run that followed `position` tokens below `owner`."""
         runs = self._runs
         place = (owner, position, bytes(ghost.key[:WIDTH]))
@@ -128,7 +118,7 @@ class Ghosts:
         while self._bytes > self._capacity or len(self) > self._most:
             self._shrink()
 
-    def follow(self, owner: GhostOwner, position: int, raw: bytes, *, faded: bool = False) -> list[tuple[Ghost, int]]:
+    def follow(self, owner: int, position: int, raw: bytes, *, faded: bool = False) -> list[tuple[Ghost, int]]:
         """The ghosts along `raw`, which follows `position` tokens below `owner`, each with its matching tokens.
 
         Faded ghosts are left out unless `faded` asks for them.
@@ -146,7 +136,7 @@ class Ghosts:
             owner = ghost.next
         return found
 
-    def adopt(self, owner: GhostOwner, position: int, raw: bytes, new: GhostOwner) -> GhostOwner:
+    def adopt(self, owner: int, position: int, raw: bytes, new: int) -> int:
         """Return the owner for a node that publishes `raw` there again: the old one of that text, or else `new`."""
         if self._at((owner, position, raw[:WIDTH]), faded=True) is None:
             return new
@@ -163,7 +153,7 @@ class Ghosts:
         self.add(new, position + len(raw) // WIDTH, left)
         return new
 
-    def regret(self, owner: GhostOwner, position: int, raw: bytes) -> list[tuple[Ghost, int]]:
+    def regret(self, owner: int, position: int, raw: bytes) -> list[tuple[Ghost, int]]:
         """Tokens of `raw`, after `position`, that would hit without the evictions, by ghost; each counts once."""
         if (owner, position, raw[:WIDTH]) not in self._runs:
             return []

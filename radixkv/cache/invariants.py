@@ -6,13 +6,13 @@ Each function raises AssertionError with the invariant's name and the numbers th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from operator import attrgetter
-from typing import cast
 
 from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.host import invariants as host_tier
 from radixkv.cache.pins import Pins
 from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.recurrent import invariants as recurrent
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import UNKNOWN, WIDTH
@@ -22,7 +22,8 @@ from radixkv.cache.types import Node
 def check(state: CacheState) -> None:
     """Recount locks, owners, blocks and the index, and compare. O(blocks + tokens)."""
     tree, pool = state.tree, state.pool
-    sequences = cast(list[Sequence], list(state.open.values()))
+    sequences = [each for each in state.open.values() if isinstance(each, Sequence)]
+    assert len(sequences) == len(state.open), "something else than a sequence is open"
     nodes = list(tree.walk())
     _check_shape(tree, nodes)
     _check_locks(nodes, sequences, state.pins)
@@ -32,14 +33,10 @@ def check(state: CacheState) -> None:
     _check_fill(pool, nodes, sequences)
     for sequence in sequences:
         _check_sequence(tree, sequence)
-
-
-def check_partition(name: str, owned: Iterable[int], whole: range) -> None:
-    """Raise AssertionError unless each number of a range has exactly one owner; `owned` has a number for each owner."""
-    found = sorted(owned)
-    if found != list(whole):
-        owners, once = Counter(found), Counter(whole)
-        raise AssertionError(f"{name} lost or owned twice: {sorted((owners - once) + (once - owners))}")
+    if state.host is not None:
+        host_tier.check(state, state.host, sequences)
+    if state.snapshots is not None:
+        recurrent.check(state, state.snapshots, sequences)
 
 
 def _check_shape(tree: RadixTree, nodes: list[Node]) -> None:
@@ -47,11 +44,14 @@ def _check_shape(tree: RadixTree, nodes: list[Node]) -> None:
     assert len(nodes) - len(roots) == tree.nodes, f"node count: {len(nodes)} - {len(roots)} != {tree.nodes}"
     known = set(tree.namespaces)
     for namespace, root in roots.items():
-        assert root.ghost_owner is namespace, f"root {root.id} is filed under another namespace"
+        assert root.namespace is namespace, f"root {root.id} is filed under another namespace"
+        assert root.ghost_owner == namespace.number, f"root {root.id} owns other ghosts than its namespace"
         assert namespace in known, f"the namespace of root {root.id} cannot be found"
         assert not tree.is_empty(root), f"an empty namespace is kept: {root.id}"
         assert not root.key and not root.blocks and root.start == 0, f"a root covers tokens: {root.id}"
     for node in nodes:
+        assert node.residence == "device", f"node {node.id} is on the host, above or beside device nodes"
+        assert (node.namespace is None) == (node.parent is not None), f"node {node.id}: is it a root?"
         if node.parent is not None:
             assert node.key and len(node.key) % WIDTH == 0, f"node {node.id} covers no whole tokens"
             spanned = -(-node.end // size) - node.start // size

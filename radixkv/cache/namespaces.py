@@ -9,7 +9,8 @@ A namespace stays known while it has a root or ghosts, and until the next `keep`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
+from itertools import count
 
 from radixkv.errors import InvalidInput
 
@@ -23,13 +24,15 @@ _BUILT_IN = {(each.__hash__, each.__eq__) for each in (object, type(None), str, 
 class Namespace:
     """A namespace of one cache, hashed and compared by identity. `value` is the caller's.
 
-    `group` numbers the namespaces that have a common limit; without limits it is 0.
+    `group` numbers the namespaces that have a common limit; without limits it is 0. `number` is negative and never used
+    twice: it owns the ghosts at the root, also while there is no root.
     """
 
-    __slots__ = ("group", "value")
+    __slots__ = ("group", "number", "value")
 
-    def __init__(self, value: Hashable, group: int = 0) -> None:
+    def __init__(self, value: Hashable, number: int, group: int = 0) -> None:
         self.value = value
+        self.number = number
         self.group = group
 
 
@@ -45,11 +48,13 @@ class Namespaces:
     0
     """
 
-    __slots__ = ("_known", "group", "limit")
+    __slots__ = ("_known", "_numbers", "group", "limit")
 
-    def __init__(self) -> None:
+    def __init__(self, group: Callable[[Hashable], int] | None = None) -> None:
+        """Number groups of values by `group`; without it there is one."""
         self._known: dict[Hashable, Namespace] = {}
-        self.group: Callable[[Hashable], int] = _one_group
+        self._numbers = count(-1, -1)
+        self.group: Callable[[Hashable], int] = _one_group if group is None else group
         """The number of the group of a value."""
         self.limit = LEAST
         """With this number of namespaces, `keep` is due before the next `add`."""
@@ -78,16 +83,19 @@ class Namespaces:
         """
         try:
             key = value if (type(value).__hash__, type(value).__eq__) in _BUILT_IN else _Key(value)
-            made = Namespace(value, self.group(value))
+            made = Namespace(value, next(self._numbers), self.group(value))
             if self._known.setdefault(key, made) is not made:
                 raise ValueError("its hash or comparison changed within the call")
         except Exception as error:
             raise _refusal(value, error) from error
         return made
 
-    def keep(self, used: Collection[object], limit: int = LEAST) -> None:
-        """Forget all namespaces but those in `used`; `limit` and twice their number bound the next ones. O(known)."""
-        for key in [key for key, namespace in self._known.items() if namespace not in used]:
+    def keep(self, used: Container[int], limit: int = LEAST) -> None:
+        """Forget the namespaces whose numbers are not in `used`. O(known).
+
+        `limit` and twice the number of the others bound the next ones.
+        """
+        for key in [key for key, namespace in self._known.items() if namespace.number not in used]:
             del self._known[key]
         self.limit = max(LEAST, limit, 2 * len(self._known))
 

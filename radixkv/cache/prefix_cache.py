@@ -1,23 +1,30 @@
-"""The facade: one pool, one radix tree for each namespace, sequences, pins, explanations. One caller at a time."""
+"""The facade: one pool, one radix tree for each namespace, sequences, pins, explanations. One caller at a time.
+
+Each reading is one chain in a fixed order: the KV that is resident on the device, then the host tier adds to it, then
+recurrent state shortens it to the last snapshot.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import replace
 from random import Random
-from typing import ClassVar, cast
+from typing import cast
 
 import numpy as np
 
-from radixkv.cache import invariants
+from radixkv.cache import invariants, readings
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.change_tracker import ChangeTracker
 from radixkv.cache.events import Observer
-from radixkv.cache.namespaces import Namespace
+from radixkv.cache.host.tier import HostRun
+from radixkv.cache.namespaces import Namespace, Namespaces
 from radixkv.cache.pins import Pin
 from radixkv.cache.policies import new_index
 from radixkv.cache.quotas import NamespaceLimits, NamespaceUsage, Quotas
+from radixkv.cache.recurrent.row import RowState
+from radixkv.cache.recurrent.slots import StateSlots
+from radixkv.cache.recurrent.snapshots import Spacing
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.state import COUNTERS, CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
@@ -27,7 +34,6 @@ from radixkv.cache.types import (
     CachedRun,
     CacheStats,
     Explanation,
-    GhostOwner,
     Match,
     Node,
     Purpose,
@@ -43,8 +49,8 @@ class PrefixCache:
     `eviction` is the name of a policy in `POLICIES`. `clock` (seconds) dates evictions and pins, and `predictive`
     learns by it. `observer` receives every event. Pins may hold at most `pin_budget` of the pool. A namespace is None
     or any hashable value; equal values are one namespace. `namespace_limits` guarantees shares of the pool to
-    namespaces, such as `{"ann": 0.5}`: see `radixkv.cache.quotas`. Idea: RadixAttention (Zheng et al. 2024) over the
-    block tables and copy-on-write of PagedAttention (Kwon et al. 2023).
+    namespaces, such as `{"ann": 0.5}`: see `radixkv.cache.quotas`. All options combine. Idea: RadixAttention (Zheng et
+    al. 2024) over the block tables and copy-on-write of PagedAttention (Kwon et al. 2023).
 
     >>> cache = PrefixCache(num_blocks=8, block_size=4)
     >>> first = cache.open([1, 2, 3, 4, 5, 6])
@@ -56,10 +62,42 @@ class PrefixCache:
     5
     >>> second.extend([9]).copies  # block 1 holds token 6 of the first: copy-on-write
     [(1, 2)]
-    """
 
-    state_class: ClassVar[type[CacheState]] = CacheState
-    sequence_class: ClassVar[type[Sequence]] = Sequence
+    With `host_blocks`, blocks of the same size in host memory are a second tier. When the pool is full, `extend`
+    offloads cached blocks to the host instead of evicting them. Only tokens that leave the host, too, are evicted. Your
+    program stores the KV of both tiers. In each step it runs the copies of `moves`, calls `moves_done`, and runs the
+    copies of the plans, the loads and the writes. Each cached token is resident in one tier: the first part of a text
+    on the device, the next part on the host.
+
+    >>> cache = PrefixCache(num_blocks=2, block_size=4, host_blocks=8)
+    >>> with cache.open([]) as first:
+    ...     plan = first.extend(range(8))
+    ...     first.commit()
+    >>> with cache.open([9]) as other:
+    ...     plan = other.extend([9])
+    >>> cache.moves()  # block 1 of the pool to block 0 of the host, before anything else is written
+    [(1, 0)]
+    >>> cache.moves_done()
+    >>> with cache.open(range(8)) as again:
+    ...     print(again.length, again.loadable(range(4, 8)), again.load(range(4, 8)).sources.tolist())
+    4 4 [0, 1, 2, 3]
+
+    With `state_rows`, the cache serves models with recurrent state. Each open sequence has one of these rows;
+    `state_snapshots` slots, and `host_snapshots` more in host memory, hold snapshots. A cached prefix can be used up to
+    its last snapshot. The tokens after it are computed again, and `commit` uses the cached blocks for them. `copies` is
+    the queue of copies between slots, which the model drains before each forward. `state_spacing` says where snapshots
+    may lie. Policies that learn see no reuse of KV whose tokens are computed again.
+
+    >>> cache = PrefixCache(num_blocks=64, block_size=16, state_rows=2, state_snapshots=4)
+    >>> first = cache.open(range(100))
+    >>> first.snapshot_at(80)
+    >>> plan = first.extend(range(100))
+    >>> plan.state.row.number, plan.state.snapshots
+    (0, [StateSnapshot(tokens=80, slot=2)])
+    >>> first.commit()  # after KV and state were written
+    >>> cache.open([*range(90), 7]).length, cache.copies.drain()
+    (80, [(-1, 0), (2, 1)])
+    """
 
     def __init__(
         self,
@@ -71,25 +109,34 @@ class PrefixCache:
         *,
         pin_budget: float = 0.5,
         namespace_limits: Limits = None,
+        host_blocks: int = 0,
+        state_rows: int = 0,
+        state_snapshots: int = 0,
+        host_snapshots: int = 0,
+        state_spacing: Spacing | None = None,
     ) -> None:
         check_positive("num_blocks", num_blocks)
         check_positive("block_size", block_size)
         if not _is_number(pin_budget) or not 0 <= pin_budget <= 1:
             raise InvalidInput(f"pin_budget={pin_budget!r}: allowed is a part of the pool, 0.0 to 1.0")
-        self.num_blocks, self.block_size = int(num_blocks), int(block_size)
-        shape = self.num_blocks, self.block_size
-        pool, index = BlockPool(*shape), new_index(eviction, *shape, clock)
-        self.quotas: Quotas | None = None
-        if namespace_limits is not None:
-            self.quotas = Quotas(namespace_limits, *shape, lambda: new_index(eviction, *shape, clock))
-            pool, index = self.quotas.pool, self.quotas.index
+        _check_tiers(host_blocks, state_rows, state_snapshots, host_snapshots)
+        self.num_blocks, self.block_size, self.host_blocks = int(num_blocks), int(block_size), int(host_blocks)
         self.eviction = eviction  # the name of the policy
         self.clock = clock
+        shape = self.num_blocks, self.block_size
+        index, shares, namespaces = new_index(eviction, *shape, clock), None, Namespaces()
+        self.quotas: Quotas | None = None
+        if namespace_limits is not None:
+            self.quotas = Quotas(namespace_limits, self.num_blocks, lambda: new_index(eviction, *shape, clock))
+            index, shares = self.quotas.index, self.quotas.shares
+            namespaces = Namespaces(self.quotas.limits.group)
+        self.copies = StateSlots(int(state_rows), int(state_snapshots), int(host_snapshots))
+        budget, spacing = int(pin_budget * num_blocks), state_spacing or Spacing()
         # For the cache's own modules, and for checks.
-        self.state = self.state_class(pool, index, clock, int(pin_budget * num_blocks))
-        self._namespaces = self.state.tree.namespaces
-        if self.quotas is not None:
-            self._namespaces.group = self.quotas.limits.group
+        self.state = CacheState(
+            BlockPool(*shape, shares), index, namespaces, clock, budget, self.host_blocks, self.copies, spacing
+        )
+        self._namespaces = namespaces
         if observer is not None:
             self.state.observe(observer)
 
@@ -112,34 +159,39 @@ class PrefixCache:
         """Blocks that can be evicted for a sequence of a namespace: with limits fewer than `evictable_blocks`. O(1)."""
         return self.state.pool.evictable_for(self._group(namespace))
 
-    def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
-        """The longest cached prefix of `tokens` in the namespace. O(tokens compared) by memcmp + O(depth)."""
-        return self._match(as_bytes(tokens), self._namespaces.find(namespace))
+    @property
+    def state_rows(self) -> int:
+        """Rows of recurrent state; 0 for models without."""
+        return self.copies.num_rows
 
-    def _match(self, raw: bytes, space: Namespace | None) -> Match:
-        node, matched = self._find(raw, space)
+    def match(self, tokens: Tokens, namespace: Hashable = None) -> Match:
+        """The longest cached prefix of `tokens` in the namespace. O(tokens compared) by memcmp + O(depth).
+
+        `length` and `blocks` are resident on the device, `host` counts the tokens after the match whose KV is on the
+        host. With recurrent state, `length` ends at a snapshot, and `matched` counts the tokens with KV on the device.
+        """
+        raw = as_bytes(tokens)
+        node, at = self._find(raw, self._namespaces.find(namespace))
         if node is None:
             return Match(0, np.empty(0, np.int32), 0)
-        tree, length = self.state.tree, matched // WIDTH
+        tree, length = self.state.tree, at // WIDTH
         path = tree.path(node)
-        blocks = tree.joined(path)
-        del blocks[-(-length // self.block_size) :]
-        return Match(length, np.frombuffer(blocks, np.int32), tree.idle_blocks(path, length), length)
+        if self.state.host is None and self.state.snapshots is None:
+            blocks = tree.joined(path)
+            del blocks[-(-length // self.block_size) :]
+            return Match(length, np.frombuffer(blocks, np.int32), readings.idle_blocks(tree, path, length), length)
+        return readings.match_in_parts(self.state, node, path, raw, at)
 
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
-        """The prefix that `open` would find now, and why the match ends there. Costs a match and a look at ghosts."""
+        """The prefix that `open` would find now, and why the match, or the recurrent state, ends there.
+
+        Tokens on the host count too, and those that the next step copies there. Costs a match and a look at ghosts.
+        """
         raw = as_bytes(tokens)
         check_limit(limit)
-        return self._explain(raw, self._namespaces.find(namespace), limit)
-
-    def _explain(self, raw: bytes, space: Namespace | None, limit: int | None) -> Explanation:
-        node, matched = self._find(raw, space)
-        asked, found = len(raw) // WIDTH, matched // WIDTH
-        length = found if limit is None else min(found, limit)
-        if length < found or found >= asked:
-            return Explanation(asked, found, length, "limit" if length < found else "full")
-        owner = space if node is None else node.ghost_owner
-        return self._with_reason(Explanation(asked, found, length, "never_seen"), node, owner, raw)
+        space = self._namespaces.find(namespace)
+        node, at = self._find(raw, space)
+        return readings.explain(self.state, node, None if space is None else space.number, raw, at, limit)
 
     def random_run(self, rng: Random) -> CachedRun | None:
         """A random run of cached tokens to compute again and compare; None if nothing is cached. Reaches every run.
@@ -147,14 +199,21 @@ class PrefixCache:
         O(log leaves + open sequences + pins + depth + tokens of the text).
         """
         held = [sequence.node for sequence in self.state.open.values()] + self.state.pins.nodes()
-        return self.state.tree.random_run(held, rng)
+        return readings.random_run(self.state.tree, held, rng)
+
+    def random_host_run(self, rng: Random) -> HostRun | None:
+        """A random text that ends on the host and can be loaded, for an audit; None if there is none.
+
+        O(log leaves + depth + tokens of the text), more only while moves are not confirmed.
+        """
+        return None if self.state.host is None else self.state.host.random_run(rng)
 
     def node(self, number: int) -> CachedNode | None:
         """Find a node of any tier by its id; None if it is gone.
 
         O(tokens of its text), and O(nodes) without a change tracker.
         """
-        tree, tracker = self.state.tree, self.state.tree.changed
+        tree, tracker = self.state.tree, self.state.tracker
         node = tree.find(number) if tracker is None else tracker.find(number)
         if node is None:
             return None
@@ -175,25 +234,28 @@ class PrefixCache:
 
         O(1), but O(pinned blocks) the first time after pins, or the blocks that they hold, have changed.
         """
-        return CacheStats(**self._stats())
-
-    def _stats(self) -> dict[str, int]:
-        """The fields of `stats`; a cache with more parts overrides this method and adds theirs."""
-        state = self.state
+        state, host = self.state, self.state.host
         state.pins.expire()
         free, cached = len(state.pool.free), state.pool.evictable
-        return {name: getattr(state.counters, name) for name in COUNTERS} | {
-            "num_blocks": self.num_blocks,
-            "block_size": self.block_size,
-            "free_blocks": free,
-            "cached_blocks": cached,
-            "held_blocks": self.num_blocks - free - cached,
-            "pinned_blocks": state.pins.count(),
-            "nodes": state.tree.nodes,
-            "leaves": len(state.index),
-            "namespaces": len(state.tree.roots),
-            "ghosts": len(state.ghosts),
-        }
+        counted = {name: getattr(state.counters, name) for name in COUNTERS}
+        if host is not None:  # blocks that were offloaded were not evicted
+            counted["evicted_blocks"] += host.evicted_blocks - host.freed_on_device
+            counted |= host.stats()
+        if state.snapshots is not None:
+            counted |= state.snapshots.stats()
+        return CacheStats(
+            **counted,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            free_blocks=free,
+            cached_blocks=cached,
+            held_blocks=self.num_blocks - free - cached,
+            pinned_blocks=state.pins.count(),
+            nodes=state.tree.nodes,
+            leaves=len(state.index),
+            namespaces=len(state.tree.roots),
+            ghosts=len(state.ghosts),
+        )
 
     def namespace_usage(self) -> tuple[NamespaceUsage, ...]:
         """The blocks of each namespace with a limit now, in the order of the limits."""
@@ -217,14 +279,22 @@ class PrefixCache:
     # ---- blocks that leave the pool
 
     def moves(self) -> list[tuple[int, int]]:
-        """Take the pending copies of blocks to another tier: (device block, host block). There are none here.
+        """Take the pending copies (device block, host block); run them before any copy, load or write of a step.
 
-        See `host.HostPrefixCache`.
+        Each host block occurs once. Then confirm them by `moves_done`. A batch that was not confirmed before the next
+        call has failed: its tokens, and all tokens after them on the host, are evicted. Without a host tier there are
+        none. O(moves).
         """
-        return []
+        if self.state.host is None:
+            return []
+        moves, lost = self.state.host.drain(self.clock())
+        self.state.counters.evicted_tokens += lost
+        return moves
 
     def moves_done(self) -> None:
-        """Confirm that the copies that `moves` returned last were run."""
+        """Confirm that the copies that `moves` returned last were run: their tokens can be loaded. O(nodes)."""
+        if self.state.host is not None:
+            self.state.host.confirm()
 
     # ---- holding
 
@@ -247,8 +317,14 @@ class PrefixCache:
         raw = as_bytes(tokens)
         if limit is not None:
             check_limit(limit)
+        if type(priority) is not int:
+            check_int("priority", priority)
+        if purpose not in PURPOSES:
+            raise InvalidInput(f"purpose={purpose!r}: allowed are {', '.join(PURPOSES)}")
         space = self._namespaces.find(namespace)
         node, matched = self._find(raw, space, limit)
+        if self.state.snapshots is not None and purpose != "audit":
+            return self._open_with_state(raw, namespace, space, node, matched, limit, priority, purpose)
         return self._open(raw, namespace, space, node, matched, limit, priority, purpose)
 
     def _open(
@@ -266,10 +342,6 @@ class PrefixCache:
 
         Without `node` make the root, and without `space` the namespace.
         """
-        if type(priority) is not int:
-            check_int("priority", priority)
-        if purpose not in PURPOSES:
-            raise InvalidInput(f"purpose={purpose!r}: allowed are {', '.join(PURPOSES)}")
         state = self.state
         tree = state.tree
         space = tree.add_namespace(namespace) if space is None else space
@@ -284,7 +356,7 @@ class PrefixCache:
         if length < node.end:
             node = tree.split(node, length - node.start)
         path = tree.path(node)
-        sequence = self.sequence_class(state, node, length, tree.joined(path))
+        sequence = Sequence(state, node, length, tree.joined(path))
         sequence.namespace, sequence.group, sequence.priority = namespace, space.group, priority
         sequence.purpose, sequence.asked = purpose, asked
         tree.hold(node)
@@ -297,12 +369,39 @@ class PrefixCache:
                 if priority > node.priority:
                     node.priority = priority
             sequence.policy_data = state.index.open(tree, node, ghost_owner, rest, purpose == "request")
-        if tree.changed is not None and purpose == "request":
-            tree.changed.reused(path)
         if length % self.block_size:
             state.pool.share(node.blocks[-1], idle=False, sole_idle=False, sole_node=node)
-        if tree.observer is not None:
-            tree.observer.opened(sequence.id, namespace, asked, length, purpose)
+        for call in state.events.opened:
+            call(sequence, path)
+        return sequence
+
+    def _open_with_state(
+        self,
+        raw: bytes,
+        namespace: Hashable,
+        space: Namespace | None,
+        node: Node | None,
+        found: int,
+        limit: int | None,
+        priority: int,
+        purpose: Purpose,
+    ) -> Sequence:
+        """Open a sequence at the last snapshot before the end of the cached KV: `found` bytes, which end in `node`."""
+        snapshots = self.state.snapshots
+        assert snapshots is not None
+        row = RowState(snapshots, len(raw) // WIDTH)
+        matched, asked = found // WIDTH, len(raw) // WIDTH
+        most = asked if limit is None else min(asked, limit)
+        last = snapshots.last(node, matched)
+        position = 0 if last is None else last.position
+        branches = node is not None and (matched < node.end or bool(node.children))
+        owner = node.ghost_owner if node is not None else None if space is None else space.number
+        top = self.state.tree.find_root(space) if last is None else last.node
+        sequence = self._open(raw, namespace, space, top, position * WIDTH, position, priority, purpose)
+        row.begin(last, matched, counts=purpose == "request", diverged=matched < most, branches=branches)
+        sequence.start_states(row)
+        if purpose == "request" and matched < most and owner is not None:
+            self._count_regret(node, owner, matched, raw[found : most * WIDTH])
         return sequence
 
     def pin(self, tokens: Tokens, namespace: Hashable = None, ttl: float | None = None) -> Pin:
@@ -335,21 +434,32 @@ class PrefixCache:
         return self.state.pins.release_at(node)
 
     def pinned_length(self, pin: Pin, length: int) -> int:
-        """Return how many of the first `length` tokens of a pinned text stay usable as long as the pin holds."""
-        return min(length, pin.length)
+        """Return how many of the first `length` tokens of a pinned text stay usable as long as the pin holds.
+
+        A pin protects the last recurrent state on its path only, so a shorter part of its text may lose its own.
+        """
+        if self.state.snapshots is None:
+            return min(length, pin.length)
+        last = self.state.snapshots.last(pin.node, pin.length) if length >= pin.length else None
+        return 0 if last is None else last.position
 
     def demote(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> None:
         """Put the cached tokens of this text from `start` on at the cold end: evicted first, but not yet.
 
         For a branch that is no longer needed, after its sequence was closed. It reaches up from the end of `tokens` as
-        long as no sequence holds, no request hits and no other text branches off there. A later open undoes it.
+        long as no sequence holds, no request hits and no other text branches off there. A later open undoes it. On the
+        host, a run that begins before `start` stays where it is.
         """
         raw = as_bytes(tokens)
         check_int("start", start)
         node, matched = self._find(raw, self._namespaces.find(namespace))
-        if node is None or node.locks or node.children:
+        if node is None or matched != node.end * WIDTH:
             return
-        if matched == node.end * WIDTH and start < node.end:
+        if node.below and self.state.host is not None:
+            path = self.state.host.follow(node, raw, matched, pending=True)
+            if path and path[-1][0].end == path[-1][0].start + path[-1][1] and not path[-1][0].children:
+                self.state.host.demote([each for each, _ in path], start)
+        elif not node.locks and not node.children and start < node.end:
             if start > node.start:
                 self.state.tree.split(node, start - node.start)
             self.state.tree.demote(node, start)
@@ -364,11 +474,11 @@ class PrefixCache:
         return self.state.evict(count, self._group(namespace))
 
     def discard(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> int:
-        """Forget the cached tokens of this text from `start` on, and everything below them; returns the blocks freed.
+        """Forget the cached tokens of this text from `start` on, and everything after them, in all tiers.
 
-        For KV that is wrong: it counts as no eviction, and leaves no ghosts. PrefixHeld is raised if a sequence or a
-        pin holds any of it, and leaves everything as it was. O(nodes and blocks below), and a look at each open
-        sequence.
+        Returns the blocks that this freed on the device. For KV that is wrong: it counts as no eviction, and leaves no
+        ghosts. PrefixHeld is raised if a sequence or a pin holds any of it, or if a pending load reads it, and leaves
+        everything as it was. O(nodes and blocks below), and a look at each open sequence.
         """
         raw = as_bytes(tokens)
         check_int("start", start)
@@ -377,28 +487,38 @@ class PrefixCache:
         state = self.state
         state.pins.expire()
         node, matched = self._find(raw, self._namespaces.find(namespace))
-        if node is None or matched <= start * WIDTH:
+        if node is None:
             return 0
-        while node.start > start:
-            node = cast(Node, node.parent)
-        self._refuse_held(node, start)
-        if node.start < start:
-            state.tree.split(node, int(start) - node.start)
-        return self._forget(state.tree.walk(node))
+        if matched > start * WIDTH:
+            while node.start > start:
+                node = cast(Node, node.parent)
+            self._refuse_held(node, start)
+            if node.start < start:
+                state.tree.split(node, int(start) - node.start)
+            return self._forget(state.tree.walk(node))
+        if state.host is not None and matched == node.end * WIDTH:
+            path = state.host.follow(node, raw, matched, pending=True)
+            first = next((each for each, count in path if each.start + count > start), None)
+            if first is not None:
+                self._refuse_loads(state.tree.walk(first), start)
+                state.host.discard(first, int(start))
+        return 0
 
     def clear(self, *, pins: bool = False) -> None:
-        """Forget everything that no sequence or pin holds, ghosts included. Counts as no eviction.
+        """Forget everything that no sequence or pin holds, the host and ghosts included. Counts as no eviction.
 
         With `pins`, release all pins first.
         """
         state = self.state
+        if state.host is not None:
+            state.host.forget()
         if pins:
             state.pins.release()
         state.ghosts.clear()
         state.index.clear()
         while len(state.index):
             state.tree.remove(state.index.victim())
-        self._namespaces.keep(state.tree.roots)
+        self._namespaces.keep({space.number for space in state.tree.roots})
 
     def clear_namespace(self, namespace: Hashable = None) -> int:
         """Forget everything of one namespace that no sequence or pin holds, its ghosts and all tiers included.
@@ -413,7 +533,7 @@ class PrefixCache:
             return 0
         root = state.tree.find_root(space)
         nodes = [] if root is None else list(state.tree.residents(root))
-        state.ghosts.drop([space, *(each.ghost_owner for each in nodes)])
+        state.ghosts.drop([space.number, *(each.ghost_owner for each in nodes)])
         return self._forget(each for each in nodes if each.parent is not None and not each.locks)
 
     # ---- helpers
@@ -443,44 +563,61 @@ class PrefixCache:
         refuse_negative(raw, matched)
         return node, matched
 
-    def _with_reason(
-        self, explained: Explanation, node: Node | None, owner: GhostOwner | None, raw: bytes
-    ) -> Explanation:
-        """Replace the reason if one is found. The match of `raw` ends in `node`, and its ghosts hang below `owner`."""
-        at = explained.matched + explained.host
-        ghosts = [] if owner is None else self.state.ghosts.follow(owner, at, raw[at * WIDTH :])
-        if ghosts:
-            first = ghosts[0][0]
-            gone = sum(tokens for _, tokens in ghosts)
-            ago = max(0.0, self.clock() - first.time)
-            cause = str(first.pressure)
-            return replace(explained, reason="evicted", evicted_tokens=gone, evicted_ago=ago, pressure=cause)
-        if at and node is not None and (at < node.end or node.children):
-            return replace(explained, reason="diverged", diverged_at=at)
-        return explained
+    def _count_regret(self, node: Node | None, ghost_owner: int, length: int, rest: bytes) -> None:
+        """Count requested tokens that left the last tier.
 
-    def _count_regret(self, node: Node | None, ghost_owner: GhostOwner, length: int, rest: bytes) -> None:
-        """Count requested tokens that were evicted. `rest` follows the first `length` tokens, which end in `node`."""
-        state = self.state
-        for ghost, tokens in state.ghosts.regret(ghost_owner, length, rest):
+        `rest` follows the first `length` tokens, which end in `node`.
+        """
+        state, at = self.state, length
+        if node is not None and node.below and length == node.end:
+            found = state.tree.after_host(node, ghost_owner, rest)
+            if found is None:
+                return
+            ghost_owner, at, rest = found
+        for ghost, tokens in state.ghosts.regret(ghost_owner, at, rest):
             state.counters.regret_tokens += tokens
-            if state.tree.observer is not None:
-                state.tree.observer.regretted(ghost.eviction, tokens, max(0.0, self.clock() - ghost.time))
+            for call in state.events.regretted:
+                call(ghost, tokens, max(0.0, self.clock() - ghost.time))
 
     def _refuse_held(self, node: Node, start: int) -> None:
-        """Raise PrefixHeld if KV of `node` from `start` on, or below, is held: by a lock, or as a fork's own block."""
+        """Raise PrefixHeld if KV of `node` from `start` on, or after it, is held.
+
+        It is held by a lock, as a fork's own block, or by a load that reads it from the host.
+        """
+        state = self.state
         held = node.locks > 0
-        if not held and self.state.open:
-            blocks = {block for each in self.state.tree.walk(node) for block in each.blocks}
-            held = any(sequence.reads(blocks, start) for sequence in self.state.open.values())
+        if not held and state.open:
+            blocks = {block for each in state.tree.walk(node) for block in each.blocks}
+            held = any(sequence.reads(blocks, start) for sequence in state.open.values())
         if held:
             raise PrefixHeld(
                 f"tokens from {start} on are held: close the sequences and release the pins that have them first"
             )
+        if state.host is not None:
+            self._refuse_loads((each for each in state.tree.residents(node) if each.residence == "host"), start)
+
+    def _refuse_loads(self, nodes: Iterable[Node], start: int) -> None:
+        """Raise PrefixHeld if a pending load reads tokens of these host nodes from `start` on."""
+        if self.state.host is not None and self.state.host.blocks.reading:
+            blocks = {block for each in nodes for block in each.blocks}
+            if any(sequence.reads_host(blocks, start) for sequence in self.state.open.values()):
+                raise PrefixHeld(f"tokens from {start} on are being loaded: commit or close these sequences first")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+
+
+def _check_tiers(host_blocks: int, state_rows: int, state_snapshots: int, host_snapshots: int) -> None:
+    """Raise InvalidInput for sizes of a host tier and of recurrent state that are none, or do not go together."""
+    check_count("host_blocks", host_blocks)
+    check_count("state_rows", state_rows)
+    check_count("state_snapshots", state_snapshots)
+    check_count("host_snapshots", host_snapshots)
+    if (state_snapshots or host_snapshots) and not state_rows:
+        raise InvalidInput("snapshots of recurrent state need state_rows: a row for each open sequence")
+    if host_snapshots and not host_blocks:
+        raise InvalidInput("host_snapshots need host_blocks: states on the host are those of KV that may be there")
 
 
 def check_positive(name: str, value: int) -> None:
@@ -488,6 +625,13 @@ def check_positive(name: str, value: int) -> None:
     check_int(name, value)
     if value < 1:
         raise InvalidInput(f"{name}={value}: allowed is an int of at least 1")
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise InvalidInput unless `value` is an int of at least 0."""
+    check_int(name, value)
+    if value < 0:
+        raise InvalidInput(f"{name}={value}: allowed is an int of at least 0")
 
 
 def check_limit(limit: int | None) -> None:

@@ -7,26 +7,26 @@ else a copy of it. A path's block for a logical block is the deepest node's.
 
 Locks: `direct_holders` counts the sequences and pins that end at a node; `locks` adds one for each locked child. Only
 the steps 0 <-> 1 go up to the parent. Nothing here recurses with depth.
+
+`lower` is the residence below the device, a second tier, or None. Every path is device nodes, then host nodes, then
+nothing. `Node.children` of a device node has device nodes only, so matching, locks and the eviction index see the
+device part alone; the host nodes that follow its end are in `Node.below`. No text is resident in both tiers.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator
 from itertools import count
-from random import Random
 from typing import TypeVar, cast
-
-import numpy as np
 
 from radixkv.cache import reuse
 from radixkv.cache.block_pool import BlockPool, SharedBlocks
-from radixkv.cache.events import Observer
-from radixkv.cache.ghosts import Ghost, Ghosts, Pressure
+from radixkv.cache.events import Events
+from radixkv.cache.ghosts import Ghost, Ghosts
 from radixkv.cache.namespaces import Namespace, Namespaces
 from radixkv.cache.tokens import WIDTH, common_prefix
-from radixkv.cache.types import NO_CHILDREN, CachedRun, ChangeLog, GhostOwner, LeafIndex, Node
+from radixkv.cache.types import NO_CHILDREN, LeafIndex, Node, Pressure, Residence
 
 Run = TypeVar("Run", bytearray, "array[int]")
 
@@ -34,16 +34,18 @@ Run = TypeVar("Run", bytearray, "array[int]")
 class RadixTree:
     """The trees of all namespaces over one pool."""
 
-    def __init__(self, pool: BlockPool, index: LeafIndex, ghosts: Ghosts) -> None:
+    def __init__(
+        self, pool: BlockPool, index: LeafIndex, ghosts: Ghosts, namespaces: Namespaces, events: Events
+    ) -> None:
         self.pool = pool
-        self.shared = SharedBlocks(pool)
+        self.shared = SharedBlocks(pool, events)
         self.index = index
         self.ghosts = ghosts
-        self.namespaces = Namespaces()
+        self.namespaces = namespaces
         self.roots: dict[Namespace, Node] = {}
-        self.nodes = 0  # roots not counted
-        self.observer: Observer | None = None  # guards at each event: a null object costs 2 to 7% of a request
-        self.changed: ChangeLog | None = None
+        self.nodes = 0  # of the device, roots not counted
+        self.events = events
+        self.lower: Residence | None = None  # a second tier connects itself
         self.evictions = 0
         self._ids = count(1)
 
@@ -93,12 +95,17 @@ class RadixTree:
 
     def namespace(self, node: Node) -> Hashable:
         """The namespace of the tree that a node is in, as its caller named it. O(depth)."""
+        return self.namespace_of(node).value
+
+    def namespace_of(self, node: Node) -> Namespace:
+        """The namespace of the tree that a node is in. O(depth)."""
         while node.parent is not None:
             node = node.parent
-        return cast(Namespace, node.ghost_owner).value
+        assert node.namespace is not None
+        return node.namespace
 
     def walk(self, top: Node | None = None) -> Iterator[Node]:
-        """All nodes, roots included, or `top` and all below it; a node comes before its children."""
+        """All nodes of a tier, roots included, or `top` and all below it; a node comes before its children."""
         stack = list(self.roots.values()) if top is None else [top]
         while stack:
             node = stack.pop()
@@ -107,7 +114,12 @@ class RadixTree:
 
     def residents(self, top: Node | None = None) -> Iterator[Node]:
         """All nodes, roots included, of all tiers; or `top` and all below it. A node comes before its children."""
-        return self.walk(top)
+        stack = list(self.roots.values()) if top is None else [top]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.below.values())
+            stack.extend(node.children.values())
 
     def find(self, number: int) -> Node | None:
         """Return the node of an id, in any tier; None if there is none. O(nodes)."""
@@ -115,70 +127,41 @@ class RadixTree:
 
     def followers(self, node: Node) -> int:
         """Count the nodes that follow the end of a node, in any tier."""
-        return len(node.children)
+        return len(node.children) + len(node.below)
 
     def is_empty(self, root: Node) -> bool:
-        """Whether a root has no children and no holders."""
-        return not root.locks and not root.children
+        """Whether a root has no children in any tier and no holders."""
+        return not root.locks and not root.children and not root.below
 
-    def beyond(self, node: Node, owner: GhostOwner, rest: bytes) -> list[tuple[Node | Ghost, int]]:
-        """The records of `rest`, which follows the end of `node`: ghosts below `owner`, each with its tokens."""
-        return [*self.ghosts.follow(owner, node.end, rest, faded=True)]
+    def beyond(self, node: Node, owner: int, rest: bytes) -> list[tuple[Node | Ghost, int]]:
+        """The host nodes along `rest`, which follows the end of `node`, then the ghosts, each with its tokens.
 
-    def idle_blocks(self, path: list[Node], end: int) -> int:
-        """Evictable blocks of a path up to token `end` of its last node. O(depth) + O(blocks that forks may share)."""
-        if not path or path[-1].locks:
-            return 0
-        size = self.pool.block_size
-        idle = path[bisect_left(path, True, key=lambda node: not node.locks) :] if path[0].locks else path
-        first, last = idle[0].start // size, -(-end // size)
-        seams = [node for node in idle if node.start % size or node.may_share_any_block]
-        if not seams:
-            return last - first
-        # Where nodes meet inside blocks, or forks share blocks, the path may own several blocks for a logical one.
-        logical: set[int] = set()
-        blocks: set[int] = set()
-        for node in seams:
-            at = node.start // size
-            touched = node.blocks[: last - at if node.may_share_any_block else 1]
-            logical.update(range(at, at + len(touched)))
-            blocks.update(touched)
-            if node is not idle[0] and node.start % size and node.parent is not None:
-                blocks.add(node.parent.blocks[-1])
-        return last - first - len(logical) + sum(map(self.pool.is_evictable, blocks))
-
-    def held_length(self, node: Node, raw: bytes | bytearray) -> int:
-        """Count the tokens of the path to `node`, then of `raw`, that stay held if one holder releases them.
-
-        O(depth) + O(bytes of `raw`).
+        Without host nodes, the ghosts are those below `owner`.
         """
-        if raw and node.children:
-            below, matched = self.match(node, bytes(raw))
-            while below is not node and below.parent is not None:
-                if below.locks:
-                    return min(below.end, node.end + matched // WIDTH)
-                below = below.parent
-        up = node
-        while up.locks == 1 and up.parent is not None:
-            up = up.parent
-        return up.end
+        at, host = self._host_end(node, rest)
+        if host:
+            last, matched = host[-1]
+            if matched < last.end - last.start:
+                return [*host]
+            owner = last.ghost_owner
+        return [*host, *self.ghosts.follow(owner, node.end + at, rest[at * WIDTH :], faded=True)]
 
-    def random_run(self, held: list[Node], rng: Random) -> CachedRun | None:
-        """The run at a random token of a text that ends at a random leaf or held node; None if nothing is cached.
+    def after_host(self, node: Node, owner: int, rest: bytes) -> tuple[int, int, bytes] | None:
+        """Pass over the host nodes along `rest`, which follows the end of `node`.
 
-        O(log leaves + held + depth + tokens of the text).
+        Returns (owner, position, rest) of what follows them, from which ghosts are found; None if a host node has more
+        tokens than match.
         """
-        ends = list(dict.fromkeys(node for node in held if node.parent is not None))
-        choice = rng.randrange(len(self.index) + len(ends)) if self.index or ends else -1
-        if choice < 0:
-            return None
-        end = ends[choice] if choice < len(ends) else self.index.at(choice - len(ends))
-        path = self.path(end)
-        run = bisect_right(path, rng.randrange(end.end), key=lambda node: node.end)
-        path = path[: run + 1]
-        tokens = np.frombuffer(bytearray().join([node.key for node in path]), np.int32)
-        blocks = np.frombuffer(self.joined(path), np.int32)
-        return CachedRun(tokens, path[-1].start, self.namespace(path[0]), blocks)
+        at, host = self._host_end(node, rest)
+        if not host:
+            return owner, node.end, rest
+        last, matched = host[-1]
+        return None if matched < last.end - last.start else (last.ghost_owner, last.end, rest[at * WIDTH :])
+
+    def _host_end(self, node: Node, rest: bytes) -> tuple[int, list[tuple[Node, int]]]:
+        """Return the number of tokens along `rest` that are on the host, and the nodes that have them."""
+        host = [] if self.lower is None else self.lower.follow(node, rest, pending=True)
+        return sum(tokens for _, tokens in host), host
 
     # ---- holding
 
@@ -189,17 +172,19 @@ class RadixTree:
     def add_namespace(self, value: Hashable) -> Namespace:
         """Make the namespace of a value that is not known, and forget unused ones at times. Amortised O(1)."""
         if len(self.namespaces) >= self.namespaces.limit:
-            self.namespaces.keep({*self.roots, *self.ghosts.owners()}, len(self.ghosts))
+            used = {root.ghost_owner for root in self.roots.values()}
+            self.namespaces.keep(used | self.ghosts.owners(), len(self.ghosts))
         return self.namespaces.add(value)
 
     def add_root(self, namespace: Namespace) -> Node:
         """Make the root of a namespace. Hold it at once: `unhold` and `remove` remove an empty root."""
-        root = Node(next(self._ids), None, 0, bytearray(), array("i"), namespace, NO_CHILDREN)
+        number = next(self._ids)
+        root = Node(number, None, 0, bytearray(), array("i"), namespace.number, NO_CHILDREN, NO_CHILDREN, namespace)
         self.roots[namespace] = root
         self.index.date(root)
         root.born_at = root.used_at
-        if self.observer is not None:
-            self.observer.rooted(root.id, namespace.value)
+        for call in self.events.rooted:
+            call(root)
         return root
 
     def hold(self, node: Node) -> None:
@@ -207,11 +192,11 @@ class RadixTree:
         node.direct_holders += 1
         child: Node | None = None
         up: Node | None = node
-        changed = self.changed
+        marked = self.events.marked
         while up is not None:
             up.locks += 1
-            if changed is not None:
-                changed.mark(up)
+            if marked:  # an empty loop at each node costs three times as much
+                self.mark(up)
             if up.locks > 1:
                 break
             if up.eviction_key is not None:
@@ -225,15 +210,15 @@ class RadixTree:
         """Drop a holder. O(nodes that become unlocked)."""
         node.direct_holders -= 1
         up: Node | None = node
-        changed = self.changed
+        marked = self.events.marked
         while up is not None:
             up.locks -= 1
-            if changed is not None:
-                changed.mark(up)
+            if marked:  # as in `hold`
+                self.mark(up)
             if up.locks:
                 return
             if up.parent is None:
-                self._drop_if_empty(up)
+                self.drop_if_empty(up)
                 return
             self.pool.shift(up, idle=True)
             if up.children:
@@ -242,18 +227,18 @@ class RadixTree:
                 self.index.add(up)
             up = up.parent
 
-    def demote(self, node: Node, start: int = 0) -> None:
-        """Put a finished tail at the cold end: from `node` up to `start`, or to a node that is locked, hit or branches.
+    def demote(self, node: Node, start: int = 0, *, following: int = 0) -> None:
+        """Put the tail of a text that ends at `node` at the cold end: the nodes from position `start` on.
 
-        O(nodes demoted * log leaves).
+        `following` is how many host nodes of this text follow `node`. It stops below a node that is locked, that a
+        request hit, or after which other text follows in any tier. O(nodes demoted * log leaves).
         """
         up = node
-        while up.parent is not None and not up.locks and len(up.children) == (up is not node):
+        while up.parent is not None and not up.locks and self.followers(up) == (1 if up is not node else following):
             if up.start < start or (up is not node and up.hits):
                 return
             up.demoted = True
-            if self.changed is not None:
-                self.changed.mark(up)
+            self.mark(up)
             if up.eviction_key is not None:
                 self.index.remove(up)
                 self.index.add(up)
@@ -266,12 +251,18 @@ class RadixTree:
             up.demoted = False
             up = up.parent
 
+    def mark(self, node: Node) -> None:
+        """Send `marked`: locks, blocks, hits or demotion of a node changed."""
+        for call in self.events.marked:
+            call(node)
+
     # ---- publishing
 
     def split(self, node: Node, tokens: int) -> Node:
         """Cut a node after its first `tokens` and return the new upper half.
 
-        The object stays the lower half, so every sequence and pin still ends at the end of a node.
+        The object stays the lower half, so every sequence and pin still ends at the end of a node, and host nodes still
+        follow it.
         """
         size = self.pool.block_size
         parent = cast(Node, node.parent)
@@ -279,7 +270,7 @@ class RadixTree:
         first = node.start // size
         number, key, blocks = next(self._ids), node.key[: tokens * WIDTH], node.blocks[: -(-cut // size) - first]
         children = {bytes(node.key[tokens * WIDTH : tokens * WIDTH + WIDTH]): node}
-        upper = Node(number, parent, node.start, key, blocks, number, children)
+        upper = Node(number, parent, node.start, key, blocks, number, children, NO_CHILDREN)
         upper.tick, upper.born = node.tick, node.born  # but no hits: they ended at the lower half, and stay there
         upper.used_at, upper.born_at, upper.policy_data = node.used_at, node.born_at, node.policy_data
         upper.reuse, node.reuse = reuse.split(node.reuse, cut)
@@ -293,18 +284,15 @@ class RadixTree:
         if cut % size:
             self.shared.share(upper.blocks[-1], node, idle=not node.locks)
         self.nodes += 1
-        if self.changed is not None:
-            self.changed.mark(node)
-            self.changed.mark(upper)
-        if self.observer is not None:
-            self.observer.split(node.id, upper.id, tokens)
+        for call in self.events.split:
+            call(node, upper)
         return upper
 
     def append(self, parent: Node, raw: bytes | bytearray, blocks: array[int]) -> Node:
         """Add a leaf below `parent`, whose holder moves down to it. The caller records the owners of `blocks`."""
         number, start = next(self._ids), parent.end
         owner = self.ghosts.adopt(parent.ghost_owner, start, bytes(raw), number)
-        node = Node(number, parent, start, bytearray(raw), blocks, owner, NO_CHILDREN)
+        node = Node(number, parent, start, bytearray(raw), blocks, owner, NO_CHILDREN, NO_CHILDREN)
         if not parent.children:
             parent.children = {}
         parent.children[bytes(raw[:WIDTH])] = node
@@ -313,20 +301,16 @@ class RadixTree:
         self.index.touch(node)
         node.born, node.born_at = node.tick, node.used_at
         self.nodes += 1
-        if self.changed is not None:
-            self.changed.mark(node)
-            self.changed.mark(parent)
-        if self.observer is not None:
-            self.observer.inserted(number, parent.id, start, len(raw) // WIDTH)
+        for call in self.events.appended:
+            call(node)
         return node
 
     def lengthen(self, node: Node, raw: bytes | bytearray) -> None:
         """Move the end of a leaf down within its last block. Amortised O(new tokens)."""
         node.key += raw
-        if self.changed is not None:
-            self.changed.mark(node)
-        if self.observer is not None:
-            self.observer.grown(node.id, len(raw) // WIDTH)
+        if self.events.grown:  # for each token: an empty loop costs three times as much
+            for call in self.events.grown:
+                call(node, len(raw) // WIDTH)
 
     def grow(self, node: Node, raw: bytes | bytearray, blocks: array[int]) -> None:
         """Move the end of a leaf down in place; `blocks` starts with the one after its last full block.
@@ -340,9 +324,13 @@ class RadixTree:
             self.shared.drop_ownership(old, node)
             self.shared.release(old)
 
-    def merge(self, upper: Node) -> None:
-        """Undo a split that is no longer needed: join a node without direct holders with its only child."""
-        if upper.parent is None or upper.direct_holders or len(upper.children) != 1:
+    def merge(self, upper: Node, *, covered: bool = False) -> None:
+        """Undo a split that is no longer needed: join a node without direct holders with its only child.
+
+        The hits of both add up, as a split gave all to the lower half; with `covered` the more hits are kept, because
+        the host's copy of a text has its hits too.
+        """
+        if upper.parent is None or upper.direct_holders or len(upper.children) != 1 or upper.below:
             return
         (node,) = upper.children.values()
         block = -1
@@ -353,7 +341,7 @@ class RadixTree:
         node.key, node.blocks = joined(upper.key, node.key), joined(upper.blocks, node.blocks)
         node.start, node.parent = upper.start, upper.parent
         node.may_share_any_block |= upper.may_share_any_block
-        node.hits += upper.hits
+        node.hits = max(node.hits, upper.hits) if covered else node.hits + upper.hits
         node.priority = max(node.priority, upper.priority)
         upper.parent.children[bytes(node.key[:WIDTH])] = node
         self.nodes -= 1
@@ -361,55 +349,73 @@ class RadixTree:
         if block >= 0:
             self.shared.drop_ownership(block, upper)
             self.shared.release(block, idle=not upper.locks)
-        if self.changed is not None:
-            self.changed.mark(node)
-            self.changed.gone(upper)
-        if self.observer is not None:
-            self.observer.merged(node.id, upper.id)
+        for call in self.events.joined:
+            call(node, upper)
 
     # ---- eviction
 
-    def trim(self, node: Node, most: int, now: float, pressure: Pressure) -> int:
-        """Evict up to `most` blocks off the tail of an unlocked leaf, and add a ghost. Returns the tokens evicted."""
-        keep = len(node.blocks) - most
-        self.evictions += 1
-        if keep <= 0:
-            tokens, start, gone = len(node.key) // WIDTH, node.start, True
-            ghost = Ghost(node.key, node.ghost_owner, now, pressure, self.evictions, node.policy_data)
+    def evict_tail(self, node: Node, blocks: int, now: float, pressure: Pressure) -> int:
+        """Evict up to `blocks` off the tail of an unlocked leaf of its tier, and add a ghost. Returns the tokens."""
+        keep = len(node.blocks) - blocks
+        self.evictions = number = self.evictions + 1
+        gone = keep <= 0
+        if gone:
+            tokens, start = len(node.key) // WIDTH, node.start
+            ghost = Ghost(node.key, node.ghost_owner, now, pressure, number, node.policy_data)
             self.ghosts.add(cast(Node, node.parent).ghost_owner, start, ghost)
             freed = self.remove(node)
         else:
-            size = self.pool.block_size
-            start, gone = (node.start // size + keep) * size, False
-            cut, run = node.blocks[keep:], node.key[(start - node.start) * WIDTH :]
-            del node.blocks[keep:]
-            del node.key[(start - node.start) * WIDTH :]
-            freed = self._free(node, cut)
-            node.reuse, _ = reuse.split(node.reuse, start)
-            old, node.ghost_owner = node.ghost_owner, next(self._ids)
+            start, old = (node.start // self.pool.block_size + keep) * self.pool.block_size, node.ghost_owner
+            run, freed = self.shorten(node, start)
             tokens = len(run) // WIDTH
-            self.ghosts.add(node.ghost_owner, start, Ghost(run, old, now, pressure, self.evictions, node.policy_data))
-            if self.changed is not None:
-                self.changed.mark(node)
-            if self.observer is not None:
-                self.observer.trimmed(node.id, tokens, freed, False)
-        if self.observer is not None:
-            idle = max(0.0, now - node.used_at)
-            self.observer.evicted(self.evictions, node.id, start, tokens, freed, gone, idle, node.hits, pressure)
+            self.ghosts.add(node.ghost_owner, start, Ghost(run, old, now, pressure, number, node.policy_data))
+            for cut in self.events.cut:
+                cut(node, tokens, freed)
+        for call in self.events.evicted:
+            call(number, node, start, tokens, freed, gone, now, pressure)
         return tokens
 
+    def discard_tail(self, node: Node, start: int) -> None:
+        """Drop the tokens from `start` on, inside an unlocked leaf of its tier, without a ghost."""
+        run, freed = self.shorten(node, start)
+        for call in self.events.cut:
+            call(node, len(run) // WIDTH, freed)
+
+    def shorten(self, node: Node, start: int) -> tuple[bytearray, int]:
+        """Drop the tokens from `start` on off an unlocked leaf; returns them, and how many blocks that freed.
+
+        The caller sends the event.
+        """
+        size = self.pool.block_size
+        keep = -(-start // size) - node.start // size
+        cut, run = node.blocks[keep:], node.key[(start - node.start) * WIDTH :]
+        del node.blocks[keep:]
+        del node.key[(start - node.start) * WIDTH :]
+        freed = self._free(node, cut)
+        node.reuse, _ = reuse.split(node.reuse, start)
+        node.ghost_owner = next(self._ids)
+        return run, freed
+
     def remove(self, node: Node) -> int:
-        """Take an unlocked leaf out of the tree. Returns the blocks that this freed. O(log leaves + its blocks)."""
-        pool = self.pool
-        before = len(pool.free)
+        """Take an unlocked leaf out of the tree, and all host nodes after it. Returns the blocks that this freed.
+
+        O(log leaves + its blocks).
+        """
+        if node.below and self.lower is not None:
+            self.lower.forget_below(node)
+        freed = self.detach(node)
+        for call in self.events.removed:
+            call(node, freed)
+        return freed
+
+    def detach(self, node: Node) -> int:
+        """Take an unlocked leaf of its tier out of the tree. The caller sends the event. Returns the blocks freed."""
+        if node.residence == "host" and self.lower is not None:
+            return self.lower.detach(node)
+        before = len(self.pool.free)
         self.index.remove(node)
         self._drop(node)
-        freed = len(pool.free) - before
-        if self.changed is not None:
-            self.changed.gone(node)
-        if self.observer is not None:
-            self.observer.trimmed(node.id, len(node.key) // WIDTH, freed, True)
-        return freed
+        return len(self.pool.free) - before
 
     def _drop(self, node: Node) -> None:
         parent = cast(Node, node.parent)
@@ -430,16 +436,18 @@ class RadixTree:
         if not parent.children:
             parent.children = NO_CHILDREN
             if parent.parent is None:
-                self._drop_if_empty(parent)
+                self.drop_if_empty(parent)
             elif not parent.locks:
                 self.index.inherit(parent, node)
                 self.index.add(parent)
-                if self.changed is not None:
-                    self.changed.mark(parent)
+                self.mark(parent)
 
     def _free(self, node: Node, blocks: array[int]) -> int:
         """Drop an unlocked node's ownership of blocks that only a fork can share. Returns how many this freed."""
         pool = self.pool
+        if node.residence == "host" and self.lower is not None:
+            self.lower.give_back(blocks)
+            return len(blocks)
         before = len(pool.free)
         if node.may_share_any_block:
             for block in reversed(blocks):
@@ -449,13 +457,16 @@ class RadixTree:
             pool.give_back_idle(blocks)
         return len(pool.free) - before
 
-    def _drop_if_empty(self, root: Node) -> None:
+    def drop_if_empty(self, root: Node) -> None:
+        """Remove a root that has no children and no holders."""
         if self.is_empty(root):
-            if self.changed is not None:
-                self.changed.gone(root)
-            if self.observer is not None:
-                self.observer.uprooted(root.id)
-            del self.roots[cast(Namespace, root.ghost_owner)]
+            for call in self.events.uprooted:
+                call(root)
+            del self.roots[cast(Namespace, root.namespace)]
+
+    def next_id(self) -> int:
+        """Return a number that no node and no owner of ghosts has had."""
+        return next(self._ids)
 
 
 def joined(head: Run, tail: Run) -> Run:

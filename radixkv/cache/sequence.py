@@ -1,14 +1,17 @@
-"""One sequence's block table: extend, commit, fork, truncate, close.
+"""One sequence's block table: extend, load, commit, fork, truncate, close.
 
 `node` is the deepest node that the sequence holds. The tokens up to that node's end are published; later ones are in
 `_tail`. The sequence itself references the entries of its block table from `_own` on: unpublished tokens and the
 part-filled last block. Earlier entries are protected by the lock on the node alone.
+
+`_row` is its recurrent state, for models that have one, and `_loading` a pending load from host memory. Both are None
+for most sequences; the guards that ask for them cost less than null objects (13 ns each, a call 41).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Set
+from collections.abc import Hashable, Mapping, Set
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.host.loading import Loading, sources
+from radixkv.cache.readings import held_length, idle_blocks
+from radixkv.cache.recurrent.row import RowState
+from radixkv.cache.recurrent.snapshots import Snapshot
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import UNKNOWN, WIDTH, Tokens, as_bytes, check_int, refuse_negative
-from radixkv.cache.types import Hint, Node, Purpose, WritePlan
-from radixkv.errors import InvalidInput, PlanPending, SequenceClosed, UnknownToken
+from radixkv.cache.types import Hint, Load, Node, Purpose, WritePlan
+from radixkv.errors import InvalidInput, OutOfBlocks, PlanPending, SequenceClosed, UnknownToken
+from radixkv.sizing.recurrent_state import StateRow
 
 
 class Sequence:
@@ -27,8 +35,10 @@ class Sequence:
 
     __slots__ = (
         "_forked",
+        "_loading",
         "_own",
         "_planned",
+        "_row",
         "_source",
         "_state",
         "_table",
@@ -57,6 +67,8 @@ class Sequence:
         self._source = -1  # the block that the plan copies from, held until the plan ends; -1 for none
         self._forked = False
         self._unknown = -1  # the position of the token that is not known yet; -1 for none
+        self._row: RowState | None = None
+        self._loading: Loading | None = None
         self.length = length  # tokens committed
         self.cached_length = length  # tokens found in the cache when it was opened
         self.asked = length  # tokens that it was opened for: its prompt
@@ -87,7 +99,7 @@ class Sequence:
         the unpublished tokens.
         """
         self._refuse_closed()
-        return self.length - self._state.tree.held_length(self.node, self._tail)
+        return self.length - held_length(self._state.tree, self.node, self._tail)
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
@@ -120,6 +132,28 @@ class Sequence:
         copying = self._planned is not None and self._source in blocks
         return copying or not blocks.isdisjoint(own)
 
+    def reads_host(self, blocks: Set[int], start: int) -> bool:
+        """Whether a pending load reads tokens from `start` on in one of these host blocks."""
+        return self._loading is not None and self._loading.reads_host(blocks, start)
+
+    def host_reads(self) -> Set[int]:
+        """The host blocks that a pending load reads."""
+        return frozenset() if self._loading is None else self._loading.reads.keys()
+
+    @property
+    def row(self) -> StateRow | None:
+        """The row of recurrent state; None for other models, for an audit, and after close."""
+        return None if self._row is None else self._row.row
+
+    @property
+    def row_state(self) -> RowState | None:
+        """The row and its snapshots, for the cache's own modules."""
+        return self._row
+
+    def start_states(self, row: RowState) -> None:
+        """Own a row from now on: for PrefixCache.open."""
+        self._row = row
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else "planned" if self._planned is not None else "open"
         return f"<Sequence {self.id}: {self.length} tokens, {self.cached_length} cached, {state}>"
@@ -130,7 +164,8 @@ class Sequence:
         """Plan the KV of the next `tokens`. O(new tokens).
 
         The plan names the slots to write and, where the last block must not be written in place, the block to copy
-        first. OutOfBlocks, InvalidTokens, PlanPending and SequenceClosed leave everything as it was.
+        first; of models with recurrent state, also the chunk's row and snapshots. OutOfBlocks, InvalidTokens,
+        PlanPending and SequenceClosed leave everything as it was.
         """
         if self.closed or self._planned is not None:
             self._refuse_pending()
@@ -142,7 +177,8 @@ class Sequence:
         source = self._reserve(start, end) if raw else -1
         self._planned, self._source = raw, source
         copies = [(source, table[start // pool.block_size])] if source >= 0 else []
-        return WritePlan(_slots(table, start, end, pool), copies)
+        state = None if self._row is None or self._loading is not None else self._row.plan(start, end)
+        return WritePlan(_slots(table, start, end, pool), copies, state)
 
     def extend_unknown(self) -> WritePlan:
         """Plan the KV of one token that is still being sampled; `resolve` sets it later. O(1).
@@ -171,15 +207,139 @@ class Sequence:
         self._unknown = -1
 
     def snapshot_at(self, position: int, *, shared: bool = False) -> None:
-        """Take a snapshot of recurrent state at `position`; a sequence without recurrent state does nothing."""
+        """Take a snapshot of recurrent state when the sequence computes this position; others without state do nothing.
+
+        `shared` says that other texts branch there; else it is the end of the last message before the reply. It may
+        come after `extend`, if the plan was not executed yet. A position that was computed before, or that finds no
+        slot, is left out.
+        """
+        if self._row is not None:
+            check_int("position", position)
+            end = None if self._planned is None else self.length + len(self._planned) // WIDTH
+            self._row.snapshot_at(int(position), self.length, end, shared=shared)
+
+    def loadable(self, tokens: Tokens) -> int:
+        """Count the leading `tokens`, which would follow the committed ones, whose KV could be loaded from the host.
+
+        With recurrent state, the count ends at a snapshot, and includes tokens before it whose KV is on the device.
+        0 while a plan is pending or tokens are unpublished, and without a host tier. O(tokens compared) by memcmp +
+        O(nodes).
+        """
+        self._refuse_closed()
+        raw = as_bytes(tokens)
+        refuse_negative(raw)
+        runs = self._host_runs(raw)[2]
+        if self._row is not None:
+            last = self._last_state(runs)
+            return 0 if last is None else last.position - self.length
+        return sum(count for _, count in runs)
+
+    def load(self, tokens: Tokens) -> Load:
+        """Plan to copy the KV of these tokens from the host; run it after the step's copies, then `commit`.
+
+        With recurrent state, `tokens` end at a snapshot, which the row is set to. Their KV on the device is held, not
+        copied: the plan starts after it, and so does `length` until `commit`. The host keeps the KV unchanged until
+        `commit` or `close`. Raises InvalidInput if not all of the tokens are loadable, and OutOfBlocks, PlanPending and
+        SequenceClosed as `extend` does. All leave everything as it was. O(tokens).
+        """
+        self._refuse_pending()
+        raw = as_bytes(tokens)
+        refuse_negative(raw)
+        at, node, runs = self._host_runs(raw)
+        asked, found = len(raw) // WIDTH, at // WIDTH + sum(count for _, count in runs)
+        state = self._last_state(runs)
+        if self._row is not None:
+            found = 0 if state is None else state.position - self.length
+        if found < asked:
+            raise InvalidInput(f"load of {asked} tokens: {found} of them are resident on the host, see loadable()")
+        slots, reads = sources(runs, self._state.pool.block_size)
+        plan = self._extend_by_load(node, raw[at:], reads)
+        if runs and self._state.host is not None and self.purpose != "audit":
+            self._state.host.touch([each for each, _ in runs])
+        if self._row is not None and state is not None:
+            self._row.load(state, state.position, counts=self.purpose == "request")
+        return Load(plan, slots)
+
+    def _host_runs(self, raw: bytes) -> tuple[int, Node, list[tuple[Node, int]]]:
+        """Find the host nodes that a load of `raw` would read, each with the number of tokens.
+
+        Returns them after the bytes that are on the device, and the node that these end in. Only a sequence with
+        recurrent state passes over such: it would compute their state.
+        """
+        host, node, at = self._state.host, self.node, 0
+        if host is None or self._planned is not None or self._tail:
+            return 0, node, []
+        if self._row is not None:
+            node, at = self._state.tree.match(node, raw)
+            if node.end * WIDTH > self.length * WIDTH + at:
+                return at, node, []
+        return at, node, host.follow(node, raw, at)
+
+    def _last_state(self, runs: list[tuple[Node, int]]) -> Snapshot | None:
+        """Return the last snapshot in `runs`; None for a sequence without recurrent state."""
+        snapshots = self._state.snapshots
+        return None if snapshots is None or self._row is None else snapshots.last_of(runs)
+
+    def _extend_by_load(self, node: Node, raw: bytes, reads: Mapping[int, int]) -> WritePlan:
+        """Move the hold to `node`, below the present one or the same, and plan `raw` after it, which a load writes."""
+        host, tree = self._state.host, self._state.tree
+        before = self.node, self.length, self._table, self._own
+        if node is not self.node:
+            self._refuse_full(node, len(raw) // WIDTH)
+        self._loading = Loading(self.length, dict(reads))
+        if host is not None:
+            host.blocks.hold(reads)  # before extend, whose evictions must not free these blocks
+        if node is not self.node:
+            self._hold_at(node)
+        try:
+            plan = self.extend(np.frombuffer(raw, np.int32))
+        except BaseException:
+            if node is not before[0]:
+                self._release_own(self._own)
+                self.node, self.length, self._table, self._own = before
+                tree.unhold(node)
+            self._loading = None
+            if host is not None:
+                host.blocks.release(reads)
+            raise
+        if node is not before[0]:
+            tree.shared.release_run(before[2][before[3] :])
+            tree.unhold(before[0])
+        return plan
+
+    def _refuse_full(self, node: Node, count: int) -> None:
+        """Raise OutOfBlocks if `count` tokens after `node` would not fit once its path is held. O(blocks)."""
+        state, pool, size = self._state, self._state.pool, self._state.pool.block_size
+        state.pins.expire()
+        need, offset = -(-(node.end + count) // size) - -(-node.end // size), node.end % size
+        if offset and offset != pool.fill.get(node.blocks[-1], size):
+            entry = pool.shared.get(node.blocks[-1])
+            above = state.tree.shared.owners_above(node, node.blocks[-1], node.end // size)
+            need += entry is not None and entry.owners != len(above)  # others own the block, so it is copied
+        idle = idle_blocks(state.tree, state.tree.path(node), node.end)
+        if need > len(pool.free) + pool.evictable_for(self.group) - idle:
+            raise OutOfBlocks(pool.shortage(need, self.group))
+
+    def _hold_at(self, node: Node) -> None:
+        """Hold another node of the same text, in addition to the present one, and read its blocks. O(blocks)."""
+        tree, size = self._state.tree, self._state.pool.block_size
+        tree.hold(node)
+        tree.undo_demote(node)
+        self.node, self.length, self._table = node, node.end, tree.table(node)
+        self._own, part = divmod(node.end, size)
+        if part:
+            self._state.pool.share(node.blocks[-1], idle=False, sole_idle=False, sole_node=node)
 
     def commit(self, publish: bool = True) -> None:
         """Count the tokens of the executed plan and, with `publish`, let others match them. O(new tokens).
 
         Without a plan it publishes the tokens that are not published yet. An audit never publishes. A plan counts as
-        executed when the device will run it before all that is launched later. Raises UnknownToken, with nothing
-        changed, if it would publish an unknown token.
+        executed when the device will run it before all that is launched later. Publishing also frees the host blocks of
+        loaded tokens. Raises UnknownToken, with nothing changed, if it would publish an unknown token.
         """
+        if self._loading is not None:
+            self._commit_load(self._loading, publish)
+            return
         if self._unknown >= 0 and publish and self.purpose != "audit":
             self._refuse_unknown()
         raw = self._planned
@@ -195,6 +355,28 @@ class Sequence:
         self._planned = None
         if publish and self._tail and self.purpose != "audit":
             self._publish()
+        if self._row is not None:
+            self._row.attach(self.node)
+
+    def _commit_load(self, loading: Loading, publish: bool) -> None:
+        """Commit the tokens of a load: they were computed and committed before, and are hits of a request now."""
+        state, host, start, copied_from = self._state, self._state.host, loading.start, self.length
+        assert host is not None
+        self._loading = None
+        host.blocks.release(loading.reads)
+        self.commit(publish=False)
+        gained, copied = self.length - start, self.length - copied_from
+        requested = self.purpose == "request"
+        state.counters.committed_tokens -= copied
+        state.counters.hit_tokens += gained * requested
+        host.loaded_tokens += copied
+        if self.cached_length == start:
+            self.cached_length += gained
+        if publish and self._tail and self.purpose != "audit":
+            self._publish(hit=requested)
+        path = state.tree.path(self.node) if publish and state.events.loaded else []
+        for call in state.events.loaded:
+            call(self, start, copied, path)
 
     def publish(self, length: int) -> None:
         """Let others match the committed tokens up to `length`, and keep later ones unpublished. O(unpublished tokens).
@@ -210,12 +392,20 @@ class Sequence:
         cut = len(self._tail) - (self.length - int(length)) * WIDTH
         if cut > 0 and self.purpose != "audit":
             self._publish_first(int(length), cut)
+        if self._row is not None:
+            self._row.attach(self.node)
 
     def fork(self) -> Sequence:
-        """Return another sequence with the same tokens and `cached_length`, sharing every block. O(blocks)."""
+        """Return another sequence with the same tokens and `cached_length`, sharing every block. O(blocks).
+
+        Of a model with recurrent state it has a copy of the row; raises OutOfStates if there is none, and nothing
+        changes.
+        """
         self._refuse_pending()
         state = self._state
-        twin = self.__class__(state, self.node, self.length, self._table[:])
+        row = None if self._row is None else self._row.fork()
+        twin = Sequence(state, self.node, self.length, self._table[:])
+        twin._row = row
         state.tree.hold(self.node)
         twin._own, twin._tail, twin._unknown = self._own, self._tail[:], self._unknown
         twin.cached_length, twin.namespace, twin.group = self.cached_length, self.namespace, self.group
@@ -225,14 +415,15 @@ class Sequence:
             state.pool.share(block, idle=False, sole_idle=False)
         if self._tail:
             self._forked = twin._forked = True
-        if state.tree.observer is not None:
-            state.tree.observer.forked(twin.id, self.id)
+        for call in state.events.forked:
+            call(twin, self)
         return twin
 
     def truncate(self, length: int) -> None:
         """Drop the tokens from `length` on; published tokens stay in the tree. O(blocks dropped + depth).
 
-        After a cut inside a block that published tokens share, the next `extend` takes one more block for a copy.
+        With recurrent state, also the tokens after the last snapshot at or before `length` are dropped. After a cut
+        inside a block that published tokens share, the next `extend` takes one more block for a copy.
         """
         self._refuse_pending()
         check_int("length", length)
@@ -240,6 +431,8 @@ class Sequence:
             raise InvalidInput(f"truncate({length!r}): allowed are 0..{self.length}, the tokens committed")
         if length == self.length:
             return
+        if self._row is not None:
+            length = self._row.restore(self.node, int(length))
         tree, pool = self._state.tree, self._state.pool
         size = pool.block_size
         published = self.length - len(self._tail) // WIDTH
@@ -279,7 +472,8 @@ class Sequence:
         self.closed = True
         state, node = self._state, self.node
         tree = state.tree
-        if self._planned is not None:
+        planned = self._planned is not None
+        if planned:
             self._planned = None
             if self._source >= 0:
                 tree.shared.release(self._source)
@@ -296,8 +490,14 @@ class Sequence:
         tree.unhold(node)
         if hint is not None and hint.done and (self.cached_length < node.end or node.hits <= 1):
             tree.demote(node)  # unless other requests published or hit it
-        if tree.observer is not None:
-            tree.observer.closed(self.id, self.length)
+        for call in state.events.closed:
+            call(self)
+        if self._loading is not None and state.host is not None:
+            state.host.blocks.release(self._loading.reads)
+            self._loading = None
+        if self._row is not None:
+            self._row.close(node, self.length, planned=planned, done=hint is not None and hint.done)
+            self._row = None
 
     def __enter__(self) -> Sequence:
         return self
@@ -330,34 +530,41 @@ class Sequence:
                 self._table[copied] = target
             self._table += later
 
-    def _publish(self) -> None:
-        """Hand the tail to the tree: follow published nodes, then grow the held leaf or append a new one."""
-        state = self._state
-        tree, size = state.tree, state.pool.block_size
-        if self.node.children:
+    def _publish(self, *, hit: bool = False) -> None:
+        """Hand the tail to the tree: follow published nodes, then grow the held leaf or append a new one.
+
+        `hit` says that a request loaded it.
+        """
+        state, node, tail = self._state, self.node, self._tail
+        tree, size, host = state.tree, state.pool.block_size, state.host
+        start = 0 if host is None else self.length - len(tail) // WIDTH
+        if node.children:
             self._follow()
-        if self._tail:
-            node, table = self.node, self._table
-            first, part = divmod(node.end, size)
+            node = self.node
+        if tail:
+            table = self._table
+            first, part = divmod(self.length - len(tail) // WIDTH, size)  # `node.end` would cost a call
             sole = node.locks == 1 and node.direct_holders == 1 and not node.children and node.parent is not None
             owned = sole and part > 0 and node.blocks[-1] == table[first]
             if owned and first == self.length // size:  # all within the part-filled block that both own
-                tree.lengthen(node, self._tail)
+                tree.lengthen(node, tail)
             else:
                 if sole:
                     node.may_share_any_block |= self._forked  # first: the node above may take the new first block
-                    tree.grow(node, self._tail, table[first:])
+                    tree.grow(node, tail, table[first:])
                 else:
-                    self.node = node = tree.append(node, self._tail, table[first:])
+                    self.node = node = tree.append(node, tail, table[first:])
                     node.may_share_any_block = self._forked
                     node.priority = self.priority
                 self._hand_over(node, first, owned)
                 if not sole:
                     self._settle_above(node)
             self._tail = bytearray()
-        if self.priority > self.node.priority:
-            self.node.priority = self.priority
+        if self.priority > node.priority:
+            node.priority = self.priority
         self._forked = False
+        if host is not None and host.count:
+            host.settle(node, start, hit=hit)
 
     def _hand_over(self, node: Node, first: int, owned: bool) -> None:
         """Make the node the owner of table[first:]; with `owned` it has owned the first of them before.
@@ -433,8 +640,8 @@ class Sequence:
         if source >= 0:
             table[-1] = new.pop(0)
             state.counters.copied_blocks += 1
-            if state.tree.observer is not None:
-                state.tree.observer.copied(self.id, source, table[-1])
+            for call in state.events.copied:
+                call(self, source, table[-1])
         elif offset:
             pool.reserve(table[-1], size)
         table += new

@@ -1,4 +1,6 @@
-"""The state that one cache's facade and its sequences share: pool, trees, index, pins, counters, open sequences.
+"""The parts of one cache, which its facade and its sequences share: pool, tree, index, pins, counters, sequences.
+
+`host` and `snapshots` are the optional ones. Shares are a part of the pool and of the index.
 
 Sequences take free blocks from the pool, after `make_room` has evicted where there were too few. They add themselves to
 `open`, and remove themselves when they are closed.
@@ -8,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.events import Observer, guarded
+from radixkv.cache.events import Events, Observer, ObserverFollower
 from radixkv.cache.eviction import EvictionIndex
-from radixkv.cache.ghosts import Ghosts, Pressure
+from radixkv.cache.ghosts import Ghosts
+from radixkv.cache.host.tier import HostTier
+from radixkv.cache.namespaces import Namespaces
 from radixkv.cache.pins import Pins
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.cache.types import OpenSequence
+from radixkv.cache.recurrent.slots import StateSlots
+from radixkv.cache.recurrent.snapshots import Snapshots, Spacing
+from radixkv.cache.types import NodesById, OpenSequence, Pressure
 from radixkv.errors import OutOfBlocks
 
 
@@ -41,24 +46,39 @@ COUNTERS = tuple(field.name for field in fields(Counters))
 class CacheState:
     """The parts of one cache."""
 
-    __slots__ = ("clock", "counters", "ghosts", "index", "open", "pins", "pool", "tree")
+    __slots__ = (
+        "clock", "counters", "events", "ghosts", "host", "index", "open", "pins", "pool", "snapshots", "tracker",
+        "tree",
+    )  # fmt: skip
 
-    tree_class: ClassVar[type[RadixTree]] = RadixTree
-
-    def __init__(self, pool: BlockPool, index: EvictionIndex, clock: Callable[[], float], pin_budget: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        index: EvictionIndex,
+        namespaces: Namespaces,
+        clock: Callable[[], float],
+        pin_budget: int,
+        host_blocks: int,
+        slots: StateSlots,
+        spacing: Spacing,
+    ) -> None:
         self.clock = clock
         self.pool = pool
         self.index = index
+        self.events = Events()
         forget = index.forget if index.remembers_faded else None
         self.ghosts = Ghosts(pool.num_blocks * pool.block_size, pool.num_blocks, forget)
-        self.tree = self.tree_class(pool, index, self.ghosts)
+        self.tree = RadixTree(pool, index, self.ghosts, namespaces, self.events)
+        self.host = HostTier(self.tree, host_blocks) if host_blocks else None
         self.pins = Pins(self.tree, clock, pin_budget)
+        self.snapshots = Snapshots(slots, spacing, self.pins.nodes, self.events) if slots.num_rows else None
         self.counters = Counters()
         self.open: dict[int, OpenSequence] = {}
+        self.tracker: NodesById | None = None  # the last change tracker that was attached
 
     def observe(self, observer: Observer) -> None:
         """Send events to `observer`, in place of an earlier one, until it raises."""
-        self.tree.observer = guarded(observer, self._drop_observer)
+        ObserverFollower(observer, self.events)
 
     def make_room(self, count: int, group: int) -> None:
         """Evict until `count` blocks are free for a sequence of this group of namespaces.
@@ -80,12 +100,10 @@ class CacheState:
         pool, index, tree, counters = self.pool, self.index.victims_for(group), self.tree, self.counters
         free = len(pool.free)
         now, pressure = self.clock(), Pressure(count, free)
+        evict = tree.evict_tail if self.host is None else self.host.evict
         while (missing := count - len(pool.free)) > 0 and len(index):
             victim = index.victim()
-            counters.evicted_tokens += tree.trim(victim, index.trim_limit(victim, missing), now, pressure)
+            counters.evicted_tokens += evict(victim, index.trim_limit(victim, missing), now, pressure)
             index.trim(victim)
         counters.evicted_blocks += len(pool.free) - free
         return missing <= 0
-
-    def _drop_observer(self) -> None:
-        self.tree.observer = None

@@ -6,9 +6,9 @@ Results are named tuples or frozen dataclasses. A `Node` holds data only: `radix
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Set
+from collections.abc import Hashable, Iterator, Set
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,12 @@ import numpy.typing as npt
 from radixkv.cache.namespaces import Namespace
 from radixkv.cache.reuse import Reuse
 from radixkv.cache.tokens import WIDTH, check_int
-from radixkv.recurrent_state import StateStep
+from radixkv.sizing.recurrent_state import StateStep
 
 # A request; a request that comes back after it was preempted; a reader of cached KV that must leave no trace.
 Purpose = Literal["request", "resume", "audit"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-Residence = Literal["device", "host"]  # the tier that a node's blocks belong to
+Tier = Literal["device", "host"]  # the tier that a node's blocks belong to
 KVReason = Literal["full", "never_seen", "diverged", "evicted", "limit"]
 Reason = Literal[KVReason, "no_state"]
 
@@ -33,7 +33,20 @@ class Match(NamedTuple):
     blocks: npt.NDArray[np.int32]  # [ceil(length / block_size)]; safe to read only while a sequence or pin holds them
     idle_blocks: int  # blocks of the path that are evictable now: opening it takes no more from free + evictable
     matched: int = 0  # tokens with cached KV: more than `length` if a model's recurrent state is kept up to there only
-    host: int = 0  # tokens after `length` that a sequence could load from host memory; 0 without that tier
+    host: int = 0  # tokens after `matched` with KV in host memory; 0 without that tier
+    loadable: int = (
+        0  # tokens after `length` that a sequence could load: `host`, or up to the last recurrent state there
+    )
+
+
+class Pressure(NamedTuple):
+    """The cause of an eviction: `wanted` blocks were asked for at once when only `free` were free."""
+
+    wanted: int
+    free: int
+
+    def __str__(self) -> str:
+        return f"to make room for {self.wanted} block{'s' * (self.wanted != 1)} when {self.free} were free"
 
 
 class WritePlan(NamedTuple):
@@ -66,7 +79,7 @@ class CachedNode(NamedTuple):
     tokens: npt.NDArray[np.int32]  # [end]: the text from its beginning to the end of the node; [0] for a root
     start: int  # the position of the node's first token
     namespace: Hashable
-    residence: Residence
+    residence: Tier
     locks: int  # holders that end at the node, and locked children; a node with 0 locks is evictable
     children: int  # nodes that follow its end, in any tier
 
@@ -109,6 +122,9 @@ class Explanation:
                 return f"{head}: the whole prompt."
             case "limit":
                 return f"{head}: {self.matched} match, held back by limit={self.length + self.host}."
+            case "no_state" if self.host:
+                known = self.length + self.host
+                return f"{head}: more KV is cached, but recurrent state is kept up to token {known} only."
             case "no_state":
                 return f"{head}: {self.matched} match, but recurrent state is kept up to token {self.length} only."
             case "evicted":
@@ -155,6 +171,8 @@ class CacheStats:
     offloaded_blocks: int = 0  # written to the host
     loaded_tokens: int = 0  # copied from the host to the pool and committed
     host_evicted_blocks: int = 0  # freed on the host to make room there; part of `evicted_blocks`
+    host_state_slots: int = 0  # slots for snapshots of recurrent state in host memory
+    host_state_slots_used: int = 0
 
     @property
     def sequences(self) -> int:
@@ -167,24 +185,24 @@ class CacheStats:
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
 
-GhostOwner: TypeAlias = int | Namespace  # ghosts are filed under a number, and those at a root under its namespace
 EvictionKey: TypeAlias = "tuple[int, bool, int, int, Node]"  # priority, not demoted, rank, tick; then the leaf itself
 NO_CHILDREN: dict[bytes, Node] = {}
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """A run of tokens and its blocks."""
-
-    residence: ClassVar[Residence] = "device"
+    """A run of tokens and its blocks, which belong to one tier. All children of a host node are host nodes."""
 
     id: int
     parent: Node | None
     start: int  # the position of its first token
     key: bytearray  # its tokens
     blocks: array[int]
-    ghost_owner: GhostOwner  # names one text: while it stays the same, the node only grows. A root's is its namespace
-    children: dict[bytes, Node]  # first token -> child; `NO_CHILDREN` if there are none
+    ghost_owner: int  # names one text: while it stays the same, the node only grows. A root's is its namespace's number
+    children: dict[bytes, Node]  # first token -> child of the same tier; `NO_CHILDREN` if there are none
+    below: dict[bytes, Node]  # first token -> host child of a device node; `NO_CHILDREN` if there are none
+    namespace: Namespace | None = None  # of a root
+    residence: Tier = "device"
     locks: int = 0
     direct_holders: int = 0
     tick: int = 0  # of the last use, counted by the eviction index
@@ -196,7 +214,7 @@ class Node:
     priority: int = 0  # higher stays longer
     demoted: bool = False  # evicted before other nodes of its priority
     may_share_any_block: bool = False  # with a fork; otherwise only its first and last block can be shared
-    eviction_key: EvictionKey | None = None  # its place in the eviction index while it is an unlocked leaf
+    eviction_key: EvictionKey | None = None  # its place in an eviction index while it is an unlocked leaf
     policy_data: Any = None  # the eviction policy's own
 
     @property
@@ -208,6 +226,10 @@ class Node:
         """The blocks that it may share with others."""
         blocks = self.blocks
         return blocks if self.may_share_any_block or len(blocks) < 3 else blocks[:: len(blocks) - 1]
+
+    def __lt__(self, other: Node) -> bool:
+        """Order leaves of equal recency, such as parts of a run that were offloaded at different times."""
+        return self.id < other.id
 
 
 class LeafIndex(Protocol):
@@ -233,32 +255,68 @@ class LeafIndex(Protocol):
     def inherit(self, parent: Node, child: Node) -> None:
         """Let a new leaf have the uses of the child that was removed."""
 
+    def forget(self, policy_data: Any, start: int) -> None:
+        """Note that the text from `start` on of a node is forgotten."""
 
-class ChangeLog(Protocol):
-    """The part of a change tracker that the tree calls; see `change_tracker.ChangeTracker`."""
 
-    mark: Callable[[Node], None]
+class Accounts(Protocol):
+    """The part of the shares of namespaces that the pool calls; see `quotas.Shares`."""
 
-    def gone(self, node: Node) -> None:
-        """Note that a node was removed."""
+    def evictable_for(self, group: int) -> int:
+        """Return how many blocks can be evicted for a sequence of a group."""
+
+    def shortage(self, count: int, group: int, free: int) -> str:
+        """Explain why `count` blocks cannot be taken by a group when `free` are free."""
+
+    def taken(self, blocks: array[int], group: int) -> None:
+        """Count free blocks that a group takes."""
+
+    def count(self, block: int, used: int, evictable: int) -> None:
+        """Count changes of blocks of one group; `block` is one of them."""
+
+
+class Residence(Protocol):
+    """The part of a lower tier that the tree calls; see `host.tier.HostTier`."""
+
+    def follow(self, node: Node, raw: bytes, at: int = 0, *, pending: bool = False) -> list[tuple[Node, int]]:
+        """Return the nodes along `raw[at:]` after the end of a device node, each with its matching tokens."""
+
+    def nodes(self, top: Node | None = None) -> Iterator[Node]:
+        """Yield all nodes of this tier, or those after the end of a device node."""
+
+    def forget_below(self, node: Node) -> None:
+        """Drop all nodes of this tier after the end of a device node, without ghosts."""
+
+    def detach(self, node: Node) -> int:
+        """Take a leaf of this tier out of the tree. Returns its blocks."""
+
+    def give_back(self, blocks: array[int]) -> None:
+        """Free blocks of this tier that have no node any more."""
+
+
+class NodesById(Protocol):
+    """The part of a change tracker that finds nodes; see `change_tracker.ChangeTracker`."""
 
     def find(self, number: int) -> Node | None:
-        """Return the node of an id."""
-
-    def reused(self, path: list[Node], start: int = 0) -> None:
-        """Count a request that found a path from `start` on."""
+        """Return the node of an id, None if it is gone."""
 
 
 class OpenSequence(Protocol):
-    """The part of an open sequence that other modules read; see `sequence.Sequence`."""
+    """The part of a sequence that other modules read; see `sequence.Sequence`."""
 
     id: int
     node: Node
     length: int
     cached_length: int
+    asked: int
+    namespace: Hashable
+    purpose: Purpose
 
     def own_blocks(self) -> array[int]:
         """Return the blocks that the sequence references itself."""
 
     def reads(self, blocks: Set[int], start: int) -> bool:
         """Say whether it has committed tokens from `start` on in one of these blocks."""
+
+    def reads_host(self, blocks: Set[int], start: int) -> bool:
+        """Say whether a pending load reads tokens from `start` on in one of these host blocks."""

@@ -36,7 +36,7 @@ class AsyncReplyStream:
     """
 
     def __init__(self, stream: ReplyStream, preparing: Executor, use: SessionUse) -> None:
-        """Follow `stream`; `preparing` runs the session's calls in order. `use` is that of the session."""
+        """Follow `stream`; `preparing` runs the session's calls in order. `use` is the session's."""
         self._stream = stream
         self._preparing, self._use = preparing, use
 

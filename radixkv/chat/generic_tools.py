@@ -1,6 +1,6 @@
 """Describe tools in the prompt of a template that does not write them, with the calls and results as text.
 
-The format is that of Hermes, which many models have seen. The system prompt lists the tools; calls are part of the
+The format is Hermes', which many models have seen. The system prompt lists the tools; calls are part of the
 text of a reply, and results are text of the user.
 """
 

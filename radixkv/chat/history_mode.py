@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
-from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.messages import Message, calls_of
 from radixkv.chat.rendering import Key
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_cases import DIALOGUES, TOOLS, Dialogue, sampled_text
@@ -132,15 +132,8 @@ def _appended(template: ChatTemplate, messages: Sequence[Message]) -> array[int]
     for at, following in zip(replies, [*replies[1:], len(messages)], strict=True):
         new = messages[at + 1 : following]
         ids.extend(template.rendering.encode(sampled_text(template, messages, at)))
-        ids = template.continued(ids, new, _calls(messages[at]))
+        ids = template.continued(ids, new, calls_of(messages[at]))
     return ids
-
-
-def _calls(message: Message) -> list[ToolCall]:
-    return [
-        ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
-        for call in message.get("tool_calls", ())
-    ]
 
 
 _SYSTEM = "Answer in one short sentence, politely."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -78,3 +78,9 @@ def _to_json(content: Any) -> str:
         return json.dumps(content, ensure_ascii=False)
     except TypeError as error:
         raise InvalidInput(f"a tool's result must be a text or what JSON can hold: {error}") from error
+
+
+def calls_of(message: Mapping[str, Any]) -> list[ToolCall]:
+    """Return the tool calls of an assistant's message."""
+    calls = message.get("tool_calls") or ()
+    return [ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]

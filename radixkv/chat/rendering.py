@@ -94,7 +94,7 @@ def pieces(text: str, tokenizer: Any) -> Iterator[str]:
     """Split a text into pieces of at most 20,480 characters, to encode them one at a time.
 
     A cut is where no token spans it, if there is such a place in reach. So the tokens of the pieces are about as many
-    as those of the text: each piece may have two tokens more.
+    as the text has: each piece may have two tokens more.
     """
     vocabulary = Vocabulary.of(tokenizer)
     at = 0

@@ -19,7 +19,7 @@ from radixkv.sampling.params import SamplingParams
 class ReplyStream:
     """The reply to one message while it is computed: iterate it for chunks; `wait` or `reply` gives the whole reply.
 
-    A beam search has several replies, and the best one is the turn. The chunks are those of the best reply only; the
+    A beam search has several replies, and the best one is the turn. The chunks belong to the best reply only; the
     others are the `alternatives` of `stream.handle.result()`.
     """
 
@@ -36,7 +36,7 @@ class ReplyStream:
         edits: bool = False,
         schema: ReplySchema | None = None,
     ) -> None:
-        """Follow `handle`; `record` adds the complete turn to the session, after `turns`. `use` is that of the session.
+        """Follow `handle`; `record` adds the complete turn to the session, after `turns`. `use` is the session's.
 
         With `edits` the turn replaces an earlier one. `schema` parses the reply.
         """

@@ -213,7 +213,7 @@ def _check_order(turns: Sequence[Turn]) -> None:
 
 
 def _check_replies(turns: Sequence[Turn], ids: Sequence[int]) -> None:
-    """Raise ValueError unless the ends grow, and the ids before each are those of its reply.
+    """Raise ValueError unless the ends grow, and the ids before each are the ids of its reply.
 
     The last id of a reply may differ: a template may write another stop token than the model has sampled.
     """

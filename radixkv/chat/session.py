@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixkv.chat.constrained import CallRule, constrained, strict_tools
 from radixkv.chat.history_mode import HistoryMode, history_mode
-from radixkv.chat.messages import Message, Reply, ToolCall, ToolResult, tool_messages
+from radixkv.chat.messages import Message, Reply, ToolResult, tool_messages
 from radixkv.chat.reply_parser import ReplyParser
 from radixkv.chat.reply_schema import ReplySchema, Schema
 from radixkv.chat.reply_stream import ReplyStream
@@ -25,6 +25,7 @@ from radixkv.chat.saved import Overflow, SessionState, Turn, write
 from radixkv.chat.session_use import SessionUse
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import Completion
+from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.errors import (
     ContextOverflow,
     EngineClosed,
@@ -111,7 +112,7 @@ class ChatSession:
         called again.
         """
         with self._use.call():
-            return self._ask([_of_user(text)], (), params, schema)
+            return self._ask([_of_user(text)], params, schema)
 
     def tool_results(
         self, results: Sequence[ToolResult], params: SamplingParams | None = None, *, schema: Schema | None = None
@@ -127,7 +128,7 @@ class ChatSession:
         with self._use.call():
             self._settle()
             calls = self._turns[-1].tool_calls if self._turns else ()
-            return self._ask(tool_messages(results, calls), calls, params, schema)
+            return self._ask(tool_messages(results, calls), params, schema)
 
     # ---- branching
 
@@ -169,7 +170,7 @@ class ChatSession:
                 raise InvalidInput(f"this session has turns 0..{len(self._turns) - 1}, got {turn!r}")
             if self._turns[turn].messages[0]["role"] != "user":
                 raise InvalidInput(f"turn {turn} answers tool calls, only what a user said can be edited")
-            return self._ask([_of_user(text)], (), params, schema, keep=turn)
+            return self._ask([_of_user(text)], params, schema, keep=turn)
 
     def close(self) -> None:
         """End the conversation; cached tokens that only it uses are evicted first. May be called twice.
@@ -233,7 +234,6 @@ class ChatSession:
     def _ask(
         self,
         new: list[Message],
-        answers: Sequence[ToolCall],
         params: SamplingParams | None,
         schema: Schema | None,
         keep: int | None = None,
@@ -248,43 +248,35 @@ class ChatSession:
             params = reply_schema.applied(params)
         turns = self._turns[:keep]
         ids = self._ids if keep is None else self._ids_after(turns)
-        prompt = self._prompt(turns, new, ids, answers)
+        prompt = self._prompt(turns, new, ids)
         if self._overflow == "drop_oldest":
             turns, prompt = self._dropped(turns, new, prompt, params)
         prompt = self._with_room(prompt)
         if self._rule.constrains(params):
             params = constrained(params, self._template, self._rule, self._template.thinking_at(prompt))
-        start = self._template.reply_start(prompt)
-        handle = self._engine.submit(prompt, params, namespace=self._namespace, session=self._number, reply_start=start)
+        encoded = EncodedPrompt(prompt, self._template.reply_start(prompt))
+        handle = self._engine.submit(encoded, params, namespace=self._namespace, session=self._number)
         edits = keep is not None
         self._open_stream = ReplyStream(
             handle, turns, prompt, new, params, self._record, self._use, edits=edits, schema=reply_schema
         )
         return self._open_stream
 
-    def _prompt(
-        self,
-        turns: list[Turn],
-        new: Sequence[Message],
-        ids: array[int] | None = None,
-        answers: Sequence[ToolCall] = (),
-    ) -> array[int] | None:
+    def _prompt(self, turns: list[Turn], new: Sequence[Message], ids: array[int] | None = None) -> array[int] | None:
         """Return the ids up to the start of the reply, appended to `ids` if possible; None if no context holds them."""
         try:
-            if turns and ids is not None and self._append:
-                return self._template.continued(ids, new, answers)
-            return self._whole(turns, new)
+            return self._grown(turns, new, ids if turns else None)
         except PromptTooLong:
             return None
 
-    def _whole(self, turns: list[Turn], new: Sequence[Message]) -> array[int]:
-        """Render all messages by the template, with the sampled ids in place of the replies."""
-        said, at = {}, len(self._opening)
+    def _grown(self, turns: list[Turn], new: Sequence[Message], ids: array[int] | None = None) -> array[int]:
+        """Return the ids of all messages, with the sampled ids in place of the replies."""
+        said, messages = {}, list(self._opening)
         for turn in turns:
-            at += len(turn.messages)
-            said[at] = turn.reply_ids
-            at += 1
-        return self._template.spliced([*self._messages(turns), *new], said, keep_thinking=self._append)
+            messages += turn.messages
+            said[len(messages)] = turn.reply_ids
+            messages.append(turn.reply)
+        return self._template.grown([*messages, *new], len(messages), ids, said, appends=self._append)
 
     def _dropped(
         self, turns: list[Turn], new: Sequence[Message], prompt: array[int] | None, params: SamplingParams
@@ -344,7 +336,7 @@ class ChatSession:
         *before, last = turns
         if last.end is not None:
             return self._ids[: last.end]
-        return self._whole(before, last.messages) + array("i", last.reply_ids)
+        return self._grown(before, last.messages) + array("i", last.reply_ids)
 
     def _state(self) -> SessionState:
         return SessionState(

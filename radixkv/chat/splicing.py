@@ -190,7 +190,7 @@ def from_stop_text(tail: str, stops: Sequence[str], after_calls: str | None = No
 def without_closing(rendering: Rendering, tail: str, ids: Sequence[int], stops: Sequence[str]) -> str:
     """Return `tail`, the text after an answer, without the part that the model sampled itself.
 
-    Some models close their answer before they end the turn. `ids` are those of the answer, without a stop token.
+    Some models close their answer before they end the turn. `ids` are the answer's, without a stop token.
     """
     closing = tail[: min((at for at in map(tail.find, stops) if at >= 0), default=0)]
     closes = rendering.encode(closing)

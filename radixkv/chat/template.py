@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.messages import Message, ToolCall, calls_of
 from radixkv.chat.rendering import Rendering, at_least
 from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form, shared
 from radixkv.chat.splicing import Splicing, from_stop_text, unused_word, without_closing
@@ -88,6 +88,26 @@ class ChatTemplate:
         if not calls:
             tail = without_closing(self.rendering, tail, said, self.stop_texts)
         return self._extended(array("i", said), tail)
+
+    def grown(
+        self,
+        messages: Sequence[Message],
+        known: int,
+        ids: array[int] | None,
+        said: Mapping[int, Sequence[int]],
+        *,
+        appends: bool,
+    ) -> array[int]:
+        """Return the prompt of a conversation; the first `known` messages end with a reply.
+
+        `ids` are the token ids of these messages, if they are one sequence. The others are appended to it if `appends`.
+        Else all are rendered, with the sampled ids `said` in place of the replies.
+        """
+        if not appends or ids is None:
+            return self.spliced(messages, said, keep_thinking=appends)
+        new = messages[known:]
+        answers = calls_of(messages[known - 1]) if new and new[0].get("role") == "tool" else ()
+        return self.continued(ids, new, answers)
 
     def spliced(
         self, messages: Sequence[Message], said: Mapping[int, Sequence[int]], *, keep_thinking: bool

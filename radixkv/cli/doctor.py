@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from radixkv.gguf.header import GGUFHeader
-    from radixkv.memory import PoolSize
     from radixkv.models.loaded import LayerSpec, LoadedModel
+    from radixkv.sizing.memory import PoolSize
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _HOST_TOKENS = 512  # of the prefill and of the load that are measured
@@ -152,7 +152,7 @@ def _machine(has_cuda: bool) -> Iterator[Finding]:
     """List the devices and their memory."""
     import torch
 
-    from radixkv.memory import free_memory
+    from radixkv.sizing.memory import free_memory
 
     for index in range(torch.cuda.device_count() if has_cuda else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -247,8 +247,8 @@ def _obstacle(loaded: LoadedModel) -> str | None:
 def _size(loaded: LoadedModel, arguments: argparse.Namespace, host_memory: str | None = None) -> PoolSize:
     """Return the size of the pool that `Engine.load` would make. Raises InvalidInput."""
     from radixkv.config import EngineConfig
-    from radixkv.memory import pool_size
     from radixkv.models.step_memory import step_memory
+    from radixkv.sizing.memory import pool_size
 
     usual = EngineConfig()
     reserved = arguments.kv_memory == "auto" and step_memory(
@@ -296,7 +296,9 @@ def _host_memory(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
         if not blocks:
             return ok("host memory", "0: KV that leaves the pool is computed again")
         tried = -(-_HOST_TOKENS // block_size)
-        costs = Runner(loaded, tried, block_size, host_blocks=min(blocks, tried)).host_costs(_HOST_TOKENS)
+        slots = int(bool(loaded.state))
+        runner = Runner(loaded, tried, block_size, state_slots=slots, host_blocks=min(blocks, tried))
+        costs = runner.host_costs(_HOST_TOKENS)
     except InvalidInput as error:
         return problem("host memory", str(error))
     text = (

@@ -1,7 +1,7 @@
 """Describe the weights of a model for `radixkv doctor`: their formats with the reason, the speed, and the accuracy.
 
-Speed is that of the model's steps, without an engine around them. The accuracy of weights of 8 and 4 bits is the KL
-divergence of the next token's distribution from that of the same weights in float32.
+Speed means the model's steps, without an engine around them. The accuracy of weights of 8 and 4 bits is the KL
+divergence of the next token's distribution from the one that the same weights give in float32.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def counted(loaded: LoadedModel) -> Finding:
 
 
 def formats(loaded: LoadedModel, weights: str, header: GGUFHeader | None) -> Finding:
-    """Name the format of each kind of tensor, and the reason; `weights` is the setting, `header` that of a GGUF file.
+    """Name the format of each kind of tensor, and the reason; `weights` is the setting, `header` the header of a GGUF
+    file.
 
     It is a note if weights were to have 8 or 4 bits and have none.
     """
@@ -159,10 +160,10 @@ def _times(loaded: LoadedModel, block_size: int) -> tuple[int, float, float]:
     """Return the tokens of a prefill, its seconds, and the seconds of a decode after it (the median)."""
     import numpy as np
 
-    from radixkv.memory import check_free
     from radixkv.models.loaded import SequenceInput
     from radixkv.models.runner import Runner
-    from radixkv.recurrent_state import StateRow, StateStep
+    from radixkv.sizing.memory import check_free
+    from radixkv.sizing.recurrent_state import StateRow, StateStep
 
     room = min(_PREFILL + _DECODES, loaded.max_length)
     blocks = -(-room // block_size)
@@ -218,7 +219,7 @@ def accuracy(
     """Compare weights of 8 and 4 bits with float32 over a text of the package; nothing for other weights.
 
     If all blocks of a GGUF file were kept, the layers of `loaded` are turned into float32 for it, for good. Otherwise
-    the original weights are those of `load_float32`.
+    `load_float32` loads the original weights.
     """
     from radixkv.models.quantized.layers import quantized_weights
 
@@ -238,7 +239,7 @@ def accuracy(
 
 def _check_memory(needed: int, *, kept: bool) -> None:
     """Raise InvalidInput if weights in float32 do not fit, or would take long to load."""
-    from radixkv.memory import free_memory
+    from radixkv.sizing.memory import free_memory
 
     if needed > (free := free_memory()):
         raise InvalidInput(f"in float32 the weights take {size(needed)}, and {size(free)} are free")

@@ -135,7 +135,9 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     serve.add_argument("model", metavar="MODEL", help=_MODEL)
     _add_tokenizer(serve)
     _add_access(serve.add_argument_group("address and access"))
-    _add_serving_limits(serve.add_argument_group("limits"))
+    limits = serve.add_argument_group("limits")
+    _add_serving_limits(limits)
+    _add_history_options(limits)
     engine = serve.add_argument_group("the engine")
     _add_settings(
         engine,
@@ -235,12 +237,7 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         help="most open connections, half of them for one of several keys (default: twice the replies, at least 800)",
     )
     group.add_argument("--max-body", default="8MiB", metavar="SIZE", help="largest request body (default 8MiB)")
-    group.add_argument(
-        "--max-prompt-tokens",
-        type=int,
-        metavar="N",
-        help="longest prompt (default: the context)",
-    )
+    group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="longest prompt (default: the context)")
     group.add_argument("--timeout", type=float, metavar="S", help="seconds per request (default: no limit)")
     group.add_argument(
         "--drain",
@@ -249,6 +246,9 @@ def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="seconds that running requests have to finish at shutdown; a second signal ends them at once (default 30)",
     )
+
+
+def _add_history_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--history-memory",
         default="64MiB",

@@ -1,6 +1,6 @@
 """`radixkv plan`: compute the size of the KV of a model, and the number of sequences that fit into a memory.
 
-The size of a token comes from `radixkv.kv_shapes`; no torch is loaded.
+The size of a token comes from `radixkv.sizing.kv_shapes`; no torch is loaded.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from functools import cached_property
 from typing import Any
 
 from radixkv.errors import InvalidInput
-from radixkv.kv_shapes import kv_shape
-from radixkv.kv_size import ASSUMED_DTYPE, KVShape, parse_bytes, parse_size
-from radixkv.memory import StateSlots, host_blocks, state_slots
+from radixkv.sizing.kv_shapes import kv_shape
+from radixkv.sizing.kv_size import ASSUMED_DTYPE, KVShape, parse_bytes, parse_size
+from radixkv.sizing.memory import HostSize, StateSlots, host_size, state_slots
 
 _SHARES = (16, 4, 2, 1)  # a sequence that ends after one n-th of the context
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The KV sizes of one model on `ranks` tensor-parallel ranks; all bytes are those of the fullest rank."""
+    """The KV sizes of one model on `ranks` tensor-parallel ranks; all bytes belong to the fullest rank."""
 
     shape: KVShape
     dtype: str
@@ -73,12 +73,12 @@ class Plan:
         return self.kv_memory // self.bytes_per_block
 
     @cached_property
-    def host_blocks(self) -> int:
-        """Number of offloaded blocks that fit into the host memory; 0 without it.
+    def host(self) -> HostSize:
+        """Offloaded blocks, and snapshots of recurrent states, that fit into the host memory; none without it.
 
-        Raises InvalidInput for a model with recurrent state, and with the numbers for too little memory.
+        Raises InvalidInput with the numbers for too little memory.
         """
-        return host_blocks(self.host_memory, self.bytes_per_block, self.bytes_per_state)
+        return host_size(self.host_memory, self.bytes_per_block, self.bytes_per_state, self.max_sequences)
 
     def blocks_of(self, tokens: int) -> int:
         """Return the number of blocks of a sequence; the last one may be partly filled."""
@@ -215,10 +215,12 @@ def _text(plan: Plan) -> str:
             (f"{size(plan.memory)}{of_rank}", f"{plan.blocks:,} blocks, {plan.blocks * plan.block_size:,} tokens"),
             (f"sequences of {plan.context:,} tokens that fit", f"{full:,}"),
         ]
-    if plan.host_blocks:
-        memory = size(plan.host_blocks * plan.bytes_per_block)
-        tokens = plan.host_blocks * plan.block_size
-        rows.append((f"host memory of {memory}{of_rank}", f"{plan.host_blocks:,} more blocks, {tokens:,} tokens"))
+    if plan.host.blocks:
+        states = plan.host.snapshots
+        memory = size(plan.host.blocks * plan.bytes_per_block + states * plan.bytes_per_state)
+        tokens = plan.host.blocks * plan.block_size
+        more = f", {states:,} snapshots of recurrent states" if states else ""
+        rows.append((f"host memory of {memory}{of_rank}", f"{plan.host.blocks:,} more blocks, {tokens:,} tokens{more}"))
     width = max(len(name) for name, _ in rows)
     lines = [plan.shape.name, *(f"  {name:<{width}}  {text}" for name, text in rows)]
     if plan.memory is not None:
@@ -270,7 +272,11 @@ def _plain(plan: Plan) -> Mapping[str, Any]:
             "bytes_per_block": plan.bytes_per_block,
             "bytes_per_sequence": plan.bytes_per_token * plan.context,
             "fits": fits,
-            "host": {"blocks": plan.host_blocks, "tokens": plan.host_blocks * plan.block_size},
+            "host": {
+                "blocks": plan.host.blocks,
+                "tokens": plan.host.blocks * plan.block_size,
+                "state_snapshots": plan.host.snapshots,
+            },
         },
         "notes": _notes(plan),
     }

@@ -1,26 +1,28 @@
-"""The engine: requests in, completions out. It schedules, runs and commits on one thread.
+"""The engine: requests in, completions out. It schedules, computes and samples on one thread.
 
 Read in this order:
 
 engine.py           RequestEngine, the public methods; connects the parts
 input_processor.py  arguments of a call to requests: prompts, chat messages, control tokens, template date
 engine_thread.py    the thread that owns cache and model, and the client that posts calls to it
-core.py             schedule, run, commit
+core.py             schedule, transfer, forward, sample, commit; overlap of two steps on a GPU
 scheduler.py        the tokens of the next step
+transfers.py        copies before the forward: offloads to host memory and loads
 wait_queue.py       the order of waiting requests; requests that wait for a shared prefix
 admission.py        how many blocks a request needs, and which request is preempted
-quota_admission.py  the same with shares of the pool for namespaces
+shares.py           the blocks that requests may take if namespaces have shares of the pool
 reuse_policy.py     which cached tokens a request uses and publishes; deterministic or not
 request.py          a request and its streams
-beams.py            a request whose streams are the beams of a search
+continuation.py     what the next token of a stream is; how many streams a request has; constrained tokens
+beams.py            the same for the beams of a search
 text_stream.py      the text of a stream, and its stop strings
-scoring.py          scores of a prompt's tokens, as far as they are computed
-chunk_scores.py     scores of a step's chunks
-prompt_scores.py    scores that are kept for later prompts
+draws.py            draws the next tokens of a step, and scores its prompts
+scores.py           scores of a prompt's tokens, computed chunk by chunk and kept for later prompts
 score_batch.py      the requests of engine.score
 output.py           results, the channel that carries them, and the caller's handle
 fault_isolation.py  ends only the requests that cause an exception
-kv_scrub.py         recomputes cached KV, compares, and drops differing blocks
+audit.py            recomputes cached KV, compares, and drops differing blocks
+audit_reads.py      cached runs of all tiers, read for an audit
 async_engine.py     AsyncRequestEngine and AsyncHandle, for asyncio
 observers/          telemetry records, monitoring, trace recording
 stats.py            counters, EngineStats and AuditReport

@@ -14,33 +14,120 @@ and those of a lower priority than others.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 from radixkv.cache import Match, Pin, PrefixCache, Sequence
 from radixkv.config import EngineConfig
-from radixkv.engine.request import Request, TokenIds, common_prefix
+from radixkv.engine.request import Request, Stream, TokenIds, common_prefix
 from radixkv.engine.reuse_policy import ReusePolicy
+from radixkv.engine.shares import Promise, Shares
 from radixkv.engine.wait_queue import WaitQueue
 from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong
 
 Key = tuple[int, int]
 
 
+class Accounts(Protocol):
+    """The blocks that requests of a namespace may take."""
+
+    def close(self) -> None:
+        """Release the cache; from now on only `most_blocks` and `described` may be called."""
+
+    def most_blocks(self, namespace: Hashable) -> int:
+        """Return how many blocks a request that runs alone can have, whatever is cached and not pinned.
+
+        Reads nothing that changes, so any thread may call it.
+        """
+
+    def described(self, most: int) -> str:
+        """Return a clause about `most_blocks` for error messages."""
+
+    def most_beside_pins(self, namespace: Hashable, pinned: int) -> int:
+        """Return how many blocks that are not pinned a request can have if it runs alone; `pinned` blocks are."""
+
+    def allows(self, request: Request, need: Callable[[Request], int]) -> bool:
+        """Return whether a request that takes `need` unpinned blocks counts on no free blocks of other shares.
+
+        Their namespaces may take these blocks later. If the request was preempted then, it could not return.
+        """
+
+    def available(self, namespace: Hashable) -> int:
+        """Return how many blocks are free or can be evicted for a request."""
+
+    def cover(self, promises: SequenceOf[Promise], *, idle: int = 0, freed: int = 0) -> bool:
+        """Return whether all promises can be kept, in any order of taking, once `freed` blocks more are free.
+
+        The last request would lock `idle` evictable blocks first.
+        """
+
+    def victims(self, request: Request, running: list[Request]) -> list[Request]:
+        """Return the running requests whose preemption gives blocks to a running request."""
+
+
+class CommonPool:
+    """All blocks are for all requests."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache, self._num_blocks = cache, cache.num_blocks
+
+    def close(self) -> None:
+        """See Accounts."""
+        del self._cache
+
+    def most_blocks(self, namespace: Hashable) -> int:
+        """See Accounts."""
+        return self._num_blocks
+
+    def described(self, most: int) -> str:
+        """See Accounts."""
+        return f"the pool has {most}"
+
+    def most_beside_pins(self, namespace: Hashable, pinned: int) -> int:
+        """See Accounts."""
+        return self._num_blocks - pinned
+
+    def allows(self, request: Request, need: Callable[[Request], int]) -> bool:
+        """Return True: there are no shares."""
+        return True
+
+    def available(self, namespace: Hashable) -> int:
+        """See Accounts."""
+        return self._cache.free_blocks + self._cache.evictable_blocks
+
+    def cover(self, promises: SequenceOf[Promise], *, idle: int = 0, freed: int = 0) -> bool:
+        """See Accounts."""
+        return self.available(None) - idle + freed >= sum(blocks for _, blocks in promises)
+
+    def victims(self, request: Request, running: list[Request]) -> list[Request]:
+        """Return all of them."""
+        return running
+
+
 class Admission:
     """The promises to the running requests of one cache, and the room that they and the pins leave."""
 
     def __init__(
-        self, cache: PrefixCache, config: EngineConfig, reuse: ReusePolicy, running: list[Request], waiting: WaitQueue
+        self,
+        cache: PrefixCache,
+        config: EngineConfig,
+        reuse: ReusePolicy,
+        running: list[Request],
+        waiting: WaitQueue,
+        closing: list[Stream],
     ) -> None:
-        """Read `running` and `waiting`, which are the scheduler's."""
+        """Read `running`, `waiting` and `closing`, which are the scheduler's."""
         self._cache, self._reuse = cache, reuse
-        self._running, self._waiting = running, waiting
-        self._num_blocks, self._block_size = cache.num_blocks, cache.block_size
+        self._running, self._waiting, self._closing = running, waiting, closing
+        self._block_size = cache.block_size
+        self._accounts: Accounts = CommonPool(cache) if cache.quotas is None else Shares(cache)
         self._max_sequences = config.max_sequences
         self._victim_key = VICTIMS[config.victim]
         self._pins: list[tuple[Pin, TokenIds, Hashable]] = []
 
     def close(self) -> None:
         """Release the cache; from now on only `check_fits` may be called."""
+        self._accounts.close()
         del self._cache
 
     # ---- room for a request
@@ -50,25 +137,26 @@ class Admission:
 
         Reads nothing that changes, so any thread may call it.
         """
-        need, most, width = self._worst_case(request), self._most_blocks(request), request.width
-        parameter, kind = ("beam_width", "beams") if request.candidates else ("n", "streams")
+        need, replies = blocks_needed(request, self._block_size, 0, worst_case=True), request.replies
+        most = self._accounts.most_blocks(request.namespace)
+        width, parameter, kind = replies.width, replies.parameter, replies.kind
         if width > self._max_sequences:
             raise InvalidInput(f"{parameter}={width} {kind} exceed max_sequences={self._max_sequences}")
         if need > most:
             streams = f" in each of {width} {kind}" if width > 1 else ""
             raise PromptTooLong(
                 f"a prompt of {len(request.prompt)} tokens and up to {request.max_tokens} new ones{streams} takes "
-                f"{need} blocks of {self._block_size} tokens, and {self._holds(most)}: shorten the prompt, "
-                f"lower max_tokens or {parameter}, or load the engine with more kv_memory"
+                f"{need} blocks of {self._block_size} tokens, and {self._accounts.described(most)}: "
+                f"shorten the prompt, lower max_tokens or {parameter}, or load the engine with more kv_memory"
             )
 
     def most_tokens(self, namespace: Hashable) -> int:
         """Return how many tokens a request of a namespace can have at most. Any thread may call this."""
-        return self._num_blocks * self._block_size
+        return self._accounts.most_blocks(namespace) * self._block_size
 
     def streams(self) -> int:
-        """Return how many streams run, or will run once their prompts are computed."""
-        return sum(each.streams_left for each in self._running)
+        """Return how many streams run, will run once their prompts are computed, or have ended and are not closed."""
+        return len(self._closing) + sum(each.streams_left for each in self._running)
 
     def fits(self, request: Request, match: Match) -> bool:
         """Return whether a request that would hit `match` can run with the others."""
@@ -90,10 +178,12 @@ class Admission:
 
         Without room for the headroom, the request publishes late, and is promised all the blocks that it may take.
         """
+        if not self._accounts.allows(request, self._most_beside_its_pins):
+            return False
         self._pinned_blocks()  # releases pins that have expired
-        if self._can_finish(request, sequence, headroom_blocks(request)):
+        if self._can_finish(request, sequence, request.streams_left):
             return True
-        request.guaranteed = request.publish_late = True
+        request.scheduling.guaranteed = request.scheduling.publish_late = True
         if not self._can_finish(request, sequence):
             # A hit that ends inside a block costs a copy of that block: compute its tokens instead.
             sequence.truncate(self._reuse.aligned(sequence.length - sequence.length % self._block_size))
@@ -104,56 +194,41 @@ class Admission:
             return True
         # Unpinned leaves may share part-filled blocks with pinned nodes, which have copies: evict them if that helps.
         need = blocks_needed(request, self._block_size, sequence.length, worst_case=True)
-        return need <= self._most_beside_pins(request) and self._cache.evict(need, request.namespace)
+        return need <= self._room_beside_pins(request) and self._cache.evict(need, request.namespace)
 
     def refusal(self, request: Request) -> PromptTooLong:
         """Explain why a request that fits the pool is refused: no other request runs, so pins hold the other blocks."""
         own, pinned = self._pinned_hit(request), self._pinned_blocks()
-        begun = "the request had begun, and pins have changed since: " if request.admitted else ""
+        begun = "the request had begun, and pins have changed since: " if request.scheduling.admitted else ""
         beside = f" beside {own // self._block_size} that are pinned for it" if own >= self._block_size else ""
         need = blocks_needed(request, self._block_size, own, worst_case=True)
+        limit = self._accounts.described(self._accounts.most_blocks(request.namespace))
         return PromptTooLong(
-            f"{begun}the request takes {need} blocks{beside}; {self._holds(self._most_blocks(request))}, and "
+            f"{begun}the request takes {need} blocks{beside}; {limit}, and "
             f"{pinned} are pinned: release pins, or load the engine with more kv_memory"
         )
-
-    def _most_blocks(self, request: Request) -> int:
-        """Return how many blocks a request that runs alone can have, whatever is cached and not pinned."""
-        return self._num_blocks
-
-    def _holds(self, most: int) -> str:
-        return f"the pool has {most}"
-
-    def _worst_case(self, request: Request) -> int:
-        return blocks_needed(request, self._block_size, 0, worst_case=True)
 
     def _is_covered(self, request: Request, match: Match, without: Collection[Request] = ()) -> bool:
         """Return whether the request can take its blocks and the running ones the blocks that are promised to them.
 
         `without` are running requests that would be preempted first.
         """
-        freed = sum(self._promise(each) + most_blocks_freed(each, self._block_size) for each in without)
-        return self._available(request) - self._promised() + freed >= self._takes(request, match)
+        freed = sum(most_blocks_freed(each, self._block_size) for each in without)
+        new = blocks_needed(request, self._block_size, match.length) + request.streams_left
+        promises = [*self._promises(without), (request, new)]
+        return self._accounts.cover(promises, idle=match.idle_blocks, freed=freed)
 
-    def _available(self, request: Request) -> int:
-        """Return how many blocks are free or can be evicted for a request."""
-        return self._cache.free_blocks + self._cache.evictable_blocks
-
-    def _promised(self) -> int:
-        """Return how many blocks the running requests may still take."""
-        return sum(map(self._promise, self._running))
-
-    def _promise(self, request: Request) -> int:
-        return blocks_needed(request, self._block_size) + headroom_blocks(request)
-
-    def _takes(self, request: Request, match: Match) -> int:
-        """Return the blocks that a request is sure to take: unlocked blocks of its hit, and new ones."""
-        new = blocks_needed(request, self._block_size, match.length)
-        return match.idle_blocks + new + headroom_blocks(request)
+    def _promises(self, without: Collection[Request] = ()) -> list[Promise]:
+        """Return how many blocks the running requests may still take, except `without`."""
+        return [
+            (each, blocks_needed(each, self._block_size) + each.streams_left)
+            for each in self._running
+            if each not in without
+        ]
 
     def _can_finish(self, request: Request, sequence: Sequence, headroom: int = 0) -> bool:
         need = blocks_needed(request, self._block_size, sequence.length, worst_case=True)
-        return self._available(request) >= need + headroom
+        return self._accounts.available(request.namespace) >= need + headroom
 
     # ---- pins
 
@@ -163,10 +238,11 @@ class Admission:
         Raises PinBudgetExceeded, and then nothing has changed.
         """
         pin = self._cache.pin(tokens, namespace, ttl)
-        begun = [(each, None) for each in self._running] + [(each, 0) for each in self._waiting if each.preemptions]
+        begun = [(each, None) for each in self._running] + [
+            (each, 0) for each in self._waiting if each.scheduling.preemptions
+        ]
         most = [
-            (each, blocks_needed(each, self._block_size, at, worst_case=True) + headroom_blocks(each))
-            for each, at in begun
+            (each, blocks_needed(each, self._block_size, at, worst_case=True) + each.streams_left) for each, at in begun
         ]
         if not self._leaves_room(most):
             pin.release()
@@ -197,15 +273,24 @@ class Admission:
         if not self._pinned_blocks():
             return True
         own = self._reuse.sure_hit(self._pinned_hit(request))
-        return blocks_needed(request, self._block_size, own, worst_case=True) <= self._most_beside_pins(request)
+        return blocks_needed(request, self._block_size, own, worst_case=True) <= self._room_beside_pins(request)
 
-    def _most_beside_pins(self, request: Request) -> int:
+    def _room_beside_pins(self, request: Request) -> int:
         """Return how many blocks that are not pinned a request can have if it runs alone."""
-        return self._num_blocks - self._pinned_blocks()
+        return self._accounts.most_beside_pins(request.namespace, self._pinned_blocks())
 
-    def _leaves_room(self, most: list[tuple[Request, int]]) -> bool:
+    def _most_beside_its_pins(self, request: Request) -> int:
+        """Return how many blocks a request takes at most, besides those that are pinned for it."""
+        return blocks_needed(request, self._block_size, self._pinned_hit(request), worst_case=True)
+
+    def _leaves_room(self, most: list[Promise]) -> bool:
         """Return whether each of these requests can take its blocks alone, and the running ones the promised ones."""
-        return all(self._available(each) >= max(self._promised(), blocks) for each, blocks in most)
+        accounts = self._accounts
+        alone = all(
+            accounts.available(each.namespace) >= blocks and accounts.allows(each, self._most_beside_its_pins)
+            for each, blocks in most
+        )
+        return alone and accounts.cover(self._promises())
 
     def _pinned_blocks(self) -> int:
         """Return how many blocks pins hold; releases those that have expired."""
@@ -225,7 +310,7 @@ class Admission:
 
     def victim(self, request: Request) -> Request:
         """Return the running request to preempt for a running one; O(running requests * depth of the tree)."""
-        return self._first_to_go(self._running)
+        return self._first_to_go(self._accounts.victims(request, self._running))
 
     def paused_victim(self) -> Request | None:
         """Return the paused request to preempt, if there is one."""
@@ -234,16 +319,21 @@ class Admission:
 
     def _first_to_go(self, requests: list[Request]) -> Request:
         key = self._victim_key
-        return min(requests, key=lambda each: (not each.channel.paused, each.priority, each.guaranteed, key(each)))
+        return min(
+            requests, key=lambda each: (not each.channel.paused, each.priority, each.scheduling.guaranteed, key(each))
+        )
 
 
 def blocks_needed(request: Request, block_size: int, start: int | None = None, *, worst_case: bool = False) -> int:
     """Return how many blocks all streams of a request may still take together, without their headroom.
 
+    The headroom is one block per stream, for the case that another request has cached the tokens that it publishes.
+
     `start` is where its first stream begins if it does not run yet. `worst_case` counts up to max_tokens in any case.
     A part-filled last block counts, because a sequence copies a shared block before it writes; so does each fork.
     """
-    prompt, most, live = len(request.prompt), request.computed_length, request.live
+    prompt, live = len(request.prompt), request.live
+    most = prompt + max(request.max_tokens - 1, 0)  # the last sampled token is never computed
     blocks = 0
     for index in range(request.streams_left):
         stream = live[index] if index < len(live) else None
@@ -252,15 +342,10 @@ def blocks_needed(request: Request, block_size: int, start: int | None = None, *
             begin, end = stream.sequence.length if stream.active else prompt, len(stream.tokens)
         if index == 0 and (start is not None or stream is None):
             begin = start or 0
-        if worst_case or request.guaranteed or end > most:
+        if worst_case or request.scheduling.guaranteed or end > most:
             end = most
         blocks += -(-end // block_size) - begin // block_size
     return blocks
-
-
-def headroom_blocks(request: Request) -> int:
-    """Return one block per stream, for the case that another request has cached the tokens that it publishes."""
-    return request.streams_left
 
 
 def most_blocks_freed(request: Request, block_size: int) -> int:
@@ -275,13 +360,13 @@ def _cheapest(request: Request) -> Key:
     active = [stream for stream in request.live if stream.active]
     tokens = sum(stream.sequence.unshared_length for stream in active)
     if len(active) > 1:  # its streams share the prompt with each other
-        tokens += max(len(request.prompt) - request.streams[0].cached_tokens, 0)
-    return tokens, -request.number
+        tokens += max(len(request.prompt) - request.streams[0].counts.cached_tokens, 0)
+    return tokens, -request.scheduling.number
 
 
 def _last(request: Request) -> Key:
     """Order by admission, the latest first (vLLM)."""
-    return -request.admitted, -request.number
+    return -request.scheduling.admitted, -request.scheduling.number
 
 
 VICTIMS: dict[str, Callable[[Request], Key]] = {"cheapest": _cheapest, "last": _last}

@@ -20,13 +20,13 @@ from weakref import WeakKeyDictionary, ref
 from radixkv.cache import Explanation
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.engine import NOT_COPIED, RequestEngine
-from radixkv.engine.input_processor import Params, Prompt
+from radixkv.engine.input_processor import EncodedPrompt, Params, Prompt, start_of_reply
 from radixkv.engine.output import Chunk, Completion, Handle, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
 from radixkv.engine.stats import AuditReport, EngineStats
-from radixkv.engine.weights import State
 from radixkv.errors import EngineClosed
+from radixkv.models.weights.fixed import State
 from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.tree_view import ALL, TreeView
 
@@ -112,19 +112,19 @@ class AsyncRequestEngine:
 
     async def submit(
         self,
-        prompt: Prompt,
+        prompt: Prompt | EncodedPrompt,
         params: SamplingParams | None = None,
         *,
         namespace: Hashable = None,
         priority: int = 0,
         timeout: float | None = None,
         session: int | None = None,
-        reply_start: int = 0,
+        reply_start: int | None = None,
         sample: bool = True,
     ) -> AsyncHandle:
         """Start one request; iterate the handle for chunks, or await its result: see `Engine.submit`."""
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        options |= {"reply_start": reply_start, "sample": sample}
+        options |= {"reply_start": start_of_reply(reply_start), "sample": sample}
         await self._compiled(params)
         request = await self._prepared(self.client.inputs.request, prompt, params, **options)
         return AsyncHandle(self.client.start(request))
@@ -182,7 +182,7 @@ class AsyncRequestEngine:
         await asyncio.wrap_future(self.client.clear_cache())
 
     async def reload_weights(self, state: State | None = None) -> None:
-        """Use the model's present weights from now on, or those of `state`: see `Engine.reload_weights`."""
+        """Use the model's present weights from now on, or the weights of `state`: see `Engine.reload_weights`."""
         await asyncio.wrap_future(self.client.reload_weights(state))
 
     async def close(self, drain: bool = False, timeout: float | None = None) -> None:

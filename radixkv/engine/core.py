@@ -1,7 +1,26 @@
-"""Run the engine's steps: schedule, run, commit.
+"""Run the engine's steps: schedule, transfer, forward, sample, commit.
 
 Only the engine's thread calls a core. An exception inside a step ends the requests that caused it, and no other if that
 can be found out. Only KV of forwards that returned finite logits is published.
+
+At depth 0 a step is finished before the next one is scheduled. At depth 1 steps overlap: while the device computes one
+step, the host schedules and launches the next one. The host takes the results of a step only after it has launched the
+next one, so the device always has work. The tokens that the step in flight samples are not known on the host then. The
+next step reads them on the device (SGLang's overlap scheduler and TensorRT-LLM do the same), and the cache has
+placeholders for them, which nothing can match. No larger depth is possible: a sequence has one unknown token.
+
+- At depth 1 KV is committed when its step is launched, and published when the results show that its logits are finite.
+  Every later launch comes after it in the device's stream, so blocks can be reused as soon as the cache frees them.
+- A stream ends one step after its last row was launched. The row in between is wasted: the cache drops its token, and
+  its result is ignored. `max_tokens` is known in advance and wastes nothing. With recurrent state the cache keeps the
+  token, since the state cannot go back: the stream is closed one step later.
+- A host-bound row must be read by the host before its stream can continue: a grammar or a bad word decides the mask of
+  the next token, and a beam search decides which beams go on. Such a stream samples in every other step at most; all
+  others overlap.
+- `finish_step` takes the results of the step in flight without launching another one. It comes before a preemption,
+  before an audit and before new weights. Cancelling needs no results, and drops them.
+- If a launch raises, the step in flight is finished first. The launch is then tried again, if need be in halves. A step
+  in several parts is finished at once.
 """
 
 from __future__ import annotations
@@ -9,57 +28,95 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from random import Random
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.beams import BeamRequest
-from radixkv.engine.chunk_scores import ChunkScores, begin_chunk_scores
-from radixkv.engine.fault_isolation import failure, fault_isolation, in_halves
+from radixkv.device import refuse_fatal
+from radixkv.engine.draws import ChunkScores, Draws, Row, begin_chunk_scores, take_chunk_scores
+from radixkv.engine.fault_isolation import OwnForwards, failure, in_halves, is_over
 from radixkv.engine.latency import TokenTimes
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, Stream, TokenIds
-from radixkv.engine.reuse_policy import ReusePolicy, reuse_policy
+from radixkv.engine.reuse_policy import NO_LOADS, reuse_policy
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
+from radixkv.engine.transfers import HostMemory, HostTransfer, StateMemory, StateTransfer, Transfer, load_limits
 from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import SequenceInput
-from radixkv.sampling.logits_processors import nothing_to_draw
-from radixkv.sampling.params import Candidates, SampleRow, TokenLogprobs
-from radixkv.sampling.sampler import HostSampler, Sampled, Sampler, finite_rows
-from radixkv.sampling.token_mask import ConstrainedRow, StepMasks, TokenMasks
+from radixkv.sampling.sampler import HostSampler, Pending, Sampler, finite_rows
+from radixkv.sampling.token_mask import StepMasks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from radixkv.cache.host.tree import HostRun
-    from radixkv.cache.types import CachedRun
+    from radixkv.attention.host_store import HostCosts
+    from radixkv.models.kv_recompute import Recheck
 
 _log = logging.getLogger(__name__)
-Row = tuple[int, Stream]
 
 
 class Forward(Protocol):
     """Computes a step; `radixkv.models.runner.Runner` does."""
 
-    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> Tensor:
+    @property
+    def row_dependent(self) -> bool:
+        """Whether a row's bits depend on the other rows of its forward, later ones included."""
+        ...
+
+    @property
+    def host(self) -> HostMemory | None:
+        """The host memory of a cache with host blocks."""
+        ...
+
+    @property
+    def states(self) -> StateMemory | None:
+        """The slots of a cache with rows of recurrent state."""
+        ...
+
+    def run(
+        self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]], sampled: Tensor | None = None
+    ) -> Tensor:
         """Run all copies, then all chunks; returns logits [len(chunks) + additional rows, vocab].
 
         Row i is the last token of chunk i. The additional rows follow: of each chunk in turn, its last `logit_rows`
-        tokens without the last one.
+        tokens without the last one. `sampled` int64 [rows] on the device has the tokens of chunks with a `sampled_row`;
+        it is passed at depth 1 only, where this may return before the device has computed.
         """
+        ...
+
+    @property
+    def recheck_tokens(self) -> int:
+        """The most tokens that `recheck` computes; 0 if it cannot. If `row_dependent`, it computes no fewer."""
+        ...
+
+    @property
+    def recheck_obstacle(self) -> str | None:
+        """Why cached KV cannot be recomputed and compared; None if it can."""
+        ...
+
+    def recheck(self, tokens: TokenIds, start: int, block_table: NDArray[np.int32]) -> Recheck:
+        """Compute [start, len(tokens)) again and compare; `start` is a multiple of `recheck_tokens`."""
+        ...
+
+    def host_costs(self, chunk: int) -> HostCosts:
+        """Measure the seconds of a token's load and of its prefill, before anything is cached. Needs `host`."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """Return counters of recurrent states and of steps without CUDA graphs, as in EngineStats."""
         ...
 
 
 class BackgroundTask(Protocol):
-    """Work that is done in pieces, one after each step; `kv_scrub.Auditor` is one."""
+    """Work that is done in pieces, one after each step; `audit.Auditor` is one."""
 
     def due_in(self, *, busy: bool) -> float | None:
         """Return the seconds until a piece is due; None for never. `busy` says whether there are requests."""
@@ -74,74 +131,102 @@ class BackgroundTask(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step that was launched, or a part of one, and its draws: one for all rows, or several after one that raised."""
+
+    work: list[Work]
+    draws: list[tuple[list[Row], Pending]]
+    scores: list[ChunkScores]
+
+
 class Core:
-    """Runs requests over one cache and one runner, one step at a time."""
+    """Runs requests over one cache and one runner. At `depth` 1 a step is launched before the last one is finished."""
 
-    scheduler_class: ClassVar[type[Scheduler]] = Scheduler
+    def __init__(
+        self,
+        cache: PrefixCache,
+        runner: Forward,
+        config: EngineConfig,
+        *,
+        sampler: Sampler | None = None,
+        depth: int = 0,
+    ) -> None:
+        """Own `cache` and `runner` from now on. `sampler` is by default one for logits in host memory.
 
-    def __init__(self, cache: PrefixCache, runner: Forward, config: EngineConfig) -> None:
-        """Own `cache` and `runner` from now on."""
+        Measures the costs of loads if the cache has host blocks.
+        """
+        assert depth in (0, 1)
         self.cache = cache
         self.runner = runner
         self.config = config
+        self.depth = depth
         self.counters = Counters()
         self.token_times = TokenTimes()
         self.observers: list[EngineObserver] = []
         self.background: list[BackgroundTask] = []
         self.step_seconds, self.step_tokens = 0.0, 0  # of all steps that ran something
-        self._reuse = self._reuse_policy()
-        self.scheduler = self.scheduler_class(cache, config, self.counters, self._reuse, self.observers, self.end)
-        self._isolation = fault_isolation(cache, lambda request: self.scheduler.preempt(request))
+        self.host_costs = runner.host_costs(config.prefill_chunk) if cache.host_blocks else None
+        costs = self.host_costs
+        loads = NO_LOADS if costs is None else load_limits(costs, config, cache.block_size)
+        loads = loads._replace(whole=bool(cache.state_rows))
+        self._reuse = reuse_policy(cache, config, row_dependent=runner.row_dependent, loads=loads)
+        self.flight: Flight | None = None  # the step that was launched and is not finished
+        self._finish_first = self.finish_step if depth else None  # before a launch that raised is tried again
+        self.scheduler = Scheduler(cache, config, self.counters, self._reuse, self.observers, self)
         self.admission = self.scheduler.admission
-        self.sampler: Sampler = HostSampler()
-        self._masks = TokenMasks()
-        # A guard in place of a null object: looking for constrained streams takes 1% of a step.
-        self._constrained = False  # whether there has been a constrained request
-        self._scored = False  # whether there has been a scored request; a guard for the same reason
+        self.host = self._host_transfer()
+        self._transfers: list[Transfer] = [each for each in (self._state_transfer(), self.host) if each is not None]
+        self._own_forwards = OwnForwards(self._preempt) if cache.state_rows else None
+        self._draws = Draws(sampler or HostSampler(), config, self.counters, self.token_times, self._fail_alone)
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; requests that ended are skipped
 
-    def _reuse_policy(self) -> ReusePolicy:
-        return reuse_policy(self.cache, self.config, row_dependent=getattr(self.runner, "row_dependent", False))
+    def _host_transfer(self) -> HostTransfer | None:
+        if not self.cache.host_blocks:
+            return None
+        assert self.runner.host is not None
+        calls = self._preempt, self._fail_alone
+        return HostTransfer(self.cache, self.runner.host, self._reuse, self.counters, *calls)
+
+    def _state_transfer(self) -> StateTransfer | None:
+        if not self.cache.state_rows:
+            return None
+        assert self.runner.states is not None
+        return StateTransfer(self.cache.copies, self.runner.states)
 
     @property
     def busy(self) -> bool:
         """Whether there is a request that has not ended."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    def state_stats(self) -> dict[str, int]:
-        """Return the runner's counters of recurrent states and of steps without CUDA graphs, as in EngineStats."""
-        states, eager = getattr(self.runner, "states", None), getattr(self.runner, "eager", None)
-        counted = {} if states is None else dict(states.stats())
-        return counted if eager is None else {**counted, "eager_steps": eager.count}
-
     def token_costs(self) -> dict[str, float]:
         """Return the measured seconds of a token's load and of its prefill, by name; {} without a host tier."""
-        return {}
+        return {} if self.host_costs is None else self.host_costs._asdict()
 
     def idle_for(self) -> float | None:
         """Return the seconds for which a step would have nothing to do: 0.0 for none, None until the next call.
 
-        While there are requests, only paused ones and deadlines let the engine rest.
+        While there are requests, only paused ones and deadlines let the engine rest. A step in flight is due at once.
         """
+        if self.flight is not None:
+            return 0.0
         if any(not each.channel.paused for each in chain(self.scheduler.running, self.scheduler.waiting)):
             return 0.0
         waits = [task.due_in(busy=self.busy) for task in self.background]
-        if self.busy and self._deadlines:
+        if self._deadlines and self.busy:
             waits.append(max(self._deadlines[0][0] - time.perf_counter(), 0.0))
         return min((wait for wait in waits if wait is not None), default=None)
 
     def add(self, request: Request) -> None:
         """Queue a request that fits the pool: see `Admission.check_fits`."""
         self.scheduler.add(request)
-        self._constrained |= request.matcher is not None
-        self._scored |= request.scoring is not None
         for observer in self.observers:
             observer.added(request)
         if request.deadline is not None:
             if len(self._deadlines) > 2 * (len(self.scheduler.running) + len(self.scheduler.waiting)):
                 self._deadlines = [each for each in self._deadlines if not each[2].channel.ended]
                 heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (request.deadline, request.number, request))
+            heapq.heappush(self._deadlines, (request.deadline, request.scheduling.number, request))
 
     def cancel(self, request: Request, error: RequestCancelled | None = None) -> None:
         """End a request that has not ended; its computed tokens stay cached. Between two steps only.
@@ -158,7 +243,14 @@ class Core:
             request.channel.disable_backpressure()
 
     def close(self, error: EngineError) -> None:
-        """End every request, and release the pool and the cache; no other method may be called afterwards."""
+        """Finish the step in flight, end every request, and release the pool and the cache.
+
+        No other method may be called afterwards.
+        """
+        try:
+            self.finish_step()
+        except Exception:
+            _log.exception("the last step could not be finished")
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             try:
                 self.end(request, error)
@@ -168,7 +260,8 @@ class Core:
             task.close()
         self.scheduler.close()
         self._reuse.close()
-        del self.runner, self.cache
+        self._transfers.clear()
+        del self.runner, self.cache, self.host
 
     def forget(self, error: EngineError) -> None:
         """Drop all cached KV, pinned or not, because the model computes another; between two steps only.
@@ -176,7 +269,8 @@ class Core:
         Ends the requests that have begun with `error`. Waiting requests that have computed nothing stay.
         """
         self.finish_step()
-        for request in [*self.scheduler.running, *(each for each in self.scheduler.waiting if each.admitted)]:
+        begun = [each for each in self.scheduler.waiting if each.scheduling.admitted]
+        for request in [*self.scheduler.running, *begun]:
             self.end(request, error)
         self.clear_cache(pins=True)
 
@@ -188,19 +282,19 @@ class Core:
     def clear_namespace(self, namespace: Hashable) -> None:
         """Drop the cached KV of a namespace that no request and no pin holds, and the kept scores of its prompts."""
         self.cache.clear_namespace(namespace)
-        self._reuse.prompt_scores.drop(namespace)
+        self._reuse.kept_scores.drop(namespace)
         self._reset_scores(each for each in self.scheduler.waiting if each.namespace == namespace)
 
     def forget_scores(self) -> None:
         """Drop all kept scores of prompts, and those that waiting requests took."""
-        self._reuse.prompt_scores.clear()
+        self._reuse.kept_scores.clear()
         self._reset_scores(self.scheduler.waiting)
 
     def _reset_scores(self, requests: Iterable[Request]) -> None:
         """Let requests that have not begun compute their scores again."""
         for request in requests:
-            if request.scoring is not None and not request.streams:
-                request.scoring.reset()
+            if not request.streams:
+                request.scores.reset()
 
     def demote(self, tokens: TokenIds, keep: int, namespace: Hashable) -> None:
         """Evict the cached part of `tokens` from position `keep` on first, as far as no other prefix shares it."""
@@ -208,49 +302,58 @@ class Core:
         cached = match.matched + match.host  # a reply's last token never is
         self.cache.demote(tokens[:cached], namespace, start=keep)
 
-    # ---- for audits
-
-    def random_run(self, rng: Random) -> CachedRun | HostRun | None:
-        """Return a random run of cached tokens; None if nothing is cached."""
-        return self.cache.random_run(rng)
-
-    @contextmanager
-    def cached_blocks(self, tokens: TokenIds, namespace: Hashable) -> Iterator[NDArray[np.int32] | None]:
-        """Yield the block table of a cached text, to be read only while this is open; None if some is not cached."""
-        match = self.cache.match(tokens, namespace)
-        yield match.blocks if match.length == len(tokens) else None
-
     # ---- one step
 
     def step(self) -> None:
-        """Schedule, run, commit. Raises DeviceLost if the device computes nothing more, and no other error."""
+        """Schedule, transfer, forward, sample, commit.
+
+        Raises DeviceLost if the device computes nothing more, and no other error.
+        """
         begun = time.perf_counter()
         work = self._advance()
         if work:
             self.step_seconds += time.perf_counter() - begun
-            self.step_tokens += sum(len(each.tokens) for each in work)
+            self.step_tokens += sum(len(each.tokens) for each in work if each.sources is None)
         if self.background:
             self._run_background()
 
     def _advance(self) -> list[Work]:
-        """Schedule, run, commit; return the step's work."""
+        """Schedule and launch a step, then finish the preceding one, at depth 0 this one; return its work."""
         work: list[Work] = []
+        launched: list[Flight] = []
         try:
-            self._end_overdue()
+            if self._deadlines:
+                self._end_overdue()
             work = self.scheduler.schedule()
-            masks = self._masks_of(work) if self._constrained else None
-            for part, logits in self._run(work):
-                self._commit(part, logits, masks)
+            if work:
+                launched = self._launch(work)
         except Exception as error:
+            refuse_fatal(error)
+            self.finish_step()
             self._fail(work, error)
+        if self.flight is not None:
+            self.finish_step()
+        if self.depth and len(launched) == 1 and len(launched[0].draws) == 1:
+            self.flight = launched[0]
+        else:
+            for each in launched:
+                self._finish(each)
         return work
 
-    def finish_step(self) -> None:
-        """Finish the step in flight, if the core has one between two steps: an `OverlappedCore` may."""
+    def finish_step(self) -> bool:
+        """Take the results of the step in flight; returns whether there was one."""
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return False
+        self._finish(flight)
+        return True
 
     def _run_background(self) -> None:
+        """Run the tasks that are due, after the step in flight: they may use the model, or end requests."""
         for task in self.background:
-            task.step(busy=self.busy)
+            if task.due_in(busy=self.busy) == 0:
+                self.finish_step()
+                task.step(busy=self.busy)
 
     def _end_overdue(self) -> None:
         """End the requests whose deadline has passed."""
@@ -261,49 +364,106 @@ class Core:
                 self._publish_all(request)
                 self.end(request, RequestTimedOut(f"the request did not finish in time: {waited:.3g} s have passed"))
 
-    # ---- run
+    # ---- launch
 
-    def _run(self, work: list[Work]) -> list[tuple[list[Work], Tensor]]:
-        """Return the logits of all work; in several parts only if a forward raised."""
+    def _launch(self, work: list[Work]) -> list[Flight]:
+        """Run the transfers of a step, launch its forward and its draws; in several parts only if a forward raised."""
+        masks = self._draws.masks(work)
+        self.counters.steps += 1
+        for transfer in self._transfers:
+            work = transfer.launch(work)
         if not work:
             return []
-        self.counters.steps += 1
-        return self._isolation.run(work, self._forward, self._fail_alone)
+        if self._own_forwards is None:
+            parts = in_halves(work, self._forward, _stream_of, self._fail_alone, self._finish_first)
+        else:
+            parts = self._own_forwards.run(work, self._forward, self._fail_alone)
+        return [self._begin(part, logits, masks) for part, logits in parts]
 
     def _forward(self, work: list[Work]) -> Tensor:
-        chunks = [sequence_input(each) for each in work]
-        return self.runner.run(chunks, list(chain.from_iterable(each.plan.copies for each in work)))
+        """Launch the forward; tokens that the step in flight samples stay on the device."""
+        flight, relayed = self.flight, [each for each in work if each.relayed]
+        copies = list(chain.from_iterable(each.plan.copies for each in work))
+        if flight is not None and relayed:
+            ((rows, pending),) = flight.draws
+            places = {stream: place for place, (_, stream) in enumerate(rows)}
+            chunks = [sequence_input(each, places[each.stream] if each.relayed else -1) for each in work]
+            return self.runner.run(chunks, copies, pending.tokens)
+        for each in relayed:  # the step that sampled them has finished
+            each.tokens[0] = each.stream.tokens[each.start]
+        return self.runner.run([sequence_input(each) for each in work], copies)
 
-    def _masks_of(self, work: list[Work]) -> StepMasks | None:
-        """Start to fill the masks of the constrained streams that sample in this step; None if there is none."""
-        rows = {
-            each.stream: ConstrainedRow(each.stream.matcher, each.stream.request.stop_ids)
-            for each in work
-            if each.stream.matcher is not None and each.samples
-        }
-        return self._masks.begin(rows) if rows else None
+    def _begin(self, work: list[Work], logits: Tensor, masks: StepMasks | None) -> Flight:
+        """Commit computed chunks, and start to sample the next tokens."""
+        wanted = sum(each.rows for each in work)
+        if len(logits) != wanted:
+            raise ValueError(f"a forward of {len(work)} chunks returned {len(logits)} rows of logits, not {wanted}")
+        if self.depth:
+            self._commit_launched(work)
+        else:
+            self._commit(work, finite_rows(logits[: len(work)]))
+        scores, logits = begin_chunk_scores(work, logits, self._fail_alone, self._finish_first), logits[: len(work)]
+        if masks is not None:
+            for stream, failed in masks.wait().items():
+                self._fail_alone(stream.request, failed)
+        return Flight(work, self._draws.begin(work, logits, masks, self._finish_first), scores)
 
-    # ---- commit
-
-    def _commit(self, work: list[Work], logits: Tensor, masks: StepMasks | None) -> None:
-        """Publish the computed chunks, sample the next tokens, and close the streams that ended."""
-        scores: list[ChunkScores] = []
-        if self._scored:
-            scores, logits = begin_chunk_scores(work, logits, self._fail_alone), logits[: len(work)]
-        for each, is_finite in zip(work, finite_rows(logits), strict=True):
+    def _commit(self, work: list[Work], finite: list[bool]) -> None:
+        """Publish the computed chunks of a step at depth 0: one commit costs half as much as commit and publish."""
+        for each, is_finite in zip(work, finite, strict=True):
             request = each.stream.request
             try:
                 if not request.channel.ended:  # another stream of it failed
                     each.stream.sequence.commit(self._count_chunk(each, is_finite))
             except Exception as error:
                 self._fail_alone(request, error)
-        self._take_scores(scores)
-        if masks is not None:
-            for stream, failed in masks.wait().items():
-                self._fail_alone(stream.request, failed)
-        for rows, sampled in self._draw(work, logits, masks):
-            self._accept(rows, sampled, constrained=masks is not None)
-        self._end_step(work)
+
+    def _commit_launched(self, work: list[Work]) -> None:
+        """Commit chunks that the device will compute, and publish none of them yet."""
+        for each in work:
+            if each.stream.active:  # another stream of its request may have failed
+                each.stream.sequence.commit(publish=False)
+                each.stream.in_flight += len(each.tokens)
+
+    # ---- finish
+
+    def _finish(self, flight: Flight) -> None:
+        """Accept the tokens of a step, and close the streams that ended; at depth 1, publish its chunks first."""
+        ended = self.scheduler.closing[:]
+        try:
+            results = [(rows, pending.result()) for rows, pending in flight.draws]
+            if self.depth:
+                self._publish(flight)
+            if flight.scores:
+                kept = self._reuse.kept_scores
+                self.counters.scored_tokens += take_chunk_scores(flight.scores, kept, self._fail_alone)
+            for rows, sampled in results:
+                self._draws.accept(rows, sampled)
+                if self.depth:
+                    _resolve(rows, sampled.tokens)
+            self._end_step(flight.work)
+        except Exception as error:
+            self._fail(flight.work, error)
+        for stream in ended:
+            self.scheduler.closing.remove(stream)
+            self._publish_rest(stream)
+            stream.close()
+
+    def _publish(self, flight: Flight) -> None:
+        """Count and publish the chunks of a step, which were committed when it was launched."""
+        for each, is_finite in zip(flight.work, flight.draws[0][1].finite(), strict=True):
+            stream, count = each.stream, len(each.tokens)
+            try:
+                if is_over(stream) or not is_finite:
+                    self.counters.wasted_tokens += count
+                if not is_over(stream):
+                    stream.in_flight -= count
+                    if self._count_chunk(each, is_finite):
+                        stream.sequence.publish(each.end)
+                elif is_finite and stream in self.scheduler.closing:
+                    stream.in_flight -= count
+            except Exception as error:
+                self._fail_alone(stream.request, error)
 
     def _end_step(self, work: list[Work]) -> None:
         """Close the streams that ended, and wake the readers."""
@@ -321,118 +481,51 @@ class Core:
         if not is_finite:
             raise InvalidInput("the model's logits have no finite maximum: it computed NaN or infinity")
         counters, stream, count = self.counters, work.stream, len(work.tokens)
-        new, hits = stream.count_computed(work.start, count)
+        new, hits = stream.counts.count_computed(work.start, count)
         counters.computed_tokens += new
         counters.recomputed_tokens += count - new
         counters.cached_tokens += hits
         request, prompt_tokens = stream.request, len(stream.request.prompt)
-        counters.decode_tokens += new if work.start >= prompt_tokens else min(new, max(work.end - prompt_tokens, 0))
-        if not request.counted:
-            request.counted = True
+        counters.decode_tokens += (
+            new if work.start >= prompt_tokens else min(new, max(work.start + count - prompt_tokens, 0))
+        )
+        if not request.scheduling.counted:
+            request.scheduling.counted = True
             counters.prompt_tokens += prompt_tokens
         return self._reuse.publishes(stream, work.start, count, isolated=work.isolated)
-
-    def _take_scores(self, scores: Sequence[ChunkScores]) -> None:
-        """Record the scores of chunks that were computed."""
-        for each in scores:
-            try:
-                if not each.request.channel.ended:
-                    self.counters.scored_tokens += each.take()
-                    self._reuse.keep_scores(each.request)
-            except Exception as error:
-                self._fail_alone(each.request, error)
-
-    def _rows_to_sample(self, work: list[Work]) -> list[Row]:
-        """Return (row of the logits, stream) for each stream that samples; forks requests whose prompt is computed."""
-        rows: list[Row] = []
-        for row, each in enumerate(work):
-            request = each.stream.request
-            if not each.samples or request.channel.ended:
-                continue
-            if not request.unforked:
-                rows.append((row, each.stream))
-                continue
-            try:
-                request.fork()
-                rows.extend((row, stream) for stream in request.streams)
-            except Exception as error:
-                self._fail_alone(request, error)
-        return rows
-
-    def _draw(self, work: list[Work], logits: Tensor, masks: StepMasks | None) -> list[tuple[list[Row], Sampled]]:
-        """Sample a token for each stream that has its last logits; in several parts only if that raised."""
-        rows = self._rows_to_sample(work)
-        if not rows:
-            return []
-
-        def draw(rows: list[Row]) -> Sampled:
-            mask = None if masks is None else masks.select(work[row].stream for row, _ in rows)
-            samples = [sample_row(stream) for _, stream in rows]
-            return self.sampler.begin(logits, samples, [row for row, _ in rows], mask).result()
-
-        return in_halves(rows, draw, lambda row: row[1].request, self._fail_alone)
-
-    def _accept(self, rows: list[Row], sampled: Sampled, *, constrained: bool) -> None:
-        """Append the sampled tokens to their streams, and hand the text that they release to the callers.
-
-        `constrained` says whether some of the streams are.
-        """
-        logprobs = sampled.logprobs or [None] * len(rows)
-        candidates = sampled.candidates  # a guard in place of a null object: most steps have none
-        self.token_times.begin()
-        for index, (_, stream) in enumerate(rows):
-            request = stream.request
-            if request.channel.ended:  # another stream of it failed
-                continue
-            try:
-                if index in sampled.broken:
-                    raise nothing_to_draw(self.config.logits_processors, request.params)
-                if candidates is not None and isinstance(request, BeamRequest):
-                    self._offer(request, stream, candidates[index], logprobs[index])
-                    continue
-                if constrained and stream.matcher is not None:
-                    self._accept_constrained(stream, sampled.tokens[index], logprobs[index])
-                    continue
-                self.counters.output_tokens += 1
-                request.channel.put(stream.accept(sampled.tokens[index], logprobs[index]))
-                self.token_times.count(stream)
-            except Exception as error:
-                self._fail_alone(request, error)
-        self.token_times.end()
-
-    def _accept_constrained(self, stream: Stream, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a sampled token and the tokens that it forces."""
-        for forced, chunk in enumerate(stream.accept_constrained(token, logprobs)):
-            self.counters.output_tokens += 1
-            self.counters.forced_tokens += forced > 0
-            stream.request.channel.put(chunk)
-            self.token_times.count(stream)
-
-    def _offer(
-        self, request: BeamRequest, stream: Stream, candidates: Candidates | None, logprobs: TokenLogprobs | None
-    ) -> None:
-        """Hand a beam's candidates to its search, and the tokens of the best beams to the caller once it is over."""
-        assert candidates is not None
-        for chunk in request.offer(stream, candidates, logprobs, self._publish_rest):
-            self.counters.output_tokens += 1
-            request.channel.put(chunk)
 
     def _close_finished(self, request: Request) -> None:
         """Close the streams that ended, and the request with its last one."""
         if request.channel.ended:
             return
+        for chunk in request.replies.advance(request, self._publish_rest):
+            self.counters.output_tokens += 1
+            request.channel.put(chunk)
         if not request.max_tokens and request.streams[0].computed_length >= len(request.prompt):
             request.streams[0].finish_reason = "length"  # only the prompt was asked for
         finished = [stream for stream in request.streams if stream.finish_reason is not None]
         for stream in finished:
-            self._publish_rest(stream)
-            stream.close()
-        if len(finished) == request.width:
+            if stream.in_flight and self.cache.state_rows:
+                self._close_late(stream)
+            else:
+                self._publish_rest(stream)
+                stream.close()
+        if len(finished) == request.replies.width:
             self.scheduler.remove(request)
-            request.channel.finish(request.completion())
+            request.channel.finish(request.replies.completion(request))
             self.counters.finished += 1
             for observer in self.observers:
                 observer.ended(request, None)
+
+    def _close_late(self, stream: Stream) -> None:
+        """Close a stream that has ended after the step in flight.
+
+        Its row of recurrent state has passed the last token, so the state and the KV after that token are kept.
+        Templates repeat the token in the next turn of a conversation.
+        """
+        if stream.active and stream not in self.scheduler.closing:
+            stream.times.finished = time.perf_counter()
+            self.scheduler.closing.append(stream)
 
     # ---- end a request
 
@@ -450,12 +543,25 @@ class Core:
             for observer in self.observers:
                 observer.ended(request, error)
 
+    def _preempt(self, request: Request) -> None:
+        self.scheduler.preempt(request)
+
     def _publish_all(self, request: Request) -> None:
         for stream in request.streams:
             self._publish_rest(stream)
 
     def _publish_rest(self, stream: Stream) -> None:
-        self._reuse.publish_rest(stream)
+        """Drop the tokens of a step in flight, and publish the rest, unless a plan is pending."""
+        if not self.depth:
+            self._reuse.publish_rest(stream)
+        elif stream.active and not stream.sequence.has_plan:
+            first = stream.request.streams[0]  # computes the prompt for all; forks hold its tokens in flight, too
+            done = first.computed_length >= len(stream.request.prompt)
+            length = stream.computed_length if done else first.computed_length
+            if not self.cache.state_rows:  # a row of recurrent state would go back to a snapshot
+                stream.sequence.truncate(length)
+                stream.in_flight = 0
+            self._reuse.publish_rest(stream, length)
 
     def _fail_alone(self, request: Request, error: Exception) -> None:
         """End the one request that raised."""
@@ -463,12 +569,30 @@ class Core:
         self.end(request, failure(error))
 
     def _fail(self, work: list[Work], error: Exception) -> None:
-        """End the requests of a step that raised; all running ones if it raised before all chunks were planned."""
+        """End the requests of a step that raised, except those whose loads are done.
+
+        Ends all running ones if it raised before all chunks were planned.
+        """
         _log.exception("a step of %d chunks failed", len(work))
         # At least one request, so that the same step does not raise for ever.
         running = self.scheduler.running or list(self.scheduler.waiting)[:1]
-        for request in [each.stream.request for each in work] or list(running):
+        failed = [each for each in work if each.sources is None or _is_pending(each)] or work
+        for request in [each.stream.request for each in failed] or list(running):
             self.end(request, failure(error))
+
+
+_stream_of = attrgetter("stream")
+
+
+def _is_pending(work: Work) -> bool:
+    return work.stream.active and work.stream.sequence.has_plan
+
+
+def _resolve(rows: list[Row], tokens: list[int]) -> None:
+    """Set the tokens that the streams of these rows have as placeholders in the step after."""
+    for (_, stream), token in zip(rows, tokens, strict=True):
+        if stream.active and stream.sequence.has_unknown:
+            stream.sequence.resolve(token)
 
 
 def sequence_input(work: Work, sampled_row: int = -1) -> SequenceInput:
@@ -481,22 +605,5 @@ def sequence_input(work: Work, sampled_row: int = -1) -> SequenceInput:
         work.isolated,
         work.plan.state,
         sampled_row,
-        work.logit_rows,
-    )
-
-
-def sample_row(stream: Stream, in_flight: int = 0) -> SampleRow:
-    """Return the row that samples a stream's next token, after `in_flight` tokens that are still being sampled."""
-    request, tokens = stream.request, stream.tokens
-    return SampleRow(  # by position: keywords take a quarter more time, for each row of each step
-        request.params,
-        stream.seed,
-        len(tokens) + in_flight,
-        tokens,
-        len(request.prompt),
-        request.stop_ids,
-        (request.number, stream.index),
-        in_flight,
-        request.candidates,
-        request.bad_words,
+        work.rows,
     )

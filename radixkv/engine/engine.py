@@ -19,16 +19,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 from radixkv.cache import Explanation, PrefixCache
-from radixkv.cache.host import HostPrefixCache
-from radixkv.cache.recurrent import StatefulPrefixCache
-from radixkv.cache.recurrent.sequence import Spacing
+from radixkv.cache.recurrent import Spacing
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.device import device_of
+from radixkv.engine.audit import Auditor, piece_tokens
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
-from radixkv.engine.host_tier import new_core
-from radixkv.engine.input_processor import InputProcessor, Params, Prompt, check_seconds
-from radixkv.engine.kv_scrub import Auditor, piece_tokens
+from radixkv.engine.input_processor import EncodedPrompt, InputProcessor, Params, Prompt, check_seconds, start_of_reply
 from radixkv.engine.namespaces import NamespaceTable, NumberedLimits
 from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
@@ -36,11 +33,11 @@ from radixkv.engine.output import Completion, Handle, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
 from radixkv.engine.stats import AuditReport, EngineStats
-from radixkv.engine.weights import FIXED_WEIGHTS, State, Weights
 from radixkv.errors import InvalidInput
-from radixkv.memory import PoolSize, pool_size
 from radixkv.models.sampling_backend import sampler_of
+from radixkv.models.weights.fixed import FIXED_WEIGHTS, State, Weights
 from radixkv.sampling.params import SamplingParams
+from radixkv.sizing.memory import PoolSize, pool_size
 from radixkv.telemetry.records import EngineFacts
 from radixkv.telemetry.tree_view import ALL, TreeView
 from radixkv.version import __version__
@@ -78,15 +75,15 @@ class RequestEngine:
         self.config = config
         self._model = model
         device = device_of(model.device)
-        core = new_core(cache, runner, config, overlap=device.is_gpu)
-        core.sampler = sampler_of(model, config.logits_processors)
+        sampler = sampler_of(model, config.logits_processors)
+        core = Core(cache, runner, config, sampler=sampler, depth=int(device.is_gpu))
         auditor = Auditor(core, scrub=config.scrub_rate)
         self._outputs: list[TraceWriter | monitoring.Monitoring] = []
         if (file := check_path(config.record)) is not None:
             trace = TraceWriter(file, cache.block_size)
             core.observers.append(trace)
             self._outputs.append(trace)
-        thread = EngineThread(core.step, core.idle_for, lambda: core.busy, core.close)
+        thread = EngineThread(core.step, core.idle_for, lambda: core.busy, core.close, partial(_crashed, self._outputs))
         limits = None if cache.quotas is None else cache.quotas.limits
         # A weak reference, as closing frees the cache.
         namespaces = NamespaceTable(partial(_cached_namespaces, weakref.ref(cache)), limits=limits)
@@ -124,8 +121,8 @@ class RequestEngine:
         """Load a model ("tiny", a folder, a GGUF file, a hub name, or a transformers model) and allocate its KV pool.
 
         `tokenizer` is for a transformers model and for files without a tokenizer, and replaces the tokenizer of the
-        files: a transformers tokenizer, or a folder or hub name that has one. The settings are those of `config`
-        (default: `EngineConfig()`), replaced by `fields`; docs/engine.md lists them.
+        files: a transformers tokenizer, or a folder or hub name that has one. The settings come from `config` (default:
+        `EngineConfig()`), replaced by `fields`; docs/engine.md lists them.
         Raises UnsupportedModel or InvalidInput, OSError where `record` cannot be written.
         """
         from radixkv.models.adapter import load, place_of
@@ -133,7 +130,7 @@ class RequestEngine:
         from radixkv.models.fusion import fuse, wanted
         from radixkv.models.runner import Runner
         from radixkv.models.step_memory import step_memory
-        from radixkv.models.weight_reload import watch_weights
+        from radixkv.models.weights.reload import watch_weights
 
         if not isinstance(config, EngineConfig | None):
             kind = type(config).__name__
@@ -184,9 +181,8 @@ class RequestEngine:
             recheck_tokens=again,
             state_slots=cache.stats().state_rows + cache.stats().state_slots,
             host_blocks=size.host_blocks,
+            host_states=size.host_snapshots,
         )
-        if isinstance(cache, StatefulPrefixCache):
-            runner.state_copies = cache.copies
         if fused:
             fuse(runner)
         record_graphs(runner, config.max_sequences, config.max_batch_tokens)
@@ -206,7 +202,7 @@ class RequestEngine:
     ) -> list[Completion]:
         """Complete all prompts, batched, and wait; returns one Completion per prompt, in order.
 
-        With `params.n > 1` the `alternatives` of a completion are those of the other streams.
+        With `params.n > 1` the `alternatives` of a completion come from the other streams.
         A prompt is a text, a sequence of token ids, or a list of chat messages; `params` is one for all or one for
         each. `progress` shows a bar. Ctrl-C cancels the requests and is raised again. Raises InvalidInput and its
         subclasses before anything runs, RequestTimedOut after `timeout` seconds, RequestFailed or EngineClosed.
@@ -220,20 +216,21 @@ class RequestEngine:
             for request in requests:
                 self.client.begin(request)
             return [handle.result() for handle in _shown(handles, progress)]
-        finally:
+        except BaseException:  # also Ctrl-C
             for handle in handles:
-                handle.cancel()  # no effect unless one of them raised, or Ctrl-C did
+                handle.cancel()
+            raise
 
     def submit(
         self,
-        prompt: Prompt,
+        prompt: Prompt | EncodedPrompt,
         params: SamplingParams | None = None,
         *,
         namespace: Hashable = None,
         priority: int = 0,
         timeout: float | None = None,
         session: int | None = None,
-        reply_start: int = 0,
+        reply_start: int | None = None,
         sample: bool = True,
     ) -> Handle:
         """Start one request and return at once; iterate the handle for chunks, or wait for its result.
@@ -242,11 +239,11 @@ class RequestEngine:
         request with a higher `priority` is admitted before lower ones, and its cached tokens are evicted later. After
         `timeout` seconds, waiting or running, the request ends with RequestTimedOut. `session` is a number that the
         requests of one conversation share, for the monitor. Without `sample` only the prompt is computed, and scored
-        if `params.prompt_logprobs` is set; the reply is empty, and the prompt may fill the context.
-        Raises InvalidInput and its subclasses, or EngineClosed.
+        if `params.prompt_logprobs` is set; the reply is empty, and the prompt may fill the context. `reply_start` is
+        deprecated: submit an EncodedPrompt. Raises InvalidInput and its subclasses, or EngineClosed.
         """
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        options |= {"reply_start": reply_start, "sample": sample}
+        options |= {"reply_start": start_of_reply(reply_start), "sample": sample}
         return self.client.start(self.client.inputs.request(prompt, params, **options))
 
     def score(
@@ -343,7 +340,8 @@ class RequestEngine:
         self.client.clear_cache().result()
 
     def reload_weights(self, state: State | None = None) -> None:
-        """Use the model's present weights from now on, or those of `state`, which has the names of its state_dict.
+        """Use the model's present weights from now on, or the weights of `state`, which has the names of its
+        state_dict.
 
         For a model that was updated after `load`: until then, requests are refused with WeightsChanged. `state` is
         written into the model that was loaded; packed and quantised layers are computed again. Then the self-test runs,
@@ -417,6 +415,11 @@ def _shut(thread: EngineThread, outputs: list[TraceWriter | monitoring.Monitorin
         each.close()
 
 
+def _crashed(outputs: list[TraceWriter | monitoring.Monitoring], error: BaseException) -> None:
+    for each in outputs:
+        each.crashed(error)
+
+
 def _cached_namespaces(cache: weakref.ref[PrefixCache]) -> list[Hashable]:
     """Return the namespaces with cached prefixes; any thread may call this."""
     held = cache()
@@ -467,24 +470,26 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
 
     Snapshots of a deterministic engine lie on its chunk grid.
     """
-    shares = config.namespace_limits
-    limits: dict[str, Any] = {"namespace_limits": NumberedLimits(shares) if shares else None}
-    blocks = (size.num_blocks, config.block_size, config.eviction)
-    if not loaded.state:
-        if config.state_memory != "auto":
-            _log.warning("%s: state_memory has no effect: the model has no recurrent state", loaded.name)
-        if config.host_memory is not None and not config.prefix_cache:
-            _log.warning("%s: host_memory has no effect: prefix_cache=False, so nothing would be loaded", loaded.name)
-        if size.host_blocks:
-            return config, HostPrefixCache(*blocks, host_blocks=size.host_blocks, **limits)
-        return config, PrefixCache(*blocks, **limits)
-    rows, snapshots = size.slots
-    if rows < config.max_sequences:
+    shares, slots = config.namespace_limits, size.slots
+    if not loaded.state and config.state_memory != "auto":
+        _log.warning("%s: state_memory has no effect: the model has no recurrent state", loaded.name)
+    if config.host_memory is not None and not config.prefix_cache:
+        _log.warning("%s: host_memory has no effect: prefix_cache=False, so nothing would be loaded", loaded.name)
+    if loaded.state and slots.rows < config.max_sequences:
         _log.warning(
             "%s: %d sequences run at once instead of %d: each takes a recurrent state of %d bytes; set state_memory, "
-            "or more kv_memory, for more", loaded.name, rows, config.max_sequences, loaded.state_bytes,
+            "or more kv_memory, for more", loaded.name, slots.rows, config.max_sequences, loaded.state_bytes,
         )  # fmt: skip
-    spacing = Spacing(grid=config.prefill_chunk) if config.deterministic else None
-    snapshots = snapshots if config.prefix_cache else 0
-    cache = StatefulPrefixCache(*blocks, rows=rows, snapshots=snapshots, spacing=spacing, **limits)
-    return replace(config, max_sequences=rows), cache
+        config = replace(config, max_sequences=slots.rows)
+    cache = PrefixCache(
+        size.num_blocks,
+        config.block_size,
+        config.eviction,
+        namespace_limits=NumberedLimits(shares) if shares else None,
+        host_blocks=size.host_blocks,
+        state_rows=slots.rows,
+        state_snapshots=slots.snapshots if config.prefix_cache else 0,
+        host_snapshots=size.host_snapshots,
+        state_spacing=Spacing(grid=config.prefill_chunk) if config.deterministic else None,
+    )
+    return config, cache

@@ -19,14 +19,14 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from radixkv.cache import Explanation
+from radixkv.engine.audit import Auditor, check_blocks
 from radixkv.engine.core import Core
 from radixkv.engine.input_processor import InputProcessor, Prompt
-from radixkv.engine.kv_scrub import Auditor, check_blocks
 from radixkv.engine.output import Handle, Usage, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.stats import AuditReport, EngineStats
-from radixkv.engine.weights import State, Weights, reload_weights
-from radixkv.errors import DeviceLost, EngineClosed, InvalidInput
+from radixkv.errors import DeviceLost, EngineClosed, InvalidInput, WeightsChanged
+from radixkv.models.weights.fixed import State, Weights
 from radixkv.sampling.params import is_int
 from radixkv.telemetry.tree_view import ALL, TreeView, tree_view
 
@@ -50,8 +50,12 @@ class EngineThread:
         idle_for: Callable[[], float | None],
         busy: Callable[[], bool],
         finish: Callable[[EngineClosed], None],
+        on_broken: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Start the thread; it ends with `close`. `finish` gets the error for requests that have not ended."""
+        """Start the thread; it ends with `close`. `finish` gets the error for requests that have not ended.
+
+        `on_broken` is called on the thread, before the end, with an exception that escaped a step.
+        """
         self._step, self._idle_for, self._busy, self._finish = step, idle_for, busy, finish
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         # Guards the end of the inbox. Reentrant: the garbage collector may run finalizers that post.
@@ -59,7 +63,7 @@ class EngineThread:
         self._pid = os.getpid()
         self._closed = False
         self._broken: BaseException | None = None  # the exception that escaped a step, against its contract
-        self.on_broken: Callable[[BaseException], None] | None = None  # called with it on the thread, before the end
+        self._on_broken = on_broken
         self._draining = False
         self._drained = threading.Event()
         # A daemon thread, so that a program can exit without closing its engine.
@@ -146,8 +150,8 @@ class EngineThread:
         except BaseException as error:  # closes the engine, so that no caller waits forever
             self._broken = error
             _log.exception("a step raised: the engine closes")
-            if self.on_broken is not None:
-                _guarded(partial(self.on_broken, error))
+            if self._on_broken is not None:
+                _guarded(partial(self._on_broken, error))
         with self._gate:
             self._closed = True
         self._drained.set()
@@ -200,7 +204,7 @@ class CoreClient:
         decode: Callable[[list[int]], str] | None,
         weights: Weights,
     ) -> None:
-        """`decode` shows the tokens of a node in tree views; None shows none. `weights` are those of the model."""
+        """`decode` shows the tokens of a node in tree views; None shows none. `weights` are the model's."""
         self.core, self.thread, self.inputs, self._weights = core, thread, inputs, weights
         self._auditor, self._facts, self._decode = auditor, facts, decode
         self._loaded_at = time.perf_counter()
@@ -271,9 +275,14 @@ class CoreClient:
         return self.thread.call(lambda: self.core.clear_cache())
 
     def reload_weights(self, state: State | None) -> Future[None]:
-        """Make the model's present weights, or those of a state, count from the next step on."""
+        """Make the model's present weights, or the weights of a state, count from the next step on."""
         checked = self._weights.checked(state)
-        return self.thread.call(lambda: reload_weights(self.core, self._weights, checked))
+
+        def reload() -> None:  # without the KV of the old weights, and the requests that use it
+            self.core.forget(WeightsChanged("the weights were reloaded while the request ran: send it again"))
+            self._weights.reload(checked)
+
+        return self.thread.call(reload)
 
     # ---- views
 
@@ -298,7 +307,7 @@ class CoreClient:
             cache=core.cache.stats(),
             namespace_usage=core.cache.namespace_usage(),
             **asdict(core.counters),
-            **core.state_stats(),
+            **core.runner.stats(),
         )
 
     # ---- conversations

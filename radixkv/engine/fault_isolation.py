@@ -14,18 +14,19 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Sized
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
-from radixkv.cache import PrefixCache
-from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.device import refuse_fatal
-from radixkv.engine.request import Request, Stream
 from radixkv.errors import RequestFailed
+
+if TYPE_CHECKING:
+    from radixkv.engine.request import Request, Stream
 
 _log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Fail = Callable[[Request, Exception], None]
+Fail: TypeAlias = "Callable[[Request, Exception], None]"
+FinishStep: TypeAlias = Callable[[], object]
 
 
 class StreamChunk(Protocol):
@@ -47,31 +48,6 @@ class StreamChunk(Protocol):
 Work = TypeVar("Work", bound=StreamChunk)
 
 
-class FaultIsolation(Protocol):
-    """Runs the forwards of a step."""
-
-    def run(
-        self, work: list[Work], call: Callable[[list[Work]], Result], fail: Fail
-    ) -> list[tuple[list[Work], Result]]:
-        """Call `call` on all work, in as few parts as possible; `fail` the requests that raise alone."""
-        ...
-
-
-def fault_isolation(cache: PrefixCache, preempt: Callable[[Request], None]) -> FaultIsolation:
-    """Return how a core on this cache runs its forwards; `preempt` makes a running request wait again."""
-    return OwnForwards(preempt) if isinstance(cache, StatefulPrefixCache) else Halves()
-
-
-class Halves:
-    """Repeats a forward that raised on halves of its work."""
-
-    def run(
-        self, work: list[Work], call: Callable[[list[Work]], Result], fail: Fail
-    ) -> list[tuple[list[Work], Result]]:
-        """See FaultIsolation."""
-        return in_halves(work, call, lambda each: each.stream.request, fail)
-
-
 class OwnForwards:
     """Preempts the requests of a forward that raised, and lets each pass that step in forwards of its own."""
 
@@ -82,9 +58,10 @@ class OwnForwards:
     def run(
         self, work: list[Work], call: Callable[[list[Work]], Result], fail: Fail
     ) -> list[tuple[list[Work], Result]]:
-        """See FaultIsolation."""
+        """Call `call` on all work, in as few parts as possible; `fail` the requests that raise alone."""
         results: list[tuple[list[Work], Result]] = []
-        for part in self._parts(work) if self._until else [work]:
+        for planned in self._parts(work) if self._until else [work]:
+            part = [each for each in planned if not is_over(each.stream)] if results else planned
             try:
                 results.append((part, call(part)))
                 continue
@@ -117,30 +94,46 @@ class OwnForwards:
 
 
 def in_halves(
-    items: list[Item], call: Callable[[list[Item]], Result], owner: Callable[[Item], Request], fail: Fail
+    items: list[Item],
+    call: Callable[[list[Item]], Result],
+    owner: Callable[[Item], Stream],
+    fail: Fail,
+    finish_step: FinishStep | None = None,
 ) -> list[tuple[list[Item], Result]]:
-    """Call `call` on all items; if it raises, on each half; `fail` the owner of an item that raises alone.
+    """Call `call` on all items; if it raises, on each half; `fail` the request of an item that raises alone.
 
-    Leaves out items of requests that have ended meanwhile. Raises DeviceLost if the device is lost. Costs 2 log n calls
-    of falling size for each that fails.
+    If steps overlap, `finish_step` takes the results of the step in flight, and all items are tried again before their
+    halves. Leaves out items of streams that have ended meanwhile. Raises DeviceLost if the device is lost. Costs
+    2 log n calls of falling size for each that fails.
     """
     try:
         return [(items, call(items))]
     except Exception as raised:
         refuse_fatal(raised)
         error = raised
-    if len(items) == 1:
-        fail(owner(items[0]), error)
+    if len(items) == 1 and finish_step is None:
+        fail(owner(items[0]).request, error)
         return []
-    _log.warning("a step of %d parts raised %r: trying its halves", len(items), error)
+    how = "its halves" if finish_step is None else "it again after the preceding step"
+    _log.warning("a step of %d parts raised %r: trying %s", len(items), error, how)
     release_tensors(error)
+    if finish_step is not None:
+        finish_step()
+        parts = [items]
+    else:
+        middle = len(items) // 2
+        parts = [items[:middle], items[middle:]]
     results: list[tuple[list[Item], Result]] = []
-    middle = len(items) // 2
-    for half in (items[:middle], items[middle:]):
-        live = [item for item in half if not owner(item).channel.ended]
+    for part in parts:
+        live = [item for item in part if not is_over(owner(item))]
         if live:
             results += in_halves(live, call, owner, fail)
     return results
+
+
+def is_over(stream: Stream) -> bool:
+    """Return whether a stream has ended, so that late results of it are ignored."""
+    return stream.finish_reason is not None or stream.request.channel.ended
 
 
 def failure(error: Exception) -> RequestFailed:

@@ -11,7 +11,9 @@ import datetime
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,17 +21,19 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.engine.bad_words import spellings_of
-from radixkv.engine.beams import BeamRequest
+from radixkv.engine.beams import BeamSearch
 from radixkv.engine.chat_messages import Message, check_messages, rendered_with_text
+from radixkv.engine.continuation import BadWords, ConstrainedTokens, Replies
 from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
-from radixkv.engine.request import Request, TokenIds, derive_seed
-from radixkv.engine.scoring import Scoring
+from radixkv.engine.request import SAMPLED, Request, SampledTokens, Samples, TokenIds, derive_seed
+from radixkv.engine.scores import NO_SCORES, PromptScores
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
 from radixkv.grammar.compiler import GrammarCompiler
 from radixkv.sampling.logits_processors import LogitsProcessor, read_history
 from radixkv.sampling.params import SamplingParams, checked_params, is_int, suggested
 from radixkv.sampling.row_scores import max_logit_rows
+from radixkv.sampling.token_mask import TokenMatcher
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
@@ -38,6 +42,25 @@ if TYPE_CHECKING:
 Ids: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 Prompt: TypeAlias = str | Ids | Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """The token ids of a chat prompt, and how many of them end with the last message before the reply; 0 if unknown.
+
+    A later turn of the conversation begins with these tokens, so models with recurrent state keep the state after them.
+    """
+
+    ids: Ids
+    reply_start: int = 0
+
+
+def start_of_reply(reply_start: int | None) -> int:
+    """Return the argument `reply_start` of `submit`, and warn if it was given: it is a part of EncodedPrompt now."""
+    if reply_start is not None:
+        message = "submit(reply_start=...) goes with the next release: submit an EncodedPrompt(ids, reply_start)"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return reply_start or 0
 
 
 class InputProcessor:
@@ -91,7 +114,7 @@ class InputProcessor:
 
     def request(
         self,
-        prompt: Prompt,
+        prompt: Prompt | EncodedPrompt,
         params: SamplingParams | None = None,
         *,
         namespace: Hashable = None,
@@ -103,17 +126,20 @@ class InputProcessor:
     ) -> Request:
         """Make a request; without `sample` it only computes the prompt. Raises InvalidInput and its subclasses.
 
-        Waits until the constraint of `params` is compiled, if it has one.
+        `reply_start` is that of a prompt without its own. Waits until the constraint of `params` is compiled.
         """
+        if isinstance(prompt, EncodedPrompt):
+            reply_start, prompt = prompt.reply_start, prompt.ids
         model, submitted = self._model, time.perf_counter()
-        ids = encode(prompt, model.tokenizer, model.vocab_size)
+        check_seconds("timeout", timeout)
+        _check_numbers(priority, session, reply_start)
         params = checked_params(params, self.default_params)
+        ids = encode(prompt, model.tokenizer, model.vocab_size)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.stop_token_ids)
         self._check_params(params, stop_ids)
         number = self.namespaces.number(namespace)
-        check_seconds("timeout", timeout)
-        _check_numbers(priority, session, reply_start)
-        limit, pool_tokens = self._limits(number)
+        pool_tokens = self._most_tokens(number)
+        limit = min(model.max_length, pool_tokens)
         room = limit - len(ids)
         if room < sample:
             all_tokens = self._pool_tokens
@@ -125,12 +151,15 @@ class InputProcessor:
                 tokens=len(ids),
                 limit=limit - sample,
             )
-        kind = BeamRequest if sample and params.beam_width > 1 else Request
-        request = kind(
+        max_tokens = min(params.max_tokens, room) if sample else 0
+        matcher = None if params.constraint is None or not sample else self.grammars.matcher(params)
+        bad_words, reads_history = self._bad_words(params.bad_words), read_history(self._processors, params)
+        request = Request(
             prompt=ids,
             params=params,
-            max_tokens=min(params.max_tokens, room) if sample else 0,
+            max_tokens=max_tokens,
             stop_ids=stop_ids,
+            replies=replies_of(params, max_tokens, stop_ids, bad_words, matcher, reads_history=reads_history),
             seed=derive_seed(self._seed, next(self._numbers)) if params.seed is None else params.seed,
             tokenizer=model.tokenizer,
             namespace=number,
@@ -139,10 +168,7 @@ class InputProcessor:
             session=session,
             reply_start=reply_start if sample else len(ids),
             submitted=submitted,
-            matcher=self.grammars.matcher(params) if sample else None,
-            bad_words=self._bad_words(params.bad_words),
-            host_bound=read_history(self._processors, params),
-            scoring=None if params.prompt_logprobs is None else self._scoring(ids, 1, params.prompt_logprobs),
+            scores=NO_SCORES if params.prompt_logprobs is None else self._scores(ids, 1, params.prompt_logprobs),
         )
         if timeout is not None:
             request.deadline = request.submitted + timeout
@@ -157,21 +183,18 @@ class InputProcessor:
         It samples nothing. Raises as `request`.
         """
         request = self.request(ids, namespace=namespace, timeout=timeout, sample=False)
-        request.scoring = self._scoring(ids, first, 1, targets)
+        request.scores = self._scores(ids, first, 1, targets)
         return request
 
-    def _scoring(self, ids: TokenIds, first: int, top: int, targets: tuple[int, ...] = ()) -> Scoring:
+    def _scores(self, ids: TokenIds, first: int, top: int, targets: tuple[int, ...] = ()) -> PromptScores:
         vocab_size = self._model.vocab_size
-        return Scoring(ids, first, min(top, vocab_size), most_rows=max_logit_rows(vocab_size), last_targets=targets)
+        return PromptScores(
+            ids, first, min(top, vocab_size), most_rows=max_logit_rows(vocab_size), last_targets=targets
+        )
 
     def context_limit_for(self, namespace: Hashable) -> int:
         """Return the most tokens of prompt and reply in a namespace: with limits, others may have parts of the pool."""
-        return self._limits(self.namespaces.number(namespace))[0]
-
-    def _limits(self, number: Hashable) -> tuple[int, int]:
-        """Return the most tokens of prompt and reply, and of the pool, in a namespace."""
-        pool_tokens = self._most_tokens(number)
-        return min(self._model.max_length, pool_tokens), pool_tokens
+        return min(self._model.max_length, self._most_tokens(self.namespaces.number(namespace)))
 
     def batch(
         self, prompts: str | Sequence[Prompt], params: Params, namespace: Hashable, timeout: float | None
@@ -192,6 +215,31 @@ class InputProcessor:
                 )
         if params.min_tokens and len(stop_ids) >= self._model.vocab_size:
             raise InvalidInput("every token is a stop token, so that min_tokens leaves nothing to draw")
+
+
+def replies_of(
+    params: SamplingParams,
+    max_tokens: int,
+    stop_ids: frozenset[int] = frozenset(),
+    bad_words: BadWords = (),
+    matcher: TokenMatcher | None = None,
+    *,
+    reads_history: bool = False,
+) -> Replies:
+    """Return how the streams of a request continue its prompt.
+
+    `bad_words` are the token ids of `params.bad_words`. `matcher` constrains the first stream, and is forked for the
+    others. `reads_history` means that a custom processor reads the tokens before. Without `max_tokens` there is one
+    stream, which samples nothing.
+    """
+    if not max_tokens:
+        return Samples()
+    if params.beam_width > 1:
+        return BeamSearch(params, max_tokens, stop_ids, bad_words)
+    if matcher is not None:
+        return Samples(params.n, ConstrainedTokens(matcher, stop_ids, bad_words))
+    sampled = SampledTokens(bad_words, reads_history=reads_history) if bad_words or reads_history else SAMPLED
+    return Samples(params.n, sampled)
 
 
 def check_seconds(name: str, value: Any) -> None:

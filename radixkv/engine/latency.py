@@ -57,30 +57,23 @@ class TokenTimes:
     A stream's first token counts nothing. Preemptions and pauses are part of the time between two tokens. Tokens of one
     step, such as those that a constraint forces, are 0 s apart. Tokens of beams are not counted, as they come together.
 
-    `begin` and `end` enclose the tokens of a step. Most streams of a step had their last tokens in the same earlier
-    step, so that their times are equal and are counted together: about 0.1 us a token.
+    Most streams of a step had their last tokens in the same earlier step, so that their times are equal and are counted
+    together: about 0.1 us a token.
     """
 
     def __init__(self) -> None:
         self.histogram = Histogram(ITL_BOUNDS)
-        self._now = 0.0
-        self._last, self._tokens = inf, 0  # tokens that are not in the histogram yet, and when those before them came
 
-    def begin(self) -> None:
-        """Date the tokens that a step sampled, once for all of its streams."""
-        self._now = perf_counter()
-
-    def count(self, stream: Stream) -> None:
-        """Count a token of a stream in the present step."""
-        last, stream.last_token_at = stream.last_token_at, self._now
-        if last == self._last:
-            self._tokens += 1
-        elif last is not None:
-            self.end()
-            self._last, self._tokens = last, 1
-
-    def end(self) -> None:
-        """Add the counted tokens to the histogram."""
-        if self._tokens:
-            self.histogram.observe(self._now - self._last, self._tokens)
-            self._tokens = 0
+    def count(self, streams: Sequence[Stream]) -> None:
+        """Count the tokens of a step: one for each item of `streams`."""
+        now, before, tokens = perf_counter(), inf, 0
+        for stream in streams:
+            last, stream.times.last_token = stream.times.last_token, now
+            if last == before:
+                tokens += 1
+            elif last is not None:
+                if tokens:
+                    self.histogram.observe(now - before, tokens)
+                before, tokens = last, 1
+        if tokens:
+            self.histogram.observe(now - before, tokens)

@@ -172,7 +172,7 @@ class OutputChannel:
 
     def check_process(self) -> None:
         """Raise EngineClosed in a process that was forked before the end."""
-        if not self.ended and self._is_forked:
+        if not self.ended and os.getpid() != self._pid:
             raise EngineClosed(f"this request runs in process {self._pid}, which was forked: read it there")
 
     def next_chunk(self, *, block: bool = True) -> Chunk | None:
@@ -241,13 +241,9 @@ class OutputChannel:
     # ---- inside
 
     @property
-    def _is_forked(self) -> bool:
-        return os.getpid() != self._pid
-
-    @property
     def _lock(self) -> AbstractContextManager[object]:
         """The lock; none in a forked process, where a thread that no longer exists may hold it."""
-        return nullcontext() if self._is_forked else self._rlock
+        return nullcontext() if os.getpid() != self._pid else self._rlock
 
     def _wait_for_end(self, timeout: float | None) -> bool:
         """Wait for the end in turns, `timeout` seconds at most; return whether it came.

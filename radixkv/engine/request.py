@@ -1,30 +1,89 @@
-"""A request, and the streams that continue its prompt."""
+"""A request, and the streams that continue its prompt by sampled tokens; `continuation` has the other ways."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from array import array
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as SequenceOf
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache import Explanation, Hint, Sequence
+from radixkv.engine.continuation import BadWords, Continuation, Drawn, Replies
 from radixkv.engine.output import Chunk, Completion, FinishReason, OutputChannel, Usage
+from radixkv.engine.scores import NO_SCORES, Scores
 from radixkv.engine.text_stream import TextStream
+from radixkv.sampling.params import SampleRow
 
 if TYPE_CHECKING:
-    from radixkv.engine.scoring import PromptLogprobs, Scoring
     from radixkv.sampling.params import SamplingParams, TokenLogprobs
-    from radixkv.sampling.token_mask import TokenMatcher
 
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
+
+
+class SampledTokens:
+    """Samples each token. One object may serve many streams: it has no state."""
+
+    mask = None
+    has_text = True
+    candidates = 0
+
+    def __init__(self, bad_words: BadWords = (), *, reads_history: bool = False) -> None:
+        """`reads_history` means that a custom logits processor reads the preceding tokens."""
+        reads_words = any(len(word) > 1 for word in bad_words)  # the first tokens of a word exclude its last one
+        self.host_bound = reads_history or reads_words
+        self.bad_words = bad_words
+
+    def take(self, stream: Stream, drawn: Drawn) -> SequenceOf[Chunk]:
+        """Append the token."""
+        return (stream.accept(drawn.token, drawn.logprobs),)
+
+    def fork(self) -> SampledTokens:
+        """Return itself."""
+        return self
+
+
+SAMPLED = SampledTokens()
+
+
+class Samples:
+    """Independent streams. The first one computes the prompt, and the others are forked from it then."""
+
+    parameter, kind = "n", "streams"
+
+    def __init__(self, width: int = 1, continuation: Continuation = SAMPLED) -> None:
+        """Continue the prompt `width` times; `continuation` is of the first stream."""
+        self.width = width
+        self.continuation = continuation
+
+    def drawing(self, stream: Stream) -> SequenceOf[Stream]:
+        """Return the stream; once the prompt is computed, also the streams that are forked now. O(blocks) for each."""
+        request = stream.request
+        if len(request.streams) == self.width:
+            return (stream,)
+        while len(request.streams) < self.width:
+            request.fork(self.continuation.fork())
+        return request.streams
+
+    def advance(self, request: Request, publish: Callable[[Stream], None]) -> SequenceOf[Chunk]:
+        """Return no chunks."""
+        return ()
+
+    def computed_tokens(self, request: Request) -> int:
+        """Return the sum over all streams."""
+        return sum(stream.counts.computed_tokens for stream in request.streams)
+
+    def completion(self, request: Request) -> Completion:
+        """Return the completion of the first stream; its alternatives are the others."""
+        first, *others = [stream.completion() for stream in request.streams]
+        return replace(first, alternatives=tuple(others))
 
 
 @dataclass(eq=False)
@@ -33,22 +92,11 @@ class Request:
 
     `max_tokens` is `params.max_tokens`, cut to the room of the context; 0 computes the prompt and samples nothing.
     `stop_ids` end a stream when they are sampled. `seed` belongs to the first stream. `deadline` is in seconds of
-    time.perf_counter. `width` is the number of streams, forked or not. `computed_length` is the number of tokens that
-    one stream computes at most; the last sampled token is never run through the model. `matcher` constrains the first
-    stream, and is forked for the others. `reply_start` is the length of the part of the prompt that a later turn of the
-    conversation repeats for sure: up to the end of the last message before the reply; 0 if unknown. `bad_words` are the
-    token ids of `params.bad_words`. `unforked` means that the first stream computes the prompt for others, which `fork`
-    makes. `candidates` is the number of next tokens that a beam search needs of each stream, else 0. `host_bound`
-    means that the host must read each token before the next can be drawn. `scoring` has the scores of the prompt's
-    tokens, if they are wanted.
+    time.perf_counter. `reply_start` is the length of the part of the prompt that a later turn of the conversation
+    repeats for sure: up to the end of the last message before the reply; 0 if unknown. `replies` says how many streams
+    continue the prompt, and how. `scores` are the scores of the prompt's tokens.
 
-    Set by the scheduler: `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken` counts
-    the later requests that were admitted before it. `prefix_wait` is its wait for a shared prefix. `guaranteed` means
-    that all blocks that it may need were promised to it. `publish_late` means that it publishes nothing until a stream
-    ends, which takes no block beyond its own. `counted` means that its prompt is in the engine's counters.
-
-    For observers: `session` is the number of its conversation, `started_at` the time of its first admission.
-    `coalesced` means that it waited for a shared prefix and hit more. `miss` explains why it did not hit all.
+    `session` is the number of its conversation, for observers. `scheduling` is what the engine records of it.
     """
 
     prompt: TokenIds
@@ -63,40 +111,17 @@ class Request:
     channel: OutputChannel = field(default_factory=OutputChannel)
     submitted: float = field(default_factory=time.perf_counter)
     streams: list[Stream] = field(default_factory=list)
-    number: int = 0
-    admitted: int = 0
-    overtaken: int = 0
-    preemptions: int = 0
-    prefix_wait: PrefixWait | None = None
-    waited_enough: bool = False
-    guaranteed: bool = False
-    publish_late: bool = False
-    counted: bool = False
     session: int | None = None
-    matcher: TokenMatcher | None = None
-    started_at: float | None = None
-    coalesced: bool = False
-    miss: Explanation | None = None
     reply_start: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    host_bound: bool = False
-    scoring: Scoring | None = None
-    width: int = field(init=False)
-    unforked: bool = field(init=False)
-    candidates: int = field(init=False, default=0)
-    computed_length: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.width = self.params.n if self.max_tokens else 1
-        self.unforked = self.width > 1
-        self.computed_length = len(self.prompt) + max(self.max_tokens - 1, 0)
-        reads_words = any(len(word) > 1 for word in self.bad_words)  # the first token of a word excludes its last one
-        self.host_bound = self.host_bound or reads_words or self.matcher is not None
+    replies: Replies = field(default_factory=Samples)
+    scores: Scores = NO_SCORES
+    scheduling: Scheduling = field(default_factory=lambda: Scheduling())
 
     @property
     def rank(self) -> tuple[int, bool, int]:
         """The sort key of requests: a higher priority, then a preempted request, then an earlier arrival."""
-        return -self.priority, not self.preemptions, self.number
+        scheduling = self.scheduling
+        return -self.priority, not scheduling.preemptions, scheduling.number
 
     @property
     def live(self) -> list[Stream]:
@@ -111,27 +136,12 @@ class Request:
     @property
     def streams_left(self) -> int:
         """The number of streams that have not finished, including those that are not forked yet."""
-        return self.width - len(self.streams) + len(self.live)
+        return self.replies.width - len(self.streams) + len(self.live)
 
     @property
     def known(self) -> TokenIds:
         """The tokens whose KV the first stream needs before it can sample: int32[n], the prompt at least."""
         return np.array(self.live[0].tokens, np.int32) if self.streams else self.prompt
-
-    def most_hit(self, length: int) -> int:
-        """Return how many of its first `length` tokens may be a hit.
-
-        A full repeat computes one token again: its logits are needed, and a step has no empty chunks. Scores need the
-        logits of more tokens.
-        """
-        return length - 1 if self.scoring is None else min(length - 1, self.scoring.hit_limit)
-
-    @cached_property
-    def prompt_logprobs(self) -> PromptLogprobs | None:
-        """The log probabilities of the prompt's tokens, if they were asked for; only after the prompt is computed."""
-        if self.scoring is None or self.params.prompt_logprobs is None:
-            return None
-        return self.scoring.prompt_logprobs()
 
     def start(self, sequence: Sequence) -> None:
         """Start or resume the first stream, which computes the prompt for all.
@@ -142,33 +152,43 @@ class Request:
         if self.streams:
             self.live[0].resume(sequence)
         else:
-            self.streams.append(self._stream(0, sequence))
-            self.started_at = time.perf_counter()
+            self.streams.append(Stream(self, 0, sequence, self.replies.continuation))
+            self.scheduling.started_at = time.perf_counter()
 
-    def fork(self) -> None:
-        """Fork a sequence for every further stream, once the prompt is committed. O(blocks) per stream."""
-        first = self.streams[0]
-        for index in range(1, self.width):
-            sequence = first.sequence.fork()
-            try:
-                self.streams.append(self._stream(index, sequence))
-            except BaseException:
-                sequence.close()
-                raise
-        self.unforked = False
+    def fork(self, continuation: Continuation) -> None:
+        """Add a stream on a fork of the first one's sequence. O(blocks)."""
+        sequence = self.streams[0].sequence.fork()
+        try:
+            self.streams.append(Stream(self, len(self.streams), sequence, continuation))
+        except BaseException:
+            sequence.close()
+            raise
 
-    def _stream(self, index: int, sequence: Sequence) -> Stream:
-        return Stream(self, index, sequence)
 
-    @property
-    def computed_tokens(self) -> int:
-        """The number of tokens that the streams have computed, each counted once."""
-        return sum(stream.reached - stream.cached_tokens for stream in self.streams)
+@dataclass(slots=True)
+class Scheduling:
+    """What scheduler, core and observers record of a request.
 
-    def completion(self) -> Completion:
-        """Return the result of all streams, which have finished."""
-        first, *others = [stream.completion() for stream in self.streams]
-        return replace(first, alternatives=tuple(others))
+    `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken` counts the later requests
+    that were admitted before it. `prefix_wait` is its wait for a shared prefix, `waited_enough` means that it waits for
+    none any more, and `coalesced` that it hit more after a wait. `guaranteed` means that all blocks that it may need
+    were promised to it. `publish_late` means that it publishes nothing until a stream ends, which takes no block beyond
+    its own. `counted` means that its prompt is in the engine's counters. `started_at` is the time of its first
+    admission. `miss` explains why it did not hit all.
+    """
+
+    number: int = 0
+    admitted: int = 0
+    overtaken: int = 0
+    preemptions: int = 0
+    prefix_wait: PrefixWait | None = None
+    waited_enough: bool = False
+    coalesced: bool = False
+    guaranteed: bool = False
+    publish_late: bool = False
+    counted: bool = False
+    started_at: float | None = None
+    miss: Explanation | None = None
 
 
 @dataclass(frozen=True)
@@ -184,33 +204,25 @@ class PrefixWait:
 class Stream:
     """One continuation of a request's prompt: its sequence in the cache, its tokens and its text."""
 
-    def __init__(self, request: Request, index: int, sequence: Sequence) -> None:
+    def __init__(self, request: Request, index: int, sequence: Sequence, continuation: Continuation) -> None:
         """Continue `request` on `sequence`, which this stream owns and closes."""
         self.request = request
         self.index = index
         self.sequence = sequence
-        self.cached_tokens = sequence.length
+        self.continuation = continuation
         self.tokens = array("i", request.prompt.tobytes())
         self.seed = request.seed if index == 0 else derive_seed(request.seed, index)
-        self.text = TextStream(request.tokenizer, self.tokens[-8:], request.params.stop)
+        self.counts = TokenCounts(sequence.length, is_hit=index == 0)
+        tokenizer = request.tokenizer if continuation.has_text else None
+        self.text = TextStream(tokenizer, self.tokens[-8:], request.params.stop)
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None  # counted by `TokenTimes`
-        self.finished_at: float | None = None
+        self.times = StreamTimes()
         self.in_flight = 0  # tokens of the sequence whose step has not finished: an overlapped engine launches ahead
-        self.reached = sequence.length  # tokens that were computed or hit at least once
-        self._uncounted_hits = sequence.length if index == 0 else 0
         # For `AlignedReuse`: the length up to which every request with these tokens would compute the same KV, and
         # whether another request has published some of it first.
         self.common_length: int = sequence.length if index == 0 else request.streams[0].common_length
         self.diverged = False
-        self.recomputed_tokens = 0
-        self.host_tokens = 0
-        self.host_hits = 0
-        self.matcher = request.matcher  # None unless the reply is constrained
-        if self.matcher is not None and index:
-            self.matcher = self.matcher.fork()
 
     @property
     def pending(self) -> int:
@@ -244,12 +256,12 @@ class Stream:
         """
         self.tokens.append(token)
         scores = None
-        if self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
-            scores = None if self.index else self.request.prompt_logprobs
+        if self.times.first_token is None:
+            self.times.first_token = time.perf_counter()
+            scores = None if self.index else self.request.scores.logprobs
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        request, length = self.request, self.output_length
+        request, length = self.request, len(self.tokens) - len(self.request.prompt)
         may_stop = length >= request.params.min_tokens
         if may_stop and token in request.stop_ids:
             self.finish_reason = "stop"
@@ -264,36 +276,100 @@ class Stream:
         stop_text = self.text.stopped_by
         return Chunk(text, (token,), self.index, logprobs, self.finish_reason, len(self.text.held), stop_text, scores)
 
-    def accept_constrained(self, token: int, logprobs: TokenLogprobs | None) -> Iterator[Chunk]:
-        """Append a sampled token, then the tokens that the constraint forces after it; yields the chunk of each.
+    def twin(self, continuation: Continuation) -> Stream:
+        """Return another stream with the same tokens and text, on the same sequence. O(reply)."""
+        twin = copy(self)
+        twin.tokens, twin.logprobs, twin.text = self.tokens[:], self.logprobs[:], self.text.copy()
+        twin.continuation, twin.times, twin.counts = continuation, StreamTimes(), copy(self.counts)
+        return twin
 
-        With log probabilities no token is forced, since each needs logits. A stop token of the request is never forced
-        either: it would end an incomplete text. Raises InvalidConstraint if the constraint
-        has become too expensive to follow.
-        """
-        matcher, request = self.matcher, self.request
-        assert matcher is not None
-        forced: list[int] = []
-        finished = False
-        if token not in request.stop_ids:
-            matcher.consume([token])
-            if request.params.logprobs is None:
-                forced = list(takewhile(lambda each: each not in request.stop_ids, matcher.forced()))
-                matcher.consume(forced)
-            finished = matcher.finished
-        tokens = [token, *forced]
-        for place, each in enumerate(tokens, 1):
-            yield self.accept(each, logprobs, finished=finished and place == len(tokens))
-            if self.finish_reason is not None:
-                return
+    def continue_as(self, twin: Stream) -> None:
+        """Take the tokens and the text of a twin, and stay on this sequence."""
+        self.tokens, self.logprobs, self.text = twin.tokens, twin.logprobs, twin.text
 
     def resume(self, sequence: Sequence, common_length: int | None = None) -> None:
         """Go on after a preemption, on a sequence with a cached prefix or one forked from another stream."""
         assert not self.active
         self.sequence = sequence
-        self._add_hits(sequence.length)  # another request computed these
+        self.counts.add_hits(sequence.length)  # another request computed these
         self.common_length = sequence.length if common_length is None else common_length
         self.diverged = False
+
+    def cut_hit(self, length: int) -> None:
+        """Drop the end of a hit before the stream computes anything: it goes on at `length`."""
+        if self.counts.reached == self.sequence.length:
+            self.counts.drop_hits(self.sequence.length - length)
+        self.sequence.truncate(length)
+        self.common_length = length
+
+    def close(self) -> None:
+        """Release the blocks, with a hint for eviction; published tokens stay cached. May be called twice."""
+        if self.times.finished is None:
+            self.times.finished = time.perf_counter()
+        output_length = len(self.tokens) - len(self.request.prompt)
+        self.sequence.close(Hint(kind=self.finish_reason, output_length=output_length))
+
+    def completion(self) -> Completion:
+        """Return the result of this stream, which has finished and is closed."""
+        request, times, counts = self.request, self.times, self.counts
+        assert self.finish_reason is not None and times.finished is not None
+        output = tuple(self.tokens[len(request.prompt) :])
+        first = times.finished if times.first_token is None else times.first_token
+        usage = Usage(
+            prompt_tokens=len(request.prompt),
+            cached_tokens=counts.cached_tokens,
+            computed_tokens=counts.computed_tokens,
+            output_tokens=len(output),
+            ttft_s=first - request.submitted,
+            total_s=times.finished - request.submitted,
+            preemptions=request.scheduling.preemptions,
+            recomputed_tokens=counts.recomputed_tokens,
+            host_tokens=counts.host_tokens,
+        )
+        logprobs = tuple(self.logprobs) if self.logprobs else None
+        text = self.text
+        return Completion(
+            text.text,
+            output,
+            self.finish_reason,
+            usage,
+            logprobs,
+            self.index,
+            stop_text=text.stopped_by,
+            prompt_logprobs=request.scores.logprobs,
+        )
+
+
+@dataclass(slots=True)
+class StreamTimes:
+    """When a stream got its first and its last token, and when it finished, in seconds of time.perf_counter.
+
+    `TokenTimes` counts `last_token`.
+    """
+
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+
+
+class TokenCounts:
+    """Count the tokens of a stream that were hits, computed, computed again, and loaded from the host.
+
+    `reached` tokens were computed or hit at least once. `host_hits` are the hits that were loaded.
+    """
+
+    __slots__ = ("_uncounted_hits", "cached_tokens", "host_hits", "host_tokens", "reached", "recomputed_tokens")
+
+    def __init__(self, cached: int, *, is_hit: bool) -> None:
+        """Start with `cached` tokens: a hit, or the tokens of the stream that this one was forked from."""
+        self.cached_tokens = self.reached = cached
+        self.recomputed_tokens = self.host_tokens = self.host_hits = 0
+        self._uncounted_hits = cached if is_hit else 0
+
+    @property
+    def computed_tokens(self) -> int:
+        """The number of tokens that were computed, each counted once."""
+        return self.reached - self.cached_tokens
 
     def count_computed(self, start: int, count: int) -> tuple[int, int]:
         """Record that [start, start + count) were computed; returns how many for the first time, and uncounted hits.
@@ -306,65 +382,43 @@ class Stream:
         hits, self._uncounted_hits = self._uncounted_hits, 0
         return new, hits
 
-    def count_loaded(self, start: int, count: int) -> None:
-        """Record that [start, start + count) were loaded from the host; those that are new are hits."""
+    def count_loaded(self, start: int, count: int, copied: int) -> None:
+        """Record that [start, start + count) were loaded, the last `copied` from the host; new ones are hits."""
         before = self.cached_tokens
-        self.host_tokens += count
-        self._add_hits(start + count)
+        self.host_tokens += copied
+        self.add_hits(start + count)
         self.host_hits += self.cached_tokens - before
 
-    def cut_hit(self, length: int) -> None:
-        """Drop the end of a hit before the stream computes anything: it goes on at `length`."""
-        lost = self.sequence.length - length
-        uncounted = min(lost, self._uncounted_hits) if self.reached == self.sequence.length else 0
-        self.sequence.truncate(length)
-        self.common_length = length
-        self.cached_tokens -= uncounted
-        self._uncounted_hits -= uncounted
-        self.reached -= uncounted
-
-    def _add_hits(self, end: int) -> None:
+    def add_hits(self, end: int) -> None:
         """Count the tokens up to `end` that the stream has neither computed nor hit before."""
         gained = max(end - self.reached, 0)
         self.cached_tokens += gained
         self._uncounted_hits += gained
         self.reached += gained
 
-    def close(self) -> None:
-        """Release the blocks, with a hint for eviction; published tokens stay cached. May be called twice."""
-        if self.finished_at is None:
-            self.finished_at = time.perf_counter()
-        self.sequence.close(Hint(kind=self.finish_reason, output_length=self.output_length))
+    def drop_hits(self, lost: int) -> None:
+        """Take back the last `lost` hits, as far as no step has counted them."""
+        uncounted = min(lost, self._uncounted_hits)
+        self.cached_tokens -= uncounted
+        self._uncounted_hits -= uncounted
+        self.reached -= uncounted
 
-    def completion(self) -> Completion:
-        """Return the result of this stream, which has finished and is closed."""
-        assert self.finish_reason is not None and self.finished_at is not None
-        request = self.request
-        output = tuple(self.tokens[len(request.prompt) :])
-        first = self.finished_at if self.first_token_at is None else self.first_token_at
-        usage = Usage(
-            prompt_tokens=len(request.prompt),
-            cached_tokens=self.cached_tokens,
-            computed_tokens=self.reached - self.cached_tokens,
-            output_tokens=len(output),
-            ttft_s=first - request.submitted,
-            total_s=self.finished_at - request.submitted,
-            preemptions=request.preemptions,
-            recomputed_tokens=self.recomputed_tokens,
-            host_tokens=self.host_tokens,
-        )
-        logprobs = tuple(self.logprobs) if self.logprobs else None
-        text = self.text
-        return Completion(
-            text.text,
-            output,
-            self.finish_reason,
-            usage,
-            logprobs,
-            self.index,
-            stop_text=text.stopped_by,
-            prompt_logprobs=request.prompt_logprobs,
-        )
+
+def sample_row(stream: Stream, in_flight: int) -> SampleRow:
+    """Return the row that draws a stream's next token, after `in_flight` tokens that are still being drawn: 0 or 1."""
+    request, tokens, continuation = stream.request, stream.tokens, stream.continuation
+    return SampleRow(  # by position: keywords take a quarter more time, for each row of each step
+        request.params,
+        stream.seed,
+        len(tokens) + in_flight,
+        tokens,
+        len(request.prompt),
+        request.stop_ids,
+        (request.scheduling.number, stream.index),
+        in_flight,
+        continuation.candidates,
+        continuation.bad_words,
+    )
 
 
 def derive_seed(seed: int, number: int) -> int:

@@ -6,7 +6,7 @@ nothing up and publishes nothing.
 KV that was computed in a chunk of another length differs in its last bits, and so does all KV after it. A deterministic
 engine therefore ties hits, chunks and publishing to absolute multiples of `prefill_chunk`. A hit ends on one. A chunk
 goes from one to the next (except for the rest of a prompt) in a forward of its own. Only the KV of full chunks is
-published, never that of a decode. Cached KV is then the KV that any request with the same tokens would compute.
+published, never the KV of a decode. Cached KV is then the KV that any request with the same tokens would compute.
 
 A row's bits may depend on the rows after it as well: an expert multiplies as many rows at once as are routed to it. For
 such a model a cached chunk is never joined from two chunks that began with the same tokens and then differed.
@@ -26,19 +26,22 @@ import numpy as np
 
 from radixkv.cache import Match, PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.prompt_scores import PromptScores
 from radixkv.engine.request import Request, Stream, TokenIds
-from radixkv.engine.scoring import Scoring
+from radixkv.engine.scores import KeptScores
 
 _log = logging.getLogger(__name__)
 _NOTHING = Match(0, np.empty(0, np.int32), 0)
 
 
 class LoadLimits(NamedTuple):
-    """How many host-resident tokens to load in place of computing them: `least` at once, `most` in a step."""
+    """How many host-resident tokens to load in place of computing them: `least` at once, `most` in a step.
+
+    A `whole` load is never cut: it ends at a recurrent state. It may exceed `most` if it is the only one of its step.
+    """
 
     least: int
     most: int
+    whole: bool = False
 
 
 NO_LOADS = LoadLimits(least=sys.maxsize, most=0)
@@ -62,7 +65,7 @@ class ReusePolicy:
     def __init__(self, cache: PrefixCache, config: EngineConfig, loads: LoadLimits = NO_LOADS) -> None:
         """Apply to the requests of one cache."""
         self.loads = loads
-        self.prompt_scores = PromptScores()
+        self.kept_scores = KeptScores(self.shared_rows)
         self._cache = cache
         self._chunk = config.prefill_chunk
 
@@ -78,8 +81,12 @@ class ReusePolicy:
         return self._cache.match(tokens[: self.limit(tokens, request)], request.namespace)
 
     def limit(self, tokens: TokenIds, request: Request) -> int:
-        """Return how many of these tokens, the first ones of a request, may be a hit: see `Request.most_hit`."""
-        return request.most_hit(len(tokens))
+        """Return how many of these tokens, the first ones of a request, may be a hit.
+
+        A full repeat computes one token again: its logits are needed, and a step has no empty chunks. Scores need the
+        logits of more tokens.
+        """
+        return min(len(tokens) - 1, request.scores.hit_limit)
 
     def aligned(self, length: int) -> int:
         """Return the largest length up to this one at which a hit may end."""
@@ -96,36 +103,11 @@ class ReusePolicy:
     # ---- scores
 
     def shared_rows(self, first: int, rows: int) -> int:
-        """Return how many of a prompt's first rows of logits are those of any request with the same tokens.
+        """Return how many of a prompt's first rows of logits any request with the same tokens would get.
 
         `first` is the first position that a request scores.
         """
         return rows
-
-    def take_scores(self, request: Request) -> int:
-        """Take kept scores for a scored request, so that its hit may reach further; returns their number."""
-        scoring = request.scoring
-        assert scoring is not None
-        kept = self.prompt_scores.find(scoring, request.namespace)
-        if kept is None:
-            return 0
-        taken = kept[scoring.missing - 1 : self.shared_rows(scoring.first, len(kept.chosen))]
-        scoring.put(taken)
-        return len(taken.chosen)
-
-    def keep_scores(self, request: Request) -> None:
-        """Keep the scores of a request that scores all of its prompt, as far as they are computed."""
-        scoring = request.scoring
-        assert scoring is not None
-        if scoring.first == 1 and (rows := self.shared_rows(1, scoring.missing - 1)):
-            self.prompt_scores.keep(scoring, request.namespace, rows)
-
-    def scored_hit(self, scoring: Scoring, leader: Scoring | None, common: int) -> int:
-        """Return how far the hit of a scored request may reach once `leader` has computed their `common` tokens."""
-        limit = scoring.hit_limit
-        if leader is not None and leader.first == 1 and leader.top >= scoring.top:
-            limit = max(limit, self.shared_rows(scoring.first, common - 1))
-        return min(limit, common)
 
     # ---- loads
 
@@ -135,7 +117,7 @@ class ReusePolicy:
 
     def loaded(self, stream: Stream, count: int) -> bool:
         """Record that the next `count` tokens were loaded; returns whether they become matchable now."""
-        return not stream.request.publish_late
+        return not stream.request.scheduling.publish_late
 
     # ---- chunks
 
@@ -151,17 +133,20 @@ class ReusePolicy:
 
     def publishes(self, stream: Stream, start: int, count: int, *, isolated: bool) -> bool:
         """Return whether [start, start + count), which were computed, become matchable by other requests now."""
-        return not stream.request.publish_late
+        return not stream.request.scheduling.publish_late
 
-    def publish_rest(self, stream: Stream) -> None:
-        """Publish the tokens that a stream has not published when it ends or is preempted; it must have no open plan.
+    def publish_rest(self, stream: Stream, length: int | None = None) -> None:
+        """Publish all tokens, or those up to `length`, when a stream ends or is preempted; it has no open plan.
 
         An error in here is logged and costs other requests a hit, nothing else.
         """
         if stream.sequence.closed:
             return
         try:
-            stream.sequence.commit()
+            if length is None:
+                stream.sequence.commit()
+            else:
+                stream.sequence.publish(length)
         except Exception:
             _log.exception("what a request computed could not be published")
 
@@ -181,7 +166,7 @@ class AlignedReuse(ReusePolicy):
 
         If the rest of that chunk will be loaded, the hit may end at the cut.
         """
-        most = self.aligned(request.most_hit(len(tokens)))
+        most = self.aligned(super().limit(tokens, request))
         if not most:
             return 0
         match = self._cache.match(tokens[:most], request.namespace)
@@ -230,15 +215,15 @@ class AlignedReuse(ReusePolicy):
         stream.common_length += count
         return super().loaded(stream, count)
 
-    def publish_rest(self, stream: Stream) -> None:
+    def publish_rest(self, stream: Stream, length: int | None = None) -> None:
         """Drop the tokens that other requests would compute differently, and publish the others."""
         if stream.sequence.closed:
             return
         try:
-            length = stream.common_length
+            common = stream.common_length if length is None else min(length, stream.common_length)
             if self._row_dependent:
-                length = self._uncut(np.array(stream.tokens[:length], np.int32), stream.request.namespace)
-            stream.sequence.truncate(length)
+                common = self._uncut(np.array(stream.tokens[:common], np.int32), stream.request.namespace)
+            stream.sequence.truncate(common)
         except Exception:
             _log.exception("what a request computed could not be published")
         else:
@@ -252,7 +237,7 @@ class AlignedReuse(ReusePolicy):
 
 
 class NoReuse(ReusePolicy):
-    """Every prompt is computed in full, and nothing is published; chunks are those of another policy."""
+    """Every prompt is computed in full, and nothing is published; another policy cuts the chunks."""
 
     reopens_branches = False
 
@@ -294,5 +279,5 @@ class NoReuse(ReusePolicy):
         """Return False."""
         return False
 
-    def publish_rest(self, stream: Stream) -> None:
+    def publish_rest(self, stream: Stream, length: int | None = None) -> None:
         """Publish nothing."""

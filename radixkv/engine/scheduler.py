@@ -4,6 +4,10 @@ A step has a budget of tokens. Every active stream that has its whole prompt dec
 batching: Orca, OSDI 2022). The rest goes to chunks of prompts (Sarathi-Serve, OSDI 2024). So a long prompt lengthens a
 step by a chunk, and never stalls the other streams. Budget that is left then admits waiting requests.
 
+A stream whose next tokens are host-resident plans a load in place of a chunk, if loading takes less time than
+computing. Loads take no part of a step's token budget. In one step, all of them together take about as long as one
+chunk of a prompt. Each loads at least two blocks.
+
 Waiting requests hold no blocks. When blocks run out, a running request is preempted (PagedAttention, SOSP 2023). Its
 sequences are closed, and its published prefix stays in the tree until it is evicted. The request waits again, ahead of
 the requests that came later. `admission` says which request fits and which one is preempted, `wait_queue` which one is
@@ -15,10 +19,11 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from radixkv.cache import Match, PrefixCache, Sequence, WritePlan
 from radixkv.cache.types import Purpose
@@ -26,10 +31,8 @@ from radixkv.config import EngineConfig
 from radixkv.engine.admission import Admission
 from radixkv.engine.fault_isolation import failure
 from radixkv.engine.observers import EngineObserver
-from radixkv.engine.quota_admission import QuotaAdmission
 from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import ReusePolicy
-from radixkv.engine.scoring import Scoring
 from radixkv.engine.stats import Counters
 from radixkv.engine.wait_queue import QUEUES
 from radixkv.errors import OutOfBlocks
@@ -38,11 +41,13 @@ _log = logging.getLogger(__name__)
 _MAX_DELAYED = 64  # requests that one admission may delay, each compared with the running prompts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Work:
-    """The tokens that one stream computes in this step: `tokens` from position `start` on, into the slots of `plan`.
+    """The tokens that one stream computes or loads in this step: `tokens` from position `start` on, for the `plan`.
 
-    An `isolated` one has a forward of its own.
+    An `isolated` chunk has a forward of its own. The logits of its last `rows` tokens are needed. A load has `sources`
+    in host memory, one for each slot of the plan. A `relayed` token is still being sampled: `tokens` has a placeholder
+    until the preceding step has finished.
     """
 
     stream: Stream
@@ -50,6 +55,9 @@ class Work:
     tokens: array[int]
     plan: WritePlan
     isolated: bool = False
+    rows: int = 1
+    sources: NDArray[np.int64] | None = None
+    relayed: bool = False
 
     @property
     def end(self) -> int:
@@ -61,22 +69,22 @@ class Work:
         """Whether the chunk ends at the stream's last token, so that the next one is sampled from its logits."""
         return self.start + len(self.tokens) >= len(self.stream.tokens) and self.stream.request.max_tokens > 0
 
-    @property
-    def logit_rows(self) -> int:
-        """The number of last tokens with logits."""
-        return 1
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredWork(Work):
-    """A chunk with scored tokens: the logits of its last `rows` tokens are needed."""
-
-    rows: int
+class Steps(Protocol):
+    """Runs the planned steps; `core.Core` does."""
 
     @property
-    def logit_rows(self) -> int:
-        """The number of last tokens with logits."""
-        return self.rows
+    def flight(self) -> object | None:
+        """The step that was launched and is not finished."""
+        ...
+
+    def finish_step(self) -> bool:
+        """Take the results of the step in flight, which may end streams; returns whether there was one."""
+        ...
+
+    def end(self, request: Request, error: Exception) -> None:
+        """End a request that cannot be admitted or scheduled; must `remove` it."""
+        ...
 
 
 class Scheduler:
@@ -89,18 +97,19 @@ class Scheduler:
         counters: Counters,
         reuse: ReusePolicy,
         observers: list[EngineObserver],
-        end: Callable[[Request, Exception], None],
+        steps: Steps,
     ) -> None:
-        """Schedule onto `cache`. `end` ends a request that cannot be admitted or scheduled, and must `remove` it."""
+        """Schedule onto `cache`, for `steps`."""
         self.waiting = QUEUES[config.order](config, cache.block_size, reuse)
         self.running: list[Request] = []  # by rank
-        admission = Admission if cache.quotas is None else QuotaAdmission
-        self.admission = admission(cache, config, reuse, self.running, self.waiting)
+        self.closing: list[Stream] = []  # that have ended, and are closed after the step in flight
+        self.admission = Admission(cache, config, reuse, self.running, self.waiting, self.closing)
         self._cache, self._reuse = cache, reuse
         self._max_sequences, self._max_batch_tokens = config.max_sequences, config.max_batch_tokens
-        self._counters, self._observers, self._end = counters, observers, end
+        self._counters, self._observers, self._steps = counters, observers, steps
         self._planned: dict[Stream, Work] = {}  # of the step that is being scheduled
-        self._budget = 0
+        self._budget = self._more_rows = 0  # tokens left to compute, and additional rows of logits
+        self._load_room = 0  # tokens left to load
         self._arrivals = self._admissions = 0
 
     def close(self) -> None:
@@ -111,7 +120,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that `admission.check_fits`."""
         self._arrivals += 1
-        request.number = self._arrivals
+        request.scheduling.number = self._arrivals
         self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
@@ -121,25 +130,35 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         for stream in request.streams:
-            self._unplan(stream)
-            stream.close()
+            if stream not in self.closing:
+                if self._planned:
+                    self._unplan(stream)
+                stream.close()
 
     # ---- schedule
 
     def schedule(self) -> list[Work]:
-        """Plan the next step: at most max_batch_tokens tokens, one chunk a stream.
+        """Plan the next step: at most max_batch_tokens tokens to compute, a chunk's time of loads, one part a stream.
 
-        A request that raises ends alone.
+        A request that raises ends alone. The step in flight may finish meanwhile, and end streams that were planned
+        before.
         """
-        self._planned, self._budget = {}, self._max_batch_tokens
+        overlaps = self._steps.flight is not None
+        self._planned, self._budget, self._more_rows = {}, self._max_batch_tokens, 0
+        self._load_room = self._reuse.loads.most
         for request in list(self.running):
-            if request.preemptions and request.suspended:
+            if request.scheduling.preemptions and request.suspended:
                 try:
                     self._resume_branches(request)
                 except Exception as error:
                     self._fail(request, error)
-        for stream in self._in_order():
+        streams = self._in_order()
+        for stream in streams:
             self._plan(stream)
+        if self._load_room and not self._budget:
+            for stream in streams:
+                if stream not in self._planned and stream.active:
+                    self._loads(stream)
         self.waiting.begin_step()
         while self._budget and (admitted := self._admit()) is not None:
             stream = admitted.live[0]
@@ -147,9 +166,11 @@ class Scheduler:
             if stream not in self._planned:
                 break  # it was preempted at once, or its chunk does not fit this step
         work, self._planned = list(self._planned.values()), {}
+        if overlaps and self._steps.flight is None:
+            return [each for each in work if each.stream.active]
         return work
 
-    def _in_order(self) -> Iterable[Stream]:
+    def _in_order(self) -> list[Stream]:
         """Return the active streams whose requests are not paused: those that decode, then those that prefill."""
         decoding: list[Stream] = []
         prefilling: list[Stream] = []
@@ -167,6 +188,7 @@ class Scheduler:
                 if (work := self._next(stream)) is not None:
                     self._planned[stream] = work
                     self._budget -= len(work.tokens)
+                    self._more_rows += work.rows - 1
                 return
             except OutOfBlocks:
                 self._free_blocks(stream.request)
@@ -177,44 +199,104 @@ class Scheduler:
         """Plan a stream's next tokens; None if there are none to compute, or if they do not fit this step."""
         start = stream.sequence.length
         count = len(stream.tokens) - start
+        if not count:
+            return self._relay(stream, start)
         if count > 1:
             count = self._prefill_count(stream, count)
-        if not count:
-            return None
+            if not count:
+                return None
         tokens, isolated = stream.tokens[start : start + count], self._reuse.isolated(stream)
         plan = stream.sequence.extend(tokens)
-        if count > 1 and stream.request.scoring is not None:  # a guard in place of a null object
-            rows = stream.request.scoring.rows(start, start + count)
-            return ScoredWork(stream, start, tokens, plan, isolated, rows=rows)
-        return Work(stream, start, tokens, plan, isolated)
+        rows = stream.request.scores.rows(start, start + count) if count > 1 else 1
+        return Work(stream, start, tokens, plan, isolated, rows)
+
+    def _relay(self, stream: Stream, start: int) -> Work | None:
+        """Plan the token that the step in flight samples; None if the host must read it first, or if it is the last."""
+        if self._steps.flight is None:
+            return None  # a beam waits for the others
+        if stream.continuation.host_bound:
+            self._counters.host_bound_rows += 1
+            return None
+        if stream.output_length + 1 >= stream.request.max_tokens:
+            return None
+        return Work(stream, start, array("i", [0]), stream.sequence.extend_unknown(), relayed=True)
 
     def _free_blocks(self, request: Request) -> None:
-        """Free blocks for a running request, by a preemption."""
-        self.preempt(self.admission.victim(request))
+        """Free blocks for a running request: finish the step in flight, which may end others, or else preempt."""
+        if not self._steps.finish_step():
+            self.preempt(self.admission.victim(request))
 
     def _prefill_count(self, stream: Stream, pending: int) -> int:
-        """Return the length of a chunk of a prompt; 0 if it does not fit."""
+        """Return the length of a chunk of a prompt; 0 if it does not fit, or if the stream plans a load instead.
+
+        A scored chunk waits for the next step if there is no room for its rows of logits. One that must not be cut
+        exceeds the bound if no other one has additional rows.
+        """
+        if self._loads(stream) or not stream.active:
+            return 0
+        begin = self._reuse.aligned(stream.common_length)
+        if begin < stream.common_length:
+            stream.cut_hit(begin)  # its hit ends inside a chunk, and the load that it counted on is not possible
+            self._plan(stream)
+            return 0
         if stream.request.suspended:  # the other streams begin at the end of the prompt
             pending = len(stream.request.prompt) - stream.sequence.length
-        if stream.request.scoring is None:  # a guard in place of a null object
-            return self._reuse.chunk(pending, self._budget)
-        return self._scored_count(stream.request.scoring, stream.sequence.length, pending)
-
-    def _scored_count(self, scoring: Scoring, start: int, pending: int) -> int:
-        """Return the length of a scored chunk, so that the step's additional rows of logits stay within bounds.
-
-        A chunk waits for the next step if there is no room for its rows. One that must not be cut exceeds the bound if
-        no other one has additional rows.
-        """
-        planned = sum(each.logit_rows - 1 for each in self._planned.values())
-        room = scoring.most_rows - planned
-        count = self._reuse.chunk(pending, min(self._budget, scoring.longest(start, room + 1 if room > 0 else 0)))
-        return count if count or planned else self._reuse.chunk(pending, self._budget)
+        most = stream.request.scores.longest(stream.sequence.length, self._more_rows)
+        count = self._reuse.chunk(pending, min(self._budget, most))
+        return count if count or self._more_rows else self._reuse.chunk(pending, self._budget)
 
     def _unplan(self, stream: Stream) -> None:
         work = self._planned.pop(stream, None)
-        if work is not None:
+        if work is None:
+            return
+        if work.sources is None:
             self._budget += len(work.tokens)
+            self._more_rows -= work.rows - 1
+        else:
+            self._load_room += len(work.tokens)
+
+    # ---- loads
+
+    def _loads(self, stream: Stream) -> bool:
+        """Plan a load if that is better than a chunk; returns whether it is, even if it must wait."""
+        while stream.active and stream.pending > self._reuse.loads.least:
+            try:
+                if not (available := self._loadable(stream)):
+                    break
+                self._plan_load(stream, available)
+                return True
+            except OutOfBlocks:
+                self._free_blocks(stream.request)
+            except Exception as error:
+                self._fail(stream.request, error)
+        return False
+
+    def _loadable(self, stream: Stream) -> int:
+        """Return how many of a stream's next tokens are host-resident; 0 if it is better to compute them."""
+        request, start = stream.request, stream.sequence.length
+        end = min(len(stream.tokens) - 1, request.scores.hit_limit)
+        if request.suspended:  # the other streams begin at the end of the prompt
+            end = min(end, len(request.prompt))
+        if not self._reuse.loads.whole:
+            end = min(end, start + self._reuse.loads.most)
+        available = stream.sequence.loadable(stream.tokens[start:end])
+        return available if self._reuse.worth_loading(start, available) else 0
+
+    def _plan_load(self, stream: Stream, available: int) -> None:
+        """Plan a load of at most the room that is left; the stream waits for the next step if that is too little.
+
+        A load that must not be cut exceeds the room of a step if it is the only one.
+        """
+        start, limits = stream.sequence.length, self._reuse.loads
+        room = max(available, limits.most) if limits.whole and self._load_room == limits.most else self._load_room
+        if limits.whole and room < available:
+            return
+        count = self._reuse.aligned(start + min(available, room)) - start
+        if count >= self._reuse.loads.least:
+            tokens = stream.tokens[start : start + count]
+            load = stream.sequence.load(tokens)
+            self._planned[stream] = Work(stream, start, tokens, load.plan, sources=load.sources)
+            self._load_room -= count
 
     # ---- admit
 
@@ -229,8 +311,8 @@ class Scheduler:
             if request is None:
                 return None
             try:
-                if request.scoring is not None:
-                    self._counters.reused_scores += self._reuse.take_scores(request)
+                kept = self._reuse.kept_scores
+                self._counters.reused_scores += request.scores.take_kept(kept, request.namespace)
                 if not self.running:
                     return self._start_alone(request)
                 match = self._reuse.match(request)
@@ -239,7 +321,7 @@ class Scheduler:
                 fits = self._make_room(request, match)
                 if not self.running:
                     return self._start_alone(request)
-                return self._start(request, self._open(request, request.known)) if fits else None
+                return self._start(request, self._open(request)) if fits else None
             except Exception as error:
                 self._fail(request, error)
                 return None
@@ -258,11 +340,13 @@ class Scheduler:
 
     def _start_alone(self, request: Request) -> Request | None:
         """Start a request while no other one runs: it must be able to finish, if need be without headroom."""
-        sequence = self._open(request, request.known)
+        if self.closing:
+            self._steps.finish_step()
+        sequence = self._open(request)
         if self.admission.cut_to_fit(request, sequence):
             return self._start(request, sequence)
         sequence.close()
-        self._end(request, self.admission.refusal(request))
+        self._steps.end(request, self.admission.refusal(request))
         return None
 
     def _start(self, request: Request, sequence: Sequence) -> Request:
@@ -274,18 +358,20 @@ class Scheduler:
         self.waiting.admitted(request)
         insort(self.running, request, key=lambda each: each.rank)
         self._admissions += 1
-        request.admitted = self._admissions
-        if request.prefix_wait is not None:
-            gained = sequence.length - request.prefix_wait.cached
-            request.coalesced |= gained > 0
+        request.scheduling.admitted = self._admissions
+        if request.scheduling.prefix_wait is not None:
+            gained = sequence.length - request.scheduling.prefix_wait.cached
+            request.scheduling.coalesced |= gained > 0
             self._counters.coalesced_requests += gained > 0
             self._counters.coalesced_tokens += max(gained, 0)
-            request.prefix_wait = None
-        if request.preemptions:
+            request.scheduling.prefix_wait = None
+        if request.scheduling.preemptions:
             self._resume_branches(request)
         return request
 
-    def _open(self, request: Request, tokens: TokenIds) -> Sequence:
+    def _open(self, request: Request, tokens: TokenIds | None = None) -> Sequence:
+        """Open a sequence for the first stream of a request, or for another one, which has these `tokens`."""
+        tokens = request.known if tokens is None else tokens
         limit = self._reuse.limit(tokens, request)
         purpose: Purpose = "resume" if request.streams else "request"
         sequence = self._cache.open(tokens, request.namespace, limit, request.priority, purpose=purpose)
@@ -296,7 +382,13 @@ class Scheduler:
     # ---- preempt and resume
 
     def preempt(self, request: Request) -> None:
-        """Free all blocks of a running request; it waits again, ahead of the requests that came later."""
+        """Free all blocks of a running request; it waits again, ahead of the requests that came later.
+
+        Finishes the step in flight first. If the request ends with that step, nothing is preempted.
+        """
+        self._steps.finish_step()
+        if request not in self.running:
+            return
         for stream in request.live:
             if stream.active:
                 if not stream.sequence.has_plan:
@@ -304,8 +396,8 @@ class Scheduler:
                 self._unplan(stream)
                 stream.sequence.close()
         self.running.remove(request)
-        request.preemptions += 1
-        request.guaranteed, request.publish_late = True, False
+        request.scheduling.preemptions += 1
+        request.scheduling.guaranteed, request.scheduling.publish_late = True, False
         self._counters.preemptions += 1
         self.waiting.add(request)
         for observer in self._observers:
@@ -317,7 +409,7 @@ class Scheduler:
         if first.computed_length < len(request.prompt):
             return
         for stream in request.suspended:
-            if self._reuse.reopens_branches and not request.publish_late:
+            if self._reuse.reopens_branches and not request.scheduling.publish_late:
                 stream.resume(self._open(request, np.array(stream.tokens, np.int32)))
             else:
                 branch = first.sequence.fork()
@@ -327,4 +419,4 @@ class Scheduler:
     def _fail(self, request: Request, error: Exception) -> None:
         """End the request that raised; the others go on."""
         _log.exception("a request could not be scheduled")
-        self._end(request, failure(error))
+        self._steps.end(request, failure(error))

@@ -16,6 +16,7 @@ import numpy as np
 from radixkv.engine.input_processor import Ids, InputProcessor, Prompt
 from radixkv.engine.output import Completion, Usage
 from radixkv.engine.request import Request, TokenIds
+from radixkv.engine.scores import PromptScores
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import is_int
 
@@ -76,10 +77,10 @@ class ScoreBatch:
 
 def _score(request: Request, target: int, ids: TokenIds, usage: Usage) -> Score:
     """Return the score of the continuation `ids`, which ends with a last target of a finished request."""
-    scoring = request.scoring
-    assert scoring is not None and scoring.last is not None
-    chosen = [*scoring.chosen.tolist(), float(scoring.last.chosen[target])]
-    best = [*scoring.values[:, 0].tolist(), float(scoring.last.values[target, 0])]
+    scores = request.scores
+    assert isinstance(scores, PromptScores) and scores.last is not None
+    chosen = [*scores.chosen.tolist(), float(scores.last.chosen[target])]
+    best = [*scores.values[:, 0].tolist(), float(scores.last.values[target, 0])]
     return Score(
         logprob=math.fsum(chosen),
         token_logprobs=tuple(chosen),

@@ -18,7 +18,7 @@ from operator import attrgetter
 from sortedcontainers import SortedKeyList
 
 from radixkv.config import EngineConfig
-from radixkv.engine.request import PrefixWait, Request, common_prefix
+from radixkv.engine.request import PrefixWait, Request, Scheduling, common_prefix
 from radixkv.engine.reuse_policy import ReusePolicy
 
 LOOKED_AT = 128  # requests of one priority, by arrival, whose cached prefix is looked up for "longest-prefix"
@@ -83,12 +83,14 @@ class WaitQueue:
         positions: dict[Request, int | None] = {}
         ended = []
         for request in self._delayed:
-            wait: PrefixWait = request.prefix_wait
+            scheduling: Scheduling = request.scheduling
+            wait = scheduling.prefix_wait
+            assert wait is not None
             if wait.leader not in positions:
                 positions[wait.leader] = _prefill_position(wait.leader)
             position = positions[wait.leader]
-            request.waited_enough |= position is not None and position < wait.shared and self._step > wait.until
-            if position is None or position >= wait.shared or request.waited_enough:
+            scheduling.waited_enough |= position is not None and position < wait.shared and self._step > wait.until
+            if position is None or position >= wait.shared or scheduling.waited_enough:
                 ended.append(request)
         return ended
 
@@ -97,7 +99,7 @@ class WaitQueue:
 
         Returns whether it does. Compares the prompt with each prompt that is being prefilled.
         """
-        if request.waited_enough:
+        if request.scheduling.waited_enough:
             return False
         for leader in running:
             position = _prefill_position(leader)
@@ -106,13 +108,11 @@ class WaitQueue:
             if leader.namespace != request.namespace:
                 continue
             shared = common_prefix(leader.prompt, request.prompt)
-            if request.scoring is not None:
-                shared = self._reuse.scored_hit(request.scoring, leader.scoring, shared)
-            shared = self._reuse.aligned(shared)
+            shared = self._reuse.aligned(self._reuse.kept_scores.reach(request.scores, leader.scores, shared))
             if shared > position and shared - cached >= self._min_saving:
                 steps = -(-(shared - position) // self._prefill_chunk)
-                before = cached if request.prefix_wait is None else request.prefix_wait.cached
-                request.prefix_wait = PrefixWait(leader, shared, self._step + 2 * steps + _SLACK, before)
+                before = cached if request.scheduling.prefix_wait is None else request.scheduling.prefix_wait.cached
+                request.scheduling.prefix_wait = PrefixWait(leader, shared, self._step + 2 * steps + _SLACK, before)
                 part = self._reuse.aligned(min(shared, len(request.prompt) - 1))
                 next(each for each in leader.live if each.active).sequence.snapshot_at(part, shared=True)
                 self._ready.remove(request)
@@ -150,15 +150,20 @@ class LongestPrefixQueue(WaitQueue):
     def admitted(self, request: Request) -> None:
         """Take out a request that was admitted, and count it for the earlier requests that could have run instead."""
         super().admitted(request)
-        if request.preemptions:
+        if request.scheduling.preemptions:
             return
         for other in islice(self._ready, self._ready.bisect_key_left(request.rank)):
             if other.priority == request.priority and not other.channel.paused:
-                other.overtaken += 1
+                other.scheduling.overtaken += 1
 
     def _key(self, request: Request) -> tuple[bool, bool, int, int]:
-        aged = request.overtaken >= self._max_overtakes
-        return not request.preemptions, not aged, 0 if aged else -self._cached_length(request), request.number
+        aged = request.scheduling.overtaken >= self._max_overtakes
+        return (
+            not request.scheduling.preemptions,
+            not aged,
+            0 if aged else -self._cached_length(request),
+            request.scheduling.number,
+        )
 
     def _cached_length(self, request: Request) -> int:
         if request not in self._cached:
@@ -175,6 +180,11 @@ QUEUES: dict[str, type[WaitQueue]] = {"fcfs": WaitQueue, "longest-prefix": Longe
 def _prefill_position(leader: Request) -> int | None:
     """Return how many tokens of its prompt a request has computed; None if it computes or publishes none of it now."""
     stream = next((each for each in leader.live if each.active), None)
-    if stream is None or leader.publish_late or leader.channel.paused or stream.computed_length >= len(leader.prompt):
+    if (
+        stream is None
+        or leader.scheduling.publish_late
+        or leader.channel.paused
+        or stream.computed_length >= len(leader.prompt)
+    ):
         return None
     return stream.computed_length

@@ -75,17 +75,9 @@ def config_of(header: GGUFHeader) -> Config:
     compute exactly; InvalidInput for metadata that are missing or broken.
     """
     row, keys = architecture_of(header), ModelKeys(header)
-    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
-    head_dim = keys.size("attention.key_length", hidden // heads or 1)
-    if (value_dim := keys.size("attention.value_length", head_dim)) != head_dim:
-        raise keys.unsupported(f"keys have {head_dim} numbers a head, values have {value_dim}")
     if header.value("general.quantization_version", int, 2) != 2:
         raise keys.unsupported("general.quantization_version is not 2")
-    kv_heads = keys.size("attention.head_count_kv", heads)
-    if heads % kv_heads:
-        raise InvalidInput(
-            f"{header.path}: {heads} heads cannot share {kv_heads} KV heads evenly: fetch or copy it again"
-        )
+    hidden = keys.size("embedding_length")
     layers = keys.size("block_count")
     if layers > len(header.tensors):
         raise InvalidInput(
@@ -98,9 +90,7 @@ def config_of(header: GGUFHeader) -> Config:
         "hidden_size": hidden,
         "intermediate_size": keys.size("feed_forward_length"),
         "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        **_heads(header, keys, hidden),
         "max_position_embeddings": keys.size("context_length"),
         "rms_norm_eps": keys.value("attention.layer_norm_rms_epsilon", float),
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -110,6 +100,20 @@ def config_of(header: GGUFHeader) -> Config:
     row.complete(keys, config)
     keys.check_read()
     return config
+
+
+def _heads(header: GGUFHeader, keys: ModelKeys, hidden: int) -> Config:
+    """Return the heads of the attention and their size."""
+    heads = keys.size("attention.head_count")
+    head_dim = keys.size("attention.key_length", hidden // heads or 1)
+    if (value_dim := keys.size("attention.value_length", head_dim)) != head_dim:
+        raise keys.unsupported(f"keys have {head_dim} numbers a head, values have {value_dim}")
+    kv_heads = keys.size("attention.head_count_kv", heads)
+    if heads % kv_heads:
+        raise InvalidInput(
+            f"{header.path}: {heads} heads cannot share {kv_heads} KV heads evenly: fetch or copy it again"
+        )
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
 
 
 def architecture_of(header: GGUFHeader) -> Architecture:

@@ -65,7 +65,7 @@ class FieldReader:
         return int(_U64.unpack_from(self._window, at)[0])
 
     def count(self, things: str, least: int, most: int) -> int:
-        """Return the number of `things` that follow, each of which takes at least `least` bytes."""
+        """Return the number of `things` that follow; each takes at least `least` bytes."""
         number = self.u64()
         if number > most or number * least > self.left:
             raise self.broken(f"{number:,} {things} do not fit into the {self.left:,} bytes left for the header")

@@ -63,7 +63,7 @@ class ModelKeys:
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return the value of a key, or `default`; a float as the shortest decimal number that is stored alike.
 
-        An array with the same value for every layer counts as that value. Raises InvalidInput for a missing key, one of
+        An array with the same value for every layer counts as this value. Raises InvalidInput for a missing key, one of
         another type, or a float that is negative or not finite; UnsupportedModel for an array of different values.
         """
         self._read.add(key)

@@ -96,7 +96,7 @@ def _placement(name: str, row: Architecture, head_dim: int) -> Placement | None:
     if match is None or match["name"] not in row.layer:
         return None
     tensor, part = match["name"], f"model.layers.{match['layer']}.{row.layer[match['name']]}"
-    if tensor.endswith("_exps"):  # a parameter of its own, not that of a linear layer
+    if tensor.endswith("_exps"):  # a parameter of its own, not a linear layer's
         half = _HALVES.get(tensor)
         return Placement(part, half=half) if match["kind"] == "weight" else None
     return Placement(

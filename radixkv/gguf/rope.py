@@ -51,7 +51,7 @@ def rope_base(keys: ModelKeys, key: str = "rope.freq_base") -> float:
 def llama3_parameters(keys: ModelKeys, head_dim: int, base: float) -> dict[str, Any]:
     """Return the scaling of Llama 3.1 that the factors in `rope_freqs.weight` follow from; empty if they are all 1.
 
-    Raises UnsupportedModel if they follow from other parameters than those of the Llama 3 models.
+    Raises UnsupportedModel if they follow from other parameters than the Llama 3 models have.
     """
     factors = _values(keys, FACTORS, head_dim // 2)
     if all(each == 1.0 for each in factors):

@@ -118,7 +118,7 @@ class GrammarCompiler:
 
     def _start(self, work: Callable[[], Result]) -> Future[Result]:
         """Run `work` on the compiler's thread, which starts with the first one."""
-        with _STARTING:  # the size is that of all threads that start meanwhile; untouched pages cost no memory
+        with _STARTING:  # the size holds for all threads that start meanwhile; untouched pages cost no memory
             usual = threading.stack_size(_STACK)
             try:
                 return self._thread.submit(work)

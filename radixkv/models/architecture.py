@@ -94,7 +94,7 @@ def _first_position(model: Any) -> int:
 
 
 _UNLIMITED = 1 << 30  # the context of a model that names no limit
-_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # of which a model has one, or none
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # a model has one of them, or none
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _REACHES = ("sliding_window", "attention_chunk_size", "window_size")
 

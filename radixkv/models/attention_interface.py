@@ -214,7 +214,7 @@ SPLIT = 512
 class AttentionBackend:
     """Copies blocks, stores new KV and computes attention over one store; `KVStore` and `torch_backend` say how.
 
-    `attend` takes a work list, or a tile plan if the backend was made by `recordable_backend`. A layer's number is that
+    `attend` takes a work list, or a tile plan if the backend was made by `recordable_backend`. A layer has the number
     of its attention call in a forward.
     """
 

@@ -156,7 +156,7 @@ def shards(folder: Path, name: str) -> list[str]:
 
 
 def _weight_files(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """Return the safetensors files with the weights, all of which exist."""
+    """Return the safetensors files with the weights; all exist."""
     names = weight_names(folder, config)
     name = next((each for each in names if (folder / each).is_file()), None)
     if name is None:
@@ -189,7 +189,7 @@ def _no_weights(folder: Path, names: Sequence[str]) -> Exception:
 
 
 def _check_kind(path: Path) -> None:
-    """Raise InvalidInput if this name is that of a folder or a broken link."""
+    """Raise InvalidInput if this name belongs to a folder or a broken link."""
     if path.is_dir():
         raise InvalidInput(f"{path} is a folder, not a file")
     if path.is_symlink():

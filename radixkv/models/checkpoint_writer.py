@@ -19,7 +19,7 @@ from radixkv.models.checkpoint import INDEX, WEIGHTS
 
 SHARD_BYTES = 5 * 10**9
 _PIECE = 1 << 24  # bytes of one write
-_ALIGNMENT = 64  # bytes; products of matrices round differently on numbers that are not aligned like those of torch
+_ALIGNMENT = 64  # bytes; products of matrices round differently on numbers that are not aligned as torch's are
 _LENGTH = 8  # bytes of the number that precedes the header
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",

@@ -1,7 +1,7 @@
 """Compare a configuration with the headers of its weight files before a model is built from it.
 
 transformers builds whatever a configuration asks for: ten million layers take days, and a wrong width takes memory for
-random weights until the mismatch is reported. Sizes beyond those of the stored tensors are therefore refused first.
+random weights until the mismatch is reported. Sizes beyond the stored tensors are therefore refused first.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MOST_TIMES, _MOST_MORE = 2, 1 << 20  # numbers of the built model, relative to 
 
 
 def check_fields(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise InvalidInput for a context of no tokens, and for sizes and counts beyond those of the stored tensors.
+    """Raise InvalidInput for a context of no tokens, and for sizes and counts beyond the stored tensors.
 
-    `shapes` are those of all stored tensors by name.
+    `shapes` has the shapes of all stored tensors by name.
     """
     largest = max((size for shape in shapes.values() for size in shape), default=0)
     limits = dict.fromkeys(_SIZES, max(_SMALL_SIZE, largest)) | dict.fromkeys(_COUNTS, max(_ALWAYS_BUILT, len(shapes)))
@@ -49,7 +49,7 @@ def check_fields(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, S
 def check_numbers(folder: Path, most_weights: int, place: str, options: Mapping[str, Any]) -> None:
     """Raise InvalidInput if the model would have several times `most_weights`. Allocates no weights.
 
-    `place` and `options` are those of transformers for the configuration in `folder`. Costs about a tenth of a second.
+    `place` and `options` are transformers' own for the configuration in `folder`. Costs about a tenth of a second.
     A model that cannot be built is left to the reading, which gives the reason.
     """
     import torch  # here, because `check_fields` also runs before torch is imported, which takes seconds

@@ -61,7 +61,7 @@ class Recorder(Protocol):
         ...
 
     def record(self, step: Callable[[], Tensor]) -> Replay:
-        """Run `step`, and return a function that launches the same on the same memory, that of the result included.
+        """Run `step`, and return a function that launches the same on the same memory, also for the result.
 
         Raises the errors of `step`, and an error if the step cannot be recorded.
         """
@@ -118,7 +118,7 @@ def buckets(sequences: int, tokens: int) -> list[Bucket]:
 
 
 def _graphs_of(runner: Runner, computed: PoolForward, sizes: Sequence[Bucket], recorder: Recorder) -> StepGraphs:
-    """Return the graphs of this runner's steps, none of which is recorded yet."""
+    """Return the graphs of this runner's steps; none is recorded yet."""
     from radixkv.models.cuda_inputs import StepInputs  # needs Triton
 
     loaded, store = runner.loaded, runner.store
@@ -198,7 +198,7 @@ def has_chunks(inputs: Sequence[SequenceInput]) -> bool:
 
 
 class StepGraphs:
-    """A recording for each bucket; if one cannot be made, that of a larger bucket serves its steps."""
+    """A recording for each bucket; if one cannot be made, the recording of a larger bucket serves its steps."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class OwnAttention:
         return torch.cat([*(logits[:1] for logits in found), *(logits[1:] for logits in found)])
 
     def _run(self, sequence: SequenceInput, sampled: Tensor | None) -> Tensor:
-        """Return logits [logit_rows, vocab] of one input, those of its last token first."""
+        """Return logits [logit_rows, vocab] of one input, its last token first."""
         batch = StepBatch([sequence], device_of(self._store.device), sampled)
         layers = [PoolLayer(self._store, layer, sequence, batch.slots) for layer in range(len(self._store.layers))]
         logits = _logits(self._forward, self._model, batch.tokens, batch.positions, batch.logit_rows, _cache(layers))
@@ -72,7 +72,7 @@ class PoolLayer(DynamicLayer):  # type: ignore[misc]  # transformers shows no ty
         self.written = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Store key [1, kv_heads, T, dk] and value [1, kv_heads, T, dv]; return those of the whole sequence."""
+        """Store key [1, kv_heads, T, dk] and value [1, kv_heads, T, dv]; return both for the whole sequence."""
         if self.written:
             raise RuntimeError(f"layer {self._layer} of the cache is written twice in a forward")
         if key_states.shape[:1] + key_states.shape[2:3] != (1, len(self._slots)):

@@ -164,7 +164,7 @@ def _plain(value: Any) -> Any:
     """Copy a tensor to the start of memory of its own, in the mode of this call, so that one compilation fits all.
 
     Compiled code depends on an argument's offset in its memory and on whether it was made in inference mode. The
-    arguments of a recorded step have other offsets than those of a batch.
+    arguments of a recorded step have other offsets than a batch.
     """
     return value.clone() if isinstance(value, torch.Tensor) else value
 

@@ -2,8 +2,8 @@
 
 A GGUF file holds the vocabulary, the merges or scores, and the types of the tokens under the key names of llama.cpp. It
 does not hold the normalizer, the split and the decoder of the model's `tokenizer.json`; these follow from
-`tokenizer.ggml.model`, `tokenizer.ggml.pre` and the architecture. The ids of a text are those of the model's own
-`tokenizer.json`, with the exceptions in docs/loading.md. Kinds and splits without a row are refused.
+`tokenizer.ggml.model`, `tokenizer.ggml.pre` and the architecture. A text has the ids that the model's own
+`tokenizer.json` gives it, with the exceptions in docs/loading.md. Kinds and splits without a row are refused.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _merges_of_scores(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return all merges that lead to tokens, those of the highest scores first, as in a `tokenizer.json`.
+    """Return all merges that lead to tokens, the highest scores first, as in a `tokenizer.json`.
 
     User-defined tokens come before all others: sentencepiece scores them 0, and the files replace that score.
     """

@@ -8,7 +8,7 @@ The file is read, not mapped, because the pages of a map count as memory of the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from itertools import groupby
@@ -86,40 +86,63 @@ def read_model(
     empty = _empty_model(header, config, dtype)
     _check_fit(header, places, dict(empty.named_parameters()))
     modules = replaceable(empty) if formats else {}
-    kept = {
-        name: formats[name]
-        for name, place in places.items()
-        if formats and name in formats and place.parameter in modules and place.keeps_blocks
-    }
+    kept = _kept(formats or {}, places, modules)
     check_memory(bytes_of(header, kept, dtype.itemsize))
-    small = {
-        places[name].parameter: QuantizedWeights(header.tensors[name].shape[0], header.tensors[name].shape[1], format)
-        for name, format in kept.items()
-    }
+    small = {places[name].parameter: _blocks(header.tensors[name], format) for name, format in kept.items()}
     dequantise = _dequantisers(header, [name for name in places if not _is_copied(header, places[name], name, small)])
-    weights = {
+    weights = _allocated(empty, small)
+
+    def read(file: BufferedReader, tensor: GGUFTensor) -> None:
+        place = places[tensor.name]
+        if place.parameter in small:
+            _store(small[place.parameter], file, tensor, place, dequantise.get(tensor.type_name))
+        else:
+            _fill(weights[place.parameter], file, tensor, place, dequantise[tensor.type_name])
+
+    _read_files(header, [header.tensors[name] for name in places], read)
+    model = _with_weights(empty, weights, header)
+    replace_layers(model, small, modules)
+    return model
+
+
+def _blocks(tensor: GGUFTensor, format: Format) -> QuantizedWeights:
+    """Return memory for the blocks of a matrix."""
+    return QuantizedWeights(tensor.shape[0], tensor.shape[1], format)
+
+
+def _allocated(empty: Any, small: Collection[str]) -> dict[str, Tensor]:
+    """Return memory for the parameters of a model without any, except for those in `small`."""
+    return {
         name: _without_memory(each) if name in small else torch.empty(each.shape, dtype=each.dtype)
         for name, each in empty.named_parameters()
     }
-    tensors = sorted((header.tensors[name] for name in places), key=lambda each: (each.file, each.offset))
+
+
+def _kept(formats: Formats, places: Mapping[str, Placement], modules: Collection[str]) -> Formats:
+    """Return the formats of the tensors that are stored in them, by the names of the tensors."""
+    return {
+        name: formats[name]
+        for name, place in places.items()
+        if name in formats and place.parameter in modules and place.keeps_blocks
+    }
+
+
+def _read_files(
+    header: GGUFHeader, tensors: Iterable[GGUFTensor], read: Callable[[BufferedReader, GGUFTensor], None]
+) -> None:
+    """Call `read` with each tensor and its open file, in the order of the files' bytes. Raises InvalidInput."""
+    in_order = sorted(tensors, key=lambda each: (each.file, each.offset))
     with _progress(header) as advance:
-        for path, stored in groupby(tensors, key=lambda each: each.file):
+        for path, stored in groupby(in_order, key=lambda each: each.file):
             try:
                 with path.open("rb") as file:
                     for tensor in stored:
-                        place = places[tensor.name]
-                        if place.parameter in small:
-                            _store(small[place.parameter], file, tensor, place, dequantise.get(tensor.type_name))
-                        else:
-                            _fill(weights[place.parameter], file, tensor, place, dequantise[tensor.type_name])
+                        read(file, tensor)
                         advance(tensor.nbytes)
                     if file_version(file) != header.versions[path]:
                         raise InvalidInput(f"{path} was written or replaced while it was read: load it again")
             except OSError as error:
                 raise InvalidInput(f"{path} cannot be read: {error.strerror}: check its disk") from error
-    model = _with_weights(empty, weights, header)
-    replace_layers(model, small, modules)
-    return model
 
 
 # ---- the model

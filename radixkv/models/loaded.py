@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from radixkv.attention.kv_store import LayerShape
-from radixkv.recurrent_state import StateStep
+from radixkv.sizing.recurrent_state import StateStep
 
 
 class AttentionWindow(NamedTuple):
-    """The earlier tokens that a token sees: the last `window`, or those of its own `chunk`; None is no limit."""
+    """The earlier tokens that a token sees: the last `window`, or the tokens of its own `chunk`; None is no limit."""
 
     window: int | None = None
     chunk: int | None = None

@@ -1,6 +1,6 @@
 """Find a model and load it into memory: the bundled one, a local folder or GGUF file, or a name on the hub.
 
-`checkpoint` examines the files first, and `weight_check` compares the loaded weights with the model. `gguf_weights`
+`checkpoint` examines the files first, and `weights.check` compares the loaded weights with the model. `gguf_weights`
 loads GGUF files. Errors of transformers become errors that a user can act on.
 """
 
@@ -25,12 +25,13 @@ from radixkv.device import device_of
 from radixkv.errors import InvalidInput, RadixKVError, UnsupportedModel
 from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import GGUFHeader, read_header
-from radixkv.memory import free_memory
 from radixkv.model_path import BUNDLED, readable
-from radixkv.models import checkpoint, config_check, gguf_weights, weight_check
+from radixkv.models import checkpoint, config_check, gguf_weights
 from radixkv.models.checkpoint import Checkpoint
 from radixkv.models.gguf_tokenizer import stop_token_ids, tokenizer_of
 from radixkv.models.quantized.kernels import kernels
+from radixkv.models.weights.check import check_weights
+from radixkv.sizing.memory import free_memory
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -55,8 +56,8 @@ def read(
 
     With a `tokenizer`, the files of another one are not read. `dtype` "auto" is the dtype of the saved weights, and
     bfloat16 for quantised GGUF. With `weights` other than "float32", linear layers of a GGUF file keep 8 or 4 bits, as
-    `gguf_weights.formats` chooses; those of other models are quantised later. Raises InvalidInput if there is no usable
-    model of this name or its weights do not fit into memory, UnsupportedModel if radixkv cannot run the model.
+    `gguf_weights.formats` chooses; the layers of other models are quantised later. Raises InvalidInput if there is no
+    usable model of this name or its weights do not fit into memory, UnsupportedModel if radixkv cannot run the model.
     """
     folder, place = model_path.find(name), name
     if folder is None:
@@ -74,9 +75,7 @@ def read(
         config_check.check_numbers(folder, found.most_weights, place, options)
         model = _read_quantised(found, name, weights) if weights in ("int8", "int4") else None
         if model is None:
-            itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else None
-            _check_memory(name, found.bytes_in(itemsize), found.bytes_in(2), dtype, device)
-            model = _read_model(found, name, place, dtype, options).to(device)
+            model = _read_whole(found, name, place, dtype, device, options)
     if tokenizer is None:
         tokenizer = _read_tokenizer(place, folder, options)
     check_tokens(model, tokenizer, name)
@@ -145,7 +144,7 @@ def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | s
             use_safetensors=True,
             attn_implementation="eager",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are reported, and weight_check refuses them
+            ignore_mismatched_sizes=True,  # they are reported, and check_weights refuses them
             **options,
         )
     except ImportError as error:
@@ -159,7 +158,7 @@ def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | s
         if _no_memory(error):
             raise
         raise InvalidInput(f"{name!r} cannot be read: {type(error).__name__}: {_text(error)}") from error
-    weight_check.check(model, info, name, found.tensors)
+    check_weights(model, info, name, found.tensors)
     return model
 
 
@@ -178,7 +177,7 @@ def _read_quantised(found: Checkpoint, name: str, weights: str) -> Any | None:
         from radixkv.models.quantized import on_load  # extends transformers, which may change
 
         model, info, quantised = on_load.read(found, weights, check_memory)
-        weight_check.check(model, info, name, found.tensors)
+        check_weights(model, info, name, found.tensors)
         quantised.finish(model)
     except Exception as error:
         if isinstance(error, RadixKVError) or _no_memory(error):
@@ -186,6 +185,15 @@ def _read_quantised(found: Checkpoint, name: str, weights: str) -> Any | None:
         _log.debug("%s: weights are loaded in float32, then quantised: %s: %s", name, type(error).__name__, error)
         return None
     return model
+
+
+def _read_whole(
+    found: Checkpoint, name: str, place: str, dtype: torch.dtype | str, device: torch.device, options: dict[str, Any]
+) -> Any:
+    """Return the model with its weights as they are, in `dtype`. Raises InvalidInput if they do not fit into memory."""
+    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else None
+    _check_memory(name, found.bytes_in(itemsize), found.bytes_in(2), dtype, device)
+    return _read_model(found, name, place, dtype, options).to(device)
 
 
 def _read_gguf(
@@ -252,7 +260,8 @@ def _no_memory(error: Exception) -> bool:
 
 
 def given_tokenizer(source: Any, *, trust_remote_code: bool) -> Any:
-    """Return the tokenizer that is to replace the model's own: `source`, or that of a folder, GGUF file or hub name.
+    """Return the tokenizer that is to replace the model's own: `source`, or the tokenizer of a folder, GGUF file or hub
+    name.
 
     Raises InvalidInput if `source` is neither, or has no tokenizer that can be read.
     """

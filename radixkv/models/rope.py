@@ -18,8 +18,8 @@ from radixkv.errors import InvalidInput, UnsupportedModel
 def freeze(model: Any, max_length: int) -> list[str]:
     """Fix the frequencies of every rotary module of `model` to those for sequences of up to `max_length` tokens.
 
-    Returns the names of the modules that were changed: their answers for short sequences may differ from
-    those of transformers for a short sequence alone. Raises UnsupportedModel for a module that cannot be frozen.
+    Returns the names of the modules that were changed: their answers for short sequences may differ from transformers'
+    answers for a short sequence alone. Raises UnsupportedModel for a module that cannot be frozen.
     """
     frozen = []
     for name, module in model.named_modules():

@@ -32,7 +32,7 @@ from radixkv.models.loaded import AttentionWindow, LayerSpec, LoadedModel, Seque
 from radixkv.models.recurrent.arena import StateArena
 from radixkv.models.recurrent.forward import RecurrentForward
 from radixkv.models.step_batch import StepBatch, logit_places
-from radixkv.recurrent_state import StateCopies
+from radixkv.sizing.recurrent_state import StateRow, StateStep
 from radixkv_kernels.graph_capacity import Bucket
 from radixkv_kernels.work_list import WorkList
 
@@ -82,12 +82,14 @@ class Runner:
         recheck_tokens: int = 0,
         state_slots: int = 0,
         host_blocks: int = 0,
+        host_states: int = 0,
     ) -> None:
         """Allocate num_blocks * store.bytes_per_block bytes, and spare blocks for `recheck_tokens`.
 
         `host` is the memory for `host_blocks` offloaded blocks, which take as many bytes each; None without them.
 
-        A model with recurrent state also takes `state_slots` slots of `loaded.state_bytes`; then set `state_copies`.
+        A model with recurrent state also takes `state_slots` slots of `loaded.state_bytes`, and `host_states` more in
+        host memory: `states`. The caller runs the copies between them.
 
         If `deterministic`, the bits of a forward depend only on the tokens, starts and lengths of its inputs: not on
         the blocks' ids, nor on whether inputs share blocks. This costs a gather of all keys that are read.
@@ -114,18 +116,13 @@ class Runner:
             self.forward = PoolForward(loaded, self.backend, planner)
         self.states: StateArena | None = None
         if loaded.state:
-            self.states = StateArena(loaded.state, state_slots, loaded.device)
+            self.states = StateArena(loaded.state, state_slots, loaded.device, host_states)
             self.forward = RecurrentForward(self.forward.run, self.states)
 
-    @property
-    def state_copies(self) -> StateCopies | None:
-        """The queue of copies between slots that each forward runs first; the cache owns it."""
-        return None if self.states is None else self.states.queue
-
-    @state_copies.setter
-    def state_copies(self, queue: StateCopies) -> None:
-        assert self.states is not None, "the model has no recurrent state"
-        self.states.queue = queue
+    def stats(self) -> dict[str, int]:
+        """Return counters of recurrent states and of steps without CUDA graphs, as in EngineStats."""
+        states = {} if self.states is None else self.states.stats()
+        return {**states, "eager_steps": self.eager.count}
 
     @torch.inference_mode()
     def run(
@@ -140,7 +137,7 @@ class Runner:
         it on the host, and the logits are memory of their own that no later step overwrites.
 
         Row i of the logits [len(inputs) + additional, vocab] belongs to the last token of input i. The additional rows
-        follow: for each input in order, those of the `logit_rows - 1` tokens before its last one, by position
+        follow: for each input in order, the rows of the `logit_rows - 1` tokens before its last one, by position
         (`logit_places`). A caller that wants several rows keeps them within `max_logit_rows`.
 
         Inputs may have any lengths, may share blocks that earlier steps have written, and write to different slots. The
@@ -171,9 +168,9 @@ class Runner:
     def host_costs(self, chunk: int) -> HostCosts:
         """Measure the seconds per token of loading KV from the host, and of a prefill of up to `chunk` tokens.
 
-        Nothing may be cached yet, because blocks of the pool and of the host are overwritten. Costs a few copies, and
-        forwards of about half a second in all. On a busy machine they may take longer: after the first two, none begins
-        more than a second after the start. Needs `host`.
+        Nothing may be cached yet: blocks of the pool and of the host, and a row of state, are overwritten. Costs a few
+        copies, and forwards of about half a second in all. On a busy machine they may take longer: after the first two,
+        none begins more than a second after the start. Needs `host`.
         """
         assert self.host is not None
         size = self.store.block_size
@@ -193,7 +190,8 @@ class Runner:
     def _prefill_seconds(self, count: int) -> float:
         """Return the seconds of a forward of `count` tokens over the first blocks of the pool."""
         table = np.arange(-(-count // self.store.block_size), dtype=np.int32)
-        chunk = SequenceInput(np.zeros(count, np.int32), 0, np.arange(count), table)
+        state = None if self.states is None else StateStep(StateRow(0))
+        chunk = SequenceInput(np.zeros(count, np.int32), 0, np.arange(count), table, state=state)
         began = time.perf_counter()
         self.run([chunk]).cpu()  # waits for the device
         return time.perf_counter() - began
@@ -294,7 +292,8 @@ class AttentionPlanner:
     def lists(self, inputs: Sequence[SequenceInput], max_shared_rows: int | None = None) -> WorkLists:
         """Build the list of each window; `max_shared_rows` as in `plan.build`.
 
-        All windows see the same tree of tables, mostly that of the step before, so each list is built from the last.
+        All windows see the same tree of tables, mostly the tree of the step before, so each list is built from the
+        last.
         """
         tables = [each.block_table for each in inputs]
         query_lengths = [len(each.tokens) for each in inputs]

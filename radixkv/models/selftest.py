@@ -1,7 +1,7 @@
 """Test at load that a model computes the same over the paged pool as on its own.
 
 `selftest_cases` computes prompts in chunks, after a shared prefix, over scattered and copied blocks, decodes together
-with prefills. The logits must be those of the model's own forward of the whole prompt, up to rounding.
+with prefills. The logits must equal the logits of the model's own forward of the whole prompt, up to rounding.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def self_test(loaded: LoadedModel) -> float:
     So is a larger one with experts, layer by layer.
     Windows longer than the prompt are not tested (the budget limits the prompt), as the probe has compared them with
     the configuration. Windows that the probe could not compare must be shorter than the prompt: those that only the
-    configuration or only the attention call names, and those of foreign architectures that attend by themselves. Costs
-    about five forwards of 50 tokens, or of 16 tokens more than the longest window or chunk.
+    configuration or only the attention call names, and the windows of foreign architectures that attend by themselves.
+    Costs about five forwards of 50 tokens, or of 16 tokens more than the longest window or chunk.
     """
     length = _prompt_length(loaded)
     proven = loaded.dtype.itemsize < 4 and _prove(loaded, length)

@@ -54,8 +54,8 @@ class SelfTestCases:
     def _tokens(self, random: np.random.Generator, length: int) -> NDArray[np.int32]:
         """Draw three prompts, with a padding token in each if the model counts positions by itself.
 
-        Such a model may not count padding, which would change its logits. A model that takes positions gets those of
-        all tokens, so its prompts have no padding token.
+        Such a model may not count padding, which would change its logits. A model that takes positions gets the
+        positions of all tokens, so its prompts have no padding token.
         """
         tokens = random.integers(0, self._loaded.vocab_size, (3, length), dtype=np.int32)
         padding = getattr(self._loaded.config.get_text_config(), "pad_token_id", None)
@@ -101,7 +101,7 @@ class SelfTestCases:
 
     @torch.inference_mode()
     def _compared(self, prompt: Prompt) -> list[tuple[str, Tensor, Tensor]]:
-        """Pair each of our logits with those of one forward of the whole prompt by the model alone."""
+        """Pair each of our logits with the logits of one forward of the whole prompt by the model alone."""
         rows = torch.tensor(sorted(prompt.computed), device=self._loaded.device)
         tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(self._loaded.device)
         with own_attention(self._loaded.model):

@@ -13,14 +13,14 @@ from radixkv.errors import InvalidInput
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from radixkv.models.sampling_backend import sampler_of
-from radixkv.recurrent_state import StateRow, StateStep
 from radixkv.sampling.params import SampleRow, SamplingParams
 from radixkv.sampling.row_scores import begin_scores, max_logit_rows
 from radixkv.sampling.sampler import Sampler
+from radixkv.sizing.recurrent_state import StateRow, StateStep
 
 _STATE_ROWS = 8  # of a model with recurrent state, whose rows are a part of the pool's memory
 _ALTERNATIVES = 20  # of each scored token, and candidates of each beam
-_TIMES = 2  # the tensors of a step that is launched, and those of recorded steps, which share their memory
+_TIMES = 2  # the tensors of a step that is launched, and of recorded steps, which share their memory
 
 
 def step_memory(
@@ -46,30 +46,31 @@ def step_memory(
         return 0
     inputs = _largest_step(loaded, block_size, max_batch_tokens, max_sequences, prefill_chunk)
     try:
-        runner = Runner(
-            loaded,
-            sum(len(each.block_table) for each in inputs),
-            block_size,
-            state_slots=len(inputs) if loaded.state else 0,
-        )
-        sampler = sampler_of(loaded)
-        with device.current(), torch.inference_mode():
-            runner.run(inputs[:1])  # libraries allocate their workspaces, and kernels are compiled
-            with device.peak() as peak:
-                logits = runner.run(inputs)
-                _sample_all(sampler, logits[:1].expand(max_sequences, -1).contiguous())
-            del logits
-            with device.peak() as scored_peak:
-                _score_all(runner.run(_with_all_rows(inputs, loaded.vocab_size)))
-            device.synchronize()
+        sampled, scored = _peaks(loaded, inputs, block_size, max_sequences)
     except torch.OutOfMemoryError as error:
         raise InvalidInput(
             f"max_batch_tokens={max_batch_tokens}: a step of that many tokens does not fit into the memory that the "
             f"weights leave: lower max_batch_tokens or max_sequences={max_sequences} ({error})"
         ) from error
-    del runner, sampler
     device.release_cached()
-    return max(_TIMES * peak.bytes, peak.bytes + scored_peak.bytes)
+    return max(_TIMES * sampled, sampled + scored)
+
+
+def _peaks(loaded: LoadedModel, inputs: list[SequenceInput], block_size: int, max_sequences: int) -> tuple[int, int]:
+    """Return the peak of a step that samples, and of a step that scores, in bytes."""
+    device, blocks = device_of(loaded.device), sum(len(each.block_table) for each in inputs)
+    runner = Runner(loaded, blocks, block_size, state_slots=len(inputs) if loaded.state else 0)
+    sampler = sampler_of(loaded)
+    with device.current(), torch.inference_mode():
+        runner.run(inputs[:1])  # libraries allocate their workspaces, and kernels are compiled
+        with device.peak() as sampled:
+            logits = runner.run(inputs)
+            _sample_all(sampler, logits[:1].expand(max_sequences, -1).contiguous())
+        del logits
+        with device.peak() as scored:
+            _score_all(runner.run(_with_all_rows(inputs, loaded.vocab_size)))
+        device.synchronize()
+    return sampled.bytes, scored.bytes
 
 
 def _largest_step(

@@ -73,7 +73,7 @@ class Batch:
     ) -> None:
         """Plan to sample `rows` from row sources[i] of logits of this shape; raises InvalidInput.
 
-        The custom `processors` follow those of the sampling parameters.
+        The custom `processors` follow the sampling parameters' own.
         """
         self.logits_rows, self.vocab = shape
         self.rows, self.sources = rows, sources

@@ -1,7 +1,7 @@
 """Find the most likely next tokens of the rows that belong to a beam search.
 
-A beam search adds up log probabilities, so the logits processors change log probabilities here, and not logits. The
-order is that of transformers' beam search: a repetition penalty changes the score of a beam by a factor.
+A beam search adds up log probabilities, so the logits processors change log probabilities here, and not logits.
+Transformers' beam search has the same order: a repetition penalty changes the score of a beam by a factor.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ class Mixture:
     search: CandidateSearch
 
     def tokens(self, drawn: Tensor, device: Device) -> Tensor:
-        """Return the tokens of all rows on the device, given those of the drawn ones; the others have no meaning."""
+        """Return the tokens of all rows on the device, given the tokens of the drawn rows; the others have no
+        meaning."""
         tokens = drawn.new_zeros(self.size)
         return tokens.index_copy_(0, device.upload(np.array(self.drawn, np.int64)), drawn) if self.drawn else tokens
 

@@ -51,7 +51,7 @@ class DeviceSampler:
     ) -> None:
         """Sample logits on the device `place`; `draw` samples the rows that are not greedy.
 
-        The custom `processors` follow those of the sampling parameters.
+        The custom `processors` follow the sampling parameters' own.
         """
         self._device: Device = device_of(place)
         self._draw = draw
@@ -92,7 +92,7 @@ class DeviceSampler:
     def _launch(
         self, logits: Tensor, batch: Batch, mask: TokenMask | None, mixture: Mixture | None = None
     ) -> DevicePending:
-        """Draw the rows of a batch, and download its results together with those of a search."""
+        """Draw the rows of a batch, and download its results together with a search's."""
         best, tokens = logits.max(dim=1)
         bits, maxima = bits_of(best), best
         if not batch.rows:

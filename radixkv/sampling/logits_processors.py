@@ -108,7 +108,7 @@ def _process(process: LogitsProcessor, logits: Tensor, rows: Sequence[SampleRow]
 
 
 def name_of(process: LogitsProcessor) -> str:
-    """Return the name of a processor for messages: that of its class."""
+    """Return the name of a processor for messages: its class's name."""
     return type(process).__name__
 
 

@@ -198,7 +198,7 @@ class JsonSchema(Pattern):
 
 @dataclass(frozen=True, kw_only=True)
 class Choices(Texts):
-    """Declare at most `most` texts, of at most `longest` characters together, of which one is chosen."""
+    """Declare at most `most` texts, of at most `longest` characters together; one is chosen."""
 
     most: int
     longest: int
@@ -297,7 +297,7 @@ class SamplingParams:
     ignore_eos           continue after the model's own stop tokens
     n                    number of replies to one prompt, >= 1
     logprobs             number of most likely tokens whose log probabilities are returned at each position, in addition
-                         to the sampled token's; 0..100, None: no log probabilities. They are those of the model's
+                         to the sampled token's; 0..100, None: no log probabilities. They belong to the model's
                          distribution, before any parameter above changes it
     prompt_logprobs      as logprobs, for each token of the prompt after the first; needs the logits of the whole prompt
     bad_words            texts that a reply does not contain, as far as their tokens are concerned
@@ -461,7 +461,7 @@ class SampleRow:
 class Candidates:
     """The most likely tokens of a row, best first, without tokens that the processors exclude.
 
-    `scores` are log probabilities that the logits processors have changed, and `logprobs` are those of the model's own
+    `scores` are log probabilities that the logits processors have changed, and `logprobs` belong to the model's own
     distribution.
     """
 

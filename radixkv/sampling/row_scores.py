@@ -41,7 +41,7 @@ def max_logit_rows(vocab: int) -> int:
 class RowScores:
     """The scores of rows: log probabilities of the model's own distribution, before any processor or temperature.
 
-    `chosen` float32 [r] are those of the target tokens, and `ranks` int32 [r] are 1 plus the number of tokens with a
+    `chosen` float32 [r] belong to the target tokens, and `ranks` int32 [r] are 1 plus the number of tokens with a
     larger one. Rows without a target have NaN and rank 0. `ids` int32 [r, top] and `values` float32 [r, top] are the
     most likely tokens, in falling order.
     """

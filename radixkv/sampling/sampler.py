@@ -39,8 +39,8 @@ class Sampled:
     """The sampled tokens, one per row, and log probabilities for the rows with `logprobs`; None if no row has it.
 
     Rows in `broken` had no finite maximum, by a NaN or because every token was masked: their tokens are meaningless.
-    `candidates` are those of the rows that ask for them; None if no row does. The token of such a row has no meaning,
-    and its log probabilities are those of its best candidate. It is in `broken` for a NaN only, else it may have no
+    `candidates` belong to the rows that ask for them; None if no row does. The token of such a row has no meaning,
+    and its log probabilities belong to its best candidate. It is in `broken` for a NaN only, else it may have no
     candidates.
     """
 
@@ -115,7 +115,7 @@ class HostSampler:
     """Samples by `sample` before `begin` returns; the best way for logits in host memory."""
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
-        """Apply custom logits processors after those of the sampling parameters."""
+        """Apply custom logits processors after the sampling parameters' own."""
         self._processors = tuple(processors)
 
     def begin(
@@ -146,7 +146,7 @@ def sample(
 ) -> Sampled:
     """Sample one token from each row of logits [len(rows), vocab], which a mask may change.
 
-    The custom `processors` follow those of the sampling parameters.
+    The custom `processors` follow the sampling parameters' own.
 
     A row that cannot be sampled is listed in `broken` and does not affect the others. Raises InvalidInput if the
     numbers of rows differ. A batch of greedy rows costs one argmax, top-k one partial sort, penalties the length of the

@@ -89,7 +89,7 @@ class TokenCounts:
         return Filling(slots, lengths, np.array(cleared, np.int64), _joined(seen), _joined(replied))
 
     def fill(self, filling: Filling, cleared: Tensor, seen: Tensor, replied: Tensor) -> None:
-        """Write the entries of a filling, of which there are copies on the device. At most four launches."""
+        """Write the entries of a filling, which the device has copies of. At most four launches."""
         entries = self.table.view(-1)
         if len(cleared):
             self.table.index_fill_(0, cleared, 0)

@@ -102,7 +102,7 @@ class TokenMasks:
         self.limits_on_host = True  # whether logits are in host memory, until a step has shown another device
 
     def begin(self, rows: Mapping[Any, ConstrainedRow]) -> StepMasks:
-        """Start to fill a mask for each key of `rows`, of which there is one at least; returns at once.
+        """Start to fill a mask for each key of `rows`, at least one; returns at once.
 
         Until `StepMasks.wait` has returned, no other thread may use the matchers.
         """

@@ -4,7 +4,7 @@ command.py        command-line options to settings; server.py runs the server on
 app.py            routes; middleware.py adds request ids and the log; errors.py maps errors to responses
 access.py         API keys, namespaces, limits on streams and bodies; settings.py has the values
 connections.py    counts connections and the share of each tenant; http_parser.py limits the heads of requests
-schemas.py        request bodies, checked; fields.py and sampling_fields.py read fields; openapi.py describes them
+schemas.py        request bodies as Pydantic models; bodies.py reads them, and openapi.py describes them
 service.py        objects and checks that endpoints share; submit.py starts requests on the engine
 chats.py          POST /v1/chat/completions; completions.py has /v1/completions and /tokenize
 reply.py          splits a reply into thinking, content and tool calls
@@ -14,7 +14,8 @@ metrics.py        Prometheus metrics; request_watch.py counts requests
 """
 
 try:
-    import starlette  # noqa: F401  (only to see whether it is there)
+    import pydantic  # noqa: F401  (only to see whether they are there)
+    import starlette  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("serving needs more packages: pip install 'radixkv[serve]'") from error
 

@@ -35,12 +35,6 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
     """Create an ASGI application that serves `engine`. The caller closes the engine."""
     service = Service(engine, settings or Settings())
 
-    def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
-        async def answer(request: Request) -> Response:
-            return await endpoint(service, request)
-
-        return Route(path, answer, methods=[method])  # Starlette adds HEAD to GET
-
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         with suppress(EngineClosed):
@@ -48,26 +42,7 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
         yield
 
     app = Starlette(
-        routes=_with_aliases(
-            [
-                route("/", about),
-                route("/health", health),
-                route("/metrics", metrics),
-                route("/openapi.json", openapi),
-                route("/v1/models", models),
-                route("/v1/models/{model:path}", model),
-                route("/v1/chat/completions", chats.create, "POST"),
-                route("/v1/completions", completions.create, "POST"),
-                route("/v1/messages", anthropic.create, "POST"),
-                route("/v1/messages/count_tokens", anthropic.count_tokens, "POST"),
-                route("/v1/responses", openai_responses.create, "POST"),
-                route("/v1/responses/{response_id}", openai_responses.retrieve),
-                route("/v1/responses/{response_id}", openai_responses.delete, "DELETE"),
-                route("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
-                route("/v1/responses/{response_id}/input_items", openai_responses.input_items),
-                route("/tokenize", completions.tokenize, "POST"),
-            ]
-        ),
+        routes=_with_aliases(_routes(service)),
         middleware=[Middleware(RequestMiddleware)],
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
         lifespan=lifespan,
@@ -75,6 +50,35 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
     app.router.redirect_slashes = False  # clients do not send a body again after a redirect
     app.state.service = service
     return app
+
+
+def _routes(service: Service) -> list[Route]:
+    """The routes of all dialects, with an endpoint that gets the service first."""
+
+    def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
+        async def answer(request: Request) -> Response:
+            return await endpoint(service, request)
+
+        return Route(path, answer, methods=[method])  # Starlette adds HEAD to GET
+
+    return [
+        route("/", about),
+        route("/health", health),
+        route("/metrics", metrics),
+        route("/openapi.json", openapi),
+        route("/v1/models", models),
+        route("/v1/models/{model:path}", model),
+        route("/v1/chat/completions", chats.create, "POST"),
+        route("/v1/completions", completions.create, "POST"),
+        route("/v1/messages", anthropic.create, "POST"),
+        route("/v1/messages/count_tokens", anthropic.count_tokens, "POST"),
+        route("/v1/responses", openai_responses.create, "POST"),
+        route("/v1/responses/{response_id}", openai_responses.retrieve),
+        route("/v1/responses/{response_id}", openai_responses.delete, "DELETE"),
+        route("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
+        route("/v1/responses/{response_id}/input_items", openai_responses.input_items),
+        route("/tokenize", completions.tokenize, "POST"),
+    ]
 
 
 def _with_aliases(routes: Sequence[Route]) -> list[BaseRoute]:
@@ -122,7 +126,7 @@ async def model(service: Service, request: Request) -> Response:
 
 
 def _model_card(service: Service) -> JsonObject:
-    """Return the fields of OpenAI's API, then those of Anthropic's: clients ignore the others."""
+    """Return the fields of OpenAI's API, then the fields of Anthropic's: clients ignore the others."""
     return {
         "id": service.model_name,
         "object": "model",

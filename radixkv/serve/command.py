@@ -17,11 +17,11 @@ from pathlib import Path
 from radixkv.chat import AsyncEngine, Engine
 from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
-from radixkv.kv_size import bytes_of
-from radixkv.memory import limit_arenas
 from radixkv.serve.access import tenant_namespace
 from radixkv.serve.server import Server, address, bind
 from radixkv.serve.settings import Settings
+from radixkv.sizing.kv_size import bytes_of
+from radixkv.sizing.memory import limit_arenas
 
 KEYS = "RADIXKV_API_KEYS"
 _OPTION_OF = {
@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             with _naming_options():
                 server = Server(AsyncEngine(engine), settings, lambda: _print(f"{name} at {where}/v1"), _exit_soon)
             server.run(sockets=[sock])
+        gc.unfreeze()  # the interpreter frees all objects at its end; nanobind warns of each that it does not
     if server.cut_by is not None:
         os._exit(128 + server.cut_by)  # with torch loaded, a regular exit takes seconds
     return 0

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixkv.engine import AsyncHandle, Chunk, Completion
-from radixkv.engine.input_processor import encode
+from radixkv.engine.input_processor import EncodedPrompt, encode
 from radixkv.engine.request import TokenIds
 from radixkv.sampling.params import TokenLogprobs
 from radixkv.serve import submit
@@ -58,7 +58,13 @@ async def create(service: Service, request: Request) -> Response:
         with errors_about("prompt", options.constraint_field):
             handles = [
                 await submit.start(
-                    service, caller, options, ids, cleanup, timeout=service.time_left(request), session=session
+                    service,
+                    caller,
+                    options,
+                    EncodedPrompt(ids),
+                    cleanup,
+                    timeout=service.time_left(request),
+                    session=session,
                 )
                 for ids in prompts
             ]
@@ -236,7 +242,7 @@ class CompletionAnswer:
 
 
 def _joined(before: JsonObject | None, after: JsonObject) -> JsonObject:
-    """Return the log probabilities of a prompt and its reply as those of one text."""
+    """Return the log probabilities of a prompt and its reply as one text."""
     return after if before is None else {name: before[name] + values for name, values in after.items()}
 
 

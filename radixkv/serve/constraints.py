@@ -1,30 +1,22 @@
-"""Read the fields that constrain a reply: formats of each API, vLLM's names for constraints, and the choice of tools.
+"""Declare the fields that constrain a reply: the formats of each API, and vLLM's names for constraints.
 
-A request has at most one constraint on its text. The choice of tools becomes a rule for calls. Without the extra
-`radixkv[grammar]`, rules for voluntary calls have no effect; constraints and required calls are refused.
+A request has at most one constraint on its text. Without the extra `radixkv[grammar]` it is refused later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from radixkv.chat.constrained import CallRule
+from pydantic import AfterValidator, Field
+
 from radixkv.errors import InvalidInput
-from radixkv.grammar.constraint import installed
-from radixkv.sampling.params import SamplingParams, parameters
+from radixkv.sampling.params import MOST_CHOICES, SamplingParams, parameters
+from radixkv.serve.bodies import Anything, Body, ByField, ByType, OneError, Only, Several, Unread, broken
 from radixkv.serve.errors import bad_request
-from radixkv.serve.fields import Fields, shown
 
-FORMATS = ("text", "json_object", "json_schema")
-GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's older fields, and the names of the same constraints in its field `structured_outputs`."""
-
-OPTIONS_OF_OUTPUTS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
-_ANY_OBJECT = {"type": "object"}
+_ANY_OBJECT = '{"type":"object"}'
 _PARAMETERS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-_NEEDS_EXTRA = "needs llguidance on the server: pip install 'radixkv[grammar]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,164 +28,135 @@ class ReplyConstraint:
     field: str
 
 
-# ---- constraints
+# ---- types
 
 
-def read_constraint(fields: Fields, own: ReplyConstraint | None) -> ReplyConstraint | None:
-    """Read vLLM's fields; `own` is the constraint that a field of the API gives. Raise ApiError for two constraints."""
+def _checked(parameter: str) -> AfterValidator:
+    """Annotate a value that a sampling parameter checks, and that becomes the value of the parameter."""
+    declared = parameters(SamplingParams)[parameter]
+
+    def check(value: Any) -> Any:
+        try:
+            return declared.checked(parameter, value)
+        except InvalidInput as error:
+            raise broken("", str(error).removeprefix(parameter).strip()) from error
+
+    return AfterValidator(check)
+
+
+_NOT_EMPTY: Any = Field(json_schema_extra={"minLength": 1})
+Regex = Annotated[str, _NOT_EMPTY, _checked("regex")]
+Grammar = Annotated[
+    str, _NOT_EMPTY, _checked("grammar"), Field(description="In Lark's notation as llguidance reads it, or in GBNF.")
+]
+Choice = Annotated[
+    Annotated[Several[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)],
+    OneError(f"must be an array of 1 to {MOST_CHOICES} strings, none of them empty"),
+    _checked("choice"),
+]
+Schema = Annotated[dict[str, Any], _checked("json_schema"), Field(description="A JSON schema.")]
+SchemaOrText = Annotated[
+    dict[str, Any] | str, ByType("a JSON schema (an object, or its text)"), _checked("json_schema")
+]
+
+
+# ---- formats
+
+
+class NamedSchema(Body):
+    """A schema in OpenAI's form."""
+
+    schema_: Schema = Field(alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = Field(default=None, description="Without effect: every schema is enforced.")
+
+
+class TextFormat(Unread):
+    """A reply without a constraint."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    """A reply that is a JSON object, of a schema if there is one."""
+
+    type: Literal["json_object"]
+    schema_: Schema | None = Field(default=None, alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class NestedSchemaFormat(Body):
+    """A reply that follows a schema, as in OpenAI's `response_format`."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class SchemaFormat(NamedSchema):
+    """A reply that follows a schema, as in the Responses and Messages APIs."""
+
+    type: Literal["json_schema"]
+
+
+AnyFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, ByField("type")]
+NestedFormat = Annotated[TextFormat | ObjectFormat | NestedSchemaFormat, ByField("type")]
+
+
+def of_format(given: Any, path: str) -> ReplyConstraint | None:
+    """Return the constraint of a format, which is the field `path`; None for text."""
+    match given:
+        case NestedSchemaFormat():
+            return ReplyConstraint("json_schema", given.json_schema.schema_, f"{path}.json_schema.schema")
+        case ObjectFormat() | SchemaFormat():
+            return ReplyConstraint("json_schema", given.schema_ or _ANY_OBJECT, f"{path}.schema")
+    return None
+
+
+# ---- vLLM's fields
+
+
+class StructuredOutputs(Body):
+    """The constraint of a reply in vLLM's form."""
+
+    json_: SchemaOrText | None = Field(default=None, alias="json")
+    regex: Regex | None = None
+    choice: Choice | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+    structural_tag: Annotated[Any, Only(why="use tools, whose calls are constrained, or a grammar")] = None
+    disable_fallback: Anything = None
+    disable_any_whitespace: Anything = None
+    disable_additional_properties: Anything = None
+
+
+class Guided(Body):
+    """Constraints of a reply in vLLM's forms; a request has at most one."""
+
+    guided_json: SchemaOrText | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: Grammar | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+def constraint_of(body: Guided, own: ReplyConstraint | None) -> ReplyConstraint | None:
+    """Return the constraint of a body; `own` is the constraint that a field of the API gives.
+
+    Raises ApiError for two constraints.
+    """
+    fields = vars(body)
+    given = [(parameter, fields[f"guided_{kind}"], f"guided_{kind}") for kind, parameter in _PARAMETERS.items()]
+    if (outputs := body.structured_outputs) is not None:
+        values = (outputs.json_, outputs.regex, outputs.choice, outputs.grammar)
+        paths = (f"structured_outputs.{kind}" for kind in _PARAMETERS)
+        given += zip(_PARAMETERS.values(), values, paths, strict=True)
+        given.append(("json_schema", _ANY_OBJECT if outputs.json_object else None, "structured_outputs.json_object"))
     found = [] if own is None else [own]
-    for name, kind in GUIDED.items():
-        found += _constraint(fields, name, kind)
-    if (given := fields.take("structured_outputs")) is not None:
-        outputs = fields.nested(given, fields.path("structured_outputs"))
-        for kind in _PARAMETERS:
-            found += _constraint(outputs, kind, kind)
-        if outputs.flag("json_object"):
-            found.append(ReplyConstraint("json_schema", _ANY_OBJECT, outputs.path("json_object")))
-        outputs.only("structural_tag", (), "use tools, whose calls are constrained, or a grammar")
-        outputs.ignore(*OPTIONS_OF_OUTPUTS)
-        outputs.close()
+    found += [ReplyConstraint(*each) for each in given if each[1] is not None]
     if len(found) > 1:
         message = f"{found[0].field} and {found[1].field} are given: a reply has at most one constraint"
         raise bad_request(message, found[1].field, "invalid_value")
     return found[0] if found else None
-
-
-def read_response_format(fields: Fields, name: str) -> ReplyConstraint | None:
-    """Read OpenAI's `response_format`, whose schema is in a field of its own; None for text."""
-    given = fields.take(name)
-    if given is None:
-        return None
-    form = fields.nested(given, fields.path(name))
-    kind = _kind(form, FORMATS)
-    if kind == "json_schema":
-        inner = form.nested(form.need("json_schema"), form.path("json_schema"))
-        form.close()
-        return _of_schema(inner, needed=True)
-    return _of_schema(form) if kind == "json_object" else None
-
-
-def read_text_format(fields: Fields, name: str, kinds: Sequence[str] = FORMATS) -> ReplyConstraint | None:
-    """Read a format whose schema is a field of it, as in the Responses and Messages APIs; None for text."""
-    given = fields.take(name)
-    if given is None:
-        return None
-    form = fields.nested(given, fields.path(name))
-    kind = _kind(form, kinds)
-    return _of_schema(form, needed=kind == "json_schema") if kind != "text" else None
-
-
-def _kind(form: Fields, kinds: Sequence[str]) -> str:
-    kind = form.need("type")
-    if kind not in kinds:
-        form.refuse("type", f"must be {' or '.join(kinds)}, not {shown(kind)}")
-    return str(kind)
-
-
-def _of_schema(form: Fields, *, needed: bool = False) -> ReplyConstraint:
-    """Return the constraint of the field `schema`; without one, the reply is any JSON object."""
-    schema = form.need("schema") if needed else form.take("schema")
-    if schema is not None and not isinstance(schema, dict):
-        form.wrong("schema", "a JSON schema (an object)", schema)
-    form.text("name")
-    form.text("description")
-    form.flag("strict")  # without effect: every schema is enforced
-    form.close()
-    return _checked("json_schema", _ANY_OBJECT if schema is None else schema, form.path("schema"))
-
-
-def _constraint(fields: Fields, name: str, kind: str) -> list[ReplyConstraint]:
-    """Read one of vLLM's constraints, empty if it is absent; a schema may be its JSON text."""
-    given = fields.take(name)
-    if given is None:
-        return []
-    if kind == "choice":
-        if not isinstance(given, list) or not given:
-            fields.refuse(name, "must be an array of strings that is not empty")
-    elif not isinstance(given, str) and not (kind == "json" and isinstance(given, dict)):
-        fields.wrong(name, "a JSON schema (an object, or its text)" if kind == "json" else "a string", given)
-    return [_checked(_PARAMETERS[kind], given, fields.path(name))]
-
-
-def _checked(parameter: str, value: Any, field: str) -> ReplyConstraint:
-    try:
-        return ReplyConstraint(parameter, parameters(SamplingParams)[parameter].checked(parameter, value), field)
-    except InvalidInput as error:
-        raise bad_request(f"{field}{str(error).removeprefix(parameter)}", field, "invalid_value") from error
-
-
-# ---- calls
-
-
-def read_call_rule(
-    fields: Fields, names: Collection[str], strict: Collection[str], *, nested: bool
-) -> tuple[CallRule, bool]:
-    """Read OpenAI's `tool_choice` and `parallel_tool_calls`; also return whether calls are taken out of the reply.
-
-    `names` are those of the tools, and `strict` those of the strict ones. In a `nested` choice the name of a function
-    is in an object of its own, as in chat completions.
-    """
-    choice, parallel = fields.take("tool_choice"), fields.flag("parallel_tool_calls", True)
-    required, only = choice == "required", None
-    if isinstance(choice, dict):
-        required, only = _chosen(fields.nested(choice, fields.path("tool_choice")), nested)
-        parallel = parallel and choice["type"] != "function"
-    elif choice not in (None, "auto", "none", "required"):
-        fields.refuse("tool_choice", 'must be "auto", "none", "required", or an object that names a function')
-    rule = CallRule(required, parallel, only, frozenset(strict))
-    return checked_rule(rule, fields, names, parallel="parallel_tool_calls"), bool(names) and choice != "none"
-
-
-def checked_rule(rule: CallRule, fields: Fields, names: Collection[str], *, parallel: str) -> CallRule:
-    """Return a rule as it can be kept. Raise ApiError for a required call of a tool that is missing.
-
-    Without llguidance only required calls are kept, which are refused later; the field `parallel` is ignored then.
-    """
-    if rule.required and not names:
-        fields.refuse("tool_choice", "requires a call, so it needs tools")
-    if missing := sorted((rule.only or frozenset()) - {*names}):
-        fields.refuse("tool_choice", f"names a tool that is not in tools: {shown(missing[0])}")
-    if rule.required or installed():
-        return rule
-    if not rule.parallel and names:
-        fields.has_no_effect(parallel, _NEEDS_EXTRA)
-    return CallRule()
-
-
-def _chosen(choice: Fields, nested: bool) -> tuple[bool, frozenset[str]]:
-    """Return whether a call is required, and the tools that may be called."""
-    kind = choice.need("type")
-    if kind == "function":
-        names, required = [_function_name(choice, nested)], True
-    elif kind == "allowed_tools":
-        allowed = choice.nested(choice.need("allowed_tools"), choice.path("allowed_tools")) if nested else choice
-        mode = allowed.need("mode")
-        if mode not in ("auto", "required"):
-            allowed.refuse("mode", f"must be auto or required, not {shown(mode)}")
-        path, tools = allowed.path("tools"), allowed.list("tools")
-        if not tools:
-            allowed.refuse("tools", "must be an array of at least one tool")
-        names = [_allowed_name(choice.nested(tool, f"{path}[{at}]"), nested) for at, tool in enumerate(tools)]
-        required = mode == "required"
-        if nested:
-            allowed.close()
-    else:
-        choice.refuse("type", f"must be function or allowed_tools, not {shown(kind)}: there are no other tools")
-    choice.close()
-    return required, frozenset(names)
-
-
-def _allowed_name(tool: Fields, nested: bool) -> str:
-    tool.only("type", ("function",), "there are no other tools")
-    name = _function_name(tool, nested)
-    tool.close()
-    return name
-
-
-def _function_name(choice: Fields, nested: bool) -> str:
-    if not nested:
-        return choice.needed_text("name")
-    function = choice.nested(choice.need("function"), choice.path("function"))
-    name = function.needed_text("name")
-    function.close()
-    return name

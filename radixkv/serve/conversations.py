@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from radixkv.chat.constrained import CallRule, constrained
 from radixkv.chat.history_mode import history_mode
-from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.messages import Message
 from radixkv.chat.rendering import ANY_TOOL, pieces
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_arguments import Arguments, TemplateOption, arguments_key, template_arguments
@@ -115,7 +115,7 @@ class Conversations:
         """Return the prompt of a conversation. O(bytes of the messages + tokens), and encoding the new text.
 
         `arguments` are additional variables of the template; replies are remembered for each set of them.
-        Its session is that of `session_key`, or without a key that of the remembered conversation.
+        `session_key` gives its session, or without a key the remembered conversation.
         Raises ChatError if the template refuses the messages, and PromptTooLong.
         """
         known = self._index.ids_for(namespace, messages, tools, arguments)
@@ -131,7 +131,7 @@ class Conversations:
     ) -> ChatPrompt:
         """Return a prompt that ends inside the last message, a reply that the model continues.
 
-        Arguments, cost and errors are those of `prompt`. A remembered reply, for example one that `max_tokens` cut,
+        It has the arguments, cost and errors of `prompt`. A remembered reply, for example one that `max_tokens` cut,
         continues from its own ids.
         """
         *asked, begun = messages
@@ -323,11 +323,8 @@ class Conversations:
         if not known.messages:
             return None
         try:
-            if not self._appends(template):
-                return template.spliced(messages, known.reply_ids, keep_thinking=False)
-            new = messages[known.messages :]
-            answered = messages[known.messages - 1] if new and new[0].get("role") == "tool" else {}
-            return template.continued(known.ids, new, _calls(answered))
+            appends = self._appends(template)
+            return template.grown(messages, known.messages, known.ids, known.reply_ids, appends=appends)
         except (ChatError, PromptTooLong):
             return None
 
@@ -350,9 +347,3 @@ def _joined(begun: Message, rest: Message) -> Message:
     if thinking := (begun.get("reasoning_content") or "") + (rest.get("reasoning_content") or ""):
         whole["reasoning_content"] = thinking
     return whole
-
-
-def _calls(reply: Message) -> list[ToolCall]:
-    """Return the tool calls of a remembered reply."""
-    functions = [(call["id"], call["function"]) for call in reply.get("tool_calls") or ()]
-    return [ToolCall(number, function["name"], function["arguments"]) for number, function in functions]

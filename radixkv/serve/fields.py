@@ -1,14 +1,10 @@
-"""Read the fields of a JSON object from a client, and check their types and ranges.
-
-A wrong field raises ApiError 400 with one sentence that names it. The names of unknown fields are collected, so that
-the response can name them; a strict server refuses them.
-"""
+"""Parse the JSON of a request, and collect the names of fields without effect, so that the response can name them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from radixkv.chat.tool_call_formats import DEEPEST, too_deep
@@ -77,141 +73,6 @@ class IgnoredFields:
         'mood, messages[0].id, a?b'
         """
         return separator.join([*self._paths.values(), *(["..."] if self._more else [])])
-
-
-class Fields:
-    """Read the fields of one object, each once; null counts as absent, and `close` finds the fields left over.
-
-    `at` is the path of the object, such as "messages[2]", for error messages. Fields left over are added to `ignored`;
-    without it, they are refused.
-    """
-
-    def __init__(self, values: object, at: str = "", ignored: IgnoredFields | None = None) -> None:
-        """Raise ApiError unless `values` is an object."""
-        if not isinstance(values, dict):
-            raise bad_request(f"{at} must be an object, not {kind_of(values)}", at, "invalid_type")
-        self._left: JsonObject = dict(values)
-        self._at, self._ignored = at, ignored
-
-    def nested(self, values: object, path: str) -> Fields:
-        """Return the fields of an object inside this one, whose full path is `path`; they share `ignored`."""
-        return Fields(values, path, self._ignored)
-
-    def path(self, name: str) -> str:
-        """Return a field's name with the path of its object."""
-        return f"{self._at}.{name}" if self._at else name
-
-    def take(self, name: str) -> Any:
-        """Return a field of any type, None if it is absent."""
-        return self._left.pop(name, None)
-
-    def need(self, name: str) -> Any:
-        """Return a required field of any type."""
-        value = self.take(name)
-        if value is None:
-            raise bad_request(f"{self.path(name)} is required", self.path(name), "missing_required_parameter")
-        return value
-
-    def text(self, name: str) -> str | None:
-        """Return a string, None if it is absent."""
-        value = self.take(name)
-        if value is not None and not isinstance(value, str):
-            self.wrong(name, "a string", value)
-        return value
-
-    def needed_text(self, name: str, *, empty: bool = True) -> str:
-        """Return a required string. An empty one counts as absent unless `empty`."""
-        value = self.need(name)
-        if not isinstance(value, str):
-            self.wrong(name, "a string", value)
-        return value if value or empty else str(self.need(name))
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """Return true or false, `default` if it is absent."""
-        value = self.take(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.wrong(name, "true or false", value)
-        return bool(value)
-
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        """Return a whole number from `low` to `high`, None if it is absent."""
-        value = self.take(name)
-        if value is None:
-            return None
-        if isinstance(value, float) and value.is_integer():  # 2.0 is a whole number in JSON
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            self.wrong(name, "a whole number", value)
-        if not low <= value <= high:
-            self.refuse(name, f"must be from {low} to {high}, not {shown(value)}")
-        return int(value)
-
-    def number(self, name: str, low: float, high: float) -> float | None:
-        """Return a number from `low` to `high`, None if it is absent."""
-        value = self.take(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.wrong(name, "a number", value)
-        if not low <= value <= high:
-            self.refuse(name, f"must be from {low:g} to {high:g}, not {shown(value)}")
-        return float(value)
-
-    def list(self, name: str) -> list[Any] | None:
-        """Return an array, None if it is absent."""
-        value = self.take(name)
-        if value is not None and not isinstance(value, list):
-            self.wrong(name, "an array", value)
-        return value
-
-    def only(self, name: str, allowed: Sequence[Any], why: str) -> None:
-        """Accept a field only with one of the `allowed` values; `why` explains the refusal of others."""
-        value = self.take(name)
-        if value is not None and not _among(value, allowed):
-            choices = " or ".join(json.dumps(each) for each in allowed)
-            self.refuse(name, f"can only be {choices} here: {why}" if allowed else f"is not supported: {why}")
-
-    def prefer(self, name: str, allowed: Sequence[Any], why: str) -> None:
-        """Accept a field as `only` does, but ignore other values unless the server is strict."""
-        if self._ignored is None:
-            self.only(name, allowed, why)
-        elif (value := self.take(name)) is not None and not _among(value, allowed):
-            self._ignored.add(self.path(name))
-
-    def has_no_effect(self, name: str, why: str) -> None:
-        """Add a field that was read to the ignored ones; refuse it if the server is strict."""
-        if self._ignored is None:
-            self.refuse(name, why)
-        self._ignored.add(self.path(name))
-
-    def ignore(self, *names: str) -> None:
-        """Accept fields with any value, without effect."""
-        for name in names:
-            self._left.pop(name, None)
-
-    def close(self) -> None:
-        """Add the fields that were not read to the ignored ones; raise ApiError for them without `ignored`."""
-        for name, value in self._left.items():
-            path = self.path(shown(name).strip('"'))
-            if self._ignored is None:
-                raise bad_request(f"unknown field {path}: remove it, or check its spelling", path, "unknown_parameter")
-            if value is not None:
-                self._ignored.add(path)
-
-    def wrong(self, name: str, wanted: str, value: object) -> NoReturn:
-        """Raise for a value of the wrong type."""
-        message = f"{self.path(name)} must be {wanted}, not {kind_of(value)}"
-        raise bad_request(message, self.path(name), "invalid_type")
-
-    def refuse(self, name: str, why: str) -> NoReturn:
-        """Raise for a value that is not allowed."""
-        raise bad_request(f"{self.path(name)} {why}", self.path(name), "invalid_value")
-
-
-def _among(value: object, allowed: Sequence[Any]) -> bool:
-    return any(value == each and type(value) is type(each) for each in allowed)
 
 
 def kind_of(value: object) -> str:

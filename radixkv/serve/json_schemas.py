@@ -1,108 +1,75 @@
-"""Pieces of JSON schemas for the OpenAPI document: types, objects and the sampling parameters."""
+"""JSON schemas for the OpenAPI document: of bodies, from their models, and pieces for the schemas of responses."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from radixkv.sampling.params import (
-    EarlyStopping,
-    Integer,
-    Number,
-    Parameter,
-    SamplingParams,
-    Texts,
-    TokenBias,
-    TokenIds,
-    parameters,
-)
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+
+from radixkv.serve.bodies import LENIENT, STRICT, Body
 from radixkv.serve.fields import JsonObject
 
-BOOLEAN: JsonObject = {"type": ["boolean", "null"]}
 STRING: JsonObject = {"type": ["string", "null"]}
-ANYTHING: JsonObject = {"description": "Taken, and without effect."}
-IGNORED: JsonObject = {"description": "Ignored, and named in the answer's `Warning` if it asks for more than there is."}
 COUNT: JsonObject = {"type": "integer", "minimum": 0}
 TEXT: JsonObject = {"type": "string"}
-TOKEN_ID: JsonObject = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-NOT_EMPTY: JsonObject = {"type": "string", "minLength": 1}
-SESSION_KEY: JsonObject = {
-    "type": ["string", "null"],
-    "description": "Names the session of the request for the monitor. It does not isolate cached prefixes.",
-}
+_REFERENCE = "#/components/schemas/{model}"
 
 
-def obj(properties: JsonObject, *required: str) -> JsonObject:
-    """An object with these properties, and perhaps others, which are ignored."""
-    return {"type": "object", "properties": properties, "required": list(required)}
+# ---- bodies
 
 
-def closed(schema: object) -> Any:
-    """Return a schema whose objects have their listed properties only, as a strict server takes them."""
+def bodies(models: Sequence[type[Body]], *, strict: bool) -> JsonObject:
+    """Return the schemas of bodies and of their parts by name, for a strict or a lenient server."""
+    wanted = [(model, "validation") for model in models]
+    _, found = models_json_schema(wanted, ref_template=_REFERENCE, schema_generator=_Generator)  # type: ignore[arg-type]
+    schemas: JsonObject = _for_server(found["$defs"], strict)
+    return schemas
+
+
+class _Generator(GenerateJsonSchema):
+    """Leave out titles, which repeat the names of fields, and defaults, which are null."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """Return False for each field."""
+        return False
+
+    def default_schema(self, schema: Any) -> JsonObject:
+        """Return the schema of a field without its default."""
+        return self.generate_inner(schema["schema"])
+
+
+def _for_server(schema: Any, strict: bool) -> Any:
+    """Return a schema with the fields of one kind of server; objects of a strict one have declared fields only."""
     if isinstance(schema, list):
-        return [closed(each) for each in schema]
+        return [_for_server(each, strict) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    whole = {name: closed(each) for name, each in schema.items()}
-    return {**whole, "additionalProperties": False} if "properties" in whole and "required" in whole else whole
-
-
-def array(items: JsonObject, *, least: int = 0, most: int | None = None) -> JsonObject:
-    """An array of `least` to `most` items."""
-    bounds = {} if most is None else {"maxItems": most}
-    return {"type": "array", "items": items, "minItems": least, **bounds}
-
-
-def maybe(schema: JsonObject) -> JsonObject:
-    """A schema, or null, which counts as absent."""
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def integer(low: int, high: int) -> JsonObject:
-    """A whole number, or null."""
-    return {"type": ["integer", "null"], "minimum": low, "maximum": high}
+    if LENIENT in schema:
+        chosen = schema[STRICT if strict else LENIENT]
+        return {**chosen, **{name: each for name, each in schema.items() if name not in (LENIENT, STRICT)}}
+    whole = {name: _for_server(each, strict) for name, each in schema.items()}
+    return {**whole, "additionalProperties": False} if strict and "properties" in whole else whole
 
 
 def ref(name: str) -> JsonObject:
     """A reference to one of the document's schemas."""
-    return {"$ref": f"#/components/schemas/{name}"}
+    return {"$ref": _REFERENCE.format(model=name)}
+
+
+# ---- responses
+
+
+def array(items: JsonObject, *, least: int = 0) -> JsonObject:
+    """An array of at least `least` items."""
+    return {"type": "array", "items": items, "minItems": least}
+
+
+def maybe(schema: JsonObject) -> JsonObject:
+    """A schema, or null."""
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def answer(properties: JsonObject, **optional: JsonObject) -> JsonObject:
     """An object with all of these properties, perhaps some of the optional ones, and perhaps others."""
     return {"type": "object", "properties": {**properties, **optional}, "required": list(properties)}
-
-
-def sampling() -> JsonObject:
-    """The sampling parameters of all endpoints, under their own names."""
-    declared = {name: each for name, each in parameters(SamplingParams).items() if each.on_wire}
-    others = [name for name in declared if name not in (*_FIRST, *_LAST)]
-    return {name: _parameter(declared[name]) for name in (*_FIRST, *others, *_LAST)}
-
-
-def _parameter(declared: Parameter) -> JsonObject:
-    """A sampling parameter's type, with its range for HTTP clients."""
-    schema = BOOLEAN
-    match declared:
-        case Integer():
-            schema = integer(*declared.wire)
-        case Number():
-            low, high = declared.wire
-            schema = maybe(
-                {"type": "number", "exclusiveMinimum" if declared.above else "minimum": low, "maximum": high}
-            )
-        case TokenBias():
-            bias = {"type": "number", "minimum": declared.low, "maximum": declared.high}
-            schema = maybe({"type": "object", "patternProperties": {_TOKEN: bias}, "additionalProperties": False})
-        case Texts():
-            text = {"type": "string", "minLength": 1, "maxLength": declared.wire_longest}
-            schema = maybe({"anyOf": [text, array(text, most=declared.wire_most)]})
-        case TokenIds():
-            schema = maybe(array(TOKEN_ID))
-        case EarlyStopping():
-            schema = {"enum": [True, False, "never", None]}
-    return {**schema, "description": declared.description} if declared.description else schema
-
-
-# The order in the document: these first and last, the others between them as declared.
-_FIRST, _LAST = ("n", "temperature", "top_p"), ("min_tokens", "ignore_eos")
-_TOKEN = "^[0-9]{1,10}$"

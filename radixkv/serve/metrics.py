@@ -140,6 +140,23 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     yield _counter("radixkv:wasted_tokens", "Tokens computed for streams that had ended or failed", stats.wasted_tokens)
     bound = "Times that a constrained stream was left out of a step, until the host had read its last token"
     yield _counter("radixkv:host_bound_rows", bound, stats.host_bound_rows)
+    yield from _own_memory(stats)
+    for name, about in _CACHE_GAUGES.items():
+        yield _gauge(f"radixkv:{name}", about, getattr(cache, name.removeprefix("tree_")))
+    for name, about in _CACHE_COUNTERS.items():
+        yield _counter(f"radixkv:{name}", about, getattr(cache, name))
+    for name, about in _SHARE_GAUGES.items():
+        numbers = {str(number): getattr(each, name) for number, each in enumerate(stats.namespace_usage, 1)}
+        yield _gauge(f"radixkv:share_{name}", about, numbers, "share")
+    yield _counter("radixkv:audited_blocks", "Cached blocks that an audit computed again", stats.audited_blocks)
+    yield _counter("radixkv:differing_blocks", "Audited blocks whose content differed", stats.differing_blocks)
+    if snapshot.history is not None:
+        yield from _own_history(snapshot.history)
+
+
+def _own_memory(stats: EngineStats) -> Iterator[Metric]:
+    """Blocks of the pool and of host memory, and recurrent states."""
+    cache = stats.cache
     states = {"free": cache.free_blocks, "cached": cache.cached_blocks, "held": cache.held_blocks}
     yield _gauge("radixkv:blocks", "Blocks of the pool: free, cached (evictable) or held by requests", states, "state")
     rows = {"used": cache.state_rows_used, "free": cache.state_rows - cache.state_rows_used}
@@ -153,17 +170,6 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     yield _gauge("radixkv:state_bytes", "Memory of all rows and slots of recurrent states, in bytes", stats.state_bytes)
     yield _counter("radixkv:state_copies", "Copies of recurrent states from slot to slot", stats.state_copies)
     yield _counter("radixkv:state_copied_bytes", "Bytes of these copies", stats.state_copied_bytes)
-    for name, about in _CACHE_GAUGES.items():
-        yield _gauge(f"radixkv:{name}", about, getattr(cache, name.removeprefix("tree_")))
-    for name, about in _CACHE_COUNTERS.items():
-        yield _counter(f"radixkv:{name}", about, getattr(cache, name))
-    for name, about in _SHARE_GAUGES.items():
-        numbers = {str(number): getattr(each, name) for number, each in enumerate(stats.namespace_usage, 1)}
-        yield _gauge(f"radixkv:share_{name}", about, numbers, "share")
-    yield _counter("radixkv:audited_blocks", "Cached blocks that an audit computed again", stats.audited_blocks)
-    yield _counter("radixkv:differing_blocks", "Audited blocks whose content differed", stats.differing_blocks)
-    if snapshot.history is not None:
-        yield from _own_history(snapshot.history)
 
 
 def _own_requests(snapshot: _Snapshot) -> Iterator[Metric]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from radixkv.serve.access import LONGEST_NAME, NAMESPACE_HEADER
+from radixkv.serve.bodies import Body
 from radixkv.serve.fields import JsonObject
-from radixkv.serve.json_schemas import TEXT, obj, ref
+from radixkv.serve.json_schemas import TEXT, answer, ref
 
 DONE = "[DONE]"  # the data of the last event of completions
 
 
 def post(
-    about: str, body: JsonObject, answer: str, stream: JsonObject | None = None, error: str = "Error"
+    about: str, body: type[Body], answer: str, stream: JsonObject | None = None, error: str = "Error"
 ) -> JsonObject:
-    """An operation that reads JSON; `answer` and `error` name the schemas of its responses, `stream` is its events'."""
+    """An operation that reads a body; `answer` and `error` name the schemas of responses, `stream` is its events'."""
     found = json_of(answer)
     if stream is not None:
         found["text/event-stream"] = {"schema": stream}
@@ -20,7 +21,7 @@ def post(
         "post": {
             "summary": about,
             "parameters": [NAMESPACE, REQUEST_ID],
-            "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+            "requestBody": {"required": True, "content": json_of(body.__name__)},
             "responses": responses_of(about, found, 400, 401, 403, 404, 408, 413, 415, 429, 503, 504, error=error),
         }
     }
@@ -38,7 +39,7 @@ def without_key(path: JsonObject) -> JsonObject:
 
 
 def responses_of(about: str, found: JsonObject, *statuses: int, error: str = "Error") -> JsonObject:
-    """The response of success, and those of errors; 500 is possible everywhere."""
+    """The response of success, and the responses of errors; 500 is possible everywhere."""
     errors = {str(status): {"description": _WHY[status], "content": json_of(error)} for status in (*statuses, 500)}
     for status, sent in _HEADERS.items():
         if str(status) in errors:
@@ -54,12 +55,12 @@ def json_of(name: str) -> JsonObject:
 def event_stream(chunk: str, error: str | None, last: str) -> JsonObject:
     """A stream of events, as far as OpenAPI 3.1 can describe one; `chunk` and `error` name the schemas of its JSON.
 
-    Tools read the schema as that of the whole body, a text, or as that of each event: it has both.
+    Tools read the schema for the whole body, a text, or for each event: it has both.
     """
     content: JsonObject = {"anyOf": [ref(name) for name in (chunk, error) if name is not None]}
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
     named = last != DONE
-    event = obj({"event": TEXT, "data": data if named else {"anyOf": [{"const": DONE}, data]}}, "data")
+    event = answer({"data": data if named else {"anyOf": [{"const": DONE}, data]}}, event=TEXT)
     begin = "`event: `, its type, " if named else ""
     fault = "" if error is None else f" A fault in the middle is the last event instead: {error}."
     return {

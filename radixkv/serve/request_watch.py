@@ -91,7 +91,7 @@ class RequestWatch(EngineObserver):
         reason = "full"
         if missed > 1:  # the last token is always computed, for its logits
             # The monitor's recorder may have just explained the miss.
-            explained = request.miss or self._core.cache.explain(tokens, request.namespace, limit)
+            explained = request.scheduling.miss or self._core.cache.explain(tokens, request.namespace, limit)
             missed -= explained.host
             reason = explained.reason if missed > 1 else "full"
         begins = request not in self._live
@@ -116,8 +116,8 @@ class RequestWatch(EngineObserver):
 
     def _finished(self, request: Request, replies: list[Completion]) -> None:
         usage, histograms = replies[0].usage, self.counts.histograms
-        assert request.started_at is not None
-        queued = request.started_at - request.submitted
+        assert request.scheduling.started_at is not None
+        queued = request.scheduling.started_at - request.submitted
         total = max(reply.usage.total_s for reply in replies)
         found = 2 * usage.cached_tokens >= usage.prompt_tokens
         values = {
@@ -131,7 +131,7 @@ class RequestWatch(EngineObserver):
             "output_tokens": sum(reply.usage.output_tokens for reply in replies),
             "longest": max(reply.usage.output_tokens for reply in replies),
             "max_tokens": request.max_tokens,
-            "streams": request.width,
+            "streams": request.replies.width,
         }
         for name, value in values.items():
             histograms[name].observe(value)

@@ -1,10 +1,12 @@
-"""Read sampling parameters from HTTP bodies, each by its declaration in `SamplingParams`."""
+"""Declare the sampling parameters of a body, each by its declaration in `SamplingParams`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Union
+
+from pydantic import AfterValidator, Field, create_model
 
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import (
@@ -20,52 +22,116 @@ from radixkv.sampling.params import (
     TokenIds,
     parameters,
 )
+from radixkv.serve.bodies import AnyBody, Body, OneError, Only, Several, Whole, refuse, without_effect
 from radixkv.serve.constraints import ReplyConstraint
 from radixkv.serve.errors import bad_request
-from radixkv.serve.fields import Fields
+from radixkv.serve.fields import IgnoredFields
 
 OF_BEAMS = ("length_penalty", "early_stopping")
 """Parameters that have a meaning only with `use_beam_search`."""
 
+MOST_TOKEN = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN)]
 
-def wire_range(name: str, *, low: int | None = None) -> tuple[int, int]:
+
+def wire(name: str, *, low: int | None = None) -> Whole:
     """Return the range of an integer parameter for HTTP clients, from `low` on if that is given."""
     declared = parameters(SamplingParams)[name]
     assert isinstance(declared, Integer)
     least, most = declared.wire
-    return least if low is None else low, most
+    return Whole(least if low is None else low, most)
+
+
+def with_sampling(
+    renamed: Mapping[str, str] = MappingProxyType({}), without: str = ""
+) -> Callable[[type[AnyBody]], type[AnyBody]]:
+    """Return a decorator that adds a field for each sampling parameter but `without`; `renamed` maps some to fields."""
+    declared = {each: it for each, it in parameters(SamplingParams).items() if it.on_wire and each != without}
+    others = [each for each in declared if each not in (*_FIRST, *_LAST)]
+    order = [each for each in (*_FIRST, *others, *_LAST) if each in declared]
+    fields = {renamed.get(each, each): _field(declared[each]) for each in order}
+    return lambda model: create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
+
+
+# The order in the document: these first and last, the others between them as declared.
+_FIRST, _LAST = ("n", "temperature", "top_p"), ("min_tokens", "ignore_eos")
+
+
+def _field(declared: Parameter) -> Any:
+    """Return the optional type of a parameter with its range for HTTP clients, and its default."""
+    return Union[_type(declared), None], Field(default=None, description=declared.description or None)  # noqa: UP007
+
+
+def _type(declared: Parameter) -> Any:
+    match declared:
+        case Flag():
+            return bool
+        case Integer():
+            return Annotated[int, Whole(*declared.wire)]
+        case Number():
+            low, high = declared.wire
+            least: Any = {"gt": low} if declared.above else {"ge": low}
+            return Annotated[float, Field(le=high, **least)]
+        case TokenIds():
+            return Annotated[Several[TokenId], OneError("must be an array of token ids", "an array")]
+        case TokenBias():
+            return _bias(declared)
+        case Texts():
+            return _texts(declared)
+        case EarlyStopping():
+            return Annotated[Any, Only(True, False, "never", why="it says when a search ends")]
+    raise AssertionError(f"no client can send {declared}")
+
+
+def _bias(declared: TokenBias) -> Any:
+    token = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+    bias = Annotated[float, Field(ge=declared.low, le=declared.high)]
+    why = f'must map token ids, such as "42", to numbers from {declared.low:g} to {declared.high:g}'
+    closed = Field(json_schema_extra={"additionalProperties": False})
+    return Annotated[dict[token, bias], OneError(why, "an object"), AfterValidator(_by_number), closed]
+
+
+def _by_number(bias: Mapping[str, float]) -> dict[int, float]:
+    return {int(token): value for token, value in bias.items()}
+
+
+def _texts(declared: Texts) -> Any:
+    most, longest = declared.wire_most, declared.wire_longest
+    text = Annotated[str, Field(min_length=1, max_length=longest)]
+    texts = Annotated[Several[text], Field(max_length=most)]
+    why = f"must be a string or an array of at most {most} strings, each of 1 to {longest} characters"
+    return Annotated[Union[text, texts], OneError(why), AfterValidator(_list)]  # noqa: UP007
+
+
+def _list(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
 
 
 def sampling_params(
-    fields: Fields,
+    body: Body,
     bound: int | None,
-    logprobs: int | None,
+    ignored: IgnoredFields | None,
     *,
+    logprobs: int | None = None,
     renamed: Mapping[str, str] = MappingProxyType({}),
     constraint: ReplyConstraint | None = None,
     prompt_logprobs: int | None = None,
     beams: bool = False,
 ) -> SamplingParams:
-    """Read the sampling parameters, each from the field of its name or of its name in `renamed`; raise ApiError.
+    """Return the sampling parameters of a body; raise ApiError for values that cannot be combined.
 
-    The other arguments were read before. With `beams`, `n` is the number of beams, and one beam is greedy decoding.
+    With `beams`, `n` is the number of beams, and one beam is greedy decoding.
     """
-    declarations = parameters(SamplingParams)
-    fields_of = {name: renamed.get(name, name) for name, declared in declarations.items() if declared.on_wire}
-    given = {name: _read(fields, field, declarations[name]) for name, field in fields_of.items()}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        try:
-            declarations[name].checked(name, value)
-        except InvalidInput as error:
-            raise bad_request(str(error), fields.path(fields_of[name]), "invalid_value") from error
+    declared = parameters(SamplingParams)
+    values = {name: vars(body).get(renamed.get(name, name)) for name, each in declared.items() if each.on_wire}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if beams:
         width = given.pop("n", 1)
         given |= {"beam_width": width} if width > 1 else {"temperature": 0}
         if constraint is not None and width > 1:
-            fields.refuse("use_beam_search", f"cannot be combined with {constraint.field}: beams have no constraint")
+            raise refuse("use_beam_search", f"cannot be combined with {constraint.field}: beams have no constraint")
     else:
-        _ignore_what_needs_beams(fields, given)
+        _ignore_what_needs_beams(given, ignored)
     if constraint is not None:
         given[constraint.parameter] = constraint.value
     most = INT64[1] if bound is None else bound
@@ -73,69 +139,11 @@ def sampling_params(
         return SamplingParams(max_tokens=most, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
     except InvalidInput as error:
         # Each parameter alone is valid, so the error compares min_tokens with max_tokens.
-        raise bad_request(str(error), fields.path("min_tokens"), "invalid_value") from error
+        raise bad_request(str(error), "min_tokens", "invalid_value") from error
 
 
-def _ignore_what_needs_beams(fields: Fields, given: Mapping[str, Any]) -> None:
-    default = SamplingParams()
+def _ignore_what_needs_beams(given: Mapping[str, Any], ignored: IgnoredFields | None) -> None:
+    default = vars(SamplingParams())
     for name in OF_BEAMS:
-        if name in given and given[name] != getattr(default, name):
-            fields.has_no_effect(name, "has a meaning only with use_beam_search=true")
-
-
-def _read(fields: Fields, name: str, declared: Parameter) -> Any:
-    """Read a parameter's field, with its JSON type and its range for HTTP clients."""
-    match declared:
-        case Integer():
-            return fields.integer(name, *declared.wire)
-        case Number():
-            return fields.number(name, *declared.wire)
-        case TokenBias():
-            return _bias(fields, name, declared)
-        case Texts():
-            return _texts(fields, name, declared)
-        case TokenIds():
-            return _token_ids(fields, name)
-        case Flag():
-            return fields.flag(name)
-        case EarlyStopping():
-            return fields.take(name)  # `checked` names the allowed values
-    raise AssertionError(f"{name} is of a kind that no client can send")
-
-
-def _bias(fields: Fields, name: str, declared: TokenBias) -> dict[int, float] | None:
-    given = fields.take(name)
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        fields.wrong(name, "an object of token ids and numbers", given)
-    if not all(token.isascii() and token.isdecimal() and len(token) <= 10 for token in given):
-        limits = f"from {declared.low:g} to {declared.high:g}"
-        fields.refuse(name, f'must map token ids, such as "42", to numbers {limits}')
-    return {int(token): value for token, value in given.items()}
-
-
-def _texts(fields: Fields, name: str, declared: Texts) -> list[str] | None:
-    given = fields.take(name)
-    texts = [given] if isinstance(given, str) else given
-    if texts is None:
-        return None
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        fields.refuse(name, "must be a string or an array of strings, none of them empty")
-    if len(texts) > declared.wire_most:
-        fields.refuse(name, f"must be at most {declared.wire_most} strings")
-    if any(len(text) > declared.wire_longest for text in texts):
-        fields.refuse(name, f"must be strings of at most {declared.wire_longest} characters")
-    return texts
-
-
-def _token_ids(fields: Fields, name: str) -> list[int] | None:
-    given = fields.list(name)
-    if given is not None and not are_token_ids(given):
-        fields.refuse(name, "must be an array of token ids")
-    return given
-
-
-def are_token_ids(values: Sequence[Any]) -> bool:
-    """Whether all values are possible token ids: whole numbers from 0."""
-    return all(type(value) is int and 0 <= value < 2**31 for value in values)
+        if name in given and given[name] != default[name]:
+            without_effect(name, "has a meaning only with use_beam_search=true", ignored)

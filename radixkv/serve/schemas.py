@@ -1,47 +1,54 @@
-"""Request bodies: check the fields of each endpoint, and convert them to the engine's types.
+"""Declare the bodies of chat and text completions and of tokenisation, and convert them to the engine's types.
 
-A wrong body raises ApiError with one sentence that names the field.
+Types and ranges are declared in the models; a rule between fields is a function here. A wrong body raises ApiError with
+one sentence that names the field.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from radixkv.chat.constrained import FREE_CALLS, CallRule, strict_tools
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, effort_option, thinking_option
 from radixkv.chat.tool_call_formats import tool_names
 from radixkv.sampling.params import SamplingParams
-from radixkv.serve.constraints import read_call_rule, read_constraint, read_response_format
+from radixkv.serve.bodies import (
+    Anything,
+    Body,
+    ByType,
+    OneError,
+    Only,
+    Prefer,
+    SessionKey,
+    Several,
+    joined,
+    needs,
+    read,
+    refuse,
+    tagged,
+    without_effect,
+)
+from radixkv.serve.constraints import Guided, NestedFormat, constraint_of, of_format
 from radixkv.serve.errors import bad_request
-from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
-from radixkv.serve.message_schemas import read_messages, read_tools
-from radixkv.serve.sampling_fields import are_token_ids, sampling_params, wire_range
+from radixkv.serve.fields import IgnoredFields, JsonObject
+from radixkv.serve.message_schemas import ChatTool, Messages, neutral_messages, neutral_tools
+from radixkv.serve.sampling_fields import TokenId, sampling_params, wire, with_sampling
+from radixkv.serve.tool_choices import NestedChoice, call_rule
 
 MOST_PROMPTS = 1024
 MOST_SCORES = 2**22  # log probabilities of prompts in a response, 25 to 80 bytes each
-WITHOUT_EFFECT = ("user", "safety_identifier", "metadata", "prompt_cache_retention")
-NOT_OF_CHAT = {
-    "audio": "this server reads and writes text only",
-    **dict.fromkeys(("functions", "function_call"), "it is the old form of tools and tool_choice: use those"),
-}
-# Fields that are ignored with a warning, with the reason why a strict server refuses them.
-IGNORED_IN_CHAT = {
-    "prediction": "the text of a reply is not predicted",
-    "web_search_options": "this server does not search",
-    "verbosity": "the model decides how much it writes",
-}
-# Fields whose other values are ignored with a warning: the values with an effect, and why others are refused.
-IGNORED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "store": ((False,), "nothing that was said is stored"),
-    "service_tier": (("auto", "default"), "there is one tier"),
-}
-EFFORT = "[A-Za-z]{1,32}"
-THINKING_TYPES = ("enabled", "disabled", "adaptive", "auto")
 LONGEST_VALUE = 256  # characters of a value in chat_template_kwargs
+_PROMPT = "must be a string or an array of token ids that is not empty"
+_PROMPTS = "a string, or an array of strings, of token ids, or of arrays of token ids"
+_THINKING = "must be one of enabled, disabled, adaptive, auto"
+_OLDER = "it is the old form of tools and tool_choice: use those"
+_IF_READ = "For the model's chat template; ignored if the template does not read it, and then named in `Warning`."
 
 TextOrIds = str | list[int]
 
@@ -103,7 +110,7 @@ class CompletionRequest:
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the log probabilities of a prompt precede those of its reply."""
+        """Whether the log probabilities include the prompt's, before the reply's."""
         return self.echo and self.options.params.logprobs is not None
 
 
@@ -119,255 +126,305 @@ class TokenizeRequest:
     prefill: bool = False
 
 
-def read_chat(body: JsonObject, ignored: IgnoredFields | None = None) -> ChatRequest:
-    """Check the body of a chat completion; raise ApiError, which names the wrong field.
+# ---- bodies
+
+
+@with_sampling()
+class Sampling(Body):
+    """The sampling parameters of a request."""
+
+
+Effort = Annotated[
+    Annotated[str, Field(pattern="^[A-Za-z]{1,32}$")], OneError('must be 1 to 32 letters, such as "low"', "a string")
+]
+TemplateEffort = Annotated[Effort, Field(description=_IF_READ)]
+TemplateSwitch = Annotated[bool, Field(description=_IF_READ)]
+TemplateValue = Annotated[
+    bool | int | float | Annotated[str, Field(max_length=LONGEST_VALUE)] | None,
+    OneError(f"must be true, false, a number or a string of at most {LONGEST_VALUE} characters"),
+]
+TokenPrompt = Annotated[Annotated[Several[TokenId], Field(min_length=1)], OneError(_PROMPT, at=0)]
+Prompts = Annotated[
+    Several[Annotated[str | Annotated[Several[TokenId], Field(min_length=1)], OneError(_PROMPT)]],
+    Field(min_length=1, max_length=MOST_PROMPTS),
+]
+
+
+class _PromptForms:
+    """Annotate OpenAI's four forms of prompts: a text, token ids, and an array of these."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return a union; the type of the value and of its first item chooses the branch."""
+        return tagged(source, handler, _form_of, "type", {"what": _PROMPTS, "code": "invalid_value"})
+
+
+def _form_of(prompt: Any) -> int | None:
+    if isinstance(prompt, str):
+        return -1
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    return -2 if type(prompt[0]) is int else -3
+
+
+class Reasoning(Body):
+    """How the model reasons."""
+
+    effort: TemplateEffort | None = None
+    enabled: TemplateSwitch | None = None
+    exclude: bool | None = Field(default=None, description="Leave the thinking out of the answer.")
+
+
+class ThinkingType(Body):
+    """Whether the model thinks."""
+
+    type: Annotated[Literal["enabled", "disabled", "adaptive", "auto"], OneError(_THINKING, "a string")]
+
+    _has_type = needs("type", _THINKING, "invalid_value")
+
+
+class TemplateFields(Body):
+    """The variables of the chat template that a client may set, and the beginning of the reply."""
+
+    reasoning_effort: TemplateEffort | None = None
+    reasoning: Reasoning | None = None
+    thinking: Annotated[TemplateSwitch | ThinkingType, ByType("true, false or an object")] | None = None
+    enable_thinking: TemplateSwitch | None = None
+    chat_template_kwargs: Annotated[dict[str, TemplateValue], Field(description=_IF_READ)] | None = None
+    continue_final_message: bool | None = Field(
+        default=None, description="The reply continues the last message, an assistant's."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description="False is the same as `continue_final_message`."
+    )
+
+
+class StreamOptions(Body):
+    """The additions to a stream."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = Field(default=None, description="Without effect: events are not padded.")
+
+
+class Options(Sampling, Guided):
+    """The fields that chat and text completions share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: NestedFormat | None = None
+    use_beam_search: bool | None = Field(
+        default=None, description="Search for the `n` most likely replies, and return them best first."
+    )
+    prompt_logprobs: Annotated[int, wire("prompt_logprobs")] | None = Field(
+        default=None,
+        description="Log probabilities of the prompt's tokens, with so many alternatives; not in a stream.",
+    )
+    prompt_cache_key: SessionKey | None = None
+    store: Annotated[Any, Prefer(False, why="nothing that was said is stored")] = None
+    service_tier: Annotated[Any, Prefer("auto", "default", why="there is one tier")] = None
+    user: Anything = None
+    safety_identifier: Anything = None
+    metadata: Anything = None
+    prompt_cache_retention: Anything = None
+
+
+class ChatBody(Options, TemplateFields):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Messages
+    tools: Several[ChatTool] | None = None
+    tool_choice: NestedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, wire("logprobs")] | None = None
+    max_tokens: Annotated[int, wire("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, wire("max_tokens")] | None = None
+    modalities: Annotated[Any, Only(["text"], why="this server reads and writes text")] = None
+    audio: Annotated[Any, Only(why="this server reads and writes text only")] = None
+    functions: Annotated[Any, Only(why=_OLDER)] = None
+    function_call: Annotated[Any, Only(why=_OLDER)] = None
+    prediction: Annotated[Any, Prefer(why="the text of a reply is not predicted")] = None
+    web_search_options: Annotated[Any, Prefer(why="this server does not search")] = None
+    verbosity: Annotated[Any, Prefer(why="the model decides how much it writes")] = None
+
+
+class CompletionBody(Options):
+    """The body of POST /v1/completions."""
+
+    prompt: Annotated[str | TokenPrompt | Prompts, _PromptForms()]
+    echo: bool | None = None
+    logprobs: Annotated[int, wire("logprobs")] | None = None
+    max_tokens: Annotated[int, wire("max_tokens", low=0)] | None = Field(
+        default=None, description="0 computes only the prompt, for `echo` or `prompt_logprobs`."
+    )
+    suffix: Annotated[Any, Only(why="only what follows a prompt is written")] = None
+    best_of: Annotated[int, wire("n")] | None = Field(
+        default=None, description="The number of beams of a beam search, `n` at least; else equal to `n`."
+    )
+
+
+class TokenizeBody(TemplateFields):
+    """The body of POST /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Several[ChatTool] | None = None
+    prompt_cache_key: SessionKey | None = Field(default=None, description="Without effect: nothing is computed.")
+
+
+# ---- reading
+
+
+def read_chat(given: JsonObject, ignored: IgnoredFields | None = None) -> ChatRequest:
+    """Read the body of a chat completion; raise ApiError, which names the wrong field.
 
     Fields without effect are added to `ignored`; without it, unknown fields are refused.
     """
-    fields = Fields(body, ignored=ignored)
-    messages = read_messages(fields.need("messages"), ignored)
-    tools = read_tools(fields.list("tools"), ignored)
-    rule, reads_calls = read_call_rule(fields, tool_names(tools), strict_tools(tools), nested=True)
-    wanted = _chat_logprobs(fields)
-    bound = _chat_bound(fields)
-    _refuse_what_chat_lacks(fields)
-    thinking, hides_thinking = read_template_options(fields)
-    prefill = _prefill(fields, messages)
-    options = _options(fields, bound, wanted)
+    body = read(ChatBody, given, ignored)
+    messages, tools = neutral_messages(body.messages), neutral_tools(given.get("tools"))
+    names, strict = tool_names(tools), strict_tools(tools)
+    rule, reads_calls = call_rule(body.tool_choice, body.parallel_tool_calls, names, strict, ignored)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refuse("top_logprobs", "has a meaning only with logprobs=true")
+    prefill = _prefill(body, messages)
+    wanted = (body.top_logprobs or 0) if body.logprobs else None
+    options = _options(body, _chat_bound(body), wanted, ignored)
     if options.params.beam_width > 1 and rule.constrains(options.params):
-        fields.refuse("use_beam_search", "cannot be combined with a rule for tool calls: beams have no constraint")
-    return ChatRequest(options, messages, tools, reads_calls, thinking, hides_thinking, prefill, rule)
+        raise refuse("use_beam_search", "cannot be combined with a rule for tool calls: beams have no constraint")
+    hides_thinking = body.reasoning is not None and bool(body.reasoning.exclude)
+    return ChatRequest(options, messages, tools, reads_calls, _template_options(body), hides_thinking, prefill, rule)
 
 
-def read_completion(body: JsonObject, ignored: IgnoredFields | None = None) -> CompletionRequest:
-    """Check the body of a text completion, as `read_chat` does."""
-    fields = Fields(body, ignored=ignored)
-    prompts = _prompts(fields)
-    echo = fields.flag("echo")
-    wanted = fields.integer("logprobs", *wire_range("logprobs"))
-    bound = fields.integer("max_tokens", *wire_range("max_tokens", low=0))
-    fields.only("suffix", (), "only what follows a prompt is written")
-    best_of = fields.integer("best_of", *wire_range("n"))
-    options = _options(fields, 16 if bound is None else bound, wanted, echo=echo)  # 16 is OpenAI's own default
-    options = _best_of(fields, options, best_of, beams=bool(body.get("use_beam_search")))
+def read_completion(given: JsonObject, ignored: IgnoredFields | None = None) -> CompletionRequest:
+    """Read the body of a text completion, as `read_chat` does."""
+    body = read(CompletionBody, given, ignored)
+    prompts: Any = body.prompt if _form_of(body.prompt) == -3 else [body.prompt]
+    bound = 16 if body.max_tokens is None else body.max_tokens  # OpenAI's own default
+    options = _with_best_of(body, _options(body, bound, body.logprobs, ignored, echo=bool(body.echo)))
     if len(prompts) * options.params.width > MOST_PROMPTS:
-        fields.refuse("n", f"times the number of prompts must be at most {MOST_PROMPTS}")
-    if not options.samples and not echo and options.prompt_logprobs is None:
-        fields.refuse("max_tokens", "can be 0 only with echo or prompt_logprobs: there is nothing else to return")
+        raise refuse("n", f"times the number of prompts must be at most {MOST_PROMPTS}")
+    if not options.samples and not body.echo and options.prompt_logprobs is None:
+        raise refuse("max_tokens", "can be 0 only with echo or prompt_logprobs: there is nothing else to return")
     if not options.samples and options.params.width > 1:
-        fields.refuse("n", "must be 1 with max_tokens 0: there are no replies")
-    return CompletionRequest(options, prompts, echo)
+        raise refuse("n", "must be 1 with max_tokens 0: there are no replies")
+    return CompletionRequest(options, prompts, bool(body.echo))
 
 
-def read_tokenize(body: JsonObject, ignored: IgnoredFields | None = None) -> TokenizeRequest:
-    """Check the body of a tokenisation, as `read_chat` does."""
-    fields = Fields(body, ignored=ignored)
-    model, prompt = fields.text("model"), fields.text("prompt")
-    fields.text("prompt_cache_key")  # without effect: nothing is computed
-    given, tools = fields.list("messages"), read_tools(fields.list("tools"), ignored)
-    messages = None if given is None else read_messages(given, ignored)
-    if (prompt is None) == (messages is None):
+def read_tokenize(given: JsonObject, ignored: IgnoredFields | None = None) -> TokenizeRequest:
+    """Read the body of a tokenisation, as `read_chat` does."""
+    body = read(TokenizeBody, given, ignored)
+    if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
-    thinking, _ = read_template_options(fields)
-    prefill = _prefill(fields, messages or [])
-    fields.close()
-    return TokenizeRequest(model, prompt, messages, tools, thinking, prefill)
+    messages = None if body.messages is None else neutral_messages(body.messages)
+    tools, prefill = neutral_tools(given.get("tools")), _prefill(body, messages or [])
+    return TokenizeRequest(body.model, body.prompt, messages, tools, _template_options(body), prefill)
 
 
-# ---- fields that chat and text completions share
+# ---- rules of chat and text completions
 
 
-def _options(fields: Fields, bound: int | None, logprobs: int | None, *, echo: bool = False) -> RequestOptions:
-    """Read the shared fields, which are the last. A `bound` of 0 tokens computes only the prompt."""
-    model = fields.needed_text("model")
-    stream = fields.flag("stream")
-    include_usage, running_usage = _stream_options(fields, stream)
-    constraint = read_constraint(fields, read_response_format(fields, "response_format"))
-    prompt_logprobs = fields.integer("prompt_logprobs", *wire_range("prompt_logprobs"))
+def _options(
+    body: Options, bound: int | None, logprobs: int | None, ignored: IgnoredFields | None, *, echo: bool = False
+) -> RequestOptions:
+    """Return the options of a body. A `bound` of 0 tokens computes only the prompt."""
+    stream, prompt_logprobs = bool(body.stream), body.prompt_logprobs
+    include_usage, running_usage = _stream_options(body, ignored)
+    constraint = constraint_of(body, of_format(body.response_format, "response_format"))
     if stream and prompt_logprobs is not None:
-        fields.refuse("prompt_logprobs", "has no place in a stream")
+        raise refuse("prompt_logprobs", "has no place in a stream")
     scores = [each for each in (prompt_logprobs, logprobs if echo else None) if each is not None]
     params = sampling_params(
-        fields,
+        body,
         bound or None,
-        logprobs,
+        ignored,
+        logprobs=logprobs,
         constraint=constraint,
         prompt_logprobs=max(scores, default=None),
-        beams=fields.flag("use_beam_search"),
+        beams=bool(body.use_beam_search),
     )
     if bound == 0 and params.min_tokens:
-        fields.refuse("min_tokens", "must be 0 with max_tokens 0: there is no reply")
-    session_key = fields.text("prompt_cache_key")
-    for name, (allowed, why) in IGNORED_VALUES.items():
-        fields.prefer(name, allowed, why)
-    fields.ignore(*WITHOUT_EFFECT)
-    fields.close()
-    constraint_field = None if constraint is None else constraint.field
+        raise refuse("min_tokens", "must be 0 with max_tokens 0: there is no reply")
     return RequestOptions(
-        model,
+        body.model,
         params,
         bound is not None,
         stream,
         include_usage,
-        session_key,
+        body.prompt_cache_key,
         running_usage,
-        constraint_field,
+        None if constraint is None else constraint.field,
         replies=params.width,
         samples=bound != 0,
         prompt_logprobs=prompt_logprobs,
     )
 
 
-def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+def _stream_options(body: Options, ignored: IgnoredFields | None) -> tuple[bool, bool]:
     """Return `include_usage` and `running_usage` of RequestOptions."""
-    given = fields.take("stream_options")
-    if given is None:
+    options = body.stream_options
+    if options is None:
         return False, False
-    options = fields.nested(given, "stream_options")
-    options.flag("include_obfuscation")  # accepted without effect: events are not padded
-    wanted = options.flag("include_usage"), options.flag("continuous_usage_stats")
-    options.close()
-    if not stream:
-        fields.has_no_effect("stream_options", "has a meaning only with stream=true")
+    if not body.stream:
+        without_effect("stream_options", "has a meaning only with stream=true", ignored)
         return False, False
-    return wanted
+    return bool(options.include_usage), bool(options.continuous_usage_stats)
 
 
-# ---- chat completions only
-
-
-def _chat_logprobs(fields: Fields) -> int | None:
-    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", *wire_range("logprobs"))
-    if top is not None and not wanted:
-        fields.refuse("top_logprobs", "has a meaning only with logprobs=true")
-    return (top or 0) if wanted else None
-
-
-def _chat_bound(fields: Fields) -> int | None:
-    older, newer = (fields.integer(name, *wire_range("max_tokens")) for name in ("max_tokens", "max_completion_tokens"))
+def _chat_bound(body: ChatBody) -> int | None:
+    older, newer = body.max_tokens, body.max_completion_tokens
     if older is not None and newer is not None and older != newer:
-        fields.refuse("max_tokens", "differs from max_completion_tokens: give one of them")
+        raise refuse("max_tokens", "differs from max_completion_tokens: give one of them")
     return older if newer is None else newer
 
 
-def _refuse_what_chat_lacks(fields: Fields) -> None:
-    fields.only("modalities", (["text"],), "this server reads and writes text")
-    for name, why in NOT_OF_CHAT.items():
-        fields.only(name, (), why)
-    for name, why in IGNORED_IN_CHAT.items():
-        fields.prefer(name, (), why)
-
-
-def _prefill(fields: Fields, messages: Sequence[Message]) -> bool:
+def _prefill(body: TemplateFields, messages: Sequence[Message]) -> bool:
     """Return whether the reply continues the last message, as vLLM's two fields request."""
-    continues, begins = (_optional_flag(fields, name) for name in ("continue_final_message", "add_generation_prompt"))
+    continues, begins = body.continue_final_message, body.add_generation_prompt
     if continues and begins:
-        fields.refuse("add_generation_prompt", "cannot be combined with continue_final_message")
+        raise refuse("add_generation_prompt", "cannot be combined with continue_final_message")
     if not (continues or begins is False):
         return False
     name = "continue_final_message" if continues else "add_generation_prompt"
     if not messages or messages[-1]["role"] != "assistant":
-        fields.refuse(name, "needs a last message of the assistant, which the reply continues")
+        raise refuse(name, "needs a last message of the assistant, which the reply continues")
     if messages[-1].get("tool_calls"):
-        fields.refuse(name, "cannot be used after a message with tool calls: it is complete")
+        raise refuse(name, "cannot be used after a message with tool calls: it is complete")
     return True
 
 
-def read_template_options(fields: Fields) -> tuple[tuple[TemplateOption, ...], bool]:
-    """Read the options of thinking, and `chat_template_kwargs`; the last one takes precedence in a template.
-
-    The second value is `reasoning.exclude`: the response has no thinking.
-    """
-    options = []
-    if (effort := read_effort(fields, "reasoning_effort")) is not None:
-        options.append(effort_option("reasoning_effort", effort))
-    excluded = False
-    if (given := fields.take("reasoning")) is not None:
-        reasoning = fields.nested(given, "reasoning")
-        if (effort := read_effort(reasoning, "effort")) is not None:
-            options.append(effort_option("reasoning.effort", effort))
-        if (enabled := _optional_flag(reasoning, "enabled")) is not None:
-            options.append(thinking_option("reasoning.enabled", enabled=enabled))
-        excluded = reasoning.flag("exclude")
-        reasoning.close()
-    options += _thinking(fields)
-    if (enabled := _optional_flag(fields, "enable_thinking")) is not None:
-        options.append(thinking_option("enable_thinking", enabled=enabled))
-    return (*options, *_template_values(fields)), excluded
-
-
-def read_effort(fields: Fields, name: str) -> str | None:
-    """Read a reasoning effort, None if it is absent; raise ApiError unless it is one word."""
-    effort = fields.text(name)
-    if effort is not None and not re.fullmatch(EFFORT, effort):
-        fields.refuse(name, 'must be 1 to 32 letters, such as "low"')
-    return effort
+def _template_options(body: TemplateFields) -> tuple[TemplateOption, ...]:
+    """Return the options of thinking, and `chat_template_kwargs`; the last one takes precedence in a template."""
+    reasoning, thinking = body.reasoning or Reasoning(), body.thinking
+    if isinstance(thinking, ThinkingType):
+        thinking = thinking.type != "disabled"
+    efforts = (("reasoning_effort", body.reasoning_effort), ("reasoning.effort", reasoning.effort))
+    options = [effort_option(path, effort) for path, effort in efforts if effort is not None]
+    switches = (
+        ("reasoning.enabled", reasoning.enabled),
+        ("thinking", thinking),
+        ("enable_thinking", body.enable_thinking),
+    )
+    options += [thinking_option(path, enabled=enabled) for path, enabled in switches if enabled is not None]
+    values = (body.chat_template_kwargs or {}).items()
+    options += [
+        TemplateOption(joined(("chat_template_kwargs", name)), ((name, value),))
+        for name, value in values
+        if value is not None
+    ]
+    return tuple(options)
 
 
-def _optional_flag(fields: Fields, name: str) -> bool | None:
-    value = fields.take(name)
-    if value is not None and not isinstance(value, bool):
-        fields.wrong(name, "true or false", value)
-    return value
-
-
-def _thinking(fields: Fields) -> list[TemplateOption]:
-    """Read `thinking`: true, false, or an object whose `type` is "enabled", "disabled", "adaptive" or "auto"."""
-    given = fields.take("thinking")
-    if given is None or isinstance(given, bool):
-        return [] if given is None else [thinking_option("thinking", enabled=given)]
-    thinking = fields.nested(given, "thinking")
-    kind = thinking.text("type")
-    thinking.close()
-    if kind is None or kind not in THINKING_TYPES:
-        fields.refuse("thinking.type", f"must be one of {', '.join(THINKING_TYPES)}")
-    return [thinking_option("thinking", enabled=kind != "disabled")]
-
-
-def _template_values(fields: Fields) -> list[TemplateOption]:
-    given = fields.take("chat_template_kwargs")
-    if given is None:
-        return []
-    if not isinstance(given, dict):
-        fields.wrong("chat_template_kwargs", "an object", given)
-    options = []
-    for name, value in given.items():
-        path = f"chat_template_kwargs.{shown(name).strip(chr(34))}"
-        if isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= LONGEST_VALUE):
-            options.append(TemplateOption(path, ((name, value),)))
-        elif value is not None:
-            fields.refuse(path, f"must be true, false, a number or a string of at most {LONGEST_VALUE} characters")
-    return options
-
-
-# ---- text completions only
-
-
-def _best_of(fields: Fields, options: RequestOptions, best_of: int | None, *, beams: bool) -> RequestOptions:
-    """Return options with `best_of` beams, of which `n` are returned; without a beam search both are equal."""
+def _with_best_of(body: CompletionBody, options: RequestOptions) -> RequestOptions:
+    """Return options with `best_of` beams; `n` of them are returned. Without a beam search both are equal."""
+    best_of = body.best_of
     if best_of is None or best_of == options.replies:
         return options
-    if not beams:
-        fields.refuse("best_of", f"must be equal to n ({options.replies}): no reply is thrown away")
+    if not body.use_beam_search:
+        raise refuse("best_of", f"must be equal to n ({options.replies}): no reply is thrown away")
     if best_of < options.replies:
-        fields.refuse("best_of", f"must be at least n ({options.replies})")
+        raise refuse("best_of", f"must be at least n ({options.replies})")
     if options.constraint_field is not None:
-        fields.refuse("best_of", f"cannot be combined with {options.constraint_field}: beams have no constraint")
+        raise refuse("best_of", f"cannot be combined with {options.constraint_field}: beams have no constraint")
     return replace(options, params=options.params.but(beam_width=best_of))
-
-
-def _prompts(fields: Fields) -> list[TextOrIds]:
-    """Read OpenAI's four forms: a text, texts, token ids, lists of token ids."""
-    given = fields.need("prompt")
-    if isinstance(given, str):
-        return [given]
-    if not isinstance(given, list) or not given:
-        fields.refuse("prompt", "must be a string, or an array of strings, of token ids, or of arrays of token ids")
-    if are_token_ids(given):
-        return [given]
-    if len(given) > MOST_PROMPTS:
-        fields.refuse("prompt", f"must be at most {MOST_PROMPTS} prompts")
-    for at, prompt in enumerate(given):
-        if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and are_token_ids(prompt))):
-            fields.refuse(f"prompt[{at}]", "must be a string or an array of token ids that is not empty")
-    return list(given)

@@ -28,11 +28,12 @@ from radixkv.serve.connections import Connections
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import ApiError, bad_request, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
-from radixkv.serve.message_schemas import RoleOrder, template_texts
+from radixkv.serve.message_schemas import template_texts
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.openai_responses.store import ResponseStore
 from radixkv.serve.reply import tags
 from radixkv.serve.responses import Interruptible, usage
+from radixkv.serve.role_order import RoleOrder
 from radixkv.serve.settings import Settings
 from radixkv.serve.token_texts import TokenTexts
 
@@ -55,7 +56,7 @@ class Service:
 
     `call_format` is the format of the model's tool calls, None if it is unknown. `hidden_tags` maps ids to the tags of
     thinking, channels and tool calls that are control tokens, which decoding leaves out. `has_channels` says that the
-    model may write thinking and answer as separate messages. `role_order` is that of the template.
+    model may write thinking and answer as separate messages. `role_order` is the template's.
     """
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from radixkv.engine import AsyncHandle, Chunk
+from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.engine.request import TokenIds
 from radixkv.errors import PromptTooLong
 from radixkv.sampling.params import SamplingParams
@@ -24,31 +25,28 @@ async def start(
     service: Service,
     caller: Caller,
     options: RequestOptions,
-    ids: Ids,
+    prompt: EncodedPrompt,
     cleanup: ExitStack,
     *,
     timeout: float | None,
     session: int | None = None,
-    reply_start: int = 0,
 ) -> AsyncHandle:
     """Submit a request, which is cancelled when `cleanup` closes, and fails after `timeout` seconds.
 
-    `session` and `reply_start` are those of `AsyncEngine.submit`. `max_tokens` is limited to the
-    room after the prompt. The replies share this room if the pool cannot hold `max_tokens` for each of them.
-    Raises PromptTooLong, and as `AsyncEngine.submit`.
+    `AsyncEngine.submit` describes `session`. `max_tokens` is limited to the room after the prompt. The replies share
+    this room if the pool cannot hold `max_tokens` for each of them. Raises PromptTooLong, and as `AsyncEngine.submit`.
     """
-    most = service.settings.max_prompt_tokens
+    ids, most = prompt.ids, service.settings.max_prompt_tokens
     if most is not None and len(ids) > most:
         message = f"the prompt has {len(ids)} tokens, and this server takes at most {most}"
         raise PromptTooLong(message, tokens=len(ids), limit=most)
     params, engine = options.params, service.engine
     submit = partial(
         engine.submit,
-        ids,
+        prompt,
         namespace=caller.namespace,
         timeout=timeout,
         session=session,
-        reply_start=reply_start,
         sample=options.samples,
     )
     shared = unbounded(params, engine.client.inputs.context_limit_for(caller.namespace) - len(ids))

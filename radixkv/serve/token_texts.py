@@ -62,7 +62,7 @@ class TokenTexts:
         }
 
     def _top(self, chosen: str, logprobs: TokenLogprobs, top: int) -> Mapping[str, float]:
-        """Return log probabilities by text; several tokens with one text have that of the most likely one."""
+        """Return log probabilities by text; of several tokens with one text, the most likely one counts."""
         found: dict[str, float] = {}
         for token, value in logprobs.top[:top]:
             found.setdefault(self[token], finite(value))  # the most likely token is the first

@@ -27,6 +27,7 @@ from starlette.responses import Response
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.tool_call_formats import HERMES, tool_names
 from radixkv.engine import AsyncHandle, Chunk, Completion
+from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.serve import submit
 from radixkv.serve.conversations import ChatPrompt
 from radixkv.serve.errors import ApiError, errors_about
@@ -83,7 +84,7 @@ class TurnUsage:
     """The tokens of one request. The prompt and its cached tokens count once, for all replies.
 
     `cached_tokens` of the `prompt_tokens` were found in the cache; the others were computed, and are cached now.
-    `output_tokens` are those of all replies, thinking and stop tokens included.
+    `output_tokens` counts all replies, thinking and stop tokens included.
     """
 
     prompt_tokens: int
@@ -164,11 +165,10 @@ async def open_turn(
             service,
             caller,
             options,
-            prompt.ids,
+            EncodedPrompt(prompt.ids, prompt.reply_start),
             cleanup,
             timeout=timeout,
             session=prompt.session,
-            reply_start=prompt.reply_start,
         )
     return Turn(service, body, prompt, handle, request.state.log_fields)
 

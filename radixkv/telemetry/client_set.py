@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from radixkv.errors import ProtocolError
-from radixkv.telemetry.control import READ_ONLY, CommandQueue, Control
+from radixkv.telemetry.command_queue import READ_ONLY, CommandQueue, Control
 from radixkv.telemetry.protocol import WRONG_TOKEN, Attach, Command, Decoder
 
 _log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ class FrameLog:
     def heartbeat(self, *, current: bool) -> Changes:
         """Return changes without content, to show that the engine is alive.
 
-        Their time is now if the last changes are still the `current` state, else that of the last changes.
+        Their time is now if the last changes are still the `current` state, else the time of the last changes.
         """
         return Changes(time.time() if current else self._mirror.time)
 

@@ -81,7 +81,7 @@ class Attach(Frame):
 
 @dataclass(frozen=True, slots=True)
 class Command(Frame):
-    """A command of a client, after a hello whose facts allow `control`; see `control.VERBS`. `id` names its reply."""
+    """A command of a client whose hello allowed `control`: one of `command_queue.VERBS`. `id` names its reply."""
 
     id: int
     verb: str

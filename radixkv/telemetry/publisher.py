@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from radixkv.errors import EngineClosed
 from radixkv.telemetry.client_set import ClientLimits, ClientSet
-from radixkv.telemetry.control import Control, Execute
+from radixkv.telemetry.command_queue import Control, Execute
 from radixkv.telemetry.frame_log import FrameLog
 from radixkv.telemetry.listener import Listener
 from radixkv.telemetry.process_figures import ProcessFigures
@@ -249,7 +249,7 @@ class Publisher:
 class Collector:
     """Request collections from the engine's thread, one at a time, and pass each result to `publish`.
 
-    `collect` and `pending` are those of `Publisher`. `wake` is called, on any thread, when there is something to do.
+    `Publisher` describes `collect` and `pending`. `wake` is called, on any thread, when there is something to do.
     `max_hz` limits the requests for a client that has just attached.
     """
 

@@ -19,11 +19,9 @@ import numpy as np
 from radixkv.cache import CacheStats, PrefixCache
 from radixkv.cache.change_tracker import ChangeTracker, SequenceView
 from radixkv.cache.events import ignore
-from radixkv.cache.ghosts import Pressure
-from radixkv.cache.namespaces import Namespace
 from radixkv.cache.reuse import total
 from radixkv.cache.tokens import WIDTH
-from radixkv.cache.types import Node, Purpose
+from radixkv.cache.types import Node, Pressure, Purpose
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
 from radixkv.telemetry.records import (
     NEXT_VICTIMS,
@@ -119,7 +117,7 @@ class Recorder:
     ) -> Changes:
         """Return the changes since the last call; the first call returns the whole state, with a reset.
 
-        `stats` are added to those of the cache. `owners` maps a sequence's id to the number of its request and the
+        `stats` are added to the cache's. `owners` maps a sequence's id to the number of its request and the
         index of its stream. O(changes + open sequences + their own blocks).
         """
         started = time.perf_counter_ns()
@@ -294,7 +292,7 @@ def node_record(node: Node, pins: int, offset: float, text: str | None = None) -
         node.demoted,
         node.born_at + offset,
         node.used_at + offset,
-        namespace_label(node.ghost_owner.value) if isinstance(node.ghost_owner, Namespace) else None,
+        None if node.namespace is None else namespace_label(node.namespace.value),
         tuple(tokens(node, HEAD)),
         text,
         node.residence,

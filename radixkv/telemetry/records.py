@@ -62,9 +62,9 @@ class Record:
 class EngineFacts(Record):
     """The constant facts of a loaded engine; `engine` is a name that is new with every load.
 
-    `num_blocks` are the blocks of the pool, and `host_blocks` those of the second tier in host memory, 0 without one.
-    Both have `block_size` tokens and `bytes_per_block` bytes. `control` is True if the engine executes the commands of
-    this connection; never for clients over TCP.
+    `num_blocks` are the blocks of the pool, and `host_blocks` the blocks of the second tier in host memory, 0 without
+    one. Both have `block_size` tokens and `bytes_per_block` bytes. `control` is True if the engine executes the
+    commands of this connection; never for clients over TCP.
     """
 
     engine: str
@@ -245,9 +245,10 @@ class EvictionRecord(Record):
 class Changes:
     """The changes since the last collection. With `reset` they are the whole state, and replace all earlier ones.
 
-    `stats` are all counters and gauges by name: those of EngineStats, those of CacheStats with the prefix "cache.", the
-    sums over all steps "step_seconds" and "step_tokens", and "monitor_ns", the cost of telemetry on the engine's
-    thread. "prefill_tokens" are the computed tokens of prompts and the recomputed ones; with "decode_tokens" they are
+    `stats` are all counters and gauges by name: the fields of EngineStats, the fields of CacheStats with the prefix
+    "cache.", the sums over all steps "step_seconds" and "step_tokens", and "monitor_ns", the cost of telemetry on the
+    engine's thread. "prefill_tokens" are the computed tokens of prompts and the recomputed ones; with "decode_tokens"
+    they are
     "computed_tokens" and "recomputed_tokens" together. `ITL_NAMES` count the times between two tokens of a stream,
     `PROCESS_NAMES` describe the engine's process, and are measured once a second at most. A record replaces the one
     with its id or number. `next_victims` are the ids of the nodes that would be evicted next, the first one first, at

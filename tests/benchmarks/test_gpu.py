@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,13 +20,11 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu import bars, foreign, peers, report, run, shapes, timing  # in the folder of the benchmarks, not installed
-from gpu.chunks import _contiguous
+from gpu import bars, peers, run, shapes  # in the folder of the benchmarks, not installed
 from gpu.device import Device
-from gpu.model import LLAMA_3_8B, TINY, build
-from gpu.pools import Mismatch, Pools, copies_for, error, poisoned, truth
+from gpu.pools import Mismatch, Pools, error, truth
 from gpu.profiles import difference, table
-from gpu.result import Bench, Ceilings, Row, Skipped
+from gpu.result import Ceilings, Row
 
 CPU = Device(torch.device("cpu"), "test", 2, 9, 0, 1 << 16, True)
 HEADS = shapes.HeadShape("test", 4, 2, 8)
@@ -87,29 +84,6 @@ def test_a_cascade_reads_what_the_tables_say(batch: shapes.Batch) -> None:
         assert slots == [int(table_[i // shapes.BLOCK]) * shapes.BLOCK + i % shapes.BLOCK for i in range(n)]
 
 
-def test_the_roofline_of_the_issue() -> None:
-    """Per layer of Llama-3-8B: 2.28 GB flat, 168 MB along the tree, 39 us at 4.3 TB/s."""
-    batch = shapes.shared(*shapes.BAR_TREE)
-    assert shapes.kv_bytes(shapes.LLAMA_8B, batch.flat_tokens) == pytest.approx(2.28e9, rel=0.01)
-    nbytes = shapes.kv_bytes(shapes.LLAMA_8B, batch.unique_tokens)
-    assert nbytes == pytest.approx(168e6, rel=0.01)
-    assert nbytes / 4.3e12 * 1e6 == pytest.approx(39, abs=0.5)
-    assert LLAMA_3_8B.token_bytes == 32 * shapes.LLAMA_8B.token_bytes
-
-
-def test_the_bars_decodes_come_first_and_pools_outgrow_a_cache() -> None:
-    decodes = shapes.FULL.decodes()
-    assert len(decodes) == len(set(decodes)) == 2 * 3 * 4
-    assert {case[1:] for case in decodes[:2]} == {(shapes.BAR_BATCH, shapes.BAR_CONTEXT)}
-    for shape, count, context in decodes:
-        copies = copies_for(shape, count * context, shapes.FULL.rotate, shapes.FULL.copies)
-        assert copies == shapes.FULL.copies or copies * count * context * shape.token_bytes >= shapes.FULL.rotate
-
-
-def test_all_parts_together_take_less_than_ten_minutes() -> None:
-    assert sum(part.budget_s for part in run.PARTS) <= 540
-
-
 def _played(monkeypatch: pytest.MonkeyPatch, lasts: dict[str, float]) -> list[tuple[str, float]]:
     """Parts that measure one row and take the given seconds of a virtual clock, by default 10."""
     now, played = [1000.0], []
@@ -132,22 +106,6 @@ def _played(monkeypatch: pytest.MonkeyPatch, lasts: dict[str, float]) -> list[tu
 ALL = run.Order(tuple(part.name for part in run.PARTS), False, True, None, 1.0)
 
 
-def test_who_ends_the_command_loses_one_part_at_most(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _played(monkeypatch, {"chunks": 5000.0})
-    kept: list[Any] = []
-    with pytest.raises(KeyboardInterrupt):
-        run.whole(ALL, lambda text: None, lambda result: kept.append(json.loads(json.dumps(result))), tmp_path / "rows")
-    assert [list(result["parts"]) for result in kept] == [
-        ["ceilings"],
-        ["ceilings", "decode"],
-        ["ceilings", "decode", "tree"],
-    ]
-    assert all(result["ceilings"]["copy_tb_s"] == 4.0 and result["bars"] and result["seconds"] for result in kept)
-    assert report.markdown(kept[-1]).startswith("# GPU: made up")
-    (path,) = (tmp_path / "rows").iterdir()  # and not even this one's rows
-    assert len(run.read_rows(path)[0]) == 1
-
-
 def test_all_parts_together_keep_to_their_time_whatever_each_of_them_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     played = _played(monkeypatch, {"ceilings": 50.0, "decode": 130.0, "tree": 75.0, "chunks": 90.0, "engine": 160.0})
     found = run.whole(ALL, lambda text: None, lambda result: None)
@@ -158,13 +116,6 @@ def test_all_parts_together_keep_to_their_time_whatever_each_of_them_takes(monke
     found = run.whole(ALL, lambda text: None, lambda result: None)
     assert [name for name, _ in played] == ["ceilings", "decode", "tree", "chunks"]
     assert found["parts"]["engine"]["reason"] == "the time of all parts together was used up"
-
-
-def test_what_a_step_reads_leaves_the_embedding_out() -> None:
-    model, weights = build(TINY, CPU)
-    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
-    assert weights.step_bytes == 4 * (2 * layer + 64 + 64 * 128)
-    assert sum(p.numel() for p in model.parameters()) * 4 == weights.step_bytes + 4 * 64 * 128
 
 
 # ---- pools and checks
@@ -188,26 +139,6 @@ def test_a_check_notices_a_wrong_key_a_missing_row_and_a_guard() -> None:
         error(lambda: torch.empty_like(right), pools, batch, query)
     assert torch.isnan(pools.store.keys[0][:, 0]).all()
     assert torch.isnan(pools.store.values[0][:, -1]).all()
-
-
-def test_poison_is_in_the_memory_while_it_is_asked_for() -> None:
-    with poisoned():
-        assert torch.isnan(torch.ones(1).new_empty(1000)).all()
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_contiguous_keys_are_the_sequences_in_order() -> None:
-    batch = shapes.chunk(20, 40)
-    pools = Pools(HEADS, batch.num_blocks, 1, CPU)
-    key = _contiguous(pools.of(0)[0], batch)
-    assert key.shape == (1, 2, 60, 8)
-    block = int(batch.tables[0][37 // shapes.BLOCK])
-    assert torch.equal(key[0, :, 37], pools.of(0)[0][:, block, 37 % shapes.BLOCK])
-
-
-def test_a_timing_is_a_median_with_percentiles() -> None:
-    found = timing.summary([5.0, 1.0, 3.0, 2.0, 100.0], "graph")
-    assert (found.us, found.low_us, found.high_us, found.samples) == (3.0, 1.0, 100.0, 5)
 
 
 # ---- peers, as files of a folder
@@ -333,16 +264,6 @@ def test_flashinfers_decode_gets_its_pages(monkeypatch: pytest.MonkeyPatch) -> N
     assert error(calls[0], pools, batch, query) < 1e-2
 
 
-def test_a_folder_without_the_file_says_so_and_leaves_modules_alone(folder: Path) -> None:
-    before = dict(sys.modules)
-    with pytest.raises(ImportError, match="has no"):
-        foreign.load("vllm.nothing.here", folder, {})
-    with pytest.raises(ImportError):
-        foreign.load("vllm.v1.attention.ops.triton_unified_attention", folder, {})  # without its stubs
-    assert "vllm" not in sys.modules
-    assert set(before) <= set(sys.modules)
-
-
 # ---- results
 
 
@@ -442,100 +363,11 @@ def test_a_peer_that_failed_in_one_case_leaves_its_bar_unmeasured(bar: str, peer
     assert "out of memory" in verdict["why"]
 
 
-def test_flashinfer_is_judged_by_its_faster_way() -> None:
-    rows = all_met()
-    for row in rows["peers"]:
-        if row["peer"] == "FlashInfer decode":
-            row["ratio"] = 0.7
-    assert states(rows)["flashinfer_decode"] == "missed"
-
-
-def test_a_smoke_test_meets_no_bar() -> None:
-    judged = bars.judge(parts_of(all_met()), shapes.FULL, smoke=True)
-    assert {bar["state"] for bar in judged} == {"unmeasured"}
-    assert not any("found" in bar for bar in judged)
-
-
-def test_ceilings_are_the_best_of_their_kind() -> None:
-    rows = [
-        {"case": "read, one", "tb_s": 4.0},
-        {"case": "read, two", "tb_s": 4.2},
-        {"case": "read, three", "failed": "x"},
-    ]
-    assert Ceilings.of(rows) == Ceilings(None, 4.2, None)
-    assert Ceilings.of(rows).share(2.1) == 0.5
-    assert Ceilings().share(2.1) is None
-
-
-def test_a_case_that_raises_is_a_row_and_the_next_one_runs() -> None:
-    def half() -> Any:
-        yield {"us": 1}
-        raise ValueError("broken")
-
-    def skipped() -> Row:
-        raise Skipped("no memory")
-
-    bench = Bench(CPU, shapes.SMOKE, deadline=float("inf"))
-    rows = [*bench.case("a", half, shape="s"), *bench.case("b", skipped)]
-    assert rows[0] == {"case": "a", "shape": "s", "us": 1}
-    assert rows[1:] == [
-        {"case": "a", "shape": "s", "failed": "ValueError: broken"},
-        {"case": "b", "skipped": "no memory"},
-    ]
-    late = Bench(CPU, shapes.SMOKE, deadline=0.0)
-    assert [*late.case("c", half)] == [{"case": "c", "skipped": "the time of this part was used up"}]
-
-
-def test_rows_survive_a_part_that_was_killed(tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    path.write_text('{"row": {"case": "a", "us": 1}}\n{"row": {"ca')
-    rows, end = run.read_rows(path)
-    assert run.verdict(rows, end, "it was ended after 9 s") == ("partial", "it was ended after 9 s")
-    assert run.verdict([], None, "its process ended with -11") == ("failed", "its process ended with -11")
-    assert run.verdict(rows, {}, "") == ("measured", "")
-    assert run.verdict([{"case": "a", "failed": "x"}], {}, "") == ("failed", "x")
-    assert run.verdict([*rows, {"case": "b", "skipped": "y"}], {}, "")[0] == "partial"
-    assert run.verdict([], {"skipped": "no GPU"}, "") == ("skipped", "no GPU")
-    assert run.read_rows(tmp_path / "none") == ([], None)
-
-
-def test_what_a_part_logged_is_in_the_result(tmp_path: Path) -> None:
-    path = tmp_path / "engine"
-    assert run.said(path) == []
-    lines = [*map(str, range(30)), "the model runs uncompiled from now on: because"]
-    path.with_suffix(".log").write_text("\n".join(lines) + "\n")
-    assert run.said(path) == lines[-run.LINES :]
-    part = {"status": "measured", "reason": "", "says": "", "rows": [], "said": run.said(path)}
-    assert "    the model runs uncompiled from now on: because" in report._part("engine", part)
-
-
 def test_kernels_of_a_step_are_a_difference() -> None:
     long, short = {"a": (40, 400.0), "b": (2, 9.0)}, {"a": (8, 80.0), "b": (2, 9.0)}
     found = table(difference(long, short), 32)
     assert (found["launches"], found["kernel_us"]) == (1.0, 10.0)
     assert [kernel["kernel"] for kernel in found["top"]] == ["a"]
-
-
-def test_a_page_has_every_part_and_its_reasons() -> None:
-    parts = parts_of(all_met())
-    parts["peers"]["rows"].append({"case": "all", "peer": "other", "skipped": "not installed"})
-    for part in parts.values():
-        part["seconds"] = 1.0
-    result = {
-        "device": None,
-        "date": "2026-01-01",
-        "versions": {"torch": "2"},
-        "commit": "abc",
-        "seconds": 3.0,
-        "reason": "",
-        "parts": parts,
-        "bars": bars.judge(parts, shapes.FULL),
-    }
-    page = report.markdown(json.loads(json.dumps(result)))
-    assert "- other: not installed" in page
-    assert all(f"## {name}" in page for name in parts)
-    widths = {line.count("|") for line in report.bar_table(result["bars"])}
-    assert widths == {5}
 
 
 @pytest.mark.long
@@ -553,8 +385,3 @@ def test_without_a_gpu_everything_is_skipped_with_a_reason_and_nothing_is_writte
     assert len(line["parts"]) == 7
     assert set(line["bars"].values()) == {"unmeasured"}
     assert sorted((ROOT / "docs" / "results").iterdir()) == before
-
-
-def test_scattered_blocks_are_scattered_and_contiguous_ones_are_not() -> None:
-    assert np.array_equal(np.diff(shapes.private(1, 400, scattered=False).tables[0]), np.ones(24))
-    assert (np.diff(shapes.private(1, 400).tables[0]) != 1).any()

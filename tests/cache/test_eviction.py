@@ -230,7 +230,7 @@ class TestLfu:
         flood(cache, 12 - 2)
         assert (cached(cache, trunk), cached(cache, other)) == (8, 0)
 
-    def test_a_repeat_behind_a_limit_is_one_hit(self) -> None:
+    def test_a_repeat_after_a_limit_is_one_hit(self) -> None:
         """The split and the merge must not count the hits again."""
         cache = PrefixCache(12, 4, "lfu")
         often, limited = prompt(1, 8), prompt(2, 8)
@@ -324,7 +324,7 @@ class TestDone:
         publish(cache, texts[2])
         assert goes_first(cache, texts) == [0, 1, 3, 2]
 
-    def test_means_only_the_tail_that_nobody_shares(self) -> None:
+    def test_means_only_the_unshared_tail(self) -> None:
         cache = PrefixCache(12, 4)
         trunk, other = prompt(1, 8), prompt(2, 8)
         publish(cache, other)
@@ -338,7 +338,7 @@ class TestDone:
         assert cached(cache, other) == 0
         assert cached(cache, trunk) == 8
 
-    def test_means_nothing_while_somebody_else_holds_it(self) -> None:
+    def test_means_nothing_while_another_sequence_holds_it(self) -> None:
         cache = PrefixCache(8, 4)
         texts = [prompt(i, 8) for i in range(3)]
         publish(cache, texts[0])
@@ -509,7 +509,7 @@ def test_demote_reaches_a_branch_that_was_partly_evicted() -> None:
     assert (cache.match(dear).length, cache.match(dead).length) == (10, 4)
 
 
-def test_whoever_comes_back_to_a_finished_tail_keeps_it() -> None:
+def test_a_return_to_a_finished_tail_keeps_it() -> None:
     cache = PrefixCache(12, 1)
     start, tail, older = [1, 2], [3, 4, 5], [9, 9, 9]
 

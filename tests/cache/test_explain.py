@@ -251,7 +251,7 @@ class TestGhostsTellTheTruth:
         assert cache.stats().ghosts == 2
         assert cache.explain([1, 2, 3, 4, 5, 6]).evicted_tokens == 6
 
-    def test_behind_a_token_that_differs_nothing_was_evicted(self) -> None:
+    def test_after_a_token_that_differs_nothing_was_evicted(self) -> None:
         cache = PrefixCache(8, 1)
         publish_all(cache, [1, 2, 3, 4, 5, 6])
         evict_for(cache, 3)  # 6

@@ -92,7 +92,7 @@ class TestTokens:
                 verb(BAD[name])
             assert freeze(cache, seq) == before
 
-    def test_are_checked_even_behind_what_matches(self) -> None:
+    def test_are_checked_even_after_what_matches(self) -> None:
         cache = PrefixCache(16, 4)
         publish(cache, [1, 2, 3])
         for verb in (cache.match, cache.open):

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.host import HostPrefixCache
 from radixkv.cache.namespaces import LEAST, Namespaces
-from radixkv.cache.recurrent.prefix_cache import StatefulPrefixCache
 from radixkv.errors import InvalidInput
 from radixkv.telemetry.tree_view import tree_view
 from tests.cache.verbs import cached, held, prompt, publish
@@ -70,8 +68,8 @@ class Impostor:
 
 CACHES: list[Callable[[], PrefixCache]] = [
     lambda: PrefixCache(64, 4),
-    lambda: StatefulPrefixCache(64, 4, rows=8, snapshots=8),
-    lambda: HostPrefixCache(64, 4, host_blocks=8),
+    lambda: PrefixCache(64, 4, state_rows=8, state_snapshots=8),
+    lambda: PrefixCache(64, 4, host_blocks=8),
 ]
 
 
@@ -295,9 +293,9 @@ def test_values_without_root_and_ghosts_are_forgotten() -> None:
 def test_many_used_namespaces_raise_the_bound() -> None:
     known = Namespaces()
     made = [known.add(number) for number in range(3 * LEAST)]
-    known.keep(set(made))
+    known.keep({each.number for each in made})
     assert known.limit == 6 * LEAST
     assert [known.find(number) for number in range(3 * LEAST)] == made
-    known.keep(set(made[:10]), 5000)
+    known.keep({each.number for each in made[:10]}, 5000)
     assert (len(known), known.limit) == (10, 5000)
     assert known.find(9) is made[9] and known.find(10) is None

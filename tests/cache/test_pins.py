@@ -7,7 +7,7 @@ import pytest
 from radixkv.cache import PrefixCache
 from radixkv.errors import CacheError, InvalidInput, OutOfBlocks, PinBudgetExceeded
 from tests.cache.freeze import freeze
-from tests.cache.verbs import cached, held, prompt, publish
+from tests.cache.verbs import cached, prompt, publish
 
 
 class Clock:
@@ -26,25 +26,6 @@ def squeeze(cache: PrefixCache) -> None:
 
 
 class TestPinning:
-    def test_keeps_a_prefix_whatever_comes(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 14))
-        pin = cache.pin(prompt(1, 14))
-        assert (pin.length, pin.complete, pin.blocks) == (14, True, 4)
-        squeeze(cache)
-        assert cached(cache, prompt(1, 14)) == 14
-        stats = cache.stats()
-        assert (stats.pinned_blocks, stats.held_blocks, stats.free_blocks) == (4, 4, 4)
-
-    def test_protects_no_more_than_was_asked(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 32))
-        pin = cache.pin(prompt(1, 12))
-        assert (pin.length, pin.blocks) == (12, 3)
-        assert cache.evictable_blocks == 5
-        squeeze(cache)
-        assert cached(cache, prompt(1, 32)) == 12
-
     def test_text_that_is_cached_in_part_pins_that_part_and_says_so(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, prompt(1, 10))
@@ -59,60 +40,8 @@ class TestPinning:
         pin.release()
         assert cache.stats().namespaces == 0
 
-    def test_is_of_one_namespace(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 8), "a")
-        publish(cache, prompt(1, 8), "b")
-        assert cache.pin(prompt(1, 8)).length == 0
-        assert cache.pin(prompt(1, 8), "a").length == 8
-        squeeze(cache)
-        assert cached(cache, prompt(1, 8), "a") == 8
-        assert cached(cache, prompt(1, 8), "b") == 0
-
-    def test_is_no_obstacle_to_readers_and_writers(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 6))
-        pin = cache.pin(prompt(1, 6))
-        seq = cache.open(prompt(1, 6))
-        assert seq.extend([7]).copies == []
-        seq.commit()
-        seq.close()
-        pin.release()
-        cache.check()
-        assert cached(cache, [*prompt(1, 6), 7]) == 7
-
-    def test_survives_clear(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 8))
-        cache.pin(prompt(1, 6))
-        cache.clear()
-        assert cached(cache, prompt(1, 8)) == 6
-
 
 class TestReleasing:
-    def test_makes_it_evictable_again(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 14))
-        pin = cache.pin(prompt(1, 14))
-        assert cache.evictable_blocks == 0
-        pin.release()
-        assert cache.evictable_blocks == 4
-        assert cache.stats().pinned_blocks == 0
-        squeeze(cache)
-        assert cached(cache, prompt(1, 14)) == 0
-
-    def test_one_of_two_keeps_the_other(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 14))
-        one, two = cache.pin(prompt(1, 14)), cache.pin(prompt(1, 14))
-        assert cache.stats().pinned_blocks == 4
-        one.release()
-        assert cache.stats().pinned_blocks == 4
-        squeeze(cache)
-        assert cached(cache, prompt(1, 14)) == 14
-        two.release()
-        assert cache.stats().pinned_blocks == 0
-
     def test_twice_does_no_harm_to_another_pin(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, prompt(1, 14))
@@ -181,18 +110,6 @@ class TestBudget:
 
 
 class TestTimeToLive:
-    def test_is_over_at_the_next_stats(self) -> None:
-        clock = Clock()
-        cache = PrefixCache(8, 4, clock=clock)
-        publish(cache, prompt(1, 8))
-        cache.pin(prompt(1, 8), ttl=10)
-        clock.now += 9.9
-        assert cache.stats().pinned_blocks == 2
-        clock.now += 0.2
-        stats = cache.stats()
-        assert (stats.pinned_blocks, stats.cached_blocks) == (0, 2)
-        assert cache.evictable_blocks == 2
-
     def test_is_over_when_room_is_needed(self) -> None:
         clock = Clock()
         cache = PrefixCache(8, 4, clock=clock)
@@ -203,24 +120,6 @@ class TestTimeToLive:
             seq.extend([0] * 32)
         clock.now += 10.1
         assert len(seq.extend([0] * 32).slots) == 32
-
-    def test_does_not_touch_a_pin_without(self) -> None:
-        clock = Clock()
-        cache = PrefixCache(8, 4, clock=clock)
-        publish(cache, prompt(1, 8))
-        cache.pin(prompt(1, 8))
-        clock.now += 1e9
-        assert cache.stats().pinned_blocks == 2
-
-    def test_frees_the_budget(self) -> None:
-        clock = Clock()
-        cache = PrefixCache(8, 4, clock=clock)
-        publish(cache, prompt(1, 16))
-        publish(cache, prompt(2, 16))
-        cache.pin(prompt(1, 16), ttl=10)
-        clock.now += 10.1
-        cache.stats()
-        assert cache.pin(prompt(2, 16)).blocks == 4
 
     def test_leaves_a_late_release_harmless(self) -> None:
         clock = Clock()
@@ -241,13 +140,3 @@ class TestTimeToLive:
         with pytest.raises(InvalidInput):
             cache.pin(prompt(1, 8), ttl=ttl)
         assert cache.stats().pinned_blocks == 0
-
-
-def test_a_pin_outlives_the_sequence_that_published() -> None:
-    cache = PrefixCache(8, 4)
-    seq = held(cache, prompt(1, 8))
-    pin = cache.pin(prompt(1, 8))
-    seq.close()
-    assert cache.evictable_blocks == 0
-    pin.release()
-    assert cache.evictable_blocks == 2

@@ -124,7 +124,7 @@ class TestWhoDecides:
 
 
 class TestHints:
-    def test_who_says_when_it_returns_is_kept_for_it(self) -> None:
+    def test_an_announced_return_keeps_its_text(self) -> None:
         now = [0.0]
         cache = PrefixCache(40, 1, "predictive", clock=lambda: now[0])
         new, soon = Fresh(), list(range(10**6, 10**6 + 5))
@@ -206,7 +206,7 @@ def histories(draw: st.DrawFn) -> list[int]:
 
 class TestUse:
     @given(histories())
-    def test_claims_and_bounds_are_those_of_a_walk_token_by_token(self, lengths: list[int]) -> None:
+    def test_claims_and_bounds_match_a_walk_token_by_token(self, lengths: list[int]) -> None:
         times, last = [0] * 31, [-1] * 31
         records: list[AccessRecord] = []
         hazard_model = HazardModel()
@@ -314,7 +314,7 @@ class TestFading:
         assert gone == [0, 1, 2]
         assert (len(ghosts), ghosts.tokens) == (3, 4)
 
-    def test_without_anybody_to_tell_nothing_fades(self) -> None:
+    def test_without_a_reader_nothing_fades(self) -> None:
         ghosts = Ghosts(2, 9)
         for number in range(3):
             ghosts.add("root", number, self.ghost(b"aaaabbbb", number))
@@ -329,7 +329,7 @@ def served(cache: PrefixCache, tokens: list[int]) -> None:
             sequence.commit()
 
 
-def test_nobody_waits_for_all_that_come_of_age_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_come_of_age_together_delay_none(monkeypatch: pytest.MonkeyPatch) -> None:
     now, entered = [0.0], []
     cache = PrefixCache(1200, 1, "predictive", clock=lambda: now[0])
     for text in range(1000):

@@ -52,7 +52,7 @@ def test_holds_as_a_request_does(purpose: Purpose) -> None:
     cache.check()
 
 
-def test_whoever_comes_back_is_recent() -> None:
+def test_a_return_is_recent() -> None:
     cache = PrefixCache(16, 4)
     texts = [prompt(name, 8) for name in range(4)]
     for text in texts:
@@ -61,7 +61,7 @@ def test_whoever_comes_back_is_recent() -> None:
     assert goes_first(cache, texts) == [1, 2, 3, 0]
 
 
-def test_whoever_comes_back_did_not_hit() -> None:
+def test_a_return_is_no_hit() -> None:
     cache = PrefixCache(16, 4, "lfu")
     texts = [prompt(name, 8) for name in range(2)]
     for text in texts:
@@ -72,7 +72,7 @@ def test_whoever_comes_back_did_not_hit() -> None:
     assert goes_first(cache, texts) == [0, 1]
 
 
-def test_whoever_comes_back_wants_it_again() -> None:
+def test_a_return_is_a_regret() -> None:
     cache = PrefixCache(16, 4)
     texts = [prompt(name, 8) for name in range(2)]
     publish(cache, texts[1], hint=Hint(done=True))

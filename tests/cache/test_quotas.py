@@ -1,6 +1,6 @@
 """Limits of namespaces: shares are kept, the greatest excess is evicted first, and the counts are exact.
 
-`quota_world` checks both rules at each eviction, with every policy.
+`fuzz.shares` checks both rules at each eviction, with every policy.
 """
 
 import random
@@ -10,13 +10,8 @@ import numpy as np
 import pytest
 
 from radixkv.cache import POLICIES, PrefixCache
-from radixkv.cache.host import HostPrefixCache
 from radixkv.cache.quotas import NamespaceLimits
-from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.errors import InvalidInput, OutOfBlocks
-from tests.cache.quota_world import QuotaWorld, StatefulQuotaWorld
-from tests.cache.test_fuzz import POOLS, PROOFS, QUICK, RUN, Story, runs
-from tests.cache.test_stateful import Verbs, how_long
 from tests.cache.verbs import cached, prompt, publish
 
 
@@ -176,9 +171,9 @@ def test_a_flood_leaves_the_hits_of_another_namespace_with_every_policy(policy: 
     options = {"eviction": policy, "clock": lambda: now[0], "namespace_limits": limits}
     cache = PrefixCache(30, 2, **options)
     if kind == "states":
-        cache = StatefulPrefixCache(30, 2, rows=2, snapshots=60, **options)
+        cache = PrefixCache(30, 2, state_rows=2, state_snapshots=60, **options)
     elif kind == "host":
-        cache = HostPrefixCache(30, 2, host_blocks=10, **options)
+        cache = PrefixCache(30, 2, host_blocks=10, **options)
     hits = 0
     for turn in range(40):
         for loud in range(5):
@@ -196,7 +191,7 @@ def test_a_flood_leaves_the_hits_of_another_namespace_with_every_policy(policy: 
 def test_shares_are_kept_while_runs_move_to_the_host_and_back(policy: str) -> None:
     rng, now = random.Random(7), [0.0]
     limits: dict[Hashable, float] = {"a": 0.4, "b": 0.2}
-    cache = HostPrefixCache(20, 2, policy, lambda: now[0], host_blocks=30, namespace_limits=limits)
+    cache = PrefixCache(20, 2, policy, lambda: now[0], host_blocks=30, namespace_limits=limits)
     texts = [[name, *(rng.randrange(2) for _ in range(rng.randint(4, 15)))] for name in range(12)]
     loaded = 0
     for _ in range(400):
@@ -222,44 +217,3 @@ def test_shares_are_kept_while_runs_move_to_the_host_and_back(policy: str) -> No
             cache.moves_done()
             cache.check()
     assert loaded > 100 and cache.stats().evicted_blocks > 0
-
-
-@pytest.mark.parametrize(RUN, runs(*QUICK))
-def test_long_runs_under_pressure(
-    block_size: int, blocks: int, policy: str, suffix: int, most_open: int, operations: int
-) -> None:
-    world = QuotaWorld(blocks, block_size, policy, seed=blocks, proofs=PROOFS)
-    Story(world, suffix, most_open, seed=block_size * 1000 + blocks).run(operations // 2 // len(POOLS))
-    assert world.evictions > 0
-    assert world.cache.stats().hit_tokens > 0
-    world.wind_down()
-
-
-class QuotaVerbs(Verbs):
-    """Every verb in every order, with limits."""
-
-    world_class = QuotaWorld
-
-
-class StatefulQuotaVerbs(Verbs):
-    """The same, with recurrent state."""
-
-    world_class = StatefulQuotaWorld
-
-
-class MoreQuotaVerbs(QuotaVerbs):
-    """The same, for `make test-all`."""
-
-
-class MoreStatefulQuotaVerbs(StatefulQuotaVerbs):
-    """The same, for `make test-all`."""
-
-
-TestUnderPressure = QuotaVerbs.TestCase
-TestUnderPressure.settings = how_long(20)
-TestStateful = StatefulQuotaVerbs.TestCase
-TestStateful.settings = how_long(10)
-TestMoreUnderPressure = pytest.mark.long(MoreQuotaVerbs.TestCase)
-TestMoreUnderPressure.settings = how_long(40)
-TestMoreStateful = pytest.mark.long(MoreStatefulQuotaVerbs.TestCase)
-TestMoreStateful.settings = how_long(25)

@@ -23,41 +23,6 @@ def falls(cache: PrefixCache, tokens: list[int]) -> int:
 
 
 class TestIdleBlocks:
-    def test_are_none_of_what_is_not_cached(self) -> None:
-        cache = PrefixCache(16, 4)
-        assert cache.match(prompt(1, 10)).idle_blocks == 0
-        publish(cache, prompt(1, 10))
-        assert cache.match(prompt(2, 10)).idle_blocks == 0
-        assert cache.match([]).idle_blocks == 0
-        assert cache.match(prompt(1, 10), "elsewhere").idle_blocks == 0
-
-    @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 10])
-    def test_are_all_blocks_of_what_nobody_holds(self, length: int) -> None:
-        cache = PrefixCache(16, 4)
-        publish(cache, prompt(1, 10))
-        found = cache.match(prompt(1, 10)[:length])
-        assert found.idle_blocks == len(found.blocks) == -(-length // 4)
-        assert falls(cache, prompt(1, 10)[:length]) == found.idle_blocks
-
-    @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 10])
-    def test_are_those_behind_what_somebody_holds(self, length: int) -> None:
-        cache = PrefixCache(16, 4)
-        publish(cache, prompt(1, 20))
-        cache.open(prompt(1, length))
-        whole, part = cache.match(prompt(1, 20)), cache.match(prompt(1, length))
-        assert part.idle_blocks == 0
-        assert whole.idle_blocks == 5 - -(-length // 4)
-        assert falls(cache, prompt(1, 20)) == whole.idle_blocks
-
-    def test_are_none_of_what_is_pinned(self) -> None:
-        cache = PrefixCache(16, 4)
-        publish(cache, prompt(1, 20))
-        pin = cache.pin(prompt(1, 10))
-        assert cache.match(prompt(1, 20)).idle_blocks == 2
-        assert cache.match(prompt(1, 10)).idle_blocks == 0
-        pin.release()
-        assert cache.match(prompt(1, 10)).idle_blocks == 3
-
     def test_are_also_those_that_another_branch_wrote_on_in(self) -> None:
         """The block above the copy belongs to the path too: it cannot be evicted while the path is held."""
         cache = PrefixCache(16, 4)
@@ -68,7 +33,7 @@ class TestIdleBlocks:
         assert (len(branch.blocks), branch.idle_blocks) == (1, 2)
         assert falls(cache, [1, 2, 3, 9]) == 2
 
-    def test_are_not_those_of_an_unpublished_fork(self) -> None:
+    def test_differ_from_an_unpublished_forks(self) -> None:
         cache = PrefixCache(16, 4)
         first = cache.open([])
         first.extend(prompt(1, 10))
@@ -93,52 +58,7 @@ class TestIdleBlocks:
 
 
 class TestUnsharedLength:
-    def test_is_all_that_nobody_else_holds(self) -> None:
-        cache = PrefixCache(16, 4)
-        publish(cache, prompt(1, 10))
-        one = held(cache, prompt(1, 14))
-        assert one.unshared_length == 14
-        cache.check()
-
-    def test_ends_where_another_ends(self) -> None:
-        cache = PrefixCache(16, 4)
-        one = held(cache, prompt(1, 14))
-        for length in (3, 4, 9):
-            cache.open(prompt(1, length))
-            assert one.unshared_length == 14 - length
-        cache.open([*prompt(1, 11), 99])
-        assert one.unshared_length == 3
-
-    def test_is_nothing_where_another_is_further(self) -> None:
-        cache = PrefixCache(16, 4)
-        one, other = held(cache, prompt(1, 6)), held(cache, prompt(1, 14))
-        assert (one.unshared_length, other.unshared_length) == (0, 8)
-        one.close()
-        assert other.unshared_length == 14
-
-    def test_ends_where_another_branches_off_inside_a_block(self) -> None:
-        cache = PrefixCache(16, 4)
-        one, other = held(cache, prompt(1, 14)), held(cache, [*prompt(1, 6), 77, 78])
-        assert (one.unshared_length, other.unshared_length) == (8, 2)
-
-    def test_ends_where_a_pin_ends(self) -> None:
-        cache = PrefixCache(16, 4)
-        one = held(cache, prompt(1, 14))
-        pin = cache.pin(prompt(1, 9))
-        assert one.unshared_length == 5
-        pin.release()
-        assert one.unshared_length == 14
-
-    def test_of_twins_that_share_all_is_nothing(self) -> None:
-        cache = PrefixCache(16, 4)
-        one = held(cache, prompt(1, 10))
-        twin = one.fork()
-        assert (one.unshared_length, twin.unshared_length) == (0, 0)
-        one.extend([5, 6, 7])
-        one.commit()
-        assert (one.unshared_length, twin.unshared_length) == (3, 0)
-
-    def test_of_twins_whose_tail_nobody_published_is_that_tail(self) -> None:
+    def test_of_twins_with_an_unpublished_tail_is_the_tail(self) -> None:
         """The other sequence holds the same KV, but a later open cannot find it."""
         cache = PrefixCache(16, 4)
         one = held(cache, prompt(1, 10))
@@ -157,7 +77,7 @@ class TestUnsharedLength:
         one.extend([5, 6, 7])
         assert one.unshared_length == 10
 
-    def test_counts_no_cached_text_that_nobody_holds(self) -> None:
+    def test_counts_no_cached_text_without_a_holder(self) -> None:
         cache = PrefixCache(16, 4)
         one = cache.open(prompt(1, 8))
         one.extend(prompt(1, 8))

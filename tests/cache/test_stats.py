@@ -78,7 +78,7 @@ class TestRegret:
             publish(cache, prompt(1, 12))
         assert cache.stats().regret_tokens == 12
 
-    def test_is_counted_once_though_nobody_computes_it_again(self) -> None:
+    def test_is_counted_once_though_it_is_not_computed_again(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, prompt(1, 12))
         squeeze(cache)
@@ -145,82 +145,34 @@ EVENTS = sorted(name for name in vars(Observer) if not name.startswith("_"))
 
 
 class Listener:
-    """Rebuilds the tree from its events alone."""
+    """Keeps the events of a cache."""
 
     def __init__(self) -> None:
-        self.roots: dict[int, Hashable] = {}
-        self.parents: dict[int, int] = {}
-        self.tokens: dict[int, int] = {}
-        self.sequences: dict[int, Hashable] = {}
         self.events: list[tuple[object, ...]] = []
 
     def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
-        assert sequence not in self.sequences
-        self.sequences[sequence] = namespace
         self.events.append(("opened", namespace, asked, hit, purpose))
 
-    def forked(self, sequence: int, parent: int) -> None:
-        assert sequence not in self.sequences
-        self.sequences[sequence] = self.sequences[parent]
-        self.events.append(("forked",))
-
     def closed(self, sequence: int, length: int) -> None:
-        del self.sequences[sequence]
         self.events.append(("closed", length))
 
-    def rooted(self, node: int, namespace: Hashable) -> None:
-        assert node not in self.roots
-        self.roots[node] = namespace
-
-    def uprooted(self, node: int) -> None:
-        del self.roots[node]
-
     def inserted(self, node: int, parent: int, start: int, tokens: int) -> None:
-        assert node not in self.tokens
-        assert parent in self.tokens or parent in self.roots
-        assert tokens > 0
-        self.parents[node] = parent
-        self.tokens[node] = tokens
         self.events.append(("inserted", start, tokens))
 
     def grown(self, node: int, tokens: int) -> None:
-        self.tokens[node] += tokens
         self.events.append(("grown", tokens))
 
     def split(self, node: int, upper: int, tokens: int) -> None:
-        assert upper not in self.tokens
-        assert 0 < tokens < self.tokens[node]
-        self.tokens[upper] = tokens
-        self.tokens[node] -= tokens
-        self.parents[upper], self.parents[node] = self.parents[node], upper
         self.events.append(("split", tokens))
 
-    def merged(self, node: int, upper: int) -> None:
-        self.tokens[node] += self.tokens.pop(upper)
-        self.parents[node] = self.parents.pop(upper)
-        self.events.append(("merged",))
-
     def trimmed(self, node: int, tokens: int, blocks: int, gone: bool) -> None:
-        self.tokens[node] -= tokens
-        assert gone == (self.tokens[node] == 0)
-        if gone:
-            del self.tokens[node], self.parents[node]
         self.events.append(("trimmed", tokens, blocks, gone))
 
-    def evicted(self, number: int, node: int, start: int, tokens: int, *_: object) -> None:
-        assert self.events[-1][:2] == ("trimmed", tokens)
-
-    def regretted(self, number: int, tokens: int, ago: float) -> None:
-        assert tokens > 0
-
     def copied(self, sequence: int, source: int, target: int) -> None:
-        assert source != target
         self.events.append(("copied", source, target))
 
-    def namespace(self, node: int) -> Hashable:
-        while node not in self.roots:
-            node = self.parents[node]
-        return self.roots[node]
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        return lambda *facts: None
 
     def names(self) -> list[object]:
         return [event[0] for event in self.events]
@@ -265,14 +217,6 @@ class TestObserver:
         told = [event for event in observer.events if event[0] == "opened"]
         assert told == [("opened", None, 1, 0, "resume"), ("opened", None, 2, 0, "audit")]
 
-    def test_knows_whose_tree_a_node_is_in(self) -> None:
-        observer = Listener()
-        cache = PrefixCache(16, 4, observer=observer)
-        for namespace in ("a", "b", "a"):
-            publish(cache, prompt(1, 10), namespace)
-            publish(cache, prompt(1, 5) + prompt(2, 5), namespace)
-        assert sorted(str(observer.namespace(node)) for node in observer.tokens) == ["a"] * 3 + ["b"] * 3
-
     def test_hears_a_leaf_grow(self) -> None:
         observer = Listener()
         cache = PrefixCache(16, 4, observer=observer)
@@ -292,32 +236,6 @@ class TestObserver:
         with pytest.raises(OutOfBlocks):
             seq.extend([1] * 100)
         assert observer.events == []
-
-    @pytest.mark.parametrize("block_size", [1, 3, 16])
-    def test_can_draw_the_tree_from_what_it_hears(self, block_size: int) -> None:
-        """Node by node, the totals of the events equal the counters, through splits, merges and trims."""
-        observer = Listener()
-        cache = PrefixCache(200 // block_size, block_size, observer=observer)
-        trimmed = 0
-        for number in range(400):
-            text = [number // 50 % 3] * (number * 7 % 30) + [number % 5] * (number * 11 % 17)
-            seq = cache.open(text, number % 2)
-            seq.extend(text[seq.length :])
-            seq.commit(publish=number % 7 != 0)
-            twin = seq.fork()
-            seq.truncate(seq.length // 2)
-            seq.extend([9] * (number % 4))
-            seq.commit()
-            twin.close()
-            seq.close()
-            stats = cache.stats()
-            assert len(observer.tokens) == stats.nodes
-            trimmed = sum(int(str(event[1])) for event in observer.events if event[0] == "trimmed")
-            assert trimmed == stats.evicted_tokens
-        assert trimmed > 0
-        assert observer.names().count("copied") == cache.stats().copied_blocks
-        assert observer.sequences == {}
-        assert {"split", "inserted", "trimmed", "forked"} <= set(observer.names())
 
     @pytest.mark.parametrize("event", EVENTS)
     def test_that_raises_harms_nothing(self, event: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -359,11 +277,3 @@ class TestObserver:
         cache.check()
         assert cached(cache, prompt(1, 10)) == 10
         assert len(caplog.records) == 1
-
-    def test_costs_no_answer(self) -> None:
-        loud, quiet = PrefixCache(16, 4, observer=Listener()), PrefixCache(16, 4)
-        for cache in (loud, quiet):
-            for name in (1, 2, 3, 1, 4, 1):
-                publish(cache, prompt(name, 20))
-        assert loud.stats() == quiet.stats()
-        assert cached(loud, prompt(1, 20)) == cached(quiet, prompt(1, 20))

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from radixkv import AsyncEngine, SamplingParams, ToolResult
-from radixkv.errors import EngineClosed, InvalidInput, RequestCancelled, SessionClosed
+from radixkv import AsyncEngine, SamplingParams
+from radixkv.errors import EngineClosed, RequestCancelled, SessionClosed
 from tests.chat.worlds import chat_engine, rendered
 from tests.engine.fakes import check
 
@@ -70,36 +70,6 @@ def test_every_verb_does_what_the_plain_one_does(tmp_path):
         assert again.token_ids == rendered(plain, again.history)
 
 
-def test_tool_calls_are_answered():
-    def reply(text: str) -> str:
-        return CALL if text == "add" else f"It is {text}."
-
-    async def main() -> None:
-        async with AsyncEngine(chat_engine(reply)) as engine:
-            chat = engine.chat(tools=[{"type": "function", "function": {"name": "add"}}])
-            call = (await chat.send("add", PARAMS)).tool_calls[0]
-            assert "It is" in (await chat.tool_results([ToolResult(call.id, "5")], PARAMS)).text
-            with pytest.raises(InvalidInput):
-                await chat.tool_results([ToolResult(call.id, "5")], PARAMS)
-            assert chat.turns == 2
-
-    run(main)
-
-
-def test_many_sessions_talk_at_once():
-    async def main() -> None:
-        async with AsyncEngine(chat_engine()) as engine:
-            chats = [engine.chat("Be kind.") for _ in range(6)]
-            for turn in range(2):
-                sent = [chat.send(f"{n} in {turn}", PARAMS) for n, chat in enumerate(chats)]
-                assert [each.text for each in await asyncio.gather(*sent)] == [
-                    f"You said {n} in {turn}!" for n in range(6)
-                ]
-            check(engine._engine)
-
-    run(main)
-
-
 @pytest.mark.parametrize("verb", ["send", "edit", "stream", "wait"])
 def test_a_cancelled_task_undoes_its_turn_and_the_next_one_goes_through(verb):
     async def main() -> None:
@@ -136,7 +106,7 @@ def test_a_cancelled_task_undoes_its_turn_and_the_next_one_goes_through(verb):
     run(main)
 
 
-def test_a_task_that_is_cancelled_while_its_message_is_rendered_leaves_no_request_behind(monkeypatch):
+def test_a_task_that_is_cancelled_while_its_message_is_rendered_leaves_no_request(monkeypatch):
     async def main() -> None:
         engine = AsyncEngine(chat_engine())
         renders, go_on = threading.Event(), threading.Event()
@@ -188,37 +158,6 @@ def test_leaving_a_reply_early_undoes_its_turn():
             check(engine._engine)
 
     run(main)
-
-
-def test_an_edit_streams_and_the_history_is_the_old_one_until_its_end():
-    engine = chat_engine()
-    with engine:
-        chat = engine.chat()
-        for text in ("one", "two", "three"):
-            chat.send(text, PARAMS)
-        before = chat.history
-        stream = chat.stream_edit(1, "zwei", PARAMS)
-        next(iter(stream))
-        assert chat.history == before
-        assert "".join(chunk.text for chunk in chat.stream_edit(1, "deux", PARAMS)) == "You said deux!"
-        assert [message["content"] for message in chat.history[::2]] == ["one", "deux"]
-        with pytest.raises(RequestCancelled):
-            stream.wait()
-        assert chat.token_ids == rendered(engine, chat.history)
-
-
-@pytest.mark.parametrize("turn", [0, 1])
-def test_what_an_edit_replaces_is_the_first_to_go(turn, monkeypatch):
-    engine = chat_engine()
-    with engine:
-        chat = engine.chat()
-        for text in ("one", "two"):
-            chat.send(text, PARAMS)
-        old, gone = chat.token_ids, []
-        monkeypatch.setattr(engine, "demote", lambda ids, **where: gone.append((list(ids), where["keep"])))
-        chat.edit(turn, "deux", PARAMS)
-        [(dead, keep)] = gone
-        assert dead == old and old[:keep] == chat.token_ids[:keep] and old[keep] != chat.token_ids[keep]
 
 
 def test_a_closed_engine_is_named_and_what_needs_no_engine_works(tmp_path):

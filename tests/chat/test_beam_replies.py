@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
-from radixkv import AsyncEngine, Engine, SamplingParams
+from radixkv import Engine, SamplingParams
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import TokenLogprobs
 from tests.chat.worlds import byte_tokenizer, chat_engine
@@ -56,22 +55,6 @@ def test_the_best_beam_is_the_turn_of_a_conversation() -> None:
         with pytest.raises(InvalidInput, match="one reply a turn"):
             chat.send("x", SamplingParams(n=2))
         check(engine)
-
-
-def test_conversations_and_requests_in_asyncio() -> None:
-    async def main() -> None:
-        async with AsyncEngine(chat_engine()) as engine:
-            chat = engine.chat()
-            stream = await chat.stream("hello", BEAMS)
-            assert "".join([chunk.text async for chunk in stream]) == "You said hello!"
-            prompt = list(b"abc")
-            handle = await engine.submit(prompt, BEAMS.but(max_tokens=3))
-            ranks = [chunk.index async for chunk in handle]
-            found = await handle.result()
-            assert ranks == sorted(ranks) and set(ranks) == {0, 1, 2}
-            assert len(found.alternatives) == 2
-
-    asyncio.run(asyncio.wait_for(main(), timeout=30))
 
 
 def test_monitors_and_recordings_count_every_token(tmp_path: Path) -> None:

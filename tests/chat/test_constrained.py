@@ -138,21 +138,6 @@ def test_the_answer_follows_the_constraint_after_free_thinking(style: Style, kin
     assert (True in thoughts) == (template.form.thinking_in is not None)
 
 
-def test_parameters_stay_as_they_are_where_the_answer_is_the_reply() -> None:
-    style = STYLES["ChatML"]
-    template = ChatTemplate(style.tokenizer(), style.stop_ids)
-    params = SamplingParams(json_schema=PERSON, temperature=0)
-    state = template.thinking_at(template.opening(ASKED))
-    assert constrained(params, template, CallRule(), state) is params
-    with_tools = ChatTemplate(style.tokenizer(), style.stop_ids, TOOLS)
-    free = SamplingParams()
-    assert constrained(free, with_tools, CallRule(), state) is free
-    assert constrained(free, with_tools, CallRule(strict=frozenset({"weather"})), state, reads_calls=False) is free
-    assert constrained(params, with_tools, CallRule(), state, reads_calls=False) is params
-    wrapped = constrained(params, with_tools, CallRule(), state)
-    assert wrapped.constraint is not None and wrapped.constraint.parameter == "grammar" and wrapped.temperature == 0
-
-
 def test_the_reply_is_an_answer_or_calls() -> None:
     template = of_dialect(DIALECTS["Qwen"])
     kinds = set()
@@ -163,16 +148,6 @@ def test_the_reply_is_an_answer_or_calls() -> None:
         if rest:
             jsonschema.validate(json.loads(rest), PERSON)
     assert kinds == {True, False}
-
-
-def test_thinking_is_over_after_a_closing_tag() -> None:
-    style = STYLES["Qwen3"]
-    template = ChatTemplate(style.tokenizer(), style.stop_ids)
-    ids = template.opening(ASKED)
-    encode = template.rendering.encode
-    assert template.thinking_at(ids) == "possible"
-    assert template.thinking_at([*ids, *encode("<think>\n")]) == "begun"
-    assert template.thinking_at([*ids, *encode("<think>\n\n</think>\n\n")]) == "over"
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ from radixkv.chat.template import ChatTemplate
 from radixkv.chat.tool_call_formats import HERMES
 from tests.chat.matched import drawn
 from tests.chat.worlds import THINKING, byte_tokenizer, chat_engine
-from tests.engine.fakes import FakeModel
 from tests.selection import mostly_long
-from tests.serve.served import served
 
 # Refuses system prompts, and turns that do not alternate, as Gemma's.
 GEMMA = """{%- for m in messages %}
@@ -101,20 +99,3 @@ def test_required_calls_are_constrained(template: str) -> None:
         rest, [call] = split_calls(text or "", HERMES, {"look"}, "0")
         assert rest == "" and call.name == "look"
         jsonschema.validate(call.arguments, CITY)
-
-
-@pytest.mark.parametrize("template", mostly_long(["Gemma", "plain"], "Gemma"))
-def test_http_requests_call_tools(template: str) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES[template])
-    model = FakeModel(tokenizer, len(tokenizer), 4000, frozenset({tokenizer.eos_token_id}))
-    with served(model=model, num_blocks=2000) as server:
-        messages: list[Any] = [{"role": "user", "content": "Weather?"}]
-        asked = server.chat(messages=messages, tools=[LOOK], tool_choice="required", parallel_tool_calls=False)
-        said = asked["choices"][0]["message"]
-        [call] = said["tool_calls"]
-        jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
-        messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "grey"}]
-        told = server.chat(messages=messages, tools=[LOOK], max_tokens=4)
-        assert told["usage"]["prompt_tokens_details"]["cached_tokens"] >= asked["usage"]["prompt_tokens"]
-        body = {"model": "fake", "messages": messages, "tools": [LOOK]}
-        assert server.post("/tokenize", body).json()["count"] == told["usage"]["prompt_tokens"]

@@ -9,8 +9,7 @@ from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_cases import DIALOGUES, sampled_text
 from radixkv.errors import ChatError
 from tests.chat.styles import STYLES
-from tests.chat.worlds import CHATML, THINKING, byte_tokenizer, chat_engine
-from tests.serve.styles import MISTRAL
+from tests.chat.worlds import CHATML, byte_tokenizer, chat_engine
 
 STOPS = frozenset(byte_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -23,12 +22,6 @@ ROUNDS = """{%- for m in messages %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 # Numbers the results of tools.
-NUMBERED = CHATML.replace(
-    "{%- for m in messages if m.role != 'system' %}",
-    "{%- set found = namespace(results=0) %}{%- for m in messages if m.role != 'system' %}"
-    "{%- if m.role == 'tool' %}{% set found.results = found.results + messages | length %}"
-    "#{{ found.results }} {% endif %}",
-)
 # Writes no role where an assistant has spoken before.
 ROLELESS = CHATML.replace(
     "<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role if messages | length > 4 or m.role != 'user' }}\n"
@@ -103,21 +96,6 @@ def test_the_position_is_where_the_two_histories_part() -> None:
     messages = [{"role": ("user", "assistant")[at % 2], "content": each} for at, each in enumerate(said)]
     ids = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
     assert tokenizer.decode(ids[: loss.position]).endswith("That makes five.<|im_end|>\n[Round ")
-
-
-def test_only_sessions_with_tools_care_for_what_is_lost_of_them() -> None:
-    assert history_mode(of(NUMBERED), "auto") == "append"
-    assert history_mode(of(NUMBERED, TOOLS), "auto") == "template"
-    with pytest.raises(ChatError, match=r"tools: token \d+ is '\d'"):
-        history_mode(of(NUMBERED, TOOLS), "append")
-
-
-@pytest.mark.parametrize("template", [THINKING, MISTRAL], ids=["thinking stays", "system stays where it was"])
-def test_what_only_stays_or_stands_elsewhere_is_not_lost(template: str) -> None:
-    found = try_appending(of(template))
-    assert found.differences
-    assert found.loss(tools=False) is None
-    assert history_mode(of(template), "append") == "append"
 
 
 def test_a_template_is_tried_once() -> None:

@@ -132,20 +132,6 @@ def test_one_endless_word_is_counted_by_its_letters(name: str) -> None:
     assert sum(map(len, seen)) < 50_000
 
 
-def test_letters_are_counted_alike_in_either_case() -> None:
-    raw = Tokenizer(
-        models.BPE(
-            vocab={"<unk>": 0, "a": 1, "b": 2, "ab": 3, "abab": 4, "A": 5, "B": 6, "AB": 7, "BA": 8},
-            merges=[("a", "b"), ("ab", "ab")],
-            unk_token="<unk>",
-        )
-    )
-    raw.normalizer = normalizers.Lowercase()
-    tokenizer = fast(raw)
-    text = "ABAB" * 10_000
-    assert at_least(text, 5000, tokenizer, encoder(tokenizer)) <= len(encoder(tokenizer)(text)) == 10_000
-
-
 @pytest.mark.parametrize("grow", ["opening", "continued", "spliced"])
 def test_a_template_refuses_what_cannot_fit(grow: str) -> None:
     template = ChatTemplate(byte_tokenizer(CHATML), STOPS, limit=500)
@@ -162,15 +148,6 @@ def test_a_template_refuses_what_cannot_fit(grow: str) -> None:
     with pytest.raises(PromptTooLong, match="more than the 500 tokens"):
         ways[grow]()
     assert sum(map(len, seen)) < 25_000
-
-
-def test_many_pieces_that_each_fit_are_refused_together() -> None:
-    template = ChatTemplate(byte_tokenizer(CHATML), STOPS, limit=100)
-    messages: list[dict[str, Any]] = []
-    for _ in range(50):
-        messages += [{"role": "user", "content": "Hello you! " * 8}, {"role": "assistant", "content": "a"}]
-    with pytest.raises(PromptTooLong):
-        template.spliced(messages, {at: [65] for at in range(1, 100, 2)}, keep_thinking=True)
 
 
 @settings(max_examples=30, deadline=None)
@@ -209,13 +186,3 @@ def test_dropping_the_oldest_turns_makes_room_for_what_fits_alone() -> None:
         with pytest.raises(ContextOverflow, match="more than 400"):
             chat.send("Hello you. " * 5000, greedy)
         assert chat.turns == 1
-
-
-def test_white_space_is_known_as_vocabularies_spell_it() -> None:
-    tokenizer = unsplit()
-    text = "he x=\n1 " * 9  # "he ", "x=", "=\n" and "1 " are tokens
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendering, "_AROUND", 0)
-        for piece in range(1, 16):
-            patch.setattr(rendering, "_PIECE", piece)
-            assert at_least(text, 10**9, tokenizer, encoder(tokenizer)) == len(encoder(tokenizer)(text))

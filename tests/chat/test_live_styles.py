@@ -12,7 +12,6 @@ import pytest
 from radixkv import SamplingParams
 from radixkv.chat import Engine
 from radixkv.chat.template import ChatTemplate
-from radixkv.chat.thinking import split_thinking
 from tests.chat.styles import DATE, STYLES, Style
 from tests.chat.test_templates import spelled
 from tests.engine.fakes import FakeModel, check, make_engine
@@ -130,35 +129,6 @@ def test_a_stop_string_inside_a_token_cuts_the_text_and_not_the_ids(name: str) -
         assert chat.send("b", GREEDY).usage.cached_tokens == len(before) - 1
         assert chat.token_ids[: len(before)] == before
         assert seen(style, chat.token_ids[len(before) :]).startswith(style.close + style.user("b", ""))
-
-
-def test_what_is_said_in_channels() -> None:
-    style = STYLES["gpt-oss"]
-    parts = {
-        "<|channel|>final<|message|>Yes.": ("", "Yes."),
-        "<|channel|>analysis<|message|>So.": ("So.", ""),
-        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant": ("So.", "<|start|>assistant"),
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
-        "<|start|>assistant<|channel|>commentary<|message|>I look. <|end|><|start|>assistant"
-        "<|channel|>final<|message|>Yes.": ("a\nb", "I look. Yes."),
-        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary to=functions.look "
-        "<|constrain|>json<|message|>{}": (
-            "So.",
-            "<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{}",
-        ),
-        "<|chan": ("", "<|chan"),
-        "<|channel|>fi": ("", "<|channel|>fi"),
-        "Yes.": ("", "Yes."),
-    }
-    assert {text: split_thinking(text) for text in parts} == parts
-    template = ChatTemplate(style.tokenizer(), style.stop_ids)
-    spoken = {text: text[template.form.spoken_from(text, opened=False) :] for text in parts}
-    assert spoken["<|channel|>analysis<|message|>So."] == ""
-    assert [left for text, left in spoken.items() if text.endswith("Yes.")] == [
-        "<|channel|>final<|message|>Yes.",
-        "<|channel|>final<|message|>Yes.",
-        "Yes.",
-    ]
 
 
 # ---- how much is found

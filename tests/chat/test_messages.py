@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from radixkv import SamplingParams
-from radixkv.errors import ChatError, InvalidInput
-from tests.chat.worlds import CHATML, chat_engine
+from radixkv.errors import InvalidInput
+from tests.chat.worlds import chat_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 USER = {"role": "user", "content": "hi"}
@@ -65,7 +65,7 @@ def test_content_of_none_that_the_template_cannot_write_is_refused_by_its_index(
 
 
 @pytest.mark.parametrize("template", [PLAIN, ADDS, GETS, SKIPS])
-def test_none_beside_calls_is_written_as_an_empty_text(template: str) -> None:
+def test_none_with_calls_is_written_as_an_empty_text(template: str) -> None:
     said = text_of(template, [USER, CALLS, RESULT, USER])
     assert said == "user: hi\nassistant: !\ntool: seen\nuser: hi\nassistant:"
     without = {name: value for name, value in CALLS.items() if name != "content"}
@@ -76,23 +76,6 @@ def test_none_beside_calls_is_written_as_an_empty_text(template: str) -> None:
 def test_none_without_calls_is_taken_by_a_template_that_can_write_it(template: str) -> None:
     said = text_of(template, [USER, {"role": "assistant", "content": None}, USER])
     assert said == "user: hi\nassistant: \nuser: hi\nassistant:"
-
-
-def test_the_word_none_in_a_text_is_no_reason_to_refuse() -> None:
-    said = text_of(SKIPS, [{"role": "user", "content": "None"}, CALLS, RESULT, USER])
-    assert said.startswith("user: None\nassistant: !")
-    said = text_of(SKIPS, [{"role": "user", "content": "None"}, {"role": "assistant"}, USER])
-    assert said.startswith("user: None\nassistant: \n")
-
-
-def test_the_chatml_of_these_tests_writes_no_none() -> None:
-    assert "None" not in text_of(CHATML, [USER, CALLS, RESULT, USER])
-
-
-def test_the_template_refuses_in_its_own_words() -> None:
-    refuses = "{% for m in messages %}{% if m.role == 'user' %}{{ raise_exception('Never') }}{% endif %}{% endfor %}"
-    with chat_engine(template=refuses) as engine, pytest.raises(ChatError, match="Never"):
-        engine.submit([CALLS, USER])
 
 
 def test_tools_in_the_system_prompt_do_not_shift_the_index() -> None:

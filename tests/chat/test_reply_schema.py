@@ -56,13 +56,6 @@ def test_a_reply_has_the_parsed_object(engine: Engine, temperature: float) -> No
         assert chat.send("Thanks", SamplingParams(max_tokens=3)).parsed is None
 
 
-def test_a_stream_has_the_parsed_object(engine: Engine) -> None:
-    with engine.chat() as chat:
-        stream = chat.stream("Who?", PARAMS, schema=Person)
-        text = "".join(chunk.text for chunk in stream)
-        assert stream.reply.parsed == Person.model_validate_json(text)
-
-
 def test_a_reply_that_was_cut_raises_with_its_text(engine: Engine) -> None:
     with engine.chat() as chat:
         chat.send("Hello", SamplingParams(max_tokens=2))
@@ -101,23 +94,6 @@ def test_a_reply_that_the_class_refuses_raises_with_the_reason(engine: Engine) -
 def test_wrong_schemas_are_refused(engine: Engine, schema: Any, params: SamplingParams, words: str) -> None:
     with engine.chat() as chat, pytest.raises(InvalidInput, match=words):
         chat.send("Who?", params, schema=schema)
-
-
-def test_strict_tools_and_a_schema(engine: Engine) -> None:
-    called = parsed = 0
-    with engine.chat(tools=[LOOK]) as chat:
-        for seed in range(12):
-            bias = {engine.model.tokenizer.convert_tokens_to_ids("<tool_call>"): 9.0} if seed % 2 else None
-            with chat.fork()[0] as branch:
-                try:
-                    reply = branch.send("Who?", PARAMS.but(seed=seed, logit_bias=bias), schema=Person)
-                except UnparsedReply:
-                    continue
-                called, parsed = called + len(reply.tool_calls), parsed + isinstance(reply.parsed, Person)
-                assert (reply.parsed is None) == bool(reply.tool_calls)
-                for call in reply.tool_calls:
-                    jsonschema.validate(call.arguments, SCHEMA)
-    assert called and parsed
 
 
 def test_asyncio_sessions_take_a_schema() -> None:

@@ -16,7 +16,7 @@ from radixkv.errors import (
     RequestFailed,
     SessionClosed,
 )
-from tests.chat.worlds import CHATML, THINKING, byte_tokenizer, chat_engine, echo, rendered
+from tests.chat.worlds import CHATML, THINKING, byte_tokenizer, chat_engine, rendered
 from tests.engine.fakes import FakeModel, check, make_engine
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
@@ -107,17 +107,6 @@ def test_a_stream_that_is_closed_or_left_is_undone():
         assert [message["content"] for message in chat.history if message["role"] == "user"] == ["one", "four"]
 
 
-def test_a_complete_reply_that_was_not_read_before_the_next_call_is_undone():
-    with chat_engine() as engine, engine.chat() as chat:
-        left = chat.stream("one")
-        left.handle.result()  # complete, but not part of the history yet
-        assert chat.send("two").text == "You said two!"
-        after = (chat.history, chat.token_ids)
-        with pytest.raises(RequestCancelled):
-            left.wait()
-        assert (chat.history, chat.token_ids) == after and chat.turns == 1
-
-
 def test_tool_calls_and_their_results():
     def reply(text: str) -> str:
         if text.startswith("{"):
@@ -160,17 +149,6 @@ def test_tool_calls_and_their_results():
             chat.tool_results([])
         with pytest.raises(InvalidInput, match="answers tool calls"):
             chat.edit(1, "x")
-
-
-def test_text_that_is_no_valid_call_stays_text():
-    replies = iter(
-        ["<tool_call>{nonsense}</tool_call>", '<tool_call>["a"]</tool_call>', '<tool_call>{"name": 3}</tool_call>']
-    )
-    now = [""]
-    with chat_engine(lambda text: now[0]) as engine, engine.chat(tools=TOOLS) as chat:
-        for now[0] in replies:
-            reply = chat.send("x")
-            assert (reply.text, reply.tool_calls) == (now[0], ())
 
 
 def test_control_tokens_in_a_users_text_stay_text():
@@ -299,18 +277,6 @@ def test_a_full_context_drops_the_oldest_turns():
             chat.send("z" * 700)
 
 
-def test_results_keep_the_reply_that_asked_for_them():
-    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    with chat_engine(lambda text: "Seen." if text.startswith("r") else call, max_length=240) as engine:
-        chat = engine.chat(tools=[{"name": "look"}], overflow="drop_oldest")
-        asked = chat.send("go")
-        reply = chat.tool_results([ToolResult(asked.tool_calls[0].id, "r" * 100)])
-        assert reply.text == "Seen."
-        assert [message["role"] for message in chat.history] == ["user", "assistant", "tool", "assistant"]
-        chat.send("s" * 60)  # now the oldest turns go, results together with their calls
-        assert [message["role"] for message in chat.history] == ["user", "assistant"]
-
-
 def think(text: str) -> str:
     return f"<think>\nThey said {text}.\n</think>\n\nIndeed: {text}"
 
@@ -341,20 +307,6 @@ def test_history_follows_what_the_template_does_with_thinking(template, mode):
             )
         chat.rewind()
         assert chat.token_ids == before
-
-
-def test_history_can_be_chosen():
-    with chat_engine(think, template=THINKING) as engine:
-        chat = engine.chat(history="append")
-        first = chat.send("one")
-        assert chat.send("two").usage.cached_tokens == first.usage.prompt_tokens + first.usage.output_tokens - 1
-        with chat_engine(echo) as plain:
-            spliced, appended = plain.chat(history="template"), plain.chat(history="append")
-            for text in ("one", "two", "three"):
-                assert spliced.send(text).text == appended.send(text).text
-                assert spliced.token_ids == appended.token_ids
-        with pytest.raises(InvalidInput, match="history must be one of"):
-            engine.chat(history="none")  # type: ignore[arg-type]
 
 
 def test_a_turn_that_fails_changes_nothing():
@@ -415,24 +367,6 @@ def test_bad_input_has_named_errors():
             engine.chat(messages=[{"role": "user", "content": "x"}] * 4).send("y")
 
 
-def test_verbs_on_a_closed_engine_keep_the_history_or_do_their_work():
-    engine = chat_engine()
-    with engine.chat() as chat:
-        for text in ("a", "b", "c"):
-            chat.send(text)
-        engine.close()
-        for call in (lambda: chat.send("d"), lambda: chat.edit(0, "d")):
-            with pytest.raises(EngineClosed):
-                call()
-            assert chat.turns == 3
-        chat.rewind()  # demoting is only a hint
-        assert chat.turns == 2
-        assert [message["content"] for message in chat.history] == ["a", "You said a!", "b", "You said b!"]
-        [twin] = chat.fork()
-        twin.close()
-    assert chat.closed
-
-
 @pytest.mark.parametrize(
     ("reply", "thinking", "text"),
     [
@@ -446,12 +380,6 @@ def test_a_stop_string_is_never_part_of_a_reply_with_thinking_or_tool_calls(repl
         got = chat.send("x", SamplingParams(stop=["of", "END"], temperature=0))
         assert (got.thinking, got.text, got.finish_reason) == (thinking, text, "stop")
         assert chat.history[-1]["content"] == text
-
-
-def test_a_stop_string_before_the_minimum_stays():
-    with chat_engine(lambda _: "<think>END</think>END yes END no") as engine, engine.chat(history="append") as chat:
-        got = chat.send("x", SamplingParams(stop="END", min_tokens=24, temperature=0))
-        assert (got.thinking, got.text, got.finish_reason) == ("END", "END yes ", "stop")
 
 
 @pytest.mark.parametrize("nested", ["[" * 1100, '{"name": "f", "arguments": "' + "[" * 1100 + '"}'])

@@ -7,7 +7,7 @@ import datetime
 import pytest
 
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine.input_processor import at_date, check_date, today
+from radixkv.engine.input_processor import check_date, today
 from radixkv.errors import ChatError, InvalidInput
 from tests.chat.styles import STYLES
 from tests.chat.worlds import CHATML, byte_tokenizer, chat_engine
@@ -39,16 +39,6 @@ def seen(template: str, date: str | None = None) -> str:
 )
 def test_a_template_is_told_the_day_on_which_the_conversation_began(asked: str, written: str) -> None:
     assert seen(asked + "|" + CHATML, "31 Dec 2025").split("|<|im_start|>")[0] == written
-
-
-def test_the_standing_clock_changes_nothing_else() -> None:
-    for front in ("", "\n", "  ", "\n  \n", "{% if true %}\n a\n{% endif %}\n"):
-        without = byte_tokenizer(
-            front + CLOCK.replace("strftime_now", "str_now").replace("{{ str_now('%A, %d %B %Y') }}", "D")
-        )
-        text = without.apply_chat_template(HI, tokenize=False, add_generation_prompt=True)
-        assert seen(front + CLOCK, "31 Dec 2025").replace("Wednesday, 31 December 2025", "D") == text
-    assert at_date(CHATML, "31 Dec 2025") == (CHATML, {"date_string": "31 Dec 2025"})
 
 
 def test_today_is_the_day_unless_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,13 +92,6 @@ def test_what_is_warmed_asked_once_and_said_in_a_conversation_is_the_same(templa
             asked = engine.submit([*opening, *HI]).result().usage
             assert asked.cached_tokens == asked.prompt_tokens - 1 == said.prompt_tokens - 1
             assert engine.probe(chat.history).matched == len(chat.token_ids) - 1
-
-
-def test_messages_that_the_template_refuses_are_refused_with_its_words() -> None:
-    with chat_engine(template="{{ raise_exception('Never on Mondays') }}") as engine:
-        for ask in (engine.submit, engine.warm, engine.probe, lambda messages: engine.generate([messages])):
-            with pytest.raises(ChatError, match="refuses this conversation: Never on Mondays"):
-                ask(HI)
 
 
 def test_tools_and_messages_that_change_outside_change_nothing() -> None:

@@ -17,7 +17,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixkv.chat.messages import ToolCall
-from radixkv.chat.splicing import from_stop_text
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.tool_call_formats import DEEPEST
 from radixkv.errors import ChatError
@@ -293,33 +292,6 @@ def within(part: list[int], whole: list[int]) -> bool:
     return any(whole[at : at + len(part)] == part for at in range(len(whole) - len(part) + 1))
 
 
-@each_style
-@pytest.mark.parametrize("append", [True, False])
-def test_nobody_speaks_in_marks(name: str, append: bool) -> None:
-    """Marks replace replies while a history is rendered; a user may type them, too."""
-    style = STYLES[name]
-    names = [
-        *(f"{kind}{at}" for kind in ("answer", "thinking", "call") for at in range(6)),
-        "reply",
-        "thinking",
-        "call",
-    ]
-    marks = " ".join(f"radixkv.{name}. radixkv..{name}." for name in [*names, "user", "result", "before"])
-    for system in (True, False):
-        talk = Talk(style, append=append, system=system, tools=False)
-        for turn in range(3):
-            prompt = talk.see_user(marks)
-            assert talk.decoded(prompt).count(marks) == turn + 1
-            assert not append or talk.decoded(prompt) == talk.text
-            talk.hear(spelled(style, style.says(marks[:40]), turn), {"content": marks[:40]}, stop=style.stops[0])
-
-
-def test_what_closes_a_call_is_skipped_as_far_as_the_first_token_that_may_stop_a_reply() -> None:
-    assert from_stop_text('"}</call><b>result<a>', ["<a>", "<b>", "<c>"]) == "<b>result<a>"
-    with pytest.raises(ChatError, match="does not end a tool call"):
-        from_stop_text('"}</call>', ["<a>"])
-
-
 # ---- habits that the six have not
 
 
@@ -339,7 +311,7 @@ CALL = ToolCall("call00001", "look", {"at": "a"})
 RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "look", "content": "sunny"}
 
 
-def test_words_that_stand_behind_the_results_of_their_own_turn() -> None:
+def test_words_that_stand_after_the_results_of_their_own_turn() -> None:
     """Some templates render a turn as one message: call, results, and only then the text that came with the call."""
     template = """{%- for m in messages %}
 {%- if m.role == 'tool' %}{% elif m.tool_calls %}<|im_start|>{{ m.role }}<call>
@@ -433,33 +405,6 @@ def test_arguments_that_are_nested_too_deep_to_write_stay_text() -> None:
         chat.opening([{"role": "user", "content": "Hi"}, asks])
 
 
-def test_thinking_is_looked_for_once_in_each_reply() -> None:
-    style = STYLES["Qwen3"]
-    chat = ChatTemplate(style.tokenizer(), style.stop_ids, None, DATE)
-    messages: list[dict[str, Any]] = []
-    said: dict[int, list[int]] = {}
-    for turn in range(6):
-        messages.append({"role": "user", "content": f"question {turn}"})
-        said[len(messages)] = spelled(style, style.thinks(f"answer {turn}"), turn)
-        messages.append({"role": "assistant", "content": f"answer {turn}"})
-    messages.append({"role": "user", "content": "and?"})
-    first = chat.spliced(messages, said, keep_thinking=False)
-    decoded: list[int] = []
-    text = chat.rendering.text
-    chat.rendering.text = lambda ids: decoded.append(len(ids)) or text(ids)  # type: ignore[method-assign,func-returns-value]
-    assert chat.spliced(messages, said, keep_thinking=False) == first
-    assert sum(decoded) < sum(map(len, said.values()))
-
-
-def test_a_stop_token_that_the_tokenizer_does_not_have_ends_nothing() -> None:
-    style = STYLES["ChatML"]
-    ids = style.tokenizer().encode('<tool_call>\n{"name": "look", "arguments": {"at": "a"}}\n</tool_call><|im_end|>')
-    known, more = (
-        ChatTemplate(style.tokenizer(), style.stop_ids | extra) for extra in (frozenset(), frozenset({9999}))
-    )
-    assert more.continued(array("i", ids), [RESULT], [CALL]) == known.continued(array("i", ids), [RESULT], [CALL])
-
-
 def test_a_header_that_was_cut_is_not_written_once_more() -> None:
     style = STYLES["gpt-oss"]
     template = ChatTemplate(style.tokenizer(), style.stop_ids, None, DATE)
@@ -468,10 +413,3 @@ def test_a_header_that_was_cut_is_not_written_once_more() -> None:
         said = {1: style.tokenizer().encode(cut, add_special_tokens=False)}
         ids = template.spliced([asked, {"role": "assistant", "content": "Ye"}, asked], said, keep_thinking=False)
         assert f"<|start|>assistant{cut}<|end|><|start|>user" in template.rendering.text(ids)
-
-
-def test_results_of_calls_that_a_template_does_not_write() -> None:
-    chat = habit(CHATML_LIKE.replace("CALLS", ""))
-    ids = array("i", chat.rendering.encode('<call>{"at": "a"}<|im_end|>'))
-    text = chat.rendering.text(chat.continued(ids, [RESULT], [CALL]))
-    assert text == '<call>{"at": "a"}<|im_end|>\n<|im_start|>tool\nsunny<|im_end|>\n<|im_start|>assistant\n'

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixkv.chat.reply_parser import CallReader, split_calls
-from radixkv.chat.tool_call_formats import DEEPEST, FORMATS, HERMES, LLAMA, MISTRAL, CallFormat, format_of, tool_names
+from radixkv.chat.tool_call_formats import DEEPEST, FORMATS, HERMES, LLAMA, MISTRAL, CallFormat, format_of
 from tests.chat.worlds import CHATML, byte_tokenizer
 
 NAMES = {"weather", "now", "schön.suchen"}
@@ -83,15 +83,6 @@ def test_any_calls_are_read_as_they_were_written(form, calls, style, kind, befor
     said = (before + after).rstrip() if before.strip() else after.strip()
     assert read([text], form) == (said, calls)
     assert read(pieces_of(text, data), form) == (said, calls)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(CALLS, min_size=1, max_size=3), STYLES, st.sampled_from(["; ", ";", "\n", ""]), st.data())
-def test_llama_writes_calls_without_any_tag(calls, style, between, data):
-    text = between.join(json.dumps({"name": name, "parameters": given}, **style) for name, given in calls)
-    assert read([text], LLAMA) == ("", calls)
-    assert read(pieces_of(f" \n{text}\n", data), LLAMA) == ("", calls)
-    assert read([f"I say {text}"], LLAMA) == (f"I say {text}", [])
 
 
 # ---- text that is no call
@@ -270,9 +261,3 @@ def test_the_format_is_the_templates_or_else_the_vocabularys(template, tokens, f
     tokenizer.chat_template = template
     tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
     assert format_of(tokenizer) is form
-
-
-def test_without_a_tokenizer_there_is_no_format_and_strange_tools_have_no_name():
-    assert format_of(None) is None
-    tools = [{"type": "function", "function": {"name": "a"}}, {"name": "b"}, {"name": 3}, "c", None, {"function": 1}]
-    assert tool_names(tools) == {"a", "b"} and tool_names(None) == frozenset()

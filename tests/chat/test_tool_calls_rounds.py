@@ -27,7 +27,7 @@ def speaking(dialect: Dialect, reply: Callable[[str], str]) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("history", ["append", "template"])
 @pytest.mark.parametrize("name", DIALECTS)
-def test_results_are_put_behind_the_calls_as_they_were_sampled(name: str, history: str) -> None:
+def test_results_are_put_after_the_calls_as_they_were_sampled(name: str, history: str) -> None:
     dialect = DIALECTS[name]
     calls = CALLS[: dialect.most_calls]
 
@@ -50,25 +50,6 @@ def test_results_are_put_behind_the_calls_as_they_were_sampled(name: str, histor
         assert len(ids) == 2 * len(calls)
         whole = engine.model.tokenizer.apply_chat_template(chat.history, tools=TOOLS, tokenize=False)
         assert engine.model.tokenizer.decode(chat.token_ids) == whole.removesuffix("\n")
-
-
-@pytest.mark.parametrize("name", ["Mistral, by name", "Llama"])
-def test_a_call_that_is_none_stays_with_its_tag(name: str) -> None:
-    """Though decoding leaves the tag out: it is a control token."""
-    dialect = DIALECTS[name]
-    tag = "[TOOL_CALLS]" if "Mistral" in name else "<|python_tag|>"
-    with speaking(dialect, lambda _: f"Hm. {tag}weather(Oslo)") as engine:
-        assert engine.chat(tools=TOOLS).send("look", GREEDY).text == f"Hm. {tag}weather(Oslo)"
-        assert engine.chat().send("look", GREEDY).text == "Hm. weather(Oslo)"
-
-
-@pytest.mark.parametrize("name", DIALECTS)
-def test_who_has_no_tools_reads_text(name: str) -> None:
-    dialect = DIALECTS[name]
-    with speaking(dialect, lambda _: dialect.write(CALLS)) as engine, engine.chat() as chat:
-        reply = chat.send("look", GREEDY)
-        assert reply.tool_calls == ()
-        assert reply.text == engine.model.tokenizer.decode(reply.token_ids, skip_special_tokens=True)
 
 
 def test_a_conversation_that_was_saved_reads_calls_as_before(tmp_path) -> None:

@@ -12,8 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from radixkv.chat.history_mode import try_appending
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.template import ChatTemplate
-from radixkv.chat.template_cases import DIALOGUES, sampled_text
-from radixkv.errors import ChatError
 from tests.chat.worlds import byte_tokenizer, chat_engine
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
@@ -153,22 +151,6 @@ def test_an_answer_that_was_cut_while_it_closed_is_closed_by_what_lacks(append: 
     assert talk.ask(user("End?")) == talk.written()
 
 
-@WAYS
-def test_what_closes_an_answer_may_be_part_of_a_longer_token(append: bool) -> None:
-    talk = Talk(tokenizer_of(CLOSED.replace("<|said|>", "\n")), append=append)
-    talk.ask(user("Hi."))
-    talk.hear("<|say|>Hello.\n\n<|im_end|>", content="Hello.\n")
-    assert len(talk.template.rendering.encode("\n\n")) == 1
-    assert talk.ask(user("End?")) == talk.written()
-
-
-def test_trying_samples_what_closes_an_answer() -> None:
-    template = Talk(tokenizer_of(CLOSED, "<|say|>", "<|said|>"), append=True).template
-    assert try_appending(template).differences == ()
-    messages = DIALOGUES[0].messages(template.form)
-    assert sampled_text(template, messages, 1) == "<|say|>It is four.<|said|>"
-
-
 def test_thinking_about_results_is_left_out_where_each_prompt_opens_it() -> None:
     talk = Talk(tokenizer_of(FORGOTTEN, words=["<think>", "</think>"]), append=False, tools=TOOLS)
     talk.ask(user("Where?"))
@@ -227,7 +209,7 @@ def test_ids_of_calls_stay_where_their_thinking_is_left_out_and_their_arguments_
 
 
 @WAYS
-def test_results_stand_behind_their_call_where_a_turn_s_words_come_last(append: bool) -> None:
+def test_results_stand_after_their_call_where_a_turn_s_words_come_last(append: bool) -> None:
     talk = Talk(tokenizer_of(OWN_TAGS, *OWN), append=append, tools=TOOLS, stops=["<|result>"])
     talk.ask(user("Where?"))
     talk.hear(
@@ -258,14 +240,3 @@ def test_thinking_in_tags_of_the_template_s_own_is_read_and_left_out() -> None:
         assert "Hm, one." not in text and "Hm, two." in text
         assert "<|im_start|>assistant\none!<|im_end|>" in text
     assert chat.closed
-
-
-@WAYS
-def test_what_ends_another_turn_ends_no_call(append: bool) -> None:
-    """A model that samples another stop token than its template writes before results."""
-    kept = OWN_TAGS.replace("and at > state.last", "")
-    talk = Talk(tokenizer_of(kept, *OWN), append=append, tools=TOOLS)
-    talk.ask(user("Where?"))
-    talk.hear(f"<call>look{OSLO}</call><|im_end|>", content="", tool_calls=called("look"))
-    with pytest.raises(ChatError, match="does not end a tool call with a stop token"):
-        talk.ask(result("Here."), user("And?"))

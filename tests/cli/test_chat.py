@@ -60,11 +60,6 @@ def test_a_conversation_that_left_the_pool_returns_from_host_memory(monkeypatch)
     assert "tokens loaded from host memory" in said[1]
 
 
-def test_quit_leaves_at_once(typed):
-    out = typed("/quit", "Hello!")
-    assert "How can I help" not in out
-
-
 def test_a_fork_leaves_the_first_branch_as_it_is(typed):
     out = typed(
         "My name is Nora.",
@@ -98,11 +93,6 @@ def test_stats_counts_what_was_found(typed):
     out = typed("Hello!", "Thank you!", "/stats")
     assert "prompt tokens" in out
     assert "of 256 in use, 16 tokens each" in out
-
-
-def test_help_lists_every_command(typed):
-    out = typed("/help")
-    assert all(command in out for command in ("/fork", "/branch", "/rewind", "/edit", "/stats", "/help", "/quit"))
 
 
 @pytest.mark.parametrize(
@@ -147,22 +137,6 @@ def test_ctrl_c_stops_a_reply_and_undoes_its_exchange(engine, monkeypatch):
     assert repl.session.turns == 1
 
 
-def test_ctrl_c_while_typing_does_not_leave(engine, monkeypatch):
-    answers = iter([KeyboardInterrupt, "Hello!", EOFError])
-
-    def typing(prompt):
-        answer = next(answers)
-        if isinstance(answer, str):
-            return answer
-        raise answer
-
-    monkeypatch.setattr("builtins.input", typing)
-    out = io.StringIO()
-    Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=120)).loop()
-    assert "/quit quits" in out.getvalue()
-    assert "Hello! How can I help you today?" in out.getvalue()
-
-
 def test_ctrl_c_during_an_edit_leaves_everything_as_it_was(engine, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n/edit 1 My name is Nora.\nWhat is my name?\n"))
     out = io.StringIO()
@@ -175,12 +149,6 @@ def test_ctrl_c_during_an_edit_leaves_everything_as_it_was(engine, monkeypatch):
     repl.loop()
     assert "stopped; nothing has changed." in out.getvalue()
     assert repl.session.turns == 2
-
-
-def test_what_is_no_unicode_is_said_and_the_talk_goes_on(typed):
-    out = typed("\udcff", "Hello!")
-    assert "no valid Unicode" in out
-    assert "Hello! How can I help you today?" in out
 
 
 def test_a_reply_that_fills_the_context_says_so(monkeypatch):

@@ -35,16 +35,6 @@ def told(loaded: LoadedModel, about: str) -> list[tuple[str, str]]:
 # ---- tokens
 
 
-def test_a_tokenizer_may_have_fewer_tokens_than_the_model_or_be_missing(tiny: LoadedModel) -> None:
-    assert told(tiny, "tokenizer") == [("ok", f"{type(tiny.tokenizer).__name__}, 1,536 tokens")]
-    bytes_only = replace(tiny, tokenizer=byte_tokenizer(), stop_token_ids=STOPS)
-    [(status, said)] = told(bytes_only, "tokenizer")
-    assert (status, said.endswith("264 tokens; 1,272 token ids are none of its tokens")) == ("ok", True)
-    [(status, said)] = told(replace(tiny, tokenizer=None), "tokenizer")
-    assert (status, "prompts are token ids" in said) == ("note", True)
-    assert told(replace(tiny, tokenizer=None), "chat template") == []
-
-
 def test_what_ends_a_reply_is_written_out(tiny: LoadedModel) -> None:
     bytes_only = byte_tokenizer()
 
@@ -80,9 +70,6 @@ COUNTS_WITH_TOOLS = CHATML.replace("{%- for m", "{{ messages | length if tools }
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}assistant: "
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
 NO_CALLS = CHATML.replace("{% for call in m.tool_calls or [] %}", "{% for call in [] %}")
-ONE_CALL = CHATML.replace(
-    "{% for call", "{{ raise_exception('one') if m.tool_calls and m.tool_calls | length > 1 }}{% for call"
-)
 DROPS = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
 
 
@@ -137,11 +124,6 @@ def conversations(tiny: LoadedModel, template: str | None) -> list[str]:
 def test_what_becomes_of_conversations_is_said(tiny: LoadedModel, template: str | None, said: list[str]) -> None:
     lines = conversations(tiny, template)
     assert [line[: len(start)] for line, start in zip(lines, said, strict=True)] == said
-
-
-def test_a_refusal_is_said_once_in_its_own_words(tiny: LoadedModel) -> None:
-    lines = conversations(tiny, ONE_CALL)
-    assert lines[1:] == ["note: it takes no parallel calls: the model's chat template refuses this conversation: one"]
 
 
 def test_what_is_said_of_a_history_is_what_a_session_does(tiny: LoadedModel) -> None:

@@ -91,14 +91,6 @@ def test_bad_input_is_one_line_and_status_2(options, said, capsys):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "argv", [["--debug", "chat", "--model", "/no/such"], ["chat", "--model", "/no/such", "--debug"]]
-)
-def test_debug_raises(argv):
-    with pytest.raises(InvalidInput):
-        main(argv)
-
-
 def test_an_unexpected_error_is_one_line_too(monkeypatch, capsys):
     def fail(arguments):
         raise RuntimeError("the roof is on fire")
@@ -116,9 +108,3 @@ def test_ctrl_c_is_status_130(monkeypatch):
 
     monkeypatch.setattr("radixkv.cli.chat.run", interrupt)
     assert main(["chat"]) == 130
-
-
-def test_a_reader_that_leaves_is_no_error():
-    command = f"{sys.executable} -c 'from radixkv.cli import main; main([\"--help\"])' | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert "Traceback" not in done.stderr

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from radixkv import Engine
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.kv_scrub import piece_tokens
+from radixkv.engine.audit import piece_tokens
 from radixkv.models import adapter
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import LoadedModel, SequenceInput

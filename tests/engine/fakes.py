@@ -14,14 +14,12 @@ import torch
 
 from radixkv.attention.host_store import HostCosts
 from radixkv.cache import PrefixCache
-from radixkv.cache.host import HostPrefixCache
-from radixkv.cache.recurrent import StatefulPrefixCache
-from radixkv.cache.recurrent.slots import StateSlots
 from radixkv.cache.types import Load
 from radixkv.chat import Engine
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.namespaces import NumberedLimits
 from radixkv.models.loaded import LayerSpec, LoadedModel, SequenceInput
+from tests.plain_runner import PlainRunner
 
 VOCAB = 50
 STOP = 49
@@ -66,7 +64,7 @@ class FakeModel:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
-class FakeRunner:
+class FakeRunner(PlainRunner):
     """Stores (history, token) per slot and reads every history back through the block table.
 
     `brain(tokens)` overrides the next token; `fault()` is called in each step and may raise.
@@ -86,10 +84,10 @@ class FakeRunner:
         self.steps: list[list[tuple[int, int]]] = []  # per step, (start, tokens) of each chunk
         self.gate: threading.Semaphore | None = None  # with one, each step waits for it
         self.began = threading.Semaphore(0)
-        self.host: FakeHost | None = None
-        self.host_costs: Callable[[int], HostCosts] | None = None
 
-    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def run(
+        self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]], sampled: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.began.release()
         if self.gate is not None:
             self.gate.acquire()
@@ -172,8 +170,19 @@ class FakeHost:
 def add_host(runner: FakeRunner, num_blocks: int, speed: float = 10.0) -> FakeHost:
     """Give a fake host memory, from which a token loads `speed` times as fast as it is computed."""
     host = FakeHost(runner, num_blocks)
-    runner.host, runner.host_costs = host, lambda chunk: HostCosts(1.0, speed)
+    runner.host, runner.host_costs = host, lambda chunk: HostCosts(1.0, speed)  # type: ignore[method-assign]
     return host
+
+
+class RowCopies:
+    """Copies histories from slot to slot."""
+
+    def __init__(self, rows: dict[int, int]) -> None:
+        self._rows = rows
+
+    def run(self, copies: Iterable[tuple[int, int]]) -> None:
+        for source, target in copies:
+            self._rows[target] = self._rows.get(source, 0) if source >= 0 else 0
 
 
 class StatefulFakeRunner(FakeRunner):
@@ -181,15 +190,9 @@ class StatefulFakeRunner(FakeRunner):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.queue: StateSlots | None = None  # of the cache, set when the engine is assembled
         self.rows: dict[int, int] = {}
+        self.states = RowCopies(self.rows)
         self.taken: list[int] = []  # the positions of all snapshots inside chunks
-
-    def copy(self, copies: Iterable[tuple[int, int]]) -> None:
-        super().copy(copies)
-        assert self.queue is not None
-        for source, target in self.queue.drain():
-            self.rows[target] = self.rows.get(source, 0) if source >= 0 else 0
 
     def _write(self, chunk: SequenceInput) -> None:
         super()._write(chunk)
@@ -231,11 +234,10 @@ def make_engine(
         cache = PrefixCache(num_blocks, block_size, **limits)
         if host_blocks is not None:
             add_host(runner, host_blocks)
-            cache = HostPrefixCache(num_blocks, block_size, host_blocks=host_blocks, **limits)
+            cache = PrefixCache(num_blocks, block_size, host_blocks=host_blocks, **limits)
         return Engine(cast(LoadedModel, model), runner, cache, config), runner
     runner = StatefulFakeRunner(num_blocks, block_size, model.vocab_size, brain, fault)
-    cache = StatefulPrefixCache(num_blocks, block_size, rows=config.max_sequences, snapshots=snapshots, **limits)
-    runner.queue = cache.copies
+    cache = PrefixCache(num_blocks, block_size, state_rows=config.max_sequences, state_snapshots=snapshots, **limits)
     return Engine(cast(LoadedModel, model), runner, cache, config), runner
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from radixkv import SamplingParams
-from radixkv.cache.host import HostPrefixCache
+from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.host_tier import LoadWork, new_core
+from radixkv.engine.core import Core
+from radixkv.engine.input_processor import replies_of
 from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
 from tests.engine.fakes import FakeRunner, add_host, greedy_reply, sized
@@ -36,10 +37,10 @@ class World:
         speed: float = 10.0,
         limits: Mapping[Hashable, float] | None = None,
     ) -> None:
-        self.cache = HostPrefixCache(num_blocks, SIZE, host_blocks=host_blocks, namespace_limits=limits)
+        self.cache = PrefixCache(num_blocks, SIZE, host_blocks=host_blocks, namespace_limits=limits)
         self.runner = self.new_runner(num_blocks)
         self.host = add_host(self.runner, host_blocks, speed)
-        self.core = new_core(self.cache, self.runner, config or sized(4, 36, 16))
+        self.core = Core(self.cache, self.runner, config or sized(4, 36, 16))
         self.work: list[Work] = []
         schedule = self.core.scheduler.schedule
 
@@ -53,7 +54,8 @@ class World:
         return FakeRunner(num_blocks, SIZE)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
-        request = Request(np.array(prompt, np.int32), params, params.max_tokens, frozenset(), params.seed or 0, **more)
+        ids, replies = np.array(prompt, np.int32), replies_of(params, params.max_tokens)
+        request = Request(ids, params, params.max_tokens, frozenset(), params.seed or 0, replies=replies, **more)
         self.core.admission.check_fits(request)
         self.core.add(request)
         return request
@@ -87,7 +89,7 @@ class World:
 
     def loads(self) -> list[int]:
         """Return the tokens of each load of this step."""
-        return [len(each.tokens) for each in self.work if isinstance(each, LoadWork)]
+        return [len(each.tokens) for each in self.work if each.sources is not None]
 
 
 def is_right(request: Request) -> bool:

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc has arenas")
 PROGRAM = """
 import ctypes, sys, threading
-from radixkv.memory import limit_arenas
+from radixkv.sizing.memory import limit_arenas
 print(limit_arenas(2) if sys.argv[1] == "limited" else None)
 together = threading.Barrier(12)
 def allocate():

@@ -18,8 +18,9 @@ import torch
 from radixkv import AuditReport, Engine, SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
+from radixkv.engine.audit import Auditor, piece_tokens
 from radixkv.engine.core import Core
-from radixkv.engine.kv_scrub import Auditor, piece_tokens
+from radixkv.engine.input_processor import replies_of
 from radixkv.engine.request import Request
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, RequestFailed
 from radixkv.models.kv_recompute import Recheck
@@ -36,9 +37,6 @@ SETTINGS = sized(8, 64, 16, monitor=False)
 
 class AuditedRunner(FakeRunner):
     """The fake that can recompute its chains; like a model, it does not check the values that it reads."""
-
-    recheck_obstacle: str | None = None
-    row_dependent: bool = False
 
     def __init__(self, num_blocks: int, block_size: int, recheck_tokens: int = 8) -> None:
         super().__init__(num_blocks, block_size)
@@ -81,7 +79,8 @@ class World:
         self.auditor = Auditor(self.core, scrub=self.core.config.scrub_rate)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
-        request = Request(np.array(prompt, np.int32), params, params.max_tokens, frozenset(), params.seed or 0, **more)
+        ids, replies = np.array(prompt, np.int32), replies_of(params, params.max_tokens)
+        request = Request(ids, params, params.max_tokens, frozenset(), params.seed or 0, replies=replies, **more)
         self.core.add(request)
         return request
 
@@ -303,7 +302,7 @@ def test_requests_that_read_it_fail_and_others_go_on() -> None:
     assert world.cache.stats().held_blocks == 0
 
 
-def test_who_was_preempted_after_reading_it_fails_too() -> None:
+def test_a_request_that_was_preempted_after_reading_it_fails_too() -> None:
     world = World()
     shared, more = list(range(24)), GREEDY.but(max_tokens=20)
     world.answer(shared)
@@ -320,11 +319,11 @@ def test_who_was_preempted_after_reading_it_fails_too() -> None:
     assert is_right(other)
 
 
-def test_who_computed_the_same_tokens_to_itself_goes_on() -> None:
+def test_a_request_that_computed_the_same_tokens_itself_goes_on() -> None:
     world = World()
     prompt = list(range(24))
     twins = [world.submit(prompt, GREEDY.but(max_tokens=30)) for _ in range(2)]
-    twins[1].publish_late = twins[1].waited_enough = True
+    twins[1].scheduling.publish_late = twins[1].scheduling.waited_enough = True
     for _ in range(6):
         world.step()
     world.spoil(prompt, 9)
@@ -401,7 +400,7 @@ def test_what_is_evicted_before_the_first_wrong_piece_is_found_is_forgotten() ->
 # ---- among requests
 
 
-def test_a_piece_is_audited_behind_each_step() -> None:
+def test_a_piece_is_audited_after_each_step() -> None:
     world = World()
     world.answer(list(range(40)))
     request = world.submit(list(range(5, 45)), GREEDY.but(max_tokens=30))

@@ -58,7 +58,7 @@ def tiny() -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("words", [["Tokyo"], ["Tokyo", "capital", "Japan"], ["The", "is"], ["of Japan"], ["T", "a"]])
-def test_a_reply_is_that_of_transformers_without_the_same_tokens(tiny: Engine, words: list[str]) -> None:
+def test_a_reply_matches_transformers_without_the_same_tokens(tiny: Engine, words: list[str]) -> None:
     tokenizer = tiny.model.tokenizer
     model = AutoModelForCausalLM.from_pretrained(Path(radixkv.__file__).parent / "assets" / "tiny", dtype=torch.float32)
     before = tiny.generate([QUESTION], GREEDY)[0].text
@@ -94,7 +94,7 @@ def test_each_word_and_each_reply_by_itself(tiny: Engine) -> None:
 
 def test_a_stream_may_be_launched_ahead_only_if_no_word_has_several_tokens(tiny: Engine) -> None:
     def host_bound(*words: str) -> bool:
-        return tiny.client.inputs.request(QUESTION, GREEDY.but(bad_words=words)).host_bound
+        return tiny.client.inputs.request(QUESTION, GREEDY.but(bad_words=words)).replies.continuation.host_bound
 
     assert not host_bound() and not host_bound("?")
     assert host_bound("Japan") and host_bound("?", "Japan")

@@ -16,7 +16,7 @@ import torch
 from radixkv import SamplingParams
 from radixkv.cache import Sequence as CachedSequence
 from radixkv.chat import Engine
-from radixkv.engine.beams import BeamRequest
+from radixkv.engine.beams import BeamSearch
 from radixkv.engine.core import Core
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.output import Completion
@@ -85,8 +85,8 @@ class Recount:
         self.shared = 0
         engine.core.background.append(self)
 
-    def due_in(self, *, busy: bool) -> None:
-        return None
+    def due_in(self, *, busy: bool) -> float | None:
+        return 0.0 if busy else None
 
     def step(self, *, busy: bool) -> None:
         self.core.cache.check()
@@ -100,18 +100,18 @@ class Recount:
                 blocks.update(table)
                 for at in range(len(table)):
                     # After a preemption beams share the prompt, and the reply only as far as it was found in the cache.
-                    own = number if request.preemptions and (at + 1) * size > len(request.prompt) else 0
+                    own = number if request.scheduling.preemptions and (at + 1) * size > len(request.prompt) else 0
                     texts.add((own, at, *stream.tokens[: min(length, (at + 1) * size)]))
                 self.shared += len(table)
             # The prompt once, what follows the last common ancestor for each beam, and one copy of a block per beam.
-            assert not isinstance(request, BeamRequest) or len(blocks) <= len(texts) + len(streams)
+            assert not isinstance(request.replies, BeamSearch) or len(blocks) <= len(texts) + len(streams)
             self.shared -= len(blocks)
             tables |= blocks
             nodes += 1 + len(streams) * bool(
-                request.preemptions
+                request.scheduling.preemptions
             )  # nodes that end inside a block of which all have copies
-            if isinstance(request, BeamRequest):
-                assert len(streams) <= request.width
+            if isinstance(request.replies, BeamSearch):
+                assert len(streams) <= request.replies.width
                 self.widths[len(streams)] += 1
         assert self.core.cache.stats().held_blocks <= len(tables) + nodes  # beams that have ended hold none
 
@@ -188,7 +188,7 @@ def test_preempted_beams_go_on_where_they_were(name: str) -> None:
         check(engine)
 
 
-def test_beams_beside_other_requests_change_no_answer() -> None:
+def test_beams_with_other_requests_change_no_answer() -> None:
     text, drawn = prompts(3, 1)[0], SamplingParams(max_tokens=12, temperature=0.9, top_p=0.8, seed=3, logprobs=2)
     greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     with make_engine(200, 4)[0] as engine:
@@ -394,7 +394,7 @@ class ComputedTokens(EngineObserver):
         self.found: list[int] = []
 
     def ended(self, request: Request, error: Exception | None) -> None:
-        self.found.append(request.computed_tokens)
+        self.found.append(request.replies.computed_tokens(request))
 
 
 def test_observers_count_the_tokens_of_beams_that_ended() -> None:

@@ -18,8 +18,8 @@ from radixkv.config import ATTENTION, ORDERS, VICTIMS, EngineConfigFields, setti
 from radixkv.engine import admission
 from radixkv.engine.wait_queue import QUEUES
 from radixkv.errors import InvalidInput, UnknownPolicy
-from radixkv.kv_size import parse_bytes
 from radixkv.models.attention_interface import BACKENDS
+from radixkv.sizing.kv_size import parse_bytes
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_memory": "much"}, 'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got \'much\''),
@@ -128,5 +128,5 @@ def test_settings_load_no_torch_and_no_numpy() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_orders_and_victims_are_those_of_the_engines_tables() -> None:
+def test_orders_and_victims_match_the_engines_tables() -> None:
     assert set(ORDERS) == set(QUEUES) and set(VICTIMS) == set(admission.VICTIMS)

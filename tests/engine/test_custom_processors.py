@@ -125,8 +125,8 @@ def test_rows_that_a_processor_reads_the_history_of_are_host_bound() -> None:
     for process, host_bound in ((Rotate(), True), (Quick(), False)):
         engine, _ = make_engine(logits_processors=[process])
         with engine:
-            assert engine.client.inputs.request(PROMPTS[0], rotated(1)).host_bound == host_bound
-            assert not engine.client.inputs.request(PROMPTS[0], PLAIN).host_bound
+            assert engine.client.inputs.request(PROMPTS[0], rotated(1)).replies.continuation.host_bound == host_bound
+            assert not engine.client.inputs.request(PROMPTS[0], PLAIN).replies.continuation.host_bound
 
 
 def test_a_class_in_place_of_an_object_is_refused() -> None:

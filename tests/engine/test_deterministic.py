@@ -21,18 +21,20 @@ from radixkv import Engine, SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.core import Core
+from radixkv.engine.input_processor import replies_of
 from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, RequestCancelled
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from tests.engine.fakes import VOCAB, chain, logits_of, sized
 from tests.models.conftest import FAMILIES, make
+from tests.plain_runner import PlainRunner
 from tests.selection import mostly_long, sampled
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
-class RoundingRunner:
+class RoundingRunner(PlainRunner):
     """Return the state of a slot: all tokens up to it, and the chunks that computed them."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -40,7 +42,9 @@ class RoundingRunner:
         self.state = np.zeros((num_blocks, block_size), dtype=np.uint64)
         self.beside = 0
 
-    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def run(
+        self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]], sampled: Any = None
+    ) -> torch.Tensor:
         self.state[[target for _, target in copies]] = self.state[[source for source, _ in copies]]
         together = sum(len(chunk.tokens) for chunk in chunks if not chunk.isolated)
         self.beside += any(chunk.isolated for chunk in chunks) and len(chunks) > 1
@@ -70,7 +74,8 @@ class World:
         self.core = Core(self.cache, self.runner, replace(config, prefix_cache=reuse))
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
-        request = Request(np.array(prompt, np.int32), params, params.max_tokens, frozenset(), params.seed or 0, **more)
+        ids, replies = np.array(prompt, np.int32), replies_of(params, params.max_tokens)
+        request = Request(ids, params, params.max_tokens, frozenset(), params.seed or 0, replies=replies, **more)
         self.core.admission.check_fits(request)
         self.core.add(request)
         return request
@@ -231,7 +236,7 @@ def test_samples_that_were_preempted_publish_only_common_kv(seed: int) -> None:
     assert all(len(request.channel.wait(0).token_ids) == 28 for request in requests)
 
 
-def test_who_comes_back_and_leaves_again_publishes_what_it_computed_anew() -> None:
+def test_a_second_preemption_publishes_the_recomputed_tokens() -> None:
     world = World(100, 4, deterministic(8))
     request = world.submit(list(range(40)), GREEDY.but(max_tokens=20))
     for _ in range(8):
@@ -270,7 +275,7 @@ def test_requests_that_ran_together_leave_hits_that_change_nothing() -> None:
     assert world.core.counters.cached_tokens - before > 500
 
 
-def test_a_first_token_does_not_depend_on_who_runs_beside() -> None:
+def test_a_first_token_does_not_depend_on_other_requests() -> None:
     rng = random.Random(6)
     config, prompts = deterministic(8, 6), family_of_prompts(rng, 30, 60)
     world = World(400, 4, config)
@@ -281,10 +286,10 @@ def test_a_first_token_does_not_depend_on_who_runs_beside() -> None:
         assert request.channel.wait(0).token_ids[0] == first
 
 
-def test_who_finds_its_chunk_published_by_another_keeps_its_own() -> None:
+def test_a_request_whose_chunk_another_published_keeps_its_own() -> None:
     world = World(100, 4, deterministic(8))
     one, other = (world.submit([*range(32), 40 + i], GREEDY.but(max_tokens=20)) for i in range(2))
-    other.waited_enough = True  # does not wait for the other request
+    other.scheduling.waited_enough = True  # does not wait for the other request
     world.step()
     while one.live[0].prefilling or other.live[0].prefilling:
         world.step()
@@ -310,7 +315,9 @@ def test_chunks_are_never_cut_to_fit_a_step() -> None:
     lengths = set()
     run = world.runner.run
 
-    def recorded(chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def recorded(
+        chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]], sampled: Any = None
+    ) -> torch.Tensor:
         lengths.update((chunk.start % 8, len(chunk.tokens)) for chunk in chunks if chunk.isolated)
         assert sum(len(chunk.tokens) for chunk in chunks) <= 12
         return run(chunks, copies)
@@ -321,7 +328,7 @@ def test_chunks_are_never_cut_to_fit_a_step() -> None:
     assert all(len(request.channel.wait(0).token_ids) == 3 for request in requests)
 
 
-def test_a_step_must_have_room_for_a_chunk_beside_all_decodes() -> None:
+def test_a_step_must_have_room_for_a_chunk_with_all_decodes() -> None:
     with pytest.raises(InvalidInput, match=r"prefill_chunk \(60\).*max_sequences \(5\).*max_batch_tokens \(64\)"):
         sized(5, 64, 60, deterministic=True)
     assert sized(4, 64, 60, deterministic=True).deterministic
@@ -330,7 +337,7 @@ def test_a_step_must_have_room_for_a_chunk_beside_all_decodes() -> None:
 # ---- real models
 
 
-class Recorder:
+class Recorder(PlainRunner):
     """A runner that records its logits, each with the text before it: (tokens, row)."""
 
     def __init__(self, engine: Engine) -> None:
@@ -338,7 +345,9 @@ class Recorder:
         self._runner = engine.core.runner
         engine.core.runner = self  # type: ignore[assignment]
 
-    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def run(
+        self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]], sampled: Any = None
+    ) -> torch.Tensor:
         logits = self._runner.run(chunks, copies)
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
         self.rows += [row.clone() for row, end in zip(logits, ends, strict=True) if end >= self.prompt]
@@ -398,7 +407,7 @@ def test_bits_are_the_same_with_and_without_hits(family: str, dtype: str) -> Non
         assert cached.stats().cache.evicted_blocks > 0
 
 
-def test_beside_others_a_first_token_has_the_same_bits_and_later_ones_come_close() -> None:
+def test_with_others_a_first_token_has_the_same_bits_and_later_ones_come_close() -> None:
     rng = random.Random(9)
     torch.set_num_threads(1)
     options: dict[str, Any] = {"deterministic": True, "prefill_chunk": 32, "max_sequences": 8, "num_blocks": 200}

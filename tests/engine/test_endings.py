@@ -108,7 +108,7 @@ def stage_of(world: World, one: Asked) -> str:
         return "paused"
     request = next(each for each in [*scheduler.running, *scheduler.waiting] if each.channel is one.handle.channel)
     if request in scheduler.waiting:
-        return "preempted" if request.preemptions else "waiting"
+        return "preempted" if request.scheduling.preemptions else "waiting"
     return "prefill" if request.streams[0].prefilling else "decode"
 
 
@@ -135,7 +135,7 @@ def test_a_request_may_end_at_every_stage_and_its_neighbour_does_not_notice(stag
         world.ask(*((8, 2) if stage == "preempted" else (4, 2))).is_answered()
 
 
-def test_who_is_paused_with_nobody_else_there_times_out_by_himself():
+def test_a_paused_request_times_out_alone():
     world = World()
     with world.engine:
         one = world.ask(5, 1, 400, timeout=0.2)
@@ -149,7 +149,7 @@ def test_who_is_paused_with_nobody_else_there_times_out_by_himself():
         check(world.engine)
 
 
-def test_who_is_paused_goes_on_when_he_reads_and_gets_every_token_once():
+def test_a_paused_request_goes_on_when_it_is_read_and_loses_no_token():
     world, one, other = world_at("paused")
     with world.engine:
         world.go()
@@ -174,7 +174,7 @@ def test_a_reader_of_many_streams_may_be_behind_by_as_many_tokens_of_each():
         assert len(list(reader)) == 4 * 30 - 1
 
 
-def test_who_is_paused_gives_way_and_his_answer_is_the_same():
+def test_a_paused_request_is_preempted_and_its_answer_is_the_same():
     world = World(40)
     with world.engine:
         one = world.ask(5, 1, 140)
@@ -193,7 +193,7 @@ def test_who_is_paused_gives_way_and_his_answer_is_the_same():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_draining_finishes_everybody_at_every_stage(stage):
+def test_draining_finishes_all_requests_at_every_stage(stage):
     world, one, other = world_at(stage)
     closing = threading.Thread(target=lambda: world.engine.close(drain=True))
     closing.start()
@@ -223,7 +223,7 @@ def test_draining_ends_with_its_time():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_closing_ends_everybody_at_every_stage(stage):
+def test_closing_ends_all_requests_at_every_stage(stage):
     world, one, other = world_at(stage)
     closing = threading.Thread(target=world.engine.close)
     closing.start()

@@ -38,7 +38,7 @@ def predictive_engine(num_blocks: int, brain: Any = None) -> Engine:
     return Engine(*parts)
 
 
-def test_who_learns_hears_why_a_stream_ended_and_how_much_it_said(ends: Ends) -> None:
+def test_a_learning_policy_gets_the_end_and_the_length_of_a_stream(ends: Ends) -> None:
     with predictive_engine(64, lambda tokens: STOP if len(tokens) >= 12 else 1) as engine:
         engine.generate([[5] * 9], SamplingParams(max_tokens=20, temperature=0))
         engine.generate([[6] * 9], SamplingParams(max_tokens=2, temperature=0))

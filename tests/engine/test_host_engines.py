@@ -14,10 +14,10 @@ import pytest
 from radixkv import AuditReport, Engine, SamplingParams
 from radixkv.attention.host_store import HostCosts
 from radixkv.cache import PrefixCache
-from radixkv.cache.host import HostPrefixCache, HostSequence
+from radixkv.cache import Sequence as CacheSequence
 from radixkv.config import EngineConfig
+from radixkv.engine.audit import Auditor
 from radixkv.engine.engine import RequestEngine
-from radixkv.engine.kv_scrub import Auditor
 from radixkv.errors import RequestFailed
 from radixkv.models import adapter
 from radixkv.models.runner import Runner
@@ -86,7 +86,7 @@ class AuditedWorld(World):
     def spoil(self, prompt: Sequence[int], position: int) -> None:
         """Change the value of a host-resident token."""
         tree = self.cache.state.tree
-        for node in tree.tier.nodes():
+        for node in tree.lower.nodes():
             text = b"".join(bytes(each.key) for each in tree.path(node))
             if node.start <= position < node.end and np.array(prompt, np.int32).tobytes().startswith(text):
                 block = node.blocks[position // SIZE - node.start // SIZE]
@@ -170,7 +170,11 @@ def test_an_audit_fails_a_request_that_loaded_wrong_tokens_without_publishing_th
     request = world.submit(prompt, GREEDY.but(max_tokens=18 * SIZE - 32))
     for _ in range(4):
         world.step()
-    assert request.publish_late and request.streams[0].host_tokens == 32 and world.cache.match(prompt).host
+    assert (
+        request.scheduling.publish_late
+        and request.streams[0].counts.host_tokens == 32
+        and world.cache.match(prompt).host
+    )
     while not (report := world.audit(20)).differ:
         pass
     assert [(each.start, each.failed_requests) for each in report.differences] == [(17, 1)]
@@ -183,9 +187,9 @@ def test_an_audit_fails_a_preempted_request_whose_offloaded_tokens_are_wrong() -
     """It may have read them before: that is not known."""
     world = AuditedWorld(22, config=sized(2, 36, 16))
     requests = [world.submit(tokens(20, seed), GREEDY.but(max_tokens=40)) for seed in (1, 2)]
-    while not any(each.preemptions for each in requests):
+    while not any(each.scheduling.preemptions for each in requests):
         world.step()
-    away = next(each for each in requests if each.preemptions)
+    away = next(each for each in requests if each.scheduling.preemptions)
     text = away.live[0].tokens.tolist()
     while not world.cache.match(text).host:
         world.step()
@@ -210,7 +214,7 @@ def real_engine(num_blocks: int, host_blocks: int, **settings: Any) -> Engine:
     )
     # The costs of a busy machine are no part of these tests.
     runner.host_costs = lambda chunk: HostCosts(1.0, 4.0)  # type: ignore[method-assign]
-    cache = HostPrefixCache(num_blocks, SIZE, host_blocks=host_blocks) if host_blocks else PrefixCache(num_blocks, SIZE)
+    cache = PrefixCache(num_blocks, SIZE, host_blocks=host_blocks) if host_blocks else PrefixCache(num_blocks, SIZE)
     return Engine(loaded, runner, cache, config)
 
 
@@ -286,7 +290,7 @@ def test_a_deterministic_hit_inside_a_chunk_is_cut_if_its_load_is_not_possible(m
     world.answer(tokens(50, 1))
     on_device = world.cache.match(prompt).length
     assert on_device % 16 and on_device > 16
-    monkeypatch.setattr(HostSequence, "loadable", lambda sequence, tokens: 0)
+    monkeypatch.setattr(CacheSequence, "loadable", lambda sequence, tokens: 0)
     again = world.answer(prompt)
     assert (usage(again).cached_tokens, usage(again).host_tokens) == (on_device // 16 * 16, 0)
     assert usage(again).recomputed_tokens == 0

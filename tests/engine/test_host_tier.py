@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import random
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,10 +14,11 @@ from radixkv import SamplingParams
 from radixkv.attention.host_store import HostCosts
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
+from radixkv.engine import core
 from radixkv.engine.core import Core
-from radixkv.engine.host_tier import HostCore, LoadWork, load_limits, new_core
 from radixkv.engine.request import Request
 from radixkv.engine.reuse_policy import NO_LOADS
+from radixkv.engine.transfers import load_limits
 from radixkv.errors import RequestCancelled, RequestFailed, RequestTimedOut
 from tests.engine.fakes import FakeRunner, greedy_reply, sized
 from tests.engine.host_world import GREEDY, SIZE, World, failing, is_right, tokens, usage
@@ -80,15 +80,16 @@ def test_nothing_is_loaded_where_computing_is_faster(caplog: pytest.LogCaptureFi
 
 def test_limits_follow_from_the_costs() -> None:
     config = sized(4, 36, 16)
-    assert load_limits(HostCosts(1e-6, 1e-4), config, 16) == (32, 1600)
-    assert load_limits(HostCosts(1e-4, 1.1e-4), config, 16) == (32, 48)  # a chunk and the least load fit at least
+    assert load_limits(HostCosts(1e-6, 1e-4), config, 16)[:2] == (32, 1600)
+    assert load_limits(HostCosts(1e-4, 1.1e-4), config, 16)[:2] == (32, 48)  # a chunk and the least load fit at least
     assert load_limits(HostCosts(1e-4, 1e-4), config, 16) is NO_LOADS
     assert load_limits(HostCosts(0.0, 1e-4), config, 16).most > 1_000_000
 
 
-def test_a_core_has_a_tier_if_its_cache_has() -> None:
-    assert isinstance(World().core, HostCore)
-    assert type(new_core(PrefixCache(8, SIZE), FakeRunner(8, SIZE), EngineConfig())) is Core
+def test_a_core_loads_if_its_cache_has_a_tier() -> None:
+    assert World().core.host is not None
+    plain = Core(PrefixCache(8, SIZE), FakeRunner(8, SIZE), EngineConfig())
+    assert plain.host is None and plain.token_costs() == {}
 
 
 # ---- steps
@@ -111,7 +112,7 @@ def test_a_large_load_stalls_no_other_stream() -> None:
         if steps[-1]:
             decodes = [each for each in world.work if each.stream.request in deciding]
             assert [len(each.tokens) for each in decodes] == [1, 1]
-            assert sum(len(each.tokens) for each in world.work if not isinstance(each, LoadWork)) <= 40
+            assert sum(len(each.tokens) for each in world.work if each.sources is None) <= 40
         if len(steps) == 2:
             assert any(each.stream.request is computing for each in world.work)
     assert steps[:5] == [32] * 5 and not any(steps[5:])
@@ -131,7 +132,12 @@ def test_loads_of_several_requests_share_a_step() -> None:
     steps, seen = world.core.counters.steps, []
     while world.core.busy:
         world.step()
-        seen.append([(each.stream.request.number - requests[0].number, len(each.tokens)) for each in world.work])
+        seen.append(
+            [
+                (each.stream.request.scheduling.number - requests[0].scheduling.number, len(each.tokens))
+                for each in world.work
+            ]
+        )
     assert seen[:3] == [[(0, 32)], [(0, 16), (1, 16)], [(0, 1), (1, 32)]]
     assert world.core.counters.steps - steps == sum(map(bool, seen)), "a step of loads only is a step"
     assert all(map(is_right, requests))
@@ -181,7 +187,7 @@ def test_a_preempted_request_returns_by_a_load() -> None:
     counters = world.core.counters
     assert counters.preemptions == 1
     assert counters.host_tokens >= 2 * SIZE and counters.recomputed_tokens <= 1
-    swapped = next(each for each in requests if each.preemptions)
+    swapped = next(each for each in requests if each.scheduling.preemptions)
     assert usage(swapped).host_tokens == counters.host_tokens
     assert usage(swapped).cached_tokens == 0  # it computed all of them itself
 
@@ -276,7 +282,7 @@ def test_one_failed_load_spoils_no_other() -> None:
     world.finish()
     assert all(map(is_right, requests))
     assert [usage(each).host_tokens for each in requests] == [0, 32, 32]
-    assert [each.preemptions for each in requests] == [1, 0, 0]
+    assert [each.scheduling.preemptions for each in requests] == [1, 0, 0]
 
 
 @pytest.mark.parametrize(("times", "loaded"), [(2, 32), (1 << 30, 0)])
@@ -287,7 +293,7 @@ def test_two_loads_of_one_run_may_fail_together(times: int, loaded: int) -> None
     world.offload(prompt)
     requests = [world.submit(prompt) for _ in range(2)]
     for each in requests:
-        each.waited_enough = True  # neither waits for the other one
+        each.scheduling.waited_enough = True  # neither waits for the other one
     world.host.fault = failing("load", times)
     world.step()
     assert world.loads() == [32, 32]
@@ -320,7 +326,7 @@ def test_a_step_that_raises_after_its_loads_ends_no_request_that_loaded(monkeypa
         raise RuntimeError("no step")
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.core, "_isolation", SimpleNamespace(run=broken))
+        patch.setattr(core, "in_halves", broken)
         world.step()
     with pytest.raises(RequestFailed, match="no step"):
         computing.channel.wait(0)
@@ -353,7 +359,7 @@ def test_a_request_may_time_out_between_two_loads() -> None:
     world = World(64, 200, speed=2.0)
     request = begin_load(world)
     request.deadline = request.submitted
-    world.core._deadlines.append((request.deadline, request.number, request))
+    world.core._deadlines.append((request.deadline, request.scheduling.number, request))
     world.finish()
     with pytest.raises(RequestTimedOut):
         request.channel.wait(0)

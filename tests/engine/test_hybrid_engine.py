@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from radixkv import Engine, SamplingParams
-from radixkv.cache.recurrent import StatefulPrefixCache
+from radixkv.attention.host_store import HostCosts
+from radixkv.cache import PrefixCache
 from radixkv.errors import InvalidInput
-from radixkv.memory import pool_size, state_slots
 from radixkv.models import adapter
 from radixkv.models.attention_interface import own_attention
+from radixkv.models.runner import Runner
+from radixkv.sizing.memory import pool_size, state_slots
 from tests.models.recurrent.hybrids import hybrid
 from tests.selection import mostly_long
 from tests.telemetry.served import runtime_folder
@@ -61,6 +63,33 @@ def test_answers_are_the_models_own(kind: str) -> None:
     assert stats.cache.state_rows == 6
     assert stats.state_copied_bytes == stats.state_copies * engine.model.state_bytes > 0
     assert stats.state_bytes == (stats.cache.state_rows + stats.cache.state_slots) * engine.model.state_bytes
+
+
+@pytest.mark.parametrize("kind", mostly_long(["qwen3_5", "lfm2", "falcon_h1"], "lfm2"))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_host_memory_gives_back_kv_with_the_state_after_it(
+    kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool holds one prompt, and the rows' snapshots on the device one state."""
+    monkeypatch.setattr(Runner, "host_costs", lambda runner, chunk: HostCosts(1e-6, 1e-3))
+    rng = random.Random(5)
+    own, prompts = hybrid(kind), [[rng.randrange(3, 97) for _ in range(90)] for _ in range(4)]
+    expected = [own_reply(own, prompt, 6) for prompt in prompts]
+    state = adapter.load(hybrid(kind)).state_bytes
+    memory: dict[str, Any] = {"num_blocks": 30, "max_sequences": 1, "state_memory": 2 * state, "kv_memory": 4 * state}
+    memory |= {"host_memory": 400 * state, "deterministic": deterministic, "prefill_chunk": 16}
+    with Engine.load(hybrid(kind), **{**SMALL, **memory}) as engine:
+        for _ in range(4):
+            assert [one.token_ids for one in engine.generate(prompts, GREEDY)] == expected
+            engine.core.cache.check()
+        stats = engine.stats()
+    assert stats.host_tokens > 0 and stats.cache.host_state_slots_used > 0
+    assert stats.cache.offloaded_blocks > 0 and stats.failed_loads == 0
+
+
+def test_a_model_without_kv_refuses_host_memory() -> None:
+    with pytest.raises(InvalidInput, match="this model has no KV, so nothing can be offloaded"):
+        Engine.load(hybrid("mamba2"), **SMALL, host_memory="1MB")
 
 
 def test_telemetry_sends_the_memory_and_copies_of_states() -> None:
@@ -116,7 +145,7 @@ def test_as_many_sequences_run_as_have_rows(caplog: pytest.LogCaptureFixture) ->
     model = hybrid("bamba")
     with Engine.load(model, kv_memory=12 * 9984, monitor=False) as engine:
         cache = engine.core.cache
-        assert isinstance(cache, StatefulPrefixCache)
+        assert isinstance(cache, PrefixCache)
         assert (engine.config.max_sequences, cache.stats().state_rows, cache.stats().state_slots) == (2, 2, 2)
         assert cache.num_blocks == (12 * 9984 - 4 * 9984) // (16 * 128)
         replies = engine.generate(texts(4), GREEDY)
@@ -131,7 +160,7 @@ def test_as_many_sequences_run_as_have_rows(caplog: pytest.LogCaptureFixture) ->
         ({"state_memory": 6 * 9984, "max_sequences": 6}, "holds 6 states, and max_sequences=6 needs .* give 69888 by"),
         ({"state_memory": "1MB", "kv_memory": "900KB"}, "leaves nothing of the kv_memory of 900000 bytes for KV"),
         ({"state_memory": "much"}, 'state_memory must be "auto", bytes'),
-        ({"host_memory": "1MB"}, "host_memory='1MB': this model has recurrent state, whose .* leave host_memory out"),
+        ({"host_memory": 2 * 9984}, "a third of the host_memory of 19968 bytes holds no recurrent state of this model"),
     ],
 )
 def test_memory_that_a_hybrid_model_cannot_use_is_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
@@ -142,7 +171,7 @@ def test_memory_that_a_hybrid_model_cannot_use_is_refused_with_the_reason(option
 def test_a_given_state_memory_is_used_in_full() -> None:
     assert state_slots(10**9, 1000, max_sequences=4, state_memory=20_500) == (4, 16)
     options: dict[str, Any] = {"num_blocks": 10, "max_sequences": 4, "bytes_per_block": 100}
-    assert pool_size("1MB", "cpu", bytes_per_state=1000, **options) == (10, (4, 60), 65_000, 0)
+    assert pool_size("1MB", "cpu", bytes_per_state=1000, **options) == (10, (4, 60), 65_000, 0, 0)
     assert pool_size("1MB", "cpu", **options).slots == (0, 0)
 
 

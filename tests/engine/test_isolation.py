@@ -16,7 +16,7 @@ from radixkv import SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.fault_isolation import in_halves
-from radixkv.engine.request import Request
+from radixkv.engine.request import SAMPLED, Request, Stream
 from radixkv.errors import DeviceLost, EngineClosed, InvalidInput, RequestCancelled, RequestFailed
 from radixkv.models.loaded import SequenceInput
 from tests.chat.worlds import chat_engine
@@ -290,7 +290,9 @@ def test_tensors_of_a_failed_forward_are_freed_before_its_halves_run() -> None:
 
     request = Request(np.zeros(1, np.int32), SamplingParams(), 1, frozenset(), 0)
     items = [1, 2, 3, 4]
-    parts = in_halves(items, call, lambda item: request, lambda request, error: None)
+    with PrefixCache(1).open([]) as sequence:
+        stream = Stream(request, 0, sequence, SAMPLED)
+        parts = in_halves(items, call, lambda item: stream, lambda request, error: None)
     assert [part for part, _ in parts] == [[1], [2], [3], [4]]
     assert len(tensors) == 3 and not any(alive)
 

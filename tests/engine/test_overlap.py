@@ -13,8 +13,9 @@ import torch
 from radixkv import SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.kv_scrub import Auditor
-from radixkv.engine.overlap import OverlappedCore
+from radixkv.engine.audit import Auditor
+from radixkv.engine.core import Core
+from radixkv.engine.input_processor import replies_of
 from radixkv.engine.request import Request
 from radixkv.errors import DeviceLost, EngineClosed, RequestCancelled, RequestFailed, RequestTimedOut, WeightsChanged
 from radixkv.models.loaded import SequenceInput
@@ -62,12 +63,13 @@ class World:
     def __init__(self, blocks: int = 64, config: EngineConfig = SETTINGS) -> None:
         self.cache = PrefixCache(blocks, 4)
         self.model = Recorded(self.cache)
-        self.core = OverlappedCore(self.cache, self.model, config)  # type: ignore[arg-type]
-        self.core.sampler = LateSampler(self.model, RecordedPending)
+        sampler: Any = LateSampler(self.model, RecordedPending)
+        self.core = Core(self.cache, self.model, config, sampler=sampler, depth=1)  # type: ignore[arg-type]
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
         stop_ids = more.pop("stop_ids", frozenset())
-        request = Request(np.array(prompt, np.int32), params, params.max_tokens, stop_ids, 0, **more)
+        replies = replies_of(params, params.max_tokens, stop_ids, matcher=more.pop("matcher", None))
+        request = Request(np.array(prompt, np.int32), params, params.max_tokens, stop_ids, 0, replies=replies, **more)
         self.core.add(request)
         return request
 
@@ -163,7 +165,7 @@ def test_forks_that_end_in_flight_publish_nothing_that_was_not_read(timeout: boo
     world.finish()
 
 
-def test_nobody_matches_a_chunk_before_its_step_has_finished() -> None:
+def test_a_chunk_cannot_be_matched_before_its_step_has_finished() -> None:
     world = World(config=EngineConfig(max_sequences=4, max_batch_tokens=32, prefill_chunk=4))
     prompt = tuple(range(12))
     one = world.submit(prompt)
@@ -213,7 +215,7 @@ def test_a_launch_that_raises_is_tried_again_after_the_preceding_step() -> None:
     world.model.events.clear()
     world.model.raises = lambda event: event == 1
     world.step()
-    assert world.model.events == ["launch", "read", "launch", "read"]
+    assert world.model.events == ["launch", "read", "launch"]
     world.finish()
     assert (answer(one), answer(other)) == (right(one), right(other))
 
@@ -271,7 +273,7 @@ def test_results_that_cannot_be_read_end_the_requests_of_their_step() -> None:
     one = world.submit(PROMPT)
     world.step()
     later = world.submit((9, 9, 8))
-    ((_, pending),) = world.core._flight.draws  # type: ignore[union-attr]
+    ((_, pending),) = world.core.flight.draws  # type: ignore[union-attr]
 
     def broken() -> Any:
         raise ValueError("the copy was lost")
@@ -328,7 +330,7 @@ def test_a_request_that_pauses_while_its_step_is_in_flight_loses_no_token() -> N
     other = world.submit((9,) * 18, GREEDY.but(max_tokens=3))
     steps, known = 3, len(one.streams[0].tokens)
     world.step()
-    assert (one.preemptions, len(one.streams[0].tokens)) == (1, known + 1)
+    assert (one.scheduling.preemptions, len(one.streams[0].tokens)) == (1, known + 1)
     while not other.channel.ended:
         world.step()
     steps = 30
@@ -345,7 +347,7 @@ def test_a_paused_request_that_ends_with_the_step_in_flight_is_not_preempted() -
     steps = 2
     other = world.submit((9, 9, 8))
     world.step()
-    assert (one.channel.ended, one.preemptions) == (True, 0)
+    assert (one.channel.ended, one.scheduling.preemptions) == (True, 0)
     world.finish()
     assert answer(other) == right(other)
 
@@ -433,7 +435,7 @@ def test_a_lost_device_ends_the_step_and_nothing_is_tried_again(where: str, monk
         world.model.events.append(where)
         raise LOST
 
-    broken: Any = {"launch": world.model, "draw": world.core.sampler, "read": RecordedPending}[where]
+    broken: Any = {"launch": world.model, "draw": world.core._draws.sampler, "read": RecordedPending}[where]
     monkeypatch.setattr(broken, {"launch": "run", "draw": "begin", "read": "result"}[where], lost)
     with pytest.raises(DeviceLost) as raised:
         world.core.step()

@@ -19,7 +19,7 @@ def answers(params: SamplingParams, **load: object) -> tuple[list[tuple[int, ...
 
 
 @pytest.mark.parametrize("params", mostly_long([GREEDY, DRAWN], GREEDY), ids=["greedy", "two samples"])
-def test_preempted_answers_are_those_of_a_roomy_pool(params: SamplingParams) -> None:
+def test_preempted_answers_match_a_roomy_pool(params: SamplingParams) -> None:
     expected, none = answers(params, num_blocks=400)
     assert not none
     total = 0

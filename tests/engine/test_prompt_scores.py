@@ -13,10 +13,9 @@ import pytest
 from radixkv import Engine, SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.kv_scrub import drop_wrong
-from radixkv.engine.prompt_scores import PromptScores
+from radixkv.engine.audit import drop_wrong
 from radixkv.engine.reuse_policy import reuse_policy
-from radixkv.engine.scoring import Scoring
+from radixkv.engine.scores import NO_SCORES, KeptScores, PromptScores
 from radixkv.errors import RequestFailed, WeightsChanged
 from radixkv.sampling.row_scores import RowScores
 from tests.engine.fakes import make_engine
@@ -26,11 +25,16 @@ from tests.selection import mostly_long, sampled
 LONG = random.Random(8).choices(range(49), k=200)
 
 
-def scored(tokens: Sequence[int], top: int, rows: int | None = None) -> Scoring:
+def all_rows(first: int, rows: int) -> int:
+    """Share all rows, as a policy does whose hits end anywhere."""
+    return rows
+
+
+def scored(tokens: Sequence[int], top: int, rows: int | None = None) -> PromptScores:
     """Return a prompt with scores that follow from the tokens: of all positions, or of the first `rows`."""
-    scoring = Scoring(np.array(tokens, np.int32), 1, top, most_rows=1)
-    scoring.put(scores_of(tokens, top, len(tokens) - 1 if rows is None else rows))
-    return scoring
+    scores = PromptScores(np.array(tokens, np.int32), 1, top, most_rows=1)
+    scores.put(scores_of(tokens, top, len(tokens) - 1 if rows is None else rows))
+    return scores
 
 
 def scores_of(tokens: Sequence[int], top: int, rows: int) -> RowScores:
@@ -48,9 +52,9 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
     return length
 
 
-def found_rows(store: PromptScores, tokens: Sequence[int], top: int, namespace: Hashable) -> int:
+def found_rows(store: KeptScores, tokens: Sequence[int], top: int, namespace: Hashable) -> int:
     """Return the number of scores that the store has for a prompt, which must be those of its tokens."""
-    found = store.find(Scoring(np.array(tokens, np.int32), 1, top, most_rows=1), namespace)
+    found = store.find(PromptScores(np.array(tokens, np.int32), 1, top, most_rows=1), namespace)
     if found is None:
         return 0
     expected = scores_of(tokens, found.ids.shape[1], len(found.chosen))
@@ -62,14 +66,14 @@ def found_rows(store: PromptScores, tokens: Sequence[int], top: int, namespace: 
 @pytest.mark.parametrize("most_bytes", [300, 1000, 100_000])
 @pytest.mark.parametrize("seed", mostly_long(sampled(range(40), *range(4)), 0, 1))
 def test_the_store_finds_the_longest_common_prefix(seed: int, most_bytes: int) -> None:
-    rng, store = random.Random(seed), PromptScores(most_bytes)
+    rng, store = random.Random(seed), KeptScores(all_rows, most_bytes)
     kept: list[tuple[Hashable, int, list[int]]] = []  # everything, as if the memory had no bound
     for _ in range(200):
         tokens = [rng.choice([0, 1, 255, 256, 70_000]) for _ in range(rng.randint(2, 7))]
         top, namespace = rng.choice([0, 1, 3]), rng.choice([None, "ann"])
         if rng.random() < 0.6:
             rows = rng.randint(1, len(tokens) - 1)
-            store.keep(scored(tokens, top), namespace, rows)
+            store.keep(scored(tokens, top, rows), namespace)
             kept.append((namespace, top, tokens[: rows + 1]))
             assert found_rows(store, tokens, top, namespace) >= rows, "the newest is never dropped"
         else:
@@ -87,14 +91,14 @@ def test_the_store_finds_the_longest_common_prefix(seed: int, most_bytes: int) -
 
 def test_the_least_recently_used_prompt_is_dropped_first() -> None:
     size = scored([1, 2, 3], 0).nbytes
-    store = PromptScores(3 * size)
+    store = KeptScores(all_rows, 3 * size)
     for first in (1, 2, 3):
-        store.keep(scored([first, 2, 3], 0), None, 2)
+        store.keep(scored([first, 2, 3], 0), None)
     assert found_rows(store, [1, 2], 0, None) == 1
-    store.keep(scored([2, 2, 3], 0), None, 1)  # the beginning of a kept prompt counts as its use
-    store.keep(scored([4, 2, 3], 0), None, 2)
+    store.keep(scored([2, 2, 3], 0, 1), None)  # the beginning of a kept prompt counts as its use
+    store.keep(scored([4, 2, 3], 0), None)
     assert [found_rows(store, [first, 2, 3], 0, None) for first in (1, 2, 3, 4)] == [2, 2, 0, 2]
-    store.keep(scored([4, 2, 3, *range(200)], 0), None, 199)
+    store.keep(scored([4, 2, 3, *range(200)], 0, 199), None)
     assert len(store) == 3, "a prompt that exceeds the bound alone is not kept"
     assert found_rows(store, [4, 2, 3], 0, None) == 2, "and its beginning stays"
     store.check()
@@ -176,10 +180,10 @@ def test_new_weights_drop_the_scores_that_waiting_requests_took() -> None:
     world.step()
     waiting = world.submit(PROMPT, SCORED)
     world.step()
-    assert waiting.scoring is not None and waiting.scoring.missing == 30 and not waiting.streams
+    assert waiting.scores.missing == 30 and not waiting.streams
     world.core.forget(WeightsChanged("new weights"))
     world.requests.remove(running)
-    assert waiting.scoring.missing == 1
+    assert waiting.scores.missing == 1
     world.finish()
     world.check()
     assert world.core.counters.scored_tokens == 2 * 29
@@ -192,7 +196,7 @@ def test_wrong_kv_drops_all_scores_and_fails_requests_with_scores_of_it() -> Non
     begun, other = world.submit(PROMPT, GREEDY.but(prompt_logprobs=2)), world.submit(PROMPT[1:], SCORED)
     world.step()
     world.core.scheduler.preempt(begun)  # it holds no blocks now, but its scores are those of the wrong KV
-    assert begun.scoring is not None and 1 < begun.scoring.missing < 30
+    assert 1 < begun.scores.missing < 30
     drop_wrong(world.core, tokens, None, 5)
     with pytest.raises(RequestFailed, match="is wrong"):
         begun.channel.wait(0)
@@ -208,17 +212,17 @@ def test_wrong_kv_drops_all_scores_and_fails_requests_with_scores_of_it() -> Non
 def test_requests_wait_for_the_scores_that_a_leader_will_keep_and_no_others() -> None:
     prompt = np.array(PROMPT, np.int32)
     cache, exact = PrefixCache(20, 4), replace(CONFIG, deterministic=True)
-    plain, aligned = reuse_policy(cache, CONFIG), reuse_policy(cache, exact)
-    dependent = reuse_policy(cache, exact, row_dependent=True)
-    all_rows, more, tail = (Scoring(prompt, first, top, most_rows=9) for first, top in [(1, 1), (1, 2), (20, 2)])
-    assert plain.scored_hit(all_rows, more, 25) == 24, "the row of the last common token scores another token"
-    assert plain.scored_hit(all_rows, None, 25) == plain.scored_hit(more, all_rows, 25) == 0
-    assert plain.scored_hit(all_rows, tail, 25) == 0, "the leader keeps no scores"
-    assert plain.scored_hit(tail, all_rows, 25) == plain.scored_hit(tail, None, 25) == 19
-    assert plain.scored_hit(tail, more, 10) == 10
-    assert aligned.scored_hit(all_rows, more, 25) == 16
-    assert aligned.scored_hit(Scoring(prompt, 5, 1, most_rows=9), more, 25) == 4, "the rows of its first chunk differ"
-    assert dependent.scored_hit(all_rows, more, 25) == 0
+    plain, aligned = reuse_policy(cache, CONFIG).kept_scores, reuse_policy(cache, exact).kept_scores
+    dependent = reuse_policy(cache, exact, row_dependent=True).kept_scores
+    all_scores, more, tail = (PromptScores(prompt, first, top, most_rows=9) for first, top in [(1, 1), (1, 2), (20, 2)])
+    assert plain.reach(all_scores, more, 25) == 24, "the row of the last common token scores another token"
+    assert plain.reach(all_scores, NO_SCORES, 25) == plain.reach(more, all_scores, 25) == 0
+    assert plain.reach(all_scores, tail, 25) == 0, "the leader keeps no scores"
+    assert plain.reach(tail, all_scores, 25) == plain.reach(tail, NO_SCORES, 25) == 19
+    assert plain.reach(tail, more, 10) == 10
+    assert aligned.reach(all_scores, more, 25) == 16
+    assert aligned.reach(PromptScores(prompt, 5, 1, most_rows=9), more, 25) == 4, "the rows of its first chunk differ"
+    assert dependent.reach(all_scores, more, 25) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ import pytest
 
 from radixkv import SamplingParams
 from radixkv.config import EngineConfig
-from radixkv.engine.quota_admission import Group, are_covered
+from radixkv.engine.shares import Group, are_covered
 from radixkv.errors import InvalidInput, PromptTooLong
 from radixkv.models.loaded import SequenceInput
 from tests.engine.fakes import check, make_engine
@@ -100,7 +100,7 @@ def test_pins_within_a_share_take_no_blocks_from_others() -> None:
         check(engine)
 
 
-def test_a_request_that_needs_free_blocks_of_a_share_beside_pins_is_refused_before_it_begins() -> None:
+def test_a_request_that_needs_free_blocks_of_a_share_with_pins_is_refused_before_it_begins() -> None:
     engine, _ = make_engine(40, 4, namespace_limits={"ann": 0.5, "ben": 0.25})
     with engine:
         engine.warm(text(1, 20), pin=True, namespace="eve")
@@ -208,7 +208,7 @@ class TestPromises:
                 refused += self.can_fail(groups, free)
         assert covered > 500 and refused > 500
 
-    def test_a_request_with_all_its_blocks_promised_waits_for_room_beside_growing_shares(self):
+    def test_a_request_with_all_its_blocks_promised_waits_for_room_with_growing_shares(self):
         ann, ben = Group(used=0, evictable=0, guaranteed=0, promised=4), Group(used=1, evictable=0, guaranteed=4)
         assert are_covered([ann, ben], common=4)
         ann.has_guaranteed = ben.running = True

@@ -22,7 +22,7 @@ from radixkv import AsyncEngine, Engine, SamplingParams
 from radixkv.errors import InvalidInput, RequestFailed, UnsupportedModel, WeightsChanged
 from radixkv.models import packed
 from radixkv.models.quantized.kernels import kernels
-from radixkv.models.weight_watch import WeightWatch
+from radixkv.models.weights.watch import WeightWatch
 from tests.engine.fakes import check, make_engine
 from tests.models import gguf_files
 from tests.models.conftest import FAMILIES, make
@@ -354,17 +354,17 @@ def test_weights_without_a_version_are_watched_by_their_numbers() -> None:
 
 
 def test_a_change_during_the_reload_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from radixkv.models import weight_reload
+    from radixkv.models.weights import reload
 
     model = model_for("packed")
     with Engine.load(model, **OPTIONS) as engine:
-        tested = weight_reload.self_test
+        tested = reload.self_test
 
         def updated_meanwhile(loaded: Any) -> float:
             optimizer_step(model)
             return tested(loaded)
 
-        monkeypatch.setattr(weight_reload, "self_test", updated_meanwhile)
+        monkeypatch.setattr(reload, "self_test", updated_meanwhile)
         with pytest.raises(WeightsChanged, match="meanwhile"):
             engine.reload_weights()
         monkeypatch.undo()
@@ -373,16 +373,17 @@ def test_a_change_during_the_reload_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_weights_that_a_failed_reload_has_moved_are_recorded_again_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded steps still read the memory of before."""
-    from radixkv.models import adapter, weight_reload
+    from radixkv.models import adapter
+    from radixkv.models.weights import reload
 
     recorded: list[None] = []
     loaded = adapter.load(make(FAMILIES["llama"]()))
-    weights = weight_reload.ModelWeights(loaded, None, lambda: recorded.append(None))
+    weights = reload.ModelWeights(loaded, None, lambda: recorded.append(None))
     model: Any = loaded.model
     norm = model.model.norm
     norm.weight = nn.Parameter(norm.weight.detach() * 2, requires_grad=False)
     with monkeypatch.context() as patch:
-        patch.setattr(weight_reload, "self_test", failing)
+        patch.setattr(reload, "self_test", failing)
         with pytest.raises(UnsupportedModel):
             weights.reload()
     for _ in range(2):

@@ -18,6 +18,7 @@ from radixkv.cache import Sequence as CacheSequence
 from radixkv.config import EngineConfig
 from radixkv.engine import wait_queue
 from radixkv.engine.core import Core
+from radixkv.engine.input_processor import replies_of
 from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestFailed, RequestTimedOut
 from tests.engine.fakes import FakeRunner, greedy_reply, sized
@@ -46,8 +47,9 @@ class World:
         self.core = Core(self.cache, self.runner, replace(self.config, prefix_cache=self.reuse))
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
-        ids = np.array(prompt, np.int32)
-        request = Request(ids, params, params.max_tokens, frozenset(params.stop_token_ids), params.seed or 0, **more)
+        ids, stop_ids = np.array(prompt, np.int32), frozenset(params.stop_token_ids)
+        replies = replies_of(params, params.max_tokens, stop_ids)
+        request = Request(ids, params, params.max_tokens, stop_ids, params.seed or 0, replies=replies, **more)
         self.core.admission.check_fits(request)
         self.core.add(request)
         return request
@@ -120,7 +122,7 @@ def test_what_can_never_fit_is_refused_at_once_with_the_numbers() -> None:
     assert not world.core.busy
 
 
-def test_nobody_comes_in_who_could_not_compute_the_prompt() -> None:
+def test_a_prompt_that_could_not_be_computed_is_not_admitted() -> None:
     world = World(20, 4, EngineConfig(prefill_chunk=4))
     first = world.submit(tokens(40, 1))  # promised 10 blocks and one of headroom
     second = world.submit(tokens(40, 2))
@@ -174,11 +176,11 @@ def test_those_that_wait_for_a_neighbour_let_others_pass() -> None:
     world.step()
     assert world.core.scheduler.running == [leader, other]
     world.finish()
-    assert follower.streams[0].cached_tokens == 100
+    assert follower.streams[0].counts.cached_tokens == 100
     assert all(map(is_right, (leader, follower, other)))
 
 
-def test_nobody_waits_for_a_leader_that_is_gone() -> None:
+def test_a_leader_that_is_gone_delays_no_request() -> None:
     world = World(256, 4, EngineConfig(prefill_chunk=8))
     shared = tokens(100)
     leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
@@ -188,7 +190,7 @@ def test_nobody_waits_for_a_leader_that_is_gone() -> None:
     world.core.cancel(leader)
     world.step()
     assert world.core.scheduler.running == [follower]
-    assert follower.streams[0].cached_tokens == 16
+    assert follower.streams[0].counts.cached_tokens == 16
     world.finish()
     assert is_right(follower)
 
@@ -198,19 +200,19 @@ def test_the_wait_for_a_neighbour_is_bounded() -> None:
     shared = tokens(100)
     leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
     world.step()
-    assert follower.prefix_wait is not None and follower.prefix_wait.leader is leader
+    assert follower.scheduling.prefix_wait is not None and follower.scheduling.prefix_wait.leader is leader
     queue, waited = world.core.scheduler.waiting, 0
     while follower not in queue.in_order():  # the leader makes no progress
         queue.begin_step()
         waited += 1
     assert 92 // 8 < waited <= 2 * -(-100 // 8) + 8 + 1
     world.step()
-    assert follower in world.core.scheduler.running and follower.streams[0].cached_tokens == 8
+    assert follower in world.core.scheduler.running and follower.streams[0].counts.cached_tokens == 8
     world.finish()
     assert is_right(leader) and is_right(follower)
 
 
-def test_who_can_hit_nothing_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_can_hit_nothing_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a prefix cache equal prompts run at the same time, as different ones do, and are not even compared."""
     monkeypatch.delattr(wait_queue, "common_prefix")
     steps = []
@@ -223,15 +225,15 @@ def test_who_can_hit_nothing_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> N
     assert steps[0] == steps[1]
 
 
-def test_nobody_waits_for_a_leader_that_publishes_late() -> None:
+def test_a_leader_that_publishes_late_delays_no_request() -> None:
     world = World(32, 4, EngineConfig(prefill_chunk=8))
     shared = tokens(100)
     leader = world.submit([*shared, 1], GREEDY.but(max_tokens=28))  # the whole pool: no headroom
     world.step()
-    assert leader.publish_late
+    assert leader.scheduling.publish_late
     follower = world.submit([*shared, 2])
     world.step()
-    assert follower.prefix_wait is None
+    assert follower.scheduling.prefix_wait is None
     world.finish()
     assert is_right(leader) and is_right(follower)
 
@@ -346,10 +348,10 @@ def test_answers_are_unchanged_by_preemption_in_pools_too_small(victim: str, reu
         ]
         world.finish()
         assert all(map(is_right, requests))
-        assert all(each.preemptions <= 1 for each in requests)
+        assert all(each.scheduling.preemptions <= 1 for each in requests)
         counters = world.core.counters
         preemptions += counters.preemptions
-        assert counters.preemptions == sum(each.preemptions for each in requests)
+        assert counters.preemptions == sum(each.scheduling.preemptions for each in requests)
         usages = [each.channel.wait(0).usage for each in requests]
         assert counters.recomputed_tokens == sum(usage.recomputed_tokens for usage in usages)
         assert counters.computed_tokens == sum(usage.computed_tokens for usage in usages)
@@ -361,10 +363,10 @@ def test_only_what_was_evicted_is_computed_again() -> None:
     world = World(24, 4)
     a = world.submit(tokens(30, 1), GREEDY.but(max_tokens=40))
     b = world.submit(tokens(20, 2), GREEDY.but(max_tokens=40))
-    while not b.preemptions and not a.preemptions:
+    while not b.scheduling.preemptions and not a.scheduling.preemptions:
         world.step()
-    victim, other = (b, a) if b.preemptions else (a, b)
-    reached, kept = victim.streams[0].reached, world.cache.match(victim.known).length
+    victim, other = (b, a) if b.scheduling.preemptions else (a, b)
+    reached, kept = victim.streams[0].counts.reached, world.cache.match(victim.known).length
     assert 8 < kept < reached  # its beginning is still cached
     world.core.cancel(other)
     world.finish()
@@ -381,7 +383,7 @@ def test_the_victim_has_the_lowest_priority_then_costs_least() -> None:
         ]
         while not world.core.counters.preemptions:
             world.step()
-        return next(i for i, each in enumerate(requests) if each.preemptions)
+        return next(i for i, each in enumerate(requests) if each.scheduling.preemptions)
 
     long, short, middle = tokens(24, 1), tokens(6, 2), tokens(12, 3)
     assert first_victim([long, short, middle], [0, 0, 0]) == 1
@@ -398,7 +400,9 @@ def test_shared_tokens_cost_nothing_to_bring_back() -> None:
     own = world.submit(tokens(14, 3), GREEDY.but(max_tokens=30))
     while not world.core.counters.preemptions:
         world.step()
-    assert (a.preemptions or b.preemptions) and not own.preemptions  # 29 tokens, 28 of them shared with another request
+    assert (
+        a.scheduling.preemptions or b.scheduling.preemptions
+    ) and not own.scheduling.preemptions  # 29 tokens, 28 of them shared with another request
     world.finish()
     assert all(map(is_right, (a, b, own)))
 
@@ -450,7 +454,7 @@ def test_timeouts_of_requests_that_have_ended_are_forgotten() -> None:
     world.finish()
 
 
-def test_who_cannot_fit_because_of_pins_is_refused_not_kept_waiting() -> None:
+def test_a_request_that_cannot_fit_because_of_pins_is_refused() -> None:
     world = World(16, 4)
     pinned, cached = tokens(32, 1), tokens(12, 3)
     world.submit(pinned, GREEDY.but(max_tokens=1))
@@ -514,14 +518,14 @@ def test_samples_come_back_from_a_preemption_as_they_were(reuse: bool) -> None:
         world.finish()
         assert [s.tokens for s in request.streams] == [s.tokens for s in expected.streams]
         assert all(map(is_right, others))
-        preempted += request.preemptions
+        preempted += request.scheduling.preemptions
     assert preempted > 3
 
 
 # ---- faults
 
 
-def test_only_who_raises_alone_fails() -> None:
+def test_only_a_request_that_raises_alone_fails() -> None:
     world = World(256, 4)
 
     def fault(chunks: Any) -> None:
@@ -551,7 +555,7 @@ def test_what_is_too_much_for_the_memory_at_once_is_computed_in_parts() -> None:
     assert all(map(is_right, requests))
 
 
-def test_what_cannot_be_published_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_publication_harms_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault in publishing at a cancel, a timeout or a preemption costs other requests a hit at most."""
     world = World(24, 4)
     requests = [world.submit(tokens(20, i), GREEDY.but(max_tokens=30)) for i in range(3)]
@@ -601,12 +605,12 @@ def test_an_expired_pin_does_not_make_a_request_publish_late() -> None:
     now = 6.0
     nearly_whole = world.submit(tokens(4, 1), GREEDY.but(max_tokens=33))  # 9 blocks and one of headroom
     world.step()
-    assert nearly_whole in world.core.scheduler.running and not nearly_whole.publish_late
+    assert nearly_whole in world.core.scheduler.running and not nearly_whole.scheduling.publish_late
     world.finish()
     assert is_right(nearly_whole)
 
 
-def test_who_had_begun_and_cannot_come_back_is_told_that_pins_have_changed() -> None:
+def test_a_preempted_request_that_no_longer_fits_fails_because_of_pins() -> None:
     """Alone it just fits with the longer pin; the shorter pin holds a block that is not part of a hit."""
     world = World(10)
     text = tokens(8)
@@ -619,7 +623,7 @@ def test_who_had_begun_and_cannot_come_back_is_told_that_pins_have_changed() -> 
     big.channel.paused = True
     other = world.submit(tokens(4, 5), GREEDY.but(max_tokens=2))
     world.step()
-    assert big.preemptions == 1
+    assert big.scheduling.preemptions == 1
     longer.release()
     world.cache.discard(text, None, 6)
     big.channel.disable_backpressure()

@@ -16,14 +16,11 @@ import torch
 
 from radixkv import AsyncEngine, Engine, SamplingParams, Score
 from radixkv.cache import PrefixCache
-from radixkv.cache.host import HostPrefixCache
-from radixkv.cache.recurrent import StatefulPrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.core import Core
-from radixkv.engine.host_tier import new_core
 from radixkv.engine.output import Completion
 from radixkv.engine.request import Request
-from radixkv.engine.scoring import Scoring
+from radixkv.engine.scores import PromptScores
 from radixkv.errors import InvalidInput, InvalidTokens, PromptTooLong, RequestFailed
 from radixkv.models.loaded import SequenceInput
 from tests.engine.fakes import (
@@ -80,7 +77,7 @@ def assert_score(score: Score, prompt: Sequence[int], continuation: Sequence[int
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_prompt_logprobs_are_those_of_the_model(chunk: int) -> None:
+def test_prompt_logprobs_match_the_model(chunk: int) -> None:
     engine, runner = make_engine(prefill_chunk=chunk)
     with engine:
         done = engine.generate([PROMPT], GREEDY.but(prompt_logprobs=3))[0]
@@ -176,7 +173,7 @@ def test_more_alternatives_than_the_vocabulary_are_all_of_it() -> None:
 # ---- score
 
 
-def test_scores_are_those_of_the_model_and_share_the_prompt() -> None:
+def test_scores_match_the_model_and_share_the_prompt() -> None:
     engine, runner = make_engine()
     best = int(table(PROMPT)[-1].argmax())
     then = int(table([*PROMPT, best])[-1].argmax())
@@ -337,20 +334,19 @@ class OverlappedRunner(FakeRunner):
 def core_of(kind: str, num_blocks: int, block_size: int, config: EngineConfig) -> Core:
     """Return a core without its thread."""
     if kind == "hybrid":
-        states = StatefulPrefixCache(num_blocks, block_size, rows=config.max_sequences, snapshots=6)
+        states = PrefixCache(num_blocks, block_size, state_rows=config.max_sequences, state_snapshots=6)
         runner = StatefulFakeRunner(num_blocks, block_size)
-        runner.queue = states.copies
-        return new_core(states, runner, config)
+        return Core(states, runner, config)
     options = {"deterministic": "deterministic" in kind, "prefix_cache": kind != "no reuse"}
     config = replace(config, block_size=block_size, **options)
     if "host" in kind:
         hosted = FakeRunner(num_blocks, block_size)
         add_host(hosted, 100)
-        return new_core(HostPrefixCache(num_blocks, block_size, host_blocks=100), hosted, config)
+        return Core(PrefixCache(num_blocks, block_size, host_blocks=100), hosted, config)
     cache = PrefixCache(num_blocks, block_size)
     if kind == "overlapped":
-        return new_core(cache, OverlappedRunner(num_blocks, block_size), config, overlap=True)
-    return new_core(cache, FakeRunner(num_blocks, block_size), config)
+        return Core(cache, OverlappedRunner(num_blocks, block_size), config, depth=1)
+    return Core(cache, FakeRunner(num_blocks, block_size), config)
 
 
 class World:
@@ -365,15 +361,15 @@ class World:
         ids = np.array(prompt, np.int32)
         request = Request(ids, params, params.max_tokens, frozenset(), 0)
         if params.prompt_logprobs is not None:
-            request.scoring = Scoring(ids, 1, params.prompt_logprobs, most_rows=most_rows)
+            request.scores = PromptScores(ids, 1, params.prompt_logprobs, most_rows=most_rows)
         return self._add(request)
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int], most_rows: int = 1000) -> Request:
         """Queue the request of one score."""
         ids = np.array([*prompt, *continuation[:-1]], np.int32)
         targets = (continuation[-1], 0)
-        scoring = Scoring(ids, len(prompt), 1, most_rows=most_rows, last_targets=targets)
-        return self._add(Request(ids, GREEDY, 0, frozenset(), 0, scoring=scoring))
+        scores = PromptScores(ids, len(prompt), 1, most_rows=most_rows, last_targets=targets)
+        return self._add(Request(ids, GREEDY, 0, frozenset(), 0, scores=scores))
 
     def _add(self, request: Request) -> Request:
         self.core.admission.check_fits(request)
@@ -399,17 +395,17 @@ class World:
             done, prompt = request.channel.wait(0), request.prompt.tolist()
             if request.params.prompt_logprobs is not None:
                 assert_scored(done, prompt, request.params.prompt_logprobs)
-            elif request.scoring is not None:
-                assert_last(request.scoring)
+            elif isinstance(request.scores, PromptScores):
+                assert_last(request.scores)
 
 
-def assert_last(scoring: Scoring) -> None:
+def assert_last(scores: PromptScores) -> None:
     """Compare the scores of a request of `score` with the model's own."""
-    own = table(scoring.prompt.tolist())
-    rows = np.arange(scoring.first - 1, len(scoring.prompt) - 1)
-    assert scoring.missing == len(scoring.prompt) and scoring.last is not None
-    np.testing.assert_allclose(scoring.chosen, own[rows, scoring.prompt[scoring.first :]], atol=CLOSE)
-    np.testing.assert_allclose(scoring.last.chosen, own[-1, list(scoring.last_targets)], atol=CLOSE)
+    own = table(scores.prompt.tolist())
+    rows = np.arange(scores.first - 1, len(scores.prompt) - 1)
+    assert scores.missing == len(scores.prompt) and scores.last is not None
+    np.testing.assert_allclose(scores.chosen, own[rows, scores.prompt[scores.first :]], atol=CLOSE)
+    np.testing.assert_allclose(scores.last.chosen, own[-1, list(scores.last_targets)], atol=CLOSE)
 
 
 KINDS = ("plain", "overlapped", "host", "deterministic host", "hybrid", "deterministic", "no reuse")
@@ -517,7 +513,7 @@ def test_a_row_that_is_not_finite_fails_its_own_request_only(row: int, overlap: 
             return logits * np.nan if chunk.start + end == row + 1 and chunk.tokens[0] == 45 else logits
 
     config = EngineConfig(max_sequences=4, max_batch_tokens=100, prefill_chunk=64)
-    world = World(new_core(PrefixCache(100, 4), Broken(100, 4), config, overlap=overlap))
+    world = World(Core(PrefixCache(100, 4), Broken(100, 4), config, depth=int(overlap)))
     broken = world.submit([45, *PROMPT[1:]], GREEDY.but(prompt_logprobs=0))
     world.submit([44, *PROMPT[1:]], GREEDY.but(prompt_logprobs=0))
     world.requests.remove(broken)

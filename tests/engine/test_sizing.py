@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixkv import memory
 from radixkv.cache import PrefixCache
 from radixkv.engine import RequestEngine
 from radixkv.errors import InvalidInput
+from radixkv.sizing import memory
 
 
 def test_blocks_are_what_fits():
@@ -22,11 +22,11 @@ def test_auto_is_a_quarter_of_what_is_free_and_at_most_four_gib(monkeypatch):
 
 
 def test_host_memory_holds_whole_blocks_and_at_least_two():
-    assert memory.host_blocks("1MB", 300_000) == 3
-    assert memory.host_blocks(600_000, 300_000) == 2
-    assert [memory.host_blocks(off, 300_000) for off in (None, 0, "0", "0GiB")] == [0] * 4
+    assert memory.host_size("1MB", 300_000).blocks == 3
+    assert memory.host_size(600_000, 300_000).blocks == 2
+    assert [memory.host_size(off, 300_000).blocks for off in (None, 0, "0", "0GiB")] == [0] * 4
     with pytest.raises(InvalidInput, match="one block of this model takes 300000 bytes; give at least 600000 bytes"):
-        memory.host_blocks(599_999, 300_000)
+        memory.host_size(599_999, 300_000)
 
 
 def test_host_memory_comes_in_addition_to_the_pool(monkeypatch):

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from radixkv import memory
 from radixkv.device import Device, Peak, device_of, registered
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter
@@ -21,6 +20,7 @@ from radixkv.models.step_memory import step_memory
 from radixkv.sampling import row_scores
 from radixkv.sampling.params import SampleRow
 from radixkv.sampling.sampler import HostPending, HostSampler
+from radixkv.sizing import memory
 
 STEP = {"block_size": 16, "max_batch_tokens": 300, "max_sequences": 5, "prefill_chunk": 100}
 FREE, TOTAL, PEAK = 700_000, 1_000_000, 1000

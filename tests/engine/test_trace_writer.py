@@ -145,11 +145,11 @@ def test_a_trace_has_the_ends_of_requests_and_no_request_that_was_never_admitted
     world.core.cancel(cancelled)
     world.finish()
     recording.close()
-    assert stopped.number == 1
+    assert stopped.scheduling.number == 1
     recorded = sorted((r.input_length, r.output_length, r.stop, r.session) for r in read(tmp_path / "t"))
     expected = [(5, 1, "stop", None), (6, 6, "length", None), (7, 2, "cancelled", "4"), (8, 0, "length", "12")]
     assert recorded == expected
-    assert many.width == 2
+    assert many.replies.width == 2
     assert only.channel.ended
 
 

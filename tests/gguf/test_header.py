@@ -75,7 +75,7 @@ def test_metadata_and_tensors_equal_the_packages(tmp_path: Path) -> None:
     assert header.value("llama.block_count", int) == 2
 
 
-def test_the_types_are_those_of_the_package() -> None:
+def test_the_types_match_the_package() -> None:
     sizes = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
     ours = {number: tuple(kind) for number, kind in GGML_TYPES.items()}
     assert {number: ours[number] for number in sizes.keys() & ours} == {

@@ -7,16 +7,14 @@ few texts, so that the ids of a text can be compared with those of the tokenizer
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from radixkv.gguf.header import GGUFHeader, read_header
-from tests.gguf import raw_file
-from tests.gguf.raw_file import ARRAY, BOOL, F32, I32, STRING, U32, file_of, key
+from radixkv.gguf.header import GGUFHeader
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -166,16 +164,3 @@ def header_of(metadata: Mapping[str, Any], architecture: str = "llama") -> GGUFH
     """A header with this metadata that came from no file."""
     rest = {"general.architecture": architecture, f"{architecture}.context_length": 2048}
     return GGUFHeader(Path("model.gguf"), {**rest, **metadata}, {})
-
-
-def read_back(path: Path, metadata: Mapping[str, Any]) -> GGUFHeader:
-    """Write a GGUF file with this metadata, and read its header."""
-    kinds: dict[type, Callable[[Any], tuple[int, Any]]] = {
-        bool: lambda each: (BOOL, each),
-        int: lambda each: (U32, each),
-        str: lambda each: (STRING, each),
-        list: lambda each: (ARRAY, ({str: STRING, int: I32, float: F32}[type(each[0])], each)),
-    }
-    keys = [key(name, *kinds[type(value)](value)) for name, value in metadata.items()]
-    path.write_bytes(file_of([raw_file.ARCHITECTURE, *keys]))
-    return read_header(path)

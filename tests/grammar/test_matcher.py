@@ -172,14 +172,6 @@ def test_forced_tokens_are_counted_as_output_and_save_steps(engine: Engine) -> N
     assert done.usage.cached_tokens + done.usage.computed_tokens <= 2 + len(done.token_ids) - 1
 
 
-def test_with_log_probabilities_each_token_is_sampled(engine: Engine) -> None:
-    done = engine.generate([[5, 6]], PARAMS.but(logprobs=3))[0]
-    assert engine.stats().forced_tokens == 0
-    assert done.logprobs is not None and len(done.logprobs) == len(done.token_ids)
-    assert all(each.chosen <= 0 and len(each.top) == 3 for each in done.logprobs)
-    assert whole(done)
-
-
 def test_the_next_prompt_hits_forced_tokens_like_any_text(engine: Engine) -> None:
     done = engine.generate([[5, 6]], PARAMS)[0]
     computed = done.usage.cached_tokens + done.usage.computed_tokens
@@ -203,20 +195,6 @@ def test_a_stop_token_of_the_request_ends_only_a_complete_reply(engine: Engine) 
         digits = tokenizer().decode([token for token in each.token_ids if token not in (comma, STOP)])
         assert digits.isdecimal() and (len(digits) >= 3 or not whole(each))
     assert {each.token_ids[-1] for each in (done, *done.alternatives) if whole(each)} == {comma}
-
-
-def test_a_stop_token_of_the_request_is_not_forced(engine: Engine) -> None:
-    text = "the one and only answer"
-    inside = tokenizer().encode(text, add_special_tokens=False)[3]
-    with pytest.raises(RequestFailed, match="leave nothing to draw"):  # and never a part of the text as complete
-        engine.generate([[5, 6]], SamplingParams(choice=[text], stop_token_ids=[inside]))
-
-
-def test_min_tokens_delays_the_end_of_a_complete_reply(engine: Engine) -> None:
-    params = SamplingParams(regex="[0-9]+", min_tokens=12, n=8, max_tokens=60, seed=2)
-    done = engine.generate([[5, 6]], params)[0]
-    assert all(len(each.token_ids) > 12 for each in (done, *done.alternatives) if whole(each))
-    assert whole(engine.generate([[5, 6]], SamplingParams(choice=["no"], min_tokens=50))[0])
 
 
 def test_a_stop_string_ends_a_reply_inside_forced_tokens(engine: Engine) -> None:

@@ -1,6 +1,6 @@
 """Constraints that cannot be compiled, or are too expensive, are refused before the engine has the request.
 
-`benchmarks/constrained.py` measures how long a refusal takes.
+docs/results/constrained.md has the time that a refusal takes.
 """
 
 from __future__ import annotations

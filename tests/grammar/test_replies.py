@@ -144,28 +144,10 @@ def test_a_grammar_may_be_in_gbnf(engine: Engine) -> None:
     assert all(re.fullmatch("(SELECT|DELETE) [a-c]{2,3}", each.text) for each in streams(done))
 
 
-def test_a_grammar_embeds_checked_schemas(engine: Engine) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "binary", "maxLength": 3}}} | {
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    grammar = f'start: "<call>" %json {json.dumps(schema)} "</call>"'
-    text = engine.generate([[5, 6]], SamplingParams(grammar=grammar, seed=2))[0].text
-    assert re.fullmatch(r'<call>\{"a": ".*"\}</call>', text, re.DOTALL)
-
-
 def test_true_and_an_empty_schema_allow_any_value(engine: Engine) -> None:
     for schema in (True, {}, "true", "{}"):
         done = engine.generate([[5, 6]], SamplingParams(json_schema=schema, n=8, seed=3, max_tokens=100))[0]
         assert [json.loads(each.text) for each in streams(done) if each.finish_reason == "stop"]
-
-
-def test_a_schema_may_set_its_separators(engine: Engine) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}, "b": {"const": 1}}}
-    schema |= {"required": ["a", "b"], "additionalProperties": False}
-    compact = {**schema, "x-guidance": {"item_separator": ",", "key_separator": ":"}}
-    for given, form in ((schema, r'\{"a": \d, "b": 1\}'), (compact, r'\{"a":\d,"b":1\}')):
-        assert re.fullmatch(form, engine.generate([[5, 6]], SamplingParams(json_schema=given))[0].text)
 
 
 def test_a_seed_repeats_a_reply_in_any_batch(engine: Engine) -> None:

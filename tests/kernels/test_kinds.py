@@ -48,7 +48,7 @@ def test_tiles_of_128_rows_for_large_heads_need_products_that_read_shared_memory
     }
 
 
-def test_an_unknown_amount_of_shared_memory_is_that_of_the_generation() -> None:
+def test_an_unknown_amount_of_shared_memory_follows_the_generation() -> None:
     for gpu in ("sm_80", "sm_90", "sm_100", "sm_120"):
         assert kinds(128, 128, torch.float16, generation=GPUS[gpu][0]) == of(gpu, (128, 128), torch.float16)
 

@@ -51,7 +51,7 @@ def test_sinks_take_weight_and_give_nothing() -> None:
     assert output.item() == pytest.approx(1 / 4)
 
 
-def test_what_lies_behind_a_sequences_end_does_not_matter() -> None:
+def test_what_lies_after_a_sequences_end_does_not_matter() -> None:
     key, value = pools(2, 4)
     query = torch.randn(2, 1, 4, dtype=torch.float64)
     before = reference.attend(query, key, value, [[1, 0]], [6], [1], scale=1.0)

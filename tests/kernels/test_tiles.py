@@ -132,11 +132,6 @@ def test_a_chunk_and_its_prefix_are_one_tile_that_masks_its_diagonal_only() -> N
     assert tile[:9] == [0, 0, 0, 104, 0, 8, 0, 6, -1]
 
 
-def test_a_context_of_whole_runs_needs_no_mask() -> None:
-    (tile,) = records(tiling.build(single(128), (Shape(16, 16),), 1), 0)
-    assert tile[6:8] == [0, 8]
-
-
 def test_a_window_is_masked_at_both_ends_and_clear_between() -> None:
     (tile,) = records(tiling.build(single(200, 4, 100), (Shape(16, 16),), 1), 0)
     _, position, first, stop, _, rows, clear_from, clear_to, _ = tile[:9]
@@ -171,10 +166,6 @@ def test_keys_are_cut_to_spread_a_step_and_merged_in_order() -> None:
     tiles = tiling.build(single(4096), (Shape(16, 64),), 4, spread=8)
     assert [tile[3] - tile[2] for tile in records(tiles, 0)] == [512] * 8
     assert (tiles.num_partials, tiles.num_merges) == (8, 1)
-
-
-def test_short_keys_are_not_cut_whatever_the_spread() -> None:
-    assert tiling.build(single(300), (Shape(16, 64),), 4, spread=1000).num_tiles(0) == 1
 
 
 def test_with_a_fixed_split_a_rows_tiles_do_not_depend_on_the_others() -> None:
@@ -403,21 +394,10 @@ def test_keys_are_never_cut_into_more_than_so_many_turns(monkeypatch: pytest.Mon
     assert [tiles.num_tiles(0)] == tiling.added_tiles(1.9, 1) == [7]
 
 
-def test_a_fixed_split_is_what_parts_have_about() -> None:
-    for length, parts in ((383, 1), (384, 2), (639, 2), (640, 3)):
-        assert tiling.build(single(length), (Shape(16, 16),), 1, split=256).num_tiles(0) == parts
-
-
-def test_behind_the_edge_of_a_window_keys_are_cut_between_blocks() -> None:
+def test_after_the_edge_of_a_window_keys_are_cut_between_blocks() -> None:
     """A tile that starts inside a block needs a mask."""
     tiles = tiling.build(single(4099, window=2000), (Shape(16, 16),), 1, spread=4)
     assert sorted(tile[2] for tile in records(tiles, 0)) == [0, 0, 0, 3]
-
-
-def test_the_same_step_is_cut_the_same_way() -> None:
-    one, two = (tiling.build(sharing(20, 640, 100), SHIPPED, 4, spread=AT_ONCE) for _ in range(2))
-    for a, b in zip(vars(one).values(), vars(two).values(), strict=True):
-        assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)) if isinstance(a, tuple) else np.all(a == b)
 
 
 def test_what_does_not_fit_is_noticed_whatever_it_is() -> None:
@@ -438,7 +418,7 @@ def test_each_kind_of_tile_has_to_fit() -> None:
     )
 
 
-def test_behind_the_last_block_id_there_are_some_that_may_be_loaded() -> None:
+def test_after_the_last_block_id_there_are_some_that_may_be_loaded() -> None:
     """Block ids are loaded one iteration ahead, beyond the last key."""
     work = single(4096)
     tiles = tiling.build(work, SHIPPED, 4)

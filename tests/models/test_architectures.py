@@ -133,11 +133,6 @@ def shapes(loaded: LoadedModel) -> list[tuple[int, int, int]]:
     return [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in loaded.layers]
 
 
-def test_layers_may_differ(build: Callable[..., Any]) -> None:
-    assert shapes(adapter.load(build(deepseek_v3()))) == [(4, 16, 12)] * 2
-    assert shapes(adapter.load(build(gemma4()))) == [(2, 8, 8), (2, 16, 16)]
-
-
 def test_shared_kv_is_stored_once(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = adapter.load(build(gemma3n()))
     assert [layer.source for layer in loaded.layers] == [None, None, 0, 1]
@@ -164,14 +159,6 @@ def test_layers_that_compute_their_own_kv_share_nothing(build: Callable[..., Any
     assert loaded.stored_layers == loaded.layers
 
 
-@pytest.mark.usefixtures("exact_softmax", "forced")
-def test_the_fallback_stores_shared_kv_once(build: Callable[..., Any]) -> None:
-    loaded = adapter.load(build(gemma3n(), torch.float64))
-    assert (loaded.attention, len(Runner(loaded, 2).store.keys)) == ("fallback", 2)
-    assert [layer.window for layer in loaded.layers] == [20, None]
-    compare(loaded, TOLERANCE["gemma3n"])
-
-
 def test_small_weights_read_shared_kv_by_compiled_functions(build: Callable[..., Any]) -> None:
     loaded = adapter.load(build(gemma3n()), weights="int8")
     assert [layer.source for layer in loaded.layers] == [None, None, 0, 1]
@@ -192,17 +179,7 @@ def test_sharing_that_one_token_shows_and_a_prompt_does_not_is_refused(build: Ca
         adapter.load(model, attention="torch")
 
 
-def test_chunks_are_found_in_the_configuration(build: Callable[..., Any]) -> None:
-    assert [layer.chunk for layer in adapter.load(build(llama4())).layers] == [32, None, 32, 32]
-    whole = adapter.load(build(llama4(attention_chunk_size=256)))
-    assert {layer.chunk for layer in whole.layers} == {None}  # no sequence is longer
-
-
 def test_blocks_must_fit_into_chunks(build: Callable[..., Any]) -> None:
     loaded = adapter.load(build(llama4()))
     with pytest.raises(InvalidInput, match="chunks of 32 tokens, which block_size=24 must divide"):
         Runner(loaded, 8, 24)
-
-
-def test_first_positions_take_room(build: Callable[..., Any]) -> None:
-    assert adapter.load(build(roberta())).max_length == 255

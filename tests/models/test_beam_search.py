@@ -94,7 +94,7 @@ def searched(model: Any, ids: list[int], case: Case, count: int, **settings: Any
 
 
 @pytest.mark.parametrize("name", mostly_long(sorted(CASES), "minimum length", "never", "repetition penalty", "wide"))
-def test_beams_are_those_of_transformers(build: Callable[..., Any], name: str) -> None:
+def test_beams_match_transformers(build: Callable[..., Any], name: str) -> None:
     case, ids = CASES[name], prompt(len(name))
     check_equal(searched(build("llama"), ids, case, 12), their_beams(build("llama"), ids, case, 12))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -97,29 +97,6 @@ def test_a_hit_on_the_grid_changes_no_bit(loaded: LoadedModel, grid: int) -> Non
         assert same(again.kv(), cold.kv())
 
 
-def test_a_chunk_that_is_alone_has_no_neighbours(loaded: LoadedModel) -> None:
-    rng = random.Random(1)
-    for length in (25, 24, 1):  # the rest of a prompt may be a single token, as a decode is
-        shared = random_tokens(rng, 24)
-        isolated = Reader(Runner(loaded, BLOCKS, SIZE, deterministic=True), shared + random_tokens(rng, length), [])
-        isolated.table = list(range(blocks_for(24 + length)))
-        isolated.prefill(0, 24, 24)
-        expected = isolated.runner.run([isolated.chunk(24, 24 + length)])[0]
-
-        runner = Runner(loaded, BLOCKS, SIZE, deterministic=True)
-        places = rng.sample(range(BLOCKS), 60)
-        me = replace(isolated, runner=runner, table=places[:20])
-        others = [
-            Reader(runner, shared + random_tokens(rng, 9), places[:6] + places[20 + 10 * i :][:10]) for i in range(3)
-        ]
-        me.prefill(0, 24, 24)
-        chunks = [others[0].chunk(24, 25), me.chunk(24, 24 + length, isolated=True), others[1].chunk(24, 33)]
-        chunks.append(others[2].chunk(24, 32, isolated=True))
-        logits = runner.run(chunks)
-        assert torch.equal(logits[1], expected)
-        assert same(me.kv(), isolated.kv())
-
-
 def test_shared_blocks_are_read_by_each_alone(build: Callable[..., Any]) -> None:
     runner = Runner(adapter.load(build("llama")), BLOCKS, SIZE, deterministic=True)
     rng = random.Random(5)
@@ -133,17 +110,6 @@ def test_shared_blocks_are_read_by_each_alone(build: Callable[..., Any]) -> None
     for reader in readers[1:]:
         reader.table[:24] = readers[0].table[:24]
     assert torch.equal(runner.run([reader.chunk(104, 105) for reader in readers]), copied)
-
-
-def test_each_row_of_logits_is_its_chunks(build: Callable[..., Any]) -> None:
-    loaded = adapter.load(build("llama", torch.float64))
-    rng = random.Random(2)
-    plain, split = Runner(loaded, BLOCKS, SIZE), Runner(loaded, BLOCKS, SIZE)
-    readers = [Reader(plain, random_tokens(rng, 3 + i), [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(5)]
-    together = plain.run([reader.chunk(0, len(reader.tokens)) for reader in readers])
-    for isolated in ([0], [4], [1, 3], [0, 1, 2, 3, 4]):
-        chunks = [reader.chunk(0, len(reader.tokens), isolated=i in isolated) for i, reader in enumerate(readers)]
-        torch.testing.assert_close(split.run(chunks), together, rtol=0, atol=1e-9)
 
 
 def test_copies_come_before_the_first_of_several_forwards(build: Callable[..., Any]) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,8 @@ from torch import nn
 from radixkv.models import adapter, attention_interface
 from radixkv.models.attention_interface import AttentionCall
 from radixkv.models.loaded import LoadedModel, SequenceInput
-from radixkv.models.packed import unpack
 from radixkv.models.quantized import build, kernels
-from radixkv.models.quantized.layers import QuantizedLinear, quantize
+from radixkv.models.quantized.layers import quantize
 from radixkv.models.quantized.modules import FusedAttention, FusedMLP, fuse_modules, restore_modules
 from radixkv.models.quantized.norms import fuse_norms
 from radixkv.models.rounding import relative_error
@@ -100,22 +97,6 @@ def test_threads_and_instruction_sets_change_no_bit(tmp_path: Path, monkeypatch:
         assert all(map(torch.equal, logits(adapter.load(path)), expected))
 
 
-def test_models_of_float32_and_of_callers_keep_their_modules(tmp_path: Path) -> None:
-    model = made(CONFIGS["llama"]())
-    loaded = adapter.load(model, weights="int8")
-    assert fused(loaded.model) and not fused(model)
-    assert not fused(adapter.load(model).model)
-    with torch.inference_mode():
-        assert loaded.model.model.layers[0].mlp(torch.randn(1, 3, 64)).shape == (1, 3, 64)
-
-
-def test_unpacked_models_have_their_own_forwards() -> None:
-    model = small(CONFIGS["llama"]())
-    assert fuse_modules(model, 256) == 4
-    unpack(model)
-    assert not fused(model) and not any(isinstance(module, QuantizedLinear) for module in model.modules())
-
-
 def test_a_copy_of_a_model_uses_its_own_parts() -> None:
     model = small(CONFIGS["qwen3"]())
     fuse_modules(model, 256)
@@ -125,35 +106,6 @@ def test_a_copy_of_a_model_uses_its_own_parts() -> None:
     ids = torch.from_numpy(TOKENS[:1, :20]).long()
     with torch.inference_mode(), attention_interface.handled_by(Values()):
         assert not torch.equal(model(ids, use_cache=False).logits, other(ids, use_cache=False).logits)
-
-
-def test_a_copy_of_a_model_uses_its_own_norms() -> None:
-    model, ids = small(CONFIGS["qwen3"]()), torch.from_numpy(TOKENS[:1, :20]).long()
-    fuse_modules(model, 256)
-    other = copy.deepcopy(model)
-    with torch.inference_mode(), attention_interface.handled_by(Uniform()):
-        before = model(ids, use_cache=False).logits
-        for layer in model.model.layers:
-            layer.self_attn.q_norm.weight *= 3
-            layer.self_attn.q_norm.refresh()
-        assert not torch.equal(model(ids, use_cache=False).logits, before)
-        assert torch.equal(other(ids, use_cache=False).logits, before)
-
-
-def test_replaced_sinks_are_used_at_once() -> None:
-    model, ids = small(CONFIGS["llama"]()), torch.from_numpy(TOKENS[:1, :20]).long()
-    for layer in model.model.layers:
-        module = layer.self_attn
-        module.sinks = nn.Parameter(torch.randn(4), requires_grad=False)
-        module.__class__ = changed(type(module), lambda own, **named: own(**named, s_aux=own.__self__.sinks))
-    assert fuse_modules(model, 256) == 4
-    for layer in model.model.layers:
-        layer.self_attn.sinks = nn.Parameter(torch.randn(4), requires_grad=False)
-    seen: list[Any] = []
-    with torch.inference_mode(), attention_interface.handled_by(Uniform(seen)):
-        model(ids, use_cache=False)
-    assert all(map(operator.is_, seen, [layer.self_attn.sinks for layer in model.model.layers]))
-    assert len(seen) == 2
 
 
 def test_replaced_weights_are_used_at_once() -> None:
@@ -177,17 +129,6 @@ class Values:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         return call.value[0].repeat_interleave(call.query.shape[1] // call.key.shape[1], 0).transpose(0, 1)
-
-
-class Uniform(Values):
-    """Attention that also depends on the query; collects the sinks of its calls."""
-
-    def __init__(self, sinks: list[Any] | None = None) -> None:
-        self.sinks = [] if sinks is None else sinks
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        self.sinks.append(call.sinks)
-        return super().attend(call) * call.query[0].transpose(0, 1).norm(dim=-1, keepdim=True)
 
 
 def test_another_attention_and_a_cache_run_the_own_forward() -> None:
@@ -244,12 +185,6 @@ def test_queries_that_grow_with_the_position_stay() -> None:
     assert fuse_modules(model, 256) == 2 and set(fused(model)) == {FusedMLP}
 
 
-def test_projections_that_are_cut_stay() -> None:
-    """The numbers of OLMo are below its limit in an ordinary forward."""
-    model = small(transformers.OlmoConfig(**SIZES, clip_qkv=1e3))
-    assert fuse_modules(model, 256) == 2 and set(fused(model)) == {FusedMLP}
-
-
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "gelu_pytorch_tanh"])
 def test_only_two_activations_are_fused(activation: str) -> None:
     model = small(transformers.LlamaConfig(**SIZES, hidden_act=activation))
@@ -276,7 +211,7 @@ def test_modules_with_hooks_or_other_parts_stay(obstacle: str) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e4])
-def test_activations_are_those_of_torch(activation: str, scale: float) -> None:
+def test_activations_match_torch(activation: str, scale: float) -> None:
     """An MLP whose products are close to the identity, so that its rows are activations."""
     model = small(transformers.LlamaConfig(**{**SIZES, "intermediate_size": 64}, hidden_act=activation))
     mlp = model.model.layers[0].mlp
@@ -290,20 +225,6 @@ def test_activations_are_those_of_torch(activation: str, scale: float) -> None:
     assert found[:, 5].isfinite().all()
     rows[3, 7] = torch.nan
     assert mlp(rows)[3].isnan().all() and torch.equal(mlp(rows)[:3], found[:3])
-
-
-def test_an_mlp_takes_no_rows_and_refuses_rows_of_another_width() -> None:
-    """In a thread of its own, which has no memory for activations yet."""
-    model = small(CONFIGS["llama, biases"]())
-    fuse_modules(model, 256)
-    mlp, attention = model.model.layers[1].mlp, model.model.layers[1].self_attn
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(mlp, torch.randn(1, 0, 64)).result().shape == (1, 0, 64)
-    for width in (32, 128):
-        with pytest.raises(RuntimeError, match=f"rows have {width} numbers, and the weights 64 inputs"):
-            mlp(torch.randn(1, 3, width))
-        with pytest.raises(RuntimeError, match="64 inputs"), attention_interface.handled_by(Values()):
-            attention(hidden_states=torch.randn(1, 3, width), position_embeddings=(torch.ones(1, 3, 16),) * 2)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 13, 384, 385, 900])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from radixkv.models import adapter
 from radixkv.models.quantized import kernels
-from radixkv.models.quantized.norms import FusedNorm, fuse_norms
-from tests.models.gguf_files import CONFIGS, made, write
+from radixkv.models.quantized.norms import fuse_norms
+from tests.models.gguf_files import CONFIGS, made
 
 pytestmark = pytest.mark.skipif(kernels.kernels() is None, reason="no compiler, or a CPU without AVX2")
 IDS = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(3))
@@ -68,15 +65,3 @@ def test_norms_that_compute_something_else_stay(other: str) -> None:
         norm.forward = lambda given: given  # type: ignore[method-assign]
     model: Any = nn.Sequential(norm, nn.LayerNorm(64))
     assert fuse_norms(model) == 0 and model[0] is norm
-
-
-def test_models_of_float32_keep_their_norms(tmp_path: Path, build: Callable[..., Any]) -> None:
-    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q8_0")
-    counts = [
-        sum(isinstance(module, FusedNorm) for module in adapter.load(path, weights=weights).model.modules())
-        for weights in ("auto", "float32")
-    ]
-    assert counts == [5, 0]
-    model = build("llama")
-    adapter.load(model, weights="int8")
-    assert not any(isinstance(module, FusedNorm) for module in model.modules())

@@ -76,16 +76,6 @@ def test_a_model_without_lists_of_layers_is_compiled_whole() -> None:
 
 
 @pytest.mark.long
-def test_while_others_run_a_model_it_is_as_it_was_written(build: Callable[..., Any]) -> None:
-    model = build("llama")
-    fused = fusion.Fused(model, "eager")
-    assert all(layer._compiled_call_impl is None for layer in model.model.layers)
-    with pytest.raises(RuntimeError, match="lives in a radixkv pool"):  # no handler
-        adapter.load(model) and fused(input_ids=torch.tensor([[3, 4]]), use_cache=False)
-    assert all(layer._compiled_call_impl is None for layer in model.model.layers)
-
-
-@pytest.mark.long
 def test_what_would_be_compiled_in_each_step_runs_as_it_is_with_one_warning(
     build: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,24 +113,6 @@ def test_what_does_not_compile_runs_as_it_is_with_one_warning(
         assert torch.equal(fused.run(step), plain.run(step))
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("the model runs uncompiled from now on: ")
-
-
-@pytest.mark.long
-def test_what_stops_compiling_later_runs_as_it_is_with_one_warning(
-    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    """In the middle of a step: the layers before have stored their KV, and are not called again."""
-
-    def refuse(*inputs: Any, **named: Any) -> Any:
-        raise torch._dynamo.exc.FailOnRecompileLimitHit("too many shapes\nand more")
-
-    loaded = adapter.load(build("llama"))
-    plain, fused = Runner(loaded, 12, 4), Runner(loaded, 12, 4)
-    fusion.fuse(fused, "eager")
-    fused.forward.model.layers[1].compiled = refuse
-    for step in STEPS:
-        torch.testing.assert_close(fused.run(step), plain.run(step), rtol=0, atol=1e-5)
-    assert caplog.messages == ["the model runs uncompiled from now on: FailOnRecompileLimitHit: too many shapes"]
 
 
 @pytest.mark.long

@@ -74,14 +74,6 @@ def test_a_window_that_only_attention_is_told(
     assert adapter.load(build(config)).attention == "fallback"
 
 
-def test_a_window_that_masks_have_may_be_too_long_to_be_tested(
-    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", 0)
-    loaded = adapter.load(build(transformers.MistralConfig(**GROUPED, sliding_window=53)))
-    assert (loaded.attention, {layer.window for layer in loaded.layers}) == ("torch", {53})
-
-
 @pytest.mark.usefixtures("forced")
 def test_a_foreign_window_is_tested_or_not_believed(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's own code may drop keys outside of its window, as transformers' cache for it does."""
@@ -95,9 +87,3 @@ def test_a_foreign_window_is_tested_or_not_believed(build: Callable[..., Any], m
     assert adapter.load(build(config)).attention == "fallback"
     with pytest.raises(UnsupportedModel, match="a window of 53 tokens, which is too long to be tested"):
         adapter.load(Foreign(config).eval())
-
-
-def test_a_window_that_nobody_heeds_is_none(build: Callable[..., Any]) -> None:
-    config = transformers.LlamaConfig(**GROUPED)
-    config.sliding_window = 53
-    assert adapter.load(build(config)).attention == "torch"

@@ -5,9 +5,7 @@ With `RADIXKV_LONG=1` 25.
 
 from __future__ import annotations
 
-import functools
 import importlib
-import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -148,17 +146,6 @@ def test_the_trial_finds_a_token_that_is_not_the_likeliest() -> None:
         trial._check_greedy(own, [5, 6, 7], [best % 96 + 1])
 
 
-def test_a_trial_without_a_hit_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial.Engine, "load", functools.partial(trial.Engine.load, prefix_cache=False))
-    found = verdict.judge("GemmaForCausalLM", ("gemma",))
-    assert (found.result, "had no cached tokens" in found.reason) == ("failed", True), found
-
-
-def test_a_model_is_the_same_each_time() -> None:
-    one, two = (recipes.build("GemmaForCausalLM", ("gemma",)).state_dict() for _ in range(2))
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
-
-
 def test_widening_to_float32_loses_nothing_while_exact(exact_is_over: Callable[[], bool]) -> None:
     third = torch.tensor([1.0, 2.0], dtype=torch.float64) / 3
     with exact.exact():
@@ -181,50 +168,6 @@ def exact_is_over() -> Callable[[], bool]:
 
 
 # ---- processes, names and the page
-
-
-class Process:
-    """Start a process, and return its verdict."""
-
-    def __init__(self, exitcode: int | None = None) -> None:
-        self.exitcode, self.killed = exitcode, False
-
-    def kill(self) -> None:
-        self.killed = True
-
-    def join(self, timeout: float | None = None) -> None:
-        assert self.killed or self.exitcode is not None, "this would wait for ever"
-
-
-def ended(process: Process, *, says: Any = None, silent: bool = False) -> Any:
-    answer, theirs = multiprocessing.Pipe(duplex=False)
-    if says is not None:
-        theirs.send(says)
-    elif not silent:
-        theirs.close()
-    running = jobs._Running("LlamaForCausalLM", ("llama",), process, answer, 0.0)
-    return jobs._ended(running, jobs.ProcessLimits(seconds=2.0))
-
-
-def test_a_process_is_ended_whatever_it_says() -> None:
-    said = verdict.Verdict("LlamaForCausalLM", ("llama",), "paged", error=0.0)
-    for process, options, expected in (
-        (Process(), {"says": said}, said),
-        (Process(), {"silent": True}, "took more than 2 s"),
-        (Process(exitcode=-9), {}, "its process ended with -9, and said nothing"),
-    ):
-        found = ended(process, **options)
-        assert found == expected if options.get("says") else (found.result, found.reason) == ("failed", expected)
-        assert process.killed
-
-
-def test_names_of_classes_and_types_and_variants() -> None:
-    chosen = dict(command._chosen(["gemma2", "LlamaForCausalLM", "FalconForCausalLM with ALiBi"]))
-    assert {"Gemma2ForCausalLM", "LlamaForCausalLM", "LlamaForCausalLM with YaRN"} <= set(chosen)
-    assert "FalconForCausalLM with ALiBi" in chosen and "FalconForCausalLM" not in chosen
-    assert len(command._chosen(None)) == len(CLASSES) + len(recipes.variants())
-    with pytest.raises(SystemExit, match=r"no nothing$"):
-        command._chosen(["gemma2", "nothing"])
 
 
 def test_the_page_is_what_the_data_says() -> None:

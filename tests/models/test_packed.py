@@ -14,7 +14,6 @@ import torch
 import transformers
 from torch import nn
 
-from radixkv.errors import InvalidInput
 from radixkv.models import adapter, packed
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.packed import PackedLinear, pack, unpack
@@ -129,17 +128,6 @@ def test_a_folder_is_packed_in_place_and_its_embedding_stays(
     torch.testing.assert_close(paged_logits(loaded, tokens), own_logits(model, tokens), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_run_as_they_are(
-    build: Callable[..., Any], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = build("llama", dtype)
-    with caplog.at_level(logging.DEBUG, logger=packed.__name__):
-        assert adapter.load(model).model is model
-    assert layers(model)[0] == 0
-    assert not caplog.records  # nothing was tried
-
-
 def test_only_large_plain_layers_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(nn.Linear):
         pass
@@ -151,14 +139,6 @@ def test_only_large_plain_layers_are_packed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(packed, "MIN_WEIGHTS", 16)
     pack(model, keep=False)
     assert [type(layer) for layer in model] == [PackedLinear, Own, *[nn.Linear] * 4]
-
-
-def test_layers_too_small_to_gain_leave_the_model_alone(
-    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packed, "MIN_WEIGHTS", 1 << 18)
-    model = build("llama")
-    assert adapter.load(model).model is model
 
 
 class Wrong(PackedLinear):
@@ -184,13 +164,6 @@ def test_a_wrong_kernel_is_refused_with_one_warning(
     assert [record.getMessage() for record in caplog.records] == [
         "oneDNN computes 2 linear layers wrongly here (1); torch does them"
     ]
-
-
-def test_where_all_is_wrong_the_model_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_agree", lambda *_: False)
-    model = nn.Sequential(linear(8, 8), linear(8, 8))
-    assert pack(model, keep=True) is model
-    assert layers(model) == (0, 2)
 
 
 @pytest.mark.parametrize("rows", [1, 7])
@@ -280,19 +253,3 @@ def test_a_model_that_fails_with_packed_layers_runs_without(build: Callable[...,
     assert layers(loaded.model)[0] == 0
     assert loaded.model is model
     torch.testing.assert_close(paged_logits(loaded, tokens), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_that_fails_anyhow_is_refused_and_keeps_its_own_attention(build: Callable[..., Any]) -> None:
-    model = build("llama")
-    own = model.config._attn_implementation
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight[5] = torch.nan
-    with pytest.raises(InvalidInput, match="its weights are damaged"):
-        adapter.load(model)
-    assert model.config._attn_implementation == own
-
-
-def test_a_model_whose_modules_cannot_be_copied_runs_unpacked(build: Callable[..., Any]) -> None:
-    model = build("llama")
-    model.note = (number for number in range(3))
-    assert adapter.load(model).model is model

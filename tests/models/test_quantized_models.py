@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,13 +77,6 @@ def test_a_tied_head_shares_the_weights_of_the_embedding(tmp_path: Path) -> None
     assert sum(each.numel() for each in model.parameters()) == 5 * 64  # the norms
 
 
-def test_an_embedding_of_another_class_stays_as_it_is(tmp_path: Path) -> None:
-    model = small(write(made(CONFIGS["gemma3"]()), tmp_path / "model.gguf", "Q8_0"))
-    found = kinds(model)
-    assert found["model.embed_tokens"] is None and found["lm_head"] is None  # it scales its rows
-    assert found["model.layers.0.mlp.up_proj"] == Format.INT8
-
-
 @pytest.mark.parametrize(
     ("kind", "weights", "inner", "outer"),
     [
@@ -125,20 +117,6 @@ def test_other_types_are_rounded_to_8_bits(tmp_path: Path, kind: str) -> None:
             assert (error <= (0.5 / 127 + 2**-11) * groups.abs().amax(-1)).all(), name
 
 
-def test_rows_of_heads_are_reordered_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q4_1")
-    expected = plain(path)
-    monkeypatch.setattr(gguf_weights, "_CHUNK", 64 * 7)
-    assert relative_error(logits(small(path)), logits(expected)) <= TOLERANCE
-
-
-def test_inputs_that_are_no_whole_groups_stay_float32(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 48, "num_attention_heads": 4, "head_dim": 16})
-    found = kinds(small(write(made(config), tmp_path / "model.gguf", "F16"), "int8"))
-    assert found["model.layers.0.self_attn.q_proj"] is None
-    assert found["model.layers.0.self_attn.o_proj"] == found["model.layers.0.mlp.down_proj"] == Format.INT8
-
-
 def test_the_file_needs_the_memory_of_its_blocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 256, "intermediate_size": 512})
     path = write(made(config), tmp_path / "model.gguf", "Q4_0")
@@ -149,20 +127,6 @@ def test_the_file_needs_the_memory_of_its_blocks_only(tmp_path: Path, monkeypatc
     assert adapter.load(path).model is not None
     with pytest.raises(InvalidInput, match="as float32"):
         adapter.load(path, weights="float32")
-
-
-def test_layers_that_stay_float32_count_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma's embedding scales its rows, so that it and the head, which shares its weight, are not replaced."""
-    path = write(made(CONFIGS["gemma3"]()), tmp_path / "model.gguf", "Q8_0")
-    header = read_header(path)
-    assert kinds(small(path))["model.embed_tokens"] is None
-    least = gguf_weights.bytes_of(header, formats(header, "auto"), 4)
-    rest = {name: format for name, format in formats(header, "auto").items() if name != "token_embd.weight"}
-    needed = gguf_weights.bytes_of(header, rest, 4)
-    monkeypatch.setattr(loader, "free_memory", lambda: (least + needed) // 2)
-    monkeypatch.setattr(gguf_weights, "_fill", lambda *_: pytest.fail("read"))
-    with pytest.raises(InvalidInput, match=f"take {needed:,} bytes"):
-        adapter.load(path)
 
 
 def test_files_of_kept_blocks_need_no_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,13 +152,6 @@ def test_a_folder_is_quantised_layer_by_layer(tmp_path: Path, build: Callable[..
         assert set(found.values()) == {format, Format.INT8}
         assert 1e-4 < relative_error(paged(loaded, [70])[-1], expected[-1]) <= error
     assert None in kinds(adapter.load(str(tmp_path)).model).values()
-
-
-def test_weights_are_freed_when_they_are_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    parameters = [weakref.ref(layer.weight) for layer in model]
-    assert quantize(model, "int8") == 4
-    assert all(parameter() is None for parameter in parameters)
 
 
 def test_a_model_of_a_caller_stays_as_it_was(build: Callable[..., Any]) -> None:
@@ -245,24 +202,7 @@ def test_a_hit_is_audited_within_the_usual_tolerance(tmp_path: Path) -> None:
         assert report.blocks and not report.differ
 
 
-def test_deterministic_gives_the_same_tokens(tmp_path: Path) -> None:
-    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q8_0")
-    with Engine.load(path, monitor=False, num_blocks=64, deterministic=True, prefill_chunk=32) as engine:
-        params = SamplingParams(temperature=0, max_tokens=8)
-        first, second = (engine.generate([IDS[0].tolist()], params)[0] for _ in range(2))
-        assert second.usage.cached_tokens == 64 and first.token_ids == second.token_ids
-
-
 # ---- refusals, and layers that cannot be replaced
-
-
-def test_settings_that_do_not_fit_are_refused(build: Callable[..., Any]) -> None:
-    with pytest.raises(InvalidInput, match=r"weights='int8' is for float32 on a CPU, not for bfloat16"):
-        adapter.load("tiny", weights="int8", dtype="bfloat16")
-    with pytest.raises(InvalidInput, match=r"not for float64 on cpu"):
-        adapter.load(build("llama", torch.float64), weights="int4")
-    with pytest.raises(InvalidInput, match=r"weights='int5': allowed are 'auto', 'float32', 'int8', 'int4'"):
-        adapter.load("tiny", weights="int5")
 
 
 def test_without_products_the_model_runs_in_float32(

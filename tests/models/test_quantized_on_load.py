@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,15 +77,6 @@ def test_other_dtypes_and_shards(tmp_path: Path, dtype: torch.dtype, both: Calla
     assert_equal(*both(tmp_path, "int8"))
 
 
-def test_large_tensors_are_read_in_pieces(
-    tmp_path: Path, both: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made(CONFIGS["llama"]()).to(torch.bfloat16).save_pretrained(tmp_path)
-    monkeypatch.setattr(on_load, "_BUFFER", 1000)
-    monkeypatch.setattr(on_load, "_OWN_MAP", 1000)
-    assert_equal(*both(tmp_path, "int8"))
-
-
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_head_in_the_files_of_a_tied_model(tmp_path: Path, equal: bool, both: Callable[..., tuple[Any, Any]]) -> None:
     """It is the embedding only if their weights are equal."""
@@ -97,13 +87,6 @@ def test_a_head_in_the_files_of_a_tied_model(tmp_path: Path, equal: bool, both: 
     found, expected = both(tmp_path, "int8")
     assert_equal(found, expected)
     assert (found.lm_head.quantized is found.model.embed_tokens.quantized) is equal
-
-
-def test_settings_of_the_files_are_kept(tmp_path: Path, both: Callable[..., tuple[Any, Any]]) -> None:
-    made(CONFIGS["llama"]()).save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9], "temperature": 0.5}))
-    assert_equal(*both(tmp_path, "int8"))
-    assert adapter.load(tmp_path, weights="int8").stop_token_ids == {2, 7, 9}
 
 
 def test_only_what_stays_and_one_tensor_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

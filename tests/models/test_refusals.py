@@ -115,12 +115,6 @@ def test_a_softcap_that_is_not_passed_to_attention_is_refused(build: Callable[..
         adapter.load(model, attention="torch")
 
 
-def test_a_wrong_scale_in_one_layer_is_the_models_own_business(build: Callable[..., Any]) -> None:
-    model = build("llama")
-    model.model.layers[0].self_attn.scaling = 0.9
-    assert len(adapter.load(model).layers) == 2
-
-
 class Faint(Leaky):
     """An error that is smaller than the rounding of 16 bits."""
 
@@ -183,19 +177,6 @@ def test_a_model_that_is_causal_in_one_of_its_attentions_only_is_refused(build: 
     config = transformers.GemmaConfig(**GATED, head_dim=8, use_bidirectional_attention=True)
     with pytest.raises(UnsupportedModel, match="a token changes the logits of earlier tokens"):
         adapter.load(build(config))
-
-
-def test_layers_that_read_an_image_are_refused() -> None:
-    config = transformers.models.mllama.configuration_mllama.MllamaTextConfig(
-        **GATED, cross_attention_layers=[1], rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
-    )
-    with pytest.raises(UnsupportedModel, match="something else than its text"):
-        adapter.load(transformers.MllamaForCausalLM(config))
-
-
-def test_a_model_without_a_head_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="ForCausalLM"):
-        adapter.load(transformers.LlamaModel(transformers.LlamaConfig(**GATED)))
 
 
 def test_what_is_no_model_is_refused() -> None:

@@ -37,7 +37,7 @@ def table(model: Any, tokens: list[int]) -> np.ndarray:
 @pytest.mark.parametrize(
     "kind", mostly_long(sampled([*BUILT, *HYBRIDS], "llama", "gemma2", "gpt2", "mixtral", "lfm2"), "llama")
 )
-def test_scores_of_an_engine_are_those_of_the_model(kind: str) -> None:
+def test_scores_of_an_engine_match_the_model(kind: str) -> None:
     rng, own = random.Random(kind), built(kind)
     stem = rng.choices(range(3, 97), k=50)
     prompts = [[*stem[: rng.randint(20, 50)], *rng.choices(range(3, 97), k=rng.randint(0, 5))] for _ in range(5)]

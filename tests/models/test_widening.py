@@ -16,7 +16,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter, selftest
 from radixkv.models.selftest_cases import SelfTestCases
 from radixkv.models.widening import widened_by_layers
-from tests.models.conftest import FAMILIES, GROUPED, make
+from tests.models.conftest import GROUPED, make
 from tests.selection import mostly_long
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
@@ -133,12 +133,3 @@ def test_a_model_that_reads_weights_outside_of_their_layer_is_tested_in_16_bits_
     with caplog.at_level("INFO", "radixkv.models.selftest"):
         adapter.load(model, dtype=torch.bfloat16)
     assert "reads weights outside of their layers" in caplog.text
-
-
-def test_dense_models_of_that_size_are_tested_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: Any) -> Any:
-        raise AssertionError("the layers were widened")
-
-    monkeypatch.setattr(selftest, "_WEIGHTS_TO_WIDEN", 0)
-    monkeypatch.setattr(selftest, "widened_by_layers", never)
-    adapter.load(make(FAMILIES["llama"](), torch.bfloat16), dtype=torch.bfloat16)

@@ -10,7 +10,6 @@ from functools import partial
 from hypothesis import strategies as st
 
 from radixkv.cache import PrefixCache, Sequence
-from radixkv.cache.host import HostPrefixCache, HostSequence
 from radixkv.cache.reuse import total
 from radixkv.errors import OutOfBlocks, PinBudgetExceeded
 from radixkv.telemetry.mirror import Mirror
@@ -50,7 +49,7 @@ class RandomCache:
 
     def __init__(self, num_blocks: int = 24, block_size: int = 4, host_blocks: int = 0) -> None:
         self.now = 0.0
-        make = partial(HostPrefixCache, host_blocks=host_blocks) if host_blocks else PrefixCache
+        make = partial(PrefixCache, host_blocks=host_blocks) if host_blocks else PrefixCache
         self.cache = make(num_blocks, block_size, clock=lambda: self.now)
         self.open: list[Sequence] = []
         self.pins: list = []  # type: ignore[type-arg]
@@ -73,12 +72,12 @@ class RandomCache:
         text = self._text(number)
         sequence = self.cache.open(text, None if number % 3 else "tenant")
         self.open.append(sequence)
-        if isinstance(sequence, HostSequence):
+        if isinstance(sequence, Sequence):
             self._load(sequence, text)
         if not sequence.closed:
             self._extend(sequence, text[sequence.length :])
 
-    def _load(self, sequence: HostSequence, text: list[int]) -> None:
+    def _load(self, sequence: Sequence, text: list[int]) -> None:
         if found := sequence.loadable(text[sequence.length :]):
             try:
                 sequence.load(text[sequence.length : sequence.length + found])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.telemetry.discovery import connect
 from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv.telemetry.records import Changes
@@ -24,7 +23,6 @@ from radixkv_monitor.summary import summarise, verdict
 from tests.monitor.fake_feed import FACTS, FakeFeed
 from tests.monitor.frames import Clock, Engines, delta, send, snapshot, until
 from tests.monitor.samples import request
-from tests.telemetry.served import many, serving
 
 BUSY = {"running": 1.0, "waiting": 1.0}
 
@@ -185,26 +183,6 @@ def test_a_dead_engine_is_described_in_the_past_tense() -> None:
     assert said.count("the last minute") == said.count(f"the last minute before {when}") == 1
 
 
-def test_warnings_of_a_dead_engine_name_the_minute() -> None:
-    stats = {"prompt_tokens": 100.0, "cached_tokens": 90.0}
-    failed = request(phase="failed", ended=999.0)
-    feed = FakeFeed(Changes(time=1000.0, reset=True, stats=stats, requests=(failed,)))
-    feed.link = Status("stale", 1000.0)
-    shown = Playback(feed).state_to_draw()
-    assert shown is not None
-    said = verdict(shown, summarise(shown)).sentence
-    assert f"1 request failed in the last minute before {clock(1000.0)}" in said and "was healthy" not in said
-
-
-def test_a_live_engine_is_described_at_present() -> None:
-    state = built(begun(1000.0, prompt_tokens=100.0, cached_tokens=90.0, running=1.0))
-    recent = request(phase="failed", prompt_tokens=100, cached_tokens=90, admitted=999.0, ended=999.5)
-    state = replace(state, ended={1: recent})
-    assert not state.past and state.until == ""
-    said = verdict(state, summarise(state)).sentence
-    assert said.count("in the last minute") == 2 and "before" not in said
-
-
 def test_a_recording_of_an_idle_engine_begins_when_it_was_begun(tmp_path: Path) -> None:
     builder = StateBuilder()
     builder.take(Hello(FACTS, ts=5000.0), Snapshot(0, 1, Changes(time=1000.0, reset=True), ts=5000.0))
@@ -246,24 +224,3 @@ def test_the_past_of_a_dead_engine_was_connected() -> None:
     playback.scrub(-60.0)
     scrubbed = playback.state_to_draw()
     assert scrubbed is not None and not scrubbed.stale and scrubbed.now == 1000.0
-
-
-@pytest.mark.long
-def test_a_step_shows_although_its_request_was_not_reported() -> None:
-    """The publisher of a real engine asks for the changes while the engine's thread is inside a long step."""
-    with serving() as (publisher, engine):
-        feed = SocketFeed("x", lambda: connect(str(publisher.path), hz=10.0))
-        feed.start()
-        try:
-            engine.change(*many(3))
-            until(lambda: feed.latest is not None and "process_cpu_seconds" in feed.latest.stats)
-            before = feed.traffic.frames
-            until(lambda: feed.traffic.frames > before + 1)
-            assert feed.latest is not None and feed.latest.step_seconds is None, "it is idle"
-            engine.stuck = True
-            engine.change(*many(4))
-            until(lambda: feed.latest is not None and (feed.latest.step_seconds or 0) > 2)
-            engine.answer()
-            until(lambda: feed.latest is not None and feed.latest.step_seconds is None and 4 in feed.latest.nodes)
-        finally:
-            feed.close()

@@ -12,7 +12,7 @@ import pytest
 
 from radixkv.errors import EngineNotFound
 from radixkv.telemetry.discovery import FoundEngine
-from radixkv.telemetry.protocol import Bye, Delta, Hello, Snapshot, encode
+from radixkv.telemetry.protocol import Delta, Hello, Snapshot, encode
 from radixkv.telemetry.records import Changes
 from radixkv_monitor import cli, feed_factory
 from radixkv_monitor.live import SocketFeed
@@ -70,7 +70,7 @@ def test_once_of_a_live_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["stats"] == STATS
 
 
-def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     only(monkeypatch)
     assert cli.main(["--once"]) == 1
     said = capsys.readouterr()
@@ -108,19 +108,6 @@ def test_wrong_usage_is_one_line_and_status_2(
     said = capsys.readouterr()
     assert status == 2, said
     assert said.out == "" and words in said.err and len(said.err.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize("redirected", ["stdin", "stdout", "stderr"])
-def test_what_is_redirected_is_no_terminal(redirected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {"stdin", "stdout", "stderr"} - {redirected}:
-        monkeypatch.setattr(getattr(sys, name), "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(cli, "_draw", lambda *_: pytest.fail("it drew"))
-    assert cli.main(["--demo"]) == 2
-
-
-def test_nobody_at_a_process_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([str(2**22 + 1), "--once"]) == 1
-    assert f"process {2**22 + 1} has no running engine" in capsys.readouterr().err
 
 
 def test_no_recording_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,12 +185,6 @@ def test_neither_torch_nor_transformers_is_imported_nor_textual_for_one_look(rec
     assert done.stdout.splitlines()[-1] == "False []", done.stderr
 
 
-def test_a_farewell_is_kept() -> None:
-    builder = StateBuilder()
-    builder.take(Hello(FACTS), Bye("closed"))
-    assert builder.end_reason == "closed"
-
-
 def _environment() -> dict[str, str]:
     import os
 
@@ -259,10 +240,3 @@ def test_a_browser_needs_more_packages(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_wrong_usage_of_a_browser(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--demo", "--web", *arguments]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_a_port_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong in ("-1", "65536", "http", "8_0"):
-        with pytest.raises(SystemExit):
-            cli.main(["--web", "--port", wrong])
-        assert "is not a port" in capsys.readouterr().err

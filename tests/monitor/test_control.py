@@ -14,16 +14,16 @@ import pytest
 from textual.pilot import Pilot
 
 from radixkv.sampling.params import SamplingParams
-from radixkv.telemetry.control import Outcome
+from radixkv.telemetry.command_queue import Outcome
 from radixkv.telemetry.protocol import Command, Decoder, Hello, Reply
 from radixkv.telemetry.records import Changes
-from radixkv_monitor import control
+from radixkv_monitor import questions
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.command_channel import LOST, NOT_NOW, OTHER_ENGINE, CommandChannel
-from radixkv_monitor.control import ImpossibleError
 from radixkv_monitor.dialogs import ConfirmScreen
 from radixkv_monitor.feed import Feed, Status
 from radixkv_monitor.feed_factory import feed_of
+from radixkv_monitor.questions import ImpossibleError
 from radixkv_monitor.state import State
 from radixkv_monitor.views.tree import TreeView
 from tests.engine.fakes import make_engine
@@ -116,7 +116,7 @@ def test_each_key_asks_first_and_only_yes_sends(
     async def script(pilot: Pilot[None], app: MonitorApp, feed: ControlledFeed) -> None:
         if view == "tree":
             await select(app, pilot, selected)
-        for answer in ("n", "escape", "enter", "q", "y"):
+        for answer in ("n", "escape", "enter", "q", "y") if key == "p" else ("n", "y"):
             assert not feed.sent and not toasts(app)
             await pilot.press(key)
             await pilot.pause()
@@ -295,33 +295,33 @@ def test_clearing_counts_what_is_lost_and_what_stays() -> None:
         node(id=7, parent=6, tokens=99, blocks=(30, 7)),
     ]
     sessions = [session(number=1, namespace="ann"), session(number=2, namespace="ann", closed=True), session(number=3)]
-    asked = control.clear(state(nodes=nodes, sessions=sessions), ROOT)
+    asked = questions.clear(state(nodes=nodes, sessions=sessions), ROOT)
     lost, reuse, rest = asked.consequences
     assert lost.startswith("54 cached tokens of 3 nodes in 3 blocks of the pool and 1 block of the host are forgotten")
     assert reuse == "5 requests reused them so far.  1 open session of it will compute such prompts again."
     assert rest.startswith("1 node stay") and rest.endswith("Other namespaces do not change.")
     with pytest.raises(ImpossibleError, match="hold everything"):
-        control.clear(state(nodes=[ROOT, HELD]), ROOT)
+        questions.clear(state(nodes=[ROOT, HELD]), ROOT)
     default = node(id=1, parent=0, tokens=0, blocks=(), namespace=None)
-    assert control.clear(state(nodes=[default, LEAF]), default).title == "Clear the default namespace?"
+    assert questions.clear(state(nodes=[default, LEAF]), default).title == "Clear the default namespace?"
 
 
 def test_a_waiting_request_loses_nothing_and_an_ended_one_is_refused() -> None:
     waiting = request(phase="waiting", admitted=None, first_token=None, ended=None, finish=None, submitted=1000.0)
-    asked = control.cancel(state(now=1004.0), waiting)
+    asked = questions.cancel(state(now=1004.0), waiting)
     assert asked.consequences[0] == "It has waited for 4.0 s; nothing is computed yet."
     with pytest.raises(ImpossibleError, match="ended already"):
-        control.cancel(state(), request())
+        questions.cancel(state(), request())
 
 
 def test_a_node_with_others_after_it_and_one_on_the_host_are_refused() -> None:
     below = node(id=4, parent=2, start=32)
     with pytest.raises(ImpossibleError, match="follow"):
-        control.demote(state(nodes=[ROOT, LEAF, below]), LEAF)
+        questions.demote(state(nodes=[ROOT, LEAF, below]), LEAF)
     with pytest.raises(ImpossibleError, match="demoted already"):
-        control.demote(state(nodes=[ROOT]), replace(LEAF, demoted=True))
+        questions.demote(state(nodes=[ROOT]), replace(LEAF, demoted=True))
     with pytest.raises(ImpossibleError, match="host memory"):
-        control.pin(state(nodes=[ROOT]), replace(LEAF, residence="host"))
+        questions.pin(state(nodes=[ROOT]), replace(LEAF, residence="host"))
 
 
 # ---- the connection

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
-from statistics import median
 
 import pytest
 
 from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.records import ITL_NAMES, PREEMPTIONS, PROCESS_NAMES
+from radixkv.telemetry.records import ITL_NAMES, PREEMPTIONS
 from radixkv_monitor.demo import DemoSource
 from radixkv_monitor.demo_host import HostDemoSource
-from radixkv_monitor.latency import is_hit
 
 BEGAN = 1_790_000_000.0  # a float of this size resolves a quarter of a microsecond
 
@@ -98,7 +95,7 @@ def test_what_it_says_of_its_requests_adds_up(name: str, request: pytest.Fixture
 
 
 @pytest.mark.parametrize("name", ["minute", "crowd", "tiered"])
-def test_latencies_rates_and_preemptions_are_those_of_its_requests(name: str, request: pytest.FixtureRequest) -> None:
+def test_latencies_rates_and_preemptions_come_from_its_requests(name: str, request: pytest.FixtureRequest) -> None:
     mirror: Mirror = request.getfixturevalue(name)
     stats, requests = mirror.stats, [*mirror.ended.values(), *mirror.live.values()]
     assert stats["prefill_tokens"] + stats["decode_tokens"] == stats["computed_tokens"] + stats["recomputed_tokens"]
@@ -117,34 +114,6 @@ def test_latencies_rates_and_preemptions_are_those_of_its_requests(name: str, re
     assert name == "minute" or any(each.preempted_ms for each in requests)
 
 
-def test_the_figures_of_its_process_are_plausible(minute: Mirror) -> None:
-    stats = minute.stats
-    assert 0.2 < stats["process_cpu_seconds"] / stats["uptime_s"] <= 1.02
-    assert stats["process_rss_bytes"] > 2**30
-    assert PROCESS_NAMES[2] not in stats, "it has no device"
-
-
-def test_shared_prefixes_are_reused_more_often_than_text_below_them(minute: Mirror) -> None:
-    nodes = minute.nodes
-    assert max(node.reused or 0 for node in nodes.values()) > 20
-    below = Counter[int]()
-    for node in nodes.values():
-        assert node.reused is not None
-        below[node.parent] += node.reused
-    for number, node in nodes.items():
-        assert not node.parent or (node.reused or 0) >= below[number]
-
-
-def test_who_finds_more_in_the_cache_waits_less() -> None:
-    """The first token waits for the tokens to compute, at the documented rate."""
-    mirror = played(7, 40, every=4.0, num_blocks=2304, sessions=40)
-    started = [each for each in mirror.ended.values() if each.first_token is not None and each.admitted is not None]
-    for each in started:
-        assert each.first_token - each.admitted >= 0.025 + (each.prompt_tokens - each.cached_tokens) / 4000 - 1e-6
-    hits, misses = ([each.ttft or 0.0 for each in started if is_hit(each) == wanted] for wanted in (True, False))
-    assert min(len(hits), len(misses)) >= 10 and 1.5 * median(hits) < median(misses)
-
-
 def test_the_same_seed_tells_the_same_story_however_often_one_looks() -> None:
     one, two, other = played(3, 12, every=0.5), played(3, 12, every=3.0), played(4, 12)
     for name in ("nodes", "live", "ended", "sessions", "evictions", "stats"):
@@ -152,9 +121,3 @@ def test_the_same_seed_tells_the_same_story_however_often_one_looks() -> None:
     assert one.nodes != other.nodes
     one, two = (played(3, 12, every=every, num_blocks=480, host_blocks=640) for every in (0.5, 3.0))
     assert dict(one.nodes) == dict(two.nodes) and dict(one.ended) == dict(two.ended) and one.stats["host_tokens"]
-
-
-def test_a_leap_in_time_is_cut_to_a_minute() -> None:
-    source = DemoSource(1, started=100.0)
-    assert 0 < source.step(1e6).stats["steps"] <= 60 / 0.025 + 1
-    assert source.step(1e6 + 30).time == 1e6 + 30

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -129,27 +128,3 @@ def the_command_says(pid: int, truth: dict[str, Any]) -> None:
 def _blocks(runs: tuple[int, ...]) -> Iterator[int]:
     for first, count in zip(runs[::2], runs[1::2], strict=True):
         yield from range(first, first + count)
-
-
-@pytest.mark.long
-def test_a_stopped_engine_is_silent_until_it_goes_on(engine: subprocess.Popen[str]) -> None:
-    async def watch() -> None:
-        feed = SocketFeed("test", lambda: discovery.connect(engine.pid, hz=10.0))
-        app = MonitorApp(feed)
-        async with app.run_test(size=(100, 30)) as pilot:
-            await until(lambda: app.shown is not None and app.playback.link == "● live")
-            os.kill(engine.pid, signal.SIGSTOP)
-            try:
-                await until(lambda: app.playback.link.startswith("◐ silent"))
-                app.tick()
-                await pilot.pause()
-                assert "is stopped or very busy" in "\n".join(screen(app))
-                assert app.shown is not None
-                stopped = app.shown.now
-                assert stopped <= feed.status.since, "ages do not grow without news"
-            finally:
-                os.kill(engine.pid, signal.SIGCONT)
-            await until(lambda: app.playback.link == "● live")
-            await until(lambda: app.shown is not None and app.shown.now > stopped)
-
-    asyncio.run(watch())

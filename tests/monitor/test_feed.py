@@ -18,9 +18,8 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import CRASHED, Bye, Gap, Hello, Snapshot, encode, snapshot_frames
 from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.recording import MAGIC, read_recording
-from radixkv.telemetry.records import Changes, EngineFacts
-from radixkv_monitor.history import rate
-from radixkv_monitor.live import DemoFeed, SocketFeed
+from radixkv.telemetry.records import Changes
+from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.playback import Playback
 from radixkv_monitor.print_once import first_state
 from radixkv_monitor.replay import FileFeed
@@ -29,7 +28,7 @@ from radixkv_monitor.state_builder import PastStates, StateBuilder
 from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.timeline import Timeline
 from tests.monitor.fake_feed import FACTS
-from tests.monitor.frames import OTHER, Clock, Engines, delta, node, send, snapshot, until
+from tests.monitor.frames import OTHER, Clock, Engines, delta, send, snapshot, until
 from tests.telemetry.served import room, serving
 
 # ---- frames in, states out
@@ -89,44 +88,6 @@ def test_the_past_is_what_was_the_present(steps: list[tuple[float, set[int], set
         between = past.at(there.time + 0.001)
         assert between is not None and between.nodes == there.nodes
         assert all(sample.time <= there.time for sample in again.history)
-
-
-@given(STEPS)
-def test_packed_segments_are_bounded_and_read_as_before(steps: list[tuple[float, set[int], set[int]]]) -> None:
-    timeline = Timeline(60.0, inf)
-    builder, now = StateBuilder(timeline), 1000.0
-    builder.take(Hello(FACTS), snapshot(now, 1))
-    for pause, changed, _ in steps:  # each engine that comes and goes starts a segment
-        now += pause
-        builder.take(snapshot(now, *changed), delta(now + 0.01, 5))
-    span = timeline.span
-    assert span is not None
-    inside = [begin for begin in [each.times[0] for each in timeline._segments][1:] if now + 0.01 - begin > 60.0]
-    assert not inside, "segments whose successor is old enough are forgotten"
-    assert PastStates(builder).at(span[0]) is not None
-    frames = list(timeline.all_frames())
-    assert isinstance(frames[0], Hello)
-    assert frames[-1] == delta(now + 0.01, 5)
-
-
-def test_the_run_of_a_past_state_began_with_the_first_sample_of_its_engine() -> None:
-    builder = StateBuilder(Timeline(inf), seconds=inf)
-    frames = [Hello(FACTS), snapshot(1000.0, 1), *(delta(1000.0 + at, 1) for at in range(10, 1000, 10))]
-    builder.take(*frames, Hello(OTHER), snapshot(2500.0, 9), delta(2501.0, 9))
-    past = PastStates(builder)
-    for when, engine, began in ((1005.0, FACTS, 1000.0), (1990.0, FACTS, 1000.0), (2501.0, OTHER, 2500.0)):
-        state = past.at(when)
-        assert state is not None and state.facts.engine == engine.engine and state.baseline is not None
-        assert (state.baseline.engine, state.baseline.time) == (engine.engine, began)
-        assert state.baseline.stats == {"steps": began}
-
-
-def test_the_reason_of_an_end_is_forgotten_when_an_engine_says_hello() -> None:
-    builder = StateBuilder()
-    builder.take(Hello(FACTS), snapshot(1.0, 1), Bye("the engine was closed"))
-    assert builder.end_reason == "the engine was closed"
-    builder.take(Hello(OTHER))
-    assert builder.end_reason is None
 
 
 def test_a_timeline_keeps_to_its_bytes() -> None:
@@ -256,18 +217,6 @@ def test_a_restart_is_told_however_its_frames_arrive_and_not_for_ever(
         assert feed.status.link == "live"
 
 
-def test_what_happened_while_nobody_watched_is_not_of_the_last_second(engines: Engines, feed: SocketFeed) -> None:
-    with engines.serve() as first:
-        send(first, Hello(FACTS), snapshot(0.0, 1))
-        feed.start()
-        until(lambda: feed.latest)
-    with engines.serve() as second:
-        send(second, Hello(FACTS), snapshot(600.0, 1))  # its time is that of its steps
-        until(lambda: feed.latest is not None and feed.latest.time == 600.0)
-    assert feed.latest is not None
-    assert rate(feed.latest.history, "steps", 600.0, 10.0) == pytest.approx(1.0)
-
-
 def test_the_same_engine_again_is_no_restart(engines: Engines, feed: SocketFeed) -> None:
     with engines.serve() as first:
         send(first, Hello(FACTS), snapshot(1.0, 1))
@@ -391,21 +340,6 @@ def test_a_recording_pauses_and_is_sought(player: tuple[FileFeed, Clock]) -> Non
     shows(feed, 1000.0)
 
 
-def test_a_damaged_recording_shows_what_is_whole(recording: Path) -> None:
-    data = recording.read_bytes()
-    recording.write_bytes(data[: len(data) // 2])
-    feed = FileFeed(recording)
-    feed.start()
-    try:
-        until(lambda: feed.latest and feed.span and feed.span[1] > 1040)
-        until(lambda: feed.status.link == "replay" and feed.builder.end_reason)
-        feed.seek(9999.0)
-        until(lambda: feed.status.link == "ended")
-        assert "is cut after byte" in feed.status.sentence
-    finally:
-        feed.close()
-
-
 @pytest.mark.parametrize(
     ("reason", "level", "opening"),
     [
@@ -442,29 +376,3 @@ def test_what_is_no_recording_says_so(tmp_path: Path, content: bytes) -> None:
     until(lambda: feed.status.link == "ended")
     assert feed.status.sentence and feed.latest is None
     feed.close()
-
-
-# ---- the demo
-
-
-class Story:
-    """A workload of numbers in place of DemoSource."""
-
-    facts: EngineFacts = replace(FACTS, started=1000.0)
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def step(self, now: float) -> Changes:
-        self.steps += 1
-        return Changes(time=now, stats={"steps": float(self.steps)}, nodes=(node(self.steps, now),))
-
-
-def test_the_demo_has_a_past_when_it_is_first_seen() -> None:
-    feed = DemoFeed(Story, clock=lambda: 1060.0)
-    feed.start()
-    until(lambda: feed.status.link == "live")
-    feed.close()
-    assert feed.latest is not None and len(feed.latest.history) >= 59
-    past = feed.at(1030.0)
-    assert past is not None and past.time == 1030.0 and len(past.nodes) == 30

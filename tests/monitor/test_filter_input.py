@@ -93,20 +93,3 @@ def test_a_view_and_its_filter_at_once(tmp_path: Path, monkeypatch: pytest.Monke
             assert len(app.screen_stack) == 2 and app.view.id == "tree"
 
     asyncio.run(run())
-
-
-def test_a_paste_after_the_slash_is_the_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    app = MonitorApp(FakeFeed(Changes(time=1000.0, reset=True, requests=(request(),))), "requests")
-
-    async def run() -> None:
-        async with app.run_test(size=(100, 30)) as pilot:
-            await settled(pilot)
-            app.tick()
-            await settled(pilot)
-            type_at_once(app, "/")
-            app.post_message(events.Paste("space 7"))
-            await settled(pilot)
-            assert isinstance(app.view, FilteredView) and app.view.filter_line.value == "space 7"
-
-    asyncio.run(run())

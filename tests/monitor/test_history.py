@@ -52,7 +52,7 @@ def test_ten_minutes_are_kept_and_little_more() -> None:
     assert rate(history, "n", history[-1].time, 600) == pytest.approx(10, rel=0.01)
 
 
-def test_a_silent_time_is_flat_and_what_comes_behind_it_is_recent() -> None:
+def test_a_silent_time_is_flat_and_what_comes_after_it_is_recent() -> None:
     sampler = Sampler()
     sampler.note(0.0, "e", {"n": 0.0})
     sampler.note(100.0, "e", {"n": 50.0})
@@ -61,7 +61,7 @@ def test_a_silent_time_is_flat_and_what_comes_behind_it_is_recent() -> None:
     assert value(history, "n", 98.0) == 0.0
 
 
-def test_a_time_that_nobody_saw_grew_steadily() -> None:
+def test_an_unseen_time_grew_steadily() -> None:
     sampler = Sampler()
     sampler.note(0.0, "e", {"n": 0.0})
     sampler.note(600.0, "e", {"n": 60_000.0}, unseen=True)
@@ -70,7 +70,7 @@ def test_a_time_that_nobody_saw_grew_steadily() -> None:
     assert series(history, "n", 600.0, 600.0, 3) == pytest.approx([20_000] * 3)
 
 
-def test_a_clock_that_goes_back_begins_anew() -> None:
+def test_a_clock_that_goes_back_begins_again() -> None:
     sampler = Sampler()
     sampler.note(1000.0, "e", {"n": 5.0})
     sampler.note(10.0, "e", {"n": 1.0})

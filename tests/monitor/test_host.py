@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -14,9 +13,8 @@ from hypothesis import strategies as st
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from radixkv.telemetry.records import Changes, NodeRecord, RequestRecord
+from radixkv.telemetry.records import NodeRecord, RequestRecord
 from radixkv_monitor import detail, node_filter
-from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.block_map import CACHED, FREE, PINNED, BlockMap
 from radixkv_monitor.block_modes import Blocks
 from radixkv_monitor.print_once import to_dict, to_text
@@ -24,13 +22,11 @@ from radixkv_monitor.state import Sample, State
 from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.views import HostBlockSelected, NodeSelected, Selection, View
-from radixkv_monitor.views.overview import OverviewView
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.views.tree import TreeView
 from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.heat_map import GUTTER
-from radixkv_monitor.widgets.panel import Panel
-from tests.monitor.fake_feed import FACTS, FakeFeed
+from tests.monitor.fake_feed import FACTS
 from tests.monitor.random_cache import STEPS, RandomCache
 from tests.monitor.samples import HOST, HOST_BLOCKS, node, request
 from tests.monitor.view_host import hosted, screen, state
@@ -76,7 +72,7 @@ def described(shown: State, number: int) -> detail.Detail:
 
 @settings(max_examples=60, deadline=None)
 @given(STEPS, st.integers(1, 4))
-def test_both_maps_and_the_sums_of_the_tree_are_those_of_a_recount(steps: list[tuple[str, int]], every: int) -> None:
+def test_both_maps_and_the_sums_of_the_tree_match_a_recount(steps: list[tuple[str, int]], every: int) -> None:
     life, device, host, rows, last = RandomCache(12, 4, 6), Blocks(), Blocks("host"), TreeRows(), None
     for index, step in enumerate(steps):
         life.step(*step)
@@ -108,21 +104,6 @@ def test_both_maps_and_the_sums_of_the_tree_are_those_of_a_recount(steps: list[t
 
 
 # ---- tree
-
-
-def test_blocks_of_the_host_are_counted_apart() -> None:
-    rows = TreeRows()
-    rows.update(with_host().nodes)
-    root, held, leaf = (rows.branches[number] for number in (1, 2, 3))
-    assert (root.nodes, root.blocks, root.host_nodes, root.host_blocks) == (6, 5, 3, 9)
-    assert (held.blocks, held.host_blocks, leaf.blocks, leaf.host_nodes) == (5, 9, 2, 2)
-    moved = {each.id: each for each in NODES} | {6: replace(NODES[5], blocks=(7, 1))}
-    rows.update(moved, [6])
-    assert (root.blocks, root.host_blocks) == (5, 6)
-    rows.update({number: each for number, each in moved.items() if number != 4}, [4])
-    assert (leaf.host_blocks, root.host_nodes) == (0, 1), "node 5 lost its parent"
-    rows.update({}, list(moved))
-    assert (rows.branches[0].blocks, rows.branches[0].host_nodes, rows.branches[0].host_blocks) == (0, 0, 0)
 
 
 @both_sizes
@@ -244,21 +225,6 @@ def test_a_selected_node_on_the_host_is_found_there_and_not_in_the_pool() -> Non
     run(view, script, with_host(), (80, 24))
 
 
-def test_without_a_host_tier_there_is_one_map() -> None:
-    view = PoolView()
-
-    async def script(pilot: Pilot[None]) -> None:
-        assert not view.host.display and text(view, "#device-headline").startswith("64 blocks")
-        assert "host" not in "\n".join(screen(pilot.app))
-        await pilot.press("tab")
-        assert view.pane is view.device and "residence" not in view.export().rows[0]
-        view.update(replace(with_host(), tick=2))
-        await pilot.pause()
-        assert view.host.display
-
-    run(view, script, state(nodes=NODES[:3]), (80, 24))
-
-
 # ---- overview and summary
 
 
@@ -288,53 +254,7 @@ def test_prompt_tokens_are_divided_by_their_source() -> None:
     assert to_dict(engine())["summary"]["host"]["blocks"] == {"part": 25.0, "whole": 40, "share": 25 / 40}
 
 
-def test_requests_tell_the_source_where_counters_are_too_young() -> None:
-    ended = [request(number=1, host_tokens=20), request(number=2, host_tokens=30), request(number=3, admitted=900.0)]
-    host = summarise(engine({**STATS, "prompt_tokens": 0.0}, ended)).host
-    assert host is not None and (host.from_device, host.from_host, host.computed) == (70, 50, 80)
-
-
 def test_failed_transfers_are_a_warning() -> None:
     shown = engine({**STATS, "failed_loads": 1.0, "failed_offloads": 2.0})
     judged = verdict(shown, summarise(shown))
     assert judged.level == "warn" and judged.sentence.startswith("3 transfers to or from the host failed in the last")
-
-
-def test_without_a_host_tier_nothing_mentions_it() -> None:
-    plain = state(stats=STATS, history=history(STATS))
-    assert summarise(plain).host is None and "host" not in to_dict(plain)["summary"]
-    assert "host" not in to_text(plain)
-
-
-@both_sizes
-def test_the_overview_draws_the_host(size: tuple[int, int]) -> None:
-    shown, plain = drawn(HOST_BLOCKS, size), drawn(0, size)
-    assert "host    □□□□□□····" in shown and "25/40" in shown
-    assert "  offloads 30 blocks/s  loads 160 tokens/s, 10 s" in shown
-    assert "prompts ░░░░░░□□▓▓  ░ 55% device  □ 20% host  ▓ 25% computed of tokens, 1 min" in shown
-    assert "host" not in plain
-
-
-def drawn(host_blocks: int, size: tuple[int, int]) -> str:
-    """Return the Overview's text for an engine with so many host blocks."""
-    feed = FakeFeed(
-        Changes(time=1002.0, reset=True, stats=STATS, requests=(REQUEST,)),
-        facts=replace(FACTS, host_blocks=host_blocks),
-    )
-    assert feed.state is not None
-    feed.state = replace(feed.state, history=history(STATS))
-    app = MonitorApp(feed)
-    lines: list[str] = []
-
-    async def run() -> None:
-        async with app.run_test(size=size) as pilot:
-            app.tick()
-            for _ in range(3):
-                await pilot.pause()
-            assert isinstance(app.view, OverviewView)
-            for panel in app.view.query(Panel):
-                assert len(panel._lines) <= max(1, panel.size.height)
-                lines.extend(line.plain for line in panel._lines)
-
-    asyncio.run(run())
-    return "\n".join(lines)

@@ -15,11 +15,10 @@ from textual.pilot import Pilot
 
 from radixkv.telemetry.mirror import ENDED_REQUESTS
 from radixkv.telemetry.records import ITL_BOUNDS, ITL_NAMES
-from radixkv_monitor.latency import BOUNDS, Distribution, as_rows, bucket_counts, latencies, percentiles, quantile
+from radixkv_monitor.latency import BOUNDS, as_rows, bucket_counts, latencies, quantile
 from radixkv_monitor.state import Sample, State
 from radixkv_monitor.summary import summarise
 from radixkv_monitor.views.latency import KINDS, LatencyView
-from radixkv_monitor.widgets.histogram import EDGES, Scale, aligned, scale_of
 from tests.monitor.samples import request
 from tests.monitor.view_host import FACTS, hosted, screen, state
 
@@ -129,13 +128,6 @@ def test_records_that_do_not_reach_back_name_their_span(seconds: float | None) -
     assert found.ttft.percentiles.p99 == pytest.approx(1.0), "that of the long request is 11 s, and lies before"
 
 
-def test_since_load_is_said_only_if_all_ended_requests_are_known() -> None:
-    ended = [ended_at(1, 1000.0)]
-    assert latencies(state(1010.0, ended=ended, stats={"finished": 1.0}), None).e2e.window == "since load"
-    later = latencies(state(1010.0, ended=ended, stats={"finished": 700.0, "failed": 3.0}), None)
-    assert later.e2e.window == "10 s (newest 1)"
-
-
 def watched(seconds: float, before: dict[str, float], after: dict[str, float]) -> State:
     history = (Sample(2000.0 - seconds, FACTS.engine, before), Sample(2000.0, FACTS.engine, after))
     return state(2000.0, stats=after, history=history)
@@ -157,32 +149,6 @@ def test_an_older_engine_sends_no_token_latencies() -> None:
 
 
 # ---- drawing
-
-
-@given(st.lists(st.integers(0, 9), min_size=len(BOUNDS) + 1, max_size=len(BOUNDS) + 1), st.integers(1, 120))
-def test_a_scale_shows_all_that_is_counted_in_its_room(counts: list[int], room: int) -> None:
-    scale = scale_of([counts], room)
-    assert sum(scale.sums(counts)) == sum(counts)
-    assert scale.width <= room and len(scale.sums(counts)) * scale.cells == scale.width
-    assert {scale.first, scale.end} <= set(EDGES)
-    assert len(scale.axis()) == scale.width + 4
-
-
-@given(TIMES)
-def test_a_mark_is_below_the_column_of_its_percentile(times: list[float]) -> None:
-    counts, found = bucket_counts(times), percentiles(times)
-    scale = scale_of([counts], 60)
-    line = scale.marks([("50", found.median), ("90", found.p90), ("99", found.p99)])
-    columns = [count for count in scale.sums(counts) for _ in range(scale.cells)]
-    assert len(line) == len(columns) + 4 and 1 <= line.count("▲") <= 3
-    assert all(columns[at] for at, sign in enumerate(line) if sign == "▲")
-
-
-def test_the_last_bucket_of_token_latencies_is_the_last_one_drawn() -> None:
-    counts = (0,) * (BUCKETS - 1) + (7,)
-    found = Distribution(percentiles([]), counts, "token", "1 min", ITL_BOUNDS)
-    assert aligned(found) == [0] * len(BOUNDS) + [7]
-    assert Scale(29, len(BOUNDS) + 1, 1, 3).axis().endswith("more")
 
 
 def some() -> State:
@@ -242,12 +208,3 @@ def test_without_room_each_histogram_is_one_line(size: tuple[int, int]) -> None:
             assert "1.0 s  1.0 s  1.0 s" in lines[1]
 
     hosted(LatencyView(), some(), script, size)
-
-
-def test_an_engine_without_requests_and_the_past() -> None:
-    async def script(pilot: Pilot[None]) -> None:
-        text = "\n".join(screen(pilot.app))
-        assert "0 requests, 1 min" in text and "ITL  not sent by this engine" in text
-        assert "since load before " in text
-
-    hosted(LatencyView(), replace(state(), end_reason="the engine was closed"), script, (80, 24))

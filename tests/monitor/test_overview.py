@@ -10,14 +10,11 @@ from textual.pilot import Pilot
 
 from radixkv.telemetry.records import PROCESS_NAMES, Changes
 from radixkv_monitor.app import MonitorApp
-from radixkv_monitor.info import copied_text
 from radixkv_monitor.state import Sample
-from radixkv_monitor.thresholds import Thresholds
-from radixkv_monitor.views.overview import CARDS, OverviewView
+from radixkv_monitor.views.overview import OverviewView
 from radixkv_monitor.widgets.panel import Panel
 from tests.monitor.fake_feed import FACTS, FakeFeed
 from tests.monitor.samples import STATES, request
-from tests.monitor.view_host import hosted, screen, state
 
 SIZES = pytest.mark.parametrize(
     "size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)], ids=["80x24", "160x48"]
@@ -118,12 +115,6 @@ def test_all_numbers_are_on_screen(size: tuple[int, int]) -> None:
         assert words in text, words
 
 
-@SIZES
-def test_an_engine_that_has_done_nothing(size: tuple[int, int]) -> None:
-    text, _ = drawn(Changes(time=1000.0, reset=True), size)
-    assert "Ready, no request yet" in text and "TTFT hit      0      -      -      -" in text
-
-
 def test_an_older_engine_counts_output_tokens_only() -> None:
     stats = {name: value for name, value in STATS.items() if name not in ("decode_tokens", "prefill_tokens")}
     history = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, stats))
@@ -161,31 +152,6 @@ def test_a_hybrid_model_has_rows_and_snapshots(size: tuple[int, int]) -> None:
     assert "states" not in without and "snapshots" not in without
 
 
-@SIZES
-def test_huge_numbers_fit(size: tuple[int, int]) -> None:
-    stats = dict.fromkeys(STATS, 9e15)
-    history = (Sample(400.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, stats))
-    drawn(Changes(time=1000.0, reset=True, stats=stats), size, history)
-    drawn(Changes(time=1000.0, reset=True, stats=stats | dict.fromkeys(STATES, 9e15)), size, history)
-
-
-@pytest.mark.parametrize("size", [(40, 10), (60, 12), (160, 14)])
-def test_where_there_is_no_room_for_cards_their_numbers_stay(size: tuple[int, int]) -> None:
-    ended = (request(**ENDED), request(**ENDED | {"number": 2, "cached_tokens": 0, "first_token": 991.2}))
-    history = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, STATS))
-    text, _ = drawn(Changes(time=1000.0, reset=True, stats=STATS, requests=ended), size, history)
-    for words in (
-        "Running: 93% of 10,000 prompt tokens from cache",
-        "hits 93% 1 min  93% run  93% since load",
-        "TTFT hit      1 300 ms 300 ms",
-        "41 decode",
-        "3 running  1 waiting  0 preempted",
-        "evicted 8 tokens/s",
-        "0 failed  0 timed out, 1 min",
-    ):
-        assert words in text, words
-
-
 def test_the_export_has_every_number() -> None:
     view = OverviewView(id="overview")
     assert view.export().rows == []
@@ -202,20 +168,3 @@ def test_the_export_has_every_number() -> None:
             assert len(rows) > 30
 
     asyncio.run(run())
-
-
-def test_the_copied_verdict_is_that_of_the_screen() -> None:
-    view = OverviewView()
-    view.thresholds = Thresholds(hit_rate=0.99)
-
-    minute = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, STATS))
-    shown = state(1000.0, stats=STATS, history=minute, facts=FACTS)
-
-    async def script(pilot: Pilot[None]) -> None:
-        assert copied_text(view, shown).startswith("Only ") and screen(pilot.app)[0].lstrip(" ▲").startswith("Only ")
-
-    hosted(view, shown, script, (100, 30))
-
-
-def test_there_are_six_cards() -> None:
-    assert len(CARDS) == 6

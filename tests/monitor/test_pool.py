@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -15,13 +12,13 @@ from textual.widgets import Static
 
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor import detail
-from radixkv_monitor.block_modes import MODES, Blocks, ColourMode, host_mode
+from radixkv_monitor.block_modes import MODES, Blocks
 from radixkv_monitor.state import State
-from radixkv_monitor.theme import CACHED, SELECTED, Shade
+from radixkv_monitor.theme import Shade
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.widgets.detail_pane import DetailPane
-from radixkv_monitor.widgets.heat_map import GUTTER, HeatMap
+from radixkv_monitor.widgets.heat_map import GUTTER
 from tests.monitor import samples
 from tests.monitor.view_host import hosted, screen, state
 
@@ -107,26 +104,6 @@ def test_arrows_move_and_say_block_and_node(size: tuple[int, int]) -> None:
     assert isinstance(selections[1], NodeSelected) and selections[1].number == 2 and not selections[1].show
 
 
-@pytest.mark.long
-@both_sizes
-def test_n_goes_to_the_next_owner_and_enter_shows_its_node(size: tuple[int, int]) -> None:
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        seen = []
-        for _ in range(6):
-            await pilot.press("n")
-            seen.append(view.block)
-        assert seen == [4, 8, 10, 20, 21, 30]
-        assert "Private to request 12, stream 0 (decode)" in description(
-            view
-        ) and "48 to 56 of the sequence" in description(view)
-        await pilot.press("enter", "N", "N")
-        assert view.block == 20
-
-    selections = run(script, small(), size)
-    shown = [each for each in selections if isinstance(each, NodeSelected) and each.show]
-    assert [each.number for each in shown] == [3], "a private block leads to the node that its sequence holds"
-
-
 @both_sizes
 def test_c_and_s_go_through_the_modes(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
@@ -141,28 +118,6 @@ def test_c_and_s_go_through_the_modes(size: tuple[int, int]) -> None:
         assert "1 reader 6" in text(view, ".legend")
 
     run(script, small(), size)
-
-
-@pytest.mark.long
-@both_sizes
-def test_zoom_keeps_the_cursor_on_its_block(size: tuple[int, int]) -> None:
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        assert "(fits)" in text(view, ".headline")
-        fitting = view.zoom_level
-        await pilot.press(*["down"] * 3)
-        block = view.block
-        await pilot.press("minus")
-        assert view.zoom_level == fitting, "the whole pool is in view"
-        await pilot.press("plus", "plus")
-        assert view.zoom_level == fitting - 2 and view.block == block and "(fits)" not in text(view, ".headline")
-        assert view.map.top > 0 or view.block < view.map.room(view.map.signs) * view.map.per
-        await pilot.press("minus", "equals_sign", "0")
-        assert view.zoom_level == fitting and view.block // view.map.per == block // view.map.per
-        for _ in range(20):
-            await pilot.press("plus")
-        assert view.zoom_level == 0 and view.map.signs
-
-    run(script, small(100_000), size)
 
 
 def test_a_click_chooses_a_block_and_a_second_one_shows_its_node() -> None:
@@ -189,42 +144,6 @@ def test_what_others_select_is_lit_and_found() -> None:
         assert view.block == 50, "the node was selected after the block"
         view.select(Selection(node=99))
         assert not (view.map._shown & 0x40).any()
-
-    run(script, small())
-
-
-def test_a_cell_of_many_blocks_says_what_they_are() -> None:
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        assert view.map.per > 1
-        assert f"first of {view.map.per} in its cell" in description(view) and "4 cached" in description(view)
-
-    run(script, small(100_000))
-
-
-def test_only_lines_that_differ_are_drawn() -> None:
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        drawn: list[int] = []
-        draw = view.map.draw
-        view.map.draw = lambda line, key: drawn.append(line) or draw(line, key)  # type: ignore[method-assign, func-returns-value]
-        shown = small(2000)
-        view.update(replace(shown, tick=2))
-        await pilot.pause()
-        assert not drawn
-        line = 3
-        block = view.map.cells_a_line * view.map.per * line
-        view.update(replace(shown, tick=3, nodes={**shown.nodes, 9: node(9, (block, 2 * view.map.per))}))
-        await pilot.pause()
-        assert drawn == [line]
-
-    run(script, small(2000))
-
-
-def test_another_engine_has_another_pool() -> None:
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        await pilot.press("end")
-        other = small(16, line=2)
-        view.update(replace(other, facts=replace(other.facts, engine="e2")))
-        assert view.block == 15 and text(view, ".headline").startswith("16 blocks")
 
     run(script, small())
 
@@ -303,94 +222,3 @@ def test_a_cell_of_several_blocks_shows_the_sign_of_most_of_them(
     nodes = {100 + at: node(100 + at, (200 * at, 130 + at), locks=at % 2) for at in range(1, 60)}
     run(script, replace(shown, nodes={**shown.nodes, **nodes, 4: node(4, (15_000, 99), locks=1, holders=1, pins=1)},
                         sequences={40: SequenceRecord(40, 12, 0, 3, 56, 32, (18_000, 64), 1000.0)}))  # fmt: skip
-
-
-def test_without_colours_the_map_zooms_from_one_block_a_sign_to_all_in_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "")
-
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        fitting = view.map.per
-        await pilot.press("plus")
-        for _ in range(16):
-            view.action_zoom(-1)
-        assert view.map.per == 1 and view.map.signs and "1 block per cell" in text(view, ".headline")
-        view.select(Selection(node=3, block=20))
-        await pilot.pause()
-        assert cells_of(view)[:23] == "░░░░····▓▓··········◆··", "a sign for each block"
-        for _ in range(16):
-            view.action_zoom(1)
-        assert view.map.per == fitting and view.map.signs
-
-    run(script, small(5000))
-
-
-def test_the_description_of_a_block_scrolls() -> None:
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        pane = view.query_one(DetailPane)
-        await pilot.press("end", "left", "home")
-        assert pane.max_scroll_y > 0
-        await pilot.press("J")
-        assert pane.scroll_y == 1
-        await pilot.press("K")
-        assert pane.scroll_y == 0
-
-    shown = small()
-    run(script, replace(shown, facts=replace(shown.facts, host_blocks=8)))
-
-
-def test_legends_have_the_bounds_of_their_levels() -> None:
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        view.sort_by("age")
-        for name in ("held now", "< 10 s", "10 s-1 min", "1-10 min", "10 min-1 h", "> 1 h"):
-            assert f" {name} " in text(view, ".legend"), name
-        assert "by idle time" in text(view, ".headline")
-
-    run(script, small())
-
-
-def test_half_cells_with_one_state_show_its_sign() -> None:
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        assert view.map.per == 1 and not view.map.signs
-        columns = view.map.columns
-        drawn = cells_of(view)
-        assert drawn[1:4] == "░░░" and drawn[10] == "·", "two equal blocks, one above the other"
-        assert drawn[8:10] == "▀▀", f"blocks 8 and 9 are active, {8 + columns} and {9 + columns} are free"
-
-    shown = small(1500)
-    columns = 64
-    run(script, replace(shown, nodes={**shown.nodes, 2: node(2, (0, 4, columns, 4), tokens=128)}))
-
-
-@pytest.mark.parametrize("mode", [*MODES, host_mode(MODES[0])], ids=lambda mode: mode.name)
-def test_the_levels_of_a_mode_have_different_signs(mode: ColourMode) -> None:
-    blocks = Blocks()
-    blocks.update(small())
-    signs = [meaning.shade.sign for meaning in mode.legend(blocks)]
-    assert len({*signs, "▀", SELECTED.sign}) == len(signs) + 2 and all(len(sign) == 1 for sign in signs)
-
-
-@pytest.mark.parametrize(("terminal", "colours"), [("vt100", False), ("xterm-256color", True), ("no-such-thing", True)])
-def test_a_terminal_without_colours_is_recognised(terminal: str, colours: bool) -> None:
-    """In a process each, because the terminal library reads one entry per process."""
-    code = "from radixkv_monitor.theme import _terminal_has_colours; print(_terminal_has_colours())"
-    found = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TERM": terminal}, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.strip() == str(colours)
-
-
-def test_lit_shades_go_to_white_on_dark_and_to_black_on_light() -> None:
-    highlighted = CACHED.highlighted()
-    assert highlighted.dark > CACHED.dark and highlighted.light < CACHED.light and highlighted.sign == CACHED.sign
-
-
-@pytest.mark.long
-def test_the_map_fits_any_size() -> None:
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        for size in ((40, 10), (200, 60), (12, 8), (120, 40)):
-            await pilot.resize_terminal(*size)
-            await pilot.pause()
-            heat = view.query_one(HeatMap)
-            assert heat.virtual_size.height <= max(heat.size.height, 1), size
-
-    run(script, small(100_000))

@@ -21,7 +21,6 @@ from radixkv_monitor import cli, print_once, report_html
 from radixkv_monitor.print_once import first_state
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.report import LISTED, Report, collect
-from radixkv_monitor.report_charts import Series, Stretch, areas, band, lines
 from radixkv_monitor.report_html import render
 from radixkv_monitor.views import VIEWS
 from tests.monitor.fake_feed import FACTS
@@ -89,7 +88,7 @@ def request(number: int, submitted: float, first_token: float | None = None, **v
 # ---- the contents
 
 
-def test_the_numbers_are_those_of_the_frames() -> None:
+def test_the_numbers_match_the_frames() -> None:
     requests: dict[int, RequestRecord] = {}
     evictions: dict[int, EvictionRecord] = {}
     first: dict[str, float] = {}
@@ -116,7 +115,7 @@ def test_the_numbers_are_those_of_the_frames() -> None:
         assert report.growth[name] == last[name] - first.get(name, 0)
 
 
-def test_the_verdicts_over_time_are_those_of_each_moment(tmp_path: Path) -> None:
+def test_the_verdicts_over_time_match_each_moment(tmp_path: Path) -> None:
     """A request fails at 20 s; a minute later nothing is wrong any more, and without requests the engine is idle."""
     stats = {"prompt_tokens": 100.0, "cached_tokens": 50.0}
     frames = (
@@ -156,13 +155,6 @@ def test_another_engine_begins_another_period_and_its_counters_begin_at_0(tmp_pa
     assert report.engines == 2 and {each.engine for each in report.phases} == {"engine-1", "engine-2"}
     assert report.growth["output_tokens"] == 40.0 and report.counted == 4.0
     assert "2 in this span" in render(report, PICTURES)
-
-
-def test_one_state_without_a_past_is_a_report(tmp_path: Path) -> None:
-    report = collected(written(tmp_path / "a.rec", whole(1000.0)))
-    assert report.start == report.end and len(report.phases) == 1
-    page = Page(render(report, PICTURES))
-    assert "None of the 0 reported requests has a first token." in page.texts
 
 
 # ---- the page
@@ -205,28 +197,6 @@ def test_the_chart_of_tokens_names_the_counters_that_the_engine_sends(tmp_path: 
     assert named(**counters).split("·")[1].split() == ["output", "computed", "cached"]
     newer = {**counters, "decode_tokens": 1.0, "prefill_tokens": 1.0}
     assert named(**newer).split("·")[1].split() == ["decode", "prefill", "cached"]
-
-
-def test_lines_are_interrupted_and_state_their_maximum() -> None:
-    drawn = lines([Series("rate", [0.0, 50.0, None, 100.0])], 0.0, 4.0, str)
-    assert re.findall(r'<polyline class="line c0" points="([^"]*)"', drawn) == ["285.0,126.0 506.0,67.0", "948.0,8.0"]
-    assert ">100.0<" in drawn and ">50.0<" in drawn and ">0.0<" in drawn
-    assert drawn.count("<circle") == 1
-
-
-def test_areas_are_on_top_of_each_other() -> None:
-    drawn = areas([Series("a", [10.0, 20.0]), Series("b", [30.0, 20.0])], 0.0, 2.0, str, 40.0)
-    low, high = re.findall(r'<polygon class="area c\d" points="([^"]*)"', drawn)
-    assert low == "506.0,96.5 948.0,67.0 948.0,126.0 506.0,126.0"
-    assert high == "506.0,8.0 948.0,8.0 948.0,67.0 506.0,96.5"
-
-
-def test_a_short_stretch_of_the_band_has_a_title_and_no_label() -> None:
-    root = ElementTree.fromstring(
-        band([Stretch(0.0, 99.0, "good", "fine & well"), Stretch(99.0, 100.0, "bad", "<failed>")], 0.0, 100.0)
-    )
-    assert [each.text for each in root.iter("title")] == ["fine & well", "<failed>"]
-    assert [each.text for each in root.iter("text") if each.get("class") == "on"] == ["good"]
 
 
 # ---- the command

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import tracemalloc
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -12,13 +10,12 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from radixkv_monitor import block_map, slices, tree_rows
-from radixkv_monitor.block_modes import Blocks
 from radixkv_monitor.state import State, Touched
 from radixkv_monitor.views import Selection
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.views.tree import TreeView
 from tests.monitor.samples import node
-from tests.monitor.view_host import FACTS, hosted, screen, state
+from tests.monitor.view_host import hosted, screen, state
 
 COUNT = 200
 
@@ -98,86 +95,3 @@ def test_keys_filters_and_selections_while_a_tree_is_read_are_kept() -> None:
         assert view.lines.cursor is not None and view.lines.cursor.number == 50
 
     run(view, script)
-
-
-def test_another_line_of_a_large_tree_keeps_closed_nodes_and_the_cursor() -> None:
-    view = TreeView()
-
-    async def script(pilot: Pilot[None]) -> None:
-        view.update(large())
-        read_all(view)
-        view.lines.go_to(100, by_hand=True)
-        view.update(large(line=2))
-        assert view.is_loading and len(view.rows.rows) == 201, "the old rows stay on screen"
-        read_all(view)
-        assert view.lines.cursor is not None and view.lines.cursor.number == 100
-        await pilot.press("left", "left")
-        assert len(view.rows.rows) == 1
-        again = large(line=3)
-        view.update(again)
-        read_all(view)
-        assert len(view.rows.rows) == 1, "closed as before"
-        view.update(replace(again, line=4, facts=replace(again.facts, engine="e2")))
-        read_all(view)
-        assert len(view.rows.rows) == 201, "another engine begins open"
-
-    run(view, script)
-
-
-def test_a_large_pool_shows_its_progress_and_then_its_blocks() -> None:
-    view = PoolView()
-
-    async def script(pilot: Pilot[None]) -> None:
-        first = large()
-        view.update(first)
-        assert "400 blocks · reading the owners of each: 0%" in headline(view)
-        await pilot.press("c", "plus", "right", "n", "enter")
-        assert view.is_loading, "the keys were handled between slices"
-        view.update(replace(first, tick=2, nodes={**first.nodes, 999: node(id=999, parent=1, blocks=(399, 1))}))
-        view.select(Selection(node=999))
-        assert read_all(view) > 3
-        await pilot.pause()
-        assert "400 blocks, 50% in use · by idle time" in headline(view) and "node 999 is highlighted" in headline(view)
-        assert view.block == 399 and int((view.blocks.map.owners > 0).sum()) == COUNT + 1
-
-    run(view, script)
-
-
-@pytest.mark.parametrize("make", [TreeView, PoolView])
-def test_the_slices_come_by_themselves_and_end_with_the_view(
-    make: type[TreeView] | type[PoolView], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slices, "PAUSE", 0.001)
-    view = make()
-
-    async def script(pilot: Pilot[None]) -> None:
-        view.update(large())
-        while view.is_loading:
-            await pilot.pause(0.001)
-        assert "200 nodes" in headline(view) or "50% in use" in headline(view)
-        view.update(large(line=2))
-        await view.remove()
-        await pilot.pause(0.05)
-
-    run(view, script)
-
-
-@pytest.mark.parametrize(("keeps", "most"), [("rows", 460), ("blocks", 330)])
-def test_a_large_tree_takes_little_memory(keeps: str, most: int) -> None:
-    """Count the bytes of each node, in a pool of ten blocks a node. They were 615 of rows and 426 of blocks."""
-    count = 5000
-    nodes = {1: node(id=1, parent=0, tokens=0, blocks=(), head=())}
-    for number in range(2, count):  # half of the nodes are leaves; every third shares a block with its parent
-        nodes[number] = node(id=number, parent=number // 2, blocks=(10 * number, 9, 10 * (number // 2), number % 3 < 1))
-    shown = replace(state(nodes=list(nodes.values())), facts=replace(FACTS, num_blocks=10 * count))
-    rows, blocks = tree_rows.TreeRows(), Blocks()
-    tracemalloc.start()
-    try:
-        if keeps == "rows":
-            rows.update(shown.nodes)
-        else:
-            blocks.update(shown)
-        gc.collect()
-        assert tracemalloc.get_traced_memory()[0] / count < most
-    finally:
-        tracemalloc.stop()

@@ -24,10 +24,8 @@ from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv_monitor import engine_picker
 from radixkv_monitor.app import MonitorApp
-from radixkv_monitor.engine_picker import EngineList, EnginePicker
+from radixkv_monitor.engine_picker import EnginePicker
 from radixkv_monitor.feed import Feed, Status, Traffic
-from radixkv_monitor.feed_factory import describe
-from radixkv_monitor.live import STOPPED
 from radixkv_monitor.pictures import settle
 from radixkv_monitor.recording_writer import save
 from radixkv_monitor.replay import FileFeed
@@ -170,15 +168,6 @@ def on_host(shown: State) -> State:
 
 @pytest.mark.long
 @pictured
-@pytest.mark.parametrize("mode", ["age", "references", "session"])
-def test_the_pool_by_something_else(looks: Looks, mode: str) -> None:
-    app = watching("pool")
-    app.sort = mode
-    looks(app, (80, 24), "right", "down", "down")
-
-
-@pytest.mark.long
-@pictured
 @SIZES
 def test_a_node_is_lit_in_the_pool(looks: Looks, size: tuple[int, int]) -> None:
     """Enter in the Tree shows the node's blocks in the Pool."""
@@ -222,54 +211,10 @@ def test_the_palette(looks: Looks, size: tuple[int, int]) -> None:
 @pytest.mark.long
 @pictured
 @SIZES
-def test_what_to_export(looks: Looks, size: tuple[int, int]) -> None:
-    looks(watching("evictions"), size, "e")
-
-
-@pytest.mark.long
-@pictured
-@SIZES
 def test_an_engine_that_is_gone(looks: Looks, size: tuple[int, int]) -> None:
     feed = Moment()
     feed.link = Status("stale", BEGAN + SECONDS, "the engine closed the connection; next attempt in 2.0 s")
     looks(watching("overview", feed), size)
-
-
-@pytest.mark.long
-@pictured
-@SIZES
-def test_an_engine_without_news(looks: Looks, size: tuple[int, int]) -> None:
-    feed = Moment()
-    sentence = f"No news for 7 s: {STOPPED}"
-    feed.link = Status("silent", BEGAN + SECONDS, sentence, 7.0)
-    looks(watching("overview", feed), size)
-
-
-@pytest.mark.long
-@pictured
-@SIZES
-def test_a_list_of_engines_over_a_view(looks: Looks, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    running = [FoundEngine("e1", 4712, None, BEGAN - 7200, "tiny", "0.1.0", "cpu", "/run/4712.sock")]
-    monkeypatch.setattr(engine_picker, "engines", lambda: running)
-    monkeypatch.setattr(engine_picker, "describe", lambda found, now: describe(found, BEGAN))
-
-    async def listed(pilot: Pilot[Any]) -> None:
-        await until(pilot, lambda: len(pilot.app.screen.query_one(EngineList).options) == 2)
-
-    looks(watching("tree"), size, "g", more=listed)
-
-
-@pytest.mark.long
-@pictured
-@SIZES
-def test_texts_in_full(looks: Looks, size: tuple[int, int]) -> None:
-    looks(watching("requests"), size, "i")
-
-
-@pytest.mark.long
-@pictured
-def test_a_frozen_past(looks: Looks) -> None:
-    looks(watching("requests"), (80, 24), *["left_square_bracket"] * 4)
 
 
 @pytest.mark.long
@@ -334,33 +279,3 @@ def test_the_script_writes_the_same_bytes_again(tmp_path: Path) -> None:
     save(two, frames(seconds=10))
     save(other, frames(seed=8, seconds=10))
     assert one.read_bytes() == two.read_bytes() != other.read_bytes()
-
-
-# ---- that a picture is worth something
-
-
-@pytest.mark.long
-def test_a_screen_that_differs_makes_another_picture() -> None:
-    """Change the least that can differ: a colour, and a letter."""
-    import asyncio
-
-    async def two(app: MonitorApp) -> tuple[str, str, str]:
-        async with app.run_test(size=(80, 24)) as pilot:
-            await settle(pilot)
-            app.tick()
-            await until(pilot, lambda: ">help</text>" in screenshot(app))  # the bottom line may come a second later
-            await settle(pilot)
-            first = screenshot(app)
-            app.playback.feed = other
-            app.tick()
-            await settle(pilot)
-            second = screenshot(app)
-            app.theme = LIGHT.name
-            await settle(pilot)
-            return first, second, screenshot(app)
-
-    other = Moment()
-    assert other.latest is not None
-    other._shown = replace(other.latest, tick=10**6, facts=replace(other.latest.facts, version="0.1.1"))
-    first, second, third = asyncio.run(two(watching()))
-    assert first != second and first.replace("0.1.0", "0.1.1") == second and second != third

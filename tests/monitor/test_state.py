@@ -83,7 +83,3 @@ def test_too_long_ago_and_other_lines_are_unknown() -> None:
     assert states[-1].touched_since(None) is None
     assert states[-1].touched_since(StateCopier(FACTS, 2).take(mirror, [changes])) is None
     assert states[1].touched_since(states[-1]) is None, "the later one cannot be an earlier one"
-
-
-def test_a_state_is_short_in_a_traceback() -> None:
-    assert len(repr(StateCopier(FACTS, 1).take(Mirror(), [Changes(1.0, True)]))) < 100

@@ -17,7 +17,6 @@ from radixkv_monitor.print_once import to_text
 from radixkv_monitor.state import Sample, State, StateCopier
 from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.thresholds import Thresholds
-from radixkv_monitor.widgets.panel import columns, widths
 from tests.monitor.fake_feed import FACTS
 from tests.monitor.samples import STATES, eviction, request
 
@@ -191,7 +190,7 @@ def test_bad_stands_before_warnings() -> None:
     assert sentence.index("1 request failed") < sentence.index("7 preemptions")
 
 
-def test_who_waits_long_is_seen() -> None:
+def test_a_long_wait_is_shown() -> None:
     waiting = {1: request(number=1, phase="waiting", submitted=1985.0, first_token=None)}
     level, sentence = said(USUAL | {"waiting": 1}, live=waiting)
     assert (level, sentence[:43]) == ("warn", "1 request waiting, the longest for 15 s; 93")
@@ -215,25 +214,6 @@ def test_a_run_counts_from_its_baseline() -> None:
     baseline = Sample(1990.0, FACTS.engine, {"prompt_tokens": 900, "cached_tokens": 900})
     assert summarise(state_of(USUAL, baseline=baseline)).hit_run == Part(30, 100)
     assert summarise(state_of(USUAL)).hit_run == Part(930, 1000)
-
-
-@given(st.lists(st.floats(0, 1e6), max_size=6), st.integers(0, 40))
-def test_a_bar_is_shared_out_to_the_last_cell(parts: list[float], cells: int) -> None:
-    found = widths(parts, cells)
-    assert sum(found) == (cells if sum(parts) > 0 else 0)
-    assert min(found, default=0) >= 0
-    if cells >= len(parts) and sum(parts) > 0:
-        assert all((width > 0) == (part > 0) for width, part in zip(found, parts, strict=True))
-
-
-@given(st.lists(st.one_of(st.none(), st.floats(0, 1e6)), max_size=30), st.integers(1, 6))
-def test_columns_rise_with_their_values(values: list[float | None], height: int) -> None:
-    lines = columns(values, height)
-    assert len(lines) == height and {len(line) for line in lines} <= {len(values)}
-    heights = [sum(" ▁▂▃▄▅▆▇█".index(line[at]) for line in lines) for at in range(len(values))]
-    assert all((rise > 0) == bool(value) for rise, value in zip(heights, values, strict=True))
-    ordered = sorted(zip((value or 0.0 for value in values), heights, strict=True))
-    assert [rise for _, rise in ordered] == sorted(heights)
 
 
 def first_look(**values: object) -> State:
@@ -304,10 +284,6 @@ def test_times_after_a_clock_was_set_back_are_in_no_window() -> None:
     assert latencies(state_of({}, ended=ended), None).ttft.percentiles.count == 2
 
 
-def test_a_part_is_at_most_all() -> None:
-    assert (str(Part(3, 2)), Part(3, 2).share) == ("100%", 1.0)
-
-
 def test_warnings_and_facts_are_of_the_last_minute_not_since_load() -> None:
     before = {"cache.query_tokens": 1000.0, "cache.regret_tokens": 900.0, "cancelled": 5.0, "failed": 3.0}
     stats = before | {"cache.query_tokens": 2000.0}
@@ -323,12 +299,6 @@ def test_each_percentile_names_its_own_window() -> None:
     state = state_of(counts | {"itl.0.5": 8.0}, history=history)
     found = verdict(state, summarise(state), Thresholds(itl_p50=0.3))
     assert found.sentence.startswith("ITL p50 400 ms of 8 tokens, 20 s so far;")
-
-
-def test_there_is_no_rate_of_less_than_a_second() -> None:
-    history = (Sample(1999.5, FACTS.engine, {}), Sample(2000.0, FACTS.engine, {"output_tokens": 9.0}))
-    summary = summarise(state_of({"output_tokens": 9.0}, history=history))
-    assert (summary.output_per_second, summary.rate_window) == (None, 0.0)
 
 
 def test_growth_before_the_first_sample_is_in_no_window_unless_it_is_there_as_a_whole() -> None:

@@ -16,17 +16,12 @@ from radixkv.telemetry.client_set import ClientLimits
 from radixkv.telemetry.discovery import FoundEngine, engines
 from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.recording import read_recording
-from radixkv.telemetry.records import Changes
 from radixkv_monitor import engine_picker
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.engine_picker import EngineList, EnginePicker, EngineScreen
-from radixkv_monitor.feed import Status
 from radixkv_monitor.feed_factory import feed_of_found
-from radixkv_monitor.info import InfoScreen, verdict_texts
 from radixkv_monitor.live import SocketFeed
-from tests.monitor.fake_feed import FACTS, FakeFeed
-from tests.monitor.frames import node, snapshot
-from tests.monitor.samples import request
+from tests.monitor.fake_feed import FACTS
 from tests.monitor.view_host import screen
 from tests.telemetry.served import Engine, many, runtime_folder
 
@@ -174,87 +169,3 @@ def test_another_engine_is_watched_without_a_restart(tmp_path: Path) -> None:
     with two_engines() as both:
         asyncio.run(run(*both))
     assert len(list(read_recording(tmp_path / "a.rec"))) >= 2
-
-
-def test_the_present_source_is_kept(running: list[FoundEngine]) -> None:
-    running[:] = [found(7)]
-
-    async def run() -> None:
-        feed = FakeFeed(snapshot(1000.0, 1).changes)
-        app = MonitorApp(feed)
-        async with app.run_test(size=(80, 24)) as pilot:
-            for keys in ("g escape", "g g", "g enter"):
-                key, *rest = keys.split()
-                await pilot.press(key)
-                await until(pilot, lambda: "pid 7" in "\n".join(screen(app)), "the list")
-                assert "● still, watched now" in "\n".join(screen(app))
-                await pilot.press(*rest)
-                await pilot.pause()
-                assert len(app.screen_stack) == 1 and app.feed is feed and not feed.closed
-
-    asyncio.run(run())
-
-
-# ---- texts in full
-
-
-def test_the_dialog_has_the_headline_and_the_selected_item_of_the_view() -> None:
-    long = replace(node(7, 990.0), parent=1)
-    changes = replace(
-        snapshot(1000.0).changes, nodes=(replace(long, id=1, parent=0, tokens=0, namespace="n" * 60), long)
-    )
-
-    async def run() -> None:
-        app = MonitorApp(FakeFeed(changes), "tree")
-        async with app.run_test(size=(40, 12)) as pilot:
-            await pilot.pause()
-            app.tick()
-            await pilot.pause()
-            await pilot.press("i")
-            await pilot.pause()
-            assert isinstance(app.screen, InfoScreen)
-            text = dict(app.screen.parts)
-            assert "1 node in 1 namespace" in text["Headline"]
-            assert text["Selected"].startswith("Namespace nnn")
-
-    asyncio.run(run())
-
-
-def test_the_reasons_of_a_verdict_are_listed() -> None:
-    failed = request(phase="failed", ended=999.0)
-    feed = FakeFeed(Changes(time=1000.0, reset=True, requests=(failed,)))
-    feed.link = Status("stale", 1000.0)
-    shown = feed.current
-    assert shown is not None
-    (_, sentence), (title, reasons) = verdict_texts(shown)
-    assert title == "Reasons" and all(line.startswith("bad  ") for line in reasons.splitlines())
-    assert [line[5:] in sentence.replace("Not", "not", 1) for line in reasons.splitlines()] == [True, True]
-
-
-@pytest.mark.parametrize("size", [(80, 24), (40, 10)])
-def test_notices_wrap_and_the_dialog_shows_them_whole(size: tuple[int, int]) -> None:
-    async def run() -> None:
-        feed = FakeFeed(snapshot(1000.0, 1).changes)
-        feed.link = replace(feed.link, link="stale", since=1000.0, sentence="word " * 40 + "end")
-        app = MonitorApp(feed)
-        async with app.run_test(size=size) as pilot:
-            await pilot.pause()
-            app.tick()
-            await pilot.pause()
-            assert app._banner.size.height == 3
-            assert app.view is not None and app.view.size.height == size[1] - 5
-            await pilot.press("i")
-            await pilot.pause()
-            assert isinstance(app.screen, InfoScreen)
-            text = dict(app.screen.parts)
-            assert text["Notices"].endswith("word end")
-            (verdict,) = (said for title, said in text.items() if title.startswith("Verdict at "))
-            assert verdict.startswith("Not connected since")
-            await pilot.press("down", "j", "k", "escape")
-            assert len(app.screen_stack) == 1
-            feed.link = replace(feed.link, link="live", sentence="")
-            app.tick()
-            await pilot.pause()
-            assert app.view.size.height == size[1] - 2
-
-    asyncio.run(run())

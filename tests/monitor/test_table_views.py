@@ -75,35 +75,6 @@ def test_requests_show_phases_waterfall_and_why(size: tuple[int, int]) -> None:
     hosted(view, REQUESTS, script, size)
 
 
-@BOTH
-def test_who_asked_in_which_namespace_and_what_they_found(size: tuple[int, int]) -> None:
-    view = SessionsView()
-    tenants = [
-        samples.session(number=each, used=1000.0 - each, namespace=f"(ada, desk-{each})", cached_tokens=100 * each)
-        for each in range(1, 6)
-    ]
-
-    async def script(pilot: Pilot[None]) -> None:
-        text = "\n".join(screen(pilot.app))
-        assert "Session #1 in (ada, desk-1): 3 turns" in text
-        if size[0] > 80:
-            assert "(ada, desk-1) 14%, (ada, desk-2) 29%" in text and "2 more" in text.replace("\n", " ")
-            assert text.count("(ada, desk-4)") == 1, "in its row, and not among the three above"
-        view.update(SESSIONS)
-        await pilot.pause()
-        if size[0] > 80:
-            assert "default 71%, red 71%" in "\n".join(screen(pilot.app))
-
-    hosted(view, state(sessions=tenants), script, size)
-
-
-def test_requests_name_their_namespace_where_there_is_room() -> None:
-    async def script(pilot: Pilot[None]) -> None:
-        assert any("#4" in line and " red " in line for line in screen(pilot.app))
-
-    hosted(RequestsView(), REQUESTS, script, (160, 48))
-
-
 def test_the_cursor_tells_the_miss_and_selects_the_request() -> None:
     view = RequestsView()
 
@@ -292,32 +263,6 @@ def test_the_filter_leaves_rows_with_all_its_words() -> None:
     hosted(view, REQUESTS, script)
 
 
-@pytest.mark.parametrize(
-    ("view", "shown"), [(RequestsView, REQUESTS), (SessionsView, SESSIONS), (EvictionsView, EVICTIONS)]
-)
-def test_the_filter_is_hidden_until_it_is_opened(view: type[TableView[Any]], shown: State) -> None:
-    made = view()
-
-    async def script(pilot: Pilot[None]) -> None:
-        assert not made.filter_line.display and made.query_one(".headline").size.height <= 2
-        await pilot.press("slash")
-        await pilot.pause()
-        assert made.filter_line.display
-
-    hosted(made, shown, script)
-
-
-@pytest.mark.long
-def test_n_and_shift_n_step_through_what_the_filter_leaves() -> None:
-    view = RequestsView()
-
-    async def script(pilot: Pilot[None]) -> None:
-        await pilot.press("slash", *"session", "enter", "n", "n", "N")
-        assert view.table.cursor is not None and view.table.cursor.request.number == 3
-
-    hosted(view, REQUESTS, script)
-
-
 @BOTH
 def test_sessions_show_what_was_served_from_cache(size: tuple[int, int]) -> None:
     view = SessionsView()
@@ -362,39 +307,6 @@ def test_what_another_view_selected_gets_the_cursor() -> None:
     hosted(view, REQUESTS, script)
 
 
-def test_a_view_that_is_shown_again_stays_on_the_newest_row() -> None:
-    view = RequestsView()
-
-    async def script(pilot: Pilot[None]) -> None:
-        for newest in (8, 9):
-            view.update(state(ended=[samples.request(number=number) for number in range(1, newest + 1)]))
-            await pilot.pause()
-        posted = [each.number for each in pilot.app.selections]  # type: ignore[attr-defined]
-        assert posted[-1] == 9
-        view.select(Selection(request=9))  # as the app does when the view is shown again
-        view.update(state(ended=[samples.request(number=number) for number in range(1, 11)]))
-        assert view.table.cursor is not None and view.table.cursor.request.number == 10
-        view.select(Selection(request=2))
-        view.update(state(ended=[samples.request(number=number) for number in range(1, 12)]))
-        assert view.table.cursor.request.number == 2
-        await pilot.press("home")
-        await pilot.pause()
-        view.select(Selection(request=11))
-        view.update(state(ended=[samples.request(number=number) for number in range(1, 13)]))
-        assert view.table.cursor.request.number == 12
-
-    hosted(view, REQUESTS, script)
-
-
-def test_sorting_by_name() -> None:
-    view = SessionsView()
-    assert view.sort_by("hit-share") and view.order.sort == "hit share"
-    assert not view.sort_by("nonsense") and view.order.sort == "hit share"
-    evictions = EvictionsView()
-    assert evictions.sort_by("hits") and evictions.order.sort == "ended here"
-    assert evictions.sort_by("time") and evictions.order.sort == "time"
-
-
 @pytest.mark.parametrize(
     ("view", "shown"),
     mostly_long(
@@ -434,49 +346,6 @@ def test_a_click_moves_the_cursor_and_a_second_opens() -> None:
     assert [each.number for each in app.selections] == [5]
 
 
-@pytest.mark.long
-def test_a_thousand_rows_scroll_with_the_cursor() -> None:
-    view = EvictionsView()
-    many = state(evictions=[samples.eviction(number=number, node=number) for number in range(1, 1001)])
-
-    async def script(pilot: Pilot[None]) -> None:
-        await pilot.press("end")
-        await pilot.pause()
-        assert any("#1 " in line for line in screen(pilot.app))
-        await pilot.press("pageup", "home", "pagedown")
-        await pilot.pause()
-        cursor = view.table.cursor
-        assert cursor is not None and cursor.eviction.number < 1000
-        assert any(f"#{cursor.eviction.number} " in line for line in screen(pilot.app))
-
-    hosted(view, many, script, (80, 24))
-
-
-@pytest.mark.parametrize("size", [(80, 24), (160, 48), (44, 12)])
-def test_a_scroll_bar_that_comes_takes_its_room_from_a_column_that_has_some(size: tuple[int, int]) -> None:
-    few, many = (
-        state(now=1000.0, sessions=[samples.session(number=n, used=1000.0 - 0.188 * n) for n in range(1, most)])
-        for most in (4, 90)
-    )
-    view = SessionsView()
-    line_width: list[int] = []
-
-    async def script(pilot: Pilot[None]) -> None:
-        assert any("188 ms" in line or "#1" in line for line in screen(pilot.app))
-        line_width.append(view.table.line_width)
-        view.update(many)
-        for _ in range(3):
-            await pilot.pause()
-        assert view.table.show_vertical_scrollbar and view.table.line_width == line_width[0] == size[0] - 1
-        head, *rows = [line for line in screen(pilot.app) if line.startswith(("session", "#"))]
-        if size[0] >= 80:
-            assert "last used" in head and "188 ms" in rows[0] and "940 ms" in rows[4] and "1.1 s" in rows[5]
-        width = view.table.line_width
-        assert sum(cells + 1 for _, cells in view.table._shown) <= width
-
-    hosted(view, few, script, size)
-
-
 IDS = "5277 1282 14625 18664 15689 20687"
 FACTS = (("tokens", "37"), ("namespace", "team-blue"), ("begins with", IDS), ("hits", "0"))
 
@@ -509,11 +378,6 @@ def test_in_a_narrow_pane_each_fact_has_its_line_and_a_long_one_is_hung_in() -> 
     assert all(len(line) <= 40 for line in lines(40))
 
 
-def test_a_pane_that_is_no_wider_than_the_names_still_says_everything() -> None:
-    said = " ".join(" ".join(lines(5)).split())
-    assert "20687" in said and "namespace team- blue" in said
-
-
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text())
 ROWS = st.lists(st.fixed_dictionaries({"id": st.integers(), "what": VALUES, "blocks": st.lists(st.integers())}))
 
@@ -530,7 +394,3 @@ def test_csv_has_a_line_for_each_row(rows: list[dict[str, object]]) -> None:
     read = list(csv.DictReader(io.StringIO(Table("x", rows).to_csv(), newline="")))
     assert [row["id"] for row in read] == [str(row["id"]) for row in rows]
     assert [row["blocks"] for row in read] == [" ".join(map(str, row["blocks"])) for row in rows]  # type: ignore[call-overload]
-
-
-def test_an_empty_table() -> None:
-    assert Table("x", []).to_csv() == "" and json.loads(Table("x", []).to_json()) == []

@@ -6,7 +6,6 @@ tmux is the terminal. Expected output is polled for, so a deadline is reached on
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -25,7 +24,6 @@ from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from tests.selection import mostly_long
 from tests.telemetry.served import many, serving, wait_until
-from tests.telemetry.wire import node
 
 pytestmark = pytest.mark.skipif(
     shutil.which("tmux") is None, reason="tmux, which is the terminal here, is not installed"
@@ -36,25 +34,6 @@ MAIN = """import os, sys
 print(os.getpid(), file=open(sys.argv.pop(1), "w"))
 from radixkv_monitor.cli import main
 sys.exit(main())"""
-
-VIEWS = {
-    "1": ("Overview", "Hit rate"),
-    "2": ("Tree", "refs"),
-    "3": ("Pool", "by state"),
-    "4": ("Sessions", "served from cache"),
-    "5": ("Evictions", "tokens evicted"),
-    "6": ("Requests", "waterfall"),
-    "7": ("Latency", "number per bucket"),
-}
-"""A key, the title of its view, and words that no other view shows."""
-
-TRUTHS: dict[str, tuple[str, Callable[[Mirror], int]]] = {
-    "1": (r"([\d,]+) nodes", lambda all: sum(node.parent != 0 for node in all.nodes.values())),
-    "2": (r"([\d,]+) nodes in", lambda all: sum(node.parent != 0 for node in all.nodes.values())),
-    "4": (r"([\d,]+) sessions:", lambda all: len(all.sessions)),
-    "6": (r"([\d,]+) ended", lambda all: len(all.ended)),
-}
-"""A number that the view shows, and the same number from the recording."""
 
 
 class Terminal:
@@ -170,46 +149,6 @@ def mirrors(path: Path) -> Iterator[Mirror]:
         yield mirror
 
 
-def number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    assert found is not None, f"{pattern}\n{text}"
-    return int(found[1].replace(",", ""))
-
-
-def look_through(tty: Terminal, width: int) -> dict[str, str]:
-    """Return the text of every view."""
-    said = {}
-    for digit, (title, words) in VIEWS.items():
-        tty.press(digit)
-        tty.wait_for(f"{digit} {title}", words)
-        said[digit] = tty.text()
-        assert max(map(len, said[digit].splitlines())) <= width
-    return said
-
-
-@pytest.mark.long
-def test_every_view_of_the_demo_says_what_was_told() -> None:
-    with terminal((80, 24)) as tty:
-        tty.start("--demo", "--record", "demo.rec")
-        tty.wait_for("● live", "recording to demo.rec")
-        small = look_through(tty, 80)
-        tty.resize(160, 48)
-        tty.press("?")
-        tty.wait_for("shows a running engine", "ctrl+c  quit")
-        tty.press("q")
-        tty.wait(lambda: not tty.shows("shows a running engine"), "help to go")
-        large = look_through(tty, 160)
-        tty.press("q")
-        tty.wait_for("status 0.")
-        recorded = [
-            {digit: count(mirror) for digit, (_, count) in TRUTHS.items()}
-            for mirror in mirrors(tty.folder / "demo.rec")
-        ]
-        for digit, (pattern, _) in TRUTHS.items():
-            for said in (small, large):
-                assert number(pattern, said[digit]) in {each[digit] for each in recorded}, VIEWS[digit]
-
-
 @pytest.mark.parametrize("way", mostly_long(["q", "C-c", "SIGTERM", "SIGHUP", "SIGINT"], "q", "SIGTERM"))
 def test_whatever_ends_it_puts_the_terminal_back_and_closes_the_recording(way: str) -> None:
     with serving() as (publisher, engine), terminal((80, 24)) as tty:
@@ -262,27 +201,3 @@ def test_ctrl_z_goes_to_the_shell_and_fg_comes_back() -> None:
         tty.press("q")
         tty.wait(lambda: not tty.shows("‖ frozen"), "the shell")
         assert tty.modes() == before
-
-
-@pytest.mark.long
-def test_a_filter_that_is_typed_at_once_on_a_large_tree() -> None:
-    with serving() as (publisher, engine), terminal((100, 30)) as tty:
-        engine.change(node(1), *(node(at, max(1, at // 8)) for at in range(2, 100_001)))
-        tty.start(str(publisher.path), "--view", "tree")
-        tty.wait_for("99,999 nodes")
-        tty.write("/tre #77")
-        tty.wait_for("tre #77")
-        assert not tty.shows("Write a file") and [each.name for each in tty.folder.iterdir() if each.suffix] == []
-        tty.press("Escape")
-        tty.wait(lambda: not tty.shows("tre #77"), "the whole tree")
-
-
-def test_an_engine_is_shown_and_its_end_is_told() -> None:
-    with serving() as (publisher, engine), terminal((160, 48)) as tty:
-        engine.change(*many(50))
-        tty.start(str(publisher.path), "--view", "tree")
-        tty.wait_for("● live", "49 nodes")
-        engine.change(*many(60))
-        tty.wait_for("59 nodes")
-        publisher.close("the engine was closed")
-        tty.wait_for("✗ stale", "Not connected since", "the engine was closed", "59 nodes")

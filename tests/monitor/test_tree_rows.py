@@ -102,7 +102,7 @@ def check(rows: TreeRows, nodes: Nodes, matching: set[int] | None = None) -> Non
 
 @settings(max_examples=120, deadline=None)
 @given(STEPS, st.sampled_from(sorted(SORTS)), st.integers(1, 4), st.booleans())
-def test_rows_of_a_living_cache_are_those_of_a_walk(
+def test_rows_of_a_living_cache_match_a_walk(
     steps: list[tuple[str, int]], sort: str, told_every: int, is_filtered: bool
 ) -> None:
     life, rows = RandomCache(), TreeRows(sort)
@@ -259,7 +259,7 @@ def test_a_filter_shows_matches_and_their_paths_and_opens_them(small: tuple[Tree
     assert ids(rows) == [1, 6, 7], "closed branches are closed again"
 
 
-def test_a_filter_is_asked_anew_about_nodes_that_changed(small: tuple[TreeRows, Nodes]) -> None:
+def test_a_filter_is_asked_again_about_nodes_that_changed(small: tuple[TreeRows, Nodes]) -> None:
     rows, nodes = small
     rows.filter(lambda branch: branch.node.hits > 2)
     assert not rows.rows and rows.next_match(0, 1) is None
@@ -286,7 +286,7 @@ def test_nothing_moves_where_only_numbers_changed(small: tuple[TreeRows, Nodes])
     assert rows.rows[rows.index[5]].node.hits == 4
 
 
-def test_namespaces_are_those_of_roots(small: tuple[TreeRows, Nodes]) -> None:
+def test_namespaces_come_from_roots(small: tuple[TreeRows, Nodes]) -> None:
     rows, _ = small
     assert rows.branches[5].namespace == "team" and rows.branches[7].namespace is None
     assert rows.branches[1].is_root and not rows.branches[5].is_root
@@ -336,7 +336,7 @@ def test_an_empty_line_is_no_filter() -> None:
 
 
 @pytest.mark.parametrize("line", ["min:x", "ids:1,b", "session:", "reused:many", "color:red"])
-def test_a_term_that_nobody_understands_is_named(line: str) -> None:
+def test_an_unknown_term_is_named(line: str) -> None:
     with pytest.raises(InvalidFilter, match=line.split(":")[0]):
         parse(line)
 

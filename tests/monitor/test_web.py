@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -142,77 +138,6 @@ def test_a_browser_downloads_exports_and_records_nothing(tmp_path: Path, monkeyp
 
     asyncio.run(script())
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.long
-def test_a_page_shows_the_screen_and_ends_with_the_server(tmp_path: Path) -> None:
-    """A real server: the page, the screen, a download, SIGTERM."""
-    path = os.pathsep.join(each for each in sys.path if each)
-    server = subprocess.Popen(
-        [*SELF, "--demo", "--web", "--port", "0", "--view", "evictions"],
-        stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path},
-    )  # fmt: skip
-    assert server.stdout is not None
-
-    async def visit() -> list[int]:
-        found = re.search(r"open ((\S+)/\?token=\S+)", server.stdout.readline())  # type: ignore[union-attr]
-        assert found is not None
-        url, base = found.groups()
-        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
-            assert (await session.get(url)).status == 200
-            async with session.ws_connect(f"{base}/ws?width=100&height=30") as socket:
-                await _until(socket, lambda drawn: "requested again" in drawn and "quit" in drawn)
-                await socket.send_json(["stdin", "e"])
-                await _until(socket, lambda drawn: "a picture of the screen" in drawn)
-                await socket.send_json(["stdin", "j"])
-                while (message := await socket.receive(timeout=60)).type != aiohttp.WSMsgType.TEXT:
-                    pass
-                kind, key = message.json()
-                assert kind == "deliver_file_start"
-                reply = await session.get(f"{base}/download/{key}")
-                assert reply.headers["Content-Disposition"].startswith("attachment; filename=radixkv-evictions-")
-                assert isinstance(json.loads(await reply.text()), list)
-                apps = _children(server.pid)
-                assert len(apps) == 1
-                server.send_signal(signal.SIGTERM)
-                while (await socket.receive(timeout=60)).type != aiohttp.WSMsgType.CLOSED:
-                    pass
-                return apps
-
-    try:
-        apps = asyncio.run(visit())
-        assert server.wait(30) == 128 + signal.SIGTERM
-        end = time.monotonic() + 30
-        while any(Path(f"/proc/{each}").exists() for each in apps):
-            assert time.monotonic() < end, "the app is still there"
-            time.sleep(0.05)
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()
-    assert not list(tmp_path.iterdir())
-
-
-async def _until(socket: Any, done: Callable[[str], bool]) -> None:
-    """Read what the page draws until it is there."""
-    drawn = ""
-    while not done(drawn):
-        message = await socket.receive(timeout=60)
-        assert message.type == aiohttp.WSMsgType.BINARY, message
-        drawn += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", message.data.decode(errors="replace"))
-
-
-def _children(pid: int) -> list[int]:
-    """Return the child processes, from Linux' list of each process' parent."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(each.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if parent == pid:
-            found.append(int(each.parent.name))
-    return found
 
 
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def answers(crowded: Engine) -> Answers:
     return play(crowded)
 
 
-def test_greedy_replies_are_those_of_transformers(answers: Answers, reference: Reference, figure: Figure) -> None:
+def test_greedy_replies_match_transformers(answers: Answers, reference: Reference, figure: Figure) -> None:
     greedy = [(each.prompt, each.reply) for each in answers.values() if each.params.greedy]
     compared = reference.compare(greedy)
     figure(str(compared))

@@ -50,7 +50,7 @@ def test_texts_are_encoded_alike(engine: Engine, reference: Reference) -> None:
         assert own.decode(ids) == reference.tokenizer.decode(ids) == text
 
 
-def test_the_chat_template_is_that_of_the_file(engine: Engine, reference: Reference) -> None:
+def test_the_chat_template_comes_from_the_file(engine: Engine, reference: Reference) -> None:
     messages = [{"role": "system", "content": HANDBOOK}]
     for question in QUESTIONS[:3]:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": "Yes."}]

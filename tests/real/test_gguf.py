@@ -14,8 +14,8 @@ from radixkv.cli import demo_chat, main
 from radixkv.engine.text_stream import TextStream
 from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import GGUFHeader, read_header
-from radixkv.kv_shapes import kv_shape
 from radixkv.models.gguf_tokenizer import stop_token_ids
+from radixkv.sizing.kv_shapes import kv_shape
 from tests.cli.test_convert import logits, read
 from tests.gguf.test_header import check_equal
 from tests.gguf.tokenizer_files import PUBLISHED
@@ -23,13 +23,13 @@ from tests.models.checkpoints.files import same
 from tests.models.test_gguf_tokenizer import TEXTS, built, check
 
 
-def test_the_header_equals_that_of_the_package(model_file: Path) -> None:
+def test_the_header_equals_the_packages(model_file: Path) -> None:
     header = read_header(model_file)
     check_equal(header, model_file)
     assert header.bytes_in(4) == 538_060_032
 
 
-def test_the_configuration_is_that_of_the_published_model(model_file: Path) -> None:
+def test_the_configuration_matches_the_published_model(model_file: Path) -> None:
     assert config_of(read_header(model_file)) == {
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,

@@ -36,7 +36,7 @@ def hf(run: Run) -> Measured:
 
 
 @pytest.mark.parametrize("side", [SCORE, SERVED])
-def test_scores_are_those_of_the_hf_backend(side: str, run: Run, hf: Measured, figure: Figure) -> None:
+def test_scores_match_the_hf_backend(side: str, run: Run, hf: Measured, figure: Figure) -> None:
     found = measured(side, run, resume=False)
     result = scoring.difference(found, hf)
     figure(f"{side}: {result}, computed tokens {found.computed} and {hf.computed}")

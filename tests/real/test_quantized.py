@@ -111,7 +111,7 @@ def test_hits_chunks_and_batches_change_nothing(loaded: LoadedModel, plain: tupl
     assert max(errors.values()) <= 1e-5
 
 
-def test_greedy_replies_are_those_of_float32(model_file: Path, figure: Figure) -> None:
+def test_greedy_replies_match_float32(model_file: Path, figure: Figure) -> None:
     params, replies = SamplingParams(temperature=0, max_tokens=24), []
     for weights in ("auto", "float32"):
         with Engine.load(model_file, weights=weights, num_blocks=300, monitor=False) as engine:

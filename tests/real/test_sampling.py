@@ -56,7 +56,7 @@ def test_greedy_streams_of_one_prompt_are_equal(engine: Engine) -> None:
     assert len(set(streams)) == 1
 
 
-def test_log_probabilities_are_those_of_transformers(engine: Engine, reference: Reference) -> None:
+def test_log_probabilities_match_transformers(engine: Engine, reference: Reference) -> None:
     [done] = engine.generate([POEM], BASE.but(temperature=1.0, logprobs=5))
     text = engine.model.tokenizer.apply_chat_template(POEM, add_generation_prompt=True, tokenize=False)
     prompt = engine.model.tokenizer.encode(text, add_special_tokens=False)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from radixkv.errors import InvalidInput
 from radixkv.sampling.params import SampleRow, SamplingParams
 from radixkv.sampling.sampler import HostSampler, sample
 
@@ -112,16 +111,10 @@ def test_other_rows_of_the_batch_are_sampled_as_without_it(places: tuple[int, ..
             assert (found.tokens[at], found.logprobs[at]) == (alone.tokens[at], alone.logprobs[at])
 
 
-def test_a_drawn_row_with_nan_is_broken_beside_a_beam() -> None:
+def test_a_drawn_row_with_nan_is_broken_with_a_beam() -> None:
     values, drawn = logits(3), SampleRow(SamplingParams(seed=1), 5, 5, (3, 7), 2)
     values[0, 8] = math.nan
     found = sample(values, [drawn, ROW, drawn])
     assert found.broken == {0} and found.candidates is not None
     assert found.candidates[1] is not None and found.candidates[0] is found.candidates[2] is None
     assert found.tokens[2] == sample(values[2:], [drawn]).tokens[0]
-
-
-def test_a_bias_beyond_the_vocabulary_is_refused_for_beams_too() -> None:
-    row = SampleRow(BEAMS.but(logit_bias={99: 1.0}), 0, 5, candidates=6)
-    with pytest.raises(InvalidInput, match="logit_bias names token 99"):
-        sample(logits(1), [row])

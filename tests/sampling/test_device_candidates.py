@@ -154,16 +154,6 @@ def test_rows_of_all_kinds_report_their_log_probabilities() -> None:
             assert (None if each is None else len(each.top)) == count
 
 
-def test_tokens_on_the_device_are_at_their_rows() -> None:
-    """A step that overlaps reads the tokens of the rows that are drawn."""
-    greedy = SamplingParams(temperature=0)
-    rows = [SampleRow(greedy, 0, 0, candidates=some) for some in (0, 2, 0, 2, 0)]
-    logits = logits_for(5, 3)
-    pending = DeviceSampler(CPU).begin(logits, rows, [4, 0, 1, 3, 2])
-    assert pending.tokens[[0, 2, 4]].tolist() == logits[[4, 1, 2]].argmax(1).tolist()
-    assert pending.tokens.shape == (5,)
-
-
 def test_a_row_with_a_nan_is_broken_and_one_without_tokens_is_not() -> None:
     logits = logits_for(3, 3)
     logits[1, 5] = torch.nan
@@ -181,7 +171,7 @@ def test_a_row_with_a_nan_is_broken_and_one_without_tokens_is_not() -> None:
     assert found.candidates[1:] == [None, Candidates([], [], [])]
 
 
-def test_masks_hold_for_constrained_rows_beside_beams() -> None:
+def test_masks_hold_for_constrained_rows_with_beams() -> None:
     logits, greedy = logits_for(4, 1), SamplingParams(temperature=0)
     rows = [SampleRow(greedy, 0, 0, candidates=some) for some in (2, 0, 2, 0)]
     step = TokenMasks().begin({"b": constrained(3, 8), "d": constrained(7)})

@@ -103,20 +103,6 @@ def test_ids_beyond_the_vocabulary_are_not_counted() -> None:
     draws.draw(one, other)
 
 
-def test_a_table_of_another_vocabulary_is_replaced() -> None:
-    draws, one = Draws(), life(0, 3)
-    draws.draw(one)
-    draws.vocab = 20
-    draws.draw(one)
-    assert draws.counts.table.shape[1] == 20
-
-
-def test_rows_without_a_stream_have_slots_of_their_own() -> None:
-    rows = [replace(life(0, 0, token).row(), stream=None) for token in (0, 1, 2)]
-    logits = torch.linspace(3, 2.9, 12).repeat(3, 1)
-    assert DeviceSampler(CPU).begin(logits, rows).result() == sample(logits, rows)
-
-
 def test_tokens_that_the_host_appends_are_added_to_those_that_are_counted() -> None:
     """A beam has one more token in each step; counting its whole text again would cost more with each."""
     counts, one = TokenCounts(CPU), replace(life(0, 3, 4, 4), candidates=2)

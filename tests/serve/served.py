@@ -19,7 +19,9 @@ from starlette.types import ASGIApp
 
 import radixkv
 from radixkv import AsyncEngine, Engine
+from radixkv.chat.messages import Message
 from radixkv.serve import Settings, create_app
+from radixkv.serve.schemas import read_chat
 from radixkv.serve.server import Server, address, bind
 from radixkv.serve.service import Service
 from tests.engine.fakes import FakeModel, FakeRunner, check, make_engine
@@ -27,6 +29,11 @@ from tests.engine.fakes import FakeModel, FakeRunner, check, make_engine
 LOCAL = "http://localhost"
 ASKED = [{"role": "user", "content": "Hello!"}]
 CHAT: dict[str, Any] = {"model": "fake", "messages": ASKED, "temperature": 0}
+
+
+def read_messages(given: Sequence[Any]) -> list[Message]:
+    """Return messages of a chat completion in the form of chat templates."""
+    return read_chat({"model": "fake", "messages": list(given)}).messages
 
 
 @cache

@@ -94,25 +94,6 @@ def test_no_tenant_finds_what_another_said():
         assert not cached(server, KEYS["ada"], header="x")
 
 
-def test_a_prompt_cache_key_isolates_nothing_within_a_tenant():
-    with served(Settings(api_keys=KEYS), brain=says("Yes.")) as server:
-        assert not cached(server, KEYS["ada"], cache_key="one")
-        for key in ("one", "two", None, "x" * 10_000, "café"):
-            assert cached(server, KEYS["ada"], cache_key=key)
-        for key in ("one", "ada"):
-            assert not cached(server, KEYS["bob"], header=key, cache_key=key)
-        assert not cached(server, KEYS["ada"], header="one", cache_key="one")
-
-
-def test_namespaces_without_keys():
-    with served(brain=says("Yes.")) as server:
-        assert not cached(server)
-        assert not cached(server, header="one")
-        assert cached(server, header="one")
-        server.engine.generate([CHAT["messages"]], namespace=None)
-        assert cached(server)
-
-
 def test_names_are_kept_apart_however_they_are_spelt():
     names = [{}, *({NAMESPACE_HEADER: name} for name in ("b", "b/c", "a", "(a, b)"))]
     known = {namespace(tenant, Headers(sent)) for tenant in ("a", "a/b", "a, b") for sent in names}

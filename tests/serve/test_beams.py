@@ -68,13 +68,6 @@ def test_the_parameters_of_a_search_are_the_engines():
     assert [choice["text"] for choice in answer["choices"]] != [choice["text"] for choice in default["choices"]]
 
 
-def test_one_beam_is_greedy_decoding():
-    with served() as server:
-        greedy = server.post("/v1/completions", {**PLAIN, "temperature": 0}).json()
-        one = server.post("/v1/completions", {**PLAIN, "temperature": 1, "use_beam_search": True}).json()
-    assert one["choices"] == greedy["choices"]
-
-
 def test_best_of_beams_return_the_best_n():
     with served() as server:
         own = found(server, beam_width=4)
@@ -156,15 +149,3 @@ def test_a_search_without_a_limit_shares_the_room_of_the_pool():
         answer = server.chat(**BEAMS, max_tokens=10_000, stop_token_ids=[], ignore_eos=True)
     lengths = {choice["finish_reason"] for choice in answer["choices"]}
     assert lengths == {"length"} and 70 < answer["usage"]["completion_tokens"] < 200
-
-
-def test_a_search_may_have_fewer_replies_than_beams():
-    """All tokens but one are stop tokens, which are excluded at first."""
-    few = {"stop_token_ids": [token for token in range(1536) if token != 5], "min_tokens": 1, "max_tokens": 1}
-    with served() as server:
-        answer = server.chat(**BEAMS, **few)
-        streamed = server.events("/v1/chat/completions", {**CHAT, **BEAMS, **few})
-        plain = server.post("/v1/completions", {**PLAIN, **BEAMS, **few, "prompt": [PROMPT, "Hello"]}).json()
-    assert len(answer["choices"]) == 1 and answer["choices"][0]["finish_reason"] == "length"
-    assert texts(streamed)[0] == answer["choices"][0]["message"]["content"]
-    assert [choice["index"] for choice in plain["choices"]] == [0, 3]

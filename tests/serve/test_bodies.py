@@ -9,8 +9,7 @@ import pytest
 
 from radixkv.chat.tool_call_formats import DEEPEST
 from radixkv.serve import Settings
-from radixkv.serve.message_schemas import read_messages
-from tests.serve.served import ASKED, CHAT, served
+from tests.serve.served import ASKED, CHAT, read_messages, served
 
 WRONG = [
     ({"messages": None}, "messages"),
@@ -249,7 +248,7 @@ def test_what_is_nested_too_deeply_is_named(path):
     assert told.status_code in (200, 400) and "recursion" not in told.text, told.text
 
 
-def test_a_large_body_is_read_beside_the_others():
+def test_a_large_body_is_read_along_with_the_others():
     words = [{"role": "user", "content": "x"}] * 10_000
     with served() as server:
         wrong = server.post("/v1/chat/completions", {**CHAT, "messages": [*words, {"role": "user"}]})

@@ -8,16 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
-from radixkv import AsyncEngine, Engine
 from radixkv.chat.tool_call_formats import HERMES
-from radixkv.serve import create_app
 from radixkv.serve.conversations import Conversations, Mode
 from radixkv.serve.history import shared_length
-from radixkv.serve.message_schemas import read_messages
 from tests.chat.worlds import byte_tokenizer
-from tests.serve.served import LOCAL, fake_model, served, tokenizer
+from tests.serve.served import fake_model, read_messages, served, tokenizer
 from tests.serve.styles import QWEN, STYLES
 
 TOOLS = [{"type": "function", "function": {"name": "edit", "parameters": {"type": "object", "properties": {}}}}]
@@ -124,32 +120,3 @@ def test_explain_names_the_token_at_which_a_changed_reply_differs() -> None:
         explained = server.engine.probe(list(sent.ids))
     assert explained.reason == "diverged"
     assert prompt <= explained.diverged_at == explained.matched < prompt + output
-
-
-def test_the_bundled_model_hits_after_a_changed_call() -> None:
-    function = {
-        "name": "get_weather",
-        "description": "The weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    }
-    tools = [{"type": "function", "function": function}]
-    messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
-    engine = Engine.load("tiny", num_blocks=1000, monitor=False)
-    with engine, TestClient(create_app(AsyncEngine(engine)), LOCAL) as client:
-
-        def chat() -> Any:
-            body = {"model": "tiny", "messages": messages, "tools": tools, "temperature": 0, "max_tokens": 60}
-            return client.post("/v1/chat/completions", json=body).json()
-
-        first = chat()
-        message = first["choices"][0]["message"]
-        (call,) = message["tool_calls"]
-        result = {"role": "tool", "tool_call_id": call["id"], "content": '{"weather": "sunny"}'}
-        messages += [{**message, "tool_calls": [changed(call)]}, result]
-        second = chat()
-        messages += [second["choices"][0]["message"], {"role": "user", "content": "And in Paris?"}]
-        third = chat()
-    prompt, _, output = costs(first["usage"])
-    assert prompt - 1 <= costs(second["usage"])[1] < prompt + output
-    prompt, _, output = costs(second["usage"])
-    assert costs(third["usage"])[1] == prompt + output - 1

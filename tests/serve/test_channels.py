@@ -40,13 +40,6 @@ def test_thinking_and_answer_come_apart() -> None:
         assert sum(bool(event["choices"][0]["delta"].get("reasoning_content")) for event in told) > 3  # as events
 
 
-def test_a_reply_without_thinking_has_none() -> None:
-    with saying(STYLE.says("hello you"), "hello you") as server:
-        for _ in range(2):  # the second reply is in no channel
-            said = message(server.chat())
-            assert said["content"] == "hello you" and "reasoning_content" not in said
-
-
 @pytest.mark.parametrize("with_thinking", [True, False])
 def test_what_was_sampled_is_found_again(with_thinking: bool) -> None:
     with saying(STYLE.says("hello you"), THOUGHT, STYLE.says("bye")) as server:

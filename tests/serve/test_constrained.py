@@ -222,7 +222,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"guided_json": "{"}, "guided_json", "guided_json is no JSON"),
     (CHAT, {"guided_regex": "("}, "guided_regex", "guided_regex: "),
     (CHAT, {"guided_regex": ""}, "guided_regex", "guided_regex must be a text"),
-    (CHAT, {"guided_choice": []}, "guided_choice", "must be an array of strings that is not empty"),
+    (CHAT, {"guided_choice": []}, "guided_choice", "must be an array of 1 to 10000 strings"),
     (CHAT, {"guided_grammar": "start ("}, "guided_grammar", "guided_grammar: "),
     (CHAT, {"guided_grammar": "root ::= ("}, "guided_grammar", "guided_grammar: "),
     (TEXT, {"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "is not supported"),
@@ -232,12 +232,12 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"functions": [{"name": "odd", "parameters": BAD}], "tool_choice": "required"}, "tools", AT),
     (MESSAGES, {"functions": [{"name": "odd", "parameters": BAD}], "tool_choice": {"type": "any"}}, "", AT),
     (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
-    (CHAT, {"tool_choice": "sometimes"}, "tool_choice", 'must be "auto", "none", "required"'),
-    (CHAT, {"tool_choice": {"type": "custom"}}, "tool_choice.type", "must be function or allowed_tools"),
+    (CHAT, {"tool_choice": "sometimes"}, "tool_choice", 'must be "auto", "none" or "required"'),
+    (CHAT, {"tool_choice": {"type": "custom"}}, "tool_choice.type", "must be one of function, allowed_tools"),
     (CHAT, {"functions": [LOOK], "tool_choice": FORCED[RESPONSES][1]}, "tool_choice.function", "is required"),
     (CHAT, {"functions": [WAIT], "tool_choice": FORCED[CHAT][1]}, "tool_choice", 'not in tools: "look"'),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required"),
-    (CHAT, {"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema", "a JSON schema"),
+    (CHAT, {"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema", "must be an object"),
 ]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.serve.history import HistoryIndex
-from radixkv.serve.message_schemas import read_messages
+from tests.serve.served import read_messages
 
 WORDS = st.sampled_from(["", "a", "ab", "b"])
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
@@ -105,7 +105,7 @@ def test_a_reply_that_is_sampled_again_keeps_the_ids_that_later_ones_build_on() 
     assert {at: list(ids) for at, ids in known.reply_ids.items()} == {1: [5], 3: [7]}
 
 
-def test_ids_that_part_from_those_of_the_reply_before() -> None:
+def test_ids_that_part_from_the_reply_before() -> None:
     """As with a rendered history: each prompt shares a prefix with the previous one, then differs."""
     index, words = HistoryIndex(1 << 20), said("assistant", "a")
     prompts = [[1, 2, 3, 4], [1, 2, 3, 9, 9, 9], [1, 2, 3, 9, 7], [1, 8], [1]]
@@ -131,24 +131,6 @@ def test_the_oldest_conversation_goes_first_and_looking_one_up_keeps_it() -> Non
     index.check()
     assert [index.ids_for(namespace, [opening, reply]).messages for namespace in range(4)] == [2, 0, 2, 2]
     assert (index.stats.replies, index.stats.forgotten) == (3, 1)
-
-
-def test_a_conversation_loses_its_end_before_its_beginning() -> None:
-    index = HistoryIndex(20_000)
-    first, second = said("assistant", "1"), said("assistant", "2")
-    opening = said("user", "q")
-    index.remember("x", [opening], first, [1], [2])
-    index.remember("x", [opening, first, opening], second, [1, 2, 3], [4])
-    index.remember("y", [said("user", "z" * 14_000)], first, [1], [2])
-    index.check()
-    assert index.ids_for("x", [opening, first, opening, second]).messages == 2
-
-
-def test_one_reply_that_is_too_large_is_not_kept() -> None:
-    index = HistoryIndex(5000)
-    index.remember("x", [said("user", "q" * 5000)], said("assistant", "a"), [1], [2])
-    index.check()
-    assert (index.stats.bytes, index.stats.replies) == (0, 0)
 
 
 def call(arguments: Any, call_id: str = "call_0_0") -> dict[str, Any]:
@@ -191,11 +173,3 @@ def test_arguments_that_are_no_object_are_the_same_only_letter_by_letter(argumen
     assert index.ids_for("x", sent(arguments)).messages == 2
     for other in (arguments + "\n", f" {arguments}", arguments.replace(",", ", ") + " ", json.dumps(arguments)):
         assert index.ids_for("x", sent(other)).messages == 0
-
-
-def test_tools_in_another_order_are_another_prompt() -> None:
-    index, asked, reply = HistoryIndex(1 << 20), said("user", "Paris?"), said("assistant", "a")
-    tools = [{"type": "function", "function": {"name": name}} for name in ("weather", "now")]
-    index.remember("x", [asked], reply, [1], [2], tools=tools)
-    assert index.ids_for("x", [asked, reply], tools).messages == 2
-    assert index.ids_for("x", [asked, reply], tools[::-1]).messages == 0

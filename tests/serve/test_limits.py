@@ -18,7 +18,6 @@ from radixkv.errors import RequestTimedOut
 from radixkv.serve import Settings, access
 from radixkv.serve.access import StreamLimiter
 from radixkv.serve.errors import ApiError
-from radixkv.serve.message_schemas import template_texts
 from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, tokenizer, until
 
 SMALL = Settings(max_running=2, max_waiting=1)
@@ -47,7 +46,7 @@ def test_the_limiter_counts_streams():
     assert limiter.streams == 0
 
 
-def test_who_comes_on_top_is_told_when_to_come_back():
+def test_a_request_beyond_the_limit_gets_a_time_to_retry():
     with hosted(SMALL) as host:
         host.runner.gate = threading.Semaphore(0)
         body = {**CHAT, "max_tokens": 3, "ignore_eos": True}
@@ -109,7 +108,7 @@ WAITING = [
 
 
 @pytest.mark.parametrize(("path", "asked"), WAITING)
-def test_who_leaves_before_a_prompt_is_encoded_frees_its_place(path, asked):
+def test_leaving_before_a_prompt_is_encoded_frees_its_place(path, asked):
     body = json.dumps({"model": "fake", **asked}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with hosted() as host, busy(host):
@@ -160,7 +159,7 @@ def test_bodies_that_are_too_large():
 
 
 @pytest.mark.parametrize("length", ["Content-Length: 20000000", "Transfer-Encoding: chunked"])
-def test_who_still_sends_what_is_too_large_hears_so(length, monkeypatch):
+def test_a_client_that_still_sends_a_large_body_gets_the_reason(length, monkeypatch):
     monkeypatch.setattr(access, "_LINGER", 20)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode()
     body = b" " * 20_000_000  # more than the socket buffers hold
@@ -248,14 +247,6 @@ def test_nothing_that_cannot_fit_is_encoded(path, fields, monkeypatch):
         answer = server.post(path, {"model": "fake", "messages": ASKED, **fields})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded", answer.text
     assert "at least" in answer.json()["error"]["message"]
-
-
-def test_thinking_that_a_template_leaves_out_counts_for_nothing():
-    said = {"role": "assistant", "content": "Yes.", "reasoning_content": LONG}
-    conversation = [*ASKED, said, *ASKED]
-    assert LONG not in template_texts(conversation, None, thinking=False)
-    assert LONG in template_texts(conversation, None, thinking=True)
-    assert LONG in template_texts(conversation[:-1], None, thinking=False)
 
 
 def test_a_request_may_not_take_for_ever():

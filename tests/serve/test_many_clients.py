@@ -110,9 +110,7 @@ def own() -> http_load.Run:
 
 @pytest.mark.long
 @each_endpoint
-def test_replies_are_those_of_the_session_in_process(
-    tiny: tuple[int, str], own: http_load.Run, endpoint: Endpoint
-) -> None:
+def test_replies_match_the_session_in_process(tiny: tuple[int, str], own: http_load.Run, endpoint: Endpoint) -> None:
     pid, url = tiny
     run = asyncio.run(http_load.over_http(endpoint, pid, url, CLIENTS // 2, 2))
     assert run.answers == own.answers and run.tokens == own.tokens

@@ -361,7 +361,7 @@ def test_the_example_of_an_agent_says_how_to_start_a_server() -> None:
     )
 
 
-def test_whoever_leaves_a_stream_frees_what_it_held(served: Served) -> None:
+def test_leaving_a_stream_frees_its_blocks(served: Served) -> None:
     before = served.engine.stats()
     with served.client() as client:
         stream = chat(client, HELLO, stream=True, max_tokens=2000, extra_body={"ignore_eos": True})

@@ -14,7 +14,6 @@ from tests.serve.test_template_options import server_of
 PATH = "/v1/chat/completions"
 BEGUN = {"role": "assistant", "content": "The first three"}
 MORE = {"role": "user", "content": "And then?"}
-OPEN = CHATML.removesuffix("{% endif %}") + "<think>\n{% endif %}"  # a prompt ends with an open tag
 
 
 def prompt(server: Any, messages: list[dict[str, Any]], **fields: Any) -> str:
@@ -36,14 +35,6 @@ def test_a_prompt_ends_inside_the_last_message(template, field):
         assert prompt(server, [*ASKED, spaces], **field).endswith("assistant\n a \n")
 
 
-def test_an_open_tag_of_the_prompt_is_left_out_of_a_reply_without_thinking():
-    with server_of(OPEN) as server:
-        assert prompt(server, ASKED).endswith("assistant\n<think>\n")
-        assert prompt(server, [*ASKED, BEGUN], continue_final_message=True).endswith("assistant\nThe first three")
-        thinks = {"role": "assistant", "content": "<think>\nHm"}
-        assert prompt(server, [*ASKED, thinks], continue_final_message=True).endswith("assistant\n<think>\n\nHm")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_reply_continues_the_message_and_the_next_turn_hits_all_of_it(stream):
     """The scripted reply begins with the message, as sampled: the server returns the rest."""
@@ -60,16 +51,6 @@ def test_the_reply_continues_the_message_and_the_next_turn_hits_all_of_it(stream
         again = server.chat(messages=[*ASKED, whole, MORE])
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == spent["total_tokens"] - 1
         server.service.conversations._index.check()
-
-
-def test_a_prefill_hits_the_earlier_turns():
-    with served(brain=says("Red.")) as server:
-        first = server.chat()
-        said = [*ASKED, first["choices"][0]["message"], MORE, {"role": "assistant", "content": "Re"}]
-        second = server.chat(messages=said, continue_final_message=True)
-        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["total_tokens"] - 1
-        stats = server.service.conversations.stats
-        assert (stats.lookups, stats.found) == (1, 1)
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN], ids=["ChatML", "Qwen"])

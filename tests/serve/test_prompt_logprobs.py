@@ -10,12 +10,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from radixkv import SamplingParams
-from radixkv.sampling.params import TokenLogprobs
 from radixkv.serve import Settings
-from radixkv.serve.token_texts import TokenTexts
 from tests.engine.fakes import chain, logits_of
 from tests.serve.served import ASKED, CHAT, Served, fake_model, hosted, served, tokenizer
 
@@ -223,15 +220,6 @@ def test_an_echo_and_a_field_have_their_own_numbers_of_alternatives(logprobs, pr
     assert max(map(len, field[1:])) == prompt_logprobs + 1
 
 
-def test_tokens_of_one_character_have_places_in_the_text():
-    ids = tokenizer().encode("\U0001f600\u00e9\U0001f600")
-    with served() as server:
-        [choice] = post(server, prompt=ids, max_tokens=0, logprobs=0)["choices"]
-    places = choice["logprobs"]["text_offset"]
-    assert len(choice["text"]) == 3 < len(places) == len(ids)
-    assert places == sorted(places) and places[-1] <= 3
-
-
 def test_a_prompt_that_fills_the_context_can_be_scored_but_a_longer_one_cannot():
     with served(model=fake_model(max_length=40)) as server:
         full = post(server, prompt=[7] * 40, max_tokens=0, logprobs=0)
@@ -258,42 +246,3 @@ def test_what_was_scored_before_is_not_computed_again():
     assert f"radixkv:scored_tokens_total {after.scored_tokens}.0" in metrics
     assert f"radixkv:reused_scores_total {after.reused_scores}.0" in metrics
     assert after.reused_scores >= 60
-
-
-# ---- places of tokens in a text
-
-
-def test_a_token_that_begins_every_prompt_has_no_place_of_its_own(tmp_path):
-    slow = AutoTokenizer.from_pretrained(_with_beginning(tmp_path))
-    texts, text = TokenTexts(slow), "Once upon, d\u00e9j\u00e0 \U0001f600 vu"
-    ids = np.array(slow.encode(text), np.int32)
-    assert slow.decode(ids[:1]) == "<|im_start|>"
-    places = texts.prompt_offsets(text, ids, len(text))
-    assert places[:2] == [0, 0] and places == sorted(places) and len(places) == len(ids)
-    for token, place in zip(ids[1:].tolist(), places[1:], strict=True):
-        shown = slow.decode([token])
-        assert "\ufffd" in shown or text.startswith(shown, place)
-    assert texts.prompt_offsets(None, ids[1:], len(text))[0] == 0
-
-
-def _with_beginning(path: Any) -> Any:
-    from tokenizers.processors import TemplateProcessing
-
-    changed = AutoTokenizer.from_pretrained(tokenizer().name_or_path)
-    begin = "<|im_start|>"
-    changed.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{begin} $A", special_tokens=[(begin, changed.convert_tokens_to_ids(begin))]
-    )
-    changed.save_pretrained(path)
-    return path
-
-
-def test_tokens_with_one_text_have_the_log_probability_of_the_most_likely():
-    class Same:
-        def decode(self, ids: Sequence[int]) -> str:
-            return "\ufffd" if ids[0] < 3 else str(ids[0])
-
-    texts = TokenTexts(Same())
-    each = TokenLogprobs(-3.0, ((1, -0.5), (2, -1.0)))
-    found = texts.completion_logprobs([0], [each], [0], 2)
-    assert found["top_logprobs"] == [{"\ufffd": -0.5}]  # so that the token does not seem to be the most likely one

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.chat.thinking import TAGS, split_thinking
+from radixkv.chat.thinking import split_thinking
 from radixkv.serve.reply import ReplyReader
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
@@ -79,7 +79,7 @@ def test_an_opening_tag_that_the_prompt_had_is_not_thought_again():
         assert split_thinking(text, opened=True) == ("hm", "Yes.")
 
 
-def test_calls_are_text_to_who_has_no_tools():
+def test_calls_are_text_without_tools():
     assert read([f"a {CALL}"], reads_calls=False) == (f"a {CALL}", "", [])
 
 
@@ -157,14 +157,3 @@ def test_what_is_said_in_a_channel_is_told_at_once():
     ]
     pieces = [piece for text in texts for piece in reader.push(text)]
     assert [piece.thinking or piece.content for piece in pieces] == ["So", " it is", "Ye", "s", " <b>"]
-
-
-@given(st.lists(PARTS | st.sampled_from([*HEADS, *TAGS]), max_size=12), st.booleans(), st.data())
-def test_pieces_make_no_difference_to_channels(parts, reads_calls, data):
-    text = "".join(parts)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = read([text], reads_calls, channels=True)
-    assert read(pieces, reads_calls, channels=True) == whole
-    if not reads_calls:
-        assert split_thinking(text) == (whole[1], whole[0])

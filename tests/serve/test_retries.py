@@ -62,12 +62,6 @@ def check(host: Hosted, usages: list[dict[str, Any]]) -> None:
 
 
 @each_endpoint
-def test_retries_one_after_the_other(path: str) -> None:
-    with hosted(brain=token) as host:
-        check(host, [send(host, path) for _ in range(RETRIES)])
-
-
-@each_endpoint
 def test_retries_all_at_once(path: str) -> None:
     with hosted(brain=token, max_sequences=64) as host, ThreadPoolExecutor(RETRIES) as pool:
         check(host, list(pool.map(lambda _: send(host, path), range(RETRIES))))

@@ -103,7 +103,7 @@ def test_with_two_keys_each_has_half(given: dict[str, object], streams: int | No
 
 
 def test_connections_of_one_key_leave_room_for_another(parser: None, sockets: ExitStack) -> None:
-    with hosted(Settings(api_keys=KEYS, max_connections=8)) as host:
+    with hosted(Settings(api_keys=KEYS, max_connections=8, drain_timeout=0.2)) as host:
         for _ in range(4):
             sockets.enter_context(connected(host, head() + b"{"))
         until(lambda: host.service.limiter.streams == 4)
@@ -132,7 +132,7 @@ def test_an_idle_connection_of_the_key_goes_first(parser: None, sockets: ExitSta
 
 
 def test_at_the_limit_idle_connections_go_first_and_busy_ones_stay(parser: None, sockets: ExitStack) -> None:
-    with hosted(Settings(max_connections=3)) as host:
+    with hosted(Settings(max_connections=3, drain_timeout=0.2)) as host:
         busy = [sockets.enter_context(connected(host, head(None) + b"{"))]
         until(lambda: host.service.limiter.streams == 1)
         idle = [sockets.enter_context(connected(host)) for _ in range(2)]

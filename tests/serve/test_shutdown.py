@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from radixkv.engine.observers.control import EngineControl
+from radixkv.engine.observers.engine_control import EngineControl
 from radixkv.errors import EngineClosed
 from radixkv.serve import Settings
 from radixkv.telemetry.protocol import Command
@@ -92,7 +92,7 @@ def test_what_does_not_finish_in_time_is_told_so():
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_who_waits_to_be_encoded_is_told_at_once(path):
+def test_a_request_that_waits_for_the_encoder_ends_at_once(path):
     """Requests that wait for the background thread end at once; the engine would refuse them."""
     others = threading.Event()
     with hosted(Settings(drain_timeout=60)) as host:
@@ -115,7 +115,7 @@ def test_who_waits_to_be_encoded_is_told_at_once(path):
     assert answers[0].headers["retry-after"]
 
 
-def test_an_impatient_end_waits_for_nobody(caplog):
+def test_an_impatient_end_does_not_wait(caplog):
     with hosted(Settings(drain_timeout=60)) as host:
         host.runner.gate = threading.Semaphore(5)
         lost: list[httpx.TransportError] = []
@@ -143,7 +143,7 @@ def test_an_impatient_end_waits_for_nobody(caplog):
     assert not [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
-def test_who_does_not_read_to_the_end_is_not_waited_for(monkeypatch, caplog):
+def test_a_client_that_does_not_read_to_the_end_is_cut_off(monkeypatch, caplog):
     monkeypatch.setattr("radixkv.serve.server._GRACE", 0.05)
     body = json.dumps({**LONG, "max_tokens": 1500, "logprobs": True, "top_logprobs": 20}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -185,13 +185,14 @@ def streaming(url: str, tokens: int) -> Iterator[Iterator[str]]:
 
 @pytest.mark.long
 def test_the_command_serves_until_it_is_told_to_stop():
-    """After a real signal, the running stream ends complete, and the process exits with 0."""
+    """After a real signal, the running stream ends complete, and the process exits with 0 and without a message."""
     with command() as (process, url):
         with streaming(url, 60) as lines:
             process.send_signal(signal.SIGTERM)
             text = "\n".join(lines)
         assert text.rstrip().endswith("[DONE]")
         assert process.wait(60) == 0
+        assert process.stderr.read() == ""
 
 
 @pytest.mark.long

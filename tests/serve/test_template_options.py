@@ -106,18 +106,6 @@ def test_the_next_turn_hits_the_whole_last_one(switch, history):
         assert found == first["usage"]["total_tokens"] - 1
 
 
-def test_replies_of_one_setting_are_not_spliced_into_another():
-    """Toggling changes only what the template writes; the conversation is then rendered from its text."""
-    with server_of(SWITCHED) as server:
-        first = server.post("/v1/chat/completions", {"model": "fake", "messages": ASKED, "max_tokens": 9}).json()
-        said = [*ASKED, first["choices"][0]["message"], *ASKED]
-        assert prompt(server, messages=said, enable_thinking=False).endswith("assistant\n<think>\n\n</think>\n\n")
-        server.post("/tokenize", {"messages": said, "enable_thinking": False})
-        assert server.service.conversations.stats.found == 0
-        server.post("/tokenize", {"messages": said})
-        assert server.service.conversations.stats.found == 1
-
-
 def test_excluded_thinking_is_not_in_the_answer():
     tokenizer = byte_tokenizer(CHATML)
     words = "<think>\nHm.\n</think>\n\nYes."
@@ -139,14 +127,6 @@ def test_excluded_thinking_is_not_in_the_answer():
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
     assert not any("reasoning_content" in delta for delta in deltas)
     assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
-
-
-def test_variables_are_those_that_the_template_reads_from_outside():
-    assert "enable_thinking" in variables(SWITCHED) and "reasoning_effort" not in variables(SWITCHED)
-    assert variables(DEEPSEEK) == {"thinking"}
-    assert variables("{% for m in messages %}{{ m.thinking }}{% set reasoning_effort = 1 %}{% endfor %}") == set()
-    assert variables("{{ bos_token }}{% generation %}{{ tone }}{% endgeneration %}") == {"tone"}
-    assert variables("{% if %}") == set()
 
 
 @pytest.mark.parametrize(

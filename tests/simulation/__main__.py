@@ -45,7 +45,8 @@ def main() -> int:
     def drawn(seed: int) -> Scenario:
         life = with_limits(draw(seed)) if chosen.limits else draw(seed)
         life = replace(life, overlap=chosen.overlap or chosen.gpu)
-        return with_states(life) if chosen.states else with_host(life) if chosen.host else life
+        life = with_host(life) if chosen.host else life
+        return with_states(life) if chosen.states else life
 
     run: Life = live_on_gpu if chosen.gpu else live_on_host
     logging.disable(logging.CRITICAL)  # the engine logs every injected fault

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from radixkv.engine.beams import BeamRequest
+from radixkv.engine.beams import BeamSearch
+from radixkv.engine.request import Request
 from tests.cache.naive import Texts
 from tests.simulation.host import HostSlotModel
 
@@ -32,6 +33,7 @@ class Accounting:
         cache = self.cache
         cache.check()
         streams = [s for request in self.core.scheduler.running for s in request.streams if not s.sequence.closed]
+        streams += [stream for stream in self.core.scheduler.closing if stream not in streams]
         opened = cache.state.open.values()
         assert {id(s.sequence) for s in streams} == {id(s) for s in opened}, f"open: {opened}, running: {streams}"
         assert all(not sequence.has_plan for sequence in opened), "a plan is left over"
@@ -40,13 +42,13 @@ class Accounting:
         assert used.isdisjoint(cache.state.pool.free), "blocks are free and held"
         assert len(used) == held, f"{held} blocks are held, {len(used)} of them by streams and pins"
         for request in self.core.scheduler.running:
-            if isinstance(request, BeamRequest) and not request.preemptions:
+            if isinstance(request.replies, BeamSearch) and not request.scheduling.preemptions:
                 self._beams(request)
         if self._rng.random() < READ_ALL:
             self.contents()
-            self.core._reuse.prompt_scores.check()
+            self.core._reuse.kept_scores.check()
 
-    def _beams(self, request: BeamRequest) -> None:
+    def _beams(self, request: Request) -> None:
         """Beams hold the prompt once, private blocks after their last common ancestor, and at most one copy each.
 
         A full block is common to beams whose tokens are equal up to its end. After a preemption each computes its own.

@@ -78,10 +78,12 @@ def draw(seed: int) -> Scenario:
 
 
 def with_states(scenario: Scenario) -> Scenario:
-    """Return the same life of a model with recurrent state."""
+    """Return the same life of a model with recurrent state; with a host tier, mostly with slots for states there."""
     rng = random.Random(f"states of {scenario.seed}")
     snapshots = rng.choice((1, 2, 5, 20, 100)) if scenario.reuse else 0
     states = States(snapshots, rng.choice((2, 4, 16)), rng.choice((8, 32, 1000)), rng.choice((1, 1, 4)))
+    if scenario.host is not None and snapshots:
+        states = replace(states, on_host=rng.choice((0, 1, 5, 100)))
     asks = tuple(replace(ask, reply_start=rng.choice((0, rng.randint(0, len(ask.prompt))))) for ask in scenario.asks)
     return replace(scenario, states=states, asks=asks)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from radixkv.engine.beams import BeamRequest
+from radixkv.engine.beams import BeamSearch
+from radixkv.engine.scores import PromptScores
 from radixkv.errors import (
     EngineClosed,
     InvalidConstraint,
@@ -80,7 +81,7 @@ class FinalChecks:
             usage = each.usage
             held = len(ask.prompt) + answers[index].before_last_draw
             assert usage.cached_tokens + usage.computed_tokens == held, f"request {ask.number}: {usage}, {held} tokens"
-            assert usage.preemptions == customer.request.preemptions
+            assert usage.preemptions == customer.request.scheduling.preemptions
             assert 0 <= usage.ttft_s <= usage.total_s
         if ask.timeout is not None:
             assert done.usage.total_s <= ask.timeout + 1 + self.world.scenario.overlap, (
@@ -89,24 +90,24 @@ class FinalChecks:
 
     def _scores(self, customer: Customer) -> None:
         """All scores that were asked for are those of the whole prompt, computed at once."""
-        ask, scoring, done = customer.ask, customer.request.scoring, customer.channel.completion
-        if scoring is None:
+        ask, scores, done = customer.ask, customer.request.scores, customer.channel.completion
+        if not isinstance(scores, PromptScores):
             return
         table, name = prompt_scores(ask.prompt), f"request {ask.number}"
         rows = table[ask.score_from - 1 : -1]
         chosen = rows[range(len(rows)), list(ask.prompt[ask.score_from :])]
-        assert scoring.missing == len(ask.prompt), name
-        assert scoring.chosen.tolist() == pytest.approx(chosen.tolist(), abs=1e-5), name
-        assert scoring.ranks.tolist() == (1 + (rows > chosen[:, None]).sum(1)).tolist(), name
-        best = rows.topk(scoring.top)
-        assert scoring.ids.tolist() == best.indices.tolist(), name
-        assert scoring.values.tolist() == [pytest.approx(row, abs=1e-5) for row in best.values.tolist()], name
+        assert scores.missing == len(ask.prompt), name
+        assert scores.chosen.tolist() == pytest.approx(chosen.tolist(), abs=1e-5), name
+        assert scores.ranks.tolist() == (1 + (rows > chosen[:, None]).sum(1)).tolist(), name
+        best = rows.topk(scores.top)
+        assert scores.ids.tolist() == best.indices.tolist(), name
+        assert scores.values.tolist() == [pytest.approx(row, abs=1e-5) for row in best.values.tolist()], name
         if ask.last_targets:
-            assert scoring.last is not None
-            assert scoring.last.chosen.tolist() == pytest.approx(table[-1, list(ask.last_targets)].tolist(), abs=1e-5)
+            assert scores.last is not None
+            assert scores.last.chosen.tolist() == pytest.approx(table[-1, list(ask.last_targets)].tolist(), abs=1e-5)
         reported = [each and each.chosen for each in done.prompt_logprobs] if done and done.prompt_logprobs else None
-        wanted = None if ask.params.prompt_logprobs is None else [None, *scoring.chosen.tolist()]
-        assert reported == wanted, f"{name}: {reported}"
+        wanted = [None] * ask.score_from + scores.chosen.tolist()
+        assert not done or reported == wanted, f"{name}: {reported}"
 
     def _deserved(self, customer: Customer) -> bool:
         """Return whether this error is one that the scenario caused for this request."""
@@ -120,7 +121,7 @@ class FinalChecks:
         if isinstance(error, EngineClosed):
             return self.world.step == self.world.scenario.close
         if isinstance(error, PromptTooLong):
-            return bool(self.world.pins) and not customer.request.admitted
+            return bool(self.world.pins) and not customer.request.scheduling.admitted
         assert isinstance(error, RequestFailed), f"request {ask.number}: {error!r}"
         cause, flaw = error.__cause__, ask.flaw
         if flaw is not None and flaw.kind == "nan" and isinstance(cause, InvalidInput):
@@ -140,10 +141,10 @@ class FinalChecks:
         assert counters.cancelled == ends[RequestCancelled]
         assert counters.failed == sum(ends.values()) - ends[type(None)] - ends[RequestCancelled]
         assert counters.timed_out == ends[RequestTimedOut]
-        assert counters.preemptions == sum(c.request.preemptions for c in customers)
+        assert counters.preemptions == sum(c.request.scheduling.preemptions for c in customers)
         put = sum(len(c.channel.chunks) for c in customers)
         assert put <= counters.output_tokens <= put + sum(c.channel.raised is not None for c in customers)
-        alone = [c for c in customers if not isinstance(c.request, BeamRequest)]
+        alone = [c for c in customers if not isinstance(c.request.replies, BeamSearch)]
         tokens = Counter((c.ask.number, chunk.index) for c in alone for chunk in c.channel.chunks)
         assert sum(self.core.token_times.histogram.counts) == sum(count - 1 for count in tokens.values())
         assert counters.decode_tokens <= counters.computed_tokens
@@ -157,7 +158,7 @@ class FinalChecks:
         least = committed if in_parts else most
         assert least <= stats.committed_tokens <= most, f"{counters}, {stats}"
         assert counters.host_tokens == stats.loaded_tokens, f"{counters}, {stats}"
-        asked = sum(len(c.ask.prompt) for c in customers if c.request.admitted)
+        asked = sum(len(c.ask.prompt) for c in customers if c.request.scheduling.admitted)
         refused = sum(len(c.ask.prompt) for c in customers if isinstance(c.channel.error, PromptTooLong))
         assert asked <= stats.query_tokens <= asked + refused, f"{asked} tokens were asked for: {stats}"
 
@@ -167,7 +168,9 @@ class FinalChecks:
         streams = [each for first in done for each in (first, *first.alternatives)]
         scored = [customer for customer in self.world.customers.values() if customer.ask.score_from]
         assert counters.prompt_tokens == sum(each.usage.prompt_tokens for each in done)
-        assert counters.computed_tokens == sum(c.request.computed_tokens for c in self.world.customers.values())
+        assert counters.computed_tokens == sum(
+            c.request.replies.computed_tokens(c.request) for c in self.world.customers.values()
+        )
         assert counters.recomputed_tokens == sum(each.usage.recomputed_tokens for each in streams)
         assert counters.host_tokens == sum(each.usage.host_tokens for each in streams)
         # Tokens that streams share are no hits. Beams of a group that resumes may hit more than its replies have.

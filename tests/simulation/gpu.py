@@ -15,18 +15,16 @@ import torch
 from torch import Tensor
 
 from radixkv.cache import PrefixCache
-from radixkv.config import EngineConfig
 from radixkv.device import device_of
-from radixkv.engine.core import Core
-from radixkv.engine.overlap import OverlappedCore
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.step_batch import num_logit_rows
 from radixkv.sampling.device_sampler import DevicePending, DeviceSampler
 from radixkv.sampling.params import SampleRow
 from radixkv.sampling.row_scores import PendingScores, begin_scores
+from radixkv.sampling.sampler import Sampler
 from radixkv.sampling.token_mask import TokenMask
 from tests.simulation.late import LateSlotModel
-from tests.simulation.model import VOCAB, SlotModel
+from tests.simulation.model import VOCAB, SlotModel, uploaded
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import World
 from tests.virtual_gpu.gpu import PLACE, VirtualGpu
@@ -81,7 +79,7 @@ class GpuSlotModel(LateSlotModel):
         logits = torch.empty(num_logit_rows(chunks) - self.garbles(), VOCAB, device=PLACE)
         assert isinstance(logits, VirtualTensor)
         self.launch(partial(self._copy, list(copies)))
-        for chunk in self.shuffled([replace(chunk, tokens=chunk.tokens.copy()) for chunk in chunks]):
+        for chunk in self.shuffled([uploaded(chunk) for chunk in chunks]):
             relayed = chunk.sampled_row >= 0
             spans = list(span_of(sampled.lease.memory, sampled.backing, READ)) if relayed else []
             self.launch(partial(self._relay, chunk, sampled.backing if relayed else None), spans)
@@ -127,16 +125,12 @@ class WatchedSampler(DeviceSampler):
 class GpuWorld(World):
     """Runs a scenario on the GPU that is installed; the engine launches each step ahead."""
 
-    def _parts(self) -> tuple[Any, Any]:
-        assert self.scenario.overlap and self.scenario.states is None and self.scenario.host is None
-        return PrefixCache, GpuSlotModel
+    device_class = GpuSlotModel
 
-    def _core(self, config: EngineConfig) -> Core:
+    def _sampler(self) -> Sampler:
         model = cast(SlotModel, self.model)
         assert isinstance(model, GpuSlotModel)
-        core = OverlappedCore(self.cache, cast(Any, model), config)
-        core.sampler = WatchedSampler(model)
-        return core
+        return WatchedSampler(model)
 
 
 def live_on_gpu(scenario: Scenario, verbose: bool = False) -> World:

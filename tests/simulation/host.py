@@ -15,43 +15,40 @@ import numpy as np
 
 from radixkv.attention.host_store import HostCosts
 from radixkv.cache import PrefixCache
-from radixkv.cache.host import HostPrefixCache
 from radixkv.cache.types import Load
 from tests.simulation.model import SlotModel, digest_of, follow
-from tests.simulation.scenario import Scenario
 
 _GARBAGE = 0xBAD_0FF10AD
 Pairs = Sequence[tuple[int, int]]
 
 
-def host_parts(scenario: Scenario) -> tuple[Any, Any]:
-    """Return the classes of cache and model, with the scenario's host memory."""
-    assert scenario.host is not None
-    return partial(HostPrefixCache, host_blocks=scenario.host.blocks), partial(HostSlotModel, speed=scenario.host.speed)
-
-
 class HostSlotModel(SlotModel):
     """A SlotModel with host memory, from which a token loads `speed` times as fast as it is computed."""
 
-    def __init__(self, cache: PrefixCache, seed: int, speed: float) -> None:
+    speed = 1.0
+
+    def __init__(self, cache: PrefixCache, seed: int) -> None:
         self._taken: list[array[int]] = []  # blocks that were taken since the last offload
         super().__init__(cache, seed)
-        assert isinstance(cache, HostPrefixCache)
-        self.host, self._speed = HostSlots(self, cache), speed
+        self.host = HostSlots(self, cache)
 
     def host_costs(self, chunk: int) -> HostCosts:
         assert not self.runs, "measured while KV may be cached"
-        return HostCosts(1.0, self._speed)
+        return HostCosts(1.0, self.speed)
 
-    def prepare(self, copies: Pairs) -> None:
-        """Poison the blocks that were taken since the last step, and run the copies."""
+    def run(self, *args: Any) -> Any:
+        self.poison_taken()
+        return super().run(*args)
+
+    def poison_taken(self) -> None:
+        """Poison the blocks that were taken since the last step."""
         for taken in self._taken:
             self.poison(taken)
         self._taken.clear()
-        super()._copy(list(copies))
 
-    def _copy(self, copies: list[tuple[int, int]]) -> None:
-        self.prepare(copies)
+    def copy_late(self, copies: Pairs) -> None:
+        """Launch the copies of plans."""
+        self.launch(partial(self._copy, list(copies)))
 
     def _poison_allocated_blocks(self) -> None:
         taken = self._taken
@@ -70,7 +67,7 @@ class HostSlotModel(SlotModel):
 class HostSlots:
     """The host memory; `fault(kind, part)` is called at part 0 and 1 of 1 of a transfer and may raise."""
 
-    def __init__(self, model: HostSlotModel, cache: HostPrefixCache) -> None:
+    def __init__(self, model: HostSlotModel, cache: PrefixCache) -> None:
         shape = (cache.host_blocks, cache.block_size)
         self.digests, self.tokens = np.full(shape, _GARBAGE, np.uint64), np.full(shape, -3, np.int64)
         self.origins = np.full((*shape, 3), -3, np.int64)
@@ -93,10 +90,13 @@ class HostSlots:
         self.offloads += 1
         self.fault("offload", 0)
         for number, (source, target) in enumerate(self._model.shuffled(moves)):
-            for image, pool in self._contents:
-                image[target] = pool[source]
+            self._model.launch(partial(self._move, source, target))
             if number == len(moves) // 2:
                 self._break_off("offload", lambda: self._spoil(targets))
+
+    def _move(self, source: int, target: int) -> None:
+        for image, pool in self._contents:
+            image[target] = pool[source]
 
     def load(self, loads: Sequence[Load]) -> None:
         with self._model.watched():
@@ -111,22 +111,26 @@ class HostSlots:
         assert free.isdisjoint(slot // model.size for slot in written), "a load writes free blocks"
         assert free.isdisjoint(block for pair in copies for block in pair), f"copies {copies} touch free blocks"
         self.fault("load", 0)
-        model.prepare(copies)
+        model.poison_taken()
+        model.copy_late(copies)
         for each in model.shuffled(loads):
             assert len(each.sources) == len(each.plan.slots), "slots without a source"
             assert (each.sources % model.size == each.plan.slots % model.size).all(), (
                 "a load moves tokens inside blocks"
             )
-            for image, pool in self._contents:
-                flat, loaded = pool.reshape(-1, *pool.shape[2:]), image.reshape(-1, *image.shape[2:])
-                flat[each.plan.slots] = loaded[each.sources]
+            model.launch(partial(self._fill, each))
             self._break_off("load", partial(self._spoil_slots, written))
+
+    def _fill(self, load: Load) -> None:
+        for image, pool in self._contents:
+            flat, loaded = pool.reshape(-1, *pool.shape[2:]), image.reshape(-1, *image.shape[2:])
+            flat[load.plan.slots] = loaded[load.sources]
 
     def check(self, are_canonical: Callable[[Any, int, int], bool]) -> None:
         """Read all images back: each holds its own run, and the tokens before it in its first block."""
         tree, size = self._cache.state.tree, self._model.size
-        for node in tree.tier.nodes():
-            if not tree.tier.is_resident(node):
+        for node in tree.lower.nodes():
+            if not tree.lower.is_resident(node):
                 continue
             text = np.frombuffer(b"".join(bytes(each.key) for each in tree.path(node)), np.int32).tolist()
             first, digest, expected = node.start // size * size, digest_of(text[: node.start // size * size]), []
@@ -143,7 +147,7 @@ class HostSlots:
         try:
             self.fault(kind, 1)
         except Exception:
-            spoil()
+            self._model.launch(spoil)
             raise
 
     def _spoil(self, blocks: list[int]) -> None:

@@ -24,7 +24,7 @@ from radixkv.sampling.params import SampleRow
 from radixkv.sampling.row_scores import PendingScores, RowScores, begin_scores
 from radixkv.sampling.sampler import Sampled, finite_rows, sample
 from radixkv.sampling.token_mask import TokenMask
-from tests.simulation.model import VOCAB, SlotModel
+from tests.simulation.model import VOCAB, SlotModel, uploaded
 
 
 class LateLogits:
@@ -116,7 +116,7 @@ class LateSlotModel(SlotModel):
             assert chunk.sampled_row < 0 or (sampled is not None and len(chunk.tokens) == 1), "nothing to relay"
         self.fault(chunks, 0)
         self.launch(partial(self._copy, list(copies)))
-        there = [replace(chunk, tokens=chunk.tokens.copy()) for chunk in chunks]  # uploaded
+        there = [uploaded(chunk) for chunk in chunks]
         for chunk in self.shuffled(there):
             self.launch(partial(self._write_late, chunk, sampled))
             self.fault(chunks, 1)

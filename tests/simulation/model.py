@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.step_batch import logit_places
 from radixkv.sampling.row_scores import PendingScores, begin_scores
+from radixkv.sizing.recurrent_state import StateRow, StateStep
+from tests.plain_runner import PlainRunner
 
 VOCAB = 16
 _MIX, _ADD, _POISON = 6364136223846793005, 1442695040888963407, 0xDEAD_BEEF_DEAD_BEEF
@@ -59,7 +62,15 @@ def greedy_token(digest: int) -> int:
     return int(logits_of(np.array([digest], np.uint64)).argmax())
 
 
-class SlotModel:
+def uploaded(chunk: SequenceInput) -> SequenceInput:
+    """Return a chunk as the device gets it at the launch: later changes of its tokens and its row have no effect."""
+    state = chunk.state
+    if state is not None:
+        state = StateStep(StateRow(state.row.number), tuple(state.snapshots))
+    return replace(chunk, tokens=chunk.tokens.copy(), state=state)
+
+
+class SlotModel(PlainRunner):
     """Stands in for a model's runner; `fault(chunks, part)` is called at part 0, 1, 2 of 2 of a run and may raise."""
 
     def __init__(self, cache: PrefixCache, seed: int) -> None:
@@ -69,7 +80,7 @@ class SlotModel:
         # The chunk that computed each slot: its start, its length, and whether it had a forward of its own.
         self.origins = np.zeros((cache.num_blocks, self.size, 3), np.int64)
         self.runs = 0
-        self.recheck_tokens, self.recheck_obstacle, self.row_dependent = 2 * self.size, None, False
+        self.recheck_tokens = 2 * self.size
         self.broken: AssertionError | None = None  # the first rule that a step broke
         self.fault: Callable[[Sequence[SequenceInput], int], None] = lambda chunks, part: None
         self.garbles: Callable[[], bool] = lambda: False  # whether a run returns too little
@@ -79,7 +90,7 @@ class SlotModel:
 
     # ---- a step
 
-    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]], sampled: Any = None) -> Any:
         self.runs += 1
         with self.watched():
             return self._run(chunks, copies)
@@ -161,6 +172,10 @@ class SlotModel:
         length = chunk.start + len(chunk.tokens)
         assert self.holds(chunk.block_table, length), f"a block table of {length} tokens leads to another history"
         return int(self.digests.reshape(-1)[self._slots(chunk, length - 1)[0]])
+
+    def launch(self, call: Callable[[], None]) -> None:
+        """Run `call` after all that was launched before: at once."""
+        call()
 
     def begin_scores(self, *arguments: Any) -> PendingScores:
         """Start to score rows of logits of `run`: see `radixkv.sampling.row_scores.begin_scores`."""

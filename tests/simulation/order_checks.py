@@ -34,12 +34,12 @@ class OrderChecks:
     def _order(self, before: Before) -> None:
         """No lower priority overtakes a request, and no more later ones of its own priority than the order allows."""
         config, scheduler = self.world.scenario.config, self.core.scheduler
-        waiting = [request for request in scheduler.waiting if request.number]
+        waiting = [request for request in scheduler.waiting if request.scheduling.number]
         entered = {id(each.stream.request): each.stream.request for each in self.world.work}
         entered |= {id(request): request for request in scheduler.running}
         for request in before.running:
             entered.pop(id(request), None)
-        for admitted in sorted(entered.values(), key=lambda request: request.admitted):
+        for admitted in sorted(entered.values(), key=lambda request: request.scheduling.admitted):
             for other in waiting:
                 customer = self.world.customer_of(other)
                 if customer.channel.in_span or customer.shaken or self._waits_for_prefix(other, before):
@@ -47,7 +47,11 @@ class OrderChecks:
                 assert admitted.priority >= other.priority, (
                     f"{self.world.name_of(admitted)} went before {self.world.name_of(other)}"
                 )
-                if admitted.priority == other.priority and other.number < admitted.number and not admitted.preemptions:
+                if (
+                    admitted.priority == other.priority
+                    and other.scheduling.number < admitted.scheduling.number
+                    and not admitted.scheduling.preemptions
+                ):
                     customer.overtaken += 1
                     self.overtaken += 1
                     most = config.max_overtakes if config.order == "longest-prefix" else 0
@@ -62,18 +66,18 @@ class OrderChecks:
         stayed = [request for request in before.running if request in running]
         for request, preemptions in zip(before.running, before.preemptions, strict=True):
             customer = self.world.customer_of(request)
-            if request.preemptions == preemptions or customer.channel.in_span or customer.shaken:
+            if request.scheduling.preemptions == preemptions or customer.channel.in_span or customer.shaken:
                 continue
             for other in stayed:
                 away = self.world.customer_of(other).channel.is_away
-                better = not away and (other.priority, other.preemptions) >= (request.priority, preemptions)
-                assert better or other.guaranteed, (
+                better = not away and (other.priority, other.scheduling.preemptions) >= (request.priority, preemptions)
+                assert better or other.scheduling.guaranteed, (
                     f"{self.world.name_of(request)} was preempted, not {self.world.name_of(other)}"
                 )
         if len({ask.priority for ask in self.world.scenario.asks}) == 1:
             for customer in self.world.customers.values():
                 often = customer.ask.lags or customer.shaken
-                assert customer.request.preemptions <= 1 or often, f"{customer.ask.number} twice preempted"
+                assert customer.request.scheduling.preemptions <= 1 or often, f"{customer.ask.number} twice preempted"
 
     def before_preemption(self, request: Request) -> list[Ids]:
         """Return the tokens that each stream of a victim has computed and can publish now."""
@@ -83,7 +87,7 @@ class OrderChecks:
         return [
             tuple(stream.sequence.tokens)
             for stream in streams
-            if not (request.publish_late and stream.sequence.has_plan)
+            if not (request.scheduling.publish_late and stream.sequence.has_plan)
         ]
 
     def after_preemption(self, request: Request, kept: list[Ids]) -> None:
@@ -98,8 +102,8 @@ class OrderChecks:
     def _prefix_waits(self) -> None:
         """A request waits for a shared prefix of at least two blocks, which a running request has."""
         for request in self.core.scheduler.waiting:
-            prefix_wait = request.prefix_wait
-            if prefix_wait is None or request.waited_enough:
+            prefix_wait = request.scheduling.prefix_wait
+            if prefix_wait is None or request.scheduling.waited_enough:
                 continue
             name = self.world.name_of(request)
             self.waited[name, prefix_wait] += 1
@@ -115,8 +119,8 @@ class OrderChecks:
 
     def _waits_for_prefix(self, request: Request, before: Before) -> bool:
         """Return whether a running request was about to compute its prefix, and its wait is not too long."""
-        prefix_wait = request.prefix_wait
-        if prefix_wait is None or request.waited_enough:
+        prefix_wait = request.scheduling.prefix_wait
+        if prefix_wait is None or request.scheduling.waited_enough:
             return False
         steps = -(-len(request.prompt) // self.world.scenario.config.prefill_chunk)
         leader, computed = prefix_wait.leader, before.computed.get(id(prefix_wait.leader))

@@ -145,12 +145,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class States:
-    """Recurrent state of the model: slots for snapshots, and the distances between them (see Spacing)."""
+    """Recurrent state of the model: slots for snapshots, the distances between snapshots (see Spacing), host slots."""
 
     snapshots: int
     prompt: int
     long: int
     least: int
+    on_host: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,22 @@
 """A simulated model with recurrent state: each slot of its arena holds a digest of the history that it stands for.
 
-A forward that raises leaves garbage in the rows and snapshots of its chunks, unless it has not begun.
+A forward that raises leaves garbage in the rows and snapshots of its chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.recurrent import StatefulPrefixCache
-from radixkv.cache.recurrent.sequence import Spacing
 from radixkv.models.loaded import SequenceInput
-from radixkv.recurrent_state import EMPTY, StateStep
-from tests.simulation.model import SlotModel, follow
-from tests.simulation.scenario import Scenario
+from radixkv.sizing.recurrent_state import EMPTY, StateStep
+from tests.simulation.model import SlotModel, follow, uploaded
 
 _GARBAGE = 0xBAD_57A7E
-
-
-def stateful_parts(scenario: Scenario) -> tuple[Any, type[SlotModel]]:
-    """Return the classes of cache and model, with the scenario's rows and slots."""
-    states, config = scenario.states, scenario.config
-    assert states is not None
-    grid = config.prefill_chunk if config.deterministic else 1
-    spacing = Spacing(grid, states.prompt, states.long, states.least)
-    cache = partial(StatefulPrefixCache, rows=config.max_sequences, snapshots=states.snapshots, spacing=spacing)
-    return cache, StatefulSlotModel
 
 
 class StatefulSlotModel(SlotModel):
@@ -38,38 +24,49 @@ class StatefulSlotModel(SlotModel):
 
     def __init__(self, cache: PrefixCache, seed: int) -> None:
         super().__init__(cache, seed)
-        assert isinstance(cache, StatefulPrefixCache)
-        self.queue = cache.copies
-        self.states = np.full(cache.copies.num_rows + cache.copies.num_snapshots, _GARBAGE, np.uint64)
+        self.states = StateSlots(self, cache.copies.host_start + cache.copies.num_host)
 
-    def _run(self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]]) -> torch.Tensor:
-        drains = self.queue.drains
+    def run(self, chunks: Sequence[SequenceInput], *args: Any) -> Any:
         try:
-            return super()._run(chunks, copies)
+            return super().run(chunks, *args)
         except BaseException:
-            for chunk in chunks if self.queue.drains > drains else ():
-                step = _step(chunk)
-                self.states[[step.row.number, *(slot for _, slot in step.snapshots)]] = _GARBAGE
+            self.launch(partial(self._spoil, [uploaded(chunk) for chunk in chunks]))
             raise
 
-    def _copy(self, copies: list[tuple[int, int]]) -> None:
-        super()._copy(copies)
-        for source, target in self.queue.drain():
-            self.states[target] = 0 if source == EMPTY else self.states[source]
+    def _spoil(self, chunks: list[SequenceInput]) -> None:
+        for chunk in chunks:
+            step = _step(chunk)
+            self.states.digests[[step.row.number, *(slot for _, slot in step.snapshots)]] = _GARBAGE
 
     def _write(self, chunk: SequenceInput) -> None:
         super()._write(chunk)
-        step = _step(chunk)
+        step, states = _step(chunk), self.states.digests
         row, snapshots = step.row.number, dict(step.snapshots)
         assert list(snapshots) == sorted(snapshots) and len(snapshots) == len(step.snapshots), "snapshots out of order"
         assert all(0 < tokens <= len(chunk.tokens) for tokens in snapshots), "a snapshot outside its chunk"
         digest = int(self.digests.reshape(-1)[self._slots(chunk, chunk.start - 1)[0]]) if chunk.start else 0
-        assert self.states[row] == digest, f"row {row} has the state of another history than {chunk.start} tokens"
+        assert states[row] == digest, f"row {row} has the state of another history than {chunk.start} tokens"
         for count, token in enumerate(chunk.tokens.tolist(), 1):
             digest = follow(digest, token)
             if count in snapshots:
-                self.states[snapshots[count]] = digest
-        self.states[row] = digest
+                states[snapshots[count]] = digest
+        states[row] = digest
+
+
+class StateSlots:
+    """The digests of all slots."""
+
+    def __init__(self, model: StatefulSlotModel, count: int) -> None:
+        self._model = model
+        self.digests = np.full(count, _GARBAGE, np.uint64)
+
+    def run(self, copies: Iterable[tuple[int, int]]) -> None:
+        """See StateMemory."""
+        self._model.launch(partial(self._copy, list(copies)))
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        for source, target in copies:
+            self.digests[target] = 0 if source == EMPTY else self.digests[source]
 
 
 def _step(chunk: SequenceInput) -> StateStep:

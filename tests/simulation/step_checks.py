@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from radixkv.engine.host_tier import LoadWork
+from radixkv.engine.beams import Beam
 from radixkv.engine.request import Request, Stream
 from radixkv.engine.scheduler import Work
 
@@ -52,7 +52,7 @@ class StepChecks:
             running,
             tuple((stream, stream.sequence) for stream in active),
             tuple((stream, stream.sequence) for stream in active if _decodes(stream)),
-            tuple(request.preemptions for request in running),
+            tuple(request.scheduling.preemptions for request in running),
             self._computed(),
             self._progress(),
             self.in_flight,
@@ -65,7 +65,7 @@ class StepChecks:
 
     def _can_run(self, stream: Stream) -> bool:
         """Return whether a stream has a token to compute: one that the host has, or one that is being sampled."""
-        if stream.request.candidates and not stream.pending:
+        if isinstance(stream.continuation, Beam) and not stream.pending:
             return False  # a beam of a resumed group: the search waits for the others
         if not self.in_flight:
             return True
@@ -73,7 +73,7 @@ class StepChecks:
             return False  # the other streams begin at the end of the prompt, once its step has finished
         if stream.pending:
             return True
-        return not stream.request.host_bound and stream.output_length + 1 < stream.request.max_tokens
+        return not stream.continuation.host_bound and stream.output_length + 1 < stream.request.max_tokens
 
     def _computed(self) -> dict[int, int]:
         computed = {}
@@ -87,7 +87,7 @@ class StepChecks:
         ended = sum(customer.channel.ended for customer in self.world.customers.values())
         counters = self.core.counters
         audited = counters.audited_blocks, self.world.auditor.pending
-        shaken = sum(c.shaken * c.request.preemptions for c in self.world.customers.values())
+        shaken = sum(c.shaken * c.request.scheduling.preemptions for c in self.world.customers.values())
         loads = counters.host_tokens, counters.failed_loads
         computed = counters.computed_tokens, counters.recomputed_tokens, counters.wasted_tokens
         return (ended, *computed, *audited, shaken, *loads)
@@ -116,7 +116,7 @@ class StepChecks:
 
     def _budget(self, work: list[Work]) -> None:
         running = self.core.scheduler.running
-        computed = [len(each.tokens) for each in work if not isinstance(each, LoadWork)]
+        computed = [len(each.tokens) for each in work if each.sources is None]
         assert sum(computed) <= self.config.max_batch_tokens
         assert all(0 < count <= self.config.prefill_chunk for count in computed)
         assert len({id(each.stream) for each in work}) == len(work), "two chunks of one stream"
@@ -130,11 +130,11 @@ class StepChecks:
             assert gone or id(stream) in planned, (
                 f"{self.world.name_of(stream.request)} decodes, but was left out of a step"
             )
-        left = self.config.max_batch_tokens - sum(len(each.tokens) for each in work if not isinstance(each, LoadWork))
+        left = self.config.max_batch_tokens - sum(len(each.tokens) for each in work if each.sources is None)
         # A deterministic engine does not cut a chunk to fit. A stream may wait until the next step for its load.
         if left >= (self.config.prefill_chunk if self.config.deterministic else 1) and not self._loads_are_full(work):
             idle = [s for s, sequence in before.active if s.sequence is sequence and s.active and id(s) not in planned]
-            idle = [s for s in idle if s.request.scoring is None]  # it may wait for rows of logits
+            idle = [s for s in idle if not s.request.scores.wanted]  # it may wait for rows of logits
             assert not idle, f"{idle} could have run in the rest of the budget"
             cut = [each for each in work if self._is_cut(each)]
             assert not cut, f"{cut} could have been longer by the rest of the budget"
@@ -144,28 +144,32 @@ class StepChecks:
         assert not away, f"computed, though its reader is away: {away}"
 
     def _additional_rows(self, work: list[Work]) -> int:
-        return sum(each.logit_rows - 1 for each in work)
+        return sum(each.rows - 1 for each in work)
 
     def _rows_of_logits(self, work: list[Work]) -> None:
         """The additional rows of a step are within bounds, unless one chunk alone must not be cut."""
-        scored = [each for each in work if each.logit_rows > 1]
+        scored = [each for each in work if each.rows > 1]
         most = max((self.world.customer_of(each.stream.request).ask.most_rows for each in scored), default=0)
         alone = self.config.deterministic and len(scored) == 1
         assert self._additional_rows(work) <= most or alone, f"{scored} have too many rows of logits"
 
     def _loads(self, work: list[Work]) -> None:
-        """Loads have two blocks or more, leave a token to compute, and together take as long as a chunk."""
-        loads = [each for each in work if isinstance(each, LoadWork)]
+        """Loads have two blocks or more, leave a token to compute, and together take as long as a chunk.
+
+        A load that ends at a recurrent state cannot be cut: it may take longer if it is the only one.
+        """
+        loads = [each for each in work if each.sources is not None]
         host, size = self.world.scenario.host, self.world.scenario.block_size
         assert not loads or (host is not None and host.speed > 1)
-        assert self._loaded(work) <= self._most_loaded()
+        alone = len(loads) == 1 and self.world.scenario.states is not None
+        assert alone or self._loaded(work) <= self._most_loaded()
         for each in loads:
             end = each.start + len(each.tokens)
             assert len(each.tokens) >= 2 * size and end < self.world.known_tokens[id(each)]
             assert end == self._reusable(end), f"{each} ends inside a chunk"
 
     def _loaded(self, work: list[Work]) -> int:
-        return sum(len(each.tokens) for each in work if isinstance(each, LoadWork))
+        return sum(len(each.tokens) for each in work if each.sources is not None)
 
     def _most_loaded(self) -> int:
         host, chunk = self.world.scenario.host, self.config.prefill_chunk
@@ -178,7 +182,7 @@ class StepChecks:
 
     def _is_cut(self, work: Work) -> bool:
         """Return whether a chunk ends before its prompt, its stream's tokens, and the limits of a chunk."""
-        if isinstance(work, LoadWork) or work.logit_rows > 1 or self._additional_rows(self.world.work):
+        if work.sources is not None or work.rows > 1 or self._additional_rows(self.world.work):
             return False
         end, stream = work.start + len(work.tokens), work.stream
         whole = end == len(stream.request.prompt) or end >= self.world.known_tokens[id(work)]
@@ -188,7 +192,7 @@ class StepChecks:
         """Of the running prompts, a higher priority gets its chunk before a lower one."""
         decoding = [s for s, _ in before.decoding]
         prompts = [(s, s.request.priority) for s, sequence in before.active if s.sequence is sequence]
-        prompts = [(s, p) for s, p in prompts if s not in decoding and s.active and s.request.scoring is None]
+        prompts = [(s, p) for s, p in prompts if s not in decoding and s.active and not s.request.scores.wanted]
         lowest = min((priority for s, priority in prompts if id(s) in planned), default=None)
         if lowest is not None and not self.config.deterministic:
             passed = [s for s, priority in prompts if id(s) not in planned and priority > lowest]
@@ -218,7 +222,10 @@ class StepChecks:
     def _coalesces(self, work: Work) -> bool:
         request = work.stream.request
         return not (
-            request.scoring or request.preemptions or request.waited_enough or self.world.customer_of(request).ask.lags
+            request.scores.wanted
+            or request.scheduling.preemptions
+            or request.scheduling.waited_enough
+            or self.world.customer_of(request).ask.lags
         )
 
     def _end_in_prompt(self, work: Work) -> int:
@@ -232,7 +239,7 @@ class StepChecks:
         self.world.model.flush()
         for each in work if self.config.deterministic else []:
             stream, request = each.stream, each.stream.request
-            if stream.active and not request.preemptions:
+            if stream.active and not request.scheduling.preemptions:
                 length = min(stream.sequence.length, len(request.prompt))
                 own = self.world.accounting.is_canonical(stream.sequence.block_table, length, len(request.prompt))
                 assert own, f"{self.world.name_of(request)} reads KV of other chunks than its own"

@@ -113,7 +113,7 @@ def test_a_sampler_that_raises_once_at_any_step(whole: World, first: int) -> Non
 
 @EVERY_THIRD
 @pytest.mark.parametrize("kind", ["schedule", "garbled"])
-def test_what_nobody_in_particular_caused_at_any_step(whole: World, kind: str, first: int) -> None:
+def test_a_fault_of_no_single_request_at_any_step(whole: World, kind: str, first: int) -> None:
     for step in range(first, whole.step, 3):
         world = World(replace(LIFE, faults=(Fault(step, kind, part=step % 2),))).run()
         (swept,) = world.faults.swept.values()

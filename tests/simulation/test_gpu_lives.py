@@ -14,7 +14,7 @@ import pytest
 from tests.simulation.gpu import GpuSlotModel, live_on_gpu
 from tests.simulation.test_faults import LIFE, LONG, failed
 from tests.simulation.test_lives import FRESH
-from tests.simulation.test_overlap_lives import life
+from tests.simulation.test_overlap_lives import life, life_with
 from tests.virtual_gpu import VirtualGpuError
 
 SIGHTS = ("evicted", "hits", "host_bound_rows", "nan", "preemptions", "wasted_tokens")
@@ -29,6 +29,19 @@ def test_every_request_of_some_lives_ends_as_it_must() -> None:
     for seed in (7, 8, 10, 11, KEPT, *((FRESH + 1,) if FRESH else ())):
         seen += live_on_gpu(life(seed)).sights()
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
+
+
+@pytest.mark.parametrize(("option", "seed"), [("host", 1), ("host", 6), ("states", 4), ("states", 6)])
+def test_every_request_of_a_life_with_an_option_ends_as_it_must(option: str, seed: int) -> None:
+    live_on_gpu(life_with(option)(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("option", ["host", "states"])
+@pytest.mark.parametrize("first", range(0, 400 if LONG else 0, 40))
+def test_every_request_of_every_life_with_an_option_ends_as_it_must(first: int, option: str) -> None:
+    for seed in range(first, first + 40):
+        live_on_gpu(life_with(option)(seed))
 
 
 @pytest.mark.long

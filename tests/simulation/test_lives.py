@@ -117,7 +117,7 @@ def test_what_a_failure_does_not_need_is_dropped() -> None:
     assert least.asks[0].params.n > 1 and len(least.asks[0].prompt) == 3
 
 
-def test_who_waited_for_a_neighbour_ages_once_that_is_over() -> None:
+def test_a_request_ages_once_its_wait_for_a_neighbour_is_over() -> None:
     """The second request waits for a prefix of the first; then hits overtake it, once too often."""
     greedy = SamplingParams(max_tokens=20, temperature=0)
     cold, hot = (0, 0, 1, 1), (2,) * 6
@@ -135,7 +135,7 @@ def test_what_a_paused_request_kept_to_itself_is_cached_when_it_gives_way() -> N
     greedy = SamplingParams(max_tokens=9, temperature=0)
     asks = (Ask(0, 0, (0,) * 8, greedy, 9, lags=((4, 20),)), Ask(1, 6, (1, 2, 3), greedy, 2))
     world = World(Scenario(0, 4, 4, EngineConfig(max_sequences=2, max_batch_tokens=8, prefill_chunk=8), asks)).run()
-    assert world.customers[0].request.preemptions == 1
+    assert world.customers[0].request.scheduling.preemptions == 1
     assert world.customers[0].channel.completion is not None
 
 
@@ -150,7 +150,7 @@ def test_streams_of_a_request_come_back_as_they_left(prompt: int, blocks: int, o
     )
     config = EngineConfig(max_sequences=3, max_batch_tokens=19, prefill_chunk=16)
     world = World(Scenario(0, blocks, 4, config, asks, reuse=reuse)).run()
-    assert world.customers[0].request.preemptions == 1
+    assert world.customers[0].request.scheduling.preemptions == 1
     assert world.customers[0].channel.completion is not None
 
 
@@ -160,7 +160,7 @@ def test_what_a_stream_that_gives_way_was_to_compute_others_may() -> None:
     asks = (Ask(0, 0, (1,), greedy, 30), Ask(1, 0, (2,) * 6, greedy, 30), Ask(2, 1, (3, 4) * 12, greedy, 2))
     config = EngineConfig(max_sequences=3, max_batch_tokens=5, prefill_chunk=8)
     world = World(Scenario(0, 41, 1, config, asks)).run()
-    assert world.customers[0].request.preemptions == 1
+    assert world.customers[0].request.scheduling.preemptions == 1
     work = {step: [(number, count) for at, number, _, _, count in world.trace if at == step] for step in (7, 8)}
     assert work == {7: [(0, 1), (1, 1), (2, 3)], 8: [(1, 1), (2, 4)]}
 
@@ -173,7 +173,7 @@ def test_streams_that_come_back_begin_inside_a_chunk_and_publish_none_of_it(monk
     turn = (*ask.prompt, *answers_of(ask)[0].tokens[:3])
     config = EngineConfig(max_sequences=2, max_batch_tokens=8, prefill_chunk=4, deterministic=True, block_size=1)
     world = World(Scenario(0, 40, 2, config, (ask, Ask(1, 9, turn, sampled.but(n=1), 1)))).run()
-    assert world.customers[0].request.preemptions == 1
+    assert world.customers[0].request.scheduling.preemptions == 1
     back = {index: start for step, number, index, start, _ in reversed(world.trace) if number == 0 and step > 9}
     assert back == {0: 8, 1: 6}
 
@@ -192,24 +192,26 @@ def beside_pins(prompt: tuple[int, ...], tokens: int, *pinnings: Pinning, until:
     return World(Scenario(0, 10, 4, config, asks, pinnings=pins, forgettings=(forgets,))).run()
 
 
-def test_who_could_not_come_back_for_pins_is_refused_before_it_says_a_word() -> None:
+def test_a_request_that_pins_would_keep_out_is_refused_before_its_first_token() -> None:
     stranger = beside_pins((10, 11, 12), 33).customers[2]
     assert isinstance(stranger.channel.error, PromptTooLong)
     assert "takes 9 blocks; the pool has 10, and 2 are pinned" in str(stranger.channel.error)
-    assert not stranger.channel.chunks and not stranger.request.admitted
+    assert not stranger.channel.chunks and not stranger.request.scheduling.admitted
 
 
-def test_who_begins_with_what_is_pinned_counts_on_it_and_comes_back() -> None:
+def test_a_request_that_begins_with_a_pinned_text_counts_on_it() -> None:
     regular = beside_pins((*PINNED, 9), 28).customers[2]
     assert regular.channel.completion is not None
-    assert regular.request.preemptions == 1, "it was admitted next to another one, and preempted"
+    assert regular.request.scheduling.preemptions == 1, "it was admitted next to another one, and preempted"
 
 
 @pytest.mark.parametrize("until", [20, 90])
 def test_a_pin_that_ends_inside_a_block_holds_a_block_that_is_no_hit(until: int) -> None:
     """With the longer pin ten blocks just fit alone; with only the shorter one they do not."""
     last = beside_pins((*PINNED, 9), 32, Pinning(2, PINNED[:6], None, 90), until=until).customers[2]
-    assert not last.request.preemptions, "it was admitted next to another one without a guarantee to be admitted again"
+    assert not last.request.scheduling.preemptions, (
+        "it was admitted next to another one without a guarantee to be admitted again"
+    )
     assert (last.channel.completion is None) == (until == 20)
 
 

@@ -6,12 +6,13 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
 import pytest
 
-from tests.simulation.draw import draw, with_limits
+from tests.simulation.draw import draw, with_host, with_limits, with_states
 from tests.simulation.late import LateSlotModel
 from tests.simulation.scenario import Fault, Flaw, Sabotage, Scenario
 from tests.simulation.test_faults import LIFE, LONG, failed, tokens_of
@@ -41,14 +42,45 @@ SIGHTS = (  # events that must occur, or the lives are too easy
 OVERLAPPED = replace(LIFE, overlap=True)
 
 
+OPTION_SIGHTS = {  # of lives with an option
+    "host": ("a fault: offload", "audited_blocks", "host_tokens", "preemptions", "wasted_tokens"),
+    "host and states": ("evicted_states", "host_tokens", "hits", "preemptions", "wasted_tokens"),
+    "states": ("evicted_states", "hits", "preemptions", "shaken", "wasted_tokens"),
+}
+
+
 def life(seed: int) -> Scenario:
     scenario = draw(seed)
     return replace(with_limits(scenario) if seed % 8 == 7 else scenario, overlap=True)
 
 
+def life_with(option: str) -> Callable[[int], Scenario]:
+    """Return a function that draws a life with host memory, recurrent state, or both."""
+
+    def drawn(seed: int) -> Scenario:
+        found = with_host(life(seed)) if "host" in option else life(seed)
+        return with_states(found) if "states" in option else found
+
+    return drawn
+
+
 def test_every_request_of_some_lives_ends_as_it_must() -> None:
     seen = live(list(range(30)), life)
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
+
+
+@pytest.mark.parametrize("option", sorted(OPTION_SIGHTS))
+def test_every_request_of_some_lives_with_an_option_ends_as_it_must(option: str) -> None:
+    seen = live(list(range(16)), life_with(option))
+    assert not [sight for sight in OPTION_SIGHTS[option] if not seen[sight]], f"never met; seen: {seen}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("option", sorted(OPTION_SIGHTS))
+@pytest.mark.parametrize("first", range(16, LIVES, SHARD) if LONG else [])
+def test_every_request_of_every_life_with_an_option_ends_as_it_must(first: int, option: str) -> None:
+    fresh = range(FRESH, FRESH + 100) if FRESH and first == 16 else ()
+    live([*range(first, min(first + SHARD, LIVES)), *fresh], life_with(option))
 
 
 @pytest.mark.long

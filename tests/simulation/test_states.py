@@ -12,6 +12,7 @@ import pytest
 from radixkv.config import EngineConfig
 from radixkv.sampling.params import SamplingParams
 from tests.simulation.draw import draw, with_states
+from tests.simulation.oracle import replies
 from tests.simulation.scenario import Ask, Fault, Flaw, Scenario, States
 from tests.simulation.test_faults import EVERY_THIRD, LIFE, failed, in_step
 from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
@@ -73,8 +74,10 @@ def test_a_request_that_breaks_breaks_alone(kind: str, first: int) -> None:
             assert failed(world) == [broken.number], f"request {broken.number}, token {at}"
 
 
-def run(*asks: Ask, blocks: int = 200, config: EngineConfig = CONFIG, states: States = STATES) -> World:
-    world = World(Scenario(0, blocks, 4, config, asks, states=states)).run()
+def run(
+    *asks: Ask, blocks: int = 200, config: EngineConfig = CONFIG, states: States = STATES, overlap: bool = False
+) -> World:
+    world = World(Scenario(0, blocks, 4, config, asks, states=states, overlap=overlap)).run()
     assert not failed(world)
     return world
 
@@ -121,6 +124,18 @@ def test_a_preempted_request_goes_on_from_the_state_that_it_left() -> None:
     world = run(*asks, config=config)
     done = world.customers[0].channel.completion
     assert done is not None and (done.usage.preemptions, done.usage.recomputed_tokens) == (1, 0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_next_turn_hits_the_reply(overlap: bool) -> None:
+    """With overlap the row has run the stop token before the host reads it, so the state after it is kept."""
+    message = tuple(index % 16 for index in range(40))
+    reply = replies(message, replace(GREEDY, max_tokens=30), 30, frozenset(), 0)[0].tokens
+    at = next(at for at in range(12, 30) if reply[at] not in reply[:at])
+    stop, long = frozenset({reply[at]}), replace(GREEDY, max_tokens=30)
+    first = Ask(0, 0, message, long, 30, stop_ids=stop)
+    after = [Ask(turn, 60 * turn, (*message, *reply[: at + 1], 1, 1, turn), GREEDY, 3) for turn in (1, 2)]
+    assert hits(run(first, *after, states=replace(STATES, prompt=64), overlap=overlap))[1] == 40 + at + overlap
 
 
 def test_deterministic_requests_resume_on_the_grid_of_chunks() -> None:

@@ -12,38 +12,38 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, ClassVar, cast
 from unittest import mock
 
 import numpy as np
 
 from radixkv.cache import Pin, PrefixCache
 from radixkv.cache.events import Observer
-from radixkv.config import EngineConfig
-from radixkv.engine import chunk_scores
-from radixkv.engine.beams import BeamRequest
+from radixkv.cache.recurrent import Spacing
+from radixkv.engine import draws
+from radixkv.engine.audit import Auditor
 from radixkv.engine.core import Core
-from radixkv.engine.host_tier import new_core
-from radixkv.engine.kv_scrub import Auditor
-from radixkv.engine.overlap import OverlappedCore
+from radixkv.engine.input_processor import replies_of
 from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
-from radixkv.engine.scoring import Scoring
+from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
 from radixkv.engine.stats import AuditReport
 from radixkv.errors import EngineClosed, InvalidInput, PinBudgetExceeded, PrefixHeld
 from radixkv.models.loaded import SequenceInput
 from radixkv.sampling.params import SampleRow
+from radixkv.sampling.sampler import HostSampler, Sampler
 from tests.simulation.accounting import Accounting
 from tests.simulation.channel import ScriptedChannel
 from tests.simulation.constraint import RuleMatcher
 from tests.simulation.faults import Faults, FaultySampler, Listener
 from tests.simulation.final_checks import FinalChecks
-from tests.simulation.host import HostSlotModel, host_parts
+from tests.simulation.host import HostSlotModel
 from tests.simulation.late import LateSampler, LateSlotModel
 from tests.simulation.model import SlotModel
 from tests.simulation.order_checks import OrderChecks
 from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
-from tests.simulation.stateful import stateful_parts
+from tests.simulation.stateful import StatefulSlotModel
 from tests.simulation.step_checks import StepChecks
 
 ENGINE = [module for name, module in sys.modules.items() if name.startswith("radixkv.engine.")]
@@ -92,7 +92,7 @@ class Customer:
     def end(self) -> str:
         """The end of the request, in a word."""
         if self.channel.completion is not None:
-            return "resumed and finished" if self.request.preemptions else "finished"
+            return "resumed and finished" if self.request.scheduling.preemptions else "finished"
         return type(self.channel.error).__name__
 
 
@@ -102,6 +102,7 @@ class World:
 
     scenario: Scenario
     verbose: bool = False
+    sampler: Sampler | None = None  # of a life without overlap; by default HostSampler
     step: int = 0
     clock: Clock = field(default_factory=Clock)
     customers: dict[int, Customer] = field(default_factory=dict)
@@ -114,12 +115,13 @@ class World:
     preempted: int = 0  # preemptions in this step
     stages: Counter[str] = field(default_factory=Counter)  # the stages in which requests were cancelled
 
+    device_class: ClassVar[type[LateSlotModel]] = LateSlotModel  # of lives with overlap
+
     def __post_init__(self) -> None:
         scenario = self.scenario
         raises = scenario.observer_raises
         self.listener = None if raises is None else Listener(raises)
-        new_cache, new_model = self._parts()
-        self.cache: PrefixCache = new_cache(
+        self.cache: PrefixCache = self._cache_class()(
             scenario.num_blocks,
             scenario.block_size,
             scenario.policy,
@@ -128,33 +130,43 @@ class World:
             pin_budget=scenario.pin_budget,
             namespace_limits=dict(scenario.limits) or None,
         )
-        self.model = new_model(self.cache, scenario.seed)
+        self.model = self._model_class()(self.cache, scenario.seed)
         self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)
         self.model.fault, self.model.gives_nan = self.faults.in_forward, self.faults.gives_nan
         self.model.garbles = lambda: self.faults.garbles(self.work_of())
         if isinstance(self.model, HostSlotModel):
             self.model.host.fault = self.faults.in_transfer
-        self.core = self._core(replace(scenario.config, prefix_cache=scenario.reuse))
-        self.core.sampler = FaultySampler(self.core.sampler, self.faults.in_sampler)
+        config = replace(scenario.config, prefix_cache=scenario.reuse)
+        sampler = FaultySampler(self._sampler(), self.faults.in_sampler)
+        self.core = Core(self.cache, self.model, config, sampler=sampler, depth=int(scenario.overlap))
         self.auditor = Auditor(self.core)
         self._wrap_scheduler()
         self.accounting, self.final_checks = Accounting(self), FinalChecks(self)
         self.step_checks, self.order_checks = StepChecks(self), OrderChecks(self)
 
-    def _parts(self) -> tuple[Any, Any]:
-        """Return the classes of cache and model."""
-        if self.scenario.states is not None:
-            return stateful_parts(self.scenario)
-        if self.scenario.overlap:
-            return PrefixCache, LateSlotModel
-        return (PrefixCache, SlotModel) if self.scenario.host is None else host_parts(self.scenario)
+    def _cache_class(self) -> Any:
+        """Return the class of the cache, with the arguments of the scenario's options."""
+        states, host, config = self.scenario.states, self.scenario.host, self.scenario.config
+        options: dict[str, Any] = {} if host is None else {"host_blocks": host.blocks}
+        if states is not None:
+            grid = config.prefill_chunk if config.deterministic else 1
+            options |= {"state_rows": config.max_sequences, "state_snapshots": states.snapshots}
+            options["host_snapshots"] = states.on_host
+            options["state_spacing"] = Spacing(grid, states.prompt, states.long, states.least)
+        return partial(PrefixCache, **options)
 
-    def _core(self, config: EngineConfig) -> Core:
-        if not isinstance(self.model, LateSlotModel):
-            return new_core(self.cache, self.model, config)
-        core = OverlappedCore(self.cache, cast(Any, self.model), config)
-        core.sampler = LateSampler(self.model)
-        return core
+    def _model_class(self) -> type[SlotModel]:
+        """Return the class of the model: a device, and a part for each option of the scenario."""
+        states, host = self.scenario.states, self.scenario.host
+        parts: list[Any] = [StatefulSlotModel] * (states is not None) + [HostSlotModel] * (host is not None)
+        device = self.device_class if self.scenario.overlap else SlotModel
+        speed = {} if host is None else {"speed": host.speed}
+        return type("Model", (*parts, device), speed)
+
+    def _sampler(self) -> Sampler:
+        if isinstance(self.model, LateSlotModel):
+            return LateSampler(self.model)
+        return HostSampler() if self.sampler is None else self.sampler
 
     # ---- the whole life
 
@@ -248,8 +260,8 @@ class World:
 
     def _submit(self, ask: Ask) -> None:
         channel = ScriptedChannel(ask, lambda: self.step)
-        kind = BeamRequest if ask.params.beam_width > 1 and ask.max_tokens else Request
-        request = kind(
+        matcher = None if ask.constraint is None else RuleMatcher(ask.constraint)
+        request = Request(
             prompt=np.array(ask.prompt, np.int32),
             params=ask.params,
             max_tokens=ask.max_tokens,
@@ -261,9 +273,8 @@ class World:
             channel=channel,  # type: ignore[arg-type]
             submitted=self.clock.now,
             reply_start=ask.reply_start,
-            matcher=None if ask.constraint is None else RuleMatcher(ask.constraint),
-            bad_words=ask.bad_words,
-            scoring=self._scoring(ask),
+            replies=replies_of(ask.params, ask.max_tokens, ask.stop_ids, ask.bad_words, matcher),
+            scores=self._scores(ask),
         )
         try:
             self.core.admission.check_fits(request)
@@ -273,12 +284,12 @@ class World:
         self.customers[ask.number] = Customer(ask, request, channel)
         self.core.add(request)
 
-    def _scoring(self, ask: Ask) -> Scoring | None:
+    def _scores(self, ask: Ask) -> Scores:
         if not ask.score_from:
-            return None
+            return NO_SCORES
         top, prompt = ask.params.prompt_logprobs, np.array(ask.prompt, np.int32)
         last: dict[str, Any] = {"most_rows": ask.most_rows, "last_targets": ask.last_targets}
-        return Scoring(prompt, ask.score_from, 1 if top is None else top, **last)
+        return PromptScores(prompt, ask.score_from, 1 if top is None else top, **last)
 
     def _cancel(self, customer: Customer) -> None:
         customer.cancelled = True
@@ -391,7 +402,7 @@ class World:
             for module in ENGINE:
                 if getattr(module, "time", None) is time:
                     stack.enter_context(mock.patch.object(module, "time", self.clock))
-            stack.enter_context(mock.patch.object(chunk_scores, "begin_scores", self.model.begin_scores))
+            stack.enter_context(mock.patch.object(draws, "begin_scores", self.model.begin_scores))
             yield
 
     def _record(self) -> None:

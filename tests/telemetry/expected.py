@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.host import HostPrefixCache
 from radixkv.cache.reuse import total
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.recorder import Recorder
@@ -23,7 +22,7 @@ def watched(
 ) -> tuple[PrefixCache, Recorder, Mirror, list[float]]:
     """A cache, its recorder, an empty mirror, and the time."""
     now = [0.0]
-    make = partial(HostPrefixCache, host_blocks=host_blocks) if host_blocks else PrefixCache
+    make = partial(PrefixCache, host_blocks=host_blocks) if host_blocks else PrefixCache
     cache = make(num_blocks, block_size, clock=lambda: now[0])
     recorder = Recorder(clock=lambda: now[0] + OFFSET, **options)
     recorder.attach(cache)

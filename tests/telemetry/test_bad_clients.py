@@ -79,7 +79,7 @@ def test_half_open_connections_end_in_time_and_take_nobodys_place():
         reader.close()
 
 
-def test_of_those_who_say_nothing_the_first_has_to_go():
+def test_of_silent_clients_the_first_is_closed():
     with serving(waiting=2) as (publisher, _):
         silent = []
         for count in (1, 2, 2):

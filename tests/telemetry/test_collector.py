@@ -10,7 +10,6 @@ from threading import Event
 
 import pytest
 
-from radixkv.errors import EngineClosed
 from radixkv.telemetry.publisher import Collector
 from radixkv.telemetry.records import Changes
 
@@ -70,7 +69,7 @@ def engine() -> Engine:
 # ---- how often
 
 
-def test_it_is_asked_as_often_as_somebody_wants_and_once_at_a_time(engine: Engine) -> None:
+def test_it_is_asked_once_at_a_time_as_often_as_wanted(engine: Engine) -> None:
     assert engine.collector.next_request(HZ) == 1000.25
     engine.turn(1000.2, HZ)
     assert len(engine.asked) == 1
@@ -96,17 +95,10 @@ def test_a_hurry_counts_for_the_next_question_only(engine: Engine) -> None:
     assert engine.collector.next_request(RARELY) == 2000.01
 
 
-def test_what_has_nothing_new_is_not_asked_for_it(engine: Engine) -> None:
-    engine.is_pending = False
-    engine.turn(2500.0)
-    assert len(engine.asked) == 1
-    assert engine.collector.next_request(HZ) == 2500.25
-
-
 # ---- waiting for a fresh answer
 
 
-def test_who_waits_has_it_asked_at_once_and_goes_on_when_the_answer_is_told(engine: Engine) -> None:
+def test_a_waiting_caller_asks_at_once_and_goes_on_with_the_answer(engine: Engine) -> None:
     def publisher() -> None:
         engine.stirred = lambda: None
         assert engine.collector.next_request(RARELY) == 0.0
@@ -119,36 +111,8 @@ def test_who_waits_has_it_asked_at_once_and_goes_on_when_the_answer_is_told(engi
     assert engine.told == [1.0, 2.0]
 
 
-def test_an_answer_that_was_under_way_lets_nobody_go_who_came_later(engine: Engine) -> None:
-    engine.turn(3000.0)
-    seen = []
-
-    def publisher() -> None:
-        engine.stirred = lambda: None
-        engine.answer()
-        engine.turn(3000.0)  # delivers that answer, and requests the next one
-        seen.append([event.is_set() for event in engine.waiting])
-
-    engine.stirred = publisher
-    assert not engine.collector.wait_for_fresh(0.0)
-    assert (seen, len(engine.asked), engine.told) == ([[False]], 3, [1.0, 2.0])
-    (event,) = engine.waiting
-    engine.answer()
-    engine.turn(3000.0)
-    assert event.is_set()
-    assert engine.told == [1.0, 2.0, 3.0]
-    assert engine.collector.next_request(RARELY) == 4000.0, "nobody waits any more"
-
-
-def test_where_nothing_is_new_nobody_waits(engine: Engine) -> None:
-    engine.is_pending = False
-    engine.stirred = engine.turn
-    assert engine.collector.wait_for_fresh(0.0)
-    assert len(engine.asked) == 1
-
-
 @pytest.mark.parametrize("where", ["pending", "collect", "answer", "publish"])
-def test_a_fault_lets_go_of_who_waits_and_the_next_question_is_asked(
+def test_a_fault_frees_waiting_callers_and_the_next_question_is_asked(
     engine: Engine, where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = RuntimeError("no idea")
@@ -176,24 +140,7 @@ def test_a_fault_lets_go_of_who_waits_and_the_next_question_is_asked(
     assert len(engine.told) == 2
 
 
-def test_a_fault_that_is_new_each_time_does_not_fill_the_log(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    engine.stirred = engine.turn
-    with caplog.at_level(logging.WARNING):
-        for number in range(150):
-            engine.fault = RuntimeError(number)
-            assert engine.collector.wait_for_fresh(0.0)
-    assert len(caplog.records) == 100
-
-
-def test_that_an_engine_was_closed_is_no_news_and_lets_go(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    engine.fault = EngineClosed("it is")
-    engine.stirred = engine.turn
-    with caplog.at_level(logging.WARNING):
-        assert engine.collector.wait_for_fresh(0.0)
-    assert caplog.text == ""
-
-
-def test_the_end_lets_go_of_all_who_wait(engine: Engine) -> None:
+def test_the_end_frees_all_waiting_callers(engine: Engine) -> None:
     engine.stirred = engine.turn
     assert not engine.collector.wait_for_fresh(0.0)  # requested, and not answered
     engine.stirred = lambda: None
@@ -202,33 +149,3 @@ def test_the_end_lets_go_of_all_who_wait(engine: Engine) -> None:
     assert len(events) == 2
     engine.collector.close()
     assert all(event.is_set() for event in events)
-
-
-# ---- the engine's own thread, which must not wait for itself
-
-
-def test_what_was_answered_is_waited_for_until_it_is_told(engine: Engine) -> None:
-    engine.turn(3000.0)
-    engine.answer()
-    looks = []
-
-    def alive() -> bool:
-        looks.append(1)
-        if len(looks) == 3:
-            engine.collector.deliver()
-        return True
-
-    engine.collector.wait_until_delivered(5.0, alive)
-    assert (len(looks), engine.told) == (3, [1.0, 2.0])
-
-
-@pytest.mark.parametrize(("answered", "alive", "timeout"), [(False, True, 9.0), (True, False, 9.0), (True, True, 0.0)])
-def test_what_will_not_come_is_not_waited_for(
-    engine: Engine, answered: bool, alive: bool, timeout: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.turn(3000.0)
-    if answered:
-        engine.answer()
-    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits"))
-    engine.collector.wait_until_delivered(timeout, lambda: alive)
-    assert engine.told == [1.0]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from radixkv.errors import EngineClosed, PinBudgetExceeded, ProtocolError
 from radixkv.telemetry.client_set import Client, ClientLimits
-from radixkv.telemetry.control import VERBS, CommandQueue, Outcome, may_control
+from radixkv.telemetry.command_queue import VERBS, CommandQueue, Outcome, may_control
 from radixkv.telemetry.protocol import Attach, Bye, Command, Delta, Frame, Hello, Reply, encode
 from radixkv.telemetry.publisher import Publisher
 from radixkv.telemetry.records import Changes
@@ -142,19 +142,6 @@ def test_too_many_commands_end_the_client_and_those_that_wait_are_not_executed()
         reader.close()
 
 
-def test_a_client_that_leaves_takes_its_commands_along_unless_they_have_begun():
-    with controlled() as (publisher, _, executor):
-        executor.stuck = True
-        reader = attached(publisher)
-        send(reader, Command(1, "cancel", 1), Command(2, "cancel", 2))
-        wait_until(lambda: len(executor.commands) == 1)
-        reader.close()
-        wait_until(lambda: publisher.attached == 0)
-        assert executor.futures[0].cancelled()
-        executor.finish()
-        assert len(executor.commands) == 1
-
-
 def test_a_client_that_is_told_the_end_takes_its_commands_along_before_it_reads():
     dropped: list[bool] = []
 
@@ -187,33 +174,13 @@ def test_tcp_never_controls(writable: bool):
         reader.close()
 
 
-def test_an_engine_that_only_sends_refuses_commands_and_ends_the_client():
-    with controlled(writable=False) as (publisher, _, executor):
-        reader = attached(publisher)
-        assert not hello(reader).facts.control
-        send(reader, Command(1, "cancel", 1))
-        assert "monitor='rw'" in (reader.until_the_end() or "")
-        assert executor.commands == []
-        reader.close()
-
-
-def test_a_recording_says_nothing_of_control(tmp_path):
-    from radixkv.telemetry.recording import read_recording
-
-    with controlled() as (publisher, engine, _):
-        engine.change(node(1))
-        publisher.flight(tmp_path / "a.rec")
-        first = next(iter(read_recording(tmp_path / "a.rec")))
-        assert isinstance(first, Hello) and not first.facts.control
-
-
 @pytest.mark.parametrize("user", [None, 0, os.geteuid() + 1])
 def test_only_the_engines_own_user_controls(user: int | None, monkeypatch: pytest.MonkeyPatch):
     ends = socket.socketpair()
     try:
         assert may_control(ends[0])
-        monkeypatch.setattr("radixkv.telemetry.control.peer_user", lambda connection: user)
-        monkeypatch.setattr("radixkv.telemetry.control.os.geteuid", lambda: 4711)
+        monkeypatch.setattr("radixkv.telemetry.command_queue.peer_user", lambda connection: user)
+        monkeypatch.setattr("radixkv.telemetry.command_queue.os.geteuid", lambda: 4711)
         assert not may_control(ends[0])
     finally:
         for end in ends:
@@ -308,17 +275,17 @@ def test_a_command_that_raises_is_answered(error: Exception, text: str, caplog: 
         reader.close()
 
 
-def test_a_client_that_reads_no_replies_is_dropped():
-    with controlled(buffer=1000) as (publisher, _, executor):
-        deaf = attached(publisher)
-        for count in range(1, 100_000):
-            if not publisher.attached:
-                break
-            send(deaf, Command(1, "clear", 1))
-            wait_until(lambda count=count: len(executor.commands) == count or not publisher.attached)
-        assert 500 < len(executor.commands) < 90_000
-        assert publisher.buffered == 0
-        deaf.close()
+FRAMES = st.one_of(
+    st.binary(max_size=60),
+    st.builds(
+        lambda fields: packed(**fields),
+        st.dictionaries(
+            st.sampled_from(["v", "t", "id", "verb", "number", "seq", "ts", "x"]),
+            st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=40)),
+        ),
+    ),
+    st.builds(lambda verb, number: encode(Command(1, verb, number)), st.sampled_from(VERBS), st.integers(0, 2**62)),
+)
 
 
 def test_the_queue_of_a_client_is_bounded():
@@ -331,19 +298,6 @@ def test_the_queue_of_a_client_is_bounded():
     assert queue.poll() is None and len(executor.commands) == 1
     queue.close()
     assert executor.futures[0].cancelled()
-
-
-FRAMES = st.one_of(
-    st.binary(max_size=60),
-    st.builds(
-        lambda fields: packed(**fields),
-        st.dictionaries(
-            st.sampled_from(["v", "t", "id", "verb", "number", "seq", "ts", "x"]),
-            st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=40)),
-        ),
-    ),
-    st.builds(lambda verb, number: encode(Command(1, verb, number)), st.sampled_from(VERBS), st.integers(0, 2**62)),
-)
 
 
 def test_no_sequence_of_frames_ends_the_publisher_or_disturbs_another_client():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.errors import EngineNotFound, InvalidInput, UnsafeFolder
+from radixkv.errors import EngineNotFound, UnsafeFolder
 from radixkv.telemetry import socket_paths
 from radixkv.telemetry.discovery import FoundEngine, advertise, connect, engines, is_loopback, tcp_address
 from radixkv.telemetry.protocol import Attach, Decoder
@@ -45,12 +45,6 @@ def test_the_folder_is_private_and_so_is_what_is_in_it(claimed):
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.with_suffix(".json").stat().st_mode) == 0o600
 
 
-def test_without_a_runtime_folder_there_is_one_in_the_temporary_folder(folder, monkeypatch):
-    for unusable in ("", "relative/path", "/no/such/folder"):
-        monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
-        assert own_folder() == folder.parent / f"radixkv-{os.geteuid()}"
-
-
 @pytest.fixture
 def only(folder, monkeypatch):
     """The only folder, not created yet."""
@@ -71,14 +65,14 @@ def test_a_folder_that_others_can_enter_is_refused(only):
         own_folder()
 
 
-def test_a_folder_of_somebody_else_is_refused(only, monkeypatch):
+def test_a_folder_of_another_user_is_refused(only, monkeypatch):
     only.mkdir(mode=0o700)
     monkeypatch.setattr("os.geteuid", lambda: only.stat().st_uid + 1)
     with pytest.raises(UnsafeFolder, match=f"belongs to user {only.stat().st_uid}"):
         own_folder()
 
 
-def test_a_folder_that_anybody_may_rename_is_refused(only):
+def test_a_folder_that_other_users_may_rename_is_refused(only):
     only.parent.chmod(0o777)
     with pytest.raises(UnsafeFolder, match="other users may rename"):
         own_folder()
@@ -89,12 +83,6 @@ def test_a_folder_that_anybody_may_rename_is_refused(only):
 def test_a_path_too_long_for_a_socket_is_refused(folder, monkeypatch):
     monkeypatch.setattr(socket_paths, "folders", lambda: [folder.parent / ("x" * 80)])
     with pytest.raises(UnsafeFolder, match="too long"):
-        own_folder()
-
-
-def test_all_reasons_are_said(folder, monkeypatch):
-    monkeypatch.setattr(socket_paths, "folders", lambda: [Path("/proc/nowhere"), folder.parent / ("x" * 80)])
-    with pytest.raises(UnsafeFolder, match=r"/proc/nowhere: .*; .*too long"):
         own_folder()
 
 
@@ -153,22 +141,6 @@ def test_another_process_of_the_same_number_is_not_taken_for_the_engine(claimed)
     assert not path.exists()
 
 
-def test_where_processes_cannot_be_told_apart_connecting_decides(claimed, monkeypatch):
-    path, listener = claimed
-    rewritten(path, process=None)
-    monkeypatch.setattr("radixkv.telemetry.discovery.process_start", lambda pid: None)
-    assert len(engines()) == 1
-    listener.close()
-    assert engines() == []
-
-
-def test_processes_are_told_apart():
-    if process_start(os.getpid()) is None:
-        pytest.skip("there is no /proc here")
-    assert process_start(os.getpid()) == process_start(os.getpid()) != process_start(1)
-    assert process_start(2**22 + 7) is None
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "nonsense", "[]", "7", "null", "{}", '{"engine": 1}', "\x00" * 100, '{"pid": "1"}', "[" * 5000],
@@ -207,7 +179,7 @@ def test_stale_files_of_the_same_number_are_taken_over(folder):
     assert not path.exists()
 
 
-def test_a_socket_that_somebody_listens_on_is_left_alone(folder):
+def test_a_socket_with_a_listener_is_left_alone(folder):
     """Two containers may share the folder, with processes of the same number."""
     folder.mkdir(mode=0o700)
     taken = folder / f"{os.getpid()}.sock"
@@ -264,7 +236,7 @@ def test_a_token_is_looked_up_for_a_port_of_ours_alone(claimed):
         ("tcp://127.0.0.1:1", "no engine answers at tcp://127.0.0.1:1: Connection refused"),
     ],
 )
-def test_nobody_there_is_said(claimed, target, said):
+def test_a_missing_engine_is_reported(claimed, target, said):
     with pytest.raises(EngineNotFound, match=said):
         connect(target)
 
@@ -278,17 +250,11 @@ def test_of_several_engines_in_a_process_one_has_to_be_named(claimed):
     release(path)
 
 
-def test_somebody_elses_socket_is_not_believed(claimed, monkeypatch):
+def test_a_socket_of_another_user_is_not_trusted(claimed, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     monkeypatch.setattr(socket_paths, "peer_user", lambda connection: 777)
     with pytest.raises(EngineNotFound, match="not yours"):
         connect(claimed[0])
-
-
-@pytest.mark.parametrize("text", ["tcp://", "tcp://host", "tcp://host:x", "tcp://host:1/path", "udp://host:1"])
-def test_addresses_that_are_none_are_refused(text):
-    with pytest.raises(InvalidInput, match="is no address"):
-        tcp_address(text)
 
 
 def test_addresses():
@@ -300,7 +266,7 @@ def test_addresses():
     ]
 
 
-def test_what_lies_about_in_the_folder_holds_nobody_up(claimed):
+def test_other_files_in_the_folder_are_skipped(claimed):
     path, _ = claimed
     os.mkfifo(path.parent / "99.json")  # opening it would wait for a writer for ever
     (path.parent / "98.json").mkdir()
@@ -312,7 +278,7 @@ def test_what_lies_about_in_the_folder_holds_nobody_up(claimed):
         (path.parent / name).rmdir()
 
 
-def test_a_socket_that_nobody_has_described_goes_once_nobody_listens(claimed):
+def test_a_socket_without_a_description_goes_with_its_listener(claimed):
     path, _ = claimed
     begun, killed, other = (path.with_name(name) for name in ("96.sock", "95.sock", "94.sock"))
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as gone:

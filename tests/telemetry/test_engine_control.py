@@ -24,7 +24,7 @@ from tests.engine.fakes import FakeRunner, check, greedy_reply, make_engine
 from tests.telemetry.served import Reader, runtime_folder, wait_until
 
 FOUR = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-LOGGER = "radixkv.engine.observers.control"
+LOGGER = "radixkv.engine.observers.engine_control"
 SELF = f"radixkv-monitor (pid {os.getpid()})"
 
 
@@ -104,24 +104,6 @@ def test_cancel_ends_one_request_and_says_so_to_its_caller(caplog: pytest.LogCap
         runner.gate.release(400)
 
 
-def test_cancel_reaches_a_waiting_request() -> None:
-    with watched(max_sequences=1) as (engine, runner, monitor):
-        runner.gate = threading.Semaphore(0)
-        running, waiting = engine.submit([1, 2], FOUR), engine.submit([3, 4], FOUR)
-        runner.began.acquire()
-        gate, runner.gate = runner.gate, None
-        replies: list[Reply] = []
-        sender = threading.Thread(target=lambda: replies.append(monitor.command("cancel", 2)))
-        sender.start()
-        wait_until(lambda: engine.client.thread._inbox.qsize() > 0, "the command is posted")
-        gate.release(100)
-        sender.join()
-        assert replies[0].done and "after 0 generated tokens" in replies[0].text
-        with pytest.raises(CancelledByMonitor):
-            waiting.result()
-        assert running.result().token_ids
-
-
 def test_pins_of_the_monitor_hold_until_they_are_released(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     with watched() as (engine, _, monitor):
@@ -144,19 +126,6 @@ def test_pins_of_the_monitor_hold_until_they_are_released(caplog: pytest.LogCapt
         assert engine.stats().cache.pinned_blocks == 0
 
 
-def test_a_pin_survives_its_monitor_and_another_one_releases_it() -> None:
-    with watched() as (engine, _, monitor):
-        engine.generate([list(range(20))], FOUR)
-        leaf = monitor.node(lambda each: each.tokens == 23)
-        assert monitor.command("pin", leaf.id).done
-        monitor.close()
-        assert engine.monitoring is not None
-        other = Monitor(engine.monitoring.publisher.path)
-        other.node(lambda each: each.pins == 1)
-        assert other.command("unpin", leaf.id).text.endswith("1 of a monitor, 0 of the engine's callers")
-        other.close()
-
-
 def test_a_pin_beyond_the_budget_is_refused_with_the_numbers() -> None:
     with watched() as (engine, _, monitor):
         engine.generate([[at % 40 for at in range(220)]], FOUR)
@@ -176,14 +145,6 @@ def test_demote_makes_a_node_the_next_victim() -> None:
         assert reply.text == f"demoted node {new.id}: its 24 tokens are evicted before others"
         monitor.until(lambda: tuple(monitor.mirror.next_victims or ()) == (new.id, old.id))
         assert monitor.mirror.nodes[new.id].demoted
-
-
-def test_a_node_with_others_below_it_is_not_demoted() -> None:
-    with watched() as (engine, _, monitor):
-        engine.generate([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9]], FOUR)
-        upper = monitor.node(lambda each: each.tokens == 3)
-        reply = monitor.command("demote", upper.id)
-        assert (reply.done, reply.text) == (False, f"2 nodes follow node {upper.id}: demote these first")
 
 
 @pytest.mark.parametrize("name", [None, "ann", ("ann", 1)])
@@ -256,20 +217,6 @@ def test_both_tiers_of_a_namespace_are_cleared_and_host_nodes_are_not_pinned() -
         monitor.close()
 
 
-def test_recurrent_states_of_a_namespace_are_cleared() -> None:
-    engine, _ = make_engine(100, 4, snapshots=8, monitor="rw")
-    with engine:
-        assert engine.monitoring is not None
-        monitor = Monitor(engine.monitoring.publisher.path)
-        for namespace in (None, "ann"):
-            engine.generate([list(range(20))], FOUR, namespace=namespace)
-        used = engine.stats().cache.state_slots_used
-        assert monitor.command("clear", monitor.root("ann").id).done
-        assert 0 < engine.stats().cache.state_slots_used < used
-        check(engine)
-        monitor.close()
-
-
 @pytest.mark.parametrize("monitor", [True, "tcp://127.0.0.1:0"])
 def test_engines_execute_no_command_unless_they_are_loaded_so(monitor: Any) -> None:
     with watched(monitor=monitor) as (engine, _, reader):
@@ -295,13 +242,6 @@ def test_an_engine_with_control_and_a_port_lets_its_tcp_clients_only_read() -> N
         assert engine.probe(list(range(20))).length == 20
         assert local.command("clear", root.id).done
         remote.close()
-
-
-def test_the_environment_switches_control_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RADIXKV_MONITOR", "0")
-    engine, _ = make_engine(10, 4, monitor="rw")
-    with engine:
-        assert engine.monitoring is None
 
 
 def test_a_command_at_the_end_of_an_engine_is_not_executed_and_harms_nothing() -> None:

@@ -87,7 +87,7 @@ def test_the_environment_switches_the_default_off(value: str, on: bool, monkeypa
         assert (engine.monitoring is not None) == on
 
 
-def test_a_crash_leaves_the_last_minutes_behind(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_crash_keeps_the_last_minutes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = []
     for _ in range(2):
         engine, _ = make_engine(100, 4, monitor=True)
@@ -135,14 +135,3 @@ def test_a_crash_that_cannot_be_written_down_is_one_warning(
     assert len([record for record in caplog.records if "could not be written" in record.message]) == 1
     assert not [record for record in caplog.records if "--replay" in record.message]
     assert not list(folder.glob("*.rec"))
-
-
-def test_a_full_disk_is_the_callers_trouble_and_the_engine_goes_on(folder: Path, tmp_path: Path) -> None:
-    with make_engine(100, 4, monitor=True)[0] as engine:
-        engine.generate([[1, 2, 3]], FOUR)
-        with room(100), pytest.raises(OSError, match="File too large"):
-            engine.flight_recording(tmp_path / "a.rec")
-        assert list(tmp_path.iterdir()) == []
-        engine.generate([[1, 2, 3, 4]], FOUR)
-        engine.flight_recording(tmp_path / "a.rec")
-        assert len(list(read_recording(tmp_path / "a.rec"))) > 1

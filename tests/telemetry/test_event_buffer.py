@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 from radixkv.cache import PrefixCache
-from radixkv.cache.ghosts import Pressure
-from radixkv.telemetry.mirror import EVICTIONS
+from radixkv.cache.types import Pressure
 from radixkv.telemetry.recorder import EventBuffer
 from tests.cache.verbs import held, prompt, publish
 
@@ -25,17 +24,6 @@ def test_each_open_sequence_is_dated_and_a_closed_one_forgotten() -> None:
         sequence.close()
     cache.check()
     assert events.opened_at == {twin.id: 101.0}
-
-
-def test_rings_keep_the_newest() -> None:
-    events = EventBuffer(lambda: 5.0)
-    pressure = Pressure(2, 0)
-    for number in range(3 * EVICTIONS):
-        events.evicted(number, 1, 2, 3, 4, True, 0.5, 0, pressure)
-        events.regretted(number, 3, float(number))
-    newest = range(2 * EVICTIONS, 3 * EVICTIONS)
-    assert list(events.evictions) == [(5.0, (number, 1, 2, 3, 4, True, 0.5, 0, pressure)) for number in newest]
-    assert list(events.regrets) == [(number, float(number)) for number in newest]
 
 
 def test_what_an_eviction_dropped_and_when_it_was_wanted_again_is_noted() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from radixkv.telemetry import frame_log
 from radixkv.telemetry import publisher as module
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import Delta, Snapshot
@@ -49,25 +48,6 @@ def test_the_engines_thread_gives_its_last_changes_and_waits_for_nothing(tmp_pat
         engine.answer()
 
 
-def test_what_is_being_told_is_waited_for_on_the_engines_thread_too(tmp_path, monkeypatch):
-    """Otherwise it would be missing between the published and the last changes."""
-    busy, free = threading.Event(), threading.Event()
-
-    def rest() -> None:
-        busy.set()
-        assert free.wait(PATIENCE)
-
-    monkeypatch.setattr(module, "IDLE_HZ", 100.0)
-    monkeypatch.setattr(module, "_FLIGHT_TIMEOUT", PATIENCE)
-    with serving() as (publisher, engine):
-        monkeypatch.setattr(frame_log, "_pause", rest)
-        engine.change(*many(2000))
-        assert busy.wait(PATIENCE)
-        threading.Timer(0.05, free.set).start()
-        publisher.flight(tmp_path / "a.rec", last=Changes(9.0, nodes=(node(9999),)))
-        assert list(replay(tmp_path / "a.rec").nodes) == [*range(1, 2001), 9999]
-
-
 def test_a_stuck_engine_does_not_keep_a_flight_recording_from_being_written(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_FLIGHT_TIMEOUT", 0.05)
     with serving() as (publisher, engine):
@@ -80,7 +60,7 @@ def test_a_stuck_engine_does_not_keep_a_flight_recording_from_being_written(tmp_
         engine.answer()
 
 
-def test_the_end_lets_go_of_who_waits_to_write_one(tmp_path, monkeypatch):
+def test_the_end_frees_a_caller_that_waits_to_write_one(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_FLIGHT_TIMEOUT", 1000.0)
     with serving() as (publisher, engine):
         engine.change(node(1))

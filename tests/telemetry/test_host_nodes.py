@@ -8,15 +8,14 @@ from typing import cast
 
 import pytest
 
-from radixkv.cache import Hint, PrefixCache
-from radixkv.cache.host import HostPrefixCache, HostSequence
+from radixkv.cache import Hint, PrefixCache, Sequence
 from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PrefixHeld
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import NodeRecord
 from radixkv.telemetry.tree_view import tree_view
 from tests.cache.verbs import prompt, publish
-from tests.telemetry.expected import OFFSET, collect_and_check, expand, watched
+from tests.telemetry.expected import collect_and_check, expand, watched
 
 
 def step(cache: PrefixCache) -> None:
@@ -36,7 +35,7 @@ class Life:
 
     def __init__(self, cache: PrefixCache, seed: int) -> None:
         self.cache, self.rng = cache, Random(seed)
-        self.open: list[HostSequence] = []
+        self.open: list[Sequence] = []
 
     def live(self) -> None:
         """Make one call."""
@@ -46,7 +45,7 @@ class Life:
             getattr(self, f"_{verb}")(text, space)
 
     def _open(self, text: list[int], space: str | None) -> None:
-        sequence = cast(HostSequence, self.cache.open(text, space, priority=self.rng.choice((0, 0, 1))))
+        sequence = cast(Sequence, self.cache.open(text, space, priority=self.rng.choice((0, 0, 1))))
         self.open.append(sequence)
         if found := sequence.loadable(text[sequence.length :]):
             sequence.load(text[sequence.length : sequence.length + found])
@@ -89,39 +88,19 @@ def test_collections_add_up_to_both_tiers(seed: int) -> None:
     assert residences == {"device", "host"} and stats.loaded_tokens and stats.host_evicted_blocks
 
 
-def offloaded() -> tuple[HostPrefixCache, Recorder, Mirror, list[float]]:
+def offloaded() -> tuple[PrefixCache, Recorder, Mirror, list[float]]:
     """A cache whose first text is on the host, but for its first tokens."""
     cache, recorder, mirror, now = watched(6, 4, host_blocks=8)
     publish(cache, prompt(1, 20), "a")
     publish(cache, prompt(2, 12))
     step(cache)
-    return cast(HostPrefixCache, cache), recorder, mirror, now
+    return cast(PrefixCache, cache), recorder, mirror, now
 
 
 def sent(mirror: Mirror) -> list[tuple[str, int, int, int]]:
     """Return residence, start, tokens and blocks of all nodes, roots left out."""
     nodes = sorted((node for node in mirror.nodes.values() if node.tokens), key=lambda node: node.id)
     return [(node.residence, node.start, node.tokens, len(expand(node.blocks))) for node in nodes]
-
-
-def test_a_first_look_reaches_nodes_on_the_host() -> None:
-    cache, _, _, now = offloaded()
-    late, mirror = Recorder(clock=lambda: now[0] + OFFSET), Mirror()
-    late.attach(cache)
-    mirror.apply(late.collect())
-    assert sent(mirror) == [("device", 0, 12, 3), ("host", 12, 8, 2), ("device", 0, 12, 3)]
-    assert mirror.stats["cache.host_nodes"] == 1
-
-
-def test_a_loaded_node_goes_and_its_tokens_are_on_the_device() -> None:
-    cache, recorder, mirror, _ = offloaded()
-    collect_and_check(cache, recorder, mirror)
-    (before,) = (node for node in mirror.nodes.values() if node.residence == "host")
-    sequence = cache.open(prompt(1, 20), "a")
-    sequence.load(prompt(1, 20)[sequence.length :])
-    sequence.commit()
-    collect_and_check(cache, recorder, mirror)
-    assert before.id not in mirror.nodes and ("device", 0, 20, 5) in sent(mirror)
 
 
 def test_the_view_of_the_tree_counts_the_tiers_apart() -> None:

@@ -25,7 +25,7 @@ def session(number: int) -> SessionRecord:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(CHANGES, max_size=4))
-def test_who_joins_late_knows_the_same(every):
+def test_a_late_client_gets_the_same_state(every):
     mirror = mirror_of(*every)
     late = mirror_of(Changes(0.0, nodes=(node(1),), stats={"old": 1.0}), mirror.everything())
     assert vars(late) == vars(mirror)

@@ -92,18 +92,6 @@ def test_frames_survive_any_split_of_the_stream(frames, data):
     assert decoder.pending == 0
 
 
-def test_byte_by_byte():
-    frames = [Hello(FACTS, seq=3, ts=1.5), Delta(Changes(2.0, nodes=(node(1),)), seq=4, ts=2.0), Bye("closed")]
-    decoder = Decoder()
-    assert [frame for byte in b"".join(map(encode, frames)) for frame in decoder.feed(bytes([byte]))] == frames
-
-
-def test_frames_that_nobody_took_come_with_the_next_call():
-    decoder = Decoder()
-    decoder.feed(encode(Gap(1)) + encode(Gap(2)))
-    assert list(decoder.feed(encode(Gap(3)))) == [Gap(1), Gap(2), Gap(3)]
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(framed), st.integers(0, 3))
 def test_garbage_is_refused_or_waits_for_more_and_is_never_another_error(garbage, good):
@@ -254,12 +242,6 @@ def test_a_frame_has_so_many_arrays_and_maps_and_no_more():
     assert "at most 65536 arrays" in refusal(delta(weather=[[]] * 65_535, gone_nodes=[]))
     assert list(Decoder().feed(delta(stats={})))
     assert "at most 3 maps" in refusal(delta(stats={}, weather={}))
-
-
-def test_a_length_costs_no_memory_until_its_bytes_are_there():
-    decoder = Decoder()
-    assert list(decoder.feed(MAX_FRAME.to_bytes(4, "big"))) == []
-    assert decoder.pending == 4
 
 
 def test_records_of_earlier_and_later_releases_are_read():

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 
-from radixkv.errors import EngineClosed
 from radixkv.telemetry import frame_log
-from radixkv.telemetry import publisher as module
-from radixkv.telemetry.discovery import connect, engines
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import Delta, Hello, Snapshot, encode
 from radixkv.telemetry.publisher import Publisher
@@ -48,7 +44,7 @@ def test_a_quiet_engine_gives_signs_of_life_and_is_not_asked():
         reader.close()
 
 
-def test_large_snapshots_come_in_pages_and_deltas_behind_them():
+def test_large_snapshots_come_in_pages_and_deltas_after_them():
     with serving() as (publisher, engine):
         engine.change(*many(6000))
         first = Reader(publisher.path)
@@ -79,7 +75,7 @@ def test_a_large_tree_is_packed_in_pieces_with_rests_between(monkeypatch):
     assert max(len(encode(frame)) for frame in reader.frames if isinstance(frame, Snapshot)) < 64 * 1024
 
 
-def test_who_comes_while_a_step_takes_long_gets_the_last_state_at_once():
+def test_a_client_that_comes_during_a_long_step_gets_the_last_state():
     with serving() as (publisher, engine):
         first = Reader(publisher.path)
         engine.change(node(1))
@@ -97,33 +93,6 @@ def test_who_comes_while_a_step_takes_long_gets_the_last_state_at_once():
         for reader in (first, second):
             reader.until_current(engine)
             reader.close()
-
-
-def test_who_comes_makes_the_publisher_ask_at_once():
-    with serving() as (publisher, engine):
-        engine.change(node(1))
-        first = Reader(publisher.path, hz=0.001)
-        first.until_current(engine)
-        engine.change(node(2))
-        second = Reader(publisher.path, hz=0.001)
-        for reader in (second, first):
-            reader.until_current(engine)
-            reader.close()
-
-
-def test_nobody_is_told_oftener_than_the_limit():
-    with serving(hz=5.0) as (publisher, _):
-        reader = Reader(publisher.path, hz=1e9)
-        wait_until(lambda: publisher.attached == 1)
-        assert [client.hz for client in publisher._clients._clients] == [5.0]
-        reader.close()
-
-
-def test_attaching_looks_up_a_process_number():
-    with serving() as (publisher, _):
-        connection = connect(os.getpid())
-        assert connection.getpeername() == str(publisher.path)
-        connection.close()
 
 
 def test_what_the_engine_had_answered_is_told_before_the_end(monkeypatch):
@@ -159,42 +128,3 @@ def test_what_the_engines_side_raises_is_logged_once_and_serving_goes_on(caplog)
         reader.close()
         publisher.close()
     assert caplog.text.count("telemetry could not be collected: RuntimeError('no idea')") == 1
-
-
-def test_a_closed_engine_is_no_news(caplog):
-    engine = Engine()
-    engine.collect = lambda: (_ for _ in ()).throw(EngineClosed("it is"))
-    engine.steps = 1
-    with runtime_folder(), caplog.at_level(logging.WARNING):
-        publisher = Publisher(FACTS, engine.collect, engine.pending)
-        publisher.start()
-        reader = Reader(publisher.path)
-        reader.until(lambda: len(reader.frames) >= 3)
-        reader.close()
-        publisher.close()
-    assert caplog.text == ""
-
-
-def test_changes_that_cannot_be_told_are_logged_and_the_next_ones_are(caplog):
-    with serving() as (publisher, engine), caplog.at_level(logging.WARNING):
-        reader = Reader(publisher.path)
-        reader.until(lambda: len(reader.frames) >= 2)
-        engine.change(node(1, head=(object(),)))
-        wait_until(lambda: "plain values" in caplog.text)
-        engine.change(node(1))
-        reader.until(lambda: reader.mirror.nodes == {1: node(1)})
-        reader.close()
-
-
-def test_a_publisher_that_stumbles_on_and_on_gives_up_and_says_so(caplog, monkeypatch):
-    monkeypatch.setattr(module, "_FAILURES", 3)
-    with serving() as (publisher, _), caplog.at_level(logging.ERROR):
-        reader = Reader(publisher.path)
-        reader.until(lambda: reader.frames)
-        monkeypatch.setattr(publisher._clients, "drop_expired", lambda now: 1 / 0)
-        assert "failed" in (reader.until_the_end() or "")
-        reader.close()
-        publisher._thread.join()
-        assert caplog.text.count("failed in one turn") == 3
-        assert caplog.text.count("publisher ends") == 1
-        assert engines() == []

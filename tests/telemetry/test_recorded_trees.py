@@ -46,18 +46,6 @@ def test_a_trunk_that_takes_over_a_copy_is_told() -> None:
     assert (trunk.used, trunk.hits) == (OFFSET + 2, 1), "it inherits"
 
 
-def test_a_parent_inherits_the_time_of_what_was_evicted_below_it() -> None:
-    cache, recorder, mirror, now, one, other = branched()
-    now[0] = 9.0
-    publish(cache, one)
-    publish(cache, other)
-    collect_and_check(cache, recorder, mirror)
-    cache.discard(other, start=6)
-    cache.discard(one, start=6)
-    collect_and_check(cache, recorder, mirror)
-    assert [each.used for each in mirror.nodes.values() if each.tokens] == [OFFSET + 9]
-
-
 def test_pinned_blocks_follow_pins_and_blocks_that_change_under_them() -> None:
     cache, recorder, mirror, _, one, other = branched()
     pins = [cache.pin(one[:6])]
@@ -84,18 +72,6 @@ def test_what_a_fork_alone_holds_is_told_although_a_node_has_it() -> None:
     first.close()
     collect_and_check(cache, recorder, mirror)
     assert expand(mirror.sequences[twin.id].blocks) == twin.block_table.tolist()
-
-
-def test_who_comes_late_dates_what_is_there_by_now() -> None:
-    now = [0.0]
-    cache = PrefixCache(16, 4, clock=lambda: now[0])
-    publish(cache, prompt(1, 10))
-    now[0] = 50.0
-    recorder, mirror = Recorder(clock=lambda: now[0] + OFFSET), Mirror()
-    recorder.attach(cache)
-    publish(cache, prompt(1, 4), "a")
-    collect_and_check(cache, recorder, mirror)
-    assert {(each.born, each.used) for each in mirror.nodes.values()} == {(OFFSET + 50, OFFSET + 50)}
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 9)), max_size=40))

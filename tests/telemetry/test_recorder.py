@@ -2,80 +2,53 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis.stateful import initialize, invariant, rule
 
 from radixkv.cache import POLICIES, Hint, PrefixCache
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS, Mirror
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import NEXT_VICTIMS, RequestRecord, SessionRecord
-from tests.cache.test_stateful import Verbs, how_long, sizes
+from tests.cache.fuzz.machine import Machine
+from tests.cache.fuzz.options import draw
 from tests.cache.verbs import held, prompt, publish
-from tests.cache.world import World
+from tests.selection import mostly_long
 from tests.telemetry.expected import OFFSET, assert_matches_cache, expand, watched
 
 
-class Told(Verbs):
-    """All operations of the cache, with collections at any time."""
-
-    @initialize(
-        block_size=sizes,
-        blocks=st.integers(1, 40),
-        policy=st.sampled_from(list(POLICIES)),
-        seed=st.integers(0, 2**20),
-        late=st.booleans(),
-        pause=st.integers(1, 3),
-    )
-    def start(self, block_size: int, blocks: int, policy: str, seed: int, late: bool, pause: int) -> None:
-        self.world = World(blocks, block_size, policy, seed=seed, proofs=0.1)
-        self.earlier = [[]]
-        world = self.world
-        if late:  # observe a cache that is already in use
-            world.open(None, [1, 2, 3])
-            world.extend(world.live[0], [1, 2, 3])
-        self.recorder = Recorder(clock=lambda: world.now + OFFSET)
-        self.recorder.attach(world.cache)
-        self.mirror = Mirror()
-        self.evicted = 0
-        self.skipped, self.pause = 0, pause
-
-    @invariant()
-    def all_is_told(self) -> None:
-        """Collect every step, or every second or third, so that changes accumulate."""
-        if not hasattr(self, "mirror"):
-            return
-        self.skipped += 1
-        if self.skipped % self.pause:
-            return
-        self.look()
-
-    @rule()
-    def look(self) -> None:
-        before = dict(self.mirror.evictions)
-        pending = self.recorder.pending
-        changes = self.recorder.collect()
-        assert pending or not (changes.nodes or changes.gone_nodes or changes.evictions)
-        assert not self.recorder.pending
-        self.mirror.apply(changes)
-        self.world.cache.check()
-        assert_matches_cache(self.mirror, self.world.cache, OFFSET)
-        self.evicted += sum(record.tokens for record in changes.evictions if record.number not in before)
-        assert self.evicted == self.world.cache.stats().evicted_tokens
-        again = self.recorder.collect()
-        assert not (again.nodes or again.gone_nodes or again.sequences or again.gone_sequences or again.evictions)
+@pytest.mark.parametrize("seed", mostly_long(range(40), *range(12)))
+def test_collections_add_up_to_a_walk_of_the_cache(seed: int) -> None:
+    """All verbs of the cache, with a collection after each step, or after every second or third."""
+    rng = random.Random(seed)
+    options = draw(rng, watched=False, shares=False, states=False, host=seed % 4 == 3)
+    machine, mirror, evicted = Machine(options, seed), Mirror(), 0
+    world = machine.world
+    for number in range(rng.choice((0, 20))):  # observe a cache that is already in use
+        machine.step(number)
+    before = world.cache.stats().evicted_tokens
+    recorder = Recorder(clock=lambda: world.now + OFFSET)
+    recorder.attach(world.cache)
+    pause = rng.randint(1, 3)
+    for number in range(20, 120):
+        machine.step(number)
+        if number % pause == 0:
+            evicted += collected(recorder, mirror, world.cache)
+            assert evicted == world.cache.stats().evicted_tokens - before
 
 
-class MoreTold(Told):
-    """The same, for `make test-all`."""
-
-
-TestAddsUp = Told.TestCase
-TestAddsUp.settings = how_long(20)
-TestMoreAddsUp = pytest.mark.long(MoreTold.TestCase)
-TestMoreAddsUp.settings = how_long(25)
+def collected(recorder: Recorder, mirror: Mirror, cache: PrefixCache) -> int:
+    """Collect into the mirror and compare it with the cache; return the number of newly evicted tokens."""
+    before, pending = dict(mirror.evictions), recorder.pending
+    changes = recorder.collect()
+    assert pending or not (changes.nodes or changes.gone_nodes or changes.evictions)
+    assert not recorder.pending
+    mirror.apply(changes)
+    assert_matches_cache(mirror, cache, OFFSET)
+    again = recorder.collect()
+    assert not (again.nodes or again.gone_nodes or again.sequences or again.gone_sequences or again.evictions)
+    return sum(record.tokens for record in changes.evictions if record.number not in before)
 
 
 def test_the_first_time_tells_everything_and_says_so() -> None:
@@ -193,7 +166,7 @@ def test_a_sequence_says_whose_it_is_and_since_when() -> None:
     assert [record.request for record in changes.sequences] == [None]
 
 
-def test_what_nobody_collects_takes_no_room() -> None:
+def test_uncollected_records_take_no_room() -> None:
     """A thousand requests in a small pool: memory is bounded by the tree and by ring buffers."""
     cache, recorder, mirror, _ = watched(8)
     mirror.apply(recorder.collect())
@@ -213,7 +186,7 @@ def test_what_nobody_collects_takes_no_room() -> None:
     assert_matches_cache(mirror, cache, OFFSET)
 
 
-def test_who_was_told_as_live_is_told_as_ended_however_many_ended_since() -> None:
+def test_a_request_shown_as_live_is_shown_as_ended() -> None:
     _, recorder, mirror, _ = watched()
     recorder.request(_request(1, "decode"))
     mirror.apply(recorder.collect())

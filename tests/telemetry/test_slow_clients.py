@@ -12,7 +12,7 @@ from tests.telemetry.served import Reader, many, serving, wait_until
 from tests.telemetry.wire import node
 
 
-def test_a_stalled_reader_costs_frames_and_bounded_memory_and_hurts_nobody():
+def test_a_stalled_reader_costs_frames_and_bounded_memory():
     with serving(buffer=256 * 1024) as (publisher, engine):
         stalled, healthy = Reader(publisher.path), Reader(publisher.path)
         wait_until(lambda: publisher.attached == 2)
@@ -47,41 +47,6 @@ def test_a_slow_reader_of_a_moving_target_ends_up_with_the_truth():
         slow.close()
 
 
-def test_deltas_that_waited_behind_a_snapshot_are_counted_when_they_are_dropped():
-    asked = []
-
-    def snapshot(dropped):
-        asked.append(dropped)
-        return iter([b"x" * 1_000_000, b"y"])
-
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    theirs.setblocking(False)
-    client = Client(ours, 0.0, ClientLimits(buffer=2_000_000), snapshot)
-    client.start()
-    for _ in range(6):
-        client.send_delta(b"d" * 400_000)
-    assert client.buffered <= 1_000_000
-    while asked == [None] or client.wants_to_send:
-        theirs.recv(100_000)
-        client.flush()
-    assert asked == [None, 6]
-    ours.close()
-    theirs.close()
-
-
-def test_a_stalled_reader_delays_no_end():
-    with serving() as (publisher, engine):
-        stalled, healthy = Reader(publisher.path), Reader(publisher.path)
-        engine.change(*many(6000))
-        healthy.until_current(engine)
-        publisher.close("enough")
-        assert healthy.until_the_end() == "enough"
-        assert not publisher._thread.is_alive()
-        stalled.close()
-        healthy.close()
-
-
 @pytest.mark.parametrize(("size", "dropped"), [(1000, 0), (1001, 1)])
 def test_a_delta_that_would_go_over_the_buffer_is_dropped(size, dropped):
     ours, theirs = socket.socketpair()
@@ -98,7 +63,7 @@ def test_a_delta_that_would_go_over_the_buffer_is_dropped(size, dropped):
         assert client._dropped == 2 * dropped
 
 
-def test_who_is_sent_away_in_the_middle_of_a_frame_gets_the_rest_of_it_and_then_the_reason():
+def test_a_client_closed_amid_a_frame_gets_its_rest_and_the_reason():
     whole = encode(Bye("x" * 900_000))  # a large frame, of which the socket takes a part
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -65,10 +65,3 @@ def test_dot_names_each_node_and_each_edge_once() -> None:
     edges = {(int(a), int(b)) for a, b in re.findall(r"(\d+) -> (\d+);", dot)}
     assert edges == {(node.parent, node.id) for node in view if node.parent}
     assert r"a \"tenant\"" in dot and "peripheries=2" in dot and "penwidth=2" in dot
-
-
-def test_text_stands_for_ids_where_there_is_some() -> None:
-    cache = PrefixCache(64, 4)
-    publish(cache, [ord(letter) for letter in "once upon a time there was a tree"])
-    view = tree_view(cache, decode=lambda ids: "".join(map(chr, ids)))
-    assert "'once upon a time there w' …" in str(view)

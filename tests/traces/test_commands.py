@@ -116,24 +116,6 @@ def test_hit_rates_over_time_and_by_group_add_up(say: Say) -> None:
     assert len(whole["rows"][0]["occupancy"]) == 4
 
 
-def test_the_table_shows_the_same(say: Say) -> None:
-    status, out, err = say("simulate", "sample:cc_agent", "--capacity", "10%", "--by", "stop")
-    assert (status, err) == (0, "")
-    assert "400 requests, 18,632,257 prompt tokens, 16,485 unique blocks of 64 tokens" in out
-    lines = [line.split() for line in out.splitlines()]
-    assert ["10%", "1,648", "lru", "0.5152", "0.8232", "0%"] in [line[:6] for line in lines]
-    assert ["10%", "1,648", "clairvoyant", "0.5804", "0.8686", "100%"] in [line[:6] for line in lines]
-    assert "stop at 10%" in out and "tool_use" in out and "(none)" in out
-    many = say("simulate", "sample:conversation", "--capacity", "10%", "--by", "tenant")[1]
-    assert "(none)" in many and "more" not in many
-
-
-def test_more_groups_than_a_screen_has_are_counted(say: Say, tmp_path: Path) -> None:
-    line = '{"timestamp": 0, "input_length": 700, "output_length": 1, "hash_ids": [1, 2], "tenant": "%d"}\n'
-    (tmp_path / "t").write_text("".join(line % number for number in range(30)))
-    assert "and 10 more: --json has them" in say("simulate", str(tmp_path / "t"), "--by", "tenant")[1]
-
-
 def test_a_part_of_a_trace(say: Say) -> None:
     def requests(*options: str) -> int:
         return int(rows(say("simulate", "sample:conversation", *options, "--policy", "infinite", "--json"))["requests"])
@@ -142,11 +124,6 @@ def test_a_part_of_a_trace(say: Say) -> None:
     assert requests("--start", "60", "--end", "600") == sum(60 <= each < 600 for each in times)
     assert requests("--start", "60", "--limit", "7") == 7
     assert requests("--limit", "9999") == len(times)
-
-
-def test_a_part_begins_with_its_first_second_and_ends_before_its_last(say: Say) -> None:
-    said = rows(say("simulate", "sample:chat", "--start", "5", "--end", "14", "--policy", "infinite", "--json"))
-    assert [time for time, _ in said["rows"][0]["occupancy"]] == [5.0, 6.5]
 
 
 def test_text_is_replayed_by_times_and_untimed_sessions_take_turns(say: Say) -> None:
@@ -179,28 +156,6 @@ def test_bytes_of_a_model_are_blocks(say: Say) -> None:
     assert [row["capacity_blocks"] for row in said["rows"]] == [8 * 2**30 // (131072 * 64), 100_000 // 64]
 
 
-def test_ctrl_c_prints_what_is_known_by_then(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve, calls = simulate._CachePool.serve, []
-
-    def interrupted(pool: Any, index: int) -> int:
-        calls.append(index)
-        if len(calls) == 570 + 100:
-            raise KeyboardInterrupt
-        return serve(pool, index)
-
-    monkeypatch.setattr(simulate._CachePool, "serve", interrupted)
-    command = ("simulate", "sample:conversation", "--policy", "lru,slru,clairvoyant", "--capacity", "10%")
-    status, out, _ = say(*command, "--json")
-    said = json.loads(out)
-    assert status == 130 and not said["finished"]
-    assert [(row["policy"], row["requests"], row["finished"]) for row in said["rows"]] == [
-        ("lru", 570, True), ("slru", 99, False),
-    ]  # fmt: skip
-    calls.clear()
-    status, out, _ = say(*command)
-    assert status == 130 and "of 99 requests" in out and "Interrupted" in out
-
-
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_prints_what_is_known_by_then(
     say: Say, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
@@ -230,19 +185,6 @@ def test_times_that_look_wrong_are_warned_about(say: Say, tmp_path: Path) -> Non
         assert err.startswith("radixkv-replay: warning: in 19 of 19 turns") and "may be seconds" in err
 
 
-def test_ctrl_c_before_a_replay_has_begun_keeps_what_others_found(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(simulate, "ClairvoyantPool", interrupted)
-    status, out, _ = say("simulate", "sample:conversation", "--capacity", "10%", "--json")
-    said = json.loads(out)
-    assert status == 130 and not said["finished"]
-    assert [(row["policy"], row["finished"]) for row in said["rows"]] == [("lru", True)]
-    status, out, _ = say("simulate", "sample:conversation", "--capacity", "10%", "--policy", "clairvoyant")
-    assert status == 130 and "Interrupted" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -270,11 +212,6 @@ def test_what_is_wrong_is_said_in_a_line(say: Say, arguments: tuple[str, ...], c
     status, out, err = say(*arguments)
     assert status in (1, 2) and out == "" and complaint in err
     assert err.splitlines()[-1].startswith("radixkv-replay")
-
-
-def test_debug_raises(say: Say) -> None:
-    with pytest.raises(FileNotFoundError):
-        cli.main(["simulate", "no-such-file", "--debug"])
 
 
 def test_fragmentation_as_a_table_and_as_json(say: Say) -> None:
@@ -311,11 +248,6 @@ def test_generated_lines_are_read_from_standard_input(say: Say, monkeypatch: pyt
     assert (said["trace"], said["requests"], said["block_tokens"]) == ("standard input", lines.count("\n"), 64)
 
 
-def test_help_of_the_generators_states_their_distributions(say: Say) -> None:
-    out = say("generate", "--help")[1]
-    assert all(f"{kind}: " in out for kind in ("chat", "agent", "tot", "rag")) and "Log-normal" in out
-
-
 def shell(
     *arguments: str, code: str = "import sys; from radixkv_traces.cli import main; sys.exit(main())"
 ) -> list[str]:
@@ -342,19 +274,6 @@ def test_nothing_here_loads_torch() -> None:
     command = ("simulate", "sample:taubench", "--tokenizer", "tiny", "--limit", "3", "--capacity", "10%")
     done = subprocess.run(shell(*command, code=code), capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_drawn_on_a_terminal_only_and_wiped() -> None:
-    for stream, drawn in ((Terminal(), True), (io.StringIO(), False)):
-        with Progress("lru", stream) as progress:
-            assert list(progress.counted("abc")) == ["a", "b", "c"]
-        assert stream.getvalue().startswith("\rlru: 0 requests") == drawn
-        assert not stream.getvalue().split("\r")[-1]
 
 
 def test_progress_in_a_file_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_spans_of_models_are_requests_and_other_spans_are_none(requests: Any) ->
     assert found[1].messages[3]["content"] == '{"open": 9}'
 
 
-def test_numbered_messages_are_read_like_those_of_the_conventions(requests: Any) -> None:
+def test_numbered_messages_are_read_as_the_conventions_write_them(requests: Any) -> None:
     said = {
         "prompt.0.role": "system", "prompt.0.content": "Be brief.",
         "prompt.1.role": "user", "prompt.1.content": "When does it open?",

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from radixkv.errors import InvalidInput
 from radixkv_traces.fragmentation import Buddy, fragmentation
-from radixkv_traces.generate import KINDS, generate
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=25)
 
@@ -60,9 +59,7 @@ def refusing(lengths: list[tuple[int, int]], memory: int, size: int, slab: int) 
 
 @given(LENGTHS, st.integers(20, 90), st.integers(1, 8), st.integers(10, 20))
 @settings(max_examples=200, deadline=None)
-def test_sums_equal_those_of_a_replay_step_by_step(
-    lengths: list[tuple[int, int]], memory: int, size: int, slab: int
-) -> None:
+def test_sums_equal_a_replay_step_by_step(lengths: list[tuple[int, int]], memory: int, size: int, slab: int) -> None:
     refused = refusing(lengths, memory, size, slab)
     left_out = set().union(*refused.values())
     rows = contiguous, _, paged = fragmentation(lengths, memory, slab, [size])
@@ -111,23 +108,6 @@ def check(buddy: Buddy, memory: int) -> None:
     assert at == memory
     for start, size in free:
         assert size == buddy._largest or (start ^ size, size) not in free
-
-
-def test_a_buddy_block_is_the_next_power_of_two() -> None:
-    _, buddy, _ = fragmentation([(2, 3)] * 40, 64, 8, [1])
-    assert (buddy.most_sequences, buddy.used_of_reserved) == (8, pytest.approx((3 + 4 + 5) / 3 / 8))
-
-
-def test_orders_of_the_literature_on_chats() -> None:
-    lengths = [(each.input_length, each.output_length) for each in generate(KINDS["chat"], 250, 5)]
-    slab = max(prompt + output for prompt, output in lengths)
-    contiguous, buddy, *paged = fragmentation(lengths, 16 * slab, slab)
-    assert 0.2 < contiguous.used < 0.4 < buddy.used < 0.7
-    assert [each.block_size for each in paged] == [8, 16, 32, 64, 128]
-    assert paged[0].used_of_reserved > paged[1].used_of_reserved > 0.98
-    assert [each.used_of_reserved for each in paged] == sorted((each.used_of_reserved for each in paged), reverse=True)
-    assert paged[1].used > 0.96
-    assert contiguous.sequences < buddy.sequences < paged[1].sequences
 
 
 def test_wrong_sizes_are_refused_and_nothing_waits_in_an_empty_trace() -> None:

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from radixkv_traces.cli import main
-from radixkv_traces.plots import hit_rate, hits, occupancy, over_time, ttft
+from radixkv_traces.plots import hit_rate, hits, occupancy, ttft
 from radixkv_traces.saved_results import read
 
 ROWS = [
@@ -69,39 +69,6 @@ def test_hit_rate_is_drawn_against_the_share_of_unique_blocks(simulation):
     assert set(axis.xaxis.get_minor_formatter().format_ticks([2, 3])) == {""}
 
 
-def test_each_host_tier_is_a_line_of_its_own(tmp_path):
-    rows = [
-        {
-            "policy": "lru",
-            "capacity_blocks": 10 * size,
-            "token_hit_rate": rate,
-            "host": host,
-            "occupancy": [[1.0, rate]],
-        }
-        for size, host, rate in ((1, None, 0.1), (1, "2x", 0.3), (2, None, 0.2), (2, "2x", 0.5))
-    ]
-    (tmp_path / "sim.json").write_text(json.dumps({"unique_blocks": 1000, "rows": rows}))
-    found = read(str(tmp_path / "sim.json"))
-    (axis,) = hit_rate(found).axes
-    assert lines(axis)["lru"] == [(1.0, 0.1), (2.0, 0.2)]
-    assert lines(axis)["lru, host 2x"] == [(1.0, 0.3), (2.0, 0.5)]
-    assert lines(over_time(found, "occupancy", "").axes[0])["lru, host 2x"] == [(1.0, 0.3)]
-
-
-def test_series_have_a_panel_for_each_capacity(simulation):
-    figure = over_time(read(simulation), "occupancy", "blocks in use")
-    assert [axis.get_title(loc="left") for axis in figure.axes] == ["10 blocks", "100 blocks"]
-    assert lines(figure.axes[1])["lru"] == [(1.0, 50.0), (2.0, 100.0)]
-    assert over_time(read(simulation), "nothing of the kind", "") is None
-    assert figure.axes[-1].get_xlabel() == "seconds of the trace"
-
-
-def test_a_trace_without_times_is_drawn_over_its_requests(tmp_path):
-    path = tmp_path / "sim.json"
-    path.write_text(json.dumps({**SIMULATION, "requests": 2}))
-    assert over_time(read(str(path)), "occupancy", "").axes[-1].get_xlabel() == "requests"
-
-
 def test_rows_that_were_cut_short_are_not_drawn(tmp_path):
     path = tmp_path / "sim.json"
     rows = [*ROWS[:-1], {**ROWS[-1], "finished": False}]
@@ -146,14 +113,6 @@ def test_every_file_is_there_and_the_same_each_time(simulation, run, tmp_path, c
     ]
 
 
-def test_what_simulate_prints_can_be_drawn(tmp_path, capsys):
-    assert main(["simulate", "sample:conversation", "--capacity", "5%", "--limit", "100", "--json"]) == 0
-    path = tmp_path / "found.json"
-    path.write_text(capsys.readouterr().out)
-    assert main(["report", str(path), "--out", str(tmp_path), "--kind", "svg"]) == 0
-    assert {found.name for found in tmp_path.glob("*.svg")} == {"hit_rate.svg", "hits_over_time.svg", "occupancy.svg"}
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -174,19 +133,6 @@ def test_what_is_no_result_is_named(tmp_path, capsys, content, message):
     assert message in said
     assert str(path) in said
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_no_run_wrote_is_named(tmp_path, run, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    assert "run --out" in capsys.readouterr().err
-    (tmp_path / "run" / "requests.csv").write_text("a,b\n1,2\n")
-    assert main(["report", run]) == 2
-    assert "no column sent_s" in capsys.readouterr().err
-
-
-def test_a_kind_that_there_is_not_is_named(simulation, capsys):
-    assert main(["report", simulation, "--kind", "bmp"]) == 2
-    assert "svg, png, pdf" in capsys.readouterr().err
 
 
 def test_without_matplotlib_it_says_what_to_install(simulation, tmp_path, capsys, monkeypatch):

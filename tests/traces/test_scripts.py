@@ -28,12 +28,3 @@ def test_agents_find_what_they_and_earlier_attempts_said(capsys, monkeypatch):
     retried = number(out, "by 1 retries")
     assert 0 < retried < cached < prompt
     assert number(out, "forks in the tree") >= 1
-
-
-def test_conversations_are_answered_turn_by_turn(capsys, monkeypatch):
-    out = printed(capsys, monkeypatch, "chat_replay.py", "--max-tokens", "4")
-    found = [tuple(map(int, pair)) for pair in re.findall(r"\[(\d+) of (\d+) prompt tokens were cached\]", out)]
-    assert len(found) == 7
-    assert found[0][0] == 0
-    assert all(0 < cached < prompt for cached, prompt in found[1:])
-    assert re.search(r"hit rate [1-9]\d%", out)

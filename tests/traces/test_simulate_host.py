@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.cache import POLICIES
-from radixkv.cache.host import HostPrefixCache
+from radixkv.cache import POLICIES, PrefixCache
 from radixkv.errors import InvalidInput
 from radixkv_traces import cli, simulate_host
 from radixkv_traces.formats import TraceRequest, read, sample
@@ -99,14 +98,6 @@ def test_a_host_tier_leaves_the_device_as_it_is() -> None:
     assert all(both >= one for both, one in zip(tiered.hits, alone.hits, strict=True))
 
 
-def test_a_host_that_holds_everything_never_misses_twice() -> None:
-    trace = agents()
-    device = max(len(request.blocks) for request in trace.requests)
-    result = replay(trace, device, host_blocks=trace.unique_blocks)
-    assert (result.evicted_blocks, result.regret_tokens) == (0, 0)
-    assert list(result.hits) == list(trace.known)
-
-
 def test_blocks_go_to_the_host_and_come_back() -> None:
     result = replay(workload([[1, 2], [3, 4], [1, 2], [1, 2]]), 2, host_blocks=4)
     assert result.host is not None
@@ -115,11 +106,11 @@ def test_blocks_go_to_the_host_and_come_back() -> None:
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[HostPrefixCache]:
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[PrefixCache]:
     """The caches of the replays, each of which checks itself after each move."""
-    caches: list[HostPrefixCache] = []
+    caches: list[PrefixCache] = []
 
-    class Checked(HostPrefixCache):
+    class Checked(PrefixCache):
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
             caches.append(self)
@@ -128,12 +119,12 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[HostPrefixCache]:
             super().moves_done()
             self.check()
 
-    monkeypatch.setattr(simulate_host, "HostPrefixCache", Checked)
+    monkeypatch.setattr(simulate_host, "PrefixCache", Checked)
     return caches
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_every_policy_keeps_its_books(policy: str, checked: list[HostPrefixCache]) -> None:
+def test_every_policy_keeps_its_books(policy: str, checked: list[PrefixCache]) -> None:
     trace = prepare(islice(read(sample("conversation")), 120), 512)
     device = trace.unique_blocks // 10
     result = replay(trace, device, policy, host_blocks=3 * device)
@@ -149,13 +140,6 @@ def test_every_policy_keeps_its_books(policy: str, checked: list[HostPrefixCache
 def test_a_load_leaves_no_room_on_a_full_host_until_it_has_run() -> None:
     result = replay(workload([[1, 2], [3, 4], [1, 2], [3, 4]]), 2, host_blocks=2)
     assert (list(result.hits), result.evicted_blocks) == ([0, 0, 2, 0], 2)
-
-
-def test_namespaces_share_nothing_on_the_host() -> None:
-    asked = [TraceRequest(0.0, 20, 1, array("q", [1, 2]), namespace=name) for name in ("a", "b", "a", "b")]
-    result = replay(prepare(asked, 10), 2, host_blocks=4)
-    assert list(result.hits) == [0, 0, 2, 2] and result.host is not None
-    assert list(result.host.device_hits) == [0, 0, 0, 0]
 
 
 def test_the_bound_is_one_pool_of_both_sizes_with_prompts_cut_to_the_device() -> None:
@@ -199,18 +183,6 @@ def test_rows_with_tiers_follow_the_device_alone(capsys: pytest.CaptureFixture[s
     assert said["finished"] and {row["token_hit_rate_twice"] for row in said["rows"]} == {None}
 
 
-def test_the_table_shows_both_parts_of_the_hit_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*SIMULATE, "--host", " 2X ", "--by", "stop"]) == 0
-    out = capsys.readouterr().out
-    lines = [line.split() for line in out.splitlines()]
-    result = replay(agents(), 1000, host_blocks=2000)
-    assert result.host is not None
-    shown = [f"{result.token_hit_rate:.4f}", f"{result.host_hit_tokens / result.input_tokens:.4f}"]
-    traffic = [f"{result.host.written_blocks:,}", f"{result.host.read_blocks:,}"]
-    assert ["1000", "1,000", "2,000", "lru", *shown, *traffic, "0%"] in [line[:9] for line in lines]
-    assert "from host" in out and "2x memory" not in out and "lru, host 2X" in out
-
-
 @pytest.mark.parametrize(
     ("size", "complaint"),
     [
@@ -226,26 +198,3 @@ def test_wrong_sizes_are_named(size: str, complaint: str, capsys: pytest.Capture
     assert cli.main([*SIMULATE, "--host", size]) == 2
     said = capsys.readouterr()
     assert said.out == "" and complaint in said.err
-
-
-def test_a_queue_has_no_host_tier(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*SIMULATE, "--host", "2x", "--order", "fcfs"]) == 2
-    assert "leave out --order" in capsys.readouterr().err
-
-
-def test_ctrl_c_keeps_the_rows_before_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    serve, calls = simulate_host.HostPool.serve, []
-
-    def interrupted(pool: simulate_host.HostPool, index: int) -> int:
-        calls.append(index)
-        if len(calls) == 20:
-            raise KeyboardInterrupt
-        return serve(pool, index)
-
-    monkeypatch.setattr(simulate_host.HostPool, "serve", interrupted)
-    assert cli.main([*SIMULATE, "--host", "2x,4x", "--policy", "lru", "--json"]) == 130
-    said = json.loads(capsys.readouterr().out)
-    assert not said["finished"]
-    assert [(row["host"], row["requests"], row["finished"]) for row in said["rows"]] == [
-        (None, 60, True), ("2x", 19, False),
-    ]  # fmt: skip

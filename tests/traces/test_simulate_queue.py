@@ -7,7 +7,6 @@ from array import array
 
 import pytest
 
-from radixkv.errors import InvalidInput
 from radixkv_traces import cli
 from radixkv_traces.formats import TraceRequest, read, sample
 from radixkv_traces.simulate import replay
@@ -72,17 +71,6 @@ def test_an_engine_that_is_fast_enough_hits_what_a_serial_replay_hits(name: str)
     assert replay_queue(made, made.unique_blocks // 10, "lru", "fcfs", fast).token_hit_rate == serial
 
 
-def test_a_busy_engine_hits_more_and_waits_less_with_the_longest_prefix_first() -> None:
-    made = prepare(read(sample("cc_agent")), 64)
-    first, longest = (
-        replay_queue(made, made.unique_blocks // 10, "lru", order, Service(prefill_rate=1e4))
-        for order in ("fcfs", "longest-prefix")
-    )
-    assert longest.token_hit_rate > first.token_hit_rate + 0.05
-    assert sum(longest.waits) < sum(first.waits)
-    assert longest.input_tokens == first.input_tokens
-
-
 def test_the_command_prints_hits_and_waits_of_each_order(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["simulate", "sample:cc_agent", "--capacity", "10%", "--order", "fcfs,longest-prefix"]
     assert cli.main(command) == 0
@@ -112,15 +100,3 @@ def test_the_command_prints_hits_and_waits_of_each_order(capsys: pytest.CaptureF
 def test_wrong_options_are_refused(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "sample:chat", *options]) == 2
     assert complaint in capsys.readouterr().err
-
-
-def test_ctrl_c_keeps_the_served_requests() -> None:
-    made = prepare(read(sample("cc_agent")), 64)
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    result = replay_queue(made, 1000, "lru", "fcfs", Service(), stop)
-    assert (len(result.ttfts), len(result.waits), result.finished) == (64, 64, False)
-    with pytest.raises(InvalidInput):
-        Service(max_sequences=0)

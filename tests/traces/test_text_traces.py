@@ -153,7 +153,7 @@ def test_each_assistant_turn_is_a_request(tmp_path: Path) -> None:
     assert (second.timestamp, second.turn, second.stop, len(second.messages)) == (90.0, 2, "end_turn", 3)
 
 
-def test_what_nobody_answered_is_a_request_too(tmp_path: Path) -> None:
+def test_an_unanswered_request_counts_too(tmp_path: Path) -> None:
     """A log of requests has the sent messages, and no reply."""
     logged = [{"id": 1, "messages": [USER]}, {"id": 2, "messages": [USER, SAYS, {**USER, "timestamp": 70}]}]
     found = requests("\n".join(map(json.dumps, logged)), path=tmp_path)
@@ -174,12 +174,6 @@ def test_conversations_may_be_an_array(tmp_path: Path, indent: int | None) -> No
     assert len(requests(f"[{BLOCKS}, {BLOCKS}]", path=tmp_path)) == 2
     with pytest.raises(TraceError, match=r"trace:1: this begins with a message: .*\{\"messages\""):
         requests(json.dumps([USER, SAYS]), path=tmp_path)
-
-
-def test_a_conversation_without_a_name_is_named_by_its_line(tmp_path: Path) -> None:
-    nameless = json.dumps({"messages": [USER, SAYS]})
-    sessions = [each.session for each in requests(f"{nameless}\n{CHAT}\n{nameless}", path=tmp_path)]
-    assert sessions == ["line 1", "s", "line 3"]
 
 
 @pytest.mark.parametrize(
@@ -373,14 +367,6 @@ def test_prompts_share_as_many_blocks_as_tokens(name: str, size: int) -> None:
             assert both == common // size or len(tokens[a]) == len(tokens[b]) == common
 
 
-def test_another_conversation_of_the_same_length_shares_what_is_equal_and_no_more() -> None:
-    prompts = [({"role": "user", "content": f"{'same ' * 20}{end}"},) for end in ("a", "b", "a")]
-    texts = [ChatRequest(0.0, prompt, str(number), 1) for number, prompt in enumerate(prompts)]
-    a, b, again = (list(each.blocks) for each in text_blocks(texts, 4))
-    assert a == again != b
-    assert a[:6] == b[:6] and len(a) == 7
-
-
 def test_of_turns_that_follow_each_other_only_new_text_is_encoded() -> None:
     encoded: list[str] = []
 
@@ -395,13 +381,6 @@ def test_of_turns_that_follow_each_other_only_new_text_is_encoded() -> None:
     assert blocks[-1] == next(text_blocks(texts[-1:], 4))
 
 
-def test_a_conversation_with_the_same_system_message_is_another_one() -> None:
-    system = {"role": "system", "content": "Be kind."}
-    texts = [ChatRequest(0.0, (system, {"role": "user", "content": text}), text, 1) for text in ("one way", "another")]
-    for request, made in zip(texts, text_blocks(texts, 4), strict=True):
-        assert made == next(text_blocks([request], 4))
-
-
 def test_the_bundled_tokenizer_counts_what_it_encodes() -> None:
     encode = tokenizer("tiny")
     texts = [ChatRequest(0.0, (USER,), "s", 1, None, SAYS), ChatRequest(0.0, (USER, SAYS, USER), "s", 2, 9)]
@@ -409,14 +388,6 @@ def test_the_bundled_tokenizer_counts_what_it_encodes() -> None:
     assert first.input_length == len(encode("<|user|>\nHi.\n"))
     assert (first.output_length, second.output_length) == (len(encode("Hello.")), 9)
     assert second.input_length == 2 * first.input_length + len(encode("<|assistant|>\nHello.\n"))
-
-
-def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"tokenizer\.json"):
-        tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InvalidInput, match="tokenizer"):
-        tokenizer(str(tmp_path))
 
 
 def test_parts_and_calls_count_and_the_order_of_keys_does_not() -> None:

@@ -10,6 +10,7 @@ import pytest
 from radixkv_traces.formats import TraceRequest, open_trace, sample
 from radixkv_traces.generate import KINDS, generate
 from radixkv_traces.time_checks import warnings
+from tests.selection import mostly_long
 
 
 def request(at: float, session: str | None = None, output: int = 100) -> TraceRequest:
@@ -21,7 +22,7 @@ def test_samples_have_no_warning(name: str) -> None:
     assert warnings(open_trace(sample(name))) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_long(KINDS, "chat"))
 def test_made_up_traces_have_none_and_a_wrong_unit_has_one(kind: str) -> None:
     made = list(generate(KINDS[kind], 60, 1))
     assert warnings(made) == []

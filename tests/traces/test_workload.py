@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from array import array
-from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 from radixkv.errors import InvalidInput
 from radixkv_traces.formats import TraceRequest, read, sample
 from radixkv_traces.simulate import replay
-from radixkv_traces.workload import block_tokens_of, by_time, interleave, prepare
+from radixkv_traces.workload import block_tokens_of, by_time, prepare
 
 BLOCKS = st.lists(st.lists(st.sampled_from([0, 1, 7, 2**63 - 1]), max_size=4), max_size=10)
 
@@ -64,22 +61,6 @@ def test_by_time_is_as_if_they_had_come_in_that_order(chains: list[list[int]], t
     assert turned == prepare(sorted(requests, key=lambda each: each.timestamp), 10)
 
 
-@pytest.mark.parametrize("shared", [0, 900])
-def test_a_trace_is_not_held_as_objects(shared: int) -> None:
-    """A list of ids alone would take 40 bytes for each, and a table of prefixes more than 100."""
-    requests, blocks = 200, 1000
-    made = (request([*range(shared), *range(n * blocks, (n + 1) * blocks - shared)]) for n in range(1, requests + 1))
-    tracemalloc.start()
-    try:
-        workload = prepare(made, 10)
-        kept, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert workload.unique_blocks == shared + requests * (blocks - shared)
-    assert peak < 45 * requests * blocks
-    assert kept < 15 * requests * blocks
-
-
 @pytest.mark.parametrize("wrong", [0, -1, True, 1.5])
 def test_a_block_without_tokens_is_refused(wrong: int) -> None:
     with pytest.raises(InvalidInput, match="block_tokens"):
@@ -103,23 +84,3 @@ def test_lengths_that_leave_it_open_or_fit_nothing_ask() -> None:
     for lengths in ([300, 300], [10, 1000]):
         with pytest.raises(InvalidInput, match="--block-tokens"):
             block_tokens_of([request([1, 2], input_length=each) for each in lengths])
-
-
-@given(st.lists(st.sampled_from([None, "a", "b", "c", "d"]), max_size=30), st.integers(1, 4))
-def test_interleaved_sessions_keep_their_order_and_at_most_so_many_are_open(
-    sessions: list[str | None], at_a_time: int
-) -> None:
-    requests = [request([number], session=session) for number, session in enumerate(sessions)]
-    turned = list(interleave(requests, at_a_time))
-    assert sorted(each.blocks[0] for each in turned) == list(range(len(requests)))
-    places: dict[object, list[int]] = defaultdict(list)
-    for place, each in enumerate(turned):
-        places[each.blocks[0] if each.session is None else each.session].append(place)
-    for session, mine in places.items():
-        if not isinstance(session, int):
-            assert [turned[place].blocks[0] for place in mine] == [
-                each.blocks[0] for each in requests if each.session == session
-            ]
-    for place in range(len(turned)):
-        assert sum(mine[0] <= place <= mine[-1] for mine in places.values()) <= at_a_time
-    assert all(b - a <= at_a_time for mine in places.values() for a, b in pairwise(mine))

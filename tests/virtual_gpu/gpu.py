@@ -17,7 +17,7 @@ from torch import Tensor
 
 from radixkv.device import CudaDevice, Graph, Peak, Properties
 from tests.virtual_gpu.graphs import Capture, VirtualGraph
-from tests.virtual_gpu.memory import FREE, Lease, Memory, Span, add_access, pinned_buffer, poison
+from tests.virtual_gpu.memory import FREE, Lease, Memory, QueuedBytes, Span, add_access, pinned_buffer, poison
 from tests.virtual_gpu.schedule import Clock, Node, Scheduler, VirtualEvent, VirtualStream, join
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class VirtualGpu(CudaDevice):
         )
         self.lock = threading.RLock()
         self.counts: Counter[str] = Counter()
-        self.arriving: Counter[int] = Counter()  # copies to memory of the host that are queued, by its address
+        self.arriving, self.leaving = QueuedBytes(), QueuedBytes()  # of queued copies to the host, and from it
         self.findings: list[Finding] = []
         self.recorded: list[list[str]] = []  # the operators and launches of each graph
         self.forbidden: frozenset[str] = frozenset()
@@ -304,6 +304,9 @@ class VirtualGpu(CudaDevice):
             self.collect()
             self.reserved = self.allocated
 
+    def release_pinned(self) -> None:
+        """Do nothing: pinned memory is released when its tensors are gone."""
+
     # ---- order
 
     def event(self) -> VirtualEvent:
@@ -433,8 +436,8 @@ def _where() -> str:
     found: list[str] = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < 4:
-        name = frame.f_code.co_filename
-        if "radixkv" in name.rpartition("/")[0] or "/test_" in name:
-            found.append(f"{name.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}")
+        module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename.rpartition("/")[2]
+        if module.startswith("radixkv") or file.startswith("test_"):
+            found.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -66,8 +67,40 @@ def span_of(memory: Memory, tensor: Tensor, kind: str) -> Iterator[Span]:
     """Yield the bytes of `memory` from a tensor's first number to its last; nothing for an empty one."""
     if tensor.numel():
         start = tensor.storage_offset()
-        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        yield Span(memory, start * tensor.itemsize, (start + reach) * tensor.itemsize, kind)
+        yield Span(memory, start * tensor.itemsize, (start + _reach(tensor)) * tensor.itemsize, kind)
+
+
+def _reach(tensor: Tensor) -> int:
+    """Return how many numbers lie from the first of a tensor that is not empty to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class QueuedBytes:
+    """Addresses of pinned memory that queued copies of one direction use."""
+
+    def __init__(self) -> None:
+        self._ranges: Counter[range] = Counter()
+
+    def add(self, tensor: Tensor) -> Callable[[], None]:
+        """Note a copy from or to a tensor; return a call for the moment when it runs."""
+        used = self._range(tensor)
+        self._ranges[used] += 1
+
+        def done() -> None:
+            self._ranges[used] -= 1
+            if not self._ranges[used]:
+                del self._ranges[used]
+
+        return done
+
+    def overlap(self, tensor: Tensor) -> bool:
+        """Return whether a queued copy uses bytes of a tensor."""
+        wanted = self._range(tensor)
+        return any(each.start < wanted.stop and wanted.start < each.stop for each in self._ranges)
+
+    def _range(self, tensor: Tensor) -> range:
+        start = tensor.data_ptr()
+        return range(start, start + (_reach(tensor) * tensor.itemsize if tensor.numel() else 0))
 
 
 def _conflict(one: str, other: str) -> bool:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
+from radixkv.engine import engine as engine_module
+from radixkv.engine.core import Core
+from radixkv.engine.engine import RequestEngine
 from radixkv.errors import DeviceLost, EngineClosed, WeightsChanged
-from radixkv.models import loader
+from radixkv.models import adapter, loader
 from radixkv.sampling.params import SamplingParams
+from tests.models.recurrent.hybrids import hybrid
 from tests.virtual_gpu import VirtualGpu, installed
 from tests.virtual_gpu.engines import Doubled, answers, load, scored, searched, words
 
@@ -21,7 +27,7 @@ def expected() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_answers_are_those_of_the_cpu(seed: int) -> None:
+def test_answers_match_the_cpu(seed: int) -> None:
     with installed(VirtualGpu(seed)) as gpu, load(gpu.place) as engine:
         with gpu.serving():
             assert answers(engine) == expected()
@@ -42,7 +48,7 @@ def expected_scores() -> Scores:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_beams_bad_words_and_scores_are_those_of_the_cpu(seed: int) -> None:
+def test_beams_bad_words_and_scores_match_the_cpu(seed: int) -> None:
     """Nothing waits but for downloads; the processors of bad words and of users do not, either."""
     replies, scores = expected_scores()
     with (
@@ -132,3 +138,61 @@ def test_the_pool_leaves_the_memory_of_the_largest_step() -> None:
         engine.generate(prompts, SamplingParams(temperature=0, max_tokens=2))
         assert engine.stats().cache.num_blocks * engine.core.runner.store.bytes_per_block > memory / 3
         assert gpu.reserved < memory and not gpu.findings
+
+
+def turns(engine: RequestEngine) -> list[tuple[int, ...]]:
+    """Return the replies of prompts that come back one after the other, most of them after they were evicted."""
+    params = SamplingParams(temperature=0, max_tokens=5)
+    texts = [[(3 + 7 * i + start) % 90 + 3 for i in range(33)] for start in (0, 20, 40)]
+    return [engine.generate([text], params)[0].token_ids for text in [*texts, *texts, *texts]]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seed", range(2))
+def test_loads_from_host_memory_match_the_cpu(depth: int, seed: int) -> None:
+    """A small pool swaps most blocks; prompts that part inside a block load and copy pieces of blocks.
+
+    At depth 1 nothing waits but for downloads.
+    """
+    params = SamplingParams(temperature=0, max_tokens=5)
+    texts = [[(3 + 7 * i + start) % 90 + 3 for i in range(33)] for start in (0, 20, 40)]
+    texts += [text[:cut] + [5] * 9 for text, cut in zip(texts, (22, 19, 14), strict=True)]
+
+    def core(*parts: Any, **options: Any) -> Core:
+        return Core(*parts, **{**options, "depth": depth})
+
+    def replies(place: torch.device | str, gpu: VirtualGpu | None = None) -> list[tuple[int, ...]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_module, "Core", core)
+            engine = load(place, num_blocks=16, host_memory=1 << 20)
+        waits = () if depth else ("synchronisation",)
+        with engine, nullcontext() if gpu is None else gpu.serving(allow=waits):
+            found = [engine.generate([text], params)[0].token_ids for text in [*texts, *texts]]
+            stats = engine.stats().cache
+            assert stats.loaded_tokens and stats.offloaded_blocks and engine.core.depth == depth
+            engine.client.thread.ask(engine.core.cache.check)
+            return found
+
+    expected = replies("cpu")
+    with installed(VirtualGpu(seed)) as gpu:
+        assert replies(gpu.place, gpu) == expected
+        assert not gpu.findings
+
+
+def test_steps_over_recurrent_state_wait_for_nothing() -> None:
+    settings: dict[str, Any] = {"num_blocks": 60, "block_size": 4, "max_sequences": 4, "prefill_chunk": 8, "seed": 3}
+    settings |= {"attention": "torch", "compile": False, "monitor": False}
+
+    def replies(place: torch.device | str, gpu: VirtualGpu | None = None) -> list[tuple[int, ...]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter, "self_test", lambda loaded: 0.0)
+            engine = RequestEngine.load(hybrid("lfm2"), device=str(place), **settings)
+        with engine, nullcontext() if gpu is None else gpu.serving():
+            found = [*answers(engine), *turns(engine)]
+            assert engine.stats().cached_tokens and engine.core.depth == int(gpu is not None)
+            return found
+
+    expected = replies("cpu")
+    with installed(VirtualGpu()) as gpu:
+        assert replies(gpu.place, gpu) == expected
+        assert not gpu.findings

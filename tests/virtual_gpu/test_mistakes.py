@@ -147,6 +147,35 @@ def test_pinned_memory_that_changes_before_its_copy_is_found(gpu: VirtualGpu) ->
     assert there.tolist() == [2] * 4
 
 
+def test_a_copy_to_pinned_memory_leaves_the_numbers_that_earlier_copies_read() -> None:
+    with installed(VirtualGpu(0)) as gpu, torch.inference_mode():
+        pinned, first = gpu.pinned(8, torch.float32).zero_(), torch.empty(8, device=gpu.place)
+        ones = torch.ones(4, device=gpu.place)
+        pinned[:4].copy_(ones, non_blocking=True)
+        gpu.synchronize()
+        first.copy_(pinned, non_blocking=True)
+        pinned[2:6].copy_(ones + 1, non_blocking=True)
+        second = gpu.pinned(4, torch.float32)
+        second.copy_(first[2:6], non_blocking=True)
+        gpu.synchronize()
+        assert first.tolist() == [1, 1, 1, 1, 0, 0, 0, 0] and second.tolist() == [1, 1, 0, 0]
+        assert pinned.tolist() == [1, 1, 2, 2, 2, 2, 0, 0]
+        pinned[2:6].copy_(ones, non_blocking=True)  # no copy is yet to read them
+        assert pinned.isnan().tolist() == [False] * 2 + [True] * 4 + [False] * 2
+
+
+def test_a_change_next_to_memory_that_a_copy_writes_is_found() -> None:
+    with installed(VirtualGpu(0)) as gpu, torch.inference_mode():
+        pinned, there = gpu.pinned(8, torch.float32).zero_(), torch.ones(4, device=gpu.place)
+        pinned[4:].copy_(there, non_blocking=True)
+        there.copy_(pinned[:4], non_blocking=True)
+
+        def mistake() -> None:
+            pinned[3] = 7
+
+        finds(gpu, "overwritten", mistake)
+
+
 def test_an_upload_may_be_changed_at_once_and_a_download_waits_for_itself(gpu: VirtualGpu) -> None:
     host = np.arange(4)
     there = gpu.upload(host)
@@ -194,7 +223,7 @@ def test_synchronisation_is_refused_where_that_is_asked_for(gpu: VirtualGpu) -> 
     assert numbers(gpu, 2).tolist() == [0, 1] and not gpu.findings
 
 
-def test_numbers_of_the_host_are_not_mixed_with_those_of_the_device(gpu: VirtualGpu) -> None:
+def test_numbers_of_the_host_and_the_device_are_not_mixed(gpu: VirtualGpu) -> None:
     with pytest.raises(RuntimeError, match="on the same device"):
         numbers(gpu) + torch.arange(8)
     with pytest.raises(TypeError, match="to numpy"):

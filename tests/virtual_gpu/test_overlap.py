@@ -20,16 +20,16 @@ from radixkv import SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.device import device_of
-from radixkv.engine.beams import BeamRequest
 from radixkv.engine.core import Core
-from radixkv.engine.host_tier import new_core
-from radixkv.engine.overlap import OverlappedCore
+from radixkv.engine.input_processor import replies_of
 from radixkv.engine.request import Request
-from radixkv.engine.scoring import Scoring
+from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.step_batch import StepBatch
 from radixkv.sampling.device_sampler import DeviceSampler
 from radixkv.sampling.sampler import HostSampler
+from radixkv.sampling.token_mask import TokenMatcher
+from tests.plain_runner import PlainRunner
 from tests.selection import mostly_long
 from tests.simulation.constraint import Rule, RuleMatcher
 from tests.simulation.model import VOCAB
@@ -40,7 +40,7 @@ TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 
 Answer = list[tuple[tuple[int, ...], str, Any, Any, Any]]
 
 
-class Bigrams:
+class Bigrams(PlainRunner):
     """Launches forwards whose logits depend on the last token only."""
 
     def __init__(self, place: torch.device) -> None:
@@ -54,14 +54,21 @@ class Bigrams:
         return self.table.index_select(0, batch.tokens.index_select(0, batch.logit_rows))
 
 
-def request(prompt: Any, params: SamplingParams, most: int, number: int, **fields: Any) -> Request:
+def request(
+    prompt: Any,
+    params: SamplingParams,
+    most: int,
+    number: int,
+    stop_ids: frozenset[int] = frozenset(),
+    matcher: TokenMatcher | None = None,
+) -> Request:
     """Return a request as the engine makes it; bad words and prompt scores follow from the parameters."""
-    made = BeamRequest if params.beam_width > 1 else Request
-    scoring = None
+    scores: Scores = NO_SCORES
     if params.prompt_logprobs is not None and len(prompt) > 1:
-        scoring = Scoring(prompt, 1, params.prompt_logprobs, most_rows=6)
+        scores = PromptScores(prompt, 1, params.prompt_logprobs, most_rows=6)
     words = tuple(tuple(map(int, word.split())) for word in params.bad_words)
-    return made(prompt, params, most, seed=number, bad_words=words, scoring=scoring, **fields)
+    replies = replies_of(params, most, stop_ids, words, matcher)
+    return Request(prompt, params, most, stop_ids, number, replies=replies, scores=scores)
 
 
 def requests(seed: int) -> list[Request]:
@@ -87,7 +94,7 @@ def requests(seed: int) -> list[Request]:
         most = rng.randint(1, 12)
         each = params[number % len(params)]
         matcher = RuleMatcher(Rule(number)) if each.top_k and not stop_ids else None
-        found.append(request(prompt, each, most, number, stop_ids=stop_ids, matcher=matcher))
+        found.append(request(prompt, each, most, number, stop_ids, matcher))
     return found
 
 
@@ -112,20 +119,19 @@ def answers(core: Core, asked: list[Request]) -> list[Answer]:
 def core_on(place: torch.device, config: EngineConfig) -> Core:
     """Return a core with a custom logits processor, and the sampler of its device."""
     overlap, processors = device_of(place).is_gpu, [Doubled()]
-    core = new_core(PrefixCache(60, 4), Bigrams(place), config, overlap=overlap)
-    core.sampler = DeviceSampler(place, processors=processors) if overlap else HostSampler(processors)
-    return core
+    sampler = DeviceSampler(place, processors=processors) if overlap else HostSampler(processors)
+    return Core(PrefixCache(60, 4), Bigrams(place), config, sampler=sampler, depth=int(overlap))
 
 
 CONFIG = EngineConfig(max_sequences=8, max_batch_tokens=24, prefill_chunk=8)
 
 
 @pytest.mark.parametrize("seed", mostly_long(range(4), 0, 1))
-def test_nothing_waits_and_the_answers_are_those_of_the_cpu(seed: int) -> None:
+def test_nothing_waits_and_the_answers_match_the_cpu(seed: int) -> None:
     expected = answers(core_on(torch.device("cpu"), CONFIG), requests(seed))
     with installed(VirtualGpu(seed)) as gpu:
         core = core_on(gpu.place, CONFIG)
-        assert type(core) is OverlappedCore
+        assert core.depth == 1
         with gpu.serving():
             found = answers(core, requests(seed))
         assert not gpu.findings

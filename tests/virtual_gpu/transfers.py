@@ -22,20 +22,17 @@ class HostRead:
         self._gpu, self._source, self._name = gpu, source, name
 
     def expect(self) -> Callable[[], None]:
-        """Return a check that the numbers are those of now, unless the device itself is yet to write some."""
-        if self._gpu.arriving[_address(self._source)]:
-            return lambda: None
-        expected = _bytes(self._source).clone()
+        """Return a check, for when the copy runs: the numbers are those of now, or queued copies have written some."""
+        with self._gpu.lock:
+            done = self._gpu.leaving.add(self._source)
+            expected = None if self._gpu.arriving.overlap(self._source) else _bytes(self._source).clone()
 
         def check() -> None:
-            if not torch.equal(_bytes(self._source), expected):
+            done()
+            if expected is not None and not torch.equal(_bytes(self._source), expected):
                 self._gpu.violation("overwritten", f"pinned memory changed before {self._name} had read it")
 
         return check
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -74,21 +71,25 @@ def to_device(gpu: VirtualGpu, target: VirtualTensor, source: Tensor, *, non_blo
 
 
 def to_host(gpu: VirtualGpu, target: Tensor, source: VirtualTensor, *, non_blocking: bool, what: str) -> None:
-    """Copy numbers of the device to the host, where they are poison until the copy has run."""
+    """Copy numbers of the device to the host, where they are poison until the copy has run.
+
+    Bytes that an earlier copy is yet to read keep their numbers for it.
+    """
     values = source.backing
     waits = not (non_blocking and gpu.is_pinned(target))
     if waits:
         gpu.refuse_in_capture(what)
-    else:
-        with torch.inference_mode():
-            poison(target)
     spans = list(span_of(source.lease.memory, values, READ))
-    address, copy = _address(target), copying(target, values)
-    gpu.arriving[address] += 1
+    copy = copying(target, values)
+    with gpu.lock:
+        if not waits and not gpu.leaving.overlap(target):
+            with torch.inference_mode():
+                poison(target)
+        done = gpu.arriving.add(target)
 
     def run() -> None:
         copy()
-        gpu.arriving[address] -= 1
+        done()
 
     gpu.enqueue("a copy to the host", run, spans, kind="copy")
     if waits:

@@ -17,8 +17,8 @@ from typing import Any, Self, TextIO, TypeVar
 
 from radixkv.cli import entry_point
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.kv_shapes import kv_shape
-from radixkv.kv_size import UNITS
+from radixkv.sizing.kv_shapes import kv_shape
+from radixkv.sizing.kv_size import UNITS
 from radixkv_traces.formats import FORMATS, SAMPLES, ChatRequest, Request, Source, TraceRequest, open_trace, sample
 from radixkv_traces.text_blocks import estimate, text_blocks, tokenizer
 from radixkv_traces.time_checks import Timed, warnings

@@ -1,8 +1,8 @@
 """Read a recorded workload of any format: a format is one entry of FORMAT_TABLE, recognised by its first object.
 
-The readers of block ids, and of radixkv's own recordings, are in `mooncake`, those of lengths in `length_traces`. All
-others read text. Files may be gzipped. They are read line by line, so only one line is in memory. The rows of a
-Parquet file are read like lines.
+The readers of block ids, and of radixkv's own recordings, are in `mooncake`, and the readers of lengths in
+`length_traces`. All others read text. Files may be gzipped. They are read line by line, so only one line is in memory.
+The rows of a Parquet file are read like lines.
 
 A writer that was killed leaves a file whose last line is cut. All other lines are read, and a warning is logged.
 """
@@ -209,7 +209,7 @@ def _is_cut(text: str) -> bool:
 
 
 def _columns(head: bytes) -> list[str]:
-    """Return the names of a CSV file's columns, if its first line has all those of a format; else nothing."""
+    """Return the names of a CSV file's columns, if its first line has all columns of a format; else nothing."""
     names = [name.strip() for name in head.decode("utf-8", "replace").strip().split(",")]
     known = [sign for format in FORMAT_TABLE.values() for sign in format.signs if len(sign) > 2]
     return names if any(set(sign) <= set(names) for sign in known) else []

@@ -94,7 +94,7 @@ class Shared:
 def generate(
     session: Session, sessions: int, seed: int, *, rate: float = 1.0, block_tokens: int = 64
 ) -> Iterator[TraceRequest]:
-    """Return the requests of this number of sessions, `rate` of which begin in a second, in the order of their times.
+    """Return the requests of this number of sessions, in the order of their times; `rate` sessions begin in a second.
 
     Holds the open sessions, and a number for every distinct block. O(blocks).
     """

@@ -18,7 +18,7 @@ _BATCH = 64  # rows that are decoded at a time: a conversation may have a megaby
 
 
 def rows(file: IO[bytes], name: str) -> Iterator[Line]:
-    """Yield the rows in file order; the number of a line is that of its row, from 1. Memory is that of a row group.
+    """Yield the rows in file order; the number of a line is its row's, from 1. It takes the memory of a row group.
 
     Dates become texts as in ISO 8601. Raises InvalidInput without pyarrow, and TraceError for a damaged file and for
     one that cannot be read from its end, such as a pipe.

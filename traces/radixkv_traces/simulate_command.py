@@ -130,7 +130,7 @@ def _run_queue(
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The sizes of one simulation: the device's, and that of a host tier or None."""
+    """The sizes of one simulation: the device's, and a host tier's or None."""
 
     device: Capacity
     host: Capacity | None

@@ -10,8 +10,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from radixkv.cache import Hint
-from radixkv.cache.host import HostPrefixCache
+from radixkv.cache import Hint, PrefixCache
 from radixkv_traces.workload import Workload
 
 LOAD_TOKENS = 8192
@@ -33,7 +32,7 @@ class HostPool:
     def __init__(self, workload: Workload, capacity: int, policy: str, host_blocks: int) -> None:
         self._workload = workload
         self._now = 0.0
-        self._cache = HostPrefixCache(capacity, 1, policy, clock=lambda: self._now, host_blocks=host_blocks)
+        self._cache = PrefixCache(capacity, 1, policy, clock=lambda: self._now, host_blocks=host_blocks)
         self._loaded_at_once = max(1, LOAD_TOKENS // workload.block_tokens)
         self._device_hits = array("i")
 

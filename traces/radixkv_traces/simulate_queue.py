@@ -6,7 +6,7 @@ generated in parallel, each at a constant rate. The cache is the real one, with 
 `simulate`.
 
 The model leaves out chunks of prompts, preemption, and memory of running answers. A prompt is not held while its answer
-is generated. The rules of "longest-prefix" are those of the engine's wait queue.
+is generated. "longest-prefix" follows the rules of the engine's wait queue.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A message becomes `<|role|>`, a newline, its text, its tool calls as JSON, and a newline; chat templates differ from
 that by a few tokens a message. A prompt only grows at its end, as a real engine's history does, so its blocks extend
-those of the preceding turn.
+the blocks of the preceding turn.
 """
 
 from __future__ import annotations

@@ -217,4 +217,4 @@ class FilteredView(View):
     @on(Input.Changed)
     def _typed(self, event: Input.Changed) -> None:
         event.stop()
-        self.apply_filter(self.filter_line.value)  # not that of the event: it may be older
+        self.apply_filter(self.filter_line.value)  # not the event's: it may be older

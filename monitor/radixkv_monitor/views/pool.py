@@ -242,7 +242,7 @@ class PoolView(View):
         return True
 
     def export(self) -> Table:
-        """Return a row for each block, those of the pool first; with a host tier, `residence` says the tier."""
+        """Return a row for each block, the pool's first; with a host tier, `residence` says the tier."""
         rows = list(self._rows(self.device, MODES[self.mode]))
         if self._state is None or not self._state.facts.host_blocks:
             return Table("pool", rows)

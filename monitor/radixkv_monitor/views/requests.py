@@ -11,9 +11,9 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 
 from radixkv.telemetry.records import RequestRecord
-from radixkv_monitor import control
-from radixkv_monitor.control import ControlledView, Question
+from radixkv_monitor import questions
 from radixkv_monitor.formatting import duration, plural, share
+from radixkv_monitor.questions import ControlledView, Question
 from radixkv_monitor.state import State
 from radixkv_monitor.views import RequestSelected, Selection
 from radixkv_monitor.views.table_view import TableView
@@ -206,11 +206,12 @@ class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the 
 
     def question(self, verb: str) -> Question | None:
         """Return the question for cancelling the request under the cursor."""
+        state = self._state
         row: RequestRow | None = self.table.cursor
-        if self._state is None or row is None:
+        if state is None or row is None:
             return None
         number = row.request.number
-        return control.cancel(self._state, self._state.live.get(number) or self._state.ended.get(number) or row.request)
+        return questions.cancel(state, state.live.get(number) or state.ended.get(number) or row.request)
 
     def on_row_table_moved(self, event: RowTable.Moved) -> None:
         """Post the request under the cursor to other views."""

@@ -12,11 +12,11 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 
-from radixkv_monitor import control, detail, node_filter
+from radixkv_monitor import detail, node_filter, questions
 from radixkv_monitor.block_map import block_at, count_blocks
-from radixkv_monitor.control import ControlledView, Question
 from radixkv_monitor.detail import Detail
 from radixkv_monitor.formatting import plural
+from radixkv_monitor.questions import ControlledView, Question
 from radixkv_monitor.session_tracker import SessionTracker
 from radixkv_monitor.slices import LARGE, SlicedWork
 from radixkv_monitor.state import State, Touched
@@ -36,6 +36,9 @@ WIDE = 120
 """The width from which the description is at the right of the tree, not below it."""
 LOW = 14
 """The height from which there is room for it below."""
+
+ASK = {"pin": questions.pin, "unpin": questions.unpin, "demote": questions.demote, "clear": questions.clear}
+"""The questions for commands to a node, by their verbs."""
 
 
 class TreeView(ControlledView, FilteredView):
@@ -239,8 +242,7 @@ class TreeView(ControlledView, FilteredView):
         branch = self.lines.cursor
         if self._state is None or branch is None:
             return None
-        ask = {"pin": control.pin, "unpin": control.unpin, "demote": control.demote, "clear": control.clear}[verb]
-        return ask(self._state, self._state.nodes.get(branch.node.id, branch.node))
+        return ASK[verb](self._state, self._state.nodes.get(branch.node.id, branch.node))
 
     def selected_row(self) -> Mapping[str, object] | None:
         """Return the node under the cursor."""

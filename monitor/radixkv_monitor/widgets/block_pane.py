@@ -72,7 +72,7 @@ class BlockPane(Container):
     # ---- drawing
 
     def show(self, mode: ColourMode, node: int | None) -> tuple[LegendEntry, ...]:
-        """Draw the blocks in this mode, with those of a node highlighted; return the legend."""
+        """Draw the blocks in this mode, with a node's highlighted; return the legend."""
         self.levels = mode.levels(self.blocks)
         legend = mode.legend(self.blocks)
         per, signs = self.zoom_levels[self.zoom_level]

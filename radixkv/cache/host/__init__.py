@@ -1,10 +1,24 @@
-"""The prefix cache with a second tier of blocks in host memory.
+"""The second tier of a prefix cache: blocks in host memory.
 
-Read `tier`, `tree`, `sequence` and `prefix_cache` in this order; `invariants` states the rules.
+Read `blocks`, `tier` and `loading` in this order; `invariants` states the rules.
 """
 
-from radixkv.cache.host.prefix_cache import HostPrefixCache
-from radixkv.cache.host.sequence import HostSequence
-from radixkv.cache.host.tree import HostRun
+from __future__ import annotations
 
-__all__ = ["HostPrefixCache", "HostRun", "HostSequence"]
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from radixkv.cache.host.tier import HostRun
+
+if TYPE_CHECKING:
+    from radixkv.cache import PrefixCache
+
+__all__ = ["HostPrefixCache", "HostRun"]
+
+
+def HostPrefixCache(*args: Any, **options: Any) -> PrefixCache:  # noqa: N802  # a class until options were arguments
+    """Return a PrefixCache with these arguments, and warn: `host_blocks` is an argument of PrefixCache now."""
+    from radixkv.cache import PrefixCache  # it imports this package
+
+    warnings.warn("HostPrefixCache is PrefixCache(host_blocks=...) now", DeprecationWarning, stacklevel=2)
+    return PrefixCache(*args, **options)

@@ -1,85 +1,80 @@
-"""The host tier: blocks in host memory, the runs of tokens that are resident in them, and their order of eviction.
+"""The host tier: a residence for runs of tokens that leave the device, and their order of eviction.
 
-A block of the host is the image of a whole logical block: where a run starts inside a block, its first image also holds
-the tokens before it. Each image belongs to one node. A host block is free, reserved for a move that is not confirmed,
-resident, or deferred: its node is gone, but a pending load still reads it.
-
-Moves are gathered until `drain`. They are pairs of blocks, so splitting, cutting or removing nodes does not affect the
-others. Exclusive tiers: Wong and Wilkes, "My cache or yours?" (2002).
+It makes room and takes the tail of a victim (`make_room`, `take`), finds runs to load (`follow`), and drops the copies
+of tokens that are published again on the device (`settle`). Tiers are exclusive: Wong and Wilkes, "My cache or yours?"
+(2002). A run can be loaded once its moves are confirmed.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar, cast
+from bisect import bisect_right
+from collections.abc import Iterator
+from random import Random
+from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
+from radixkv.cache import reuse
 from radixkv.cache.eviction import EvictionIndex
-from radixkv.cache.ghosts import Pressure
+from radixkv.cache.host.blocks import HostBlocks
+from radixkv.cache.radix_tree import RadixTree, joined
 from radixkv.cache.tokens import WIDTH, common_prefix
-from radixkv.cache.types import Node, Residence
+from radixkv.cache.types import NO_CHILDREN, Node, Pressure
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class HostNode(Node):
-    """A run of tokens that is resident on the host. `blocks` are host blocks, and all its children are host nodes."""
+class HostRun(NamedTuple):
+    """A text whose last tokens, from `start` on, are resident on the host."""
 
-    residence: ClassVar[Residence] = "host"
-
-    def __lt__(self, other: HostNode) -> bool:
-        """Order leaves of equal recency, such as parts of a run that were offloaded at different times."""
-        return self.id < other.id
+    tokens: npt.NDArray[np.int32]
+    start: int
+    namespace: object
 
 
 class HostTier:
-    """`num_blocks` blocks in host memory, and the nodes that are resident in them.
+    """The second tier of a tree, over `num_blocks` blocks in host memory."""
 
-    `below` maps a device node, or a root, to the host nodes that follow its end, by first token.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.free = array("i", np.arange(num_blocks - 1, -1, -1, dtype=np.int32).tobytes())
-        self.below: dict[Node, dict[bytes, HostNode]] = {}
+    def __init__(self, tree: RadixTree, num_blocks: int) -> None:
+        """Connect to the tree."""
+        self.blocks = HostBlocks(num_blocks)
         self.index = EvictionIndex()  # resident leaves: by priority, then by recency
-        self.moves: dict[int, int] = {}  # host block -> the device block that is to be copied there
-        self.planned: dict[HostNode, Pressure] = {}  # nodes with moves that were not drained, and the cause
-        self.drained: dict[HostNode, Pressure] = {}  # nodes with moves that were drained and are not confirmed
-        self.reading: dict[int, int] = {}  # host block -> pending loads that read it
-        self.deferred: set[int] = (
-            set()
-        )  # blocks without a node, which are freed when the last load that reads them ends
+        self.planned: dict[Node, Pressure] = {}  # nodes with moves that were not drained, and the cause
+        self.drained: dict[Node, Pressure] = {}  # nodes with moves that were drained and are not confirmed
         self.count = 0  # nodes
         self.offloaded_blocks = 0
         self.loaded_tokens = 0
         self.evicted_blocks = 0
+        self.freed_on_device = 0  # device blocks that were freed by moves to the host
         self._draining = 0  # moves of the drained batch
+        self._tree = tree
+        tree.lower = self
 
     # ---- reading
 
-    def nodes(self, top: Node | None = None) -> Iterator[HostNode]:
-        """Yield all nodes, or those below a node or root of the device; a node comes before its children."""
-        tops = self.below.values() if top is None else [self.below.get(top, {})]
-        stack = [node for children in tops for node in children.values()]
+    def nodes(self, top: Node | None = None) -> Iterator[Node]:
+        """Yield all nodes, or those after the end of a device node or root; a node comes before its children. O(nodes).
+
+        Without `top` it visits the device nodes too.
+        """
+        tops = self._tree.walk() if top is None else [top]
+        stack = [node for each in tops for node in each.below.values()]
         while stack:
             node = stack.pop()
             yield node
-            stack.extend(cast("Iterable[HostNode]", node.children.values()))
+            stack.extend(node.children.values())
 
-    def is_resident(self, node: HostNode) -> bool:
+    def is_resident(self, node: Node) -> bool:
         """Whether the moves of a node are confirmed: only then its tokens can be loaded."""
         return node not in self.planned and node not in self.drained
 
-    def follow(self, node: Node, raw: bytes, at: int = 0, *, pending: bool = False) -> list[tuple[HostNode, int]]:
+    def follow(self, node: Node, raw: bytes, at: int = 0, *, pending: bool = False) -> list[tuple[Node, int]]:
         """Return the nodes along `raw[at:]` after the end of a device node, each with the tokens of it that match.
 
         It ends before a node whose moves are not confirmed, unless `pending` asks for these too. O(bytes) + O(nodes).
         """
-        found: list[tuple[HostNode, int]] = []
-        children = self.below.get(node)
+        found: list[tuple[Node, int]] = []
+        children = node.below
         while children:
             child = children.get(raw[at : at + WIDTH])
             if child is None or not (pending or self.is_resident(child)):
@@ -89,86 +84,150 @@ class HostTier:
             at += matched
             if matched < len(child.key):
                 break
-            children = cast("dict[bytes, HostNode]", child.children)
+            children = child.children
         return found
 
-    def victim(self, node: Node) -> HostNode | None:
-        """Return the leaf to evict next, so that `node` can be offloaded; None if no leaf is colder than `node`.
+    def random_run(self, rng: Random) -> HostRun | None:
+        """The text up to the end of a random node that can be loaded; None if there is none. Reaches every node.
 
-        A leaf that is being read is passed over. O(log leaves).
+        O(log leaves + depth + tokens of the text), more only while moves are not confirmed.
         """
-        for number in range(len(self.index)):
-            leaf = self.index.at(number)
-            if not self.reading or self.reading.keys().isdisjoint(leaf.blocks):
-                colder = (leaf.priority, not leaf.demoted, leaf.tick) <= (node.priority, not node.demoted, node.tick)
-                return cast(HostNode, leaf) if colder else None
+        leaves = len(self.index)
+        first = rng.randrange(leaves) if leaves else 0
+        for number in range(first, first + leaves):
+            path = self._tree.path(self.index.at(number % leaves))
+            top = next(at for at, node in enumerate(path) if node.residence == "host")
+            end = top
+            while end < len(path) and self.is_resident(path[end]):
+                end += 1
+            if end > top:
+                at = rng.randrange(path[top].start, path[end - 1].end)
+                run = bisect_right(path, at, key=lambda node: node.end)
+                tokens = np.frombuffer(bytearray().join([node.key for node in path[: run + 1]]), np.int32)
+                return HostRun(tokens, path[run].start, self._tree.namespace(path[0]))
         return None
 
-    # ---- blocks
+    def stats(self) -> dict[str, int]:
+        """Return the fields of CacheStats that this tier counts."""
+        return {
+            "host_blocks": self.blocks.num_blocks,
+            "host_free_blocks": len(self.blocks.free),
+            "host_nodes": self.count,
+            "offloaded_blocks": self.offloaded_blocks,
+            "loaded_tokens": self.loaded_tokens,
+            "host_evicted_blocks": self.evicted_blocks,
+        }
 
-    def take(self, count: int) -> array[int]:
-        """Take `count` free blocks, last freed first."""
-        taken = self.free[len(self.free) - count :]
-        del self.free[len(self.free) - count :]
-        taken.reverse()
-        return taken
+    # ---- from the device to the host
 
-    def give_back(self, blocks: array[int]) -> None:
-        """Free blocks that have no node any more, and cancel the moves to them. A block that is read is deferred."""
-        for block in reversed(blocks):
-            self.moves.pop(block, None)
-            if block in self.reading:
-                self.deferred.add(block)
-            else:
-                self.free.append(block)
+    def evict(self, node: Node, blocks: int, now: float, pressure: Pressure) -> int:
+        """Take up to `blocks` off the tail of an unlocked leaf of the device. Returns the tokens that left both tiers.
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """Add a load that reads these blocks: until its `release` they are not used for other tokens."""
-        for block in blocks:
-            self.reading[block] = self.reading.get(block, 0) + 1
+        The host takes the blocks that it has room for. The rest is the end of the text: it is evicted first.
+        O(log leaves + tokens), and more for evictions on the host.
+        """
+        blocks = min(blocks, len(node.blocks))
+        room, lost = self.make_room(node, blocks, now, pressure)
+        if blocks > room:
+            lost += self._tree.evict_tail(node, blocks - room, now, pressure)
+        if room:
+            self.take(node, room, pressure)
+        return lost
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """End a load."""
-        for block in blocks:
-            left = self.reading[block] - 1
-            if left:
-                self.reading[block] = left
-                continue
-            del self.reading[block]
-            if block in self.deferred:
-                self.deferred.remove(block)
-                self.free.append(block)
+    def make_room(self, node: Node, blocks: int, now: float, pressure: Pressure) -> tuple[int, int]:
+        """Make room for the last `blocks` of an unlocked leaf; returns the blocks that have room, and tokens evicted.
 
-    # ---- leaves
+        It evicts host leaves that are colder than the node. Without room for all blocks, all host nodes after the node
+        are evicted, since its tail goes. A node at the cold end finds no room: it is evicted, not offloaded.
+        """
+        lost, free = 0, self.blocks.free
+        if not node.demoted:
+            while (missing := blocks - self._images_below(node) - len(free)) > 0:
+                victim = self._victim(node)
+                if victim is None:
+                    break
+                lost += self._evict(victim, missing, now, pressure)
+            if missing <= 0:
+                return blocks, lost
+        lost += self._evict_all(list(self.nodes(node)), now, pressure)
+        return 0 if node.demoted else min(blocks, len(free)), lost
 
-    def add_leaf(self, node: Node) -> None:
-        """Make a node evictable if it is a leaf and resident."""
-        if not node.children and node.eviction_key is None and self.is_resident(cast(HostNode, node)):
-            self.index.add(node)
+    def take(self, node: Node, blocks: int, pressure: Pressure) -> None:
+        """Make the last `blocks` of an unlocked leaf host-resident; there is room for them."""
+        tree, size = self._tree, self._tree.pool.block_size
+        keep = len(node.blocks) - blocks
+        start = (node.start // size + keep) * size if keep else node.start
+        run, tail, end = node.key[(start - node.start) * WIDTH :], node.blocks[keep:], node.end
+        child = self._only_child(node)
+        if child is not None and end % size:
+            tail.pop()  # the child has the image
+        images, moves = self.blocks.reserve(tail), len(tail)
+        host = self._new_node(node, start, run, images) if child is None else child
+        _, part = reuse.split(node.reuse, start)
+        host.reuse = reuse.join(part, end, host.reuse)
+        if child is not None:
+            node.below = NO_CHILDREN
+            self._prepend(child, node, start, run, images)
+        if node.tick >= host.tick:
+            host.tick, host.used_at = node.tick, node.used_at
+        if moves:
+            self.planned[host] = pressure
+        self._add_leaf(host)
+        above = node if keep else cast(Node, node.parent)
+        self._hang({bytes(host.key[:WIDTH]): host}, above)
+        freed = tree.shorten(node, start)[1] if keep else tree.detach(node)
+        self.freed_on_device += freed
+        for call in tree.events.moved:
+            call(node, host, start, end - start, freed, moves, not keep)
 
-    def remove_leaf(self, node: Node) -> None:
-        """Take a node out of the order of eviction, if it is there."""
-        if node.eviction_key is not None:
-            self.index.remove(node)
+    def _images_below(self, node: Node) -> int:
+        """Count the images of the last block that `node` need not write: 1 if its only host child starts inside it."""
+        joins = node.end % self._tree.pool.block_size and self._only_child(node) is not None
+        return int(joins)
+
+    @staticmethod
+    def _only_child(node: Node) -> Node | None:
+        """The host child that a run can be joined with."""
+        if len(node.below) != 1:
+            return None
+        (child,) = node.below.values()
+        return None if child.demoted else child
+
+    def _new_node(self, node: Node, start: int, run: bytearray, images: array[int]) -> Node:
+        """Make the host node of a run at the end of `node`; it takes over the host children."""
+        number = self._tree.next_id()
+        host = Node(number, None, start, run, images, node.ghost_owner, node.below, NO_CHILDREN, residence="host")
+        host.hits, host.priority, host.policy_data = node.hits, node.priority, node.policy_data
+        host.born, host.born_at = node.born, node.born_at
+        for child in node.below.values():
+            child.parent = host
+        node.below = NO_CHILDREN
+        self.count += 1
+        return host
+
+    def _prepend(self, child: Node, node: Node, start: int, run: bytearray, images: array[int]) -> None:
+        """Let a host node begin with the tail of the device node above it."""
+        self._remove_leaf(child)
+        child.key, child.blocks, child.start = joined(run, child.key), joined(images, child.blocks), start
+        child.hits, child.priority = max(child.hits, node.hits), max(child.priority, node.priority)
 
     # ---- moves
 
-    def drain(self) -> list[tuple[int, int]]:
-        """Take the pending moves, (device block, host block). The batch before must be confirmed, or its nodes gone."""
-        assert not self.drained, "a batch of moves is neither confirmed nor dropped"
-        moves = [(device, host) for host, device in self.moves.items()]
-        self.moves.clear()
+    def drain(self, now: float) -> tuple[list[tuple[int, int]], int]:
+        """Take the pending moves, (device block, host block), and count the tokens that a failed batch has lost.
+
+        A batch that was not confirmed has failed: its nodes, and all host nodes after them, are evicted.
+        """
+        lost = 0
+        while self.drained:
+            node, pressure = next(iter(self.drained.items()))
+            lost += self._evict_all(list(self._tree.walk(node)), now, pressure)
+        moves = self.blocks.drain()
         self.drained, self.planned = self.planned, {}
         self._draining = len(moves)
         if not moves:
             self.confirm()
-        return moves
-
-    def note_cancelled(self, node: HostNode) -> None:
-        """Make a node that has lost blocks resident if no move to it is left. O(its blocks)."""
-        if node in self.planned and self.moves.keys().isdisjoint(node.blocks):
-            del self.planned[node]
-            self.add_leaf(node)
+        return moves, lost
 
     def confirm(self) -> None:
         """Make the nodes of the drained batch matchable."""
@@ -176,4 +235,214 @@ class HostTier:
         self.offloaded_blocks += self._draining
         self._draining = 0
         for node in nodes:
-            self.add_leaf(node)
+            self._add_leaf(node)
+
+    def _note_cancelled(self, node: Node) -> None:
+        """Make a node that has lost blocks resident if no move to it is left. O(its blocks)."""
+        if node in self.planned and self.blocks.moves.keys().isdisjoint(node.blocks):
+            del self.planned[node]
+            self._add_leaf(node)
+
+    # ---- the order of eviction
+
+    def touch(self, path: list[Node]) -> None:
+        """Make the run that ends at path[-1] the most recently used one, and take the path off the cold end."""
+        for node in path:
+            if node.demoted:
+                self._list_again(node, demoted=False)
+        node = path[-1]
+        listed = node.eviction_key is not None
+        self._remove_leaf(node)
+        self._tree.index.touch(node)
+        if listed:
+            self.index.add(node)
+        self._tree.mark(node)
+
+    def demote(self, path: list[Node], start: int) -> None:
+        """Put a finished text at the cold end that ends at the leaf path[-1]. `path` are its host nodes."""
+        leaf = path[-1]
+        for node in reversed(path):
+            if node.start < start or len(node.children) != (node is not leaf) or (node is not leaf and node.hits):
+                return
+            self._list_again(node, demoted=True)
+        above = cast(Node, path[0].parent)
+        if not above.hits:
+            self._tree.demote(above, start, following=1)
+
+    def _list_again(self, node: Node, *, demoted: bool) -> None:
+        self._remove_leaf(node)
+        node.demoted = demoted
+        self._add_leaf(node)
+        self._tree.mark(node)
+
+    def _add_leaf(self, node: Node) -> None:
+        """Make a node evictable if it is a leaf and resident."""
+        if not node.children and node.eviction_key is None and self.is_resident(node):
+            self.index.add(node)
+
+    def _remove_leaf(self, node: Node) -> None:
+        """Take a node out of the order of eviction, if it is there."""
+        if node.eviction_key is not None:
+            self.index.remove(node)
+
+    def _victim(self, node: Node) -> Node | None:
+        """Return the leaf to evict next, so that `node` can be offloaded; None if no leaf is colder than `node`.
+
+        A leaf that is being read is passed over. O(log leaves).
+        """
+        for number in range(len(self.index)):
+            leaf = self.index.at(number)
+            if not self.blocks.are_read(leaf.blocks):
+                colder = (leaf.priority, not leaf.demoted, leaf.tick) <= (node.priority, not node.demoted, node.tick)
+                return leaf if colder else None
+        return None
+
+    # ---- out of the host
+
+    def forget(self) -> None:
+        """Drop all nodes, without ghosts. Counts as no eviction."""
+        self._forget_all(list(self.nodes()))
+
+    def forget_below(self, node: Node) -> None:
+        """Drop all nodes after the end of a device node, without ghosts."""
+        self._forget_all(list(self.nodes(node)))
+
+    def discard(self, node: Node, start: int) -> None:
+        """Drop the tokens of a node from `start` on, and all nodes after it, without ghosts."""
+        tree = self._tree
+        keeps = start > node.start
+        self._forget_all(list(tree.walk(node))[keeps:])
+        if keeps:
+            tree.index.forget(node.policy_data, start)
+            tree.discard_tail(node, start)
+            self._note_cancelled(node)
+
+    def detach(self, node: Node) -> int:
+        """Take a leaf out of the tree. Returns its blocks."""
+        tree, parent = self._tree, cast(Node, node.parent)
+        first = bytes(node.key[:WIDTH])
+        self._release(node)
+        if parent.residence == "host":
+            del parent.children[first]
+            if not parent.children:
+                self.index.inherit(parent, node)
+                self._add_leaf(parent)
+                tree.mark(parent)
+        else:
+            del parent.below[first]
+            if not parent.below:
+                parent.below = NO_CHILDREN
+                if parent.parent is None:
+                    tree.drop_if_empty(parent)
+        return len(node.blocks)
+
+    def give_back(self, blocks: array[int]) -> None:
+        """Free blocks that have no node any more."""
+        self.blocks.give_back(blocks)
+
+    def _evict(self, node: Node, most: int, now: float, pressure: Pressure) -> int:
+        """Evict up to `most` blocks off the tail of a leaf, and add a ghost. Returns the tokens evicted."""
+        self.evicted_blocks += min(most, len(node.blocks))
+        return self._tree.evict_tail(node, most, now, pressure)
+
+    def _evict_all(self, nodes: list[Node], now: float, pressure: Pressure) -> int:
+        """Evict whole nodes; the list has all their children, after them. Returns the tokens."""
+        return sum(self._evict(each, len(each.blocks), now, pressure) for each in reversed(nodes))
+
+    def _forget_all(self, nodes: list[Node]) -> None:
+        """Drop whole nodes; the list has all their children, after them."""
+        for each in reversed(nodes):
+            self._tree.index.forget(each.policy_data, each.start)
+            self._tree.remove(each)
+
+    def _release(self, node: Node) -> None:
+        """Give back the blocks of a node that left the tree, or is about to."""
+        self._remove_leaf(node)
+        self.planned.pop(node, None)
+        self.drained.pop(node, None)
+        self.blocks.give_back(node.blocks)
+        self.count -= 1
+
+    # ---- publishing
+
+    def settle(self, node: Node, start: int, *, hit: bool) -> None:
+        """Drop the host copies of the tokens from `start` on that were published up to the end of `node`.
+
+        `hit` says that a request loaded them. O(depth of the new tokens), and O(their bytes) if they were on the host.
+        """
+        if node.below:
+            at = next(iter(node.below.values())).start
+            if at < node.end:  # a held leaf grew in place
+                upper = self._tree.split(node, at - node.start)
+                upper.ghost_owner, node.ghost_owner = node.ghost_owner, upper.ghost_owner
+                children, node.below = node.below, NO_CHILDREN
+                self._hang(children, upper)
+                self._cover(upper, node, hit)
+            return
+        while node.parent is not None and node.start >= start:
+            above = node.parent
+            if above.below and bytes(node.key[:WIDTH]) in above.below:
+                self._cover(above, node, hit)
+                return
+            node = above
+
+    def _cover(self, upper: Node, node: Node, hit: bool) -> None:
+        """Drop the host tokens after `upper` that its child `node`, a leaf, has. Host nodes after them move to `node`.
+
+        The node is split where other text branches off on the host.
+        """
+        tree, base, raw = self._tree, node.start, bytes(node.key)
+        host: Node | None = upper.below.pop(raw[:WIDTH], None)
+        if not upper.below:
+            upper.below = NO_CHILDREN
+        at = 0
+        while host is not None:
+            matched = common_prefix(raw, at, host.key)
+            at += matched
+            node.hits, node.priority = max(node.hits, host.hits + hit), max(node.priority, host.priority)
+            position = base + at // WIDTH
+            found, _ = reuse.split(host.reuse, position)
+            node.reuse = found if host.start == node.start else reuse.join(node.reuse, host.start, found)
+            for cover in tree.events.covered:
+                cover(host, node, position)
+            if matched < len(host.key):
+                self._cut_head(host, matched)
+                self._hang({bytes(host.key[:WIDTH]): host}, self._ending(node, position))
+                break
+            self._release(host)
+            for call in tree.events.removed:
+                call(host, len(host.blocks))
+            following = host.children.pop(raw[at : at + WIDTH], None) if host.children else None
+            if host.children:
+                above = self._ending(node, position)
+                above.ghost_owner = host.ghost_owner
+                self._hang(host.children, above)
+            elif at == len(raw):
+                node.ghost_owner = host.ghost_owner
+            if at < len(raw):
+                node.ghost_owner = tree.ghosts.adopt(host.ghost_owner, position, raw[at:], node.ghost_owner)
+            host = following
+        tree.merge(upper, covered=True)
+
+    def _ending(self, node: Node, position: int) -> Node:
+        """Return the node that ends at `position`: a leaf, or its new upper half."""
+        return node if position == node.end else self._tree.split(node, position - node.start)
+
+    def _hang(self, children: dict[bytes, Node], above: Node) -> None:
+        """Let host nodes follow a device node, in addition to those that follow it."""
+        above.below = {**above.below, **children}
+        for child in children.values():
+            child.parent = above
+            self._tree.mark(child)
+
+    def _cut_head(self, node: Node, matched: int) -> None:
+        """Drop the first `matched` bytes of a node; an image in which later tokens lie stays whole."""
+        size = self._tree.pool.block_size
+        start = node.start + matched // WIDTH
+        _, node.reuse = reuse.split(node.reuse, start)
+        whole = start // size - node.start // size
+        self.blocks.give_back(node.blocks[:whole])
+        del node.blocks[:whole]
+        del node.key[:matched]
+        node.start = start
+        self._note_cancelled(node)

@@ -23,7 +23,7 @@ from radixkv.cache.predictive.hazard_model import BUCKETS, EDGES, HazardModel, T
 from radixkv.cache.predictive.lru_baseline import LruBaseline
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tokens import WIDTH
-from radixkv.cache.types import GhostOwner, Hint, Node
+from radixkv.cache.types import Hint, Node
 
 MARGIN = 0.7  # another leaf must be worth less than this part of the worth of LRU's choice
 MOVES = 256  # access records that change their age bucket at one call
@@ -142,7 +142,7 @@ class PredictiveIndex(EvictionIndex):
 
     # ---- hooks
 
-    def open(self, tree: RadixTree, node: Node, ghost_owner: GhostOwner, rest: bytes, counts: bool) -> AccessRecord:
+    def open(self, tree: RadixTree, node: Node, ghost_owner: int, rest: bytes, counts: bool) -> AccessRecord:
         """Begin an access, and take the claims of earlier ones along its path. O(depth + ghosts)."""
         now = self._advance()
         path, hit = tree.path(node), node.end

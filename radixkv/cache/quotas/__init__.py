@@ -4,13 +4,13 @@ Two rules hold for every eviction policy. Blocks are evicted from the namespace 
 policy's order within it. And no namespace loses blocks to another one while it has no more than its share; then the
 other one evicts its own blocks, or runs out of blocks. A namespace without a share has a share of 0.
 
-Read `limits`, `pool`, `index` and `quotas` in this order. The rest of the cache passes the group of a namespace to the
-pool and to the index, and a cache without limits has one group.
+Read `limits`, `shares`, `index` and `quotas` in this order. The rest of the cache passes the group of a namespace to
+the pool and to the index; a cache without limits has one group.
 """
 
 from radixkv.cache.quotas.index import QuotaIndex
 from radixkv.cache.quotas.limits import NamespaceLimits
-from radixkv.cache.quotas.pool import QuotaPool
 from radixkv.cache.quotas.quotas import NamespaceUsage, Quotas
+from radixkv.cache.quotas.shares import Shares
 
-__all__ = ["NamespaceLimits", "NamespaceUsage", "QuotaIndex", "QuotaPool", "Quotas"]
+__all__ = ["NamespaceLimits", "NamespaceUsage", "QuotaIndex", "Quotas", "Shares"]

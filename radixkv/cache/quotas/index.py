@@ -6,24 +6,23 @@ Uses are counted once for all groups. The group of each victim is chosen in O(gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 from radixkv.cache.eviction import EvictionIndex
-from radixkv.cache.namespaces import Namespace
-from radixkv.cache.quotas.pool import QuotaPool
+from radixkv.cache.quotas.shares import Shares
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.cache.types import GhostOwner, Hint, Node
+from radixkv.cache.types import Hint, Node
 
 
 class QuotaIndex(EvictionIndex):
     """The unlocked leaves of each group in the order of the policy; groups that exceed their share most come first."""
 
-    __slots__ = ("_indexes", "_pool", "remembers_faded")
+    __slots__ = ("_indexes", "_shares", "remembers_faded")
 
-    def __init__(self, pool: QuotaPool, new_index: Callable[[], EvictionIndex]) -> None:
+    def __init__(self, shares: Shares, new_index: Callable[[], EvictionIndex]) -> None:
         super().__init__()
-        self._pool = pool
-        self._indexes = [new_index() for _ in range(len(pool.limits))]
+        self._shares = shares
+        self._indexes = [new_index() for _ in range(len(shares.limits))]
         self.remembers_faded = self._indexes[0].remembers_faded
 
     # ---- leaves
@@ -64,25 +63,23 @@ class QuotaIndex(EvictionIndex):
 
     def victims_for(self, group: int) -> GroupVictims:
         """Return the leaves that may be evicted for a sequence of a group."""
-        return GroupVictims(self, self._pool, group)
+        return GroupVictims(self, self._shares, group)
 
     def by_excess(self, groups: Iterable[int]) -> list[int]:
         """The groups among `groups` that have leaves: those with evictable blocks first, then by their excess.
 
         Blocks of a leaf are not evictable while a fork owns them too.
         """
-        pool = self._pool
+        shares = self._shares
         found = [group for group in groups if len(self._indexes[group])]
-        return sorted(found, key=lambda each: (pool.evictable_in[each] > 0, pool.excess(each)), reverse=True)
+        return sorted(found, key=lambda each: (shares.evictable_in[each] > 0, shares.excess(each)), reverse=True)
 
     def _of(self, node: Node) -> EvictionIndex:
-        if node.parent is None:
-            return self._indexes[cast(Namespace, node.ghost_owner).group]
-        return self._indexes[self._pool.group_of(node)]
+        return self._indexes[self._shares.group_of(node)]
 
     # ---- hooks for policies that learn
 
-    def open(self, tree: RadixTree, node: Node, ghost_owner: GhostOwner, rest: bytes, counts: bool) -> Any:
+    def open(self, tree: RadixTree, node: Node, ghost_owner: int, rest: bytes, counts: bool) -> Any:
         """A sequence that is no audit was opened at the end of `node`; return its policy_data."""
         return self._of(node).open(tree, node, ghost_owner, rest, counts)
 
@@ -109,7 +106,7 @@ class QuotaIndex(EvictionIndex):
         by_group: list[list[Node]] = [[] for _ in self._indexes]
         for node in nodes:
             if node.parent is not None:
-                by_group[self._pool.group_of(node)].append(node)
+                by_group[self._shares.group_of(node)].append(node)
         for index, its_nodes in zip(self._indexes, by_group, strict=True):
             index.check(its_nodes)
 
@@ -117,10 +114,10 @@ class QuotaIndex(EvictionIndex):
 class GroupVictims:
     """The leaves that may be evicted for one group: its own, and those of groups beyond their guaranteed blocks."""
 
-    __slots__ = ("_chosen", "_group", "_index", "_pool")
+    __slots__ = ("_chosen", "_group", "_index", "_shares")
 
-    def __init__(self, index: QuotaIndex, pool: QuotaPool, group: int) -> None:
-        self._index, self._pool, self._group = index, pool, group
+    def __init__(self, index: QuotaIndex, shares: Shares, group: int) -> None:
+        self._index, self._shares, self._group = index, shares, group
         self._chosen = group  # of the last victim
 
     def __len__(self) -> int:
@@ -134,13 +131,13 @@ class GroupVictims:
     def trim_limit(self, node: Node, blocks: int) -> int:
         """Return how many blocks to evict at once; a group keeps its guaranteed blocks."""
         limit = self._index.of(self._chosen).trim_limit(node, blocks)
-        pool, chosen = self._pool, self._chosen
-        return limit if chosen == self._group else min(limit, pool.used[chosen] - pool.guaranteed[chosen])
+        shares, chosen = self._shares, self._chosen
+        return limit if chosen == self._group else min(limit, shares.used[chosen] - shares.guaranteed[chosen])
 
     def trim(self, node: Node) -> None:
         """Note that the victim's tail was evicted."""
         self._index.of(self._chosen).trim(node)
 
     def _allowed(self) -> list[int]:
-        pool = self._pool
-        return [group for group in range(len(pool.used)) if group == self._group or pool.exceeds(group)]
+        shares = self._shares
+        return [group for group in range(len(shares.used)) if group == self._group or shares.exceeds(group)]

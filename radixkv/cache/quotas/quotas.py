@@ -5,13 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from radixkv.cache.eviction import EvictionIndex
-from radixkv.cache.namespaces import Namespace
 from radixkv.cache.quotas.index import QuotaIndex
 from radixkv.cache.quotas.limits import NamespaceLimits
-from radixkv.cache.quotas.pool import QuotaPool
+from radixkv.cache.quotas.shares import Shares
 from radixkv.cache.state import CacheState
 
 
@@ -27,24 +25,23 @@ class NamespaceUsage:
 
 
 class Quotas:
-    """The parts of a cache that keep the limits of namespaces."""
+    """The parts of a cache that keep the limits of namespaces: the pool's accounts, and an index of all groups."""
 
     def __init__(
         self,
         limits: NamespaceLimits | Mapping[Hashable, float],
         num_blocks: int,
-        block_size: int,
         new_index: Callable[[], EvictionIndex],
     ) -> None:
-        """Make a pool, and an index of the policy for each group. Raises InvalidInput for limits that are wrong."""
+        """Make the accounts, and an index of the policy for each group. Raises InvalidInput for wrong limits."""
         self.limits = limits if isinstance(limits, NamespaceLimits) else NamespaceLimits(limits)
-        self.pool = QuotaPool(num_blocks, block_size, self.limits)
-        self.index = QuotaIndex(self.pool, new_index)
+        self.shares = Shares(num_blocks, self.limits)
+        self.index = QuotaIndex(self.shares, new_index)
 
     def usage(self) -> tuple[NamespaceUsage, ...]:
         """The blocks of each namespace with a share, in the order of the limits. O(shares)."""
-        pool = self.pool
-        rows = zip(self.limits.shares, pool.guaranteed, pool.used, pool.evictable_in, strict=True)
+        shares = self.shares
+        rows = zip(self.limits.shares, shares.guaranteed, shares.used, shares.evictable_in, strict=True)
         named = zip(self.limits.namespaces, list(rows)[1:], strict=True)
         return tuple(NamespaceUsage(namespace, *row) for namespace, row in named)
 
@@ -52,7 +49,7 @@ class Quotas:
         """Count the pinned blocks of each group. O(pinned blocks)."""
         pinned = [0] * len(self.limits)
         for block in state.pins.blocks():
-            pinned[self.pool.owner[block]] += 1
+            pinned[self.shares.owner[block]] += 1
         return pinned
 
     def check(self, state: CacheState) -> None:
@@ -61,7 +58,7 @@ class Quotas:
         held = {block for node in state.tree.walk() if node.locks for block in node.blocks}
         for sequence in state.open.values():
             held.update(sequence.own_blocks())
-        self.pool.check(_owned(state), idle - held)
+        self.shares.check(_owned(state), idle - held)
 
 
 def _owned(state: CacheState) -> Iterator[tuple[int, array[int]]]:
@@ -69,7 +66,4 @@ def _owned(state: CacheState) -> Iterator[tuple[int, array[int]]]:
         for node in state.tree.walk(root):
             yield namespace.group, node.blocks
     for sequence in state.open.values():
-        node = sequence.node
-        while node.parent is not None:
-            node = node.parent
-        yield cast(Namespace, node.ghost_owner).group, sequence.own_blocks()
+        yield state.tree.namespace_of(sequence.node).group, sequence.own_blocks()

@@ -9,13 +9,13 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from radixkv.errors import OutOfStates
-from radixkv.recurrent_state import StateRow
+from radixkv.sizing.recurrent_state import StateRow
 
 
 class StateSlots:
-    """Slots [0, rows) run sequences, and slots [rows, rows + snapshots) hold snapshots.
+    """Slots [0, rows) run sequences; `snapshots` slots, then `host_snapshots` slots in host memory, hold snapshots.
 
-    >>> from radixkv.recurrent_state import EMPTY
+    >>> from radixkv.sizing.recurrent_state import EMPTY
     >>> slots = StateSlots(rows=2, snapshots=1)
     >>> first, second = slots.take_row(), slots.take_row()
     >>> slots.copy_to_row(EMPTY, second)
@@ -24,11 +24,16 @@ class StateSlots:
     ([(-1, 1), (1, 0)], 0)
     """
 
-    __slots__ = ("_copies", "_gaps", "_rows", "drains", "free", "num_rows", "num_snapshots")
+    __slots__ = (
+        "_copies", "_gaps", "_rows", "drains", "free", "host_free", "host_start", "num_host", "num_rows",
+        "num_snapshots",
+    )  # fmt: skip
 
-    def __init__(self, rows: int, snapshots: int) -> None:
-        self.num_rows, self.num_snapshots = rows, snapshots
-        self.free = list(range(rows + snapshots - 1, rows - 1, -1))  # snapshot slots
+    def __init__(self, rows: int, snapshots: int, host_snapshots: int = 0) -> None:
+        self.num_rows, self.num_snapshots, self.num_host = rows, snapshots, host_snapshots
+        self.host_start = rows + snapshots  # the first slot in host memory
+        self.free = list(range(self.host_start - 1, rows - 1, -1))  # snapshot slots
+        self.host_free = list(range(self.host_start + host_snapshots - 1, self.host_start - 1, -1))
         self.drains = 0  # forwards that have begun: a plan that is older than the last one may have been executed
         self._rows: list[StateRow | None] = []
         self._gaps: list[int] = []  # a heap of the numbers of free rows among `_rows`
@@ -78,6 +83,14 @@ class StateSlots:
     def copy_from_row(self, row: StateRow, slot: int) -> None:
         """Queue the copy of a row into a snapshot slot."""
         self._copies.append((row.number, slot))
+
+    def copy_to_host(self, slot: int, host_slot: int) -> None:
+        """Queue the copy of a snapshot slot into one in host memory."""
+        self._copies.append((slot, host_slot))
+
+    def give_back(self, slot: int) -> None:
+        """Free a snapshot slot of either memory."""
+        (self.free if slot < self.host_start else self.host_free).append(slot)
 
     def drain(self) -> list[tuple[int, int]]:
         """Pack the rows, and return the copies (source, target) since the last call, to be run in this order."""

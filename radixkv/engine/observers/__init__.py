@@ -1,8 +1,9 @@
 """Observers of an engine's requests: telemetry records, monitoring, trace recording.
 
-recorder.py      builds the records that radixkv-monitor shows
-monitoring.py    publishes them, and writes the last minutes after a crash
-trace_writer.py  writes a trace of all requests that can be replayed
+request_recorder.py  builds the records that radixkv-monitor shows
+monitoring.py        publishes them, and writes the last minutes after a crash
+engine_control.py    executes the commands of radixkv-monitor
+trace_writer.py      writes a trace of all requests that can be replayed
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class EngineObserver:
         """Notify that a request was queued."""
 
     def opened(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
-        """Notify that a request got `sequence` for `tokens`, of which at most `limit` could be a hit.
+        """Notify that a request got `sequence` for `tokens`; at most `limit` of them could be a hit.
 
         That is at its admission, before it has a stream; after a preemption; and for each stream that resumes.
         """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from radixkv.engine.engine_thread import EngineThread
-from radixkv.engine.observers.recorder import RequestRecorder
+from radixkv.engine.observers.request_recorder import RequestRecorder
 from radixkv.errors import RadixKVError
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import Changes, EngineFacts
@@ -23,7 +23,7 @@ from radixkv.telemetry.records import Changes, EngineFacts
 if TYPE_CHECKING:
     from radixkv.device import Device
     from radixkv.engine.core import Core
-    from radixkv.telemetry.control import Execute
+    from radixkv.telemetry.command_queue import Execute
     from radixkv.telemetry.publisher import Publisher
 
 _log = logging.getLogger(__name__)
@@ -41,10 +41,12 @@ CRASHES = 3
 class Monitoring:
     """The publisher of an engine, and the recorder that it collects from."""
 
-    def __init__(self, publisher: Publisher, recorder: RequestRecorder, thread: EngineThread) -> None:
-        """Write a recording if `thread` breaks."""
+    def __init__(self, publisher: Publisher, recorder: RequestRecorder) -> None:
         self.publisher, self.recorder = publisher, recorder
-        thread.on_broken = partial(_record_crash, publisher, recorder)
+
+    def crashed(self, error: BaseException) -> None:
+        """Write a recording, as the engine's thread has raised; on that thread."""
+        _record_crash(self.publisher, self.recorder, error)
 
     def flight(self, path: str | os.PathLike[str]) -> int:
         """Write the last minutes to a file; returns its bytes. Raises OSError."""
@@ -92,7 +94,7 @@ def start(
     except (OSError, RadixKVError) as error:
         _log.warning("this engine cannot be watched by radixkv-monitor: %s", error)
         return None
-    return Monitoring(publisher, recorder, thread)
+    return Monitoring(publisher, recorder)
 
 
 def _parsed(monitor: bool | str) -> tuple[bool, str | None]:
@@ -105,7 +107,7 @@ def _parsed(monitor: bool | str) -> tuple[bool, str | None]:
 
 def _execute(core: Core, thread: EngineThread) -> Execute:
     """Return a function that schedules a command on the engine's thread."""
-    from radixkv.engine.observers.control import EngineControl
+    from radixkv.engine.observers.engine_control import EngineControl
 
     control = EngineControl(core)
     return lambda command, process: thread.call(partial(control.execute, command, process))

@@ -97,6 +97,9 @@ class TraceWriter(EngineObserver):
         except Exception as problem:
             self._give_up(problem)
 
+    def crashed(self, error: BaseException) -> None:
+        """Do nothing: the trace has each request when it ends."""
+
     def close(self) -> None:
         """Write the queued requests, and wait at most `CLOSE_TIMEOUT` seconds for that. May be called twice."""
         self._stopped = True

@@ -18,7 +18,7 @@ from radixkv.models.gpu_layers.layer import NORMS, GpuLastNorm, GpuLayer, epsilo
 from radixkv.models.gpu_layers.proof import Unlike, norm_agrees, proven
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.observed import Use, observed
-from radixkv.models.weight_watch import weight_places
+from radixkv.models.weights.watch import weight_places
 
 _log = logging.getLogger(__name__)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -113,7 +113,7 @@ def _candidates(model: nn.Module, specs: tuple[LayerSpec, ...]) -> list[Any]:
 
 
 def _other_parts(layer: Any, spec: LayerSpec, users: Counter[int]) -> str | None:
-    """Return the reason why a layer's parts are not those of a Llama layer; None if they are."""
+    """Return the reason why a layer does not have the parts of a Llama layer; None if it does."""
     from radixkv_kernels.layers import WIDEST  # needs Triton
 
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)

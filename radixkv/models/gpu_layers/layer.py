@@ -1,8 +1,8 @@
 """The forward of a decoder layer in nine launches and its attention's: `GpuLayer`, and the norm after the last layer.
 
 A layer returns the output of its MLP and leaves the residual on this tensor, so that the next norm adds both. The
-forwards replace those of a model's modules only in the forwards of radixkv whose attention runs in Triton: all others
-use the modules as they are written.
+forwards replace the forwards of a model's modules only in the forwards of radixkv whose attention runs in Triton: all
+others use the modules as they are written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def completed(hidden: Tensor) -> Tensor:
 
 
 def _attending() -> Attend | None:
-    """Return the function that attends along rows in the present forward; None outside of those of radixkv."""
+    """Return the function that attends along rows in the present forward; None outside of radixkv's forwards."""
     found: Attend | None = getattr(handler_or_none(), "attend_rows", None)
     return found
 

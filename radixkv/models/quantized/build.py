@@ -20,7 +20,7 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).parent
 SOURCES = (_FOLDER / "kernels.cpp", _FOLDER / "step.cpp")
-_HEADERS = (_FOLDER / "kernels.h", _FOLDER / "instructions.h")
+_HEADERS = tuple(_FOLDER / name for name in ("kernels.h", "instructions.h", "products.h", "rows.h"))
 _COMPILERS = ("c++", "g++", "clang++")
 # Contraction would fuse a product and a sum where the source does not, and the bits would depend on the compiler.
 _OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")

@@ -111,7 +111,7 @@ class Kernels:
 def _parallel() -> int | None:
     """Return the address of the function that runs threads of the OpenMP library that torch uses; None without one.
 
-    Threads of another library would compete with those of torch for the cores.
+    Threads of another library would compete with torch's for the cores.
     """
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
@@ -266,7 +266,7 @@ def rows_of(given: Tensor, width: int) -> Tensor:
 
 
 def _are_right(library: Kernels) -> bool:
-    """Return whether products are those of the expanded weights, for each format. Costs a millisecond."""
+    """Return whether products equal the products of the expanded weights, for each format. Costs a millisecond."""
     draw = torch.Generator().manual_seed(1)
     for format in Format:
         weights = QuantizedWeights(70, 3 * GROUP, format, library)

@@ -67,7 +67,7 @@ def _fused(module: nn.Module, uses: list[Use], library: Kernels) -> Iterator[Fus
 
 
 class _Fused:
-    """A forward that replaces that of the module `own`."""
+    """A forward that replaces the module `own`'s."""
 
     def __init__(self, own: Any, names: tuple[str, ...], library: Kernels) -> None:
         """Use the weights and biases that the parts `names` have at each call."""
@@ -281,7 +281,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _has_heads(module: Any, call: AttentionCall) -> bool:
-    """Return whether the outputs of the projections are those heads, and the norms are those of single heads."""
+    """Return whether the outputs of the projections are those heads, and the norms belong to single heads."""
     sizes = [each.shape[1] * each.shape[3] for each in (call.query, call.key, call.value)]
     norms = [norm for name in _NORMS if (norm := getattr(module, name, None)) is not None]
     return sizes == [getattr(module, name).out_features for name in _PROJECTIONS] and (

@@ -1,10 +1,8 @@
 // Compute the parts of a step between the products: norms, rotations, activations, and attention of single query rows.
 //
 // Each row is computed by itself and every sum has one order, which depends on neither the instruction set nor the number
-// of threads. This file includes itself once per instruction set. The Python side is norms.py, modules.py and
+// of threads. rows.h is included once per instruction set. The Python side is norms.py, modules.py and
 // models/compiled_attention.py.
-
-#ifndef INSTRUCTIONS
 
 #include <cmath>
 
@@ -60,13 +58,15 @@ __attribute__((always_inline)) AVX2 inline __m256 sums_of(const __m256* eight) {
 
 #define INSTRUCTIONS 512
 #define TARGET AVX512
-#include "step.cpp"
+#include "rows.h"
 #undef TARGET
 #undef INSTRUCTIONS
 
 #define INSTRUCTIONS 2
 #define TARGET AVX2
-#include "step.cpp"
+#include "rows.h"
+#undef TARGET
+#undef INSTRUCTIONS
 
 namespace {
 
@@ -171,180 +171,3 @@ void radixkv_attend(const Layer* layer, const Items* items, const float* query, 
 }
 
 }  // extern "C"
-
-#else  // ---- by one instruction set
-
-namespace {
-
-#include "instructions.h"
-
-constexpr int PARTS = 16 / LANES;  // vectors of 16 lanes
-
-// e to the power of x, with a relative error of 1e-7. Numbers beyond the exponents of float32 are cut to them.
-INLINE Floats exponential(Floats x) {
-    x = lower(all(88.0f), higher(all(-87.0f), x));
-    const Floats n = nearest(times(x, all(1.44269504f)));
-    const Floats r = fused(n, all(2.12194440e-4f), fused(n, all(-0.693359375f), x));
-    Floats p = fused(all(1.9875691500e-4f), r, all(1.3981999507e-3f));
-    p = fused(p, r, all(8.3334519073e-3f));
-    p = fused(p, r, all(4.1665795894e-2f));
-    p = fused(p, r, all(1.6666665459e-1f));
-    p = fused(p, r, all(5.0000001201e-1f));
-    p = fused(times(p, r), r, add(r, all(1.0f)));
-    return times(p, power_of_two(n));
-}
-
-INLINE Floats sigmoid(Floats x) { return divided(all(1.0f), add(all(1.0f), exponential(times(x, all(-1.0f))))); }
-
-// y = activation(gate) * up, for one row that has `width` numbers of gate and then as many of up.
-TARGET void activate(const float* row, float* y, long width, Activation activation) {
-    alignas(64) float last[3][LANES] = {};
-    for (long k = 0; k < width; k += LANES) {
-        const bool whole = k + LANES <= width;
-        if (!whole) {
-            memcpy(last[0], row + k, 4 * (width - k));
-            memcpy(last[1], row + width + k, 4 * (width - k));
-        }
-        const Floats gate = load(whole ? row + k : last[0]), up = load(whole ? row + width + k : last[1]);
-        Floats at = gate;
-        if (activation == GELU_TANH) {
-            const Floats cubed = times(times(gate, gate), gate);
-            at = times(all(1.59576912f), fused(cubed, all(0.044715f), gate));
-        }
-        store(whole ? y + k : last[2], times(times(gate, sigmoid(at)), up));
-        if (!whole) memcpy(y + k, last[2], 4 * (width - k));
-    }
-}
-
-// The products of G query rows q[G, key_dim] and the keys in `count` slots, in scores[G, PIECE]; up to 7 more are written.
-// The values in these slots are fetched meanwhile: they are the next to be read.
-template <int G>
-TARGET void score(const float* q, const Layer& layer, const float* keys, const float* values, const int32_t* slots,
-                  long count, float* scores) {
-    const long dim = layer.key_dim, value_dim = layer.value_dim;
-    for (long t = 0; t < count; t += 8) {
-        __m256 sums[G][8];
-        for (long j = 0; j < 8; j++) {
-            const float* key = keys + (long)slots[t + j < count ? t + j : count - 1] * dim;
-            if (t + j < count)
-                for (long k = 0; k < value_dim; k += 16)
-                    _mm_prefetch((const char*)(values + (long)slots[t + j] * value_dim + k), _MM_HINT_T1);
-            Floats sum[G][PARTS];
-            for (int g = 0; g < G; g++)
-                for (int p = 0; p < PARTS; p++) sum[g][p] = zeros();
-            for (long k = 0; k < dim; k += 16)
-                for (int p = 0; p < PARTS; p++) {
-                    const Floats numbers = load(key + k + p * LANES);
-                    for (int g = 0; g < G; g++)
-                        sum[g][p] = fused(numbers, load(q + g * dim + k + p * LANES), sum[g][p]);
-                }
-            for (int g = 0; g < G; g++) sums[g][j] = eighths(sum[g]);
-        }
-        for (int g = 0; g < G; g++) _mm256_storeu_ps(scores + g * PIECE + t, sums_of(sums[g]));
-    }
-}
-
-// Turn scores[count] into weights, and numbers up to a multiple of 16 into zeros; return the highest score, and the sum of the weights.
-TARGET float weigh(float* scores, long count, float softcap, float* total) {
-    if (softcap > 0.0f)
-        for (long t = 0; t < count; t++) scores[t] = softcap * std::tanh(scores[t] / softcap);
-    const long end = (count + 15) / 16 * 16;
-    for (long t = count; t < end; t++) scores[t] = -INFINITY;
-    Floats most = all(-INFINITY), sum[PARTS];
-    for (long t = 0; t < end; t += LANES) most = higher(load(scores + t), most);  // without NaN, which the sum gets
-    alignas(64) float lanes[LANES];
-    store(lanes, most);
-    float highest = lanes[0];
-    for (int i = 1; i < LANES; i++) highest = lanes[i] > highest ? lanes[i] : highest;
-    for (long t = 0; t < end; t += LANES) store(scores + t, exponential(add(load(scores + t), all(-highest))));
-    for (long t = count; t < end; t++) scores[t] = 0.0f;
-    for (int p = 0; p < PARTS; p++) {
-        sum[p] = zeros();
-        for (long t = p * LANES; t < end; t += 16) sum[p] = add(sum[p], load(scores + t));
-    }
-    __m256 eight[8] = {eighths(sum)};
-    for (int i = 1; i < 8; i++) eight[i] = _mm256_setzero_ps();
-    *total = _mm256_cvtss_f32(sums_of(eight));
-    return highest;
-}
-
-// The sums of the values in `count` slots by weights[G, PIECE], in columns [column, column + C * LANES) of found[G, WIDEST].
-template <int G, int C>
-TARGET void sum_values(const float* weights, const float* values, const int32_t* slots, long count, long dim, long column,
-                       float* found) {
-    Floats sum[G][C];
-    for (int g = 0; g < G; g++)
-        for (int c = 0; c < C; c++) sum[g][c] = zeros();
-    for (long t = 0; t < count; t++) {
-        const float* at = values + (long)slots[t] * dim + column;
-        for (int c = 0; c < C; c++) {
-            const Floats numbers = load(at + c * LANES);
-            for (int g = 0; g < G; g++) sum[g][c] = fused(all(weights[g * PIECE + t]), numbers, sum[g][c]);
-        }
-    }
-    for (int g = 0; g < G; g++)
-        for (int c = 0; c < C; c++) store(found + g * WIDEST + column + c * LANES, sum[g][c]);
-}
-
-// Attention of G query heads from `head` on of one item.
-template <int G>
-TARGET void attend_heads(const Attention& job, long item, long kv_head, long head) {
-    alignas(64) float q[G * WIDEST], scores[G * PIECE + 16], piece[G * WIDEST], sum[G * WIDEST];
-    int32_t slots[PIECE];
-    const Layer& layer = *job.layer;
-    const Items& items = *job.items;
-    const long key_dim = layer.key_dim, dim = layer.value_dim, size = items.block_size;
-    const float *keys = layer.keys + kv_head * layer.slots * key_dim, *values = layer.values + kv_head * layer.slots * dim;
-    const float* from = job.query.at + items.rows[item] * job.query.row + (kv_head * job.group + head) * job.query.head;
-    for (int g = 0; g < G; g++)
-        for (long k = 0; k < key_dim; k++) q[g * key_dim + k] = from[g * job.query.head + k] * job.scale;
-    const int32_t* blocks = items.blocks + items.block_offset[item];
-    const long skip = items.start[item] % size, end = skip + items.tokens[item];
-    float highest[G] = {}, total[G] = {};
-    for (long first = skip; first < end; first += PIECE) {
-        const long count = end - first < PIECE ? end - first : PIECE;
-        for (long t = 0, block = first / size, slot = first % size; t < count; t++) {
-            slots[t] = (int32_t)(blocks[block] * size + slot);
-            if (++slot == size) slot = 0, block++;
-        }
-        score<G>(q, layer, keys, values, slots, count, scores);
-        float here[G], weight[G];
-        for (int g = 0; g < G; g++) here[g] = weigh(scores + g * PIECE, count, job.softcap, weight + g);
-        long column = 0;
-        for (; column + 4 * 16 <= dim && LANES == 16; column += 4 * 16)
-            sum_values<G, 4>(scores, values, slots, count, dim, column, piece);
-        for (; column < dim; column += 16) sum_values<G, PARTS>(scores, values, slots, count, dim, column, piece);
-        for (int g = 0; g < G; g++) {
-            const bool only = first == skip;
-            const float top = only || here[g] > highest[g] ? here[g] : highest[g];
-            const float old = only ? 0.0f : std::exp(highest[g] - top), added = std::exp(here[g] - top);
-            for (long k = 0; k < dim; k++) {
-                const float before = only ? 0.0f : sum[g * WIDEST + k] * old;
-                sum[g * WIDEST + k] = before + piece[g * WIDEST + k] * added;
-            }
-            total[g] = total[g] * old + weight[g] * added;
-            highest[g] = top;
-        }
-    }
-    for (int g = 0; g < G; g++) {
-        const long place = (item * layer.kv_heads + kv_head) * job.group + head + g;
-        for (long k = 0; k < dim; k++) job.output[place * dim + k] = sum[g * WIDEST + k] / total[g];
-        if (job.lse) job.lse[place] = highest[g] + std::log(total[g]);
-    }
-}
-
-// Attention of one item's query heads that share a kv head.
-TARGET void attend(const Attention& job, long item, long kv_head) {
-    for (long head = 0; head < job.group; head += HEADS) switch (job.group - head) {
-            case 1: attend_heads<1>(job, item, kv_head, head); break;
-            case 2: attend_heads<2>(job, item, kv_head, head); break;
-            case 3: attend_heads<3>(job, item, kv_head, head); break;
-            default: attend_heads<4>(job, item, kv_head, head);
-        }
-}
-
-}  // namespace avx512 or avx2
-
-}  // namespace
-
-#endif

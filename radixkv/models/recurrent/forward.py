@@ -1,7 +1,7 @@
 """Compute a step of a model with recurrent state: the packed row is cut into calls of each mixer.
 
 All decodes of a step share one call; each longer chunk has calls of its own, cut where a snapshot is taken. Attention
-and all other layers see the whole row. Copies that the cache has queued are made before the forward.
+and all other layers see the whole row. The caller has run the copies that the cache has queued.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from radixkv.device import device_of
 from radixkv.models.loaded import SequenceInput, StateKey
 from radixkv.models.recurrent.arena import Slots, StateArena
 from radixkv.models.recurrent.mixers import Mixer, mixed_by
@@ -29,7 +31,6 @@ class RecurrentForward:
 
         A forward that raises leaves the rows of its inputs in an unknown state.
         """
-        self._arena.drain()
         step = MixerStep(self._arena, mixer_calls(inputs, self._arena.device))
         with mixed_by(step):
             logits = self._forward(inputs, sampled)
@@ -85,7 +86,7 @@ def _slots(numbers: Sequence[int], device: torch.device) -> Slots:
     """Return ascending neighbours as a slice, other numbers as an index."""
     if list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
         return slice(numbers[0], numbers[0] + len(numbers))
-    return torch.tensor(numbers, dtype=torch.long, device=device)
+    return device_of(device).upload(np.array(numbers, np.int64))
 
 
 class MixerStep:
@@ -121,7 +122,7 @@ class MixerStep:
 
 
 class StateView:
-    """The cache that one call of a mixer sees: the states of its slots, of which none is fresh.
+    """The cache that one call of a mixer sees: the states of its slots; none is fresh.
 
     The states of neighbouring slots are views, which the mixer may also change in place. Others are gathered when
     they are read, and `finish` stores them. Slots of zeros stand for fresh sequences.
@@ -160,7 +161,7 @@ class StateView:
         return True
 
     def finish(self, snapshots: Sequence[tuple[int, int]]) -> None:
-        """Store gathered states, and copy those of this mixer from slot to slot for each snapshot."""
+        """Store gathered states, and copy this mixer's from slot to slot for each snapshot."""
         for key, state in self._states.items():
             if not isinstance(self._slots, slice):
                 self._arena.write(key, self._slots, state)

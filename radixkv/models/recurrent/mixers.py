@@ -26,7 +26,7 @@ class MixerHandler(Protocol):
     """Answers the calls of mixers in one forward."""
 
     def mix(self, mixer: Mixer, arguments: dict[str, Any]) -> Any:
-        """Return the output of `mixer` for a packed row; `arguments` are those of its forward, by name."""
+        """Return the output of `mixer` for a packed row; `arguments` are its forward's, by name."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Clamp the time steps of Mamba-2 decodes as those of longer chunks, which transformers' path for one token leaves out.
+"""Clamp the time steps of Mamba-2 decodes as in longer chunks, which transformers' path for one token leaves out.
 
 Without the clamp the state after a token depends on whether the token came alone. The reference is the model's forward
 of a whole prompt, which clamps. Time steps are softplus(dt + bias), so that dt can be clamped before.

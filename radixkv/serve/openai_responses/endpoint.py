@@ -158,7 +158,7 @@ class ResponseAnswer:
         return event
 
     async def _usage(self) -> JsonObject:
-        """Return the token counts. Those of thinking are counted from its text."""
+        """Return the token counts. The tokens of thinking are counted from its text."""
         used = self._turn.usage
         (reply,) = await self._turn.replies()
         thought = 0

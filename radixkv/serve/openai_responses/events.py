@@ -72,7 +72,7 @@ class ResponseEvents:
         encrypted: bool = False,
         summary: bool = False,
     ) -> None:
-        """Start a response without output. The other arguments are those of ResponseRequest."""
+        """Start a response without output. The other arguments are fields of ResponseRequest."""
         self.id = f"resp_{uuid.uuid4().hex}"
         self.output: list[JsonObject] = []
         self.response: JsonObject = {
@@ -116,7 +116,7 @@ class ResponseEvents:
         return events + self._text.delta(text, self._next())
 
     def finish(self, status: Status, usage: JsonObject | None, reason: str | None = None) -> bytes:
-        """End the response; `reason` is that of an incomplete one."""
+        """End the response; `reason` says why it is incomplete."""
         cut = status in ("incomplete", "cancelled")
         events = self._close_text("incomplete" if cut else "completed")
         if status == "completed" and not any(item["type"] in ("message", "function_call") for item in self.output):

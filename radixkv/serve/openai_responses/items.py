@@ -1,4 +1,4 @@
-"""Convert the items of a Responses conversation to the messages of chat templates.
+"""Declare the items of a Responses conversation, and convert them to the messages of chat templates.
 
 One reply of the model is one message for a template, but several items: reasoning, text and calls. So the items of a
 reply are merged, and the history finds the reply's tokens. Reading an item never depends on its id or status.
@@ -8,62 +8,190 @@ from __future__ import annotations
 
 import binascii
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, WithJsonSchema
 
 from radixkv.chat.messages import Message
-from radixkv.serve.errors import bad_request
-from radixkv.serve.fields import Fields, IgnoredFields, JsonObject, shown
-from radixkv.serve.message_schemas import RoleOrder, arguments_of, in_order
-from radixkv.serve.openai_responses.tools import qualified
-
-ROLES = ("system", "developer", "user", "assistant")
-KINDS = (
-    "message",
-    "reasoning",
-    "function_call",
-    "function_call_output",
-    "custom_tool_call",
-    "custom_tool_call_output",
-    "item_reference",
+from radixkv.serve.bodies import (
+    Anything,
+    Body,
+    ByField,
+    ByType,
+    NotEmpty,
+    Prefer,
+    Several,
+    Unread,
+    broken,
+    needs,
+    other_values,
+    read,
 )
-TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
-OF_ITEMS = ("id", "status")  # written by the server, and sent back
-HINTS = ("phase", "caller")
-HINTS_OF_PARTS = ("annotations", "logprobs", "prompt_cache_breakpoint")
+from radixkv.serve.errors import bad_request
+from radixkv.serve.fields import IgnoredFields, JsonObject
+from radixkv.serve.message_schemas import arguments_of
+from radixkv.serve.openai_responses.tools import qualified
+from radixkv.serve.role_order import RoleOrder, in_order
+
 _TEXTS_OF_MESSAGES = {"content", "reasoning_content"}
 _SEALED = "radixkv:"  # begins the encrypted_content of this server
+_READ = 'this server reads text only, as "input_text" or "output_text"'
 
 
-def read_input(given: object) -> list[JsonObject]:
-    """Return the items of the field `input`, which is a text or an array; raise ApiError for other values."""
+# ---- parts
+
+
+class ResponseText(Body):
+    """A text."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+    annotations: Anything = None
+    logprobs: Anything = None
+    prompt_cache_breakpoint: Anything = None
+
+    _has_text = needs("text", "must be a string", "invalid_type")
+
+
+class ResponseRefusal(Body):
+    """A text with which the model refused to answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+    annotations: Anything = None
+    logprobs: Anything = None
+    prompt_cache_breakpoint: Anything = None
+
+    _has_text = needs("refusal", "must be a string", "invalid_type")
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return self.refusal
+
+
+Content = Annotated[
+    str | Several[Annotated[ResponseText | ResponseRefusal, ByField("type", _READ)]],
+    ByType("a string or an array of text parts"),
+]
+Arguments = Annotated[str | dict[str, Any], ByType("a string")]
+
+
+# ---- items
+
+
+class Item(Body):
+    """The fields of all items, which the server wrote and a client sends back."""
+
+    id: Anything = None
+    status: Anything = None
+    phase: Anything = None
+    caller: Anything = None
+
+
+class MessageItem(Item):
+    """A text of any role."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class ReasoningItem(Item):
+    """The thinking before a reply."""
+
+    type: Literal["reasoning"]
+    content: Content | None = None
+    summary: Content | None = None
+    encrypted_content: str | None = None
+
+
+class FunctionCall(Item):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    call_id: NotEmpty
+    name: NotEmpty
+    namespace: str | None = None
+    arguments: Arguments | None = None
+
+
+class CustomCall(Item):
+    """A call of a tool that takes text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: NotEmpty
+    name: NotEmpty
+    input: Arguments | None = None
+
+
+class CallOutput(Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: NotEmpty
+    output: Content
+    name: Anything = None
+    namespace: Anything = None
+
+
+def _refuse_reference(_: str) -> str:
+    raise broken("", "cannot be item_reference: send the item itself, or previous_response_id")
+
+
+class ItemReference(Unread):
+    """The id of a stored item, which is refused."""
+
+    type: Annotated[Literal["item_reference"], AfterValidator(_refuse_reference), WithJsonSchema({"not": {}})]
+
+
+_READ_ITEMS = MessageItem, ReasoningItem, FunctionCall, CustomCall, CallOutput, ItemReference
+
+
+class OtherItem(Unread):
+    """An item that has no effect."""
+
+    type: Annotated[Any, Prefer(why="this server does not read such items", schemas=other_values("type", *_READ_ITEMS))]
+
+
+AnyItem = MessageItem | ReasoningItem | FunctionCall | CustomCall | CallOutput | ItemReference | OtherItem
+Items = Several[Annotated[AnyItem, ByField("type")]]
+
+
+class StoredItems(Body):
+    """Items that were read before."""
+
+    items: Items
+
+
+def stored_items(items: Sequence[JsonObject]) -> list[AnyItem]:
+    """Return stored items as they were read. O(bytes)."""
+    return read(StoredItems, {"items": list(items)}, IgnoredFields()).items
+
+
+def raw_items(given: str | list[JsonObject]) -> list[JsonObject]:
+    """Return the items of the field `input`; a text is one item."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
-    if not isinstance(given, list):
-        raise bad_request("input must be a string or an array of items", "input", "invalid_type")
     return given
 
 
-def read_messages(
-    instructions: str | None,
-    stored: Sequence[JsonObject],
-    items: Sequence[JsonObject],
-    ignored: IgnoredFields | None,
-    order: RoleOrder,
-) -> list[Message]:
-    """Return a conversation in the form of chat templates: `instructions`, stored items and new ones.
+# ---- messages
+
+
+def messages_of(instructions: str | None, items: Iterable[AnyItem], order: RoleOrder) -> list[Message]:
+    """Return a conversation in the form of chat templates, from `instructions` and items.
 
     System and developer messages before the first reply are joined at the start, as most templates require. Later ones
-    stay in place, so that the text before them does not change. `order` is that of the chat template, see `in_order`.
+    stay in place, so that the text before them does not change. `order` is the chat template's, see `in_order`.
     O(bytes).
-    Raises ApiError for a wrong item, and for a conversation without messages.
+    Raises ApiError for a conversation without messages.
     """
-    reader = _Conversation(instructions)
-    for each in stored:
-        reader.add(Fields(each, "a stored item", IgnoredFields()), each)
-    for at, each in enumerate(items):
-        reader.add(Fields(each, f"input[{at}]", ignored), each)
-    messages = reader.messages(order)
+    conversation = _Conversation(instructions)
+    for item in items:
+        conversation.add(item)
+    messages = conversation.messages(order)
     if not messages:
         raise bad_request("input has no messages", "input", "invalid_value")
     return messages
@@ -107,35 +235,23 @@ class _Conversation:
         system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
         return [*system, *in_order(self._messages, order)]
 
-    def add(self, fields: Fields, given: JsonObject) -> None:
-        """Add one item; raise ApiError if it is wrong. Items of unknown types are ignored fields."""
-        kind = "message" if given.get("type") is None else given["type"]
-        fields.prefer("type", KINDS, "this server does not read such items")
-        fields.ignore(*OF_ITEMS, *HINTS)
-        match kind:
-            case "message":
-                self._message(fields)
-            case "reasoning":
-                self._reasoning(fields)
-            case "function_call":
-                self._call(
-                    fields, qualified(fields.text("namespace"), fields.needed_text("name", empty=False)), "arguments"
-                )
-            case "custom_tool_call":
-                self._call(fields, fields.needed_text("name", empty=False), "input")
-            case "function_call_output" | "custom_tool_call_output":
-                self._result(fields)
-            case "item_reference":
-                fields.refuse("type", "cannot be item_reference: send the item itself, or previous_response_id")
-            case _:
-                return
-        fields.close()
+    def add(self, item: AnyItem) -> None:
+        """Add one item."""
+        match item:
+            case MessageItem():
+                self._message(item.role, text_of(item.content))
+            case ReasoningItem():
+                self._reasoning(item)
+            case FunctionCall():
+                self._call(item.call_id, qualified(item.namespace, item.name), arguments_of(item.arguments))
+            case CustomCall():
+                self._call(item.call_id, item.name, {"input": item.input})
+            case CallOutput():
+                self._reply = None
+                result = {"role": "tool", "content": [text_of(item.output)], "tool_call_id": item.call_id}
+                self._messages.append(result)
 
-    def _message(self, fields: Fields) -> None:
-        role = fields.need("role")
-        if role not in ROLES:
-            fields.refuse("role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
-        content = _text(fields, "content")
+    def _message(self, role: str, content: str) -> None:
         if role == "assistant":
             self._said(content)
             return
@@ -152,30 +268,18 @@ class _Conversation:
         self._open_reply()["content"].append(content)
         self._after_text = True
 
-    def _reasoning(self, fields: Fields) -> None:
-        sealed = fields.text("encrypted_content")
-        content, summary = (_text(fields, name, needed=False) for name in ("content", "summary"))
-        thinking = content or (unseal(sealed) if sealed else None) or summary
+    def _reasoning(self, item: ReasoningItem) -> None:
+        sealed, content = item.encrypted_content, text_of(item.content or "")
+        thinking = content or (unseal(sealed) if sealed else None) or text_of(item.summary or "")
         reply = self._open_reply()
         if thinking:
             reply.setdefault("reasoning_content", []).append(thinking)
         self._after_text = False
 
-    def _call(self, fields: Fields, name: str, argument: str) -> None:
-        call_id = fields.needed_text("call_id", empty=False)
-        given = fields.take(argument)
-        if given is not None and not isinstance(given, str | dict):
-            fields.wrong(argument, "a string", given)
-        arguments = {"input": given} if argument == "input" else arguments_of(given)
-        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    def _call(self, number: str, name: str, arguments: str | JsonObject) -> None:
+        call = {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._open_reply().setdefault("tool_calls", []).append(call)
         self._after_text = False
-
-    def _result(self, fields: Fields) -> None:
-        call_id, output = fields.needed_text("call_id", empty=False), _text(fields, "output")
-        fields.ignore("name", "namespace")
-        self._reply = None
-        self._messages.append({"role": "tool", "content": [output], "tool_call_id": call_id})
 
     def _open_reply(self) -> Message:
         if self._reply is None:
@@ -185,26 +289,6 @@ class _Conversation:
         return self._reply
 
 
-def _text(fields: Fields, name: str, *, needed: bool = True) -> str:
-    """Read a text, or join the texts of all parts with line feeds."""
-    given: Any = fields.take(name)
-    if given is None and needed:
-        fields.need(name)
-    if given is None or isinstance(given, str):
-        return given or ""
-    if not isinstance(given, list):
-        fields.wrong(name, "a string or an array of text parts", given)
-    return "\n".join(_part(fields.nested(part, f"{fields.path(name)}[{at}]")) for at, part in enumerate(given))
-
-
-def _part(fields: Fields) -> str:
-    kind = fields.need("type")
-    if kind not in TEXTS:
-        fields.refuse("type", f'must be "input_text" or "output_text", not {shown(kind)}: this server reads text only')
-    name = "refusal" if kind == "refusal" else "text"
-    text = fields.take(name)
-    if not isinstance(text, str):
-        fields.wrong(name, "a string", text)
-    fields.ignore(*HINTS_OF_PARTS)
-    fields.close()
-    return str(text)
+def text_of(content: str | Sequence[ResponseText | ResponseRefusal]) -> str:
+    """Return a text, or the texts of all parts with line feeds between them."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -1,4 +1,4 @@
-"""Read the body of POST /v1/responses.
+"""Declare the body of POST /v1/responses, and convert it to a request of the neutral core.
 
 A field that the server cannot honour is refused only if ignoring it would change the meaning of the request.
 """
@@ -8,32 +8,78 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from radixkv.chat.template_arguments import effort_option
-from radixkv.serve.constraints import ReplyConstraint, read_call_rule, read_constraint, read_text_format
+from radixkv.serve.bodies import Anything, Body, ByType, Only, Prefer, SessionKey, read, without_effect
+from radixkv.serve.constraints import AnyFormat, Guided, ReplyConstraint, constraint_of, of_format
 from radixkv.serve.errors import ApiError
-from radixkv.serve.fields import Fields, IgnoredFields, JsonObject
-from radixkv.serve.message_schemas import RoleOrder
-from radixkv.serve.openai_responses.items import read_input, read_messages
-from radixkv.serve.openai_responses.store import Items, StoredResponse
-from radixkv.serve.openai_responses.tools import read_tools
-from radixkv.serve.sampling_fields import sampling_params, wire_range
-from radixkv.serve.schemas import ChatRequest, RequestOptions, read_effort
+from radixkv.serve.fields import IgnoredFields, JsonObject
+from radixkv.serve.openai_responses.items import AnyItem, Items, messages_of, raw_items, stored_items
+from radixkv.serve.openai_responses.store import Items as SharedItems
+from radixkv.serve.openai_responses.store import StoredResponse
+from radixkv.serve.openai_responses.tools import ToolList, read_tools
+from radixkv.serve.role_order import RoleOrder
+from radixkv.serve.sampling_fields import sampling_params, wire
+from radixkv.serve.schemas import ChatRequest, Effort, RequestOptions, Sampling
+from radixkv.serve.tool_choices import Choice, call_rule
 
 ENCRYPTED = "reasoning.encrypted_content"
 SUMMARIES = ("auto", "concise", "detailed")
-REFUSED = {
-    "conversation": "this server has no conversations: use previous_response_id",
-    "prompt": "this server has no stored prompts: send instructions and input",
-}
-# Fields whose other values are ignored with a warning: the values with an effect, and why others are refused.
-IGNORED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "background": ((False,), "the response is returned when it is complete"),
-    "service_tier": (("auto", "default"), "there is one tier"),
-    "truncation": (("disabled",), "a prompt is never shortened"),
-}
-WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_retention", "client_metadata", "max_tool_calls")
+_ONE_REPLY = "a response has one reply"
+
+
+# ---- the body
+
+
+class ResponseReasoning(Body):
+    """How the model reasons, and what the response shows of it."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = Field(default=None, description="The older name of `summary`.")
+
+
+class TextOptions(Body):
+    """The form of the reply."""
+
+    format: AnyFormat | None = None
+
+
+class ResponseBody(Sampling, Guided):
+    """The body of POST /v1/responses."""
+
+    model: str
+    input: Annotated[str | Items, ByType("a string or an array of items")]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Annotated[int, wire("max_tokens")] | None = None
+    stream: bool | None = None
+    stream_options: Anything = None
+    store: bool | None = None
+    tools: ToolList | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ResponseReasoning | None = None
+    text: TextOptions | None = None
+    include: list[Any] | None = None
+    metadata: Any = Field(default=None, description="An object, which the response repeats.")
+    prompt_cache_key: SessionKey | None = None
+    n: Annotated[Any, Only(1, why=_ONE_REPLY)] = None
+    use_beam_search: Annotated[Any, Only(False, why=_ONE_REPLY)] = None
+    conversation: Annotated[Any, Only(why="this server has no conversations: use previous_response_id")] = None
+    prompt: Annotated[Any, Only(why="this server has no stored prompts: send instructions and input")] = None
+    background: Annotated[Any, Prefer(False, why="the response is returned when it is complete")] = None
+    service_tier: Annotated[Any, Prefer("auto", "default", why="there is one tier")] = None
+    truncation: Annotated[Any, Prefer("disabled", why="a prompt is never shortened")] = None
+    user: Anything = None
+    safety_identifier: Anything = None
+    prompt_cache_retention: Anything = None
+    client_metadata: Anything = None
+    max_tool_calls: Anything = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +92,8 @@ class ResponseRequest(ChatRequest):
     returns reasoning as a summary.
     """
 
-    input: Items
-    previous: tuple[Items, ...]
+    input: SharedItems
+    previous: tuple[SharedItems, ...]
     names: Mapping[str, tuple[str, str]]
     echo: JsonObject
     store: bool
@@ -56,68 +102,41 @@ class ResponseRequest(ChatRequest):
 
 
 def read_response(
-    body: JsonObject,
+    given: JsonObject,
     ignored: IgnoredFields | None,
     stored: Callable[[str], StoredResponse | None],
     order: RoleOrder,
 ) -> ResponseRequest:
-    """Check the body of POST /v1/responses; raise ApiError, which names the wrong field.
+    """Read the body of POST /v1/responses; raise ApiError, which names the wrong field.
 
-    `stored` looks up a response by its id. `order` is that of the chat template. Fields without effect are added to
+    `stored` looks up a response by its id. `order` is the chat template's. Fields without effect are added to
     `ignored`; without it, unknown fields are refused.
     """
-    fields = Fields(body, ignored=ignored)
-    previous = _previous(fields, stored)
-    instructions = fields.text("instructions")
-    items = [_with_id(item) for item in read_input(fields.need("input"))]
-    before = [item for part in previous for item in part.items]
-    messages = read_messages(instructions, before, items, ignored, order)
-    tools = read_tools(fields)
-    choice = body.get("tool_choice")
-    rule, reads_calls = read_call_rule(fields, tools.taken, tools.strict, nested=False)
-    reasoning = _reasoning(fields)
+    body = read(ResponseBody, given, ignored)
+    previous, items = _previous(body, stored), [_with_id(item) for item in raw_items(given["input"])]
+    before = stored_items([item for part in previous for item in part.items])
+    messages = messages_of(body.instructions, chain(before, _new_items(body)), order)
+    tools = read_tools(body.tools)
+    rule, reads_calls = call_rule(body.tool_choice, body.parallel_tool_calls, tools.functions, tools.strict, ignored)
+    own = None if body.text is None else of_format(body.text.format, "text.format")
+    encrypted, reasoning = _encrypted(body, ignored), _reasoning(body)
+    options = _options(body, constraint_of(body, own), ignored)
     effort = reasoning["effort"]
-    form, constraint = _text_format(fields)
-    constraint = read_constraint(fields, constraint)
-    for name, why in REFUSED.items():
-        fields.only(name, (), why)
-    fields.only("n", (1,), "a response has one reply")
-    fields.only("use_beam_search", (False,), "a response has one reply")
-    for name, (allowed, why) in IGNORED_VALUES.items():
-        fields.prefer(name, allowed, why)
-    encrypted = _encrypted(fields)
-    store = fields.flag("store", True)
-    metadata = fields.take("metadata")
-    options = _options(fields, constraint)
-    fields.ignore(*WITHOUT_EFFECT)
-    fields.close()
-    echo = {
-        "background": False,
-        "instructions": instructions,
-        "max_output_tokens": options.params.max_tokens if options.bounded else None,
-        "metadata": metadata if isinstance(metadata, dict) else {},
-        "parallel_tool_calls": rule.parallel,
-        "previous_response_id": body.get("previous_response_id"),
-        "prompt_cache_key": options.session_key,
-        "reasoning": reasoning,
-        "service_tier": "default",
-        "temperature": options.params.temperature,
-        "text": {"format": form},
-        "tool_choice": choice or "auto",
-        "tools": tools.shown,
-        "top_p": options.params.top_p,
-        "truncation": "disabled",
-    }
     return ResponseRequest(
         options,
         messages,
-        tools.functions or None,
+        list(tools.functions.values()) or None,
         reads_calls,
-        input=Items(items),
+        input=SharedItems(items),
         previous=previous,
         names=tools.names,
-        echo=echo,
-        store=store,
+        echo={
+            **_echo(body, given, options),
+            "parallel_tool_calls": rule.parallel,
+            "reasoning": reasoning,
+            "tools": tools.shown,
+        },
+        store=body.store is not False,
         encrypted=encrypted,
         summary=reasoning["summary"] is not None,
         call_rule=rule,
@@ -125,8 +144,26 @@ def read_response(
     )
 
 
-def _previous(fields: Fields, stored: Callable[[str], StoredResponse | None]) -> tuple[Items, ...]:
-    number = fields.text("previous_response_id")
+def _echo(body: ResponseBody, given: JsonObject, options: RequestOptions) -> JsonObject:
+    """Return the fields of the response that repeat the request."""
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata if isinstance(body.metadata, dict) else {},
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "service_tier": "default",
+        "temperature": options.params.temperature,
+        "text": {"format": (given.get("text") or {}).get("format") or {"type": "text"}},
+        "tool_choice": given.get("tool_choice") or "auto",
+        "top_p": options.params.top_p,
+        "truncation": "disabled",
+    }
+
+
+def _previous(body: ResponseBody, stored: Callable[[str], StoredResponse | None]) -> tuple[SharedItems, ...]:
+    number = body.previous_response_id
     if number is None:
         return ()
     found = stored(number)
@@ -136,6 +173,10 @@ def _previous(fields: Fields, stored: Callable[[str], StoredResponse | None]) ->
     return found.conversation
 
 
+def _new_items(body: ResponseBody) -> list[AnyItem]:
+    return stored_items(raw_items(body.input)) if isinstance(body.input, str) else body.input
+
+
 def _with_id(item: Any) -> Any:
     """Return an item with an id, since each item of a list of input items has one."""
     if not isinstance(item, dict) or item.get("id"):
@@ -143,50 +184,29 @@ def _with_id(item: Any) -> Any:
     return {**item, "id": f"item_{uuid.uuid4().hex}"}
 
 
-def _reasoning(fields: Fields) -> JsonObject:
+def _reasoning(body: ResponseBody) -> JsonObject:
     """Return `reasoning` for the response."""
-    given = fields.take("reasoning")
-    if given is None:
-        return {"effort": None, "summary": None}
-    reasoning = fields.nested(given, "reasoning")
-    effort, summary = read_effort(reasoning, "effort"), reasoning.text("summary")
-    older = reasoning.text("generate_summary")
-    reasoning.close()
-    summary = summary or older
-    return {"effort": effort, "summary": summary if summary in SUMMARIES else None}
+    reasoning = body.reasoning or ResponseReasoning()
+    summary = reasoning.summary or reasoning.generate_summary
+    return {"effort": reasoning.effort, "summary": summary if summary in SUMMARIES else None}
 
 
-def _encrypted(fields: Fields) -> bool:
+def _encrypted(body: ResponseBody, ignored: IgnoredFields | None) -> bool:
     """Whether reasoning items have `encrypted_content`. Other values of `include` are ignored."""
-    include = fields.list("include") or []
-    others = fields.nested({"include": [each for each in include if each != ENCRYPTED]}, "")
-    others.prefer("include", ([],), f"only {ENCRYPTED} is available")
+    include = body.include or []
+    if any(each != ENCRYPTED for each in include):
+        without_effect("include", f"can only be [{ENCRYPTED!r}] here", ignored)
     return ENCRYPTED in include
 
 
-def _text_format(fields: Fields) -> tuple[JsonObject, ReplyConstraint | None]:
-    """Return the format of the text as the response repeats it, and its constraint."""
-    given = fields.take("text")
-    if given is None:
-        return {"type": "text"}, None
-    text = fields.nested(given, "text")
-    constraint = read_text_format(text, "format")
-    text.close()
-    return given.get("format") or {"type": "text"}, constraint
-
-
-def _options(fields: Fields, constraint: ReplyConstraint | None) -> RequestOptions:
-    model = fields.needed_text("model")
-    bound = fields.integer("max_output_tokens", *wire_range("max_tokens"))
-    stream = fields.flag("stream")
-    fields.ignore("stream_options")  # only for padding of events, which are not padded
-    params = sampling_params(fields, bound, None, constraint=constraint)
+def _options(body: ResponseBody, constraint: ReplyConstraint | None, ignored: IgnoredFields | None) -> RequestOptions:
+    bound = body.max_output_tokens
     return RequestOptions(
-        model,
-        params,
-        bound is not None,
-        stream,
+        body.model,
+        sampling_params(body, bound, ignored, constraint=constraint),
+        bounded=bound is not None,
+        stream=bool(body.stream),
         include_usage=False,
-        session_key=fields.text("prompt_cache_key"),
+        session_key=body.prompt_cache_key,
         constraint_field=None if constraint is None else constraint.field,
     )

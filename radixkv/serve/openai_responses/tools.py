@@ -1,4 +1,4 @@
-"""Read the tools of a Responses request: functions, and namespaces of functions.
+"""Declare the tools of a Responses request: functions, and namespaces of functions.
 
 A chat template writes a flat list of functions. So a function of a namespace is offered under a qualified name,
 `namespace__name`, and a call of it is mapped back to the two names.
@@ -6,59 +6,122 @@ A chat template writes a flat list of functions. So a function of a namespace is
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from radixkv.serve.fields import Fields, JsonObject, shown
-from radixkv.serve.message_schemas import check_function
+from pydantic import Field
 
-_FUNCTION = ("name", "description", "parameters")
-_HINTS = ("strict", "defer_loading", "allowed_callers", "output_schema", "async")  # not written by templates
+from radixkv.serve.bodies import Anything, Body, ByField, Prefer, Several, Unread, other_values, refuse
+from radixkv.serve.fields import JsonObject, shown
+from radixkv.serve.message_schemas import NAME_RULE, TOOL_NAME, ToolName
+
+_RUNS_NONE = "this server runs no tools itself"
+
+
+class ResponseFunction(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema.")
+    strict: Anything = None
+    defer_loading: Anything = None
+    allowed_callers: Anything = None
+    output_schema: Anything = None
+    async_: Anything = Field(default=None, alias="async")
+
+    def neutral(self) -> JsonObject:
+        """Return the function as a chat template reads it."""
+        fields = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def shown(self) -> JsonObject:
+        """Return the function in the form of the Responses API, for the response object."""
+        fields = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", **fields, "strict": bool(self.strict)}
+
+
+_NOT_FUNCTION = other_values("type", ResponseFunction)[0], {"const": "namespace"}
+
+
+class NotInNamespace(Unread):
+    """A tool of a namespace that has no effect."""
+
+    type: Annotated[
+        Any,
+        Prefer(
+            "namespace", why=_RUNS_NONE, schemas=(other_values("type", ResponseFunction)[0], {"const": "namespace"})
+        ),
+    ]
+
+
+class Namespace(Body):
+    """Functions with a common prefix."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(min_length=1, pattern=f"^{TOOL_NAME}$")]
+    description: str | None = None
+    tools: Several[Annotated[ResponseFunction | NotInNamespace, ByField("type")]] | None = None
+
+    def functions(self) -> list[tuple[int, ResponseFunction]]:
+        """Return the functions with their places in the list."""
+        return [(at, tool) for at, tool in enumerate(self.tools or ()) if isinstance(tool, ResponseFunction)]
+
+
+class OtherTool(Unread):
+    """A tool that the server would have to run itself, such as a web search, which has no effect."""
+
+    type: Annotated[Any, Prefer(why=_RUNS_NONE, schemas=other_values("type", ResponseFunction, Namespace))]
+
+
+AnyTool = ResponseFunction | Namespace | OtherTool
+ToolList = Several[Annotated[AnyTool, ByField("type")]]
 
 
 @dataclass(slots=True)
 class Tools:
     """The tools of one request.
 
-    `functions` are in the form of chat completions, for the template. `names` maps a qualified name to a namespace and
-    a name. `strict` has the qualified names of strict functions. `shown` has the accepted tools in the form of the
-    Responses API.
+    `functions` are in the form of chat completions, for the template, by their qualified names. `names` maps a
+    qualified name to a namespace and a name. `strict` has the qualified names of strict functions. `shown` has the
+    accepted tools in the form of the Responses API.
     """
 
-    functions: list[JsonObject] = field(default_factory=list)
+    functions: dict[str, JsonObject] = field(default_factory=dict)
     names: dict[str, tuple[str, str]] = field(default_factory=dict)
     shown: list[JsonObject] = field(default_factory=list)
     strict: set[str] = field(default_factory=set)
-    _taken: set[str] = field(default_factory=set)
 
-    @property
-    def taken(self) -> set[str]:
-        """The qualified names of all functions."""
-        return self._taken
-
-    def add(self, function: JsonObject, fields: Fields, *, strict: bool) -> None:
-        """Add a function; raise ApiError if its name is taken."""
-        if function["name"] in self._taken:
-            fields.refuse("name", f"is the name of two tools: {shown(function['name'])}")
-        self._taken.add(function["name"])
-        if strict:
-            self.strict.add(function["name"])
-        self.functions.append({"type": "function", "function": function})
+    def add(self, function: ResponseFunction, path: str, namespace: str | None = None) -> None:
+        """Add the function at `path`; raise ApiError if its qualified name is taken or too long."""
+        name = qualified(namespace, function.name)
+        if not re.fullmatch(TOOL_NAME, name):
+            raise refuse(f"{path}.name", NAME_RULE)
+        if name in self.functions:
+            raise refuse(f"{path}.name", f"is the name of two tools: {shown(name)}")
+        self.functions[name] = {"type": "function", "function": {**function.neutral(), "name": name}}
+        if function.strict is True:
+            self.strict.add(name)
+        if namespace is not None:
+            self.names[name] = namespace, function.name
 
 
-def read_tools(fields: Fields) -> Tools:
-    """Read the field `tools`; raise ApiError for a wrong function.
-
-    A tool that the server would have to run itself, such as a web search, is an ignored field.
-    """
+def read_tools(given: Sequence[AnyTool] | None) -> Tools:
+    """Return the tools of a request; raise ApiError for two functions of the same name."""
     tools = Tools()
-    for at, each in enumerate(fields.list("tools") or ()):
-        tool = fields.nested(each, f"{fields.path('tools')}[{at}]")
-        if each.get("type") == "namespace":
-            _read_namespace(tool, tools)
-        elif _is_function(tool, each):
-            function = _read_function(tool)
-            tools.add(function, tool, strict=each.get("strict") is True)
-            tools.shown.append(_shown(function, each))
+    for at, tool in enumerate(given or ()):
+        if isinstance(tool, ResponseFunction):
+            tools.add(tool, f"tools[{at}]")
+            tools.shown.append(tool.shown())
+        elif isinstance(tool, Namespace):
+            for number, function in tool.functions():
+                tools.add(function, f"tools[{at}].tools[{number}]", tool.name)
+            kept = [function.shown() for _, function in tool.functions()]
+            about = {"name": tool.name, "description": tool.description or "", "tools": kept}
+            tools.shown.append({"type": "namespace", **about})
     return tools
 
 
@@ -69,47 +132,3 @@ def qualified(namespace: str | None, name: str) -> str:
     ('read', 'files__read')
     """
     return f"{namespace}__{name}" if namespace else name
-
-
-def _read_namespace(fields: Fields, tools: Tools) -> None:
-    """Add the functions of a namespace."""
-    fields.ignore("type")
-    namespace = fields.needed_text("name", empty=False)
-    check_function(fields.nested({"name": namespace}, fields.path("").removesuffix(".")))
-    description = fields.text("description") or ""
-    kept: list[JsonObject] = []
-    for at, each in enumerate(fields.list("tools") or ()):
-        tool = fields.nested(each, f"{fields.path('tools')}[{at}]")
-        if _is_function(tool, each):
-            function = _read_function(tool)
-            name = function["name"]
-            kept.append(_shown(function, each))
-            function = {**function, "name": qualified(namespace, name)}
-            check_function(Fields(function, fields.path(f"tools[{at}]")))
-            tools.add(function, tool, strict=each.get("strict") is True)
-            tools.names[function["name"]] = namespace, name
-    fields.close()
-    tools.shown.append({"type": "namespace", "name": namespace, "description": description, "tools": kept})
-
-
-def _is_function(fields: Fields, given: JsonObject) -> bool:
-    """Whether a tool is a function; tools of other types are ignored fields, or refused by a strict server."""
-    if given.get("type") is None:
-        fields.need("type")
-    fields.prefer("type", ("function", "namespace"), "this server runs no tools itself")
-    return given.get("type") == "function"
-
-
-def _read_function(fields: Fields) -> JsonObject:
-    """Return a function as a chat template reads it; raise ApiError for a wrong field."""
-    function = {name: value for name in _FUNCTION if (value := fields.take(name)) is not None}
-    check_function(fields.nested(function, fields.path("").removesuffix(".")))
-    fields.ignore(*_HINTS)
-    fields.close()
-    return function
-
-
-def _shown(function: JsonObject, given: JsonObject) -> JsonObject:
-    """Return a function in the form of the Responses API, for the response object."""
-    described = {name: function.get(name) for name in _FUNCTION}
-    return {"type": "function", **described, "strict": bool(given.get("strict"))}

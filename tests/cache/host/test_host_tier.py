@@ -5,15 +5,14 @@ from random import Random
 
 import pytest
 
-from radixkv.cache import Hint
-from radixkv.cache.host import HostPrefixCache
+from radixkv.cache import Hint, PrefixCache
 from radixkv.errors import InvalidInput, OutOfBlocks, PlanPending, PrefixHeld
 
 A = list(range(100, 132))  # 8 blocks of 4 tokens
 B = list(range(200, 232))
 
 
-def put(cache: HostPrefixCache, tokens: Sequence[int], namespace: Hashable = None, hint: Hint | None = None) -> None:
+def put(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = None, hint: Hint | None = None) -> None:
     """Compute and publish a text, as a request that loads nothing."""
     with cache.open(tokens, namespace) as sequence:
         sequence.extend(tokens[sequence.length :])
@@ -22,14 +21,14 @@ def put(cache: HostPrefixCache, tokens: Sequence[int], namespace: Hashable = Non
     cache.check()
 
 
-def run_moves(cache: HostPrefixCache) -> list[tuple[int, int]]:
+def run_moves(cache: PrefixCache) -> list[tuple[int, int]]:
     moves = cache.moves()
     cache.moves_done()
     cache.check()
     return moves
 
 
-def load(cache: HostPrefixCache, tokens: Sequence[int], namespace: Hashable = None) -> list[int]:
+def load(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = None) -> list[int]:
     """Open a text, and load and publish what the host has of it; returns the source slots."""
     with cache.open(tokens, namespace) as sequence:
         rest = tokens[sequence.length :]
@@ -40,13 +39,13 @@ def load(cache: HostPrefixCache, tokens: Sequence[int], namespace: Hashable = No
     return planned.sources.tolist()
 
 
-def reach(cache: HostPrefixCache, tokens: Sequence[int], namespace: Hashable = None) -> tuple[int, int]:
+def reach(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = None) -> tuple[int, int]:
     found = cache.match(tokens, namespace)
     return found.length, found.host
 
 
 def test_without_host_tokens_nothing_can_be_loaded() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     with cache.open([1, 2, 3]) as sequence:
         assert sequence.loadable([1, 2, 3]) == 0
         with pytest.raises(InvalidInput, match="0 of them are resident on the host"):
@@ -59,7 +58,7 @@ def test_without_host_tokens_nothing_can_be_loaded() -> None:
 
 
 def test_eviction_offloads_the_tail_and_the_step_makes_it_matchable() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
     put(cache, B[:12])
     assert reach(cache, A) == (20, 0), "the moves did not run yet"
@@ -75,7 +74,7 @@ def test_eviction_offloads_the_tail_and_the_step_makes_it_matchable() -> None:
 
 
 def test_a_load_frees_the_host_and_counts_as_hits() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
     put(cache, B[:12])
     moves = dict(run_moves(cache))
@@ -92,7 +91,7 @@ def test_a_load_frees_the_host_and_counts_as_hits() -> None:
 
 
 def test_a_load_into_a_part_filled_block_writes_the_slots_of_its_plan_only() -> None:
-    cache = HostPrefixCache(6, 4, host_blocks=16)
+    cache = PrefixCache(6, 4, host_blocks=16)
     put(cache, A[:6])
     put(cache, A[:14])
     with cache.open(A[:6]) as held:
@@ -101,7 +100,7 @@ def test_a_load_into_a_part_filled_block_writes_the_slots_of_its_plan_only() -> 
         assert reach(cache, A[:14]) == (6, 8)
         assert cache.stats().host_nodes == 1
         assert held.block_table.tolist() == [0, 1]
-        (node,) = cache.tier.nodes()
+        (node,) = cache.state.host.nodes()
         with cache.open(A[:14]) as sequence:
             planned = sequence.load(A[6:14])
             assert sequence.cached_length == 6
@@ -115,7 +114,7 @@ def test_a_load_into_a_part_filled_block_writes_the_slots_of_its_plan_only() -> 
 
 
 def test_recomputed_text_leaves_the_host() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
     put(cache, B)
     run_moves(cache)
@@ -134,7 +133,7 @@ def test_recomputed_text_leaves_the_host() -> None:
 
 def test_branches_on_the_host_and_ghosts_of_evicted_leaves() -> None:
     now = [0.0]
-    cache = HostPrefixCache(8, 4, clock=lambda: now[0], host_blocks=14)
+    cache = PrefixCache(8, 4, clock=lambda: now[0], host_blocks=14)
     one, two = [*A[:18], *range(300, 310)], [*A[:18], *range(400, 410)]
     for text in (one, two, B):
         put(cache, text)
@@ -161,7 +160,7 @@ def test_branches_on_the_host_and_ghosts_of_evicted_leaves() -> None:
 
 
 def test_explain_names_the_tokens_on_the_host() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
     put(cache, B[:12])
     run_moves(cache)
@@ -176,7 +175,7 @@ def test_explain_names_the_tokens_on_the_host() -> None:
 
 
 def test_a_failed_batch_is_evicted_with_all_that_follows_it() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
     put(cache, B[:12])
     run_moves(cache)
@@ -193,7 +192,7 @@ def test_a_failed_batch_is_evicted_with_all_that_follows_it() -> None:
 
 
 def test_a_move_that_is_no_longer_needed_is_cancelled() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
     put(cache, B[:12])
     cache.clear()
@@ -203,7 +202,7 @@ def test_a_move_that_is_no_longer_needed_is_cancelled() -> None:
 
 
 def test_blocks_that_a_load_reads_are_freed_when_it_ends() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=4)
+    cache = PrefixCache(8, 4, host_blocks=4)
     put(cache, A[:16])
     put(cache, B)
     run_moves(cache)
@@ -215,7 +214,7 @@ def test_blocks_that_a_load_reads_are_freed_when_it_ends() -> None:
     cache.clear()
     cache.check()
     read = {slot // 4 for slot in planned.sources.tolist()}
-    assert cache.tier.deferred == read
+    assert cache.state.host.blocks.deferred == read
     assert cache.stats().host_free_blocks == 2
     sequence.close()
     cache.check()
@@ -224,7 +223,7 @@ def test_blocks_that_a_load_reads_are_freed_when_it_ends() -> None:
 
 
 def test_a_voided_load_leaves_the_host_as_it_was() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A[:16])
     put(cache, B)
     run_moves(cache)
@@ -237,7 +236,7 @@ def test_a_voided_load_leaves_the_host_as_it_was() -> None:
 
 
 def test_a_load_that_finds_no_blocks_changes_nothing() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
     with cache.open(B) as other:
         other.extend(B[:28])
@@ -249,12 +248,12 @@ def test_a_load_that_finds_no_blocks_changes_nothing() -> None:
             with pytest.raises(OutOfBlocks):
                 sequence.load(A[sequence.length :])
             assert cache.stats() == before
-            assert not cache.tier.reading
+            assert not cache.state.host.blocks.reading
             cache.check()
 
 
 def test_a_host_that_is_too_small_takes_the_head_of_a_run() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=3)
+    cache = PrefixCache(8, 4, host_blocks=3)
     put(cache, A)
     put(cache, B)
     assert run_moves(cache) == [(0, 0), (1, 1), (2, 2)]
@@ -265,7 +264,7 @@ def test_a_host_that_is_too_small_takes_the_head_of_a_run() -> None:
 
 
 def test_the_host_keeps_what_has_a_higher_priority() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=8)
+    cache = PrefixCache(8, 4, host_blocks=8)
     put(cache, A, hint=Hint(priority=1))
     with cache.open(B) as flood:
         flood.extend(B)
@@ -280,7 +279,7 @@ def test_the_host_keeps_what_has_a_higher_priority() -> None:
 
 
 def test_finished_text_is_evicted_and_not_offloaded() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A, hint=Hint(done=True))
     put(cache, B)
     assert cache.moves() == []
@@ -296,7 +295,7 @@ def test_finished_text_is_evicted_and_not_offloaded() -> None:
 
 
 def test_discard_reaches_both_tiers_and_is_refused_during_a_load() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
     put(cache, B[:12])
     run_moves(cache)
@@ -318,7 +317,7 @@ def test_discard_reaches_both_tiers_and_is_refused_during_a_load() -> None:
 
 
 def test_pins_hold_the_part_on_the_device() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
     put(cache, B[:20])
     run_moves(cache)
@@ -337,7 +336,7 @@ def test_pins_hold_the_part_on_the_device() -> None:
 
 
 def test_namespaces_never_see_each_others_host_nodes() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A, "ann")
     put(cache, B, "ben")
     run_moves(cache)
@@ -353,11 +352,11 @@ def test_namespaces_never_see_each_others_host_nodes() -> None:
 
 def test_learning_counts_the_reuse_of_host_text() -> None:
     now = [0.0]
-    cache = HostPrefixCache(8, 4, "predictive", clock=lambda: now[0], host_blocks=16)
+    cache = PrefixCache(8, 4, "predictive", clock=lambda: now[0], host_blocks=16)
     put(cache, A)
     put(cache, B)
     run_moves(cache)
-    node = next(cache.tier.nodes())
+    node = next(cache.state.host.nodes())
     record = node.policy_data
     assert record.start < record.end
     now[0] = 3.0
@@ -382,12 +381,12 @@ def test_events_of_the_host_are_optional() -> None:
             events.append(("loaded", *facts))
 
     for observer in (Deaf(), Watching()):
-        cache = HostPrefixCache(8, 4, observer=observer, host_blocks=16)  # type: ignore[arg-type]  # by __getattr__
+        cache = PrefixCache(8, 4, observer=observer, host_blocks=16)  # type: ignore[arg-type]  # by __getattr__
         put(cache, A)
         put(cache, B[:12])
         run_moves(cache)
         load(cache, A)
-        assert cache.state.tree.observer is not None, "an observer without the new methods was dropped"
+        assert cache.state.events.split, "an observer without the new methods was dropped"
     assert [event[0] for event in events] == ["offloaded", "offloaded", "loaded"]
     assert events[0][3:] == (20, 12, 3)
     assert events[2][2] == 12

@@ -2,8 +2,7 @@
 
 import pytest
 
-from radixkv.cache import Hint
-from radixkv.cache.host import HostPrefixCache
+from radixkv.cache import Hint, PrefixCache
 from radixkv.errors import PrefixHeld
 from tests.cache.host.test_host_tier import A, B, load, put, reach, run_moves
 
@@ -11,7 +10,7 @@ C = list(range(300, 332))
 
 
 def test_the_host_evicts_the_least_recently_used_run_in_any_order_of_offload() -> None:
-    cache = HostPrefixCache(8, 4, "fifo", host_blocks=8)
+    cache = PrefixCache(8, 4, "fifo", host_blocks=8)
     put(cache, A[:16])
     put(cache, B[:16])
     cache.open(A[:16]).close()
@@ -24,7 +23,7 @@ def test_the_host_evicts_the_least_recently_used_run_in_any_order_of_offload() -
 
 
 def test_a_voided_load_counts_as_a_use_of_the_run() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=12)
+    cache = PrefixCache(8, 4, host_blocks=12)
     for text in (A[:16], B[:16], C):
         put(cache, text)
     run_moves(cache)
@@ -38,7 +37,7 @@ def test_a_voided_load_counts_as_a_use_of_the_run() -> None:
 
 
 def test_a_run_has_its_priority_after_it_was_offloaded_and_loaded() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A[:16], hint=Hint(priority=1))
     with cache.open(B, priority=2) as other:
         other.extend(B)
@@ -52,7 +51,7 @@ def test_a_run_has_its_priority_after_it_was_offloaded_and_loaded() -> None:
 
 
 def test_a_joined_run_has_the_priority_of_its_head() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=12)
+    cache = PrefixCache(8, 4, host_blocks=12)
     put(cache, A)
     put(cache, B[:16])
     run_moves(cache)
@@ -70,7 +69,7 @@ def test_a_joined_run_has_the_priority_of_its_head() -> None:
 
 
 def test_loads_count_as_hits_of_the_run() -> None:
-    cache = HostPrefixCache(8, 4, "lfu", host_blocks=16)
+    cache = PrefixCache(8, 4, "lfu", host_blocks=16)
     put(cache, A[:16])
     for _ in range(3):
         put(cache, C)
@@ -88,7 +87,7 @@ def test_loads_count_as_hits_of_the_run() -> None:
 
 
 def test_ghosts_are_found_after_a_held_leaf_grows_past_its_host_children() -> None:
-    cache = HostPrefixCache(5, 4, host_blocks=2)
+    cache = PrefixCache(5, 4, host_blocks=2)
     one, two = [*A[:4], *B[:8]], [*A[:4], *C[:8]]
     put(cache, one)
     put(cache, two)
@@ -101,7 +100,7 @@ def test_ghosts_are_found_after_a_held_leaf_grows_past_its_host_children() -> No
 
 
 def test_text_that_diverges_inside_a_host_run_causes_no_regret() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=4)
+    cache = PrefixCache(8, 4, host_blocks=4)
     put(cache, A)
     put(cache, B)
     run_moves(cache)
@@ -113,7 +112,7 @@ def test_text_that_diverges_inside_a_host_run_causes_no_regret() -> None:
 
 
 def test_a_run_is_loadable_at_once_when_its_pending_moves_are_cancelled() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
     put(cache, B[:16])
     run_moves(cache)
@@ -124,7 +123,7 @@ def test_a_run_is_loadable_at_once_when_its_pending_moves_are_cancelled() -> Non
 
 
 def test_discard_reaches_tokens_whose_moves_are_pending() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=16)
+    cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
     put(cache, B[:16])
     cache.discard(A, start=20)
@@ -133,7 +132,7 @@ def test_discard_reaches_tokens_whose_moves_are_pending() -> None:
 
 
 def test_a_load_holds_tokens_below_text_that_was_published_meanwhile() -> None:
-    cache = HostPrefixCache(16, 4, host_blocks=16)
+    cache = PrefixCache(16, 4, host_blocks=16)
     put(cache, A)
     cache.evict(16)
     run_moves(cache)
@@ -150,7 +149,7 @@ def test_a_load_holds_tokens_below_text_that_was_published_meanwhile() -> None:
 
 
 def test_a_flood_offloads_no_block_of_a_share_and_may_evict_its_text_on_the_host() -> None:
-    cache = HostPrefixCache(8, 4, host_blocks=4, namespace_limits={"ann": 0.5})
+    cache = PrefixCache(8, 4, host_blocks=4, namespace_limits={"ann": 0.5})
     put(cache, A[:24], "ann")
     put(cache, B[:16], "eve")
     run_moves(cache)

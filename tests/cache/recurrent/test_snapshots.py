@@ -2,20 +2,17 @@
 
 import pytest
 
-from radixkv.cache import Hint
-from radixkv.cache.recurrent import StatefulPrefixCache, StatefulSequence
-from radixkv.cache.recurrent.sequence import Spacing
+from radixkv.cache import Hint, PrefixCache, Sequence
+from radixkv.cache.recurrent import Spacing
 from radixkv.errors import InvalidInput, OutOfBlocks, OutOfStates, PlanPending
-from radixkv.recurrent_state import EMPTY
+from radixkv.sizing.recurrent_state import EMPTY
 
 
-def new(rows: int = 4, snapshots: int = 8, spacing: Spacing | None = None, blocks: int = 1000) -> StatefulPrefixCache:
-    return StatefulPrefixCache(blocks, 16, rows=rows, snapshots=snapshots, spacing=spacing)
+def new(rows: int = 4, snapshots: int = 8, spacing: Spacing | None = None, blocks: int = 1000) -> PrefixCache:
+    return PrefixCache(blocks, 16, state_rows=rows, state_snapshots=snapshots, state_spacing=spacing)
 
 
-def serve(
-    cache: StatefulPrefixCache, prompt: list[int], reply: list[int] | None = None, message: int | None = None
-) -> int:
+def serve(cache: PrefixCache, prompt: list[int], reply: list[int] | None = None, message: int | None = None) -> int:
     """Serve one request, token by token after its prompt; returns how many tokens it hit."""
     seq = cache.open(prompt, limit=len(prompt) - 1)
     if message is not None:
@@ -86,7 +83,7 @@ def test_a_request_that_goes_on_after_preemptions_is_no_evidence_for_the_ends_of
         seq.commit()
         seq.close()  # hands its row over
         cache.check()
-    assert not cache.snapshots.turns_are_resumed
+    assert not cache.state.snapshots.turns_are_resumed
 
 
 def test_a_long_prompt_leaves_snapshots_on_its_way() -> None:
@@ -170,7 +167,7 @@ def test_a_cut_gives_back_the_unpublished_snapshots_after_it() -> None:
     seq.extend(other)
     cache.copies.drain()
     seq.commit()
-    assert {each.position for each in cache.snapshots} == {90, 100, 256}
+    assert {each.position for each in cache.state.snapshots} == {90, 100, 256}
     cache.check()
 
 
@@ -233,7 +230,7 @@ def test_a_finished_conversation_leaves_no_state_of_its_end() -> None:
     assert cache.match(text(0, 100)).length == 64
 
 
-def filled(cache: StatefulPrefixCache, length: int) -> StatefulSequence:
+def filled(cache: PrefixCache, length: int) -> Sequence:
     seq = cache.open(text(0, length))
     seq.extend(text(0, length)[seq.length :])
     cache.copies.drain()
@@ -321,7 +318,7 @@ def test_a_cache_without_rows_is_refused(rows: int, snapshots: int) -> None:
 def test_without_slots_no_snapshot_is_taken() -> None:
     cache = new(snapshots=0)
     assert [serve(cache, text(0, 300)), serve(cache, text(0, 300))] == [0, 0]
-    assert cache.stats().state_slots_used == cache.snapshots.taken == 0
+    assert cache.stats().state_slots_used == cache.state.snapshots.taken == 0
 
 
 def test_wrong_arguments_change_nothing() -> None:

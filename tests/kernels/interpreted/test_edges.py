@@ -63,13 +63,6 @@ def test_runs_that_all_see_lie_between_runs_that_some_see() -> None:
     check(case, 70)
 
 
-def test_heads_in_parts_of_any_size() -> None:
-    """A rest in the values but not in the keys, and vice versa; a padded rest; less than a part."""
-    for dims in ((16, 24), (24, 16), (20, 19), (3, 7)):
-        case = separate([37, 18], [3, 1], shape=LayerShape(1, *dims), group=2)
-        check(case)
-
-
 @pytest.mark.parametrize("softcap", [0.5, 40.0])
 def test_a_softcap_bends_scores_and_not_sinks(softcap: float) -> None:
     case = separate([37, 18], [3, 1])
@@ -170,14 +163,6 @@ def test_how_many_tiles_of_a_kind_there_are_is_read_by_the_kernel() -> None:
 def test_any_number_of_programs_does_all_tiles_once(processors: int) -> None:
     case = separate([20, 40, 33, 1, 50], [1, 1, 1, 1, 2], group=2)
     close(attend(case, processors=processors, split=16, scale=0.3), expected_output(case, scale=0.3), torch.float32)
-
-
-def test_queries_sinks_and_pools_of_other_dtypes() -> None:
-    """A model may compute in another dtype than that of its KV; the stored numbers count."""
-    case = separate([37], [3], group=2)
-    sinks = torch.linspace(-1, 1, 4).half()
-    output = attend(case, scale=0.3, sinks=sinks)
-    close(output, expected_output(case, scale=0.3, sinks=sinks.double()), torch.float32)
 
 
 def test_a_head_beyond_two_gigabytes_is_reached() -> None:

@@ -102,7 +102,7 @@ def test_the_bundled_model_talks_as_with_torch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_those_of_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_match_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MIN_SAVING", 1)
     model = decoder(transformers.MistralConfig, sliding_window=9).to(dtype)
     rows = []

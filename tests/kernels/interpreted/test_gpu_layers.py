@@ -22,7 +22,7 @@ from radixkv.models.cuda_graphs import record_graphs
 from radixkv.models.gpu_layers.fuse import is_fused
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
-from radixkv.models.weight_reload import ModelWeights
+from radixkv.models.weights.reload import ModelWeights
 from tests.virtual_gpu import VirtualGpu, installed
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy warns of SiLU at -1e4
@@ -231,7 +231,7 @@ def test_new_weights_count(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(made(CONFIGS["llama, biases"]()), monkeypatch)
     weights, before = ModelWeights(loaded), logits(loaded)
     state = {name: 1.5 * tensor for name, tensor in loaded.model.state_dict().items()}
-    monkeypatch.setattr("radixkv.models.weight_reload.self_test", lambda loaded: 0.0)
+    monkeypatch.setattr("radixkv.models.weights.reload.self_test", lambda loaded: 0.0)
     if way == "given":
         weights.reload(state)
     else:

@@ -49,7 +49,7 @@ def test_a_norm_adds_the_residual_first_and_keeps_the_sum(data: st.DataObject) -
 
 @given(st.data())
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_an_activation_is_that_of_torch(data: st.DataObject) -> None:
+def test_an_activation_matches_torch(data: st.DataObject) -> None:
     draw = data.draw
     rows, width = draw(st.integers(0, 3)), draw(st.sampled_from([1, 48, 100, 1024, 1100]))
     dtype = draw(st.sampled_from(DTYPES))

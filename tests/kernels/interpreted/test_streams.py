@@ -124,7 +124,7 @@ def test_outside_of_a_capture_the_host_never_waits(gpu: VirtualGpu, expected: Te
         assert np.array_equal(download.wait()[0], expected.numpy())
 
 
-def test_a_kind_that_fails_to_launch_leaves_no_stream_behind(gpu: VirtualGpu) -> None:
+def test_a_kind_that_fails_to_launch_leaves_no_stream(gpu: VirtualGpu) -> None:
     """After the error, the present stream is after the launches that were made."""
     numbers = torch.zeros(4, device=gpu.place)
 

@@ -95,14 +95,6 @@ def test_gguf_is_no_weight_file(one: Path) -> None:
         adapter.load(str(one))
 
 
-@pytest.mark.parametrize("inside", ["checkpoint-500", "snapshots/0123"])
-def test_a_folder_around_a_model_says_where_it_is(one: Path, inside: str) -> None:
-    (one.parent / "around" / inside).parent.mkdir(parents=True)
-    one.rename(one.parent / "around" / inside)
-    with pytest.raises(InvalidInput, match=f"around is no model folder: it has no .*, but .*around/{inside} does"):
-        adapter.load(str(one.parent / "around"))
-
-
 def test_a_file_that_may_not_be_read_is_not_called_broken(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -116,12 +108,6 @@ def test_weights_that_hold_a_nan_are_called_damaged(one: Path) -> None:
     edit(one, lambda weights: weights["model.norm.weight"][3].fill_(torch.nan))
     said = "gives nan or infinity by its own forward: its weights are damaged, or too large for torch.float32"
     with pytest.raises(InvalidInput, match=f"^LlamaForCausalLM {said}$"):
-        adapter.load(str(one))
-
-
-def test_a_reason_that_any_attention_meets_is_said_once(one: Path) -> None:
-    rewrite(one / "config.json", max_position_embeddings=4)
-    with pytest.raises(UnsupportedModel, match=r"^LlamaForCausalLM has a context of 4 tokens, too short to be tested$"):
         adapter.load(str(one))
 
 

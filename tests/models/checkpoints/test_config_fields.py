@@ -44,9 +44,7 @@ FUZZED: dict[str, Any] = {
         ({"max_position_embeddings": -5}, r"max_position_embeddings is -5, and must be at least 1"),
     ],
 )
-def test_sizes_beyond_those_of_the_files_are_refused_by_their_headers(
-    one: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_sizes_beyond_the_files_are_refused_by_their_headers(one: Path, changes: dict[str, Any], message: str) -> None:
     rewrite(one / "config.json", **changes)
     with pytest.raises(InvalidInput, match=rf"config\.json: {message}"):
         checkpoint.examine(one)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from radixkv import AsyncEngine, Engine, SamplingParams
+from radixkv import Engine, SamplingParams
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter
 from tests.chat.worlds import byte_tokenizer
@@ -61,14 +59,6 @@ def test_a_built_model_chats_with_a_tokenizer_however_it_is_given(words: Path, b
     assert len(text) > 8
 
 
-def test_async_engines_take_one_too(words: Path) -> None:
-    async def texts() -> list[str]:
-        async with await AsyncEngine.load(model(), tokenizer=words, **POOL) as engine:
-            return [(await engine.chat().send("hello", GREEDY)).text]
-
-    assert asyncio.run(texts()) != [""]
-
-
 def test_it_replaces_the_tokenizer_of_the_files_which_is_not_read(bare: Path) -> None:
     (bare / "tokenizer.json").write_text("{")
     with pytest.raises(InvalidInput, match=r"the tokenizer in .* cannot be read"):
@@ -78,13 +68,6 @@ def test_it_replaces_the_tokenizer_of_the_files_which_is_not_read(bare: Path) ->
     loaded = adapter.load(str(bare), tokenizer=given)
     assert loaded.tokenizer is given
     assert loaded.stop_token_ids == {2, given.eos_token_id}  # 2 is the model's own
-
-
-def test_its_tokens_without_an_embedding_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    larger = byte_tokenizer()
-    larger.add_tokens(["<|call|>", "<|done|>"], special_tokens=True)
-    adapter.load(model(rows=265), tokenizer=larger)
-    assert "tokenizer has 1 tokens that the model has no embedding for, '<|done|>' (265) among them" in caplog.text
 
 
 class Processor:
@@ -122,12 +105,3 @@ def test_a_tokenizer_in_the_place_of_the_settings_is_named(words: Path) -> None:
     config: Any = byte_tokenizer()
     with pytest.raises(InvalidInput, match=r"config must be an EngineConfig, not a \w+: a tokenizer is passed as tok"):
         Engine.load(str(words), config)
-
-
-def test_a_path_is_never_a_hub_name(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(bare.parent)
-    assert adapter.load(Path("bare")).name == "./bare"
-    assert adapter.load(bare).name == str(bare)
-    for missing in ("tiny", "some/model", "nowhere"):
-        with pytest.raises(InvalidInput, match=f"there is no model folder {re.escape(f'./{missing}')}$"):
-            adapter.load(Path(missing))

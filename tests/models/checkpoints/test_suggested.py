@@ -30,7 +30,7 @@ def test_suggestions_come_from_the_file(one: Path) -> None:
     assert suggested(read(one)[0]) == SamplingParams()
 
 
-def test_where_nobody_chose_to_sample_only_the_penalty_counts() -> None:
+def test_without_a_choice_to_sample_only_the_penalty_counts() -> None:
     assert of(do_sample=False, **ALL) == SamplingParams(repetition_penalty=1.1)
     assert of(do_sample=None, **ALL) == of(**ALL) == SamplingParams(**ALL)
 
@@ -39,10 +39,6 @@ def test_where_nobody_chose_to_sample_only_the_penalty_counts() -> None:
 def test_a_value_out_of_range_is_left_out_alone(wrong: dict[str, Any]) -> None:
     [name] = wrong
     assert of(**{**ALL, **wrong}) == SamplingParams(**{key: value for key, value in ALL.items() if key != name})
-
-
-def test_a_model_may_have_no_settings() -> None:
-    assert suggested(object()) == SamplingParams()
 
 
 def test_requests_and_turns_without_params_follow_the_file(tmp_path: Path) -> None:

@@ -90,14 +90,6 @@ def test_a_tokenizer_with_code_of_its_own(tmp_path: Path) -> None:
         read(folder)
 
 
-def test_added_tokens_within_the_embedding_are_tokens_as_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = with_tokenizer(tmp_path, more=("<|call|>", "<|done|>"))
-    assert answer(folder, "<|call|>hello<|done|>").usage.prompt_tokens == 4  # of "hello", "hell" is a merge
-    assert "no embedding" not in caplog.text
-
-
 def test_added_tokens_beyond_the_embedding_are_refused_one_by_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,11 +99,3 @@ def test_added_tokens_beyond_the_embedding_are_refused_one_by_one(
     assert said in caplog.text
     with pytest.raises(InvalidTokens, match=r"token 265 at position 0 is outside the vocabulary: allowed is 0\.\.264"):
         answer(folder, "<|done|>hello")
-
-
-def test_embeddings_that_no_token_has_can_be_sampled(tmp_path: Path) -> None:
-    folder = with_tokenizer(tmp_path, rows=300)
-    greedy = GREEDY.but(logit_bias={290: 100.0}, max_tokens=3)
-    with Engine.load(str(folder), num_blocks=30, monitor=False) as engine:
-        done = engine.generate(["hello"], greedy)[0]
-    assert (done.token_ids, done.text) == ((290, 290, 290), "")

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from radixkv.models import checkpoint, checkpoint_writer
+from radixkv.models import checkpoint_writer
 from tests.chat.worlds import CHATML, byte_tokenizer
 from tests.models.checkpoints.files import INDEX, read, same
 from tests.models.conftest import FAMILIES, GROUPED, SIZES, make
@@ -46,13 +46,6 @@ def test_scaled_rotary_frequencies_are_read_back(tmp_path: Path) -> None:
     again = read(tmp_path)[0]
     assert settings(again) == settings(model)
     assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
-
-
-def test_an_automatic_dtype_is_that_of_the_written_weights(tmp_path: Path) -> None:
-    checkpoint_writer.write_model(tmp_path, make(FAMILIES["llama"](), torch.bfloat16), None)
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    assert {each.dtype for each in checkpoint.examine(tmp_path).tensors.values()} == {"BF16"}
-    assert not (tmp_path / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
@@ -111,15 +104,6 @@ def test_odd_sizes_and_several_dtypes_in_one_file_stay_aligned(tmp_path: Path) -
     expected = model.state_dict()
     assert found.keys() == expected.keys()
     assert all(found[name].dtype == each.dtype and torch.equal(found[name], each) for name, each in expected.items())
-
-
-def test_progress_adds_up_to_the_bytes_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_writer, "_PIECE", 1000)
-    model, done = make(FAMILIES["llama"]()), []
-    checkpoint_writer.write_model(tmp_path, model, None, progress=done.append)
-    assert sum(done) == checkpoint_writer.bytes_of(model) == sum(each.nbytes for each in model.parameters())
-    assert max(done) == 1000
-    assert same(read(tmp_path)[0], model)
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:

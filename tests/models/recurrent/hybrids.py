@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from radixkv.models.attention_interface import own_attention
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
-from radixkv.recurrent_state import EMPTY, StateRow, StateSnapshot, StateStep
+from radixkv.sizing.recurrent_state import EMPTY, StateRow, StateSnapshot, StateStep
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 recipes = importlib.import_module("model_parts.recipes")
@@ -75,17 +75,11 @@ class Steps:
         self.rng = random.Random(seed)
         blocks = -(-tokens // BLOCK)
         self.runner = Runner(loaded, rows * blocks, BLOCK, state_slots=2 * rows)
-        self.runner.state_copies = self
         self.free = list(np.random.default_rng(seed).permutation(rows * blocks).astype(np.int32).reshape(rows, blocks))
         self.rows: list[Row] = []
         self.max_rows, self.max_tokens, self.vocab = rows, tokens, loaded.vocab_size
         self.queue: list[tuple[int, int]] = []
         self.joint = self.restored = 0
-
-    def drain(self) -> list[tuple[int, int]]:
-        """Return the queued copies once."""
-        copies, self.queue = self.queue, []
-        return copies
 
     def step(self) -> list[tuple[list[int], torch.Tensor]]:
         """Change some sequences, run a chunk of each, and return (history, logits) of each."""
@@ -106,6 +100,9 @@ class Steps:
         if not inputs:
             return []
         self.joint += sum(len(each.tokens) == 1 for each in inputs) > 1
+        states, copies, self.queue = self.runner.states, self.queue, []
+        assert states is not None
+        states.run(copies)
         logits = self.runner.run(inputs)
         return [(list(row.tokens), found) for row, found in zip(rows, logits, strict=True)]
 

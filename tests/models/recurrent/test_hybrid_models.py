@@ -12,8 +12,6 @@ import transformers
 
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter
-from radixkv.models.cuda_graphs import record_graphs
-from radixkv.models.fusion import fuse
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.quantized.layers import quantized_weights
 from radixkv.models.rounding import TOLERANCE, relative_error
@@ -99,18 +97,6 @@ def test_states_need_slots() -> None:
         Runner(adapter.load(hybrid("lfm2")), 8, 4)
 
 
-def test_outside_of_a_step_a_model_and_its_copies_compute_as_written() -> None:
-    model = hybrid("qwen3_5")
-    adapter.load(model)
-    fresh, tokens = hybrid("qwen3_5"), torch.tensor([[5, 6, 7, 8]])
-    model.set_attn_implementation("eager")
-    for each in (model, copy.deepcopy(model)):
-        cache = transformers.DynamicCache(config=each.config)
-        each(input_ids=tokens[:, :3], past_key_values=cache)
-        logits = each(input_ids=tokens[:, 3:], past_key_values=cache).logits
-        torch.testing.assert_close(logits[0, -1], fresh(input_ids=tokens).logits[0, -1], atol=1e-4, rtol=1e-4)
-
-
 def test_two_threads_run_one_model_over_states_of_their_own() -> None:
     loaded = adapter.load(hybrid("lfm2"))
     found: dict[int, float] = {}
@@ -141,13 +127,3 @@ def test_weights_in_few_bits_serve_mixers() -> None:
     steps = Steps(loaded, seed=6)
     rows = [row for _ in range(8) for row in steps.step()]
     assert max(relative_error(logits, own_logits(loaded, tokens)) for tokens, logits in rows) <= 1e-4
-
-
-def test_compilation_and_graphs_are_off(caplog: pytest.LogCaptureFixture) -> None:
-    runner = Runner(adapter.load(hybrid("lfm2")), 8, 4, state_slots=1)
-    forward = runner.forward
-    with caplog.at_level("INFO"):
-        fuse(runner)
-        record_graphs(runner, 4, 16)
-    assert runner.forward is forward
-    assert [message.partition(": ")[2] for message in caplog.messages] == ["its layers keep recurrent state"] * 2

@@ -10,7 +10,7 @@ from radixkv.chat.template_arguments import template_arguments, thinking_option
 from radixkv.serve.anthropic.schemas import Dialect, read_count, read_message
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import IgnoredFields
-from radixkv.serve.message_schemas import RoleOrder
+from radixkv.serve.role_order import RoleOrder
 from tests.serve.anthropic.messages import ASKED, BODY, LOOK, MARK
 
 CALL = {"type": "tool_use", "id": "c1", "name": "look", "input": {"path": "a"}}
@@ -200,29 +200,35 @@ RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "co
     ("fields", "words"),
     [
         ({"messages": []}, "messages must be an array of at least one message"),
-        ({"messages": "hi"}, "messages must be an array of at least one message"),
+        ({"messages": "hi"}, "messages must be an array, not a string"),
         ({"messages": [said("tool", "x")]}, "messages[0].role must be one of user, assistant, system"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is required"),
         ({"messages": [said("user", 5)]}, "messages[0].content must be a string or an array of blocks"),
         (
             {"messages": [said("user", [IMAGE])]},
-            'messages[0].content[0].type must be "text", not "image": this server reads text only',
+            'messages[0].content[0].type must be one of text, tool_result, not "image": this server reads text',
         ),
         (
             {"messages": [*ASKED, said("assistant", [CALL]), RESULT_OF_IMAGE]},
-            'messages[2].content[0].content[0].type must be "text"',
+            "messages[2].content[0].content[0].type must be one of text, tool_reference",
         ),
-        ({"messages": [said("user", [{"type": "tool_use"}])]}, 'messages[0].content[0].type can not be "tool_use"'),
+        (
+            {"messages": [said("user", [{"type": "tool_use"}])]},
+            'messages[0].content[0].type must be one of text, tool_result, not "tool_use"',
+        ),
         (
             {"messages": [said("user", [{"type": "tool_result", "content": "x"}])]},
             "messages[0].content[0].tool_use_id is required",
         ),
-        ({"system": [{"type": "tool_reference", "tool_name": "x"}]}, 'system[0].type can not be "tool_reference"'),
+        (
+            {"system": [{"type": "tool_reference", "tool_name": "x"}]},
+            'system[0].type must be text, not "tool_reference"',
+        ),
         ({"messages": [said("user", [text(5)])]}, "messages[0].content[0].text must be a string"),
         ({"messages": [*ASKED, said("assistant", [CALL])]}, "the last message has tool calls"),
         ({"messages": [said("system", "only this")]}, "messages must have a message of a user"),
         ({"system": 5}, "system must be a string or an array of text blocks"),
-        ({"system": [IMAGE]}, 'system[0].type must be "text"'),
+        ({"system": [IMAGE]}, 'system[0].type must be text, not "image"'),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be 1 to 128"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema is required"),
         ({"tools": [5]}, "tools[0] must be an object"),
@@ -230,11 +236,11 @@ RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "co
         ({"tool_choice": {"type": "tool", "name": "look"}}, "tool_choice requires a call, so it needs tools"),
         ({"tool_choice": {"type": "tool"}, "tools": [LOOK]}, "tool_choice.name is required"),
         ({"tool_choice": {"type": "tool", "name": "no"}, "tools": [LOOK]}, "names a tool that is not in tools"),
-        ({"tool_choice": {"type": "some"}}, "tool_choice.type must be auto, any, tool, none"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type must be one of auto, any, none, tool"),
         ({"thinking": {"type": "deep"}}, "thinking.type must be"),
         ({"output_config": {"effort": 5}}, "output_config.effort must be a string"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is required"),
-        ({"max_tokens": 0}, "max_tokens must be from 1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"stop_sequences": [""]}, "stop_sequences must be"),
         ({"n": 2}, "n can only be 1"),

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from radixkv.serve.fields import IgnoredFields
-from radixkv.serve.message_schemas import RoleOrder
-from radixkv.serve.openai_responses.items import read_messages
+from radixkv.serve.openai_responses.items import messages_of, stored_items
+from radixkv.serve.role_order import RoleOrder
 from tests.chat.tool_call_dialects import DIALECTS
 from tests.serve.openai_responses.served_responses import ASKED, WEATHER, answering, stream, whole
 from tests.serve.served import says, served
@@ -133,7 +132,7 @@ def test_a_call_that_comes_back_changed_misses_its_reply_only() -> None:
 
 
 def messages(*items: dict[str, Any], **order: bool) -> list[Any]:
-    return read_messages("Be kind.", [], items, IgnoredFields(), RoleOrder(**order))
+    return messages_of("Be kind.", stored_items(items), RoleOrder(**order))
 
 
 def test_system_and_developer_messages_before_the_first_reply_open_the_prompt() -> None:

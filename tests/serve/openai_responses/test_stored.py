@@ -87,13 +87,6 @@ def test_responses_and_hits_stay_with_their_tenant_and_namespace() -> None:
         assert server.client.get(paths[0], headers=bearer("ada")).json() == own
 
 
-def test_a_cache_key_is_no_namespace() -> None:
-    with served(brain=says("Hello, you.")) as server:
-        whole(server, {**ASKED, "prompt_cache_key": "one"})
-        used = whole(server, {**ASKED, "prompt_cache_key": "two"})["usage"]
-        assert used["input_tokens_details"]["cached_tokens"] == used["input_tokens"] - 1
-
-
 def test_a_running_response_can_be_cancelled_and_read() -> None:
     gate = threading.Semaphore(0)
     with hosted(brain=says("Hello, " * 100)) as server:
@@ -160,14 +153,6 @@ def test_pages_of_input_items(order: str) -> None:
             {"after": "msg_9"},
         ):
             assert server.client.get(f"{PATH}/{number}/input_items", params=wrong).status_code == 400
-
-
-def test_items_without_an_id_get_one() -> None:
-    with served(brain=says("Hello, you.")) as server:
-        items = [{"role": "user", "content": "a", "id": None}, {"role": "user", "content": "b"}]
-        number = whole(server, {**ASKED, "input": items})["id"]
-        page = server.client.get(f"{PATH}/{number}/input_items").json()
-    assert all(item["id"] for item in page["data"]) and page["last_id"]
 
 
 # ---- the store alone

@@ -38,12 +38,6 @@ def test_open_loop_sends_at_the_recorded_times_whether_answers_come_or_not():
     assert played.whole
 
 
-def test_speedup_divides_times_and_asap_ignores_them():
-    todo = recorded((None, 0), (None, 40_000))
-    assert [outcome.due for outcome in play(FakeTarget(), todo, speedup=1000).outcomes] == [0.0, 0.04]
-    assert [outcome.due for outcome in play(FakeTarget(), todo, asap=True).outcomes] == [0.0, 0.0]
-
-
 def test_closed_loop_waits_for_the_answer_before():
     target = FakeTarget(pause=0.02)
     played = play(target, recorded(("a", 0), ("a", 1), ("a", 2), ("b", 1)), loop="closed")
@@ -57,11 +51,6 @@ def test_closed_loop_takes_requests_without_a_session_as_sessions_of_their_own()
     target = FakeTarget(pause=0.02)
     play(target, recorded((None, 0), (None, 0), (None, 0)), loop="closed")
     assert target.most == 3
-
-
-def test_a_later_turn_waits_for_its_time_also_if_the_answer_was_early():
-    (_, second) = play(FakeTarget(), recorded(("a", 0), ("a", 50)), loop="closed").outcomes
-    assert second.sent >= second.due >= 0.05
 
 
 @pytest.mark.parametrize("loop", ["open", "closed"])
@@ -147,12 +136,6 @@ def test_a_replay_that_is_stopped_keeps_what_it_saw_and_leaves_nothing_running(l
     assert [outcome.ended for outcome in player.result.outcomes] == [None, None]
     assert [outcome.ttft for outcome in player.result.outcomes] == [None, None]
     assert player.result.moments
-
-
-def test_moments_are_noted_while_the_target_tells():
-    played = play(FakeTarget(pause=0.02, moments=1), recorded((None, 0)))
-    assert [moment.used_blocks for moment in played.moments] == [3]
-    assert play(FakeTarget(), recorded((None, 0))).moments == []
 
 
 @pytest.mark.parametrize(

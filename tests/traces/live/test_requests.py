@@ -57,7 +57,7 @@ def test_every_token_is_of_the_vocabulary():
     assert set(prompt.tolist()) == set(range(5))
 
 
-def test_an_end_that_no_block_names_is_made_up_and_shared_with_nobody():
+def test_an_end_that_no_block_names_is_made_up_and_unshared():
     prompt_maker = PromptMaker(VOCABULARY, 16)
     one, other = prompt_maker.prompt(request([1], 40)), prompt_maker.prompt(request([1], 40, timestamp=9.0))
     assert len(one) == len(other) == 40

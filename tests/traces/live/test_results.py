@@ -56,7 +56,7 @@ def test_what_did_not_come_out_well_is_counted_apart():
     assert not figures["whole"]
 
 
-def test_what_nobody_told_is_not_made_up():
+def test_missing_facts_are_not_made_up():
     outcome = answered(0)
     outcome.answer = Answer(3)
     figures = found(outcome)
@@ -67,7 +67,7 @@ def test_what_nobody_told_is_not_made_up():
     assert found(answered(0), asap=True)["late_ms"] is None
 
 
-def test_goodput_counts_who_keeps_every_bar_out_of_all():
+def test_goodput_counts_the_requests_that_keep_every_bar():
     outcomes = [
         answered(0, first=0.1),
         answered(1, first=0.5),

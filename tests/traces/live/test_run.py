@@ -2,20 +2,16 @@
 
 import csv
 import json
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from importlib import resources
 
 import pytest
 
 from radixkv_traces.cli import main
-from radixkv_traces.formats import open_trace, sample
-from radixkv_traces.live import display
 from radixkv_traces.live.engine_target import EngineTarget
-from radixkv_traces.text_blocks import tokenizer as load_tokenizer
+from tests.selection import mostly_long
 from tests.traces.live.targets import http_server
 
 # Two users with a common beginning, two turns each; blocks of 16 tokens.
@@ -85,13 +81,6 @@ def test_text_goes_through_the_template_and_a_prompt_that_is_too_long_is_counted
     assert figures["prompt_tokens"] > 5
 
 
-def test_warm_up_is_kept_apart(trace, capsys):
-    _, found, _ = replayed(capsys, trace, "--block-tokens", "16", "--asap", "--concurrency", "1", "--warmup", "2")
-    figures = found["runs"]["radixkv"]
-    assert (figures["requests"], figures["warmup_requests"]) == (2, 2)
-    assert figures["cached_tokens"] == 64 + 60  # cached by the first turns
-
-
 def test_the_order_of_waiting_requests_reaches_the_engine(trace, capsys, monkeypatch):
     loaded = []
     load = EngineTarget.load
@@ -104,14 +93,6 @@ def test_the_order_of_waiting_requests_reaches_the_engine(trace, capsys, monkeyp
     status, found, _ = replayed(capsys, trace, "--block-tokens", "16", "--asap", "--order", "longest-prefix")
     assert (status, found["runs"]["radixkv"]["finished"]) == (0, 4)
     assert loaded == [{"prefix_cache": True, "order": "longest-prefix"}]
-
-
-def test_sessions_take_turns_where_that_is_asked_for(trace, capsys):
-    with http_server() as server:
-        status, _, _ = replayed(capsys, trace, "--target", server.url, "--interleave", "1", "--loop", "open", "--asap",
-                                "--concurrency", "1")  # fmt: skip
-    assert status == 0
-    assert [len(body["prompt"]) for _, body, _ in server.bodies] == [64, 96, 60, 80]  # a's, then b's
 
 
 def test_a_server_is_driven_and_its_failures_are_the_exit_status(trace, capsys):
@@ -170,17 +151,10 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_is_sent(trace, 
     assert server.bodies == []
 
 
-def test_a_bad_line_is_said_before_anything_is_sent(tmp_path, capsys):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(LINES[0]) + "\n" + json.dumps({**LINES[1], "output_length": -1}) + "\n")
-    with http_server() as server:
-        status, _, said = replayed(capsys, str(path), "--target", server.url)
-    assert status == 2
-    assert "bad.jsonl:2: output_length" in said
-    assert server.bodies == []
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    mostly_long([(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], (signal.SIGTERM, 143)),
+)
 def test_a_signal_prints_and_writes_what_was_measured(tmp_path, number, status):
     lines = [LINES[0], {**LINES[1], "timestamp": 3_600_000}]
     path = tmp_path / "trace.jsonl"
@@ -209,28 +183,3 @@ def test_a_signal_prints_and_writes_what_was_measured(tmp_path, number, status):
     (figures,) = found["runs"].values()
     assert (figures["whole"], figures["finished"], figures["requests"]) == (False, 1, 1)
     assert len(rows(tmp_path / "out" / "requests.csv")) == 1
-
-
-def test_progress_in_a_file_is_a_line_now_and_then(trace, capsys, monkeypatch):
-    monkeypatch.setattr(display, "_LINE_INTERVAL", 0.0)
-    with http_server() as server:
-        status, _, said = replayed(capsys, trace, "--target", server.url, "--asap", "--concurrency", "1")
-    assert status == 0
-    assert [line.partition(" · ")[0] for line in said.splitlines()] == [f"{n} of 4 requests" for n in range(1, 5)]
-    assert "50.0% hit" in said
-
-
-def test_calls_without_words_are_text_for_a_template_without_tools(tmp_path, capsys):
-    """`sample:chat` has null contents in messages with tool calls."""
-    model = shutil.copytree(resources.files("radixkv") / "assets" / "tiny", tmp_path / "model")
-    plain = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
-    (model / "chat_template.jinja").write_text(plain)
-    status, found, _ = replayed(capsys, "sample:chat", "--asap", "--max-output", "1", "--model", str(model))
-    figures = found["runs"]["radixkv"]
-    assert (status, figures["failed"], figures["finished"]) == (0, 0, 9)
-    encode = load_tokenizer("tiny")
-    words = sum(
-        len(encode("".join(f"{each['role']}: {each.get('content') or ''}\n" for each in request.messages)))
-        for request in open_trace(sample("chat"))
-    )
-    assert figures["prompt_tokens"] > words + 4 * len(encode('{"name": "find_book"}'))  # four prompts have a call

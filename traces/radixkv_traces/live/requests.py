@@ -1,7 +1,7 @@
 """Requests of a replay: the planned ones, their outcomes, and the interface of a target that answers them.
 
 A recorded chat is sent as its messages; for a recorded prompt of block ids, token ids are made up. All times are
-seconds on one clock; those of an outcome count from the start of the replay.
+seconds on one clock; the times of an outcome count from the start of the replay.
 """
 
 from __future__ import annotations

@@ -1,0 +1,51 @@
+"""The weights of an engine's model, by default fixed: `radixkv.models.weights.reload.ModelWeights` can change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from radixkv.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State: TypeAlias = "Mapping[str, Tensor]"
+
+
+class Weights(Protocol):
+    """The weights of an engine's model, which may change."""
+
+    def check(self) -> None:
+        """Raise WeightsChanged if the cached KV was computed with other weights. Any thread may call."""
+        ...
+
+    def checked(self, state: State | None) -> State | None:
+        """Return a complete state; raises InvalidInput, with nothing changed, if it does not fit. Any thread may call.
+
+        Without a state, return None.
+        """
+        ...
+
+    def reload(self, state: State | None) -> Any:
+        """Make the present weights count, or the weights of a checked state. Only between two steps; raises
+        RadixKVError."""
+        ...
+
+
+class FixedWeights:
+    """Weights that never change, as in a model that is not torch's."""
+
+    def check(self) -> None:
+        """Accept every request."""
+
+    def checked(self, state: State | None) -> State | None:
+        """Refuse all new weights with InvalidInput."""
+        raise InvalidInput("this engine's model cannot take other weights: it was not made by Engine.load")
+
+    def reload(self, state: State | None) -> None:
+        """Refuse as `checked`."""
+        self.checked(state)
+
+
+FIXED_WEIGHTS: Weights = FixedWeights()

@@ -1,0 +1,290 @@
+"""Take new weights into a model that an engine runs, without loading it again.
+
+`ModelWeights` watches the weights with a `WeightWatch`, writes new values into them, and computes the copies again that
+radixkv made of them: packed and quantised layers, and factors of norms.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from radixkv.device import refuse_fatal
+from radixkv.errors import InvalidInput, WeightsChanged
+from radixkv.models.cuda_graphs import ReplayedForward
+from radixkv.models.gpu_layers.fuse import restack
+from radixkv.models.loaded import LoadedModel
+from radixkv.models.packed import PackedLinear
+from radixkv.models.quantized.kernels import QuantizedWeights
+from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, requantized
+from radixkv.models.quantized.norms import FusedNorm
+from radixkv.models.runner import Runner
+from radixkv.models.selftest import self_test
+from radixkv.models.weights.watch import WatchedForward, WeightWatch, weight_places
+
+State = Mapping[str, Tensor]
+_ADVICE = (
+    "call engine.reload_weights() after each update, or load the engine with a copy of the model (copy.deepcopy) if "
+    "updates are not for it"
+)
+_log = logging.getLogger(__name__)
+
+
+def watch_weights(runner: Runner, source: Any | None) -> ModelWeights:
+    """Return the weights of a runner that is ready to run, and refuse its logits after an update from now on."""
+    forward = runner.forward
+    record_again = forward.record_again if isinstance(forward, ReplayedForward) else None
+    weights = ModelWeights(runner.loaded, source, record_again)
+    runner.forward = WatchedForward(forward, weights.check_step)
+    return weights
+
+
+class ModelWeights:
+    """The weights of one loaded model: `check` detects changes, `reload` makes present or given values count.
+
+    `source` is the caller's model from which `loaded` was made; None for a model from files. It is held weakly: if the
+    caller drops it, its packed weights are freed, and the weights of `loaded` alone count. `on_moved` is called
+    after a reload from other memory.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, source: nn.Module | None = None, on_moved: Callable[[], None] | None = None
+    ) -> None:
+        """Record the present weights."""
+        self._loaded, self._on_moved = loaded, on_moved
+        self._problem, self._reloading = "", False
+        own = source is None or source is loaded.model
+        self._source = None if own else weakref.ref(source, lambda _: _source_freed(this))
+        this = weakref.ref(self)
+        self.watch()
+        self._recorded = self._watch.pointers  # that recorded steps read
+
+    def watch(self) -> None:
+        """Record the present weights as the engine's."""
+        owner = self._owner
+        self._kinds, self._slots = _kinds(owner), _slots(owner)
+        self._watch = WeightWatch(owner)
+
+    @property
+    def _owner(self) -> nn.Module:
+        """The model whose parameters the caller may update."""
+        source = None if self._source is None else self._source()
+        return self._loaded.model if source is None else source
+
+    # ---- changes
+
+    def check(self) -> None:
+        """Raise WeightsChanged if the cached KV was computed with other weights; see `WeightWatch.changed`.
+
+        Raises DeviceLost if the device computes nothing more. A GPU without memory for a few numbers does not compare
+        them this time.
+        """
+        if self._reloading:  # a request that is sent during a reload runs after it
+            return
+        try:
+            changed = self._watch.changed()
+        except torch.OutOfMemoryError:
+            changed = self._watch.moved()
+        except RuntimeError as error:
+            refuse_fatal(error)
+            raise
+        self._refuse(changed=changed)
+
+    def check_step(self) -> None:
+        """Raise WeightsChanged after an update that torch counts; see `WeightWatch.moved`."""
+        self._refuse(changed=self._watch.moved())
+
+    def _refuse(self, *, changed: bool) -> None:
+        if self._problem:
+            raise WeightsChanged(self._problem)
+        if changed:
+            raise WeightsChanged(
+                f"the weights of {self._loaded.name} changed after they were loaded ({self._watch.first_change()}), "
+                f"and cached KV is of the old ones: {_ADVICE}"
+            )
+
+    # ---- new weights
+
+    def checked(self, state: State | None) -> State | None:
+        """Return a state with a value for each weight; raises InvalidInput, with nothing changed, if it does not fit.
+
+        Of the names of a tied weight, one is enough.
+        """
+        owner = self._owner
+        if self._kinds != _kinds(owner):
+            raise InvalidInput(
+                f"{self._loaded.name} has other modules than when it was loaded: merge and remove adapters, or load "
+                "another engine"
+            )
+        if state is None:
+            return None
+        if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):
+            raise InvalidInput(f"state maps names to tensors, as model.state_dict() does; got a {type(state).__name__}")
+        full = {**state}
+        for names, same in _tied(owner):
+            given = [name for name in names if name in full]
+            if same and not all(torch.equal(full[given[0]], full[name]) for name in given[1:]):
+                raise InvalidInput(f"state has two values for one tied weight, {given[0]} and {given[1]}")
+            full.update({name: full[given[0]] for name in names if given and name not in full})
+        _check_state(full, self._slots, {name for name, _ in owner.named_buffers()})
+        return full
+
+    def reload(self, state: State | None = None) -> float:
+        """Use the present weights, or the weights of a `checked` state, from now on; return the error of the self-test.
+
+        Writes the values of a state into the caller's model, if there is one. Nothing else may compute with the model
+        meanwhile. Costs a copy of the weights, the packing of linear layers one by one, and a self-test. Raises
+        InvalidInput or UnsupportedModel by the self-test, WeightsChanged if an update comes meanwhile. After an error
+        `check` raises until a reload succeeds.
+        """
+        self._reloading = True
+        try:
+            error = self._reload(state)
+            self._problem = ""
+        except Exception as failed:
+            self._problem = f"{self._loaded.name} has no weights, because a reload failed ({failed}): reload it again"
+            raise
+        finally:
+            self._reloading = False
+        if self._on_moved is not None and self._watch.pointers != self._recorded:  # perhaps moved by a failed reload
+            self._on_moved()
+            self._recorded = self._watch.pointers
+        _log.info("%s: weights reloaded, self-test error %.1e", self._loaded.name, error)
+        return error
+
+    def _reload(self, state: State | None) -> float:
+        owner, own = self._owner, self._loaded.model
+        if state is not None:
+            _write(owner, state)
+        _check_dtypes(self._loaded.name, self._slots, _slots(owner))
+        restack(owner)  # weights that were replaced, and not overwritten
+        self.watch()  # before anything is read
+        if owner is not own:
+            _share_tensors(own, owner)
+        _copy_again(own, owner, state)
+        error = self_test(self._loaded)
+        if self._watch.changed():
+            raise WeightsChanged(f"{self._watch.first_change()} changed meanwhile")
+        return error
+
+
+def _source_freed(weights: weakref.ref[ModelWeights]) -> None:
+    """Watch the weights of the engine's own model from now on, because the caller's has been freed."""
+    if (found := weights()) is not None:
+        found.watch()
+
+
+# ---- weights by name
+
+
+def _kinds(model: nn.Module) -> dict[str, type[nn.Module]]:
+    """Return the class of each module by name."""
+    return {name: type(module) for name, module in model.named_modules()}
+
+
+def _copied(model: nn.Module) -> Iterator[tuple[str, PackedLinear | QuantizedLinear | QuantizedEmbedding]]:
+    """Yield the layers whose weight is no parameter, with the weight's name."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear | QuantizedLinear | QuantizedEmbedding):
+            yield f"{name}.weight", module
+
+
+def _slots(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of each weight by name, all names of tied weights and the packed weights included."""
+    found = {name: (owner[key].shape, owner[key].dtype) for name, owner, key in weight_places(model)}
+    for name, module in _copied(model):
+        if isinstance(module, QuantizedEmbedding):
+            shape = module.num_embeddings, module.embedding_dim
+        else:
+            shape = module.out_features, module.in_features
+        found[name] = torch.Size(shape), torch.float32
+    return found
+
+
+def _tied(model: Any) -> list[tuple[list[str], bool]]:
+    """Return the names of each weight that has several, and whether they have one value.
+
+    A packed head has values of its own, also if it was packed from the embedding.
+    """
+    users: dict[int, list[str]] = defaultdict(list)
+    for name, owner, key in weight_places(model):
+        users[id(owner[key])].append(name)
+    for name, module in _copied(model):
+        users[id(module if isinstance(module, PackedLinear) else module.quantized)].append(name)
+    found = [(names, True) for names in users.values() if len(names) > 1]
+    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if isinstance(head, PackedLinear) and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        found.append(([names[id(embedding)], names[id(head)]], False))
+    return found
+
+
+def _check_state(state: State, slots: Mapping[str, tuple[torch.Size, torch.dtype]], buffers: set[str]) -> None:
+    """Raise InvalidInput unless the state has each parameter in its shape, and no other names."""
+    unknown = sorted(set(state) - set(slots) - buffers)
+    missing = sorted(set(slots) - set(state) - buffers)
+    if unknown or missing:
+        kinds = [(missing, "missing"), (unknown, "unknown")]
+        found = " and ".join(f"{len(names)} {kind} ({names[0]})" for names, kind in kinds if names)
+        raise InvalidInput(f"state has other names than model.state_dict(): {found}")
+    for name, (shape, _) in slots.items():
+        if name in state and (state[name].shape != shape or state[name].is_meta):
+            raise InvalidInput(f"state has {name} of shape {[*state[name].shape]}, and the model has {[*shape]}")
+
+
+def _check_dtypes(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise InvalidInput if a weight has another shape or dtype than at load."""
+    for weight, (shape, dtype) in now.items():
+        if before.get(weight) != (shape, dtype):
+            raise InvalidInput(
+                f"{name}: {weight} is {[*shape]} in {dtype} now, and was {before.get(weight)} when it was loaded: "
+                "convert it back, or load another engine"
+            )
+
+
+# ---- values
+
+
+@torch.inference_mode()
+def _write(model: nn.Module, state: State) -> None:
+    """Copy the values of a state into parameters and saved buffers of a model."""
+    for name, owner, key in weight_places(model):
+        if name in state:
+            owner[key].copy_(state[name])
+
+
+def _share_tensors(own: nn.Module, source: nn.Module) -> None:
+    """Give the modules of `own` the parameters and buffers of the modules of `source`, from which they were copied."""
+    for name, module in own.named_modules():
+        theirs = source.get_submodule(name)
+        for mine, those in ((module._parameters, theirs._parameters), (module._buffers, theirs._buffers)):
+            mine.update({key: those[key] for key in mine if key in those})
+
+
+@torch.inference_mode()
+def _copy_again(own: nn.Module, source: nn.Module, state: State | None) -> None:
+    """Compute packed, quantised and fused weights from the weights of `source`, or of the state if there is no source.
+
+    Without both, packed layers stay as they are.
+    """
+    for module in own.modules():
+        if isinstance(module, FusedNorm):
+            module.refresh()
+    again: dict[int, tuple[QuantizedWeights, QuantizedWeights]] = {}  # old and new by the id of the old
+    for name, layer in _copied(own):
+        if source is own and state is None:
+            break
+        weight: Any = state[name] if source is own and state is not None else source.get_parameter(name)
+        if isinstance(layer, PackedLinear):
+            layer.repack(weight)
+            continue
+        old = layer.quantized
+        if id(old) not in again:
+            again[id(old)] = old, requantized(old, weight)
+        layer.quantized = again[id(old)][1]

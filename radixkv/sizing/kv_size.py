@@ -1,0 +1,121 @@
+"""Compute the bytes that the keys and values of a token take, and parse sizes such as "8GiB"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from radixkv.errors import InvalidInput
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+"""Factors of the prefixes before the "B" of bytes (or before "tok"), in lower case."""
+
+WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes per number, by the name of the dtype."""
+
+ASSUMED_DTYPE = "bfloat16"
+"""The dtype of weights whose config has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """The KV of a token in one attention layer: `kv_heads` keys of `key_dim` and values of `value_dim` numbers."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers stored per token in this layer."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+    def of_rank(self, ranks: int) -> LayerKV:
+        """Return the share of the fullest of `ranks` tensor-parallel ranks: whole heads, at least one per rank."""
+        return replace(self, kv_heads=-(-self.kv_heads // ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """The recurrent state of a sequence in one layer: numbers of convolutions, and of states in float32."""
+
+    convolution: int
+    recurrent: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The KV of a model: every layer that stores some, in order; and of a hybrid model the layers with state.
+
+    `dtype` is the dtype of the saved weights and `context` the longest sequence in tokens; each is None if the config
+    does not have it. `notes` are sentences about storage that the numbers alone do not explain.
+    """
+
+    name: str
+    layers: tuple[LayerKV, ...]
+    dtype: str | None = None
+    context: int | None = None
+    notes: tuple[str, ...] = ()
+    states: tuple[LayerState, ...] = ()
+
+    def bytes_per_state(self, dtype: str | None = None) -> int:
+        """Return the bytes of the recurrent state of a sequence of any length; 0 for a model without."""
+        width = WIDTHS[self._dtype(dtype)]
+        return sum(each.convolution * width + each.recurrent * WIDTHS["float32"] for each in self.states)
+
+    def bytes_per_token(self, dtype: str | None = None, ranks: int = 1) -> int:
+        """Return the bytes of a token in all layers, on one of `ranks`.
+
+        Raises InvalidInput for an unsupported dtype and for less than one rank.
+
+        >>> KVShape("70B", (LayerKV(8, 128, 128),) * 80).bytes_per_token("float16")
+        327680
+        """
+        width = WIDTHS[self._dtype(dtype)]
+        if ranks < 1:
+            raise InvalidInput(f"{ranks} tensor-parallel ranks: there must be at least 1")
+        return sum(layer.of_rank(ranks).numbers for layer in self.layers) * width
+
+    def _dtype(self, dtype: str | None) -> str:
+        """Return the dtype to count with. Raises InvalidInput for an unsupported one."""
+        dtype = dtype or self.dtype or ASSUMED_DTYPE
+        if dtype not in WIDTHS:
+            raise InvalidInput(f"dtype {dtype!r}: KV is kept in one of {', '.join(WIDTHS)}")
+        return dtype
+
+
+def bytes_of(text: str) -> int | None:
+    """Return the bytes of "8GiB", "512 MB", "1.5g" or "0"; None if `text` is not a size.
+
+    >>> bytes_of("1.5 GiB"), bytes_of("much")
+    (1610612736, None)
+    """
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?|)b?\s*", text, re.IGNORECASE | re.ASCII)
+    return int(float(match[1]) * UNITS[match[2].lower()]) if match else None
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of "8GiB", "512 MB" or "1.5g"; raises InvalidInput for other text and for 0 bytes.
+
+    >>> parse_size("8GiB"), parse_size("512 MB")
+    (8589934592, 512000000)
+    """
+    size = bytes_of(text)
+    if not size:
+        raise InvalidInput(f"memory {text!r}: give bytes, such as 8GiB or 512MB")
+    return size
+
+
+def parse_bytes(text: str | int, name: str = "kv_memory", *, automatic: bool = True) -> int:
+    """Return the bytes of a setting such as `kv_memory`: 536870912, "512MB" or "1.5GiB"; raises InvalidInput.
+
+    `automatic` says whether the error names "auto" among the allowed values.
+
+    >>> parse_bytes("512MB"), parse_bytes("1.5 GiB")
+    (512000000, 1610612736)
+    """
+    size = None if isinstance(text, bool) else bytes_of(str(text))
+    if size is None:
+        auto = '"auto", ' if automatic else ""
+        raise InvalidInput(f'{name} must be {auto}bytes, or a size such as "512MB" or "2GiB"; got {text!r}')
+    return size

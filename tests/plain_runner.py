@@ -1,0 +1,32 @@
+"""A base class for runners of tests: it has the facts of a runner without host memory and recurrent state."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.attention.host_store import HostCosts
+from radixkv.engine.transfers import HostMemory, StateMemory
+from radixkv.models.kv_recompute import Recheck
+
+
+class PlainRunner:
+    """A runner without options; subclasses compute."""
+
+    row_dependent = False
+    host: HostMemory | None = None
+    states: StateMemory | None = None
+    recheck_tokens = 0
+    recheck_obstacle: str | None = None
+
+    def host_costs(self, chunk: int) -> HostCosts:
+        """Refuse to measure what is not there."""
+        raise AssertionError("there is no host memory")
+
+    def recheck(self, tokens: NDArray[np.int32], start: int, block_table: NDArray[np.int32]) -> Recheck:
+        """Refuse to compute KV again."""
+        raise AssertionError("recheck_tokens is 0")
+
+    def stats(self) -> dict[str, int]:
+        """Return no counters."""
+        return {}
