@@ -54,10 +54,7 @@ def explain(
         found = _with_reason(state, found, last_node, owner, raw)
     if state.snapshots is None:
         return found
-    ahead = state.snapshots.last_of(runs)
-    if ahead is not None and limit is not None and ahead.position > limit:
-        ahead = None
-    return _shortened(found, state.snapshots.last(node, found.length), ahead)
+    return _shortened(found, state.snapshots.last(node, found.length), state.snapshots.last_of(runs, limit))
 
 
 def host_runs(state: CacheState, node: Node, raw: bytes, at: int, *, pending: bool = False) -> list[tuple[Node, int]]:

@@ -115,12 +115,13 @@ class Snapshots(Follower):
             node = node.parent
         return None
 
-    def last_of(self, runs: list[tuple[Node, int]]) -> Snapshot | None:
-        """Return the last snapshot in runs: the leading tokens of consecutive nodes."""
+    def last_of(self, runs: list[tuple[Node, int]], limit: int | None = None) -> Snapshot | None:
+        """Return the last snapshot in runs, up to position `limit`: the leading tokens of consecutive nodes."""
         for node, tokens in reversed(runs):
             found = self.by_node.get(node)
             if found:
-                at = bisect_right(found, node.start + tokens, key=_position)
+                end = node.start + tokens
+                at = bisect_right(found, end if limit is None else min(end, limit), key=_position)
                 if at:
                     return found[at - 1]
         return None

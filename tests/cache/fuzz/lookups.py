@@ -65,8 +65,8 @@ def explain(world: World, namespace: Hashable, prompt: Sequence[int], limit: int
         most = min(world.bounds(namespace, prompt)[1], len(prompt) if limit is None else limit)
         assert (0 if both else min(found.host, most - length)) <= explanation.host <= most - usable
         return
-    if not both:
-        assert explanation.host == cut - length
+    loadable = world.cache.match(prompt[:limit], namespace).loadable
+    assert explanation.host == (loadable if both else cut - length)
     assert (reason == "limit") == (cut < reached)
     if cut == reached:
         assert (reason == "full") == (reached == len(prompt))

@@ -123,6 +123,24 @@ def test_explain_says_where_the_state_ends() -> None:
     assert cache.explain([5]).reason == "never_seen"
 
 
+def test_explain_with_a_limit_finds_earlier_states_on_the_host() -> None:
+    spacing = Spacing(prompt=4, long=1000, least=1)
+    cache = PrefixCache(4, 4, host_blocks=8, state_rows=1, state_snapshots=8, state_spacing=spacing)
+    with cache.open(range(16)) as seq:
+        for position in (4, 8, 12):
+            seq.snapshot_at(position)
+        seq.extend(range(16))
+        seq.commit()
+    with cache.open([99]) as other:
+        other.extend([99] * 8)
+    cache.moves()
+    cache.moves_done()
+    for limit, host, reason in ((16, 8, "full"), (14, 4, "no_state"), (12, 4, "limit"), (11, 0, "no_state")):
+        found = cache.explain(range(16), limit=limit)
+        assert (found.length, found.host, found.reason) == (8, host, reason)
+        assert cache.match(range(limit)).loadable == host
+
+
 def test_a_cut_goes_back_to_the_last_snapshot() -> None:
     cache = new()
     seq = cache.open(text(0, 300))
