@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from radixkv.config import EngineConfig
 from radixkv.engine.continuation import Drawn
-from radixkv.engine.fault_isolation import Fail, FinishStep, in_halves
+from radixkv.engine.fault_isolation import Fail, FinishStep, call_twice, in_halves
 from radixkv.engine.latency import TokenTimes
 from radixkv.engine.request import Request, Stream, sample_row
 from radixkv.engine.scheduler import Work
@@ -73,7 +73,7 @@ class Draws:
             return self.sampler.begin(logits, samples, [row for row, _ in rows], mask)
 
         draws = in_halves(rows, begin, lambda row: row[1], self._fail, finish_first) if rows else []
-        return [([], begin([]))] if finish_first and not draws else draws
+        return draws if draws or finish_first is None else [([], call_twice(lambda: begin([]), finish_first))]
 
     def accept(self, rows: list[Row], sampled: Sampled) -> None:
         """Hand what was drawn to the streams, and the text that they release to the callers."""

@@ -131,6 +131,21 @@ def in_halves(
     return results
 
 
+def call_twice(call: Callable[[], Result], finish_step: FinishStep) -> Result:
+    """Call `call`; if it raises, call it again after `finish_step` has taken the results of the step in flight.
+
+    Raises DeviceLost if the device is lost.
+    """
+    try:
+        return call()
+    except Exception as error:
+        refuse_fatal(error)
+        _log.warning("a part of a step raised %r: trying it again after the preceding step", error)
+        release_tensors(error)
+    finish_step()
+    return call()
+
+
 def is_over(stream: Stream) -> bool:
     """Return whether a stream has ended, so that late results of it are ignored."""
     return stream.finish_reason is not None or stream.request.channel.ended

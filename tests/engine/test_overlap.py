@@ -268,6 +268,28 @@ def test_a_draw_that_raises_ends_no_request_whose_prompt_is_not_computed_yet(mon
     assert answer(other) == right(other)
 
 
+def test_a_draw_without_rows_that_raises_is_tried_again_after_the_preceding_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No row is drawn from a chunk inside a prompt, but a draw says whether its logits are finite."""
+    world = World(config=EngineConfig(max_sequences=4, max_batch_tokens=32, prefill_chunk=4))
+    one = world.submit(tuple(range(12)))
+    begin = LateSampler.begin
+    draws: list[int] = []
+
+    def broken(self: LateSampler, logits: Any, rows: Any, *rest: Any) -> LatePending:
+        draws.append(len(rows))
+        if len(draws) == 2:
+            assert not world.model.events.count("read")
+            raise RuntimeError("out of memory")
+        return begin(self, logits, rows, *rest)
+
+    monkeypatch.setattr(LateSampler, "begin", broken)
+    world.finish()
+    assert draws[:3] == [0, 0, 0]
+    assert answer(one) == right(one)
+
+
 def test_results_that_cannot_be_read_end_the_requests_of_their_step() -> None:
     world = World()
     one = world.submit(PROMPT)
