@@ -85,8 +85,10 @@ class ShareModel:
         used, evictable, groups, first = self.before
         group, own = groups[node], self.group(self.requester)
         self.evictions += 1
-        # With very many leaves, `predictive` looks at some of them only, so `next_victims` is an estimate.
-        estimated = self.world.options.eviction == "predictive" and self.world.options.ample
+        # With very many leaves, `predictive` looks at some of them only, so `next_victims` is an estimate. So it is
+        # after a victim of the same verb: what `predictive` learns from an eviction follows the event.
+        learned = self.last_victim >= 0
+        estimated = self.world.options.eviction == "predictive" and (self.world.options.ample or learned)
         assert first[group] == node or estimated, "not the victim that the policy chooses within its namespace"
         spare = used[group] - self.guaranteed(group)
         assert group == own or spare > 0, f"{group} lost blocks to {own} within its share"
