@@ -88,13 +88,8 @@ class RequestEngine:
         # A weak reference, as closing frees the cache.
         namespaces = NamespaceTable(partial(_cached_namespaces, weakref.ref(cache)), limits=limits)
         pool_tokens = cache.num_blocks * cache.block_size
-
-        def check(request: Request) -> None:
-            weights.check()
-            core.admission.check_fits(request)
-
         inputs = InputProcessor(
-            model, pool_tokens, config.seed, check, namespaces, core.admission.most_tokens, config.logits_processors
+            model, weights, pool_tokens, config.seed, core.admission, namespaces, config.logits_processors
         )
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
@@ -215,7 +210,7 @@ class RequestEngine:
         try:
             for request in requests:
                 self.client.begin(request)
-            return [handle.result() for handle in _shown(handles, progress)]
+            return [handle.result() for handle in (_shown(handles) if progress else handles)]
         except BaseException:  # also Ctrl-C
             for handle in handles:
                 handle.cancel()
@@ -457,9 +452,7 @@ def _facts(
     )
 
 
-def _shown(handles: list[Handle], progress: bool) -> Sequence[Handle] | Any:
-    if not progress:
-        return handles
+def _shown(handles: list[Handle]) -> Any:
     from rich.progress import track
 
     return track(handles, description="generate")

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.engine.admission import Admission
 from radixkv.engine.bad_words import spellings_of
 from radixkv.engine.beams import BeamSearch
 from radixkv.engine.chat_messages import Message, check_messages, rendered_with_text
@@ -30,6 +31,7 @@ from radixkv.engine.request import SAMPLED, Request, SampledTokens, Samples, Tok
 from radixkv.engine.scores import NO_SCORES, PromptScores
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
 from radixkv.grammar.compiler import GrammarCompiler
+from radixkv.models.weights.fixed import Weights
 from radixkv.sampling.logits_processors import LogitsProcessor, read_history
 from radixkv.sampling.params import SamplingParams, checked_params, is_int, suggested
 from radixkv.sampling.row_scores import max_logit_rows
@@ -69,22 +71,22 @@ class InputProcessor:
     def __init__(
         self,
         model: LoadedModel,
+        weights: Weights,
         pool_tokens: int,
         seed: int,
-        check_fits: Callable[[Request], None],
+        admission: Admission,
         namespaces: NamespaceTable,
-        most_tokens: Callable[[Hashable], int],
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         """Process prompts for a model and a pool of `pool_tokens`; `seed` is the root of the requests' seeds.
 
-        `check_fits` raises for a request that would not fit into an empty pool. Requests have the numbers of their
-        `namespaces`, and at most `most_tokens(number)` tokens. `processors` are the engine's custom ones.
+        A request is refused if the model's `weights` have changed, or if `admission` says that it would not fit into an
+        empty pool. Requests have the numbers of their `namespaces`. `processors` are the engine's custom ones.
         """
         self.namespaces = namespaces
         self.context_limit = min(model.max_length, pool_tokens)
-        self._model, self._pool_tokens, self._most_tokens = model, pool_tokens, most_tokens
-        self._check_fits = check_fits
+        self._model, self._weights = model, weights
+        self._pool_tokens, self._admission = pool_tokens, admission
         self._processors = processors
         self._bad_words = lru_cache(maxsize=64)(partial(spellings_of, model.tokenizer, model.vocab_size))
         self._seed, self._numbers = seed, itertools.count(1)
@@ -131,14 +133,15 @@ class InputProcessor:
         if isinstance(prompt, EncodedPrompt):
             reply_start, prompt = prompt.reply_start, prompt.ids
         model, submitted = self._model, time.perf_counter()
-        check_seconds("timeout", timeout)
-        _check_numbers(priority, session, reply_start)
-        params = checked_params(params, self.default_params)
+        if timeout is not None or session is not None or not type(priority) is type(reply_start) is int:
+            _check_numbers(timeout, priority, session, reply_start)
+        if not isinstance(params, SamplingParams):
+            params = checked_params(params, self.default_params)
         ids = encode(prompt, model.tokenizer, model.vocab_size)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.stop_token_ids)
         self._check_params(params, stop_ids)
-        number = self.namespaces.number(namespace)
-        pool_tokens = self._most_tokens(number)
+        number = None if namespace is None else self.namespaces.number(namespace)
+        pool_tokens = self._admission.most_tokens(number)
         limit = min(model.max_length, pool_tokens)
         room = limit - len(ids)
         if room < sample:
@@ -153,7 +156,8 @@ class InputProcessor:
             )
         max_tokens = min(params.max_tokens, room) if sample else 0
         matcher = None if params.constraint is None or not sample else self.grammars.matcher(params)
-        bad_words, reads_history = self._bad_words(params.bad_words), read_history(self._processors, params)
+        bad_words = self._bad_words(params.bad_words)
+        reads_history = bool(self._processors) and read_history(self._processors, params)
         request = Request(
             prompt=ids,
             params=params,
@@ -172,7 +176,8 @@ class InputProcessor:
         )
         if timeout is not None:
             request.deadline = request.submitted + timeout
-        self._check_fits(request)
+        self._weights.check()
+        self._admission.check_fits(request)
         return request
 
     def scored(
@@ -194,14 +199,19 @@ class InputProcessor:
 
     def context_limit_for(self, namespace: Hashable) -> int:
         """Return the most tokens of prompt and reply in a namespace: with limits, others may have parts of the pool."""
-        return min(self._model.max_length, self._most_tokens(self.namespaces.number(namespace)))
+        return min(self._model.max_length, self._admission.most_tokens(self.namespaces.number(namespace)))
 
     def batch(
         self, prompts: str | Sequence[Prompt], params: Params, namespace: Hashable, timeout: float | None
     ) -> list[Request]:
         """Make a request per prompt; `params` is one for all or one for each. Raises as `request`."""
         checked = check_batch(prompts)
-        pairs = zip(checked, _per_prompt(params, len(checked)), strict=True)
+        each_params = params if isinstance(params, Sequence) else [params] * len(checked)
+        if len(each_params) != len(checked):
+            raise InvalidInput(
+                f"{len(each_params)} sampling params for {len(checked)} prompts: pass one for all, or one for each"
+            )
+        pairs = zip(checked, each_params, strict=True)
         return [self.request(prompt, each, namespace=namespace, timeout=timeout) for prompt, each in pairs]
 
     def _check_params(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
@@ -251,23 +261,14 @@ def check_seconds(name: str, value: Any) -> None:
         raise InvalidInput(f"{name} must be a number of seconds above 0, or None for no limit; got {value!r}")
 
 
-def _check_numbers(priority: object, session: object, reply_start: object) -> None:
+def _check_numbers(timeout: object, priority: object, session: object, reply_start: object) -> None:
+    check_seconds("timeout", timeout)
     if not is_int(priority):
         raise InvalidInput(f"priority must be an int, got {priority!r}")
     if session is not None and not is_int(session):
         raise InvalidInput(f"session is a number that the requests of a conversation share, got {session!r}")
     if not is_int(reply_start):
         raise InvalidInput(f"reply_start must be an int, a number of tokens of the prompt, got {reply_start!r}")
-
-
-def _per_prompt(params: Params, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence):
-        return [checked_params(params)] * count
-    if len(params) != count:
-        raise InvalidInput(f"{len(params)} sampling params for {count} prompts: pass one for all, or one for each")
-    return list(params)
 
 
 def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int, *, reply: bool = True) -> TokenIds:

@@ -192,9 +192,13 @@ class OutputChannel:
 
     def wait(self, timeout: float | None = None) -> Completion:
         """Wait for the result; raises the request's error, or TimeoutError."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
         with self.waiting():
-            if not self.ended and not self._wait_for_end(timeout):
-                raise TimeoutError(f"the request did not finish within {timeout} s; it still runs: cancel() ends it")
+            # In turns: Python handles a Ctrl-C that comes just before it blocks only once it wakes up.
+            while not self.ended and not self._end_event.wait(min(until - time.monotonic(), WAIT_TURN)):
+                if time.monotonic() >= until:
+                    message = f"the request did not finish within {timeout} s; it still runs: cancel() ends it"
+                    raise TimeoutError(message)
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -219,7 +223,8 @@ class OutputChannel:
         self.check_process()
         with self._lock:
             self._waiters += 1
-        self._resume()
+        if self.paused:
+            self._resume()
         try:
             yield
         finally:
@@ -244,17 +249,6 @@ class OutputChannel:
     def _lock(self) -> AbstractContextManager[object]:
         """The lock; none in a forked process, where a thread that no longer exists may hold it."""
         return nullcontext() if os.getpid() != self._pid else self._rlock
-
-    def _wait_for_end(self, timeout: float | None) -> bool:
-        """Wait for the end in turns, `timeout` seconds at most; return whether it came.
-
-        Python handles a Ctrl-C that comes just before it blocks only once it wakes up: without turns, never.
-        """
-        until = math.inf if timeout is None else time.monotonic() + timeout
-        while not self._end_event.wait(min(until - time.monotonic(), WAIT_TURN)):
-            if time.monotonic() >= until:
-                return False
-        return True
 
     def _may_resume(self) -> bool:
         return not self._readers or self._waiters > 0 or self._chunks.qsize() <= self._max_unread // 2
