@@ -243,7 +243,7 @@ class DemoSource:
         while self._waiting:
             request = self._waiting[0]
             streams = request.record.streams + sum(each.record.streams for each in self._running)
-            room = self._cache.free_blocks + self._cache.evictable_blocks
+            room = self._cache.available_blocks
             if self._running and (
                 streams > MAX_SEQUENCES or room < len(request.prompt) // 16 + 2 * (len(self._running) + 1)
             ):

@@ -63,6 +63,7 @@ class KVStore:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
+        self._place = device_of(self.device)
         self.dtype = dtype
         self.compute_dtype = torch.float32 if dtype.itemsize < 4 else dtype  # attention computes in this
         self.num_rows = (
@@ -113,7 +114,7 @@ class KVStore:
         """
         if not pairs:
             return
-        sources, destinations = self.constant(np.array(pairs, dtype=np.int64)).unbind(1)
+        sources, destinations = self._place.constant(np.array(pairs, dtype=np.int64)).unbind(1)
         for pool in (*self.keys, *self.values):
             pool.index_copy_(1, destinations, pool.index_select(1, sources))
 
@@ -140,11 +141,11 @@ class KVStore:
     def regions(self, blocks: NDArray[np.int64], kv_heads: int) -> Tensor:
         """Return the regions of blocks [..., n] for `read`, head by head: [..., kv_heads, n]."""
         index = self.rows(blocks * self.block_size, kv_heads) // self.block_size
-        return self.constant(index)
+        return self._place.constant(index)
 
     def constant(self, numbers: NDArray[Any]) -> Tensor:
         """Return indices or a mask on the device of the pool; see `Device.constant`."""
-        return device_of(self.device).constant(numbers)
+        return self._place.constant(numbers)
 
     def table(self, pool: Tensor) -> Tensor:
         """View a tensor of the pool as a plain table [rows, dim], in the order of memory."""

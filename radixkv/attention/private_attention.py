@@ -6,7 +6,7 @@ Long runs of adjacent blocks are read in place, all other blocks are gathered. T
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,19 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
-from radixkv.device import device_of
 from radixkv_kernels.work_list import WorkList
 
 
 class QueryRows:
     """Some of a step's query rows: indices [n], all different; adjacent rows are read and written in place."""
 
-    def __init__(self, rows: NDArray[np.int64], device: torch.device) -> None:
-        """Find out whether the rows are one range, in order."""
+    def __init__(self, rows: NDArray[np.int64], constant: Callable[[NDArray[np.int64]], Tensor]) -> None:
+        """Find out whether the rows are one range, in order; if not, `constant` makes their index on the device."""
         self.count = len(rows)
         adjacent = self.count > 0 and bool((rows == rows[0] + np.arange(self.count)).all())
         self.start = int(rows[0]) if adjacent else None
-        self.index = device_of(device).constant(rows)
+        self._index = torch.empty(0, dtype=torch.int64) if adjacent else constant(rows)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -42,12 +41,19 @@ class QueryRows:
         """Return these rows of a tensor [T, ...]; a view if they are adjacent."""
         if self.covers(len(tensor)):
             return tensor
-        return tensor.index_select(0, self.index) if self.start is None else tensor.narrow(0, self.start, self.count)
+        return tensor.index_select(0, self._index) if self.start is None else tensor.narrow(0, self.start, self.count)
+
+    def put(self, total: Tensor, output: Tensor) -> None:
+        """Set these rows of `total` to output [n, kv_heads, group, dv]."""
+        if self.start is None:
+            total.index_copy_(0, self._index, output)
+        else:
+            total.narrow(0, self.start, self.count).copy_(output)
 
     def add(self, total: Tensor, output: Tensor, share: Tensor) -> None:
         """Add output [n, kv_heads, group, dv], weighed by share [n, kv_heads, group], to these rows of `total`."""
         if self.start is None:
-            total.index_add_(0, self.index, output * share[..., None])
+            total.index_add_(0, self._index, output * share[..., None])
         else:
             total.narrow(0, self.start, self.count).addcmul_(output, share[..., None])
 
@@ -141,7 +147,7 @@ class PrivateAttention:
     def __init__(self, layout: PrivateLayout, tails: Int, rows: Int, kv_heads: int, group: int, store: KVStore) -> None:
         """Lay out the scores, once per step; `rows` [n] are the query rows of `tails`."""
         self.size, self.kv_heads, self.group = len(tails), kv_heads, group
-        self.rows = QueryRows(rows, store.device)
+        self.rows = QueryRows(rows, store.constant)
         number = np.full(len(layout.views), -1)
         number[tails] = np.arange(len(tails))
         blocks, hidden = self._blocks(layout, tails, number)

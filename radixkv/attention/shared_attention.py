@@ -30,7 +30,7 @@ class SharedAttention:
         else:
             self.regions = store.regions(blocks, kv_heads)
         rows = work.row_ids[work.row_offset[item] : work.row_offset[item] + work.rows[item]].astype(np.int64)
-        self.rows = QueryRows(rows, store.device)
+        self.rows = QueryRows(rows, store.constant)
         self._plan_mask(work, item, rows, store)
 
     def _plan_mask(self, work: WorkList, item: int, rows: NDArray[np.int64], store: KVStore) -> None:

@@ -116,7 +116,7 @@ class TorchPlan:
         merged = query.new_zeros(*query.shape[:3], store.layers[layer].value_dim)
         if not need_lse:
             for operation, (output, _) in zip(self.operations, partials, strict=True):
-                merged.index_copy_(0, operation.rows.index, output)
+                operation.rows.put(merged, output)
             return merged
         shares = self._shares(query, [lse for _, lse in partials if lse is not None], sinks)
         for operation, (output, _), place in zip(self.operations, partials, self.places, strict=True):

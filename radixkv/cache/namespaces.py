@@ -48,11 +48,11 @@ class Namespaces:
     0
     """
 
-    __slots__ = ("_known", "_numbers", "group", "limit")
+    __slots__ = ("_numbers", "group", "known", "limit")
 
     def __init__(self, group: Callable[[Hashable], int] | None = None) -> None:
         """Number groups of values by `group`; without it there is one."""
-        self._known: dict[Hashable, Namespace] = {}
+        self.known: dict[Hashable, Namespace] = {}
         self._numbers = count(-1, -1)
         self.group: Callable[[Hashable], int] = _one_group if group is None else group
         """The number of the group of a value."""
@@ -60,11 +60,11 @@ class Namespaces:
         """With this number of namespaces, `keep` is due before the next `add`."""
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self.known)
 
     def __iter__(self) -> Iterator[Namespace]:
         """Yield all namespaces."""
-        return iter(self._known.values())
+        return iter(self.known.values())
 
     def find(self, value: Hashable) -> Namespace | None:
         """Return the namespace of a value that is equal to `value`, None if there is none. O(1).
@@ -72,9 +72,9 @@ class Namespaces:
         Raises InvalidInput for a value that is not hashable, or whose hash or comparison raises.
         """
         try:
-            return self._known.get(value)
+            return self.known.get(value)
         except Exception as error:  # also for an item of a tuple; a class of the caller's may raise anything
-            raise _refusal(value, error) from error
+            raise refusal(value, error) from error
 
     def add(self, value: Hashable) -> Namespace:
         """Make the namespace of a value that `find` did not find. O(1).
@@ -84,10 +84,10 @@ class Namespaces:
         try:
             key = value if (type(value).__hash__, type(value).__eq__) in _BUILT_IN else _Key(value)
             made = Namespace(value, next(self._numbers), self.group(value))
-            if self._known.setdefault(key, made) is not made:
+            if self.known.setdefault(key, made) is not made:
                 raise ValueError("its hash or comparison changed within the call")
         except Exception as error:
-            raise _refusal(value, error) from error
+            raise refusal(value, error) from error
         return made
 
     def keep(self, used: Container[int], limit: int = LEAST) -> None:
@@ -95,9 +95,9 @@ class Namespaces:
 
         `limit` and twice the number of the others bound the next ones.
         """
-        for key in [key for key, namespace in self._known.items() if namespace.number not in used]:
-            del self._known[key]
-        self.limit = max(LEAST, limit, 2 * len(self._known))
+        for key in [key for key, namespace in self.known.items() if namespace.number not in used]:
+            del self.known[key]
+        self.limit = max(LEAST, limit, 2 * len(self.known))
 
 
 class _Key:
@@ -129,5 +129,6 @@ def _one_group(value: Hashable) -> int:
     return 0
 
 
-def _refusal(value: object, error: Exception) -> InvalidInput:
+def refusal(value: object, error: Exception) -> InvalidInput:
+    """Return the error for a value of a caller that cannot be a namespace, because its hash or comparison raised."""
     return InvalidInput(f"namespace of type {type(value).__name__}: allowed is None or anything hashable ({error})")

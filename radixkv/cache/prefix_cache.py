@@ -18,7 +18,7 @@ from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.change_tracker import ChangeTracker
 from radixkv.cache.events import Observer
 from radixkv.cache.host.tier import HostRun
-from radixkv.cache.namespaces import Namespace, Namespaces
+from radixkv.cache.namespaces import Namespace, Namespaces, refusal
 from radixkv.cache.pins import Pin
 from radixkv.cache.policies import new_index
 from radixkv.cache.quotas import NamespaceLimits, NamespaceUsage, Quotas
@@ -155,6 +155,11 @@ class PrefixCache:
         """
         return self.state.pool.evictable
 
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that are free or evictable. O(1)."""
+        return len(self.state.pool.free) + self.state.pool.evictable
+
     def evictable_for(self, namespace: Hashable) -> int:
         """Blocks that can be evicted for a sequence of a namespace: with limits fewer than `evictable_blocks`. O(1)."""
         return self.state.pool.evictable_for(self._group(namespace))
@@ -171,7 +176,7 @@ class PrefixCache:
         host. With recurrent state, `length` ends at a snapshot, and `matched` counts the tokens with KV on the device.
         """
         raw = as_bytes(tokens)
-        node, at = self._find(raw, self._namespaces.find(namespace))
+        _, node, at = self._find(raw, namespace)
         if node is None:
             return Match(0, np.empty(0, np.int32), 0)
         tree, length = self.state.tree, at // WIDTH
@@ -189,8 +194,7 @@ class PrefixCache:
         """
         raw = as_bytes(tokens)
         check_limit(limit)
-        space = self._namespaces.find(namespace)
-        node, at = self._find(raw, space)
+        space, node, at = self._find(raw, namespace)
         return readings.explain(self.state, node, None if space is None else space.number, raw, at, limit)
 
     def random_run(self, rng: Random) -> CachedRun | None:
@@ -315,14 +319,13 @@ class PrefixCache:
         Costs a match, a table of the path's blocks and, where the prefix ends inside a node, a split.
         """
         raw = as_bytes(tokens)
-        if limit is not None:
+        if limit is not None and (type(limit) is not int or limit < 0):
             check_limit(limit)
         if type(priority) is not int:
             check_int("priority", priority)
         if purpose not in PURPOSES:
             raise InvalidInput(f"purpose={purpose!r}: allowed are {', '.join(PURPOSES)}")
-        space = self._namespaces.find(namespace)
-        node, matched = self._find(raw, space, limit)
+        space, node, matched = self._find(raw, namespace, limit)
         if self.state.snapshots is not None and purpose != "audit":
             return self._open_with_state(raw, namespace, space, node, matched, limit, priority, purpose)
         return self._open(raw, namespace, space, node, matched, limit, priority, purpose)
@@ -412,7 +415,7 @@ class PrefixCache:
         raw = as_bytes(tokens)
         if ttl is not None and not (_is_number(ttl) and ttl > 0):
             raise InvalidInput(f"ttl={ttl!r}: allowed are seconds > 0, or None for no limit")
-        node, matched = self._find(raw, self._namespaces.find(namespace))
+        _, node, matched = self._find(raw, namespace)
         length = matched // WIDTH
         if node is None or not length:
             return Pin(None, None, 0, not raw, 0, None)
@@ -428,7 +431,7 @@ class PrefixCache:
         """Release the pins that end exactly at the end of `tokens`; returns their number. Costs a match + O(pins)."""
         raw = as_bytes(tokens)
         self.state.pins.expire()
-        node, matched = self._find(raw, self._namespaces.find(namespace))
+        _, node, matched = self._find(raw, namespace)
         if node is None or not matched or not matched == len(raw) == node.end * WIDTH:
             return 0
         return self.state.pins.release_at(node)
@@ -452,7 +455,7 @@ class PrefixCache:
         """
         raw = as_bytes(tokens)
         check_int("start", start)
-        node, matched = self._find(raw, self._namespaces.find(namespace))
+        _, node, matched = self._find(raw, namespace)
         if node is None or matched != node.end * WIDTH:
             return
         if node.below and self.state.host is not None:
@@ -486,7 +489,7 @@ class PrefixCache:
             raise InvalidInput(f"start={start}: allowed is an int of at least 0")
         state = self.state
         state.pins.expire()
-        node, matched = self._find(raw, self._namespaces.find(namespace))
+        _, node, matched = self._find(raw, namespace)
         if node is None:
             return 0
         if matched > start * WIDTH:
@@ -552,16 +555,20 @@ class PrefixCache:
         space = self._namespaces.find(namespace)
         return self._namespaces.group(namespace) if space is None else space.group
 
-    def _find(self, raw: bytes, namespace: Namespace | None, limit: int | None = None) -> tuple[Node | None, int]:
-        """The deepest node that `raw`, up to `limit` tokens, reaches in its namespace, and the bytes that match."""
+    def _find(self, raw: bytes, value: Hashable, limit: int | None = None) -> tuple[Namespace | None, Node | None, int]:
+        """The namespace of a caller's value, the deepest node that `raw` reaches there, and the bytes that match."""
+        try:  # as in `Namespaces.find`, without a call
+            space = self._namespaces.known.get(value)
+        except Exception as error:
+            raise refusal(value, error) from error
         tree = self.state.tree
-        root = tree.find_root(namespace)
+        root = None if space is None else tree.roots.get(space)
         if root is None:
             refuse_negative(raw)
-            return None, 0
+            return space, None, 0
         node, matched = tree.match(root, raw if limit is None else raw[: limit * WIDTH])
         refuse_negative(raw, matched)
-        return node, matched
+        return space, node, matched
 
     def _count_regret(self, node: Node | None, ghost_owner: int, length: int, rest: bytes) -> None:
         """Count requested tokens that left the last tier.

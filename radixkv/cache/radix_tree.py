@@ -129,10 +129,6 @@ class RadixTree:
         """Count the nodes that follow the end of a node, in any tier."""
         return len(node.children) + len(node.below)
 
-    def is_empty(self, root: Node) -> bool:
-        """Whether a root has no children in any tier and no holders."""
-        return not root.locks and not root.children and not root.below
-
     def beyond(self, node: Node, owner: int, rest: bytes) -> list[tuple[Node | Ghost, int]]:
         """The host nodes along `rest`, which follows the end of `node`, then the ghosts, each with its tokens.
 
@@ -218,7 +214,8 @@ class RadixTree:
             if up.locks:
                 return
             if up.parent is None:
-                self.drop_if_empty(up)
+                if not up.children and not up.below:
+                    self.drop_root(up)
                 return
             self.pool.shift(up, idle=True)
             if up.children:
@@ -273,7 +270,8 @@ class RadixTree:
         upper = Node(number, parent, node.start, key, blocks, number, children, NO_CHILDREN)
         upper.tick, upper.born = node.tick, node.born  # but no hits: they ended at the lower half, and stay there
         upper.used_at, upper.born_at, upper.policy_data = node.used_at, node.born_at, node.policy_data
-        upper.reuse, node.reuse = reuse.split(node.reuse, cut)
+        if node.reuse:
+            upper.reuse, node.reuse = reuse.split(node.reuse, cut)
         upper.priority, upper.demoted, upper.may_share_any_block = node.priority, node.demoted, node.may_share_any_block
         upper.locks = 1 if node.locks else 0
         parent.children[bytes(key[:WIDTH])] = upper
@@ -337,7 +335,8 @@ class RadixTree:
         if upper.end % self.pool.block_size:
             block = upper.blocks.pop()
         shared = array("i", upper.boundary())
-        node.reuse = reuse.join(upper.reuse, node.start, node.reuse)
+        if upper.reuse:
+            node.reuse = reuse.join(upper.reuse, node.start, node.reuse)
         node.key, node.blocks = joined(upper.key, node.key), joined(upper.blocks, node.blocks)
         node.start, node.parent = upper.start, upper.parent
         node.may_share_any_block |= upper.may_share_any_block
@@ -436,7 +435,8 @@ class RadixTree:
         if not parent.children:
             parent.children = NO_CHILDREN
             if parent.parent is None:
-                self.drop_if_empty(parent)
+                if not parent.locks and not parent.below:
+                    self.drop_root(parent)
             elif not parent.locks:
                 self.index.inherit(parent, node)
                 self.index.add(parent)
@@ -457,12 +457,11 @@ class RadixTree:
             pool.give_back_idle(blocks)
         return len(pool.free) - before
 
-    def drop_if_empty(self, root: Node) -> None:
-        """Remove a root that has no children and no holders."""
-        if self.is_empty(root):
-            for call in self.events.uprooted:
-                call(root)
-            del self.roots[cast(Namespace, root.namespace)]
+    def drop_root(self, root: Node) -> None:
+        """Remove a root that has no children in any tier and no holders."""
+        for call in self.events.uprooted:
+            call(root)
+        del self.roots[cast(Namespace, root.namespace)]
 
     def next_id(self) -> int:
         """Return a number that no node and no owner of ghosts has had."""

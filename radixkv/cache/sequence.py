@@ -104,7 +104,8 @@ class Sequence:
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
         """Block of each logical block, planned ones included: the caller's own int32 array. O(blocks)."""
-        self._refuse_closed()
+        if self.closed:
+            self._refuse_closed()
         return np.array(self._table, np.int32)
 
     @property
@@ -350,7 +351,7 @@ class Sequence:
             self._state.counters.committed_tokens += count
             if self._source >= 0:
                 self._state.tree.shared.release(self._source)
-        elif raw is None:
+        elif raw is None and self.closed:
             self._refuse_closed()
         self._planned = None
         if publish and self._tail and self.purpose != "audit":
@@ -603,10 +604,11 @@ class Sequence:
         if at < node.end:
             node = tree.split(node, at - node.start)
         tree.hold(node)
-        tree.undo_demote(node)
+        if node.demoted:
+            tree.undo_demote(node)
         self.node = node
         del self._tail[:matched]
-        theirs = tree.table(node, held)
+        theirs = tree.joined(tree.path(node, held))
         full = at // size
         mine = self._table[self._own : full]
         self._table[self._own : full] = theirs[: full - self._own]

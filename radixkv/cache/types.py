@@ -95,7 +95,8 @@ class Hint:
     priority: int = 0  # higher stays longer
 
     def __post_init__(self) -> None:
-        check_int("priority", self.priority)
+        if type(self.priority) is not int:
+            check_int("priority", self.priority)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class CommonPool:
 
     def available(self, namespace: Hashable) -> int:
         """See Accounts."""
-        return self._cache.free_blocks + self._cache.evictable_blocks
+        return self._cache.available_blocks
 
     def cover(self, promises: SequenceOf[Promise], *, idle: int = 0, freed: int = 0) -> bool:
         """See Accounts."""
@@ -119,15 +119,15 @@ class Admission:
         """Read `running`, `waiting` and `closing`, which are the scheduler's."""
         self._cache, self._reuse = cache, reuse
         self._running, self._waiting, self._closing = running, waiting, closing
-        self._block_size = cache.block_size
-        self._accounts: Accounts = CommonPool(cache) if cache.quotas is None else Shares(cache)
+        self.block_size = cache.block_size
+        self.accounts: Accounts = CommonPool(cache) if cache.quotas is None else Shares(cache)
         self._max_sequences = config.max_sequences
         self._victim_key = VICTIMS[config.victim]
         self._pins: list[tuple[Pin, TokenIds, Hashable]] = []
 
     def close(self) -> None:
         """Release the cache; from now on only `check_fits` may be called."""
-        self._accounts.close()
+        self.accounts.close()
         del self._cache
 
     # ---- room for a request
@@ -137,8 +137,8 @@ class Admission:
 
         Reads nothing that changes, so any thread may call it.
         """
-        need, replies = blocks_needed(request, self._block_size, 0, worst_case=True), request.replies
-        most = self._accounts.most_blocks(request.namespace)
+        need, replies = blocks_needed(request, self.block_size, 0, worst_case=True), request.replies
+        most = self.accounts.most_blocks(request.namespace)
         width, parameter, kind = replies.width, replies.parameter, replies.kind
         if width > self._max_sequences:
             raise InvalidInput(f"{parameter}={width} {kind} exceed max_sequences={self._max_sequences}")
@@ -146,13 +146,9 @@ class Admission:
             streams = f" in each of {width} {kind}" if width > 1 else ""
             raise PromptTooLong(
                 f"a prompt of {len(request.prompt)} tokens and up to {request.max_tokens} new ones{streams} takes "
-                f"{need} blocks of {self._block_size} tokens, and {self._accounts.described(most)}: "
+                f"{need} blocks of {self.block_size} tokens, and {self.accounts.described(most)}: "
                 f"shorten the prompt, lower max_tokens or {parameter}, or load the engine with more kv_memory"
             )
-
-    def most_tokens(self, namespace: Hashable) -> int:
-        """Return how many tokens a request of a namespace can have at most. Any thread may call this."""
-        return self._accounts.most_blocks(namespace) * self._block_size
 
     def streams(self) -> int:
         """Return how many streams run, will run once their prompts are computed, or have ended and are not closed."""
@@ -178,31 +174,32 @@ class Admission:
 
         Without room for the headroom, the request publishes late, and is promised all the blocks that it may take.
         """
-        if not self._accounts.allows(request, self._most_beside_its_pins):
+        if not self.accounts.allows(request, self._most_beside_its_pins):
             return False
-        self._pinned_blocks()  # releases pins that have expired
+        if self._pins:
+            self._pinned_blocks()  # releases pins that have expired
         if self._can_finish(request, sequence, request.streams_left):
             return True
         request.scheduling.guaranteed = request.scheduling.publish_late = True
         if not self._can_finish(request, sequence):
             # A hit that ends inside a block costs a copy of that block: compute its tokens instead.
-            sequence.truncate(self._reuse.aligned(sequence.length - sequence.length % self._block_size))
+            sequence.truncate(self._reuse.aligned(sequence.length - sequence.length % self.block_size))
         if not self._can_finish(request, sequence):
             # The path to the hit also holds part-filled blocks: keep only the part that pins hold anyway.
             sequence.truncate(min(self._pinned_hit(request), sequence.length))
         if self._can_finish(request, sequence):
             return True
         # Unpinned leaves may share part-filled blocks with pinned nodes, which have copies: evict them if that helps.
-        need = blocks_needed(request, self._block_size, sequence.length, worst_case=True)
+        need = blocks_needed(request, self.block_size, sequence.length, worst_case=True)
         return need <= self._room_beside_pins(request) and self._cache.evict(need, request.namespace)
 
     def refusal(self, request: Request) -> PromptTooLong:
         """Explain why a request that fits the pool is refused: no other request runs, so pins hold the other blocks."""
         own, pinned = self._pinned_hit(request), self._pinned_blocks()
         begun = "the request had begun, and pins have changed since: " if request.scheduling.admitted else ""
-        beside = f" beside {own // self._block_size} that are pinned for it" if own >= self._block_size else ""
-        need = blocks_needed(request, self._block_size, own, worst_case=True)
-        limit = self._accounts.described(self._accounts.most_blocks(request.namespace))
+        beside = f" beside {own // self.block_size} that are pinned for it" if own >= self.block_size else ""
+        need = blocks_needed(request, self.block_size, own, worst_case=True)
+        limit = self.accounts.described(self.accounts.most_blocks(request.namespace))
         return PromptTooLong(
             f"{begun}the request takes {need} blocks{beside}; {limit}, and "
             f"{pinned} are pinned: release pins, or load the engine with more kv_memory"
@@ -213,22 +210,22 @@ class Admission:
 
         `without` are running requests that would be preempted first.
         """
-        freed = sum(most_blocks_freed(each, self._block_size) for each in without)
-        new = blocks_needed(request, self._block_size, match.length) + request.streams_left
+        freed = sum(most_blocks_freed(each, self.block_size) for each in without)
+        new = blocks_needed(request, self.block_size, match.length) + request.streams_left
         promises = [*self._promises(without), (request, new)]
-        return self._accounts.cover(promises, idle=match.idle_blocks, freed=freed)
+        return self.accounts.cover(promises, idle=match.idle_blocks, freed=freed)
 
     def _promises(self, without: Collection[Request] = ()) -> list[Promise]:
         """Return how many blocks the running requests may still take, except `without`."""
         return [
-            (each, blocks_needed(each, self._block_size) + each.streams_left)
+            (each, blocks_needed(each, self.block_size) + each.streams_left)
             for each in self._running
             if each not in without
         ]
 
     def _can_finish(self, request: Request, sequence: Sequence, headroom: int = 0) -> bool:
-        need = blocks_needed(request, self._block_size, sequence.length, worst_case=True)
-        return self._accounts.available(request.namespace) >= need + headroom
+        need = blocks_needed(request, self.block_size, sequence.length, worst_case=True)
+        return self.accounts.available(request.namespace) >= need + headroom
 
     # ---- pins
 
@@ -242,7 +239,7 @@ class Admission:
             (each, 0) for each in self._waiting if each.scheduling.preemptions
         ]
         most = [
-            (each, blocks_needed(each, self._block_size, at, worst_case=True) + each.streams_left) for each, at in begun
+            (each, blocks_needed(each, self.block_size, at, worst_case=True) + each.streams_left) for each, at in begun
         ]
         if not self._leaves_room(most):
             pin.release()
@@ -273,19 +270,19 @@ class Admission:
         if not self._pinned_blocks():
             return True
         own = self._reuse.sure_hit(self._pinned_hit(request))
-        return blocks_needed(request, self._block_size, own, worst_case=True) <= self._room_beside_pins(request)
+        return blocks_needed(request, self.block_size, own, worst_case=True) <= self._room_beside_pins(request)
 
     def _room_beside_pins(self, request: Request) -> int:
         """Return how many blocks that are not pinned a request can have if it runs alone."""
-        return self._accounts.most_beside_pins(request.namespace, self._pinned_blocks())
+        return self.accounts.most_beside_pins(request.namespace, self._pinned_blocks())
 
     def _most_beside_its_pins(self, request: Request) -> int:
         """Return how many blocks a request takes at most, besides those that are pinned for it."""
-        return blocks_needed(request, self._block_size, self._pinned_hit(request), worst_case=True)
+        return blocks_needed(request, self.block_size, self._pinned_hit(request), worst_case=True)
 
     def _leaves_room(self, most: list[Promise]) -> bool:
         """Return whether each of these requests can take its blocks alone, and the running ones the promised ones."""
-        accounts = self._accounts
+        accounts = self.accounts
         alone = all(
             accounts.available(each.namespace) >= blocks and accounts.allows(each, self._most_beside_its_pins)
             for each, blocks in most
@@ -310,7 +307,7 @@ class Admission:
 
     def victim(self, request: Request) -> Request:
         """Return the running request to preempt for a running one; O(running requests * depth of the tree)."""
-        return self._first_to_go(self._accounts.victims(request, self._running))
+        return self._first_to_go(self.accounts.victims(request, self._running))
 
     def paused_victim(self) -> Request | None:
         """Return the paused request to preempt, if there is one."""

@@ -40,9 +40,8 @@ from numpy.typing import NDArray
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.device import refuse_fatal
-from radixkv.engine.draws import ChunkScores, Draws, Row, begin_chunk_scores, take_chunk_scores
+from radixkv.engine.draws import ChunkScores, Draws, Row, TokenTimes, begin_chunk_scores, take_chunk_scores
 from radixkv.engine.fault_isolation import OwnForwards, failure, in_halves, is_over
-from radixkv.engine.latency import TokenTimes
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import NO_LOADS, reuse_policy
@@ -173,6 +172,7 @@ class Core:
         self._reuse = reuse_policy(cache, config, row_dependent=runner.row_dependent, loads=loads)
         self.flight: Flight | None = None  # the step that was launched and is not finished
         self._finish_first = self.finish_step if depth else None  # before a launch that raised is tried again
+        self._publish_rest = self._publish_finished if depth else self._reuse.publish_rest  # when a stream ends
         self.scheduler = Scheduler(cache, config, self.counters, self._reuse, self.observers, self)
         self.admission = self.scheduler.admission
         self.host = self._host_transfer()
@@ -305,20 +305,11 @@ class Core:
     # ---- one step
 
     def step(self) -> None:
-        """Schedule, transfer, forward, sample, commit.
+        """Launch a step: schedule, transfer, forward, sample. Then finish the preceding one, at depth 0 this one.
 
         Raises DeviceLost if the device computes nothing more, and no other error.
         """
         begun = time.perf_counter()
-        work = self._advance()
-        if work:
-            self.step_seconds += time.perf_counter() - begun
-            self.step_tokens += sum(len(each.tokens) for each in work if each.sources is None)
-        if self.background:
-            self._run_background()
-
-    def _advance(self) -> list[Work]:
-        """Schedule and launch a step, then finish the preceding one, at depth 0 this one; return its work."""
         work: list[Work] = []
         launched: list[Flight] = []
         try:
@@ -338,7 +329,11 @@ class Core:
         else:
             for each in launched:
                 self._finish(each)
-        return work
+        if work:
+            self.step_seconds += time.perf_counter() - begun
+            self.step_tokens += sum(len(each.tokens) for each in work if each.sources is None)
+        if self.background:
+            self._run_background()
 
     def finish_step(self) -> bool:
         """Take the results of the step in flight; returns whether there was one."""
@@ -374,10 +369,13 @@ class Core:
             work = transfer.launch(work)
         if not work:
             return []
-        if self._own_forwards is None:
-            parts = in_halves(work, self._forward, _stream_of, self._fail_alone, self._finish_first)
-        else:
+        if self._own_forwards is not None:
             parts = self._own_forwards.run(work, self._forward, self._fail_alone)
+        else:
+            try:
+                parts = [(work, self._forward(work))]
+            except Exception as error:
+                parts = in_halves(error, work, self._forward, _stream_of, self._fail_alone, self._finish_first)
         return [self._begin(part, logits, masks) for part, logits in parts]
 
     def _forward(self, work: list[Work]) -> Tensor:
@@ -441,7 +439,15 @@ class Core:
                 self._draws.accept(rows, sampled)
                 if self.depth:
                     _resolve(rows, sampled.tokens)
-            self._end_step(flight.work)
+            requests = {each.stream.request: None for each in flight.work}
+            for request in requests:
+                try:
+                    self._close_finished(request)
+                except Exception as error:
+                    self._fail_alone(request, error)
+            for request in requests:  # last, so that all readers of this step are woken together
+                if not request.channel.ended:  # the end has woken the readers
+                    request.channel.notify()
         except Exception as error:
             self._fail(flight.work, error)
         for stream in ended:
@@ -464,17 +470,6 @@ class Core:
                     stream.in_flight -= count
             except Exception as error:
                 self._fail_alone(stream.request, error)
-
-    def _end_step(self, work: list[Work]) -> None:
-        """Close the streams that ended, and wake the readers."""
-        requests = {each.stream.request: None for each in work}
-        for request in requests:
-            try:
-                self._close_finished(request)
-            except Exception as error:
-                self._fail_alone(request, error)
-        for request in requests:  # last, so that all readers of this step are woken together
-            request.channel.notify()
 
     def _count_chunk(self, work: Work, is_finite: bool) -> bool:
         """Count a computed chunk; return whether to publish it now. Raises InvalidInput if it computed NaN."""
@@ -550,11 +545,9 @@ class Core:
         for stream in request.streams:
             self._publish_rest(stream)
 
-    def _publish_rest(self, stream: Stream) -> None:
-        """Drop the tokens of a step in flight, and publish the rest, unless a plan is pending."""
-        if not self.depth:
-            self._reuse.publish_rest(stream)
-        elif stream.active and not stream.sequence.has_plan:
+    def _publish_finished(self, stream: Stream) -> None:
+        """Drop the tokens of a step in flight, and publish the rest, unless a plan is pending: at depth 1."""
+        if stream.active and not stream.sequence.has_plan:
             first = stream.request.streams[0]  # computes the prompt for all; forks hold its tokens in flight, too
             done = first.computed_length >= len(stream.request.prompt)
             length = stream.computed_length if done else first.computed_length

@@ -9,20 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
+from operator import attrgetter, itemgetter
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from radixkv.config import EngineConfig
 from radixkv.engine.continuation import Drawn
 from radixkv.engine.fault_isolation import Fail, FinishStep, call_twice, in_halves
-from radixkv.engine.latency import TokenTimes
-from radixkv.engine.request import Request, Stream, sample_row
+from radixkv.engine.latency import Histogram
+from radixkv.engine.request import Request, Stream
 from radixkv.engine.scheduler import Work
 from radixkv.engine.scores import KeptScores
 from radixkv.engine.stats import Counters
 from radixkv.sampling.logits_processors import nothing_to_draw
+from radixkv.sampling.params import SampleRow
 from radixkv.sampling.row_scores import PendingScores, begin_scores
 from radixkv.sampling.sampler import Pending, Sampled, Sampler
 from radixkv.sampling.token_mask import StepMasks, TokenMasks
+from radixkv.telemetry.records import ITL_BOUNDS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +77,12 @@ class Draws:
                 samples.append(sample_row(stream, each.start + len(each.tokens) - len(stream.tokens)))
             return self.sampler.begin(logits, samples, [row for row, _ in rows], mask)
 
-        draws = in_halves(rows, begin, lambda row: row[1], self._fail, finish_first) if rows else []
+        draws: list[tuple[list[Row], Pending]] = []
+        if rows:
+            try:
+                draws = [(rows, begin(rows))]
+            except Exception as error:
+                draws = in_halves(error, rows, begin, itemgetter(1), self._fail, finish_first)
         return draws if draws or finish_first is None else [([], call_twice(lambda: begin([]), finish_first))]
 
     def accept(self, rows: list[Row], sampled: Sampled) -> None:
@@ -111,6 +121,51 @@ class Draws:
             except Exception as error:
                 self._fail(request, error)
         return rows
+
+
+def sample_row(stream: Stream, in_flight: int) -> SampleRow:
+    """Return the row that draws a stream's next token, after `in_flight` tokens that are still being drawn: 0 or 1."""
+    request, tokens, continuation = stream.request, stream.tokens, stream.continuation
+    return SampleRow(  # by position: keywords take a quarter more time, for each row of each step
+        request.params,
+        stream.seed,
+        len(tokens) + in_flight,
+        tokens,
+        len(request.prompt),
+        request.stop_ids,
+        (request.scheduling.number, stream.index),
+        in_flight,
+        continuation.candidates,
+        continuation.bad_words,
+    )
+
+
+class TokenTimes:
+    """Count the inter-token latencies (ITL) of all streams: the times between two tokens of one stream.
+
+    A stream's first token counts nothing. Preemptions and pauses are part of the time between two tokens. Tokens of one
+    step, such as those that a constraint forces, are 0 s apart. Tokens of beams are not counted, as they come together.
+
+    Most streams of a step had their last tokens in the same earlier step, so that their times are equal and are counted
+    together: about 0.1 us a token.
+    """
+
+    def __init__(self) -> None:
+        self.histogram = Histogram(ITL_BOUNDS)
+
+    def count(self, streams: Sequence[Stream]) -> None:
+        """Count the tokens of a step: one for each item of `streams`."""
+        now, before, tokens = perf_counter(), inf, 0
+        for stream in streams:
+            last, stream.times.last_token = stream.times.last_token, now
+            if last == before:
+                tokens += 1
+            elif last is not None:
+                if tokens:
+                    self.histogram.observe(now - before, tokens)
+                before, tokens = last, 1
+        if tokens:
+            self.histogram.observe(now - before, tokens)
 
 
 # ---- scores of prompts
@@ -165,10 +220,16 @@ def begin_chunk_scores(
 
     # A guard in place of a call of each request's null object: it saves 0.1 us for each stream of a step.
     scored = _scored_rows(work) if True in [each.stream.request.scores.wanted for each in work] else []
+    if not scored:
+        return []
+    try:
+        parts = [(scored, begin(scored))]
+    except Exception as error:
+        parts = in_halves(error, scored, begin, attrgetter("stream"), fail, finish_step)
     begun: list[ChunkScores] = []
-    for parts, pending in in_halves(scored, begin, lambda each: each.stream, fail, finish_step) if scored else ():
+    for part, pending in parts:
         end = 0
-        for each in parts:
+        for each in part:
             start, end = end, end + len(each.targets)
             begun.append(ChunkScores(each.stream.request, pending, slice(start, end), each.last))
     return begun

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from radixkv.telemetry.records import EngineFacts
 
 _log = logging.getLogger(__name__)
+_RAISED = "a call posted to the engine's thread raised"  # it must not end the thread, and with it every request
 Result = TypeVar("Result")
 
 
@@ -76,7 +77,7 @@ class EngineThread:
         Raises EngineClosed after the end and in a forked child; with `begins`, for a call that starts something new,
         also while the thread drains.
         """
-        if self._is_forked:  # checked before the gate: the parent's thread may have held it during the fork
+        if os.getpid() != self._pid:  # checked before the gate: the parent's thread may have held it during the fork
             raise EngineClosed(f"this engine belongs to process {self._pid}: load another one after the fork")
         with self._gate:
             if self._closed or (begins and self._draining):
@@ -184,7 +185,10 @@ class EngineThread:
                 return True
             if call is None:
                 return False
-            _guarded(call)
+            try:
+                call()
+            except Exception:
+                _log.exception(_RAISED)
             del call  # a waiting thread must not keep the objects of the last call alive, such as the engine
 
 
@@ -336,8 +340,8 @@ def _nothing() -> None:
 def _guarded(call: Callable[[], None]) -> None:
     try:
         call()
-    except Exception:  # one failing call must not end the thread, and with it every request
-        _log.exception("a call posted to the engine's thread raised")
+    except Exception:
+        _log.exception(_RAISED)
 
 
 def _answer(future: Future[Result], call: Callable[[], Result]) -> None:

@@ -94,23 +94,20 @@ class OwnForwards:
 
 
 def in_halves(
+    error: Exception,
     items: list[Item],
     call: Callable[[list[Item]], Result],
     owner: Callable[[Item], Stream],
     fail: Fail,
     finish_step: FinishStep | None = None,
 ) -> list[tuple[list[Item], Result]]:
-    """Call `call` on all items; if it raises, on each half; `fail` the request of an item that raises alone.
+    """Repeat a call that raised `error` on each half of its items; `fail` the request of an item that raises alone.
 
     If steps overlap, `finish_step` takes the results of the step in flight, and all items are tried again before their
     halves. Leaves out items of streams that have ended meanwhile. Raises DeviceLost if the device is lost. Costs
     2 log n calls of falling size for each that fails.
     """
-    try:
-        return [(items, call(items))]
-    except Exception as raised:
-        refuse_fatal(raised)
-        error = raised
+    refuse_fatal(error)
     if len(items) == 1 and finish_step is None:
         fail(owner(items[0]).request, error)
         return []
@@ -127,7 +124,10 @@ def in_halves(
     for part in parts:
         live = [item for item in part if not is_over(owner(item))]
         if live:
-            results += in_halves(live, call, owner, fail)
+            try:
+                results.append((live, call(live)))
+            except Exception as again:
+                results += in_halves(again, live, call, owner, fail)
     return results
 
 

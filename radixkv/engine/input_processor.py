@@ -27,8 +27,9 @@ from radixkv.engine.chat_messages import Message, check_messages, rendered_with_
 from radixkv.engine.continuation import BadWords, ConstrainedTokens, Replies
 from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
-from radixkv.engine.request import SAMPLED, Request, SampledTokens, Samples, TokenIds, derive_seed
+from radixkv.engine.request import ONE_SAMPLE, Request, SampledTokens, Samples, TokenIds, derive_seed
 from radixkv.engine.scores import NO_SCORES, PromptScores
+from radixkv.engine.text_stream import decoder
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
 from radixkv.grammar.compiler import GrammarCompiler
 from radixkv.models.weights.fixed import Weights
@@ -89,6 +90,7 @@ class InputProcessor:
         self._pool_tokens, self._admission = pool_tokens, admission
         self._processors = processors
         self._bad_words = lru_cache(maxsize=64)(partial(spellings_of, model.tokenizer, model.vocab_size))
+        self._decode = None if model.tokenizer is None else decoder(model.tokenizer)
         self._seed, self._numbers = seed, itertools.count(1)
         self.default_params = suggested(getattr(model, "model", None))
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.stop_token_ids)
@@ -141,7 +143,7 @@ class InputProcessor:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.stop_token_ids)
         self._check_params(params, stop_ids)
         number = None if namespace is None else self.namespaces.number(namespace)
-        pool_tokens = self._admission.most_tokens(number)
+        pool_tokens = self._admission.accounts.most_blocks(number) * self._admission.block_size
         limit = min(model.max_length, pool_tokens)
         room = limit - len(ids)
         if room < sample:
@@ -165,7 +167,7 @@ class InputProcessor:
             stop_ids=stop_ids,
             replies=replies_of(params, max_tokens, stop_ids, bad_words, matcher, reads_history=reads_history),
             seed=derive_seed(self._seed, next(self._numbers)) if params.seed is None else params.seed,
-            tokenizer=model.tokenizer,
+            decode=self._decode,
             namespace=number,
             priority=priority,
             channel=OutputChannel(MAX_UNREAD * params.n * params.beam_width),
@@ -199,7 +201,8 @@ class InputProcessor:
 
     def context_limit_for(self, namespace: Hashable) -> int:
         """Return the most tokens of prompt and reply in a namespace: with limits, others may have parts of the pool."""
-        return min(self._model.max_length, self._admission.most_tokens(self.namespaces.number(namespace)))
+        blocks = self._admission.accounts.most_blocks(self.namespaces.number(namespace))
+        return min(self._model.max_length, blocks * self._admission.block_size)
 
     def batch(
         self, prompts: str | Sequence[Prompt], params: Params, namespace: Hashable, timeout: float | None
@@ -243,13 +246,14 @@ def replies_of(
     stream, which samples nothing.
     """
     if not max_tokens:
-        return Samples()
+        return ONE_SAMPLE
     if params.beam_width > 1:
         return BeamSearch(params, max_tokens, stop_ids, bad_words)
     if matcher is not None:
         return Samples(params.n, ConstrainedTokens(matcher, stop_ids, bad_words))
-    sampled = SampledTokens(bad_words, reads_history=reads_history) if bad_words or reads_history else SAMPLED
-    return Samples(params.n, sampled)
+    if bad_words or reads_history:
+        return Samples(params.n, SampledTokens(bad_words, reads_history=reads_history))
+    return ONE_SAMPLE if params.n == 1 else Samples(params.n)
 
 
 def check_seconds(name: str, value: Any) -> None:

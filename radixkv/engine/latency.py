@@ -1,14 +1,9 @@
-"""Histograms, and the inter-token latency (ITL) of an engine: the times between two tokens of one stream."""
+"""Histograms of latencies."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from math import inf
-from time import perf_counter
-
-from radixkv.engine.request import Stream
-from radixkv.telemetry.records import ITL_BOUNDS
 
 
 class Histogram:
@@ -49,31 +44,3 @@ class Histogram:
         twin = Histogram(self._bounds)
         twin.counts, twin.sum = list(self.counts), self.sum
         return twin
-
-
-class TokenTimes:
-    """Count the inter-token latencies of all streams.
-
-    A stream's first token counts nothing. Preemptions and pauses are part of the time between two tokens. Tokens of one
-    step, such as those that a constraint forces, are 0 s apart. Tokens of beams are not counted, as they come together.
-
-    Most streams of a step had their last tokens in the same earlier step, so that their times are equal and are counted
-    together: about 0.1 us a token.
-    """
-
-    def __init__(self) -> None:
-        self.histogram = Histogram(ITL_BOUNDS)
-
-    def count(self, streams: Sequence[Stream]) -> None:
-        """Count the tokens of a step: one for each item of `streams`."""
-        now, before, tokens = perf_counter(), inf, 0
-        for stream in streams:
-            last, stream.times.last_token = stream.times.last_token, now
-            if last == before:
-                tokens += 1
-            elif last is not None:
-                if tokens:
-                    self.histogram.observe(now - before, tokens)
-                before, tokens = last, 1
-        if tokens:
-            self.histogram.observe(now - before, tokens)

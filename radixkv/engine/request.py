@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,7 @@ from radixkv.cache import Explanation, Hint, Sequence
 from radixkv.engine.continuation import BadWords, Continuation, Drawn, Replies
 from radixkv.engine.output import Chunk, Completion, FinishReason, OutputChannel, Usage
 from radixkv.engine.scores import NO_SCORES, Scores
-from radixkv.engine.text_stream import TextStream
-from radixkv.sampling.params import SampleRow
+from radixkv.engine.text_stream import Decode, TextStream
 
 if TYPE_CHECKING:
     from radixkv.sampling.params import SamplingParams, TokenLogprobs
@@ -86,15 +85,18 @@ class Samples:
         return replace(first, alternatives=tuple(others))
 
 
+ONE_SAMPLE = Samples()
+
+
 @dataclass(eq=False)
 class Request:
     """One submitted prompt. It waits while it has no streams, and runs until all of them have finished.
 
     `max_tokens` is `params.max_tokens`, cut to the room of the context; 0 computes the prompt and samples nothing.
-    `stop_ids` end a stream when they are sampled. `seed` belongs to the first stream. `deadline` is in seconds of
-    time.perf_counter. `reply_start` is the length of the part of the prompt that a later turn of the conversation
-    repeats for sure: up to the end of the last message before the reply; 0 if unknown. `replies` says how many streams
-    continue the prompt, and how. `scores` are the scores of the prompt's tokens.
+    `stop_ids` end a stream when they are sampled. `seed` belongs to the first stream. `decode` makes text of tokens.
+    `deadline` is in seconds of time.perf_counter. `reply_start` is the length of the part of the prompt that a later
+    turn of the conversation repeats for sure: up to the end of the last message before the reply; 0 if unknown.
+    `replies` says how many streams continue the prompt, and how. `scores` are the scores of the prompt's tokens.
 
     `session` is the number of its conversation, for observers. `scheduling` is what the engine records of it.
     """
@@ -104,7 +106,7 @@ class Request:
     max_tokens: int
     stop_ids: frozenset[int]
     seed: int
-    tokenizer: Any | None = None
+    decode: Decode | None = None
     namespace: Hashable = None
     priority: int = 0
     deadline: float | None = None
@@ -148,7 +150,8 @@ class Request:
 
         If this raises, the caller still owns `sequence`.
         """
-        sequence.snapshot_at(self.reply_start)
+        if self.reply_start:
+            sequence.snapshot_at(self.reply_start)
         if self.streams:
             self.live[0].resume(sequence)
         else:
@@ -213,8 +216,8 @@ class Stream:
         self.tokens = array("i", request.prompt.tobytes())
         self.seed = request.seed if index == 0 else derive_seed(request.seed, index)
         self.counts = TokenCounts(sequence.length, is_hit=index == 0)
-        tokenizer = request.tokenizer if continuation.has_text else None
-        self.text = TextStream(tokenizer, self.tokens[-8:], request.params.stop)
+        decode = request.decode if continuation.has_text else None
+        self.text = TextStream(decode, self.tokens[-8:], request.params.stop)
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.times = StreamTimes()
@@ -402,23 +405,6 @@ class TokenCounts:
         self.cached_tokens -= uncounted
         self._uncounted_hits -= uncounted
         self.reached -= uncounted
-
-
-def sample_row(stream: Stream, in_flight: int) -> SampleRow:
-    """Return the row that draws a stream's next token, after `in_flight` tokens that are still being drawn: 0 or 1."""
-    request, tokens, continuation = stream.request, stream.tokens, stream.continuation
-    return SampleRow(  # by position: keywords take a quarter more time, for each row of each step
-        request.params,
-        stream.seed,
-        len(tokens) + in_flight,
-        tokens,
-        len(request.prompt),
-        request.stop_ids,
-        (request.scheduling.number, stream.index),
-        in_flight,
-        continuation.candidates,
-        continuation.bad_words,
-    )
 
 
 def derive_seed(seed: int, number: int) -> int:

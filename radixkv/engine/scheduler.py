@@ -183,7 +183,7 @@ class Scheduler:
 
     def _plan(self, stream: Stream) -> None:
         """Plan a stream's chunk, unless no budget is left or the stream's own request is preempted."""
-        while self._budget and stream.active:
+        while self._budget and not stream.sequence.closed:
             try:
                 if (work := self._next(stream)) is not None:
                     self._planned[stream] = work
@@ -304,15 +304,17 @@ class Scheduler:
         """Start the first request that fits; returns None if none waits, or if the first one does not fit."""
         if not len(self.waiting):
             return None
-        if self.admission.streams() >= self._max_sequences and self.admission.paused_victim() is None:
+        alone = not self.running and not self.closing
+        if not alone and self.admission.streams() >= self._max_sequences and self.admission.paused_victim() is None:
             return None  # before the cache is searched for waiting requests
         for _ in range(_MAX_DELAYED):
             request = next((each for each in self.waiting.in_order() if not each.channel.paused), None)
             if request is None:
                 return None
             try:
-                kept = self._reuse.kept_scores
-                self._counters.reused_scores += request.scores.take_kept(kept, request.namespace)
+                if request.scores.wanted:
+                    kept = self._reuse.kept_scores
+                    self._counters.reused_scores += request.scores.take_kept(kept, request.namespace)
                 if not self.running:
                     return self._start_alone(request)
                 match = self._reuse.match(request)

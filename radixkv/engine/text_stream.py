@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 _CONTEXT = 4  # tokens decoded before new ones: some tokenizers spell a token differently at the start of a text
 _WINDOW = 16  # tokens after which the decoded window is cut to the context
 _REPLACEMENT = "\ufffd"
+Decode: TypeAlias = Callable[..., str]  # of token ids, and by name skip_special_tokens
 
 
 class Detokenizer:
@@ -23,9 +24,9 @@ class Detokenizer:
     A trailing run of U+FFFD may become a character with the bytes of the next tokens, so it is held back.
     """
 
-    def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
+    def __init__(self, decode: Decode, context: Sequence[int]) -> None:
         """Start after `context`, the tokens before the first new one (only the last few are used)."""
-        self._decode_ids = _decoder(tokenizer)
+        self._decode_ids = decode
         self._ids = list(context[-_CONTEXT:])
         self._sent = len(self._decoded().rstrip(_REPLACEMENT))
 
@@ -59,7 +60,7 @@ class Detokenizer:
         return str(self._decode_ids(self._ids, skip_special_tokens=True))
 
 
-def _decoder(tokenizer: Any) -> Callable[..., str]:
+def decoder(tokenizer: Any) -> Decode:
     """Return the decode function of the Rust tokenizer, which costs a quarter of its wrapper's.
 
     A tokenizer class with a decode of its own is called itself.
@@ -68,7 +69,7 @@ def _decoder(tokenizer: Any) -> Callable[..., str]:
     for kind in type(tokenizer).__mro__:
         if "backend_tokenizer" in vars(kind):
             if own.isdisjoint(("decode", "_decode")):
-                decode: Callable[..., str] = tokenizer.backend_tokenizer.decode
+                decode: Decode = tokenizer.backend_tokenizer.decode
                 return decode
             break
         own |= vars(kind).keys()
@@ -78,13 +79,13 @@ def _decoder(tokenizer: Any) -> Callable[..., str]:
 class TextStream:
     """The text of one stream. It ends before the first stop string, and releases no part of a stop string.
 
-    A stop string that is complete before the stream may stop is a part of the text. Without a tokenizer the text stays
-    empty.
+    A stop string that is complete before the stream may stop is a part of the text. Without a decode function the text
+    stays empty.
     """
 
-    def __init__(self, tokenizer: Any | None, context: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(self, decode: Decode | None, context: Sequence[int], stop: Sequence[str] = ()) -> None:
         """Decode the tokens after `context`, and look for the strings of `stop`."""
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, context)
+        self._detokenizer = None if decode is None else Detokenizer(decode, context)
         self._stop = tuple(stop)
         self.held = ""  # characters that a stop string may begin with
         self._passed = 0  # characters at the start of `held` that came before the stream might stop

@@ -139,7 +139,7 @@ def handler_or_none() -> Handler | None:
 
 def _handler() -> Handler:
     """Return the handler of calls on this thread. Raises RuntimeError without one."""
-    handler = handler_or_none()
+    handler: Handler | None = getattr(_current, "handler", None)
     if handler is None:
         raise RuntimeError(
             "this model's attention now lives in a radixkv pool: run it through radixkv, or load another"

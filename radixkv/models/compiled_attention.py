@@ -140,7 +140,7 @@ class _SingleRows:
 
     def __init__(self, work: WorkList, items: Int, rows: Int, library: Kernels, layers: list[int]) -> None:
         """Lay out `items`, once per step; `rows` [n] are their query rows."""
-        self.rows = QueryRows(rows, torch.device("cpu"))
+        self.rows = QueryRows(rows, torch.from_numpy)
         self._library, self._layers = library, layers
         columns = (work.block_offset[items], work.kv_start[items], work.tokens[items])
         arrays = [np.ascontiguousarray(each) for each in (work.block_ids, *columns, rows)]

@@ -95,6 +95,7 @@ class Runner:
         the blocks' ids, nor on whether inputs share blocks. This costs a gather of all keys that are read.
         """
         self.loaded, self.deterministic, self.recheck_tokens = loaded, deterministic, recheck_tokens
+        self._device = device_of(loaded.device)
         self._spare_block = num_blocks  # the first block that belongs to no cache, for `recheck`
         self.store = KVStore(
             [layer.shape for layer in loaded.stored_layers],
@@ -145,7 +146,7 @@ class Runner:
         take T * T scores, and T * vocab logits only if the architecture cannot leave rows out. An `isolated` input
         takes one more forward; the fallback takes one each.
         """
-        with device_of(self.store.device).current():
+        with self._device.current():
             self.backend.copy(copies)
             isolated = [index for index, each in enumerate(inputs) if each.isolated]
             if isolated:
@@ -163,7 +164,7 @@ class Runner:
         for group in groups:
             order += group
             order += chain.from_iterable(places[index][:-1].tolist() for index in group)
-        return logits[device_of(self.store.device).upload(np.argsort(order))]
+        return logits[self._device.upload(np.argsort(order))]
 
     def host_costs(self, chunk: int) -> HostCosts:
         """Measure the seconds per token of loading KV from the host, and of a prefill of up to `chunk` tokens.

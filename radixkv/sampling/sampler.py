@@ -192,11 +192,13 @@ def _with_candidates(
 def _drawn(
     unmasked: Tensor, logits: Tensor, rows: Sequence[SampleRow], processors: Sequence[LogitsProcessor]
 ) -> Sampled:
-    processed = adjusted(logits, rows, processors)
+    processes = processors or any(row.params.adjusts_logits for row in rows)
+    processed = adjusted(logits, rows, processors) if processes else logits
     best, tokens = processed.max(dim=-1)
     broken = frozenset((~torch.isfinite(best)).nonzero()[:, 0].tolist())
     drawn: list[int] = tokens.tolist()
-    for candidates, members in _by_candidates(rows, logits.shape[1], broken).items():
+    groups = {} if all(row.params.greedy for row in rows) else _by_candidates(rows, logits.shape[1], broken)
+    for candidates, members in groups.items():
         for index, token in zip(members, _draw(processed, best, rows, members, candidates), strict=True):
             drawn[index] = token
     return Sampled(drawn, _logprobs(unmasked, rows, drawn), broken)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from radixkv import SamplingParams
-from radixkv.engine.text_stream import Detokenizer, TextStream
+from radixkv.engine.text_stream import Detokenizer, TextStream, decoder
 from tests.chat.worlds import byte_tokenizer, chat_engine
 
 TOKENIZER = byte_tokenizer()
@@ -27,7 +27,7 @@ def spelled(text: str) -> list[int]:
 @given(st.text(max_size=30), st.text(max_size=5))
 @settings(max_examples=40, deadline=None)
 def test_chunks_join_to_the_text_and_none_is_half_a_character(text, context):
-    detokenizer = Detokenizer(TOKENIZER, spelled(context))
+    detokenizer = Detokenizer(decoder(TOKENIZER), spelled(context))
     pieces = [detokenizer.push(token) for token in spelled(text)]
     whole = "".join(pieces) + detokenizer.flush()
     assert whole == text
@@ -38,7 +38,7 @@ def test_invalid_bytes_appear_as_the_decoder_writes_them():
     rng = random.Random(0)
     for _ in range(50):
         tokens = [rng.randrange(256) for _ in range(40)]
-        detokenizer = Detokenizer(TOKENIZER, [])
+        detokenizer = Detokenizer(decoder(TOKENIZER), [])
         pieces = [detokenizer.push(token) for token in tokens]
         assert "".join(pieces) + detokenizer.flush() == TOKENIZER.decode(tokens)
 
@@ -46,7 +46,7 @@ def test_invalid_bytes_appear_as_the_decoder_writes_them():
 @given(st.text(alphabet="abé", max_size=25), st.lists(st.text(alphabet="abé", min_size=1, max_size=4), max_size=3))
 @settings(max_examples=80, deadline=None)
 def test_text_ends_before_the_first_stop_string(text, stops):
-    stream = TextStream(TOKENIZER, [], stops)
+    stream = TextStream(decoder(TOKENIZER), [], stops)
     shown = ""
     for token in spelled(text):
         shown += stream.push(token)
@@ -97,7 +97,7 @@ def first_stop(pieces: list[str], stops: list[str], minimum: int) -> tuple[str, 
 @given(PIECES, STOPS, st.integers(0, 11))
 @settings(max_examples=300, deadline=None)
 def test_a_stop_string_ends_the_text_from_the_token_with_number_min_tokens_on(pieces, stops, minimum):
-    stream = TextStream(Pieces(pieces), [], stops)
+    stream = TextStream(decoder(Pieces(pieces)), [], stops)
     shown = ""
     for token in range(len(pieces)):
         shown += stream.push(token, watch=token + 1 >= minimum)
@@ -121,12 +121,12 @@ def test_a_stop_string_ends_the_text_from_the_token_with_number_min_tokens_on(pi
     ],
 )
 def test_beginnings_of_stop_strings_are_held_before_min_tokens(pieces, minimum, shown):
-    stream = TextStream(Pieces(pieces), [], ["ab"])
+    stream = TextStream(decoder(Pieces(pieces)), [], ["ab"])
     assert [stream.push(token, watch=token + 1 >= minimum) for token in range(len(pieces))] == shown
 
 
 def test_text_that_cannot_become_a_stop_string_is_not_held_back():
-    stream = TextStream(TOKENIZER, [], ["ab!"])
+    stream = TextStream(decoder(TOKENIZER), [], ["ab!"])
     assert [stream.push(token) for token in spelled("xabcab")] == ["x", "", "", "abc", "", ""]
     assert stream.flush() == "ab"
 
@@ -179,7 +179,7 @@ def test_warming_a_system_prompt_is_a_hit_for_every_conversation():
 
 
 def test_a_copy_of_a_text_goes_on_independently():
-    first = TextStream(TOKENIZER, [], ["ab!"])
+    first = TextStream(decoder(TOKENIZER), [], ["ab!"])
     shown = [first.push(token) for token in spelled("xéa")[:-2]]  # the last byte of a character is missing
     second = first.copy()
     for stream, rest in ((first, "éa"), (second, "éb"), (first, "b!"), (second, "ab")):

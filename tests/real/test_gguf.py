@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from radixkv.cli import demo_chat, main
-from radixkv.engine.text_stream import TextStream
+from radixkv.engine.text_stream import TextStream, decoder
 from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import GGUFHeader, read_header
 from radixkv.models.gguf_tokenizer import stop_token_ids
@@ -105,7 +105,7 @@ def test_chats_are_rendered_and_texts_streamed(model_file: Path) -> None:
     assert shown.count("<|im_start|>") == 3 and shown.count("<|im_end|>") == 2
     assert ours.decode(ids) == prompt
     text = "Caf\u00e9 \U0001f469\u200d\U0001f467, 100 \u20ac."
-    stream = TextStream(ours, ids)
+    stream = TextStream(decoder(ours), ids)
     pieces = [stream.push(id_) for id_ in ours.encode(f"{text}<|im_end|>", add_special_tokens=False)]
     assert "".join(pieces) + stream.flush() == text
     assert all("\ufffd" not in piece for piece in pieces)

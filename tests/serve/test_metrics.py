@@ -160,7 +160,7 @@ def test_times_and_sizes_of_requests() -> None:
 def test_each_gap_between_tokens_is_counted_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stall is one long gap, not several slightly longer gaps."""
     times = iter([0.0, 0.02, 0.04, 3.04, 10.0, 10.25, 20.0, 20.5])  # of steps
-    monkeypatch.setattr("radixkv.engine.latency.perf_counter", times.__next__)
+    monkeypatch.setattr("radixkv.engine.draws.perf_counter", times.__next__)
 
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
         await engine.generate([[1, 2, 3, 4, 5]], greedy(4))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.engine import Chunk
-from radixkv.engine.text_stream import TextStream
+from radixkv.engine.text_stream import TextStream, decoder
 from radixkv.serve.reply import TaggedText
 from tests.chat.tool_call_dialects import DIALECTS, TOOLS, Dialect
 from tests.serve.served import LOCAL, Served, fake_model, served
@@ -169,7 +169,7 @@ def test_a_tag_stands_where_it_was_sampled_though_a_stop_string_may_begin_before
 def test_tags_in_a_text_that_is_partly_held_back(said: list[str], stop: str) -> None:
     tokenizer = DIALECTS["Mistral, by name"].tokenizer()
     tags = dict(zip(tokenizer.convert_tokens_to_ids(["[TOOL_CALLS]", "[ARGS]"]), ["<1>", "<2>"], strict=True))
-    texts, tagged, out = TextStream(tokenizer, [], [stop]), TaggedText(tags), ""
+    texts, tagged, out = TextStream(decoder(tokenizer), [], [stop]), TaggedText(tags), ""
     for each in said:
         token = list(tags)[int(each) - 1] if each.isdigit() else tokenizer.convert_tokens_to_ids(each)
         out += tagged.push(Chunk(texts.push(token), (token,), held=len(texts.held)))

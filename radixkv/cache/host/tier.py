@@ -332,8 +332,8 @@ class HostTier:
             del parent.below[first]
             if not parent.below:
                 parent.below = NO_CHILDREN
-                if parent.parent is None:
-                    tree.drop_if_empty(parent)
+                if parent.parent is None and not parent.locks and not parent.children:
+                    tree.drop_root(parent)
         return len(node.blocks)
 
     def give_back(self, blocks: array[int]) -> None:

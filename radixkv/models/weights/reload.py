@@ -1,6 +1,6 @@
 """Take new weights into a model that an engine runs, without loading it again.
 
-`ModelWeights` watches the weights with a `WeightWatch`, writes new values into them, and computes the copies again that
+`ModelWeights` watches the weights with a `WeightGuard`, writes new values into them, and computes the copies again that
 radixkv made of them: packed and quantised layers, and factors of norms.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from radixkv.device import refuse_fatal
 from radixkv.errors import InvalidInput, WeightsChanged
 from radixkv.models.cuda_graphs import ReplayedForward
 from radixkv.models.gpu_layers.fuse import restack
@@ -26,13 +25,9 @@ from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear,
 from radixkv.models.quantized.norms import FusedNorm
 from radixkv.models.runner import Runner
 from radixkv.models.selftest import self_test
-from radixkv.models.weights.watch import WatchedForward, WeightWatch, weight_places
+from radixkv.models.weights.watch import WatchedForward, WeightGuard, WeightWatch, weight_places
 
 State = Mapping[str, Tensor]
-_ADVICE = (
-    "call engine.reload_weights() after each update, or load the engine with a copy of the model (copy.deepcopy) if "
-    "updates are not for it"
-)
 _log = logging.getLogger(__name__)
 
 
@@ -58,56 +53,26 @@ class ModelWeights:
     ) -> None:
         """Record the present weights."""
         self._loaded, self._on_moved = loaded, on_moved
-        self._problem, self._reloading = "", False
         own = source is None or source is loaded.model
         self._source = None if own else weakref.ref(source, lambda _: _source_freed(this))
         this = weakref.ref(self)
-        self.watch()
-        self._recorded = self._watch.pointers  # that recorded steps read
+        owner = self._owner
+        self._kinds, self._slots = _kinds(owner), _slots(owner)
+        self._guard = WeightGuard(loaded.name, owner)
+        self.check, self.check_step = self._guard.check, self._guard.check_step
+        self._recorded = self._guard.watch.pointers  # that recorded steps read
 
     def watch(self) -> None:
         """Record the present weights as the engine's."""
         owner = self._owner
         self._kinds, self._slots = _kinds(owner), _slots(owner)
-        self._watch = WeightWatch(owner)
+        self._guard.watch = WeightWatch(owner)
 
     @property
     def _owner(self) -> nn.Module:
         """The model whose parameters the caller may update."""
         source = None if self._source is None else self._source()
         return self._loaded.model if source is None else source
-
-    # ---- changes
-
-    def check(self) -> None:
-        """Raise WeightsChanged if the cached KV was computed with other weights; see `WeightWatch.changed`.
-
-        Raises DeviceLost if the device computes nothing more. A GPU without memory for a few numbers does not compare
-        them this time.
-        """
-        if self._reloading:  # a request that is sent during a reload runs after it
-            return
-        try:
-            changed = self._watch.changed()
-        except torch.OutOfMemoryError:
-            changed = self._watch.moved()
-        except RuntimeError as error:
-            refuse_fatal(error)
-            raise
-        self._refuse(changed=changed)
-
-    def check_step(self) -> None:
-        """Raise WeightsChanged after an update that torch counts; see `WeightWatch.moved`."""
-        self._refuse(changed=self._watch.moved())
-
-    def _refuse(self, *, changed: bool) -> None:
-        if self._problem:
-            raise WeightsChanged(self._problem)
-        if changed:
-            raise WeightsChanged(
-                f"the weights of {self._loaded.name} changed after they were loaded ({self._watch.first_change()}), "
-                f"and cached KV is of the old ones: {_ADVICE}"
-            )
 
     # ---- new weights
 
@@ -143,18 +108,19 @@ class ModelWeights:
         InvalidInput or UnsupportedModel by the self-test, WeightsChanged if an update comes meanwhile. After an error
         `check` raises until a reload succeeds.
         """
-        self._reloading = True
+        guard = self._guard
+        guard.reloading = True
         try:
             error = self._reload(state)
-            self._problem = ""
+            guard.problem = ""
         except Exception as failed:
-            self._problem = f"{self._loaded.name} has no weights, because a reload failed ({failed}): reload it again"
+            guard.problem = f"{self._loaded.name} has no weights, because a reload failed ({failed}): reload it again"
             raise
         finally:
-            self._reloading = False
-        if self._on_moved is not None and self._watch.pointers != self._recorded:  # perhaps moved by a failed reload
+            guard.reloading = False
+        if self._on_moved is not None and guard.watch.pointers != self._recorded:  # perhaps moved by a failed reload
             self._on_moved()
-            self._recorded = self._watch.pointers
+            self._recorded = guard.watch.pointers
         _log.info("%s: weights reloaded, self-test error %.1e", self._loaded.name, error)
         return error
 
@@ -169,8 +135,8 @@ class ModelWeights:
             _share_tensors(own, owner)
         _copy_again(own, owner, state)
         error = self_test(self._loaded)
-        if self._watch.changed():
-            raise WeightsChanged(f"{self._watch.first_change()} changed meanwhile")
+        if self._guard.watch.changed():
+            raise WeightsChanged(f"{self._guard.watch.first_change()} changed meanwhile")
         return error
 
 

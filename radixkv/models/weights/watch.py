@@ -14,9 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from radixkv.device import device_of
+from radixkv.device import device_of, refuse_fatal
+from radixkv.errors import WeightsChanged
 from radixkv.models.loaded import SequenceInput
 
+_ADVICE = (
+    "call engine.reload_weights() after each update, or load the engine with a copy of the model (copy.deepcopy) if "
+    "updates are not for it"
+)
 _SAMPLES = 4  # numbers of each weight
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # compared as bits: NaN equals itself
 
@@ -65,19 +70,14 @@ class WeightWatch:
             and all(map(is_, [owner.get(key) for owner, key in self._owners], self._users))
         )
 
+    @torch.inference_mode()
     def changed(self) -> bool:
         """Return whether `moved`, or a module or sampled number differs; waits for reads of these numbers alone."""
         replaced = not all(map(is_, [owner.get(key) for owner, key in self._parents], self._children))
-        return self.moved() or replaced or self._differ()
-
-    @torch.inference_mode()
-    def _differ(self) -> bool:
-        """Return whether a sampled number differs."""
-        downloads = []
-        for now, old, device, stream in zip(self._views, self._samples, self._devices, self._streams, strict=True):
-            with device.current(), device.on(stream):
-                downloads.append(device.download([torch.cat(now) != old]))
-        return any(download.wait()[0].any() for download in downloads)
+        if replaced or self.moved():
+            return True
+        groups = zip(self._devices, self._streams, self._views, self._samples, strict=True)
+        return any(device.differ(stream, now, old) for device, stream, now, old in groups)
 
     def first_change(self) -> str:
         """Return the name of the first weight that is seen to have changed, for messages. O(weights)."""
@@ -111,6 +111,47 @@ def _views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
             step = max(len(numbers) // _SAMPLES, 1)
             groups[tensor.device, bits].append(numbers[step // 2 :: step][:_SAMPLES])
     return list(groups.values())
+
+
+class WeightGuard:
+    """Refuses requests and steps while a model's weights are not as `watch` recorded them, or there is a `problem`."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        """Record the present weights of `model`; `name` is for messages."""
+        self.watch = WeightWatch(model)
+        self.problem = ""  # why there are no weights at all
+        self.reloading = False
+        self._name = name
+
+    def check(self) -> None:
+        """Raise WeightsChanged if the cached KV was computed with other weights; see `WeightWatch.changed`.
+
+        Raises DeviceLost if the device computes nothing more. A GPU without memory for a few numbers does not compare
+        them this time.
+        """
+        if self.reloading:  # a request that is sent during a reload runs after it
+            return
+        try:
+            changed = self.watch.changed()
+        except torch.OutOfMemoryError:
+            changed = self.watch.moved()
+        except RuntimeError as error:
+            refuse_fatal(error)
+            raise
+        if changed or self.problem:
+            raise self._refusal()
+
+    def check_step(self) -> None:
+        """Raise WeightsChanged after an update that torch counts; see `WeightWatch.moved`."""
+        if self.watch.moved() or self.problem:
+            raise self._refusal()
+
+    def _refusal(self) -> WeightsChanged:
+        return WeightsChanged(
+            self.problem
+            or f"the weights of {self._name} changed after they were loaded ({self.watch.first_change()}), and cached "
+            f"KV is of the old ones: {_ADVICE}"
+        )
 
 
 class WatchedForward:
