@@ -326,6 +326,7 @@ def test_a_step_that_raises_after_its_loads_ends_no_request_that_loaded(monkeypa
         raise RuntimeError("no step")
 
     with monkeypatch.context() as patch:
+        patch.setattr(core.Core, "_forward", broken)
         patch.setattr(core, "in_halves", broken)
         world.step()
     with pytest.raises(RequestFailed, match="no step"):

@@ -292,7 +292,10 @@ def test_tensors_of_a_failed_forward_are_freed_before_its_halves_run() -> None:
     items = [1, 2, 3, 4]
     with PrefixCache(1).open([]) as sequence:
         stream = Stream(request, 0, sequence, SAMPLED)
-        parts = in_halves(items, call, lambda item: stream, lambda request, error: None)
+        try:
+            call(items)
+        except MemoryError as error:
+            parts = in_halves(error, items, call, lambda item: stream, lambda request, failed: None)
     assert [part for part, _ in parts] == [[1], [2], [3], [4]]
     assert len(tensors) == 3 and not any(alive)
 
