@@ -177,7 +177,7 @@ class Core:
         self.admission = self.scheduler.admission
         self.host = self._host_transfer()
         self._transfers: list[Transfer] = [each for each in (self._state_transfer(), self.host) if each is not None]
-        self._own_forwards = OwnForwards(self._preempt) if cache.state_rows else None
+        self._own_forwards = OwnForwards(self._preempt, overlaps=depth > 0) if cache.state_rows else None
         self._draws = Draws(sampler or HostSampler(), config, self.counters, self.token_times, self._fail_alone)
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; requests that ended are skipped
 

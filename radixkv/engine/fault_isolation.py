@@ -4,7 +4,8 @@ A forward or a draw that raises is repeated on each half of its parts, and so on
 again, so a request fails only if it fails alone. A step that needs too much memory at once gets through in parts.
 
 A forward over recurrent state cannot be repeated: it updates rows in place. The requests of such a forward are
-preempted, and go on from their last snapshots, each in forwards of its own until it has passed that step.
+preempted, and go on from their last snapshots, each in forwards of its own until it has passed that step. Where steps
+overlap, so does a request that was alone in the forward: the step in flight may have held the memory.
 
 An error of the device that no later call survives is not isolated: DeviceLost leaves the step and ends the engine.
 """
@@ -51,14 +52,18 @@ Work = TypeVar("Work", bound=StreamChunk)
 class OwnForwards:
     """Preempts the requests of a forward that raised, and lets each pass that step in forwards of its own."""
 
-    def __init__(self, preempt: Callable[[Request], None]) -> None:
-        self._preempt = preempt
+    def __init__(self, preempt: Callable[[Request], None], *, overlaps: bool) -> None:
+        """`preempt` finishes the step in flight first; `overlaps` means that there may be one."""
+        self._preempt, self._overlaps = preempt, overlaps
         self._until: dict[Stream, int] = {}  # the tokens that a stream must have computed, to share forwards again
 
     def run(
         self, work: list[Work], call: Callable[[list[Work]], Result], fail: Fail
     ) -> list[tuple[list[Work], Result]]:
-        """Call `call` on all work, in as few parts as possible; `fail` the requests that raise alone."""
+        """Call `call` on all work, in as few parts as possible; `fail` the requests that raise alone.
+
+        Where steps overlap, it fails those that raise alone again after the preceding step.
+        """
         results: list[tuple[list[Work], Result]] = []
         for planned in self._parts(work) if self._until else [work]:
             part = [each for each in planned if not is_over(each.stream)] if results else planned
@@ -69,7 +74,7 @@ class OwnForwards:
                 refuse_fatal(raised)
                 error = raised
             requests = list(dict.fromkeys(each.stream.request for each in part))
-            if len(requests) == 1:
+            if len(requests) == 1 and (not self._overlaps or any(each.stream in self._until for each in part)):
                 fail(requests[0], error)
                 continue
             _log.warning("a step of %d requests raised %r: each goes on alone", len(requests), error)

@@ -21,6 +21,8 @@ SIGHTS = ("evicted", "hits", "host_bound_rows", "nan", "preemptions", "wasted_to
 SIGHTS += ("beams: finished", "scored_tokens")
 KEPT = 57
 """A life that failed once: memory is missing when a step's only scored prompt is scored."""
+ALONE = 61
+"""A life that failed once: memory is missing when a request is alone in a forward over recurrent state."""
 OVERLAPPED = replace(LIFE, overlap=True)
 
 
@@ -31,7 +33,9 @@ def test_every_request_of_some_lives_ends_as_it_must() -> None:
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
-@pytest.mark.parametrize(("option", "seed"), [("host", 1), ("host", 6), ("states", 4), ("states", 6)])
+@pytest.mark.parametrize(
+    ("option", "seed"), [("host", 1), ("host", 6), ("states", 4), ("states", 6), ("states", ALONE)]
+)
 def test_every_request_of_a_life_with_an_option_ends_as_it_must(option: str, seed: int) -> None:
     live_on_gpu(life_with(option)(seed))
 
