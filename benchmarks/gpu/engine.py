@@ -251,9 +251,11 @@ def steady(engine: Engine, prompts: list[list[int]], window: int, **params: floa
 def _sleep(engine: Engine, begun: EngineStats, at: float, window: int) -> None:
     """Wait for `window` steps and ask seldom: an answer costs the engine microseconds between two steps."""
     pause = 0.0
-    while (done := engine.stats().steps - begun.steps) < window:
+    while (done := (now := engine.stats()).steps - begun.steps) < window:
+        if now.finished > begun.finished or now.failed:
+            raise RuntimeError("a request ended before all steps were timed")
         time.sleep(pause)
-        pause = 0.5 * (time.perf_counter() - at) * (window - done) / max(done, 1)
+        pause = 0.5 * (time.perf_counter() - at) / done * (window - done) if done else 0.001
 
 
 def _all_decode(engine: Engine, output_tokens: int, finished: int) -> None:
