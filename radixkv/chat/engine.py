@@ -12,7 +12,7 @@ from typing import Any
 from radixkv.chat import saved
 from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message
-from radixkv.chat.saved import Overflow
+from radixkv.chat.saved import Overflow, SessionState
 from radixkv.chat.session import ChatSession
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import RequestEngine
@@ -56,11 +56,11 @@ class Engine(RequestEngine):
             raise InvalidInput(f"messages must be a list of dicts with role and content, got {messages!r}")
         check_messages(messages or ())
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        opening += messages or []
         model = self.model
         template = ChatTemplate(model.tokenizer, model.stop_token_ids, tools, limit=self.context_limit)
-        return ChatSession(
-            self, template, [*opening, *(messages or [])], namespace=namespace, history=history, overflow=overflow
-        )
+        state = SessionState(template.tools, template.date, namespace, history, overflow, opening)
+        return ChatSession(self, template, state)
 
     def resume(self, path: str | os.PathLike[str], *, namespace: Hashable = None) -> ChatSession:
         """Return the conversation that `ChatSession.save` wrote to `path`; it continues in `namespace`.
@@ -75,4 +75,4 @@ class Engine(RequestEngine):
         with saved.damaged(path):
             limit = self.context_limit
             template = ChatTemplate(model.tokenizer, model.stop_token_ids, state.tools, state.date, limit=limit)
-            return ChatSession.from_state(self, template, state)
+            return ChatSession(self, template, state)

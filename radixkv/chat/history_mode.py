@@ -14,17 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal, TypeAlias
-from weakref import WeakKeyDictionary
 
 from radixkv.chat.messages import Message, calls_of
-from radixkv.chat.rendering import Key
+from radixkv.chat.rendering import Key, Memo
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_cases import DIALOGUES, TOOLS, Dialogue, sampled_text
 from radixkv.errors import ChatError
 
 HistoryMode: TypeAlias = Literal["auto", "append", "template"]
-_TRIED: WeakKeyDictionary[Any, dict[tuple[Key, frozenset[int]], Appending]] = WeakKeyDictionary()
-_TRIALS = 64  # memoized trials of a tokenizer; their number is bounded because callers choose the arguments
+_TRIED: Memo[tuple[Key, frozenset[int]], Appending] = Memo()
 _SHOWN = 5  # lost words that an error shows
 _WORDS = re.compile(r"\w+|[^\w\s]")
 
@@ -80,15 +78,8 @@ def history_mode(template: ChatTemplate, asked: HistoryMode) -> Literal["append"
 
 def try_appending(template: ChatTemplate) -> Appending:
     """Try the dialogues both ways, once for each tokenizer. Costs some milliseconds."""
-    known = _TRIED.setdefault(template.rendering.tokenizer, {})
     key = template.rendering.key, template.stop_ids
-    found = known.get(key)
-    if found is None:
-        found = _try(template)
-        if len(known) >= _TRIALS:
-            known.clear()
-        known[key] = found
-    return found
+    return _TRIED.get(template.rendering.tokenizer, key, lambda: _try(template))
 
 
 # ---- inside

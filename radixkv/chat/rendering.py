@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from radixkv.chat.generic_tools import with_tools_in_text
@@ -27,6 +28,28 @@ _PIECE = 1 << 14  # characters that are encoded at a time
 _REACH = 1 << 12  # characters that are searched for a cut
 _AROUND = 2  # tokens that a tokenizer may add around each piece: a space, a begin-of-text token
 _SPELT = {" ": " \u0120\u2581", "\n": "\n\u010a"}  # white space in vocabularies: verbatim, byte-level, sentencepiece
+
+
+Found = TypeVar("Found")
+Of = TypeVar("Of", bound=Hashable)
+_MOST = 64  # findings of a tokenizer; their number is bounded because callers choose the arguments of templates
+
+
+class Memo(Generic[Of, Found]):
+    """Findings about tokenizers and their templates, as long as the tokenizer lives. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Any, dict[Of, Found]] = WeakKeyDictionary()
+
+    def get(self, tokenizer: Any, key: Of, find: Callable[[], Found]) -> Found:
+        """Return what `find` finds for a tokenizer and a key, once; several threads may find the same."""
+        known = self._known.setdefault(tokenizer, {})
+        with suppress(KeyError):
+            return known[key]
+        found = find()
+        if len(known) >= _MOST:
+            known.clear()
+        return known.setdefault(key, found)
 
 
 @dataclass(frozen=True)
@@ -44,9 +67,7 @@ class Vocabulary:
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
         """Return the vocabulary of a tokenizer, read once. O(vocabulary)."""
-        if tokenizer not in _READ:
-            _READ[tokenizer] = cls._read(tokenizer.get_vocab())
-        return _READ[tokenizer]
+        return _READ.get(tokenizer, None, lambda: cls._read(tokenizer.get_vocab()))
 
     @classmethod
     def _read(cls, tokens: Mapping[str, int]) -> Vocabulary:
@@ -70,7 +91,7 @@ class Vocabulary:
         return int(sum(count / self.longest[letter] for letter, count in counts.items() if letter in self.longest))
 
 
-_READ: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
+_READ = Memo[None, Vocabulary]()
 
 
 def at_least(text: str, enough: int, tokenizer: Any, encode: Callable[[str], list[int]]) -> int:
@@ -122,9 +143,8 @@ _ANY_DATE = "01 Jan 2025"
 _USER: Message = {"role": "user", "content": "radixkv.user."}
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 Key: TypeAlias = tuple[str, str, bool]
-_TEMPLATES = 64  # memoized templates of a tokenizer; their number is bounded because callers choose the arguments
-_WRITES_TOOLS: WeakKeyDictionary[Any, dict[tuple[str, str], bool]] = WeakKeyDictionary()
-_REPLY_OPENINGS: WeakKeyDictionary[Any, dict[Key, list[int] | None]] = WeakKeyDictionary()
+_WRITES_TOOLS = Memo[tuple[str, str], bool]()
+_REPLY_OPENINGS = Memo[Key, list[int] | None]()
 
 
 class Rendering:
@@ -164,24 +184,17 @@ class Rendering:
     @cached_property
     def writes_tools(self) -> bool:
         """Whether tools change the prompt; a template that refuses one of both prompts counts as well."""
-        known = _WRITES_TOOLS.setdefault(self.tokenizer, {})
-        key = self.template, arguments_key(self.arguments)
-        if key not in known:
+
+        def find() -> bool:
             asked = ([_USER], [_SYSTEM, _USER])
-            if len(known) >= _TEMPLATES:
-                known.clear()
-            known[key] = any(self._plain(each, None) != self._plain(each, ANY_TOOL) for each in asked)
-        return known[key]
+            return any(self._plain(each, None) != self._plain(each, ANY_TOOL) for each in asked)
+
+        return _WRITES_TOOLS.get(self.tokenizer, (self.template, arguments_key(self.arguments)), find)
 
     @cached_property
     def reply_opening(self) -> list[int] | None:
         """The ids that the template writes after the last message to begin a reply; None if they cannot be found."""
-        known = _REPLY_OPENINGS.setdefault(self.tokenizer, {})
-        if self.key not in known:
-            if len(known) >= _TEMPLATES:
-                known.clear()
-            known[self.key] = self.without_content._find_reply_opening()
-        return known[self.key]
+        return _REPLY_OPENINGS.get(self.tokenizer, self.key, lambda: self.without_content._find_reply_opening())
 
     @cached_property
     def tools_as_text(self) -> bool:

@@ -11,11 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Literal, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import Literal, TypeAlias
 
 from radixkv.chat.messages import Message
-from radixkv.chat.rendering import Key, Rendering
+from radixkv.chat.rendering import Key, Memo, Rendering
 from radixkv.chat.thinking import CHANNEL, THINK_END, THINK_START, only_thinks
 from radixkv.chat.tool_call_formats import with_object, with_text
 from radixkv.errors import ChatError
@@ -154,8 +153,7 @@ class ReplyForm:
         return [_USER, called, *_results(_ONE_CALL, _RESULT)], _RESULT
 
 
-_KNOWN: WeakKeyDictionary[Any, dict[Key, ReplyForm]] = WeakKeyDictionary()
-_FORMS = 64  # memoized forms of a tokenizer; their number is bounded because callers choose the arguments
+_KNOWN = Memo[Key, ReplyForm]()
 _MARKS = Marks("radixkv.answer.", "radixkv.thinking.", "radixkv.call.")
 _EARLIER = Marks("radixkv.before.", "radixkv.before.", "radixkv.before.")
 _SAID, _RESULT = "radixkv.user.", "radixkv.result."
@@ -171,14 +169,7 @@ def reply_form(rendering: Rendering) -> ReplyForm:
 
     Raises ChatError if the template drops the words of a user.
     """
-    known = _KNOWN.setdefault(rendering.tokenizer, {})
-    form = known.get(rendering.key)
-    if form is None:  # several threads may find the same form
-        form = _find(rendering.without_content)
-        if len(known) >= _FORMS:
-            known.clear()
-        known[rendering.key] = form
-    return form
+    return _KNOWN.get(rendering.tokenizer, rendering.key, lambda: _find(rendering.without_content))
 
 
 def _find(rendering: Rendering) -> ReplyForm:

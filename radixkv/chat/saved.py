@@ -14,7 +14,7 @@ import os
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +51,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class SessionState:
-    """Everything that another session needs to continue a conversation; its lists still belong to the session."""
+    """Everything that another session needs to begin or continue a conversation; its lists belong to the session."""
 
     tools: list[Any] | None
     date: str
@@ -59,8 +59,8 @@ class SessionState:
     history: HistoryMode
     overflow: Overflow
     opening: Sequence[Message]
-    turns: Sequence[Turn]
-    token_ids: Sequence[int]
+    turns: Sequence[Turn] = ()
+    token_ids: Sequence[int] = ()
 
 
 def write(state: SessionState, model: str, path: str | os.PathLike[str]) -> None:
@@ -241,30 +241,10 @@ def _ids(saved: Any, vocab_size: int) -> array[int]:
 
 
 def _as_json(state: SessionState, model: str) -> dict[str, Any]:
-    return {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "model": model,
-        "tools": state.tools,
-        "date": state.date,
-        "namespaced": state.namespace is not None,
-        "history": state.history,
-        "overflow": state.overflow,
-        "opening": state.opening,
-        "turns": [_turn_as_json(turn) for turn in state.turns],
-        "token_ids": list(state.token_ids),
-    }
-
-
-def _turn_as_json(turn: Turn) -> dict[str, Any]:
-    calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in turn.tool_calls]
-    return {
-        "messages": list(turn.messages),
-        "reply": turn.reply,
-        "reply_ids": list(turn.reply_ids),
-        "tool_calls": calls,
-        "end": turn.end,
-    }
+    fields = asdict(replace(state, namespace=None, token_ids=list(state.token_ids)))
+    del fields["namespace"]
+    namespaced = state.namespace is not None
+    return {"format": _FORMAT, "version": _VERSION, "model": model, "namespaced": namespaced, **fields}
 
 
 def _encoded(saved: dict[str, Any]) -> bytes:

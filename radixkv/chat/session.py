@@ -9,30 +9,24 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from radixkv.chat.constrained import CallRule, constrained, strict_tools
-from radixkv.chat.history_mode import HistoryMode, history_mode
+from radixkv.chat.history_mode import history_mode
 from radixkv.chat.messages import Message, Reply, ToolResult, tool_messages
 from radixkv.chat.reply_parser import ReplyParser
 from radixkv.chat.reply_schema import ReplySchema, Schema
 from radixkv.chat.reply_stream import ReplyStream
-from radixkv.chat.saved import Overflow, SessionState, Turn, write
+from radixkv.chat.saved import SessionState, Turn, write
 from radixkv.chat.session_use import SessionUse
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import Completion
 from radixkv.engine.input_processor import EncodedPrompt
-from radixkv.errors import (
-    ContextOverflow,
-    EngineClosed,
-    InvalidInput,
-    PromptTooLong,
-    SessionClosed,
-)
+from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, SessionClosed
 from radixkv.sampling.params import SamplingParams, checked_params, is_int
 
 if TYPE_CHECKING:
@@ -58,35 +52,24 @@ class ChatSession:
     one, or reads a stream of the session, raises SessionInUse.
     """
 
-    def __init__(
-        self,
-        engine: RequestEngine,
-        template: ChatTemplate,
-        opening: Sequence[Message] = (),
-        *,
-        namespace: Hashable = None,
-        history: HistoryMode = "auto",
-        overflow: Overflow = "error",
-        turns: Sequence[Turn] = (),
-        token_ids: Sequence[int] = (),
-    ) -> None:
-        """Begin after `opening` (a system message, examples) and `turns`; see `Engine.chat` for the rest.
+    def __init__(self, engine: RequestEngine, template: ChatTemplate, state: SessionState) -> None:
+        """Begin, or continue a saved or forked conversation; `template` has the tools and the date of the state.
 
         Raises ChatError for history="append" if appending would lose text of the template.
         """
-        _check_choice("history", history, ("auto", "append", "template"))
-        _check_choice("overflow", overflow, ("error", "drop_oldest"))
+        _check_choice("history", state.history, ("auto", "append", "template"))
+        _check_choice("overflow", state.overflow, ("error", "drop_oldest"))
         self._engine = engine
         self._template = template
         self._parser = ReplyParser(template)
         self._rule = CallRule(strict=strict_tools(template.tools))
-        self._opening: list[Message] = [deepcopy(dict(message)) for message in opening]
-        self._namespace = namespace
+        self._opening: list[Message] = [deepcopy(dict(message)) for message in state.opening]
+        self._namespace = state.namespace
         self._number = engine.client.new_session()
-        self._append = history_mode(template, history) == "append"
-        self._overflow = overflow
-        self._turns = list(turns)
-        self._ids = array("i", token_ids)
+        self._append = history_mode(template, state.history) == "append"
+        self._overflow = state.overflow
+        self._turns = list(state.turns)
+        self._ids = array("i", state.token_ids)
         self._open_stream: ReplyStream | None = None
         self._closed = False
         self._use = SessionUse()
@@ -138,7 +121,7 @@ class ChatSession:
             self._settle()
             if not is_int(n) or n < 1:
                 raise InvalidInput(f"fork makes at least 1 session, got n={n!r}")
-            return [ChatSession.from_state(self._engine, self._template, self._state()) for _ in range(n)]
+            return [ChatSession(self._engine, self._template, self._state()) for _ in range(n)]
 
     def rewind(self, turns: int = 1) -> None:
         """Remove the last turns; their cached tokens are evicted first."""
@@ -188,7 +171,8 @@ class ChatSession:
     @property
     def history(self) -> list[Message]:
         """A copy of all messages in the form that chat templates take, system message and tool results included."""
-        return deepcopy(self._messages(self._turns))
+        said = (message for turn in self._turns for message in (*turn.messages, turn.reply))
+        return deepcopy([*self._opening, *said])
 
     @property
     def token_ids(self) -> list[int]:
@@ -324,12 +308,6 @@ class ChatSession:
 
     # ---- state
 
-    def _messages(self, turns: Sequence[Turn]) -> list[Message]:
-        messages = list(self._opening)
-        for turn in turns:
-            messages += [*turn.messages, turn.reply]
-        return messages
-
     def _ids_after(self, turns: list[Turn]) -> array[int]:
         if not turns:
             return array("i")
@@ -348,20 +326,6 @@ class ChatSession:
             opening=self._opening,
             turns=self._turns,
             token_ids=self._ids,
-        )
-
-    @classmethod
-    def from_state(cls, engine: RequestEngine, template: ChatTemplate, state: SessionState) -> ChatSession:
-        """Continue the conversation of a saved or forked session. `template` has the tools and date of the state."""
-        return cls(
-            engine,
-            template,
-            state.opening,
-            namespace=state.namespace,
-            history=state.history,
-            overflow=state.overflow,
-            turns=state.turns,
-            token_ids=state.token_ids,
         )
 
     def _demote(self, dead: array[int], keep: int | None = None) -> None:

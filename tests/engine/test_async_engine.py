@@ -79,7 +79,6 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 def test_asynchronous_engines_and_sessions_have_the_same_methods():
     for plain, awaited in ((Engine, AsyncEngine), (ChatSession, AsyncChatSession)):
         names = {name for name in vars(plain) | vars(plain.__base__) if not name.startswith("_")} - vars(object).keys()
-        names.discard("from_state")  # AsyncEngine.resume wraps the session that it makes
         assert names <= set(dir(awaited))
         for name in names - {"load"}:
             if callable(method := getattr(plain, name)):
