@@ -44,7 +44,7 @@ def explain(
     asked, matched = len(raw) // WIDTH, at // WIDTH
     runs = [] if node is None else host_runs(state, node, raw, at, pending=True)
     last_node, host = (runs[-1][0], sum(tokens for _, tokens in runs)) if runs else (node, 0)
-    found = Explanation(asked, matched, matched, "never_seen", host=host)
+    found = Explanation(asked, matched, matched, "never_seen", host=host, reached=matched + host)
     if limit is not None and limit < matched + host:
         found = replace(found, length=min(matched, limit), reason="limit", host=max(0, limit - matched))
     elif matched + host >= asked:

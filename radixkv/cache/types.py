@@ -113,6 +113,7 @@ class Explanation:
     pressure: str | None = None  # the request for blocks that caused the eviction
     kv_reason: KVReason | None = None  # with "no_state", why the cached KV ends at `matched`
     host: int = 0  # tokens after `length` that could be loaded from host memory; `reason` is why the match ends there
+    reached: int = 0  # tokens with cached KV in any tier: `matched`, and those after it on the host
 
     def __str__(self) -> str:
         head = f"{self.length} of {self.tokens} tokens are cached"
@@ -123,11 +124,9 @@ class Explanation:
                 return f"{head}: the whole prompt."
             case "limit":
                 return f"{head}: {self.matched} match, held back by limit={self.length + self.host}."
-            case "no_state" if self.host:
-                known = self.length + self.host
-                return f"{head}: more KV is cached, but recurrent state is kept up to token {known} only."
             case "no_state":
-                return f"{head}: {self.matched} match, but recurrent state is kept up to token {self.length} only."
+                kept = self.length + self.host
+                return f"{head}: {self.reached} match, but recurrent state is kept up to token {kept} only."
             case "evicted":
                 return (
                     f"{head}: the next {self.evicted_tokens} were evicted {self.evicted_ago:.1f} s ago {self.pressure}."

@@ -229,15 +229,14 @@ def make_engine(
     config = EngineConfig(**{"monitor": False, **settings})
     shares = config.namespace_limits
     limits: dict[str, Any] = {"namespace_limits": NumberedLimits(shares) if shares else None}
-    if snapshots is None:
-        runner = runner_class(num_blocks, block_size, model.vocab_size, brain, fault)
-        cache = PrefixCache(num_blocks, block_size, **limits)
-        if host_blocks is not None:
-            add_host(runner, host_blocks)
-            cache = PrefixCache(num_blocks, block_size, host_blocks=host_blocks, **limits)
-        return Engine(cast(LoadedModel, model), runner, cache, config), runner
-    runner = StatefulFakeRunner(num_blocks, block_size, model.vocab_size, brain, fault)
-    cache = PrefixCache(num_blocks, block_size, state_rows=config.max_sequences, state_snapshots=snapshots, **limits)
+    options = {} if host_blocks is None else {"host_blocks": host_blocks}
+    if snapshots is not None:
+        options |= {"state_rows": config.max_sequences, "state_snapshots": snapshots}
+        runner_class = StatefulFakeRunner
+    runner = runner_class(num_blocks, block_size, model.vocab_size, brain, fault)
+    if host_blocks is not None:
+        add_host(runner, host_blocks)
+    cache = PrefixCache(num_blocks, block_size, **limits, **options)
     return Engine(cast(LoadedModel, model), runner, cache, config), runner
 
 

@@ -143,6 +143,19 @@ def test_tokens_whose_recurrent_state_is_gone_are_counted_and_the_old_reason_sta
         assert mirror.stats["cache.state_slots_used"] == 2
 
 
+@pytest.mark.parametrize(("snapshots", "cached"), [(8, 64), (0, 0)])
+def test_tokens_whose_recurrent_state_is_gone_are_counted_on_the_host_too(snapshots: int, cached: int) -> None:
+    engine, _, mirror = watched(num_blocks=32, host_blocks=64, snapshots=snapshots)
+    with engine:
+        text, one = [at % 49 for at in range(90)], SamplingParams(max_tokens=1)
+        for prompt in (text, [30] * 80, [*text[:80], 49, 48]):
+            engine.generate([prompt], one)
+        record = ended(look(engine, mirror))[-1]
+        assert any(node.residence == "host" for node in mirror.nodes.values())
+        assert record.cached_tokens == cached and bool(record.host_tokens) == bool(cached)
+        assert (record.miss_reason, record.miss_at, record.miss_without_state) == ("diverged", 80, 80 - cached)
+
+
 def test_phases_are_told_while_they_last_and_sequences_say_whose_they_are() -> None:
     engine, runner, mirror = watched(max_sequences=1, max_batch_tokens=4, prefill_chunk=4)
     runner.gate = threading.Semaphore(0)

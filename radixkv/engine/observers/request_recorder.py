@@ -211,7 +211,7 @@ def _miss_reason(miss: Explanation) -> MissReason | None:
 
 def _without_state(miss: Explanation) -> int:
     """Count the tokens with cached KV that are computed again for their recurrent state, except the prompt's last."""
-    return min(miss.matched, miss.tokens - 1) - miss.length if miss.reason == "no_state" else 0
+    return min(miss.reached, miss.tokens - 1) - miss.length - miss.host if miss.reason == "no_state" else 0
 
 
 def _phase(request: Request, running: list[Request]) -> Phase:

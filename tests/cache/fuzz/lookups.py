@@ -65,6 +65,7 @@ def explain(world: World, namespace: Hashable, prompt: Sequence[int], limit: int
         most = min(world.bounds(namespace, prompt)[1], len(prompt) if limit is None else limit)
         assert (0 if both else min(found.host, most - length)) <= explanation.host <= most - usable
         return
+    assert explanation.reached == reached
     loadable = world.cache.match(prompt[:limit], namespace).loadable
     assert explanation.host == (loadable if both else cut - length)
     assert (reason == "limit") == (cut < reached)

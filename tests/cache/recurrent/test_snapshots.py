@@ -137,8 +137,11 @@ def test_explain_with_a_limit_finds_earlier_states_on_the_host() -> None:
     cache.moves_done()
     for limit, host, reason in ((16, 8, "full"), (14, 4, "no_state"), (12, 4, "limit"), (11, 0, "no_state")):
         found = cache.explain(range(16), limit=limit)
-        assert (found.length, found.host, found.reason) == (8, host, reason)
+        assert (found.length, found.host, found.reached, found.reason) == (8, host, 16, reason)
         assert cache.match(range(limit)).loadable == host
+    assert str(cache.explain(range(16), limit=14)) == (
+        "8 of 16 tokens are cached, and 4 more on the host: 16 match, but recurrent state is kept up to token 12 only."
+    )
 
 
 def test_a_cut_goes_back_to_the_last_snapshot() -> None:
