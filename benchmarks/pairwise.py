@@ -97,6 +97,9 @@ def constructors(cache: Any) -> dict[str, Any]:
 def step(version: SimpleNamespace) -> Slice:
     """Steps of an engine core with 64 greedy streams and a runner that returns fixed logits: all but the forward."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(HERE / "radixkv" / "assets" / "tiny"))
+    # Once the request's tokenizer, from which each stream made its decode function.
+    decodes = "decode" in version.request.Request.__dataclass_fields__
+    text = importlib.import_module(version.request.TextStream.__module__).decoder(tokenizer) if decodes else tokenizer
     random = np.random.default_rng(6)
     vocab = len(tokenizer)
     logits = torch.from_numpy(random.random((64, vocab), dtype=np.float32))
@@ -116,8 +119,9 @@ def step(version: SimpleNamespace) -> Slice:
         for _ in range(6):
             if not core.busy:
                 for prompt in prompts:
-                    core.add(version.request.Request(prompt, params, 256, frozenset(), 0, tokenizer))
+                    core.add(version.request.Request(prompt, params, 256, frozenset(), 0, text))
             core.step()
+        assert not core.counters.failed
 
     return run
 

@@ -115,7 +115,7 @@ class Ghosts:
                 self._forgotten(old, position)
         runs[place] = ghost
         self._bytes += len(ghost.key)
-        while self._bytes > self._capacity or len(self) > self._most:
+        while self._bytes > self._capacity or len(runs) + len(self._faded) > self._most:
             self._shrink()
 
     def follow(self, owner: int, position: int, raw: bytes, *, faded: bool = False) -> list[tuple[Ghost, int]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterator
 from itertools import count
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from radixkv.cache import reuse
 from radixkv.cache.block_pool import BlockPool, SharedBlocks
@@ -262,7 +262,8 @@ class RadixTree:
         follow it.
         """
         size = self.pool.block_size
-        parent = cast(Node, node.parent)
+        parent = node.parent
+        assert parent is not None
         cut = node.start + tokens
         first = node.start // size
         number, key, blocks = next(self._ids), node.key[: tokens * WIDTH], node.blocks[: -(-cut // size) - first]
@@ -355,13 +356,14 @@ class RadixTree:
 
     def evict_tail(self, node: Node, blocks: int, now: float, pressure: Pressure) -> int:
         """Evict up to `blocks` off the tail of an unlocked leaf of its tier, and add a ghost. Returns the tokens."""
-        keep = len(node.blocks) - blocks
+        keep, parent = len(node.blocks) - blocks, node.parent
+        assert parent is not None
         self.evictions = number = self.evictions + 1
         gone = keep <= 0
         if gone:
             tokens, start = len(node.key) // WIDTH, node.start
             ghost = Ghost(node.key, node.ghost_owner, now, pressure, number, node.policy_data)
-            self.ghosts.add(cast(Node, node.parent).ghost_owner, start, ghost)
+            self.ghosts.add(parent.ghost_owner, start, ghost)
             freed = self.remove(node)
         else:
             start, old = (node.start // self.pool.block_size + keep) * self.pool.block_size, node.ghost_owner
@@ -390,8 +392,13 @@ class RadixTree:
         cut, run = node.blocks[keep:], node.key[(start - node.start) * WIDTH :]
         del node.blocks[keep:]
         del node.key[(start - node.start) * WIDTH :]
-        freed = self._free(node, cut)
-        node.reuse, _ = reuse.split(node.reuse, start)
+        if node.residence == "host" and self.lower is not None:
+            self.lower.give_back(cut)
+            freed = len(cut)
+        else:
+            freed = self._free(node, cut)
+        if node.reuse:
+            node.reuse, _ = reuse.split(node.reuse, start)
         node.ghost_owner = next(self._ids)
         return run, freed
 
@@ -402,7 +409,13 @@ class RadixTree:
         """
         if node.below and self.lower is not None:
             self.lower.forget_below(node)
-        freed = self.detach(node)
+        if node.residence == "device":
+            before = len(self.pool.free)
+            self.index.remove(node)
+            self._drop(node)
+            freed = len(self.pool.free) - before
+        else:
+            freed = self.detach(node)
         for call in self.events.removed:
             call(node, freed)
         return freed
@@ -417,8 +430,8 @@ class RadixTree:
         return len(self.pool.free) - before
 
     def _drop(self, node: Node) -> None:
-        parent = cast(Node, node.parent)
-        pool = self.pool
+        parent, pool = node.parent, self.pool
+        assert parent is not None
         del parent.children[bytes(node.key[:WIDTH])]
         blocks = node.blocks
         first = blocks[0]
@@ -445,9 +458,6 @@ class RadixTree:
     def _free(self, node: Node, blocks: array[int]) -> int:
         """Drop an unlocked node's ownership of blocks that only a fork can share. Returns how many this freed."""
         pool = self.pool
-        if node.residence == "host" and self.lower is not None:
-            self.lower.give_back(blocks)
-            return len(blocks)
         before = len(pool.free)
         if node.may_share_any_block:
             for block in reversed(blocks):
@@ -461,7 +471,8 @@ class RadixTree:
         """Remove a root that has no children in any tier and no holders."""
         for call in self.events.uprooted:
             call(root)
-        del self.roots[cast(Namespace, root.namespace)]
+        assert root.namespace is not None
+        del self.roots[root.namespace]
 
     def next_id(self) -> int:
         """Return a number that no node and no owner of ghosts has had."""

@@ -100,10 +100,13 @@ class CacheState:
         pool, index, tree, counters = self.pool, self.index.victims_for(group), self.tree, self.counters
         free = len(pool.free)
         now, pressure = self.clock(), Pressure(count, free)
-        evict = tree.evict_tail if self.host is None else self.host.evict
         while (missing := count - len(pool.free)) > 0 and len(index):
             victim = index.victim()
-            counters.evicted_tokens += evict(victim, index.trim_limit(victim, missing), now, pressure)
+            most = index.trim_limit(victim, missing)
+            if self.host is None:
+                counters.evicted_tokens += tree.evict_tail(victim, most, now, pressure)
+            else:
+                counters.evicted_tokens += self.host.evict(victim, most, now, pressure)
             index.trim(victim)
         counters.evicted_blocks += len(pool.free) - free
         return missing <= 0
