@@ -11,10 +11,17 @@ from dataclasses import fields
 
 from radixkv.cli import entry_point
 from radixkv.config import EngineConfig
+from radixkv.server_settings import Settings
 
 _PROGRAM = "radixkv"
 _MODEL = "tiny (bundled), a local folder, a GGUF file, or a name on the hub"
-_METAVARS = {"kv_memory": "SIZE", "host_memory": "SIZE", "eviction": "POLICY", "record": "FILE"}
+_METAVARS = {
+    **dict.fromkeys(("kv_memory", "host_memory", "max_body", "history_bytes", "response_bytes"), "SIZE"),
+    "eviction": "POLICY",
+    "record": "FILE",
+    "model_name": "NAME",
+    "history": "MODE",
+}
 _MONITOR_MODES = {"on": True, "off": False}
 
 
@@ -112,19 +119,10 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser], c
         "'+ ok', '~ note' or '! problem'. The exit status is 1 if there is a problem.",
     )  # fmt: skip
     doctor.set_defaults(module="radixkv.cli.doctor")
-    doctor.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        default="tiny",
-        help=_MODEL,
-    )
+    doctor.add_argument("model", metavar="MODEL", nargs="?", default="tiny", help=_MODEL)
     _add_tokenizer(doctor)
-    _add_settings(
-        doctor,
-        *("kv_memory", "state_memory", "host_memory", "max_sequences", "block_size", "device", "dtype", "weights"),
-        *("attention", "revision", "trust_remote_code"),
-    )
+    _add_settings(doctor, "kv_memory", "state_memory", "host_memory", "max_sequences", "block_size", "device", "dtype")
+    _add_settings(doctor, "weights", "attention", "revision", "trust_remote_code")
     doctor.add_argument("--json", action="store_true", help="print one JSON object with all findings, for scripts")
 
 
@@ -134,26 +132,17 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], co
     serve.set_defaults(module="radixkv.serve.command", check=_check_model)
     serve.add_argument("model", metavar="MODEL", help=_MODEL)
     _add_tokenizer(serve)
-    _add_access(serve.add_argument_group("address and access"))
-    limits = serve.add_argument_group("limits")
-    _add_serving_limits(limits)
-    _add_history_options(limits)
+    access, limits = serve.add_argument_group("address and access"), serve.add_argument_group("limits")
+    _add_keys(access)
+    _add_settings(access, "host", "port", "model_name", of=Settings)
+    _add_settings(access, "strict_fields", "keep_billing_header", "vllm_metrics", of=Settings)
+    access.add_argument("--quiet", action="store_true", help="do not log a line per request; logs never contain text")
+    _add_settings(limits, "max_waiting", "max_per_key", "max_connections", "max_body", "max_prompt_tokens", of=Settings)
+    _add_settings(limits, "timeout", "drain_timeout", "history_bytes", "response_bytes", "history", of=Settings)
     engine = serve.add_argument_group("the engine")
-    _add_settings(
-        engine,
-        *("max_sequences", "kv_memory", "host_memory", "device", "dtype", "weights", "attention", "eviction"),
-        *(
-            "max_batch_tokens",
-            "prefill_chunk",
-            "order",
-            "max_overtakes",
-            "deterministic",
-            "seed",
-            "record",
-            "revision",
-            "trust_remote_code",
-        ),
-    )
+    _add_settings(engine, "max_sequences", "kv_memory", "host_memory", "device", "dtype", "weights", "attention")
+    _add_settings(engine, "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes", "deterministic")
+    _add_settings(engine, "seed", "record", "revision", "trust_remote_code")
     _add_monitor(engine)
 
 
@@ -175,9 +164,7 @@ def _monitor_mode(text: str) -> bool | str:
     return _MONITOR_MODES.get(text, text)
 
 
-def _add_access(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    group.add_argument("--port", type=int, default=8000, metavar="N", help="port; 0 picks a free one (default 8000)")
+def _add_keys(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--api-key",
         action="append",
@@ -188,86 +175,12 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         "address that other machines can reach",
     )
     group.add_argument(
-        "--model-name",
-        metavar="NAME",
-        help="name of the model in the API (default: its own name; of a GGUF file, without .gguf)",
-    )
-    group.add_argument(
-        "--strict-fields",
-        action="store_true",
-        help="refuse unknown fields of a request with status 400, instead of ignoring them with a warning header",
-    )
-    group.add_argument(
-        "--keep-billing-header",
-        action="store_true",
-        help="keep the line for billing that Claude Code writes before its system prompt; it may change with each "
-        "session or request, and then nothing after it hits the cache",
-    )
-    group.add_argument("--vllm-metrics", action="store_true", help="export the metrics under vLLM's names as well")
-    group.add_argument("--quiet", action="store_true", help="do not log a line per request; logs never contain text")
-
-
-def _add_serving_limits(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--max-waiting",
-        type=int,
-        default=256,
-        metavar="N",
-        help="most waiting replies; further ones get status 429 (default 256)",
-    )
-    group.add_argument(
-        "--max-per-key",
-        type=int,
-        metavar="N",
-        help="most replies of one tenant, running or waiting (default: half of all replies if there are several keys, "
-        "else no limit)",
-    )
-    group.add_argument(
         "--key-share",
         action="append",
         default=[],
         metavar="NAME=SHARE",
         help="share of the pool that is guaranteed to a tenant, such as ada=0.4; repeat for more tenants. Shares add "
         "up to at most 1; prompts of tenants without a share are evicted first",
-    )
-    group.add_argument(
-        "--max-connections",
-        type=int,
-        metavar="N",
-        help="most open connections, half of them for one of several keys (default: twice the replies, at least 800)",
-    )
-    group.add_argument("--max-body", default="8MiB", metavar="SIZE", help="largest request body (default 8MiB)")
-    group.add_argument("--max-prompt-tokens", type=int, metavar="N", help="longest prompt (default: the context)")
-    group.add_argument("--timeout", type=float, metavar="S", help="seconds per request (default: no limit)")
-    group.add_argument(
-        "--drain",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds that running requests have to finish at shutdown; a second signal ends them at once (default 30)",
-    )
-
-
-def _add_history_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--history-memory",
-        default="64MiB",
-        metavar="SIZE",
-        help="memory for past conversations, so that resent conversations hit the cache; 0 for none (default 64MiB)",
-    )
-    group.add_argument(
-        "--response-memory",
-        default="64MiB",
-        metavar="SIZE",
-        help="memory of each tenant for stored responses of /v1/responses; 0 for none (default 64MiB)",
-    )
-    group.add_argument(
-        "--history",
-        choices=("auto", "append", "template"),
-        default="auto",
-        help="how new messages are added to a known conversation: append them to its token ids, or render the "
-        "whole conversation by the chat template, with the ids of the known replies. auto (the default) appends, "
-        "unless the template drops the thinking of earlier replies or appending would lose text",
     )
 
 
@@ -309,21 +222,27 @@ def _sentence(about: str) -> str:
     return about[0].upper() + about[1:] + "."
 
 
-def _add_settings(group: argparse._ActionsContainer, *names: str) -> None:
-    """Add an option for each of these fields of EngineConfig, with its default and its help."""
-    for setting in fields(EngineConfig):
+def _add_settings(
+    group: argparse._ActionsContainer, *names: str, of: type[EngineConfig] | type[Settings] = EngineConfig
+) -> None:
+    """Add an option for each of these settings, with its default and its help."""
+    for setting in fields(of):
         if setting.name not in names:
             continue
-        option, default = f"--{setting.name.replace('_', '-')}", setting.default
+        declared = setting.metadata
+        name, default = declared.get("option") or setting.name, declared.get("size", setting.default)
+        option = f"--{name.replace('_', '-')}"
         if default is False:
-            group.add_argument(option, action="store_true", help=setting.metadata["help"])
+            group.add_argument(option, action="store_true", help=declared["help"])
             continue
-        is_number = isinstance(default, int) or setting.metadata["least"] is not None
+        is_number = isinstance(default, int) or declared["least"] is not None
+        kind = declared.get("kind") or (int if is_number else str)
         shown = "" if default in (None, "auto") else f" (default {default})"
         group.add_argument(
             option,
+            dest=setting.name,
             default=default,
-            type=int if is_number else str,
-            metavar=_METAVARS.get(setting.name, "N" if is_number else None),
-            help=setting.metadata["help"].replace("%", "%%") + shown,
+            type=kind,
+            metavar=_METAVARS.get(setting.name, {int: "N", float: "S"}.get(kind)),
+            help=declared["help"].replace("%", "%%") + shown,
         )

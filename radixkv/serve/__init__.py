@@ -2,7 +2,7 @@
 
 command.py        command-line options to settings; server.py runs the server on a socket and shuts it down
 app.py            routes; middleware.py adds request ids and the log; errors.py maps errors to responses
-access.py         API keys, namespaces, limits on streams and bodies; settings.py has the values
+access.py         API keys, namespaces, limits on streams and bodies; ../server_settings.py has the values
 connections.py    counts connections and the share of each tenant; http_parser.py limits the heads of requests
 schemas.py        request bodies as Pydantic models; bodies.py reads them, and openapi.py describes them
 service.py        objects and checks that endpoints share; submit.py starts requests on the engine
@@ -20,6 +20,6 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("serving needs more packages: pip install 'radixkv[serve]'") from error
 
 from radixkv.serve.app import create_app
-from radixkv.serve.settings import Settings
+from radixkv.server_settings import Settings
 
 __all__ = ["Settings", "create_app"]

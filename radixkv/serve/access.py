@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from radixkv.serve.errors import ApiError, bad_request
-from radixkv.serve.settings import Settings, is_loopback
+from radixkv.server_settings import Settings, is_loopback
 
 KEY_HEADER = "x-api-key"
 NAMESPACE_HEADER = "X-RadixKV-Namespace"

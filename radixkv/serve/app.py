@@ -26,7 +26,7 @@ from radixkv.serve.middleware import RequestMiddleware
 from radixkv.serve.openai_responses import endpoint as openai_responses
 from radixkv.serve.openapi import document
 from radixkv.serve.service import Service
-from radixkv.serve.settings import Settings
+from radixkv.server_settings import Settings
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 

@@ -19,19 +19,14 @@ from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
 from radixkv.serve.access import tenant_namespace
 from radixkv.serve.server import Server, address, bind
-from radixkv.serve.settings import Settings
+from radixkv.server_settings import Settings
 from radixkv.sizing.kv_size import bytes_of
 from radixkv.sizing.memory import limit_arenas
 
 KEYS = "RADIXKV_API_KEYS"
-_OPTION_OF = {
-    **{name: name for name in (field.name for field in (*fields(EngineConfig), *fields(Settings)))},
-    "max_running": "max_sequences",
-    "namespace_limits": "key_share",
-    "drain_timeout": "drain",
-    "history_bytes": "history_memory",
-    "response_bytes": "response_memory",
-}
+_SETTINGS = (*fields(EngineConfig), *fields(Settings))
+_OPTION_OF = {each.name: each.metadata.get("option") or each.name for each in _SETTINGS}
+_OPTION_OF["namespace_limits"] = "key_share"
 _EXIT_DELAY = 1.0  # seconds for closing the engine and a trace that it writes
 
 
@@ -74,26 +69,10 @@ def _exit_soon(number: int) -> None:
 
 def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
     """Return the settings of the command line and the environment; raise InvalidInput."""
-    return Settings(
-        host=arguments.host,
-        port=arguments.port,
-        api_keys=read_keys([*filter(None, environment.get(KEYS, "").split(",")), *arguments.api_key]),
-        model_name=arguments.model_name,
-        max_running=arguments.max_sequences,
-        max_waiting=arguments.max_waiting,
-        max_per_key=arguments.max_per_key,
-        max_connections=arguments.max_connections,
-        max_body=_bytes("--max-body", arguments.max_body),
-        max_prompt_tokens=arguments.max_prompt_tokens,
-        timeout=arguments.timeout,
-        drain_timeout=arguments.drain,
-        history_bytes=_bytes("--history-memory", arguments.history_memory),
-        history=arguments.history,
-        response_bytes=_bytes("--response-memory", arguments.response_memory),
-        strict_fields=arguments.strict_fields,
-        keep_billing_header=arguments.keep_billing_header,
-        vllm_metrics=arguments.vllm_metrics,
-    )
+    keys = read_keys([*filter(None, environment.get(KEYS, "").split(",")), *arguments.api_key])
+    given = {each.name: getattr(arguments, each.name) for each in fields(Settings) if each.name in arguments}
+    sizes = {each.name: _bytes(each.name, given[each.name]) for each in fields(Settings) if "size" in each.metadata}
+    return Settings(**{**given, **sizes}, api_keys=keys, max_running=arguments.max_sequences)
 
 
 def _engine_config(arguments: argparse.Namespace, shares: Mapping[str, float]) -> EngineConfig:
@@ -162,10 +141,10 @@ def _from_file(path: str) -> str:
         raise InvalidInput(f"the API key in {path} cannot be read: {error}") from error
 
 
-def _bytes(option: str, text: str) -> int:
+def _bytes(name: str, text: str) -> int:
     size = bytes_of(text)
     if size is None:
-        raise InvalidInput(f'{option} must be bytes, or a size such as "8MB"; got {text!r}')
+        raise InvalidInput(f'{name} must be bytes, or a size such as "8MB"; got {text!r}')
     return size
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Protocol
 
 from radixkv.serve.errors import ApiError
-from radixkv.serve.settings import Settings
+from radixkv.server_settings import Settings
 
 
 class Connection(Protocol):

@@ -15,7 +15,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
 from json import dumps, loads
-from typing import Any, Literal
+from typing import Any
 
 from radixkv.chat.constrained import CallRule, constrained
 from radixkv.chat.history_mode import history_mode
@@ -29,9 +29,8 @@ from radixkv.engine.input_processor import ControlTokens, today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
+from radixkv.server_settings import MODES, Mode
 
-Mode = Literal["auto", "append", "template"]
-MODES = ("auto", "append", "template")
 MOST_SESSIONS = 4096  # keys of clients whose session numbers are kept, some 200 bytes each
 _TEMPLATES = 64  # templates that are kept, one for each list of tools, date and arguments
 _LARGE = 1 << 16  # characters of a list of tools whose template is not kept

@@ -15,7 +15,7 @@ from radixkv.serve.openai_responses import openapi as openai_responses
 from radixkv.serve.openai_responses.schemas import ResponseBody
 from radixkv.serve.openapi_operations import DONE, IN_PATH, PROMETHEUS, event_stream, get, json_of, post, without_key
 from radixkv.serve.schemas import ChatBody, CompletionBody, TokenizeBody
-from radixkv.serve.settings import Settings
+from radixkv.server_settings import Settings
 
 _BODIES = (ChatBody, CompletionBody, TokenizeBody, MessageBody, PromptBody, ResponseBody)
 

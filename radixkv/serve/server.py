@@ -18,7 +18,7 @@ from radixkv.grammar.constraint import installed
 from radixkv.serve.app import create_app
 from radixkv.serve.http_parser import http_protocol
 from radixkv.serve.service import Service
-from radixkv.serve.settings import Settings
+from radixkv.server_settings import Settings
 
 _GRACE = 5.0  # seconds for clients to read the rest, once the engine has closed
 # Seconds for which an idle connection stays open, longer than in httpx (5 s, as uvicorn's default): else the openai

@@ -34,8 +34,8 @@ from radixkv.serve.openai_responses.store import ResponseStore
 from radixkv.serve.reply import tags
 from radixkv.serve.responses import Interruptible, usage
 from radixkv.serve.role_order import RoleOrder
-from radixkv.serve.settings import Settings
 from radixkv.serve.token_texts import TokenTexts
+from radixkv.server_settings import Settings
 
 Result = TypeVar("Result")
 _LARGE = 1 << 17  # bytes of a body whose parsing takes some milliseconds

@@ -15,7 +15,7 @@ from radixkv.chat.thinking import split_thinking
 from radixkv.engine.input_processor import ControlTokens
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.conversations import MOST_SESSIONS, ChatPrompt, Conversations, Mode
-from radixkv.serve.settings import Settings
+from radixkv.server_settings import Settings
 from tests.chat.worlds import CHATML, byte_tokenizer
 from tests.serve.served import ASKED, fake_model, read_messages, says, served, tokenizer
 from tests.serve.styles import QWEN, STYLES

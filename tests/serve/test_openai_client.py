@@ -20,7 +20,7 @@ import pytest
 from radixkv import Engine, SamplingParams, ToolResult
 from radixkv.chat import AsyncEngine
 from radixkv.serve.server import Server, address, bind
-from radixkv.serve.settings import Settings
+from radixkv.server_settings import Settings
 from radixkv.telemetry.records import namespace_label
 
 ROOT = Path(__file__).parent.parent.parent

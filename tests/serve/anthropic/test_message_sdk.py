@@ -13,7 +13,7 @@ import pytest
 from radixkv import Engine, SamplingParams
 from radixkv.chat import AsyncEngine
 from radixkv.serve.server import Server, address, bind
-from radixkv.serve.settings import Settings
+from radixkv.server_settings import Settings
 from tests.serve.anthropic.messages import BODY, CALL, LOOK
 from tests.serve.served import hosted, says
 
