@@ -390,7 +390,7 @@ class TokenCounts:
         before = self.cached_tokens
         self.host_tokens += copied
         self.add_hits(start + count)
-        self.host_hits += self.cached_tokens - before
+        self.host_hits += min(self.cached_tokens - before, copied)
 
     def add_hits(self, end: int) -> None:
         """Count the tokens up to `end` that the stream has neither computed nor hit before."""
