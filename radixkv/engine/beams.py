@@ -162,7 +162,7 @@ class BeamSearch:
             return ()
         self._beams = beams
         self._count(request)
-        children = self._select(request)
+        children = self._select()
         if self._is_over(children):
             return self._finish(request, publish)
         self._branch(request, children, publish)
@@ -182,7 +182,7 @@ class BeamSearch:
         """Count the tokens that this step computed for the first time."""
         self._computed = self._computed + len(self._beams) if self._computed else computed_by(request.streams)
 
-    def _select(self, request: Request) -> list[Child]:
+    def _select(self) -> list[Child]:
         """Record the replies that finish now; return the beams to continue with.
 
         A reply may finish if it is among the best `width` continuations only.

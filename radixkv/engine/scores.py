@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias, overload
+from typing import TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +31,6 @@ from sortedcontainers import SortedDict
 from radixkv.cache.tokens import WIDTH, common_prefix
 from radixkv.sampling.params import TokenLogprobs
 from radixkv.sampling.row_scores import RowScores
-
-if TYPE_CHECKING:
-    pass
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 

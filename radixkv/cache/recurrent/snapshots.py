@@ -163,7 +163,7 @@ class Snapshots(Follower):
             if superseded_only and not superseded:
                 return False
             dropped = superseded and snapshot.slot not in protected
-            if not dropped and (slot := self._host_slot(snapshot, protected)) is not None:
+            if not dropped and (slot := self._host_slot(snapshot, protected, superseded_only)) is not None:
                 self._copy_to_host(snapshot, slot)
                 return True
             if snapshot.slot not in protected:
@@ -171,12 +171,17 @@ class Snapshots(Follower):
                 return True
         return False
 
-    def _host_slot(self, snapshot: Snapshot, protected: set[int]) -> int | None:
-        """Take a host slot for a snapshot, if need be from a colder one; None if there is none."""
+    def _host_slot(self, snapshot: Snapshot, protected: set[int], superseded_only: bool) -> int | None:
+        """Take a host slot for a snapshot, if need be from a colder one; None if there is none.
+
+        With `superseded_only` that one must be superseded.
+        """
         free = self.slots.host_free
         if not free:
             coldest = next((each for each in self._on_host.values() if each.slot not in protected), None)
-            if coldest is None or (coldest.key > snapshot.key and snapshot.slot not in protected):
+            if coldest is None or (superseded_only and coldest.superseded_by is None):
+                return None
+            if coldest.key > snapshot.key and snapshot.slot not in protected:
                 return None
             self._evict(coldest)
         return free.pop()

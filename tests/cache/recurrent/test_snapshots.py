@@ -312,6 +312,25 @@ def test_pins_protect_the_last_snapshot_of_their_prefix() -> None:
     assert cache.match(text(0, 300)).matched == 300
 
 
+def test_the_end_of_a_turn_takes_no_host_slot_from_a_snapshot_that_is_in_use() -> None:
+    spacing = Spacing(prompt=4, long=1000, least=1)
+    cache = PrefixCache(100, 4, host_blocks=8, state_rows=1, state_snapshots=2, host_snapshots=1, state_spacing=spacing)
+    for text_ids, positions in (([1] * 8, [8]), ([2] * 8, [4, 8])):  # the second one copies the first to the host
+        with cache.open(text_ids) as seq:
+            for position in positions:
+                seq.snapshot_at(position)
+            seq.extend(text_ids)
+            cache.copies.drain()
+            seq.commit()
+    cache.pin([2] * 6)  # protects the snapshot at 4, which the one at 8 supersedes
+    with cache.open([3]) as seq:
+        seq.extend([3] * 8)
+        cache.copies.drain()
+        seq.commit()
+    cache.check()
+    assert [cache.match([number] * 8).length for number in (1, 2, 3)] == [8, 8, 0]
+
+
 def test_snapshots_leave_with_their_kv() -> None:
     cache = new(blocks=20)
     serve(cache, text(0, 300))
