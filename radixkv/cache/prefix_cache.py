@@ -316,6 +316,10 @@ class PrefixCache:
         A "request" counts as a query, and the tokens that it finds as hits. A "resume" is a request that comes back
         after it was preempted: it was counted before. An "audit" reads cached KV: it does not count and publishes
         nothing, and neither opening nor closing it changes recency, priorities and hints.
+
+        With recurrent state, the sequence has a row, which the next drain of `copies` restores, and holds the prefix up
+        to its last snapshot. Raises OutOfStates, with nothing changed, if all rows are in use. An audit has no row, and
+        holds all cached KV.
         Costs a match, a table of the path's blocks and, where the prefix ends inside a node, a split.
         """
         raw = as_bytes(tokens)

@@ -297,7 +297,7 @@ class Core:
                 request.scores.reset()
 
     def demote(self, tokens: TokenIds, keep: int, namespace: Hashable) -> None:
-        """Evict the cached part of `tokens` from position `keep` on first, as far as no other prefix shares it."""
+        """Put the cached tokens of a text from position `keep` on at the cold end, unless other texts share them."""
         match = self.cache.match(tokens, namespace)
         cached = match.matched + match.host  # a reply's last token never is
         self.cache.demote(tokens[:cached], namespace, start=keep)
