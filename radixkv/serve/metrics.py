@@ -8,6 +8,8 @@ from __future__ import annotations
 from asyncio import wrap_future
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -87,32 +89,31 @@ class _Once(CollectorRegistry):
 # ---- families
 
 
-def _gauge(name: str, about: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-    family = GaugeMetricFamily(name, about, labels=[label] if label else None)
-    return _filled(family, value)
+Value = float | Histogram
 
 
-def _counter(name: str, about: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-    family = CounterMetricFamily(name, about, labels=[label] if label else None)
-    return _filled(family, value)
-
-
-def _filled(family: Any, value: float | Mapping[str, float]) -> Metric:
-    if isinstance(value, Mapping):
-        for label, each in value.items():
-            family.add_metric([label], each)
-    else:
-        family.add_metric([], value)
+def _family(
+    kind: Any,
+    name: str,
+    about: str,
+    value: Value | Mapping[str, Value],
+    label: str = "",
+    common: Mapping[str, str] = MappingProxyType({}),
+) -> Metric:
+    """Return a family of one value, or of values by `label`; each sample has the `common` labels, too."""
+    values = value if isinstance(value, Mapping) else {"": value}
+    family = kind(name, about, labels=[*common, *filter(None, [label])])
+    for each, number in values.items():
+        labels = [*common.values(), *([each] if label else ())]
+        sample = (number.buckets, number.sum) if isinstance(number, Histogram) else (number,)
+        family.add_metric(labels, *sample)
     assert isinstance(family, Metric)
     return family
 
 
-def _histogram(name: str, about: str, of: Mapping[str, Histogram] | Histogram, label: str = "") -> Metric:
-    family = HistogramMetricFamily(name, about, labels=[label] if label else None)
-    several = of if isinstance(of, Mapping) else {"": of}
-    for value, each in several.items():
-        family.add_metric([value] if label else [], each.buckets, each.sum)
-    return family
+_gauge = partial(_family, GaugeMetricFamily)
+_counter = partial(_family, CounterMetricFamily)
+_histogram = partial(_family, HistogramMetricFamily)
 
 
 # ---- radixkv's own
@@ -121,25 +122,11 @@ def _histogram(name: str, about: str, of: Mapping[str, Histogram] | Histogram, l
 def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     stats, cache = snapshot.stats, snapshot.stats.cache
     labels = {"model": snapshot.model, "device": stats.device, "dtype": stats.dtype, "attention": stats.attention}
-    info = GaugeMetricFamily(
-        "radixkv:engine_info",
-        "Labels describe the engine; always 1",
-        labels=list(labels),
-    )
-    info.add_metric(list(labels.values()), 1)
-    yield info
+    yield _gauge("radixkv:engine_info", "Labels describe the engine; always 1", 1, common=labels)
     yield _gauge("radixkv:uptime_seconds", "Seconds since the engine was loaded", stats.uptime_s)
     yield from _own_requests(snapshot)
-    for name in ("prompt", "cached", "computed", "recomputed", "coalesced", "output"):
-        yield _counter(f"radixkv:{name}_tokens", _TOKENS[name], getattr(stats, f"{name}_tokens"))
-    yield _counter("radixkv:scored_tokens", "Tokens of prompts whose log probability was computed", stats.scored_tokens)
-    reused = "Tokens of prompts whose log probability an earlier request had computed"
-    yield _counter("radixkv:reused_scores", reused, stats.reused_scores)
-    yield _counter("radixkv:steps", "Forward passes of the model", stats.steps)
-    yield _counter("radixkv:eager_steps", "Forward passes that no CUDA graph served", stats.eager_steps)
-    yield _counter("radixkv:wasted_tokens", "Tokens computed for streams that had ended or failed", stats.wasted_tokens)
-    bound = "Times that a constrained stream was left out of a step, until the host had read its last token"
-    yield _counter("radixkv:host_bound_rows", bound, stats.host_bound_rows)
+    for name, about in _COUNTERS.items():
+        yield _counter(f"radixkv:{name}", about, getattr(stats, name))
     yield from _own_memory(stats)
     for name, about in _CACHE_GAUGES.items():
         yield _gauge(f"radixkv:{name}", about, getattr(cache, name.removeprefix("tree_")))
@@ -148,8 +135,6 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     for name, about in _SHARE_GAUGES.items():
         numbers = {str(number): getattr(each, name) for number, each in enumerate(stats.namespace_usage, 1)}
         yield _gauge(f"radixkv:share_{name}", about, numbers, "share")
-    yield _counter("radixkv:audited_blocks", "Cached blocks that an audit computed again", stats.audited_blocks)
-    yield _counter("radixkv:differing_blocks", "Audited blocks whose content differed", stats.differing_blocks)
     if snapshot.history is not None:
         yield from _own_history(snapshot.history)
 
@@ -168,18 +153,12 @@ def _own_memory(stats: EngineStats) -> Iterator[Metric]:
     failed = {"load": stats.failed_loads, "offload": stats.failed_offloads}
     yield _counter("radixkv:host_failures", "Failed copies from the host and to the host", failed, "direction")
     yield _gauge("radixkv:state_bytes", "Memory of all rows and slots of recurrent states, in bytes", stats.state_bytes)
-    yield _counter("radixkv:state_copies", "Copies of recurrent states from slot to slot", stats.state_copies)
-    yield _counter("radixkv:state_copied_bytes", "Bytes of these copies", stats.state_copied_bytes)
 
 
 def _own_requests(snapshot: _Snapshot) -> Iterator[Metric]:
     stats, requests, histograms = snapshot.stats, snapshot.requests, snapshot.requests.histograms
-    yield _gauge(
-        "radixkv:requests",
-        "Running and waiting requests",
-        {"running": stats.running, "waiting": stats.waiting},
-        "state",
-    )
+    present = {"running": stats.running, "waiting": stats.waiting}
+    yield _gauge("radixkv:requests", "Running and waiting requests", present, "state")
     ends = {
         "finished": stats.finished,
         "cancelled": stats.cancelled,
@@ -188,12 +167,6 @@ def _own_requests(snapshot: _Snapshot) -> Iterator[Metric]:
         "refused": snapshot.refused,
     }
     yield _counter("radixkv:requests_ended", "Ended requests by outcome; refused ones never began", ends, "outcome")
-    yield _counter("radixkv:preemptions", "Preemptions of running requests", stats.preemptions)
-    yield _counter(
-        "radixkv:coalesced_requests",
-        "Requests that were delayed for a shared prefix",
-        stats.coalesced_requests,
-    )
     yield _counter("radixkv:lookups", "Admitted prompts by miss reason", requests.lookups, "reason")
     missed = "Prompt tokens that were not cached, by miss reason"
     yield _counter("radixkv:missed_tokens", missed, requests.missed_tokens, "reason")
@@ -212,13 +185,25 @@ def _own_history(history: HistoryStats) -> Iterator[Metric]:
     yield _counter("radixkv:history_forgotten", "Stored replies that were dropped to make room", history.forgotten)
 
 
-_TOKENS = {
-    "prompt": "Prompt tokens, counted once per request",
-    "cached": "Prompt tokens that were found in the cache",
-    "computed": "Tokens that the model computed",
-    "recomputed": "Tokens that were computed again after a preemption",
-    "coalesced": "Prompt tokens found in the cache because the request was delayed for a shared prefix",
-    "output": "Sampled tokens",
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens, counted once per request",
+    "cached_tokens": "Prompt tokens that were found in the cache",
+    "computed_tokens": "Tokens that the model computed",
+    "recomputed_tokens": "Tokens that were computed again after a preemption",
+    "coalesced_tokens": "Prompt tokens found in the cache because the request was delayed for a shared prefix",
+    "output_tokens": "Sampled tokens",
+    "scored_tokens": "Tokens of prompts whose log probability was computed",
+    "reused_scores": "Tokens of prompts whose log probability an earlier request had computed",
+    "steps": "Forward passes of the model",
+    "eager_steps": "Forward passes that no CUDA graph served",
+    "wasted_tokens": "Tokens computed for streams that had ended or failed",
+    "host_bound_rows": "Times that a constrained stream was left out of a step, until the host had read its last token",
+    "preemptions": "Preemptions of running requests",
+    "coalesced_requests": "Requests that were delayed for a shared prefix",
+    "state_copies": "Copies of recurrent states from slot to slot",
+    "state_copied_bytes": "Bytes of these copies",
+    "audited_blocks": "Cached blocks that an audit computed again",
+    "differing_blocks": "Audited blocks whose content differed",
 }
 _CACHE_GAUGES = {
     "pinned_blocks": "Held blocks that a pin holds",
@@ -274,27 +259,15 @@ def _vllms(snapshot: _Snapshot) -> Iterator[Metric]:
         "num_preemptions": stats.preemptions,
     }
     for name, value in gauges.items():
-        yield _labelled(GaugeMetricFamily, name, named, [({}, value)])
+        yield _gauge(f"vllm:{name}", _SAME, value, common=named)
     for name, value in counters.items():
-        yield _labelled(CounterMetricFamily, name, named, [({}, value)])
+        yield _counter(f"vllm:{name}", _SAME, value, common=named)
     ends = {"stop": requests.streams["stop"], "length": requests.streams["length"], "abort": stats.cancelled}
-    ended = [({"finished_reason": reason}, float(count)) for reason, count in ends.items()]
-    yield _labelled(CounterMetricFamily, "request_success", named, ended)
+    yield _counter("vllm:request_success", _SAME, ends, "finished_reason", named)
     config = {"block_size": str(cache.block_size), "num_gpu_blocks": str(cache.num_blocks)}
-    yield _labelled(GaugeMetricFamily, "cache_config_info", named, [(config, 1.0)])
+    yield _gauge("vllm:cache_config_info", _SAME, 1, common={**named, **config})
     for name, parts in _VLLM_HISTOGRAMS.items():
-        family = HistogramMetricFamily(f"vllm:{name}", _SAME, labels=list(named))
-        whole = _sum([histograms[part] for part in parts])
-        family.add_metric(list(named.values()), whole.buckets, whole.sum)
-        yield family
-
-
-def _labelled(kind: Any, name: str, named: Mapping[str, str], values: list[tuple[dict[str, str], float]]) -> Metric:
-    family = kind(f"vllm:{name}", _SAME, labels=[*named, *values[0][0]])
-    for labels, value in values:
-        family.add_metric([*named.values(), *labels.values()], value)
-    assert isinstance(family, Metric)
-    return family
+        yield _histogram(f"vllm:{name}", _SAME, _sum([histograms[part] for part in parts]), common=named)
 
 
 def _sum(histograms: list[Histogram]) -> Histogram:
