@@ -248,15 +248,7 @@ def _joined(before: JsonObject | None, after: JsonObject) -> JsonObject:
 
 async def _tokens(service: Service, caller: Caller, body: TokenizeRequest, ignored: IgnoredFields) -> list[int]:
     if body.prompt is None:
-        prompt = await service.chat_prompt(
-            caller,
-            body.messages or [],
-            body.tools,
-            options=body.template_options,
-            prefill=body.prefill,
-            ignored=ignored,
-        )
-        return list(prompt.ids)
+        return list((await service.chat_prompt(caller, body, ignored=ignored)).ids)
     return [int(token) for token in await _encoded(service, body.prompt)] if body.prompt else []
 
 

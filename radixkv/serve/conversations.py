@@ -15,7 +15,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
 from json import dumps, loads
-from typing import Any
+from typing import Any, TypeVar
 
 from radixkv.chat.constrained import CallRule, constrained
 from radixkv.chat.history_mode import history_mode
@@ -34,6 +34,9 @@ from radixkv.server_settings import MODES, Mode
 MOST_SESSIONS = 4096  # keys of clients whose session numbers are kept, some 200 bytes each
 _TEMPLATES = 64  # templates that are kept, one for each list of tools, date and arguments
 _LARGE = 1 << 16  # characters of a list of tools whose template is not kept
+
+
+Fact = TypeVar("Fact")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,49 +232,37 @@ class Conversations:
     @property
     def keeps_thinking(self) -> bool:
         """Whether the template writes the thinking of earlier replies."""
-        try:
-            return not self._template("", "").strips_thinking
-        except ChatError:
-            return False
+        return self._fact(lambda template: not template.strips_thinking, False)
 
     @property
     def thinking_tags(self) -> tuple[str, str]:
         """The tags that enclose the thinking of a reply."""
-        try:
-            return self._template("", "").form.thinking_tags
-        except ChatError:
-            return THINK_START, THINK_END
+        return self._fact(lambda template: template.form.thinking_tags, (THINK_START, THINK_END))
 
     @property
     def call_format(self) -> CallFormat | None:
         """The format of the model's tool calls, None if it is unknown."""
-        try:
-            return self._template(dumps(ANY_TOOL), "").call_format
-        except ChatError:
-            return None
+        return self._fact(lambda template: template.call_format, None, tools=dumps(ANY_TOOL))
 
     @property
     def late_system(self) -> bool:
         """Whether the template writes a system message that follows a reply in its place, and does not refuse it."""
         messages = [{"role": role, "content": f"{role} said"} for role in ("user", "assistant", "system")]
-        try:
-            text = self._template("", "").rendering.render(messages)
-        except ChatError:
-            return False
+        text = self._fact(lambda template: template.rendering.render(messages), "")
         return "assistant said" in text[: max(text.find("system said"), 0)]
 
     @property
     def user_after_results(self) -> bool:
         """Whether the template takes a text of the user after the results of tool calls, or takes no results."""
-        try:
-            template = self._template("", "")
+
+        def takes(template: ChatTemplate) -> bool:
             asked, result = template.form.asked_after_results()
             if not template.form.begins_after_results:
                 return True
             text = template.rendering.render([*asked, {"role": "user", "content": "user said"}])
-        except ChatError:
-            return False
-        return "user said" in text.rpartition(result)[2]
+            return "user said" in text.rpartition(result)[2]
+
+        return self._fact(takes, False)
 
     @property
     def stats(self) -> HistoryStats:
@@ -279,6 +270,13 @@ class Conversations:
         return self._index.stats
 
     # ---- inside
+
+    def _fact(self, read: Callable[[ChatTemplate], Fact], otherwise: Fact, *, tools: str = "") -> Fact:
+        """Return a fact about the template; `otherwise` if there is none, or if it refuses the messages."""
+        try:
+            return read(self._template(tools, ""))
+        except ChatError:
+            return otherwise
 
     def _prompt(
         self,

@@ -13,7 +13,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from radixkv.chat.messages import Message
@@ -140,17 +140,17 @@ class Known:
     session: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HistoryStats:
     """Counters, which only grow, and gauges: `replies` take `bytes` of at most `capacity`."""
 
-    lookups: int  # conversations with an assistant message that were looked up
-    found: int  # lookups that found at least one reply
-    remembered: int
-    forgotten: int  # replies that were evicted to make room
-    replies: int
-    bytes: int
     capacity: int
+    lookups: int = 0  # conversations with an assistant message that were looked up
+    found: int = 0  # lookups that found at least one reply
+    remembered: int = 0
+    forgotten: int = 0  # replies that were evicted to make room
+    replies: int = 0
+    bytes: int = 0
 
 
 class HistoryIndex:
@@ -163,11 +163,9 @@ class HistoryIndex:
 
     def __init__(self, capacity: int) -> None:
         """Start empty. `capacity` is in bytes; 0 remembers nothing."""
-        self._capacity = capacity
         self._roots: dict[Hashable, Node] = {}
         self._recent: OrderedDict[Node, int] = OrderedDict()  # node -> bytes; a parent comes after its children
-        self._bytes = 0
-        self._lookups = self._found = self._remembered = self._forgotten = self._replies = 0
+        self._stats = HistoryStats(capacity)
         self._lock = threading.Lock()
 
     def ids_for(
@@ -185,8 +183,8 @@ class HistoryIndex:
         with self._lock:
             path = self._path(self._roots.get(_root_key(namespace, tools, arguments)), keys, messages)
             replies = [at for at, node in enumerate(path) if node.ids is not None]
-            self._lookups += any(message.get("role") == "assistant" for message in messages)
-            self._found += bool(replies)
+            self._stats.lookups += any(message.get("role") == "assistant" for message in messages)
+            self._stats.found += bool(replies)
             if not replies:
                 return Known(0, array("i"), {}, None, None)
             last = path[replies[-1]]
@@ -217,8 +215,8 @@ class HistoryIndex:
         with self._lock:
             node = self._insert(_root_key(namespace, tools, arguments), keys)
             if node.ids is None or not node.children:  # later replies may build on its present ids
-                self._replies += node.ids is None
-                self._remembered += 1
+                self._stats.replies += node.ids is None
+                self._stats.remembered += 1
                 node.base = nearest(node.parent)
                 common = 0 if node.base is None else shared_length(node.base.whole(), ids)
                 node.shared = min(common, len(prompt_ids))
@@ -233,15 +231,7 @@ class HistoryIndex:
     def stats(self) -> HistoryStats:
         """The present counters and gauges."""
         with self._lock:
-            return HistoryStats(
-                self._lookups,
-                self._found,
-                self._remembered,
-                self._forgotten,
-                self._replies,
-                self._bytes,
-                self._capacity,
-            )
+            return replace(self._stats)
 
     def check(self) -> None:
         """Raise AssertionError if the tree, the order or the counters disagree. O(everything remembered)."""
@@ -259,8 +249,9 @@ class HistoryIndex:
                     assert child.key == key and child.parent is node, "a child is filed under another key"
                     assert order[child] < order[node], "a message is more recent than one behind it"
                 check_ids(node)
-            assert self._bytes == sum(self._recent.values()) <= self._capacity, "too many bytes, or miscounted"
-            assert self._replies == sum(node.ids is not None for node in seen), "replies were miscounted"
+            stats = self._stats
+            assert stats.bytes == sum(self._recent.values()) <= stats.capacity, "too many bytes, or miscounted"
+            assert stats.replies == sum(node.ids is not None for node in seen), "replies were miscounted"
 
     # ---- inside
 
@@ -291,7 +282,7 @@ class HistoryIndex:
 
     def _update_size(self, node: Node) -> None:
         size = node.size
-        self._bytes += size - self._recent.get(node, 0)
+        self._stats.bytes += size - self._recent.get(node, 0)
         self._recent[node] = size
 
     def _touch(self, node: Node | None) -> None:
@@ -301,15 +292,15 @@ class HistoryIndex:
             node = node.parent
 
     def _trim(self) -> None:
-        while self._bytes > self._capacity:
+        while self._stats.bytes > self._stats.capacity:
             self._evict(next(iter(self._recent)))
 
     def _evict(self, node: Node | None) -> None:
         """Remove a leaf, and its ancestors that are then leaves without a reply."""
         while node is not None and not node.children:
-            self._bytes -= self._recent.pop(node)
-            self._replies -= node.ids is not None
-            self._forgotten += node.ids is not None
+            self._stats.bytes -= self._recent.pop(node)
+            self._stats.replies -= node.ids is not None
+            self._stats.forgotten += node.ids is not None
             parent = node.parent
             if parent is None:
                 del self._roots[node.key]

@@ -39,6 +39,11 @@ class RefusalPart(Body):
     cache_control: Anything = None
     annotations: Anything = None
 
+    @property
+    def text(self) -> str:
+        """The text."""
+        return self.refusal
+
 
 Part = Annotated[TextPart | RefusalPart, ByField("type", "this server reads text only")]
 Content = Annotated[str | Several[Part], ByType("a string or an array of text parts")]
@@ -141,11 +146,9 @@ def neutral_messages(messages: Sequence[SpokenMessage | AssistantMessage | Resul
     return results_in_order([each.neutral() for each in messages])
 
 
-def text_of(content: str | Sequence[TextPart | RefusalPart]) -> str:
-    """Return a text, or the texts of all parts with line feeds between them."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+def text_of(content: str | list[Any]) -> str:
+    """Return a text, or the `text` of all parts with line feeds between them."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def arguments_of(given: str | JsonObject | None) -> str | JsonObject:

@@ -78,22 +78,31 @@ class RequestOptions:
     prompt_logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """A conversation that the chat template writes as a prompt.
+
+    `template_options` set variables of the template. `prefill`: the last message is a reply's beginning, to be
+    continued.
+    """
+
+    messages: list[Message]
+    tools: list[JsonObject] | None
+    template_options: tuple[TemplateOption, ...] = ()
+    prefill: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(Dialogue):
     """The body of POST /v1/chat/completions.
 
-    `reads_calls`: tool calls are taken out of the reply's text, and follow `call_rule`. `template_options` set
-    variables of the chat template. `hides_thinking`: the response has no thinking. `prefill`: the last message is a
-    reply's beginning, to be continued.
+    `reads_calls`: tool calls are taken out of the reply's text, and follow `call_rule`. `hides_thinking`: the response
+    has no thinking.
     """
 
     options: RequestOptions
-    messages: list[Message]
-    tools: list[JsonObject] | None
     reads_calls: bool
-    template_options: tuple[TemplateOption, ...] = ()
     hides_thinking: bool = False
-    prefill: bool = False
     call_rule: CallRule = FREE_CALLS
 
 
@@ -114,16 +123,12 @@ class CompletionRequest:
         return self.echo and self.options.params.logprobs is not None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizeRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeRequest(Dialogue):
     """The body of POST /tokenize: a text, or messages that are rendered as in a chat completion."""
 
     model: str | None
     prompt: str | None
-    messages: list[Message] | None
-    tools: list[JsonObject] | None
-    template_options: tuple[TemplateOption, ...] = ()
-    prefill: bool = False
 
 
 # ---- bodies
@@ -294,7 +299,16 @@ def read_chat(given: JsonObject, ignored: IgnoredFields | None = None) -> ChatRe
     if options.params.beam_width > 1 and rule.constrains(options.params):
         raise refuse("use_beam_search", "cannot be combined with a rule for tool calls: beams have no constraint")
     hides_thinking = body.reasoning is not None and bool(body.reasoning.exclude)
-    return ChatRequest(options, messages, tools, reads_calls, _template_options(body), hides_thinking, prefill, rule)
+    return ChatRequest(
+        messages=messages,
+        tools=tools,
+        template_options=_template_options(body),
+        prefill=prefill,
+        options=options,
+        reads_calls=reads_calls,
+        hides_thinking=hides_thinking,
+        call_rule=rule,
+    )
 
 
 def read_completion(given: JsonObject, ignored: IgnoredFields | None = None) -> CompletionRequest:
@@ -317,9 +331,15 @@ def read_tokenize(given: JsonObject, ignored: IgnoredFields | None = None) -> To
     body = read(TokenizeBody, given, ignored)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
-    messages = None if body.messages is None else neutral_messages(body.messages)
-    tools, prefill = neutral_tools(given.get("tools")), _prefill(body, messages or [])
-    return TokenizeRequest(body.model, body.prompt, messages, tools, _template_options(body), prefill)
+    messages = neutral_messages(body.messages or ())
+    return TokenizeRequest(
+        messages=messages,
+        tools=neutral_tools(given.get("tools")),
+        template_options=_template_options(body),
+        prefill=_prefill(body, messages),
+        model=body.model,
+        prompt=body.prompt,
+    )
 
 
 # ---- rules of chat and text completions

@@ -14,9 +14,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from radixkv.chat import AsyncEngine
-from radixkv.chat.messages import Message
 from radixkv.chat.rendering import at_least
-from radixkv.chat.template_arguments import TemplateOption
 from radixkv.chat.thinking import CHANNEL, THINK_START
 from radixkv.engine import Completion
 from radixkv.engine.input_processor import encode, template_text
@@ -34,6 +32,7 @@ from radixkv.serve.openai_responses.store import ResponseStore
 from radixkv.serve.reply import tags
 from radixkv.serve.responses import Interruptible, usage
 from radixkv.serve.role_order import RoleOrder
+from radixkv.serve.schemas import Dialogue
 from radixkv.serve.token_texts import TokenTexts
 from radixkv.server_settings import Settings
 
@@ -181,42 +180,38 @@ class Service:
     async def chat_prompt(
         self,
         caller: Caller,
-        messages: Sequence[Message],
-        tools: Sequence[JsonObject] | None,
+        chat: Dialogue,
         session_key: str | None = None,
         *,
-        options: Sequence[TemplateOption] = (),
-        prefill: bool = False,
         ignored: IgnoredFields | None = None,
     ) -> ChatPrompt:
         """Return a conversation as the caller's prompt; raise ApiError 400.
 
-        With `prefill`, the prompt ends inside the last message, which the reply continues.
-        `options` that the chat template does not read are added to `ignored`; a strict server refuses them.
+        Options that the chat template does not read are added to `ignored`; a strict server refuses them.
         Conversations of one namespace with the same `session_key` are one session for the monitor.
         """
+        messages, tools = chat.messages, chat.tools
 
         def encoded() -> ChatPrompt:
             with errors_about("messages"):
                 texts = template_texts(messages, tools, thinking=self.conversations.keeps_thinking)
                 self.check_length(texts, len(messages))
-                arguments, unread = self.conversations.arguments(options, tools)
+                arguments, unread = self.conversations.arguments(chat.template_options, tools)
                 self._ignore(unread, ignored)
-                make = self.conversations.prefilled if prefill else self.conversations.prompt
+                make = self.conversations.prefilled if chat.prefill else self.conversations.prompt
                 return make(caller.namespace, messages, tools, session_key, arguments)
 
         return await self.in_background(encoded)
 
-    async def count_tokens(
-        self, messages: Sequence[Message], tools: Sequence[JsonObject] | None, options: Sequence[TemplateOption]
-    ) -> int:
+    async def count_tokens(self, chat: Dialogue) -> int:
         """Return about the number of tokens of a conversation that may exceed the context; raise ApiError 400.
 
         Its pieces are encoded one at a time, so other prompts do not wait for all of it.
         """
         with errors_about("messages"):
+            options, tools = chat.template_options, chat.tools
             arguments, _ = await self.in_background(lambda: self.conversations.arguments(options, tools))
-            counts = self.conversations.token_counts(messages, tools, arguments)
+            counts = self.conversations.token_counts(chat.messages, tools, arguments)
             total = 0
             while (count := await self.in_background(lambda: next(counts, None))) is not None:
                 total += count

@@ -7,15 +7,15 @@ returns a `ChatRequest`, and an `Encoder`, which writes bytes from a `Turn`:
     async def create(service: Service, request: Request) -> Response:
         return await respond(service, request, read_chat, ChatAnswer)
 
-Invariant: the history stores the replies of a turn once, before `steps` or `events` yields the end of the last reply,
-and before `replies` returns.
+Invariant: the history stores the replies of a turn once, before `steps` yields the end of the last reply, and before
+`replies` returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -146,15 +146,7 @@ async def open_turn(
     if not any_model:
         service.check_model(options.model)
     lease.resize(options.params.width)
-    encoding = service.chat_prompt(
-        caller,
-        body.messages,
-        body.tools,
-        options.session_key,
-        options=body.template_options,
-        prefill=body.prefill,
-        ignored=request.state.ignored,
-    )
+    encoding = service.chat_prompt(caller, body, options.session_key, ignored=request.state.ignored)
     prompt = await service.cancellable(request, encoding)
     with errors_about("messages", options.constraint_field):
         if body.call_rule.constrains(options.params):
@@ -183,7 +175,7 @@ async def _constrained(service: Service, body: ChatRequest, prompt: ChatPrompt) 
 class Turn:
     """The replies to one chat request, while they are generated and after that.
 
-    Consume one of `steps`, `events` and `replies`. `replies` may follow any of them, and then returns at once.
+    Consume `steps` or `replies`. `replies` may follow `steps`, and then returns at once.
     """
 
     def __init__(
@@ -234,7 +226,7 @@ class Turn:
 
     @property
     def complete(self) -> bool:
-        """Whether all replies are complete, from the last of `steps` and `events` on, and after `replies`."""
+        """Whether all replies are complete, from the last of `steps` on, and after `replies`."""
         return self._completion is not None
 
     def cancel(self) -> None:
@@ -263,15 +255,6 @@ class Turn:
                 yield Step(index, pieces, self._end(chunk, tokens[index]), chunk)
         if running:  # the request was cancelled, which raises, or its beams had too few tokens to continue with
             await self._complete(await self._handle.result())
-
-    async def events(self) -> AsyncGenerator[tuple[int, Piece | End], None]:
-        """Yield (reply, piece) as text arrives, and (reply, end) once for each reply. Raises the request's error."""
-        async with aclosing(self.steps()) as steps:
-            async for step in steps:
-                for piece in step.pieces:
-                    yield step.index, piece
-                if step.end is not None:
-                    yield step.index, step.end
 
     async def replies(self) -> list[Reply]:
         """Return all replies, in the order of their indices, once they are complete. Raises the request's error."""

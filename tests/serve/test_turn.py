@@ -36,8 +36,9 @@ class Noted:
         return b"{}"
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        async for event in self.turn.events():
-            Noted.seen.append(event)
+        async for step in self.turn.steps():
+            ended = [] if step.end is None else [step.end]
+            Noted.seen += [(step.index, each) for each in (*step.pieces, *ended)]
         assert [reply.end for reply in await self.turn.replies()] == [each for _, each in ends()]
         yield b"data: [DONE]\n\n"
 

@@ -54,22 +54,13 @@ async def count_tokens(service: Service, request: Request) -> Response:
         body = await service.read(request, partial(read_count, dialect=_dialect(service)))
         if service.settings.strict_fields:
             service.check_model(body.model)
-        caller = service.caller(request)
-        encoding = service.chat_prompt(
-            caller,
-            body.messages,
-            body.tools,
-            options=body.template_options,
-            ignored=request.state.ignored,
-            prefill=body.prefill,
-        )
+        encoding = service.chat_prompt(service.caller(request), body, ignored=request.state.ignored)
         try:
             tokens = len((await service.cancellable(request, encoding)).ids)
         except ApiError as error:
             if error.code != TOO_LONG:
                 raise
-            counting = service.count_tokens(body.messages, body.tools, body.template_options)
-            tokens = await service.cancellable(request, counting)
+            tokens = await service.cancellable(request, service.count_tokens(body))
         return JSONResponse({"input_tokens": tokens})
 
 

@@ -36,7 +36,7 @@ from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.role_order import ANY_ORDER, RoleOrder, in_order
 from radixkv.serve.sampling_fields import sampling_params, wire, with_sampling
-from radixkv.serve.schemas import ChatRequest, Effort, RequestOptions
+from radixkv.serve.schemas import ChatRequest, Dialogue, Effort, RequestOptions
 from radixkv.serve.tool_choices import checked_rule
 
 BILLING = "x-anthropic-billing-header:"
@@ -167,7 +167,7 @@ class MessageBody(PromptBody, Guided, MessageSampling):
 # ---- reading
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MessageRequest(ChatRequest):
     """The body of POST /v1/messages, as a request of the neutral core.
 
@@ -179,15 +179,11 @@ class MessageRequest(ChatRequest):
     omits_thinking: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CountRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountRequest(Dialogue):
     """The body of POST /v1/messages/count_tokens."""
 
     model: str
-    messages: list[Message]
-    tools: list[JsonObject] | None
-    template_options: tuple[TemplateOption, ...]
-    prefill: bool
 
 
 def read_message(given: JsonObject, ignored: IgnoredFields | None, dialect: Dialect) -> MessageRequest:
@@ -210,12 +206,12 @@ def read_message(given: JsonObject, ignored: IgnoredFields | None, dialect: Dial
         constraint_field=None if constraint is None else constraint.field,
     )
     return MessageRequest(
-        options,
-        messages,
-        tools,
-        reads_calls,
-        _template_options(body),
+        messages=messages,
+        tools=tools,
+        template_options=_template_options(body),
         prefill=_is_begun(messages),
+        options=options,
+        reads_calls=reads_calls,
         call_rule=rule,
         marks_cache=_marked(given),
         omits_thinking=body.thinking is not None and body.thinking.display == "omitted",
@@ -227,7 +223,13 @@ def read_count(given: JsonObject, ignored: IgnoredFields | None, dialect: Dialec
     body = read(PromptBody, given, ignored)
     messages, tools = _conversation(body, dialect), _tools(body)
     _call_rule(body, tools, ignored)
-    return CountRequest(body.model, messages, tools, _template_options(body), _is_begun(messages))
+    return CountRequest(
+        messages=messages,
+        tools=tools,
+        template_options=_template_options(body),
+        prefill=_is_begun(messages),
+        model=body.model,
+    )
 
 
 def _call_rule(

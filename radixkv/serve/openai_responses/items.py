@@ -30,7 +30,7 @@ from radixkv.serve.bodies import (
 )
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import IgnoredFields, JsonObject
-from radixkv.serve.message_schemas import arguments_of
+from radixkv.serve.message_schemas import arguments_of, text_of
 from radixkv.serve.openai_responses.tools import qualified
 from radixkv.serve.role_order import RoleOrder, in_order
 
@@ -287,8 +287,3 @@ class _Conversation:
             self._replied, self._after_text = True, False
             self._messages.append(self._reply)
         return self._reply
-
-
-def text_of(content: str | Sequence[ResponseText | ResponseRefusal]) -> str:
-    """Return a text, or the texts of all parts with line feeds between them."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)

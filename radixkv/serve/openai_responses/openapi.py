@@ -19,14 +19,12 @@ def paths() -> JsonObject:
     return {
         "/v1/responses": post("Respond to a conversation", ResponseBody, "Response", events),
         "/v1/responses/{response_id}": {
-            "get": _stored("A stored response", "Response", 400),
-            "delete": _stored("Delete a stored response", "DeletedResponse", 400),
+            "get": _stored("A stored response", "Response"),
+            "delete": _stored("Delete a stored response", "DeletedResponse"),
         },
-        "/v1/responses/{response_id}/cancel": {
-            "post": _stored("Stop a response that is being streamed", "Response", 400)
-        },
+        "/v1/responses/{response_id}/cancel": {"post": _stored("Stop a response that is being streamed", "Response")},
         "/v1/responses/{response_id}/input_items": {
-            "get": _stored("The conversation before a stored response", "ResponseItems", 400, _LIMIT, _ORDER, _AFTER)
+            "get": _stored("The conversation before a stored response", "ResponseItems", _LIMIT, _ORDER, _AFTER)
         },
     }
 
@@ -67,9 +65,9 @@ def answers() -> JsonObject:
     }
 
 
-def _stored(about: str, found: str, status: int, *query: JsonObject) -> JsonObject:
+def _stored(about: str, found: str, *query: JsonObject) -> JsonObject:
     return {
         "summary": about,
         "parameters": [_ID, *query, NAMESPACE, REQUEST_ID],
-        "responses": responses_of(about, json_of(found), status, 401, 403, 404),
+        "responses": responses_of(about, json_of(found), 400, 401, 403, 404),
     }

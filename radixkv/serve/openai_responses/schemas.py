@@ -123,10 +123,10 @@ def read_response(
     options = _options(body, constraint_of(body, own), ignored)
     effort = reasoning["effort"]
     return ResponseRequest(
-        options,
-        messages,
-        list(tools.functions.values()) or None,
-        reads_calls,
+        messages=messages,
+        tools=list(tools.functions.values()) or None,
+        options=options,
+        reads_calls=reads_calls,
         input=SharedItems(items),
         previous=previous,
         names=tools.names,

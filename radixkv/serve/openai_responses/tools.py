@@ -50,12 +50,7 @@ _NOT_FUNCTION = other_values("type", ResponseFunction)[0], {"const": "namespace"
 class NotInNamespace(Unread):
     """A tool of a namespace that has no effect."""
 
-    type: Annotated[
-        Any,
-        Prefer(
-            "namespace", why=_RUNS_NONE, schemas=(other_values("type", ResponseFunction)[0], {"const": "namespace"})
-        ),
-    ]
+    type: Annotated[Any, Prefer("namespace", why=_RUNS_NONE, schemas=_NOT_FUNCTION)]
 
 
 class Namespace(Body):
