@@ -409,13 +409,7 @@ class RadixTree:
         """
         if node.below and self.lower is not None:
             self.lower.forget_below(node)
-        if node.residence == "device":
-            before = len(self.pool.free)
-            self.index.remove(node)
-            self._drop(node)
-            freed = len(self.pool.free) - before
-        else:
-            freed = self.detach(node)
+        freed = self.detach(node)
         for call in self.events.removed:
             call(node, freed)
         return freed

@@ -12,8 +12,8 @@ wait_queue.py       the order of waiting requests; requests that wait for a shar
 admission.py        how many blocks a request needs, and which request is preempted
 shares.py           the blocks that requests may take if namespaces have shares of the pool
 reuse_policy.py     which cached tokens a request uses and publishes; deterministic or not
-request.py          a request and its streams
-continuation.py     what the next token of a stream is; how many streams a request has; constrained tokens
+request.py          a request and its streams, and how a stream gets its next token
+constrained.py      the continuation of a stream whose text follows a grammar
 beams.py            the same for the beams of a search
 text_stream.py      the text of a stream, and its stop strings
 draws.py            draws the next tokens of a step, and scores its prompts
@@ -26,7 +26,7 @@ audit_reads.py      cached runs of all tiers, read for an audit
 async_engine.py     AsyncRequestEngine and AsyncHandle, for asyncio
 observers/          telemetry records, monitoring, trace recording
 stats.py            counters, EngineStats and AuditReport
-latency.py          histograms, and the times between two tokens
+latency.py          histograms
 """
 
 from radixkv.engine.async_engine import AsyncHandle, AsyncRequestEngine

@@ -21,9 +21,8 @@ import numpy as np
 
 from radixkv.cache import Hint
 from radixkv.cache import Sequence as CachedSequence
-from radixkv.engine.continuation import BadWords, Drawn
 from radixkv.engine.output import Chunk, Completion
-from radixkv.engine.request import SAMPLED, Request, Stream, common_prefix
+from radixkv.engine.request import SAMPLED, BadWords, Drawn, Request, Stream, common_prefix
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import Candidates, SamplingParams, TokenLogprobs
 

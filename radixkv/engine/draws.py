@@ -15,10 +15,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from radixkv.config import EngineConfig
-from radixkv.engine.continuation import Drawn
 from radixkv.engine.fault_isolation import Fail, FinishStep, call_twice, in_halves
 from radixkv.engine.latency import Histogram
-from radixkv.engine.request import Request, Stream
+from radixkv.engine.request import Drawn, Request, Stream
 from radixkv.engine.scheduler import Work
 from radixkv.engine.scores import KeptScores
 from radixkv.engine.stats import Counters

@@ -24,11 +24,20 @@ from radixkv.engine.admission import Admission
 from radixkv.engine.bad_words import spellings_of
 from radixkv.engine.beams import BeamSearch
 from radixkv.engine.chat_messages import Message, check_messages, rendered_with_text
-from radixkv.engine.continuation import BadWords, ConstrainedTokens, Replies
+from radixkv.engine.constrained import ConstrainedTokens
 from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
-from radixkv.engine.request import ONE_SAMPLE, Request, SampledTokens, Samples, TokenIds, derive_seed
-from radixkv.engine.scores import NO_SCORES, PromptScores
+from radixkv.engine.request import (
+    ONE_SAMPLE,
+    BadWords,
+    Replies,
+    Request,
+    SampledTokens,
+    Samples,
+    TokenIds,
+    derive_seed,
+)
+from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
 from radixkv.engine.text_stream import decoder
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
 from radixkv.grammar.compiler import GrammarCompiler
@@ -92,7 +101,7 @@ class InputProcessor:
         self._bad_words = lru_cache(maxsize=64)(partial(spellings_of, model.tokenizer, model.vocab_size))
         self._decode = None if model.tokenizer is None else decoder(model.tokenizer)
         self._seed, self._numbers = seed, itertools.count(1)
-        self.default_params = suggested(getattr(model, "model", None))
+        self.default_params = suggested(model.model)
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.stop_token_ids)
 
     def encode(self, prompt: Prompt, *, reply: bool = False) -> TokenIds:
@@ -127,10 +136,12 @@ class InputProcessor:
         session: int | None = None,
         sample: bool = True,
         reply_start: int = 0,
+        scores: Scores = NO_SCORES,
     ) -> Request:
         """Make a request; without `sample` it only computes the prompt. Raises InvalidInput and its subclasses.
 
-        `reply_start` is that of a prompt without its own. Waits until the constraint of `params` is compiled.
+        `reply_start` is that of a prompt without its own. `scores` are of params without prompt_logprobs. Waits until
+        the constraint of `params` is compiled.
         """
         if isinstance(prompt, EncodedPrompt):
             reply_start, prompt = prompt.reply_start, prompt.ids
@@ -174,10 +185,9 @@ class InputProcessor:
             session=session,
             reply_start=reply_start if sample else len(ids),
             submitted=submitted,
-            scores=NO_SCORES if params.prompt_logprobs is None else self._scores(ids, 1, params.prompt_logprobs),
+            scores=scores if params.prompt_logprobs is None else self._scores(ids, 1, params.prompt_logprobs),
+            deadline=None if timeout is None else submitted + timeout,
         )
-        if timeout is not None:
-            request.deadline = request.submitted + timeout
         self._weights.check()
         self._admission.check_fits(request)
         return request
@@ -189,9 +199,8 @@ class InputProcessor:
 
         It samples nothing. Raises as `request`.
         """
-        request = self.request(ids, namespace=namespace, timeout=timeout, sample=False)
-        request.scores = self._scores(ids, first, 1, targets)
-        return request
+        scores = self._scores(ids, first, 1, targets)
+        return self.request(ids, namespace=namespace, timeout=timeout, sample=False, scores=scores)
 
     def _scores(self, ids: TokenIds, first: int, top: int, targets: tuple[int, ...] = ()) -> PromptScores:
         vocab_size = self._model.vocab_size

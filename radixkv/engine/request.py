@@ -1,4 +1,10 @@
-"""A request, and the streams that continue its prompt by sampled tokens; `continuation` has the other ways."""
+"""A request, and the streams that continue its prompt.
+
+A stream has one `Continuation`. It sets the mask and the candidates of the next draw, and whether the host must read
+each token before the next draw. Then it takes the drawn token. A request has one `Replies` object, which forks the
+streams and makes the result. `Samples` and `SampledTokens` are the default, `ConstrainedTokens` follow a grammar, and
+`beams` has a search.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +15,105 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache import Explanation, Hint, Sequence
-from radixkv.engine.continuation import BadWords, Continuation, Drawn, Replies
 from radixkv.engine.output import Chunk, Completion, FinishReason, OutputChannel, Usage
 from radixkv.engine.scores import NO_SCORES, Scores
 from radixkv.engine.text_stream import Decode, TextStream
 
 if TYPE_CHECKING:
-    from radixkv.sampling.params import SamplingParams, TokenLogprobs
+    from radixkv.sampling.params import Candidates, SamplingParams, TokenLogprobs
+    from radixkv.sampling.token_mask import ConstrainedRow
 
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
+
+
+BadWords = tuple[tuple[int, ...], ...]
+
+
+class Drawn(NamedTuple):
+    """The draw of one row: a token, or for a row with `candidates` the most likely ones."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+    candidates: Candidates | None
+
+
+class Continuation(Protocol):
+    """The rules for the next token of one stream."""
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host must read a token before the next one can be drawn."""
+
+    @property
+    def mask(self) -> ConstrainedRow | None:
+        """The constraint of the next token; None if it has none."""
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the text is needed while tokens are drawn."""
+
+    @property
+    def candidates(self) -> int:
+        """The number of most likely tokens to find for the next one; 0 if it is sampled."""
+
+    @property
+    def bad_words(self) -> BadWords:
+        """The token ids of each text that the reply must not contain."""
+
+    def take(self, stream: Stream, drawn: Drawn) -> SequenceOf[Chunk]:
+        """Take a draw; returns a chunk for each token that it adds to the stream.
+
+        The tokens after the first were forced. Raises the error with which the request fails.
+        """
+        ...
+
+    def fork(self) -> Continuation:
+        """Return the continuation of another stream, which has the same tokens."""
+        ...
+
+
+class Replies(Protocol):
+    """The number of streams that continue a request's prompt, when they fork, and their result.
+
+    Errors name the sampling `parameter` that sets the width, and the `kind` of streams.
+    """
+
+    parameter: str
+    kind: str
+
+    @property
+    def width(self) -> int:
+        """The number of streams, forked or not."""
+
+    @property
+    def continuation(self) -> Continuation:
+        """The continuation of the first stream."""
+
+    def drawing(self, stream: Stream) -> SequenceOf[Stream]:
+        """Return the streams whose next token is drawn from the last logits of `stream`: itself, and its new forks."""
+        ...
+
+    def advance(self, request: Request, publish: Callable[[Stream], None]) -> SequenceOf[Chunk]:
+        """Go on after a step of the request; returns the chunks that only all of its streams together could release.
+
+        `publish` is called for streams that end here, before they are closed.
+        """
+        ...
+
+    def computed_tokens(self, request: Request) -> int:
+        """Return the number of tokens that the streams have computed, each counted once."""
+        ...
+
+    def completion(self, request: Request) -> Completion:
+        """Return the result of all streams, which have finished."""
+        ...
 
 
 class SampledTokens:

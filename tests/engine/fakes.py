@@ -62,6 +62,7 @@ class FakeModel:
     attention: str = "torch"
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    model: Any = None
 
 
 class FakeRunner(PlainRunner):
