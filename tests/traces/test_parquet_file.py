@@ -13,7 +13,7 @@ import pytest
 from radixkv.errors import InvalidInput
 from radixkv_traces.cli import main
 from radixkv_traces.formats import TraceError, open_trace
-from radixkv_traces.parquet_file import MAGIC
+from radixkv_traces.trace_file import PARQUET_MAGIC
 from tests.traces.format_samples import LMSYS, WILDCHAT, lines
 
 has_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
@@ -76,6 +76,6 @@ def test_dates_with_a_zone_and_without(tmp_path: Path) -> None:
 def test_without_pyarrow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     table = tmp_path / "rows.parquet"
-    table.write_bytes(MAGIC + bytes(20))
+    table.write_bytes(PARQUET_MAGIC + bytes(20))
     with pytest.raises(InvalidInput, match=r"radixkv\[parquet\]"):
         list(open_trace(table))

@@ -12,7 +12,7 @@ import pytest
 
 from radixkv.cache import POLICIES, PrefixCache
 from radixkv.errors import InvalidInput
-from radixkv_traces import cli, simulate_host
+from radixkv_traces import cli, simulate
 from radixkv_traces.formats import TraceRequest, read, sample
 from radixkv_traces.simulate import replay
 from radixkv_traces.workload import Workload, prepare
@@ -74,7 +74,7 @@ def test_lru_equals_two_lists(
     name: str, count: int, share: float, times: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = prepare(islice(read(sample(name)), count), 64)
-    monkeypatch.setattr(simulate_host, "LOAD_TOKENS", 64 * piece)
+    monkeypatch.setattr(simulate, "LOAD_TOKENS", 64 * piece)
     device = int(trace.unique_blocks * share)
     lists = TwoLists(device, times * device, piece)
     expected = [lists.serve(request.blocks) for request in trace.requests]
@@ -119,7 +119,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[PrefixCache]:
             super().moves_done()
             self.check()
 
-    monkeypatch.setattr(simulate_host, "PrefixCache", Checked)
+    monkeypatch.setattr(simulate, "PrefixCache", Checked)
     return caches
 
 

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.errors import InvalidInput
-from radixkv_traces import json_array
 from radixkv_traces.chats import trajectories
 from radixkv_traces.formats import ChatRequest, TraceError, TraceRequest, open_trace, read, sample
 from radixkv_traces.mooncake import parse, to_line
 from radixkv_traces.records import Line
 from radixkv_traces.text_blocks import estimate, rendered, text_blocks, tokenizer
+from radixkv_traces.trace_file import array_elements
 from tests.traces.format_samples import SAMPLES
 
 BLOCKS = json.dumps({"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]})
@@ -259,14 +259,14 @@ JSON = st.sampled_from(ODD)
 @settings(deadline=None)
 def test_an_array_read_in_pieces_is_the_array(values: list[dict[str, Any]], indent: int | None) -> None:
     text = json.dumps(values, indent=indent)
-    assert [line.fields for line in json_array.elements(Drops(text), "file")] == values
+    assert [line.fields for line in array_elements(Drops(text), "file")] == values
     with pytest.raises(TraceError):
-        list(json_array.elements(Drops(text[:-1]), "file"))
+        list(array_elements(Drops(text[:-1]), "file"))
 
 
 def test_an_array_is_not_read_to_its_end_to_give_its_first_session() -> None:
     endless = io.StringIO("[" + f"{json.dumps(TRAJECTORY)}," * 5000)
-    assert next(trajectories(("", line) for line in json_array.elements(endless, "file"))).session == "3.1"
+    assert next(trajectories(("", line) for line in array_elements(endless, "file"))).session == "3.1"
     assert endless.tell() < 200_000
 
 

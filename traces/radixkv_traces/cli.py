@@ -21,7 +21,7 @@ from radixkv.sizing.kv_shapes import kv_shape
 from radixkv.sizing.kv_size import UNITS
 from radixkv_traces.formats import FORMATS, SAMPLES, ChatRequest, Request, Source, TraceRequest, open_trace, sample
 from radixkv_traces.text_blocks import estimate, text_blocks, tokenizer
-from radixkv_traces.time_checks import Timed, warnings
+from radixkv_traces.time_checks import warnings
 from radixkv_traces.workload import Workload, block_tokens_of, by_time, interleave, prepare
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 PROGRAM = "radixkv-replay"
 COMMANDS = (
-    "simulate_command", "fragmentation_command", "generate", "import_command", "live.command", "report_command",
+    "simulate_command", "fragmentation", "generate", "import_command", "live.command", "report_command",
 )  # fmt: skip
 """Modules of this package with `add(commands, common)`, which sets the default `module`, and `run(arguments)`."""
 
@@ -104,7 +104,7 @@ def load(arguments: argparse.Namespace, reader: Iterator[Request] | None = None)
     )
 
 
-def warn(requests: Iterable[Timed]) -> None:
+def warn(requests: Iterable[Request]) -> None:
     """Print a warning to stderr for each property of a trace's times that is not plausible. O(n log n)."""
     for text in warnings(requests):
         print(f"{PROGRAM}: warning: {text}", file=sys.stderr)
@@ -208,6 +208,19 @@ def kv_bytes_per_token(model: str) -> int:
         return kv_shape(model).bytes_per_token()
     except (InvalidInput, UnsupportedModel) as error:
         raise InvalidInput(f"{error}; or give --kv-bytes") from error
+
+
+def add_kv_bytes(group: argparse._ArgumentGroup) -> None:
+    """Add the options that state the bytes of a token."""
+    group.add_argument(
+        "--model", metavar="NAME", help="model that defines the bytes of a token: a folder, a config.json, or a name"
+    )
+    group.add_argument("--kv-bytes", type=positive, metavar="N", help="bytes of KV for each token, instead of --model")
+
+
+def kv_bytes_of(arguments: argparse.Namespace) -> int | None:
+    """Return the bytes of a token that the options state; None without them."""
+    return arguments.kv_bytes or (kv_bytes_per_token(arguments.model) if arguments.model else None)
 
 
 class StopSignals:

@@ -1,8 +1,7 @@
 """Read a recorded workload of any format: a format is one entry of FORMAT_TABLE, recognised by its first object.
 
-The readers of block ids, and of radixkv's own recordings, are in `mooncake`, and the readers of lengths in
-`length_traces`. All others read text. Files may be gzipped. They are read line by line, so only one line is in memory.
-The rows of a Parquet file are read like lines.
+The readers of block ids, of radixkv's own recordings, and of lengths are in `mooncake`. All others read text. Files may
+be gzipped. They are read line by line, so only one line is in memory. The rows of a Parquet file are read like lines.
 
 A writer that was killed leaves a file whose last line is cut. All other lines are read, and a warning is logged.
 """
@@ -20,20 +19,11 @@ from itertools import chain
 from typing import TypeAlias
 
 from radixkv.errors import InvalidInput
-from radixkv_traces import (
-    agent_logs,
-    chats,
-    conversation_sets,
-    json_array,
-    length_traces,
-    mooncake,
-    otel_spans,
-    parquet_file,
-)
+from radixkv_traces import agent_logs, chats, mooncake, otel_spans
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.mooncake import decoded, parse
 from radixkv_traces.records import Line, Named, TraceError, TraceRequest
-from radixkv_traces.trace_file import Lines, Pieces, Source, opened
+from radixkv_traces.trace_file import PARQUET_MAGIC, Lines, Pieces, Source, array_elements, opened, parquet_rows
 
 __all__ = [
     "FORMATS",
@@ -81,10 +71,10 @@ FORMAT_TABLE: dict[str, Format] = {
     "bailian": Format(mooncake.bailian, (("chat_id", "hash_ids"), ("chat_id", "hash_ranges"))),
     "mooncake": Format(mooncake.requests, (("hash_ids",), ("hash_ranges",))),
     "taubench": Format(chats.trajectories, (("traj",),), (_TOOLS,)),
-    "openai-batch": Format(conversation_sets.openai_batch, (("custom_id", "body"),)),
-    "sharegpt": Format(conversation_sets.sharegpt, (("conversations",),), (_SYSTEM,)),
+    "openai-batch": Format(chats.openai_batch, (("custom_id", "body"),)),
+    "sharegpt": Format(chats.sharegpt, (("conversations",),), (_SYSTEM,)),
     "chat-logs": Format(
-        conversation_sets.chat_logs,
+        chats.chat_logs,
         (("conversation", "conversation_id"), ("conversation", "conversation_hash")),
         (_SYSTEM, "times of requests (WildChat has those of the answers)"),
     ),
@@ -95,8 +85,8 @@ FORMAT_TABLE: dict[str, Format] = {
     ),
     "codex": Format(agent_logs.codex, (("type", "payload"),), (_TOOLS, _THINKING)),
     "otel": Format(otel_spans.spans, (("resourceSpans",),)),
-    "azure": Format(length_traces.azure, (("TIMESTAMP", "ContextTokens", "GeneratedTokens"),), (_PROMPTS,)),
-    "burstgpt": Format(length_traces.burstgpt, (("Timestamp", "Request tokens", "Response tokens"),), (_PROMPTS,)),
+    "azure": Format(mooncake.azure, (("TIMESTAMP", "ContextTokens", "GeneratedTokens"),), (_PROMPTS,)),
+    "burstgpt": Format(mooncake.burstgpt, (("Timestamp", "Request tokens", "Response tokens"),), (_PROMPTS,)),
     "chat": Format(chats.conversations, (("messages",),)),
 }
 """The formats by name, in the order in which they are tried."""
@@ -164,10 +154,10 @@ def sample(name: str) -> Traversable:
 def _objects(lines: Lines) -> Iterator[Named]:
     """Return the objects of a file, each with the name of a session that has no other."""
     head = lines.head()
-    if head.startswith(parquet_file.MAGIC):
-        yield from ((f"row {line.line}", line) for line in parquet_file.rows(lines.file, lines.name))
+    if head.startswith(PARQUET_MAGIC):
+        yield from ((f"row {line.line}", line) for line in parquet_rows(lines.file, lines.name))
     elif head.lstrip().startswith(b"["):
-        array = json_array.elements(Pieces(head, lines), lines.name, lines.number)
+        array = array_elements(Pieces(head, lines), lines.name, lines.number)
         yield from ((f"conversation {number}", line) for number, line in enumerate(array, 1))
     elif head and (names := _columns(head)):
         lines.whole(head)

@@ -11,6 +11,10 @@ The format is Mooncake's (Qin et al., FAST 2025). `hash_ranges` ([first, count],
 `block_size` are extra fields of radixkv's own recordings. Bailian's traces (github.com/alibaba-edu/
 qwen-bailian-usagetraces-anon) differ: times in seconds, blocks of 16 tokens, and a chain of `parent_chat_id` for a
 session.
+
+Traces with lengths and arrivals only, as CSV, are BurstGPT, and Azure's LLM inference traces. They have no prompts, so
+nothing is known about shared prefixes. Their requests have no blocks: `fragmentation` and `run` use them, and
+`simulate` refuses them.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from radixkv_traces.records import Delays, Line, Named, TraceError, TraceRequest, is_count, short_repr
+from radixkv_traces.records import Delays, Epoch, Line, Named, TraceError, TraceRequest, is_count, short_repr
 
 MAX_BLOCKS = 1 << 24  # of one prompt: a range with more is a typing error
 _BAILIAN_TOKENS = 16  # of a block in Bailian's traces
@@ -140,3 +144,42 @@ def _ranges(line: Line) -> array[int]:
             raise line.wrong("hash_ranges", f"{pair!r} makes more than {MAX_BLOCKS} blocks or ids >= 2**63")
         blocks.extend(range(first, first + count))
     return blocks
+
+
+# ---- traces with lengths only
+
+
+def azure(objects: Iterator[Named]) -> Iterator[TraceRequest]:
+    """Return the requests of Azure's traces: TIMESTAMP, ContextTokens, GeneratedTokens."""
+    epoch = Epoch()
+    for name, line in objects:
+        time = epoch.since(line, "TIMESTAMP", line.required("TIMESTAMP"))
+        yield _request(line, time, "ContextTokens", "GeneratedTokens", name)
+
+
+def burstgpt(objects: Iterator[Named]) -> Iterator[TraceRequest]:
+    """Return the requests of BurstGPT: Timestamp (seconds), Request tokens, Response tokens, and Session ID if present.
+
+    A failed request has an answer of 0 tokens.
+    """
+    for name, line in objects:
+        text = line.required("Timestamp")
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < 1 << 63:
+            raise line.wrong("Timestamp", f"{short_repr(text)} is not a number of seconds >= 0")
+        session = str(line.fields.get("Session ID") or "").strip() or name
+        yield _request(line, seconds * 1000, "Request tokens", "Response tokens", session)
+
+
+def _request(line: Line, time: float, prompt: str, answer: str, session: str) -> TraceRequest:
+    return TraceRequest(time, _count(line, prompt), _count(line, answer), array("q"), session)
+
+
+def _count(line: Line, field: str) -> int:
+    text = str(line.required(field)).strip()
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise line.wrong(field, f"{short_repr(text)} is not an int >= 0")
+    return int(text)

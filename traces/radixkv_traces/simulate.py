@@ -3,7 +3,11 @@
 Requests run one at a time in the given order, and only prompts enter the cache. A recorded block is one token in a
 block of size 1, so that only eviction is measured. The cache receives the same facts as in a live engine: the time, and
 for each closed request its output length and stop reason. In addition to the cache's policies there are "clairvoyant",
-the upper bound of all policies, and "infinite". `simulate_host` adds a host tier.
+the upper bound of all policies, and "infinite".
+
+With a host tier, blocks that leave the pool are offloaded, and hits on the host are loaded. A request's hit on the host
+begins where its hit on the device ends. Loads and offloads take no time, and a load is always taken: the engine
+computes a hit instead where loading it is slower.
 """
 
 from __future__ import annotations
@@ -14,18 +18,29 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from radixkv.cache import POLICIES, Hint, PrefixCache
+from radixkv.cache import POLICIES, Hint, PrefixCache, Sequence
 from radixkv.cache.tokens import check_int
 from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv_traces.clairvoyant import ClairvoyantPool
 from radixkv_traces.records import TraceRequest
-from radixkv_traces.simulate_host import HostPool, HostTraffic
 from radixkv_traces.workload import Workload, prepare
 
 BOUNDS = ("clairvoyant", "infinite")
 """Upper bounds: policies that only a simulation can have."""
 
+LOAD_TOKENS = 8192
+"""The most tokens that a step loads. An engine has such a limit because long loads would delay other requests."""
+
 _STRIDE = 64  # requests between two calls of `progress`
+
+
+@dataclass(frozen=True, slots=True)
+class HostTraffic:
+    """The blocks that moved between the device and the host tier during a replay."""
+
+    device_hits: array[int]  # for each request, the blocks that hit on the device
+    read_blocks: int  # copied from the host
+    written_blocks: int  # copied to the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +153,7 @@ def _pool(workload: Workload, capacity: int, policy: str, host: int) -> Pool:
         return _InfinitePool(workload)
     if policy == "clairvoyant":
         return ClairvoyantPool(workload, capacity + host, longest=capacity)
-    return HostPool(workload, capacity, policy, host) if host else _CachePool(workload, capacity, policy)
+    return _CachePool(workload, capacity, policy, host)
 
 
 def _result(
@@ -178,14 +193,15 @@ def _tokens(workload: Workload, hits: Iterable[int]) -> int:
 
 
 class _CachePool:
-    """The real cache."""
+    """The real cache, with a host tier of `host_blocks` blocks if there are any."""
 
-    host = None
-
-    def __init__(self, workload: Workload, capacity: int, policy: str) -> None:
+    def __init__(self, workload: Workload, capacity: int, policy: str, host_blocks: int) -> None:
         self._workload = workload
         self._now = 0.0
-        self._cache = PrefixCache(capacity, 1, policy, clock=lambda: self._now)
+        self._cache = PrefixCache(capacity, 1, policy, clock=lambda: self._now, host_blocks=host_blocks)
+        self._has_host = host_blocks > 0
+        self._loaded_at_once = max(1, LOAD_TOKENS // workload.block_tokens)
+        self._device_hits = array("i")
 
     @property
     def cached_blocks(self) -> int:
@@ -195,14 +211,38 @@ class _CachePool:
     def evicted_blocks(self) -> int:
         return self._cache.stats().evicted_blocks
 
+    @property
+    def host(self) -> HostTraffic | None:
+        stats = self._cache.stats()
+        traffic = HostTraffic(self._device_hits, stats.loaded_tokens, stats.offloaded_blocks)
+        return traffic if self._has_host else None
+
     def serve(self, index: int) -> int:
         request, cache = self._workload.requests[index], self._cache
         self._now = self._workload.times[index]
         sequence = cache.open(request.blocks, request.namespace)
-        sequence.extend(request.blocks[sequence.length : cache.num_blocks])
+        if self._has_host:
+            self._load(sequence, request.blocks[: cache.num_blocks])
+        hit = sequence.length
+        sequence.extend(request.blocks[hit : cache.num_blocks])
+        if self._has_host:
+            self._run_moves()
         sequence.commit()
         sequence.close(Hint(kind=request.stop or None, output_length=request.output_length))
-        return sequence.cached_length
+        return hit
+
+    def _load(self, sequence: Sequence, chain: array[int]) -> None:
+        """Load the hit on the host, in steps."""
+        self._device_hits.append(sequence.length)
+        while count := min(sequence.loadable(chain[sequence.length :]), self._loaded_at_once):
+            sequence.load(chain[sequence.length : sequence.length + count])
+            self._run_moves()
+            sequence.commit()
+
+    def _run_moves(self) -> None:
+        """Run the copies to the host that the step has planned; there are no bytes to copy."""
+        self._cache.moves()
+        self._cache.moves_done()
 
 
 class _InfinitePool:

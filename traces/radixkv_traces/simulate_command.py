@@ -1,31 +1,33 @@
-"""`radixkv-replay simulate`: policies side by side on one trace, as a table or as JSON."""
+"""`radixkv-replay simulate`: policies side by side on one trace, with or without a host tier, as a table or as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from radixkv.cache import POLICIES
 from radixkv.errors import InvalidInput
 from radixkv_traces.cli import (
+    MAX_BLOCKS,
     Capacity,
     Progress,
     StopSignals,
+    add_kv_bytes,
     add_trace,
-    kv_bytes_per_token,
+    kv_bytes_of,
     load,
     name_of,
     parse_capacity,
-    positive,
     table,
 )
-from radixkv_traces.host_report import HOST_COLUMNS, add_host, host_cells, host_fields, host_sizes, row_name
-from radixkv_traces.queue_report import add_queue, queue_rows, queue_text, service_of
+from radixkv_traces.report_command import row_name
 from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
 from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
+from radixkv_traces.simulate_queue import add_queue, queue_rows, queue_text, service_of
 from radixkv_traces.workload import Workload
 
 _POLICIES = "lru,clairvoyant"  # the default
@@ -55,10 +57,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: a
         "--policy", default=_POLICIES, metavar="LIST",
         help=f"policies: {', '.join([*sorted(POLICIES), *BOUNDS])}; default lru,clairvoyant",
     )  # fmt: skip
-    pools.add_argument(
-        "--model", metavar="NAME", help="model that defines the bytes of a token: a folder, a config.json, or a name"
-    )
-    pools.add_argument("--kv-bytes", type=positive, metavar="N", help="bytes of KV for each token, instead of --model")
+    add_kv_bytes(pools)
     add_host(pools)
     add_queue(parser)
     shown = parser.add_argument_group("output")
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     policies = [each.strip() for each in arguments.policy.split(",")]
     for policy in policies:
         check_policy(policy)
-    kv_bytes = arguments.kv_bytes or (kv_bytes_per_token(arguments.model) if arguments.model else None)
+    kv_bytes = kv_bytes_of(arguments)
     workload = load(arguments)
     if workload.lengths_only:
         raise InvalidInput(
@@ -292,3 +291,68 @@ def _groups(rows: list[dict[str, Any]], grouping: str) -> Iterator[str]:
         columns = (f"{grouping} at {capacity}", "requests", "prompt tokens", *map(row_name, chosen))
         more = len(groups) - _GROUPS_SHOWN
         yield table(columns, lines, left=(0,)) + (f"\nand {more:,} more: --json has them" if more > 0 else "")
+
+
+# ---- the host tier
+
+
+HOST_COLUMNS = ("from host", "written", "read")
+"""The columns of a table with host tiers: a hit rate, and blocks."""
+
+
+def add_host(pools: Any) -> None:
+    """Add the option to the group of options of the pools."""
+    pools.add_argument(
+        "--host", metavar="LIST",
+        help="sizes of a tier in host memory, in addition to rows without it: multiples of the capacity (2x), or as "
+        "for --capacity. clairvoyant is then one pool of both sizes",
+    )  # fmt: skip
+
+
+def host_sizes(
+    host: str | None, capacity: Capacity, unique_blocks: int, block_tokens: int, kv_bytes: int | None
+) -> list[Capacity | None]:
+    """Return the sizes of the host tier for one capacity, first None for a device alone. Raises InvalidInput."""
+    texts = [] if host is None else host.split(",")
+    return [None, *(_size(each, capacity, unique_blocks, block_tokens, kv_bytes) for each in texts)]
+
+
+def _size(text: str, capacity: Capacity, unique_blocks: int, block_tokens: int, kv_bytes: int | None) -> Capacity:
+    """Parse a size of the host tier.
+
+    >>> _size("2.5x", Capacity("10%", 100), 1000, 512, None)
+    Capacity(text='2.5x', blocks=250)
+    """
+    if (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[xX]\s*", text)) is None:
+        try:
+            return parse_capacity(text, unique_blocks, block_tokens, kv_bytes)
+        except InvalidInput as error:
+            raise InvalidInput(f"--host: {error}; or a multiple of the capacity (2x)") from error
+    blocks = int(capacity.blocks * float(match[1]))
+    if not 1 <= blocks <= MAX_BLOCKS:
+        raise InvalidInput(
+            f"--host {text.strip()!r}: {blocks:,} blocks for a capacity of {capacity.blocks:,}; allowed are 1 to "
+            f"{MAX_BLOCKS:,}"
+        )
+    return Capacity(text.strip(), blocks)
+
+
+def host_fields(host: Capacity | None, result: ReplayResult) -> dict[str, Any]:
+    """Return the fields that `--host` adds to a row of JSON; None where a policy has no tiers."""
+    traffic, bound = result.host, host is not None and result.host is None
+    nothing = None if bound else 0
+    return {
+        "host": None if host is None else host.text,
+        "host_blocks": result.host_blocks,
+        "host_hit_tokens": None if bound else result.host_hit_tokens,
+        "written_blocks": nothing if traffic is None else traffic.written_blocks,
+        "read_blocks": nothing if traffic is None else traffic.read_blocks,
+    }
+
+
+def host_cells(row: Mapping[str, Any]) -> list[str]:
+    """Format the cells of HOST_COLUMNS."""
+    if row["host_hit_tokens"] is None:
+        return ["", "", ""]
+    rate = row["host_hit_tokens"] / row["input_tokens"] if row["input_tokens"] else 0.0
+    return [f"{rate:.4f}", f"{row['written_blocks']:,}", f"{row['read_blocks']:,}"]

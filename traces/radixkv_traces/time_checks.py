@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
-from typing import Protocol
+
+from radixkv_traces.formats import Request
 
 FASTEST = 2000.0  # tokens per second of an answer to one request
 BUSIEST = 1000.0  # requests per second
@@ -20,23 +21,7 @@ LONG_GAP = 3600.0  # seconds
 _LEAST_OUTPUT = 16  # tokens of an answer whose duration counts
 
 
-class Timed(Protocol):
-    """A request with a time."""
-
-    @property
-    def timestamp(self) -> float:
-        """Milliseconds."""
-
-    @property
-    def session(self) -> str | None:
-        """Name of the session, if there is one."""
-
-    @property
-    def output_length(self) -> int | None:
-        """Tokens of the answer, if they are stated."""
-
-
-def warnings(requests: Iterable[Timed]) -> list[str]:
+def warnings(requests: Iterable[Request]) -> list[str]:
     """Return a sentence for each property of the times that is not plausible. O(n log n).
 
     A trace without times has no warning.
@@ -62,7 +47,7 @@ class _Turns:
         self.pauses: list[float] = []  # seconds
         self.answers = self.too_fast = self.back = 0
 
-    def add(self, request: Timed) -> None:
+    def add(self, request: Request) -> None:
         if request.session is None:
             return
         now, output = request.timestamp / 1000, request.output_length or 0
