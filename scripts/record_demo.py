@@ -15,7 +15,7 @@ from pathlib import Path
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.protocol import Delta, Frame, Hello, snapshot_frames
 from radixkv_monitor.demo import DemoSource
-from radixkv_monitor.recording_writer import save
+from radixkv_monitor.state_builder import save
 
 TARGET = Path(__file__).parent.parent / "tests" / "monitor" / "data" / "agents.rec"
 BEGAN = 1_790_000_000.0

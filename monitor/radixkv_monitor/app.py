@@ -28,13 +28,24 @@ from radixkv.telemetry.command_queue import Outcome
 from radixkv.telemetry.discovery import FoundEngine
 from radixkv_monitor.alert_settings import AlertSettings
 from radixkv_monitor.alerts import Alerter
-from radixkv_monitor.dialogs import ConfirmScreen, ExportScreen, HelpScreen, SafeCommandPalette, key_name
+from radixkv_monitor.dialogs import (
+    KEYS,
+    ConfirmScreen,
+    ExportScreen,
+    HelpScreen,
+    InfoScreen,
+    SafeCommandPalette,
+    copied_json,
+    copied_text,
+    key_name,
+    shown_bindings,
+    verdict_texts,
+    view_texts,
+)
 from radixkv_monitor.engine_picker import EngineScreen
 from radixkv_monitor.feed import Feed
 from radixkv_monitor.feed_factory import feed_of_found
 from radixkv_monitor.formatting import plural
-from radixkv_monitor.info import InfoScreen, copied_json, copied_text, verdict_texts, view_texts
-from radixkv_monitor.keys import KEYS, shown_bindings
 from radixkv_monitor.playback import Playback
 from radixkv_monitor.questions import CommandAsked, Question, can_control
 from radixkv_monitor.screenshot import screenshot

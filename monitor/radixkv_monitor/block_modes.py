@@ -14,8 +14,7 @@ import numpy.typing as npt
 from radixkv.telemetry.records import NodeRecord, Residence, SequenceRecord
 from radixkv_monitor import theme
 from radixkv_monitor.block_map import NO_OWNER, BlockMap, Owner, count_blocks, is_node
-from radixkv_monitor.session_tracker import SHARED, UNKNOWN, SessionTracker, path
-from radixkv_monitor.state import State
+from radixkv_monitor.state import SHARED, UNKNOWN, SessionTracker, State, path
 from radixkv_monitor.theme import Shade
 
 Levels = npt.NDArray[np.uint8]

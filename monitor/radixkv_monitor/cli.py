@@ -260,8 +260,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _watch(arguments: argparse.Namespace) -> int:
     """Print the changes of the verdict's level until a signal comes, or until the level reaches --fail-on."""
+    from radixkv_monitor.alerts import exit_on_signals, watch
     from radixkv_monitor.replay import FileFeed
-    from radixkv_monitor.watch import exit_on_signals, watch
 
     settings = _alert_settings(arguments)
     feed = choose_feed(arguments)

@@ -9,8 +9,7 @@ from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor.block_map import Owner, count_blocks, is_node, place_of, runs
 from radixkv_monitor.block_modes import HOST_STATE_NAMES, STATE_NAMES, Blocks
 from radixkv_monitor.formatting import duration, plural, size
-from radixkv_monitor.session_tracker import SHARED, UNKNOWN, path
-from radixkv_monitor.state import State
+from radixkv_monitor.state import SHARED, UNKNOWN, State, path
 from radixkv_monitor.tree_branch import Branch
 
 

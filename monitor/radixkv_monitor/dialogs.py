@@ -1,11 +1,13 @@
-"""Dialogs over a view: help, export, and the command palette.
+"""Dialogs over a view: help, export, full texts, and the command palette; and the keys that work in every view.
 
 Textual's palette (8.2) fails on keys that arrive before its list is drawn or after it has answered; ours ignores them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -16,7 +18,15 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.screen import ModalScreen
+from textual.widget import Widget
 from textual.widgets import Button, Input, OptionList, Static
+
+from radixkv_monitor.alert_settings import DEFAULTS, Thresholds
+from radixkv_monitor.formatting import clock
+from radixkv_monitor.print_once import to_text
+from radixkv_monitor.state import State
+from radixkv_monitor.summary import summarise, verdict
+from radixkv_monitor.views import VIEWS, View
 
 WORDS = (
     ("free", "blocks without content"),
@@ -228,3 +238,105 @@ class SafeCommandPalette(CommandPalette):
             super()._action_command_list(action)
         except KeyError:  # the lines of the list are not laid out yet
             return
+
+
+# ---- the keys
+
+
+_PACKAGE = __name__.partition(".")[0]
+SCRUB_STEP, SCRUB_LEAP = 5.0, 60.0
+"""The seconds that the keys for the past move."""
+
+KEYS: tuple[Binding, ...] = (
+    *(
+        Binding(str(at), f"view('{view.name}')", view.title, show=False, tooltip=view.about, priority=True)
+        for at, view in enumerate(VIEWS, 1)
+    ),
+    Binding("question_mark", "help", "Help", tooltip="show this help"),
+    Binding("space", "freeze", "Freeze", tooltip="freeze the screen, or resume; a recording pauses"),
+    Binding(
+        "left_square_bracket",
+        f"scrub({-SCRUB_STEP})",
+        "Past",
+        tooltip="go back 5 seconds; the last ten minutes are kept",
+    ),
+    Binding("right_square_bracket", f"scrub({SCRUB_STEP})", "forward", show=False, tooltip="go forward 5 seconds"),
+    Binding("left_curly_bracket", f"scrub({-SCRUB_LEAP})", "back", show=False, tooltip="go back a minute"),
+    Binding("right_curly_bracket", f"scrub({SCRUB_LEAP})", "forward", show=False, tooltip="go forward a minute"),
+    Binding("less_than_sign", "speed(-1)", "slower", show=False, tooltip="play a recording slower"),
+    Binding("greater_than_sign", "speed(1)", "faster", show=False, tooltip="play a recording faster"),
+    Binding("g", "switch", "Engines", show=False, tooltip="watch another running engine"),
+    Binding("i", "info", "Info", show=False, tooltip="show the verdict and the selected item in full"),
+    Binding("v", "verdicts", "Verdicts", show=False, tooltip="show the log of verdict changes"),
+    Binding("b", "baseline", "Baseline", tooltip='count "run" from now on; again: from the start'),
+    Binding("r", "record", "Record", tooltip="start or stop recording to a file in the current folder"),
+    Binding("e", "export", "Export", tooltip="export this view to a file: JSON, CSV or SVG"),
+    Binding("y", "copy('text')", "Copy", show=False, tooltip="copy the description of the selected item"),
+    Binding("Y", "copy('json')", "Copy", show=False, tooltip="copy the selected item as JSON"),
+    Binding("m", "maximise", "Maximise", show=False, tooltip="hide or show the lines around the view"),
+    Binding("t", "theme", "Theme", show=False, tooltip="switch between the dark and the light theme"),
+    Binding("ctrl+z", "suspend_process", "Suspend", show=False, tooltip="suspend to the shell; fg resumes"),
+    Binding("q", "quit", "Quit", tooltip="quit"),
+    Binding("ctrl+c", "quit", "Quit", show=False, priority=True, tooltip="quit from any screen"),
+)
+
+
+def shown_bindings(view: View) -> Iterable[Binding]:
+    """List the bindings of a view and its widgets, each key once, except the keys that edit text."""
+    known: set[str] = set()
+    for widget in (view, *view.query("*").exclude("FilterInput")):
+        kinds = [kind for kind in type(widget).__mro__ if kind.__module__.startswith(_PACKAGE)]
+        for binding in Binding.make_bindings(chain.from_iterable(vars(kind).get("BINDINGS", ()) for kind in kinds)):
+            offered = not binding.action.startswith("control(") or view.check_action("control", ())
+            if binding.key not in known and binding.description and offered:
+                known.add(binding.key)
+                yield binding
+
+
+# ---- full texts
+
+
+def verdict_texts(state: State, thresholds: Thresholds = DEFAULTS) -> list[tuple[str, str]]:
+    """Return the verdict on a state, and its reasons with their levels."""
+    found = verdict(state, summarise(state), thresholds)
+    reasons = "\n".join(f"{each.level:<5}{each.sentence}" for each in found.reasons)
+    return [(f"Verdict at {clock(state.now)}", found.sentence), ("Reasons", reasons)]
+
+
+def view_texts(view: Widget) -> list[tuple[str, str]]:
+    """Return the headline of a view and the description of its selected item, also if there is no room for them."""
+    from radixkv_monitor.widgets.detail_pane import DetailPane
+
+    panes = [pane.detail.text for pane in view.query(DetailPane) if pane.detail is not None]
+    selected = [*_texts(view, ".detail"), *panes]
+    return [("Headline", "\n".join(_texts(view, ".headline"))), ("Selected", "\n\n".join(selected))]
+
+
+def copied_text(view: View, state: State) -> str:
+    """Return the text to copy: the description of the selected item, or the summary of the engine without one."""
+    _, (_, selected) = view_texts(view)
+    return selected or to_text(state, thresholds=view.thresholds)
+
+
+def copied_json(view: View) -> str:
+    """Return the selected row of a view as JSON, or all its rows without one."""
+    row = view.selected_row()
+    return view.export().to_json() if row is None else json.dumps(dict(row), indent=2)
+
+
+def _texts(view: Widget, selector: str) -> list[str]:
+    return [text for each in view.query(selector).results(Static) if (text := str(each.content))]
+
+
+class InfoScreen(TextScreen):
+    """Show titled texts, wrapped, in a box that scrolls."""
+
+    def __init__(self, parts: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
+        self.parts = [(title, text) for title, text in parts if text]
+
+    def compose(self) -> ComposeResult:
+        """Lay out the texts, one below the other."""
+        with VerticalScroll(id="dialog"):
+            for title, text in self.parts:
+                yield Static(Content.assemble((title, "bold $primary"), f"\n{text}\n"), markup=False)

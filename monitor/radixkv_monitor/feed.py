@@ -16,9 +16,8 @@ from threading import Event, Thread
 from typing import Literal
 
 from radixkv.telemetry.command_queue import Outcome
-from radixkv_monitor.recording_writer import LiveRecording, save
 from radixkv_monitor.state import State, age_time
-from radixkv_monitor.state_builder import PastStates, StateBuilder
+from radixkv_monitor.state_builder import LiveRecording, PastStates, StateBuilder, save
 
 _log = logging.getLogger(__name__)
 

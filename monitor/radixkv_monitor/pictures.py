@@ -7,14 +7,13 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from radixkv_monitor.alert_settings import AlertSettings
+from radixkv_monitor.alert_settings import DEFAULTS, AlertSettings, Thresholds
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.feed import Feed, Link, Status
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.state import State
 from radixkv_monitor.state_builder import PastStates, StateBuilder
 from radixkv_monitor.theme import THEMES
-from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 from radixkv_monitor.views import VIEWS, View
 
 SIZE = (120, 36)

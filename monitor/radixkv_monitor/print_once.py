@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from radixkv.errors import EngineNotFound
+from radixkv_monitor.alert_settings import DEFAULTS, Thresholds
 from radixkv_monitor.feed import CUT, Ending, Feed
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
 from radixkv_monitor.latency import Percentiles, time_text
@@ -16,7 +17,6 @@ from radixkv_monitor.occupancy import Process
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import Summary, summarise, verdict
-from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 
 NAMES = 12
 """The columns of the names in `to_text`."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 from radixkv.telemetry.protocol import Hello
 from radixkv.telemetry.records import ITL_NAMES, EvictionRecord, RequestRecord
+from radixkv_monitor.alert_settings import DEFAULTS, Thresholds
 from radixkv_monitor.feed import Ending, ThreadFeed
 from radixkv_monitor.history import grown, of_one_engine
 from radixkv_monitor.latency import Percentiles, is_hit, percentiles, quantile
 from radixkv_monitor.state import Sample, State, age_time
 from radixkv_monitor.state_builder import PastStates, StateBuilder
 from radixkv_monitor.summary import Level, summarise, verdict
-from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 
 POINTS = 600
 """The most states that are judged."""

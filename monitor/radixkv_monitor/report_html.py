@@ -16,6 +16,7 @@ from pathlib import Path
 
 from radixkv import private_files
 from radixkv.telemetry.records import EvictionRecord, RequestRecord
+from radixkv_monitor.alert_settings import DEFAULTS, Thresholds
 from radixkv_monitor.feed import ThreadFeed
 from radixkv_monitor.formatting import clock, count, duration, plural, share, short
 from radixkv_monitor.history import gauges, series
@@ -25,7 +26,6 @@ from radixkv_monitor.print_once import figures
 from radixkv_monitor.report import Latency, Phase, Report, collect
 from radixkv_monitor.report_charts import Series, Stretch, areas, band, lines
 from radixkv_monitor.state import State
-from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 from radixkv_monitor.views import VIEWS
 from radixkv_monitor.views.requests import miss_sentence
 

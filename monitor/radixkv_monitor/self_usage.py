@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+from radixkv.telemetry.process_figures import resident_bytes
 from radixkv_monitor.feed import Traffic
 from radixkv_monitor.formatting import size
-
-_STATM = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +46,6 @@ class UsageMeter:
         )
         self._wall, self._cpu, self._traffic = wall, cpu, traffic
         return cost
-
-
-def resident_bytes() -> int:
-    """Return this process's memory; where the system does not report it, its peak."""
-    try:
-        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
 
 
 FRAMES_PER_SECOND = 5

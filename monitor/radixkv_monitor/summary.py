@@ -9,6 +9,7 @@ from typing import Any, Literal
 from radixkv.telemetry.protocol import CRASHED
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import history as counters
+from radixkv_monitor.alert_settings import DEFAULTS, Thresholds
 from radixkv_monitor.formatting import clock, count, duration, plural, share
 from radixkv_monitor.history import (
     MINUTE,
@@ -22,7 +23,6 @@ from radixkv_monitor.history import (
 from radixkv_monitor.latency import Percentiles, latencies, time_text
 from radixkv_monitor.occupancy import Host, Part, Pool, Process, States, host_of, pool, process_of, states
 from radixkv_monitor.state import Sample, State
-from radixkv_monitor.thresholds import DEFAULTS, Thresholds
 
 Level = Literal["good", "idle", "warn", "bad"]
 

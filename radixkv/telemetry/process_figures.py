@@ -56,7 +56,7 @@ def resident_bytes() -> int:
     """Return the resident memory of this process; its peak where the system does not report the present size."""
     try:
         return int(_STATM.read_bytes().split()[1]) * _page_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return _peak_bytes()
 
 

@@ -12,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.errors import InvalidInput
-from radixkv_monitor.alert_settings import AlertSettings, default_path, find_settings, parse_settings, read_settings
+from radixkv_monitor.alert_settings import (
+    DEFAULTS,
+    UNCONDITIONAL,
+    AlertSettings,
+    Thresholds,
+    default_path,
+    find_settings,
+    parse_settings,
+    read_settings,
+)
 from radixkv_monitor.summary import summarise, verdict
-from radixkv_monitor.thresholds import DEFAULTS, UNCONDITIONAL, Thresholds
 from tests.monitor.samples import request
 from tests.monitor.test_summary import NAMES, state_of
 

@@ -15,12 +15,11 @@ from textual.pilot import Pilot
 from radixkv.errors import InvalidInput
 from radixkv.telemetry.protocol import Delta
 from radixkv.telemetry.records import Changes
-from radixkv_monitor.alert_settings import AlertSettings
+from radixkv_monitor.alert_settings import AlertSettings, Thresholds
 from radixkv_monitor.alerts import LONGEST_TEXT, Alerter, osc9
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.feed import Status
 from radixkv_monitor.replay import FileFeed
-from radixkv_monitor.thresholds import Thresholds
 from radixkv_monitor.verdict_screen import VerdictScreen
 from tests.monitor.fake_feed import FakeFeed
 from tests.monitor.frames import snapshot, until

@@ -25,7 +25,7 @@ from radixkv_monitor.block_map import (
     without_last,
 )
 from radixkv_monitor.block_modes import MODES, Blocks, reduce
-from radixkv_monitor.session_tracker import SHARED, UNKNOWN
+from radixkv_monitor.state import SHARED, UNKNOWN
 from tests.monitor.random_cache import STEPS, RandomCache
 from tests.monitor.view_host import state
 

@@ -19,10 +19,10 @@ from radixkv.telemetry.protocol import Command, Decoder, Hello, Reply
 from radixkv.telemetry.records import Changes
 from radixkv_monitor import questions
 from radixkv_monitor.app import MonitorApp
-from radixkv_monitor.command_channel import LOST, NOT_NOW, OTHER_ENGINE, CommandChannel
 from radixkv_monitor.dialogs import ConfirmScreen
 from radixkv_monitor.feed import Feed, Status
 from radixkv_monitor.feed_factory import feed_of
+from radixkv_monitor.live import LOST, NOT_NOW, OTHER_ENGINE, CommandChannel
 from radixkv_monitor.questions import ImpossibleError
 from radixkv_monitor.state import State
 from radixkv_monitor.views.tree import TreeView

@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from radixkv.telemetry.records import NodeRecord, RequestRecord
-from radixkv_monitor import detail, node_filter
+from radixkv_monitor import detail, tree_branch
 from radixkv_monitor.block_map import CACHED, FREE, PINNED, BlockMap
 from radixkv_monitor.block_modes import Blocks
 from radixkv_monitor.print_once import to_dict, to_text
@@ -126,9 +126,9 @@ def test_nodes_on_the_host_have_a_sign_of_their_own(size: tuple[int, int]) -> No
 
 
 def test_the_filter_finds_nodes_on_the_host() -> None:
-    matching = node_filter.parse("host")
+    matching = tree_branch.parse_filter("host")
     assert matching is not None and [matching.matches(each, "team", None) for each in NODES] == [False] * 3 + [True] * 3
-    cached = node_filter.parse("cached")
+    cached = tree_branch.parse_filter("cached")
     assert cached is not None and [each.id for each in NODES if cached.matches(each, "team", None)] == [3]
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from textual.binding import Binding, BindingType
 
-from radixkv_monitor.dialogs import key_name
-from radixkv_monitor.keys import KEYS
+from radixkv_monitor.dialogs import KEYS, key_name
 from radixkv_monitor.options import EXIT_STATUSES, parser
 from radixkv_monitor.views import VIEWS, FilteredView
 from radixkv_monitor.views.evictions import EvictionsView

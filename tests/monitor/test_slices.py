@@ -9,7 +9,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from radixkv_monitor import block_map, slices, tree_rows
+from radixkv_monitor import block_map, tree_rows, views
 from radixkv_monitor.state import State, Touched
 from radixkv_monitor.views import Selection
 from radixkv_monitor.views.pool import PoolView
@@ -27,8 +27,8 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"radixkv_monitor.views.{module}.LARGE", 100)
     for module in (tree_rows, block_map):
         monkeypatch.setattr(module, "SLICE", 10)
-    monkeypatch.setattr(slices, "SECONDS", 0.0)
-    monkeypatch.setattr(slices, "PAUSE", 3600.0)
+    monkeypatch.setattr(views, "SECONDS", 0.0)
+    monkeypatch.setattr(views, "PAUSE", 3600.0)
 
 
 def large(**values: object) -> State:

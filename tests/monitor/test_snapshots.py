@@ -27,11 +27,11 @@ from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.engine_picker import EnginePicker
 from radixkv_monitor.feed import Feed, Status, Traffic
 from radixkv_monitor.pictures import settle
-from radixkv_monitor.recording_writer import save
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.self_usage import Cost, UsageMeter
 from radixkv_monitor.state import State
+from radixkv_monitor.state_builder import save
 from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS
 from scripts.draw_monitor import FOLDER, PICTURES, RECORDING, Moment, draw

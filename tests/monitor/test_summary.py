@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from radixkv.telemetry.mirror import ENDED_REQUESTS, Mirror
 from radixkv.telemetry.records import ITL_NAMES, Changes
+from radixkv_monitor.alert_settings import Thresholds
 from radixkv_monitor.latency import is_hit, latencies, percentile, percentiles
 from radixkv_monitor.occupancy import Part, pool
 from radixkv_monitor.print_once import to_text
 from radixkv_monitor.state import Sample, State, StateCopier
 from radixkv_monitor.summary import summarise, verdict
-from radixkv_monitor.thresholds import Thresholds
 from tests.monitor.fake_feed import FACTS
 from tests.monitor.samples import STATES, eviction, request
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from radixkv.telemetry.records import NodeRecord
 from radixkv_monitor import tree_rows
-from radixkv_monitor.node_filter import InvalidFilter, NodeFilter, parse, states_of
-from radixkv_monitor.tree_branch import SORTS, Branch
+from radixkv_monitor.tree_branch import SORTS, Branch, InvalidFilter, NodeFilter, parse_filter, states_of
 from radixkv_monitor.tree_rows import TreeRows
 from tests.monitor.random_cache import STEPS, RandomCache
 
@@ -316,7 +315,7 @@ def test_namespaces_come_from_roots(small: tuple[TreeRows, Nodes]) -> None:
     ],
 )
 def test_terms_of_a_filter(line: str, fits: dict[str, object], not_fit: dict[str, object]) -> None:
-    matching = parse(line)
+    matching = parse_filter(line)
     assert matching is not None
     for facts, answer in ((fits, True), (not_fit, False)):
         values = {name: value for name, value in facts.items() if name not in ("namespace", "session")}
@@ -327,18 +326,18 @@ def test_a_root_fits_by_its_name_only() -> None:
     root = node(1, tokens=0)
     assert NodeFilter(words=("team",)).matches(root, "team", None)
     for line in ("min:1", "cached", "ids:1", "session:1", "reused:1"):
-        matching = parse(line)
+        matching = parse_filter(line)
         assert matching is not None and not matching.matches(root, "team", 1)
 
 
 def test_an_empty_line_is_no_filter() -> None:
-    assert parse("  ") is None
+    assert parse_filter("  ") is None
 
 
 @pytest.mark.parametrize("line", ["min:x", "ids:1,b", "session:", "reused:many", "color:red"])
 def test_an_unknown_term_is_named(line: str) -> None:
     with pytest.raises(InvalidFilter, match=line.split(":")[0]):
-        parse(line)
+        parse_filter(line)
 
 
 def test_states_of_a_node() -> None:

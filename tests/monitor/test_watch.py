@@ -17,10 +17,9 @@ import pytest
 
 from radixkv.telemetry.protocol import Snapshot
 from radixkv.telemetry.records import Changes
-from radixkv_monitor import cli, watch
-from radixkv_monitor.alert_settings import parse_settings
+from radixkv_monitor import alerts, cli
+from radixkv_monitor.alert_settings import DEFAULTS, parse_settings
 from radixkv_monitor.feed import Status
-from radixkv_monitor.thresholds import DEFAULTS
 from tests.monitor.fake_feed import FakeFeed
 from tests.monitor.frames import snapshot
 from tests.monitor.test_alerts import held
@@ -57,7 +56,7 @@ def play(monkeypatch: pytest.MonkeyPatch, feed: FakeFeed, *events: Changes | Sta
         else:
             raise event
 
-    monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(alerts, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(cli, "choose_feed", lambda arguments: feed)
 
 

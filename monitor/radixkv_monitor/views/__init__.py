@@ -1,6 +1,11 @@
-"""The views: their common interface, the table of views, the messages between them, and exported rows.
+"""The views: their common interface, the table of views, the messages between them, exported rows, and the filter line.
 
 A view draws a State. It reads no feed and refers to no other view; it posts a message when something is selected.
+
+Every key that is typed after `/` arrives in the filter line, at any speed. Textual hands a key to the widget that has
+the focus when the key arrives. `Widget.focus` takes effect later, and a key binding runs after keys that have arrived
+already. So the view moves the focus at once, its `/` is a priority binding, and the input leaves keys that it received
+too early to the widget that has the focus now.
 """
 
 from __future__ import annotations
@@ -8,20 +13,21 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
-from textual import on
+from textual import events, on
 from textual.binding import Binding, BindingType
 from textual.message import Message
+from textual.message_pump import MessagePump
 from textual.widget import Widget
 from textual.widgets import Input
 
+from radixkv_monitor.alert_settings import DEFAULTS, Thresholds
 from radixkv_monitor.state import State
-from radixkv_monitor.thresholds import DEFAULTS, Thresholds
-from radixkv_monitor.widgets.filter_input import FilterInput, focus_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,3 +224,95 @@ class FilteredView(View):
     def _typed(self, event: Input.Changed) -> None:
         event.stop()
         self.apply_filter(self.filter_line.value)  # not the event's: it may be older
+
+
+# ---- the filter
+
+
+def focus_now(widget: Widget) -> None:
+    """Move the focus to a widget, before the next key arrives."""
+    widget.screen.set_focus(widget, scroll_visible=False)
+
+
+class FilterInput(Input):
+    """An input that `enter` and `escape` leave.
+
+    `accept` gets the text that was entered, and `clear` is called for escape. Both must move the focus by `focus_now`.
+    """
+
+    def __init__(self, placeholder: str, accept: Callable[[str], None], clear: Callable[[], None]) -> None:
+        super().__init__(placeholder=placeholder, compact=True)
+        self._accept, self._clear = accept, clear
+
+    async def _on_key(self, event: events.Key) -> None:
+        focused = self.screen.focused
+        if focused is not self:
+            event.prevent_default()
+            event.stop()
+            if focused is not None:
+                focused.post_message(events.Key(event.key, event.character))
+        elif event.key in ("enter", "escape"):
+            event.prevent_default()
+            event.stop()
+            if event.key == "enter":
+                self._accept(self.value)
+            else:
+                self._clear()
+        else:
+            await super()._on_key(event)
+
+
+# ---- long work
+
+
+LARGE = 20_000
+"""The nodes from which on a view reads all of them in slices."""
+SECONDS = 0.04
+"""The time after which a slice ends, so that a key waits no longer."""
+PAUSE = 0.005
+"""The time between two slices."""
+
+
+class Work(NamedTuple):
+    """The steps, which yield the completed share; a function that shows the share; and one for the end."""
+
+    steps: Iterator[float]
+    show: Callable[[float], None]
+    done: Callable[[], None]
+
+
+class SlicedWork:
+    """Run long work on the app's thread in slices, so that keys are handled and frames are drawn in between.
+
+    A widget has at most one piece of work. It ends with the widget, because its timers do.
+    """
+
+    def __init__(self, widget: MessagePump, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._widget, self._clock = widget, clock
+        self._work: Work | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether work has begun and not ended."""
+        return self._work is not None
+
+    def start(self, steps: Iterator[float], show: Callable[[float], None], done: Callable[[], None]) -> None:
+        """Take all `steps`, which yield the completed share. Between slices `show` it; call `done` after the last one.
+
+        The first slice comes after the caller's messages were handled, so `show(0.0)` is on screen before it.
+        """
+        assert not self.is_running
+        self._work = Work(steps, show, done)
+        show(0.0)
+        self._widget.set_timer(PAUSE, self._slice)
+
+    def _slice(self) -> None:
+        assert self._work is not None
+        work, end = self._work, self._clock() + SECONDS
+        for share in work.steps:
+            if self._clock() >= end:
+                work.show(share)
+                self._widget.set_timer(PAUSE, self._slice)
+                return
+        self._work = None
+        work.done()

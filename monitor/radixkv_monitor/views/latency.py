@@ -15,8 +15,7 @@ from textual.widgets import Static
 from radixkv_monitor.formatting import short
 from radixkv_monitor.latency import WINDOWS, Distribution, as_rows, latencies, name_of, time_text
 from radixkv_monitor.state import State
-from radixkv_monitor.views import Table, View
-from radixkv_monitor.widgets.filter_input import focus_now
+from radixkv_monitor.views import Table, View, focus_now
 from radixkv_monitor.widgets.histogram import LABEL, Scale, aligned, scale_of
 from radixkv_monitor.widgets.panel import AXIS, Panel, columns
 

@@ -21,9 +21,17 @@ from radixkv_monitor.block_map import is_node
 from radixkv_monitor.block_modes import HOST_LEGEND, MODES, STATE_NAMES, Blocks, ColourMode, LegendEntry, host_mode
 from radixkv_monitor.formatting import share, size
 from radixkv_monitor.occupancy import states
-from radixkv_monitor.slices import LARGE, SlicedWork
 from radixkv_monitor.state import State
-from radixkv_monitor.views import BlockSelected, HostBlockSelected, NodeSelected, Selection, Table, View
+from radixkv_monitor.views import (
+    LARGE,
+    BlockSelected,
+    HostBlockSelected,
+    NodeSelected,
+    Selection,
+    SlicedWork,
+    Table,
+    View,
+)
 from radixkv_monitor.widgets.block_pane import BlockPane
 from radixkv_monitor.widgets.detail_pane import DETAIL_KEYS, DetailPane, Headline
 from radixkv_monitor.widgets.heat_map import HeatMap

@@ -14,8 +14,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from radixkv_monitor.state import State
-from radixkv_monitor.views import FilteredView, Selection, Table
-from radixkv_monitor.widgets.filter_input import FilterInput, focus_now
+from radixkv_monitor.views import FilteredView, FilterInput, Selection, Table, focus_now
 from radixkv_monitor.widgets.table import Column, RowTable
 
 Row = TypeVar("Row")

@@ -12,19 +12,27 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 
-from radixkv_monitor import detail, node_filter, questions
+from radixkv_monitor import detail, questions, tree_branch
 from radixkv_monitor.block_map import block_at, count_blocks
 from radixkv_monitor.detail import Detail
 from radixkv_monitor.formatting import plural
 from radixkv_monitor.questions import ControlledView, Question
-from radixkv_monitor.session_tracker import SessionTracker
-from radixkv_monitor.slices import LARGE, SlicedWork
-from radixkv_monitor.state import State, Touched
-from radixkv_monitor.tree_branch import SORTS, Branch
+from radixkv_monitor.state import SessionTracker, State, Touched
+from radixkv_monitor.tree_branch import SORTS, Branch, InvalidFilter, NodeFilter
 from radixkv_monitor.tree_rows import TreeRows
-from radixkv_monitor.views import BlockSelected, FilteredView, HostBlockSelected, NodeSelected, Selection, Table
+from radixkv_monitor.views import (
+    LARGE,
+    BlockSelected,
+    FilteredView,
+    FilterInput,
+    HostBlockSelected,
+    NodeSelected,
+    Selection,
+    SlicedWork,
+    Table,
+    focus_now,
+)
 from radixkv_monitor.widgets.detail_pane import DETAIL_KEYS, DetailPane, Headline
-from radixkv_monitor.widgets.filter_input import FilterInput, focus_now
 from radixkv_monitor.widgets.flat_tree import FlatTree
 from radixkv_monitor.widgets.tree_row import RowContext
 
@@ -76,13 +84,13 @@ class TreeView(ControlledView, FilteredView):
         self._state: State | None = None
         self._loading = SlicedWork(self)
         self._wanted: int | None = None  # the node to show after loading
-        self._filter: node_filter.NodeFilter | None = None
+        self._filter: NodeFilter | None = None
         self._filter_error = ""
 
     def compose(self) -> ComposeResult:
         """Lay out headline, filter, tree and description."""
         yield Headline()
-        yield FilterInput(node_filter.EXAMPLES, self.accept_filter, self.action_clear_filter)
+        yield FilterInput(tree_branch.FILTER_EXAMPLES, self.accept_filter, self.action_clear_filter)
         with Container():
             yield FlatTree(self.rows)
             yield DetailPane()
@@ -288,9 +296,9 @@ class TreeView(ControlledView, FilteredView):
     def apply_filter(self, text: str) -> None:
         """Show the nodes that match this text, and those above them; keep the last filter if it is not one."""
         try:
-            self._filter = node_filter.parse(text)
+            self._filter = tree_branch.parse_filter(text)
             self._filter_error = ""
-        except node_filter.InvalidFilter as error:
+        except InvalidFilter as error:
             self._filter_error = str(error)
         else:
             before = self.rows.rows
