@@ -49,7 +49,7 @@ class Transfer(Protocol):
 
 
 class StateMemory(Protocol):
-    """Slots of recurrent states; `radixkv.models.recurrent.arena.StateArena` has them."""
+    """Slots of recurrent states; `radixkv.models.recurrent.forward.StateArena` has them."""
 
     def run(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy slots (source, target) one after the other; a source EMPTY sets the target to the empty state."""

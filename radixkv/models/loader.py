@@ -26,7 +26,7 @@ from radixkv.errors import InvalidInput, RadixKVError, UnsupportedModel
 from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import GGUFHeader, read_header
 from radixkv.model_path import BUNDLED, readable
-from radixkv.models import checkpoint, config_check, gguf_weights
+from radixkv.models import checkpoint, gguf_weights
 from radixkv.models.checkpoint import Checkpoint
 from radixkv.models.gguf_tokenizer import stop_token_ids, tokenizer_of
 from radixkv.models.quantized.kernels import kernels
@@ -72,7 +72,7 @@ def read(
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
     with _room_for(name), _own_reports(silent=name in BUNDLED), readable():
         found = checkpoint.examine(folder)
-        config_check.check_numbers(folder, found.most_weights, place, options)
+        checkpoint.check_numbers(folder, found.most_weights, place, options)
         model = _read_quantised(found, name, weights) if weights in ("int8", "int4") else None
         if model is None:
             model = _read_whole(found, name, place, dtype, device, options)

@@ -29,8 +29,7 @@ from radixkv.models.attention_interface import AttentionBackend, AttentionCall, 
 from radixkv.models.fallback import OwnAttention
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import AttentionWindow, LayerSpec, LoadedModel, SequenceInput
-from radixkv.models.recurrent.arena import StateArena
-from radixkv.models.recurrent.forward import RecurrentForward
+from radixkv.models.recurrent.forward import RecurrentForward, StateArena
 from radixkv.models.step_batch import StepBatch, logit_places
 from radixkv.sizing.recurrent_state import StateRow, StateStep
 from radixkv_kernels.graph_capacity import Bucket

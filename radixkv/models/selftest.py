@@ -21,10 +21,8 @@ from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models.architecture import ForwardSignature, num_experts, short_error, unlisted_window
 from radixkv.models.attention_interface import own_attention
 from radixkv.models.loaded import LoadedModel
-from radixkv.models.recurrent.selftest_cases import RecurrentSelfTestCases
-from radixkv.models.rounding import TOLERANCE, relative_error
-from radixkv.models.selftest_cases import SHORTEST, SelfTestCases
-from radixkv.models.widening import widened, widened_by_layers
+from radixkv.models.rounding import TOLERANCE, relative_error, widened, widened_by_layers
+from radixkv.models.selftest_cases import SHORTEST, RecurrentSelfTestCases, SelfTestCases
 
 _log = logging.getLogger(__name__)
 

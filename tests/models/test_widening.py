@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter, selftest
+from radixkv.models.rounding import widened_by_layers
 from radixkv.models.selftest_cases import SelfTestCases
-from radixkv.models.widening import widened_by_layers
 from tests.models.conftest import GROUPED, make
 from tests.selection import mostly_long
 

@@ -3,18 +3,89 @@
 A layer returns the output of its MLP and leaves the residual on this tensor, so that the next norm adds both. The
 forwards replace the forwards of a model's modules only in the forwards of radixkv whose attention runs in Triton: all
 others use the modules as they are written.
+
+Rows are multiplied by the weights of several linear layers in one product. The stacked weight is the only copy: the
+weights of the layers become views of it. So names, shapes and values of a model's weights stay, and values that are
+written into them count at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from radixkv.models.attention_interface import AttentionCall, RotaryCall, handler_or_none
-from radixkv.models.gpu_layers.stacked import StackedLinear
+
+
+class StackedLinear:
+    """Linear layers of the same inputs, whose outputs lie side by side."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        """Multiply layer by layer until `stack` is called. The layers have biases, or none has."""
+        self._layers = list(layers)
+        names = ("weight",) if layers[0].bias is None else ("weight", "bias")
+        self._parts = [[(layer._parameters, name) for layer in layers] for name in names]
+        self._stacks: list[Tensor] = []
+        self._addresses: list[list[int]] = []
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return [T, outputs of all layers] of rows [T, inputs].
+
+        Weights that have left the stack, by a replaced parameter or by new memory, are multiplied layer by layer.
+        """
+        if self.stacked and self._stacks[0].dtype == rows.dtype:
+            return functional.linear(rows, *self._stacks)
+        return torch.cat([functional.linear(rows, layer.weight, layer.bias) for layer in self._layers], 1)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the weights of all layers are views of the stack."""
+        return bool(self._stacks) and all(
+            owner[name].data_ptr() == address  # type: ignore[union-attr]  # a parameter
+            for parts, addresses in zip(self._parts, self._addresses, strict=True)
+            for (owner, name), address in zip(parts, addresses, strict=True)
+        )
+
+    def stack(self) -> None:
+        """Move the weights into one tensor, unless they are adjacent already: one copy of them.
+
+        Raises RuntimeError for parameters that cannot be moved, such as those made in inference mode.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._stacks = [_stack([owner[name] for owner, name in parts]) for parts in self._parts]  # type: ignore[misc]
+        self._addresses = [
+            [owner[name].data_ptr() for owner, name in parts]  # type: ignore[union-attr]
+            for parts in self._parts
+        ]
+
+
+def _stack(parameters: list[Tensor]) -> Tensor:
+    """Return one tensor whose parts, along its first dimension, are the data of the parameters from now on."""
+    first = parameters[0]
+    shape = (sum(len(each) for each in parameters), *first.shape[1:])
+    if _adjacent(parameters):
+        return first.detach().as_strided(shape, first.stride())
+    stack = first.new_empty(shape)
+    sizes = [len(each) for each in parameters]
+    for parameter, part in zip(parameters, stack.split_with_sizes(sizes), strict=True):
+        part.copy_(parameter)
+        parameter.data = part
+    return stack
+
+
+def _adjacent(parameters: list[Tensor]) -> bool:
+    """Return whether contiguous tensors follow each other in one storage."""
+    storage, end = parameters[0].untyped_storage().data_ptr(), parameters[0].data_ptr()
+    for each in parameters:
+        if each.untyped_storage().data_ptr() != storage or each.data_ptr() != end or not each.is_contiguous():
+            return False
+        end += each.nbytes
+    return True
+
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 _RESIDUAL = "radixkv_residual"

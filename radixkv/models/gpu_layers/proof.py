@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from radixkv.models.attention_interface import AttentionCall, RotaryCall, handled_by
 from radixkv.models.gpu_layers.layer import NORMS, GpuLayer, GpuNorm, completed
 from radixkv.models.observed import Player, Use
-from radixkv.models.rounding import TOLERANCE
-from radixkv.models.widening import widened
+from radixkv.models.rounding import TOLERANCE, widened
 
 _MAGNITUDES = (1e-2, 1.0, 30.0, 1e4)  # of the rows of one input: some models cut large numbers
 _EXACT, _TF32 = 1e-4, 5e-3  # relative to a row's norm, in float32
