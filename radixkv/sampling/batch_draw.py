@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from radixkv.sampling.race import PAGE, race
+from radixkv.sampling.race import race, race_all
 
 GREEDY, PLAIN, FILTERED = 0, 1, 2
 """Kinds of rows: the maximum; a draw from the whole distribution; a draw after top-k, top-p or min-p."""
@@ -48,22 +48,12 @@ def draw(logits: Tensor, best: Tensor, rows: DrawRows) -> Tensor:
     scaled = (logits - best[:, None]).float().div_(rows.temperature[:, None])
     keys = rows.keys[:, None]
     if not rows.has_filtered:
-        return _from_all(scaled.exp_(), keys)
+        return race_all(scaled.exp_(), keys)
     weights = scaled.exp()
     ids = torch.arange(scaled.shape[1], device=scaled.device)
     kept = scaled >= _threshold(scaled, weights, rows)
     found = race(scaled.double().exp_().mul_(kept), keys, ids)[:, 0]
-    return torch.where(rows.kinds == FILTERED, found, _from_all(weights, keys)) if rows.has_plain else found
-
-
-def _from_all(weights: Tensor, keys: Tensor) -> Tensor:
-    """Sample the whole distribution: first a page of tokens by the sums of the pages, then a token of the page."""
-    pages = torch.nn.functional.pad(weights, (0, -weights.shape[1] % PAGE)).view(len(weights), -1, PAGE)
-    sums = pages.sum(dim=2, dtype=torch.float64)
-    page = race(sums, keys, -1 - torch.arange(sums.shape[1], device=sums.device))
-    ids = page * PAGE + torch.arange(PAGE, device=page.device)
-    place = race(pages.take_along_dim(page[:, :, None], dim=1)[:, 0], keys, ids)
-    return ids.gather(1, place)[:, 0]
+    return torch.where(rows.kinds == FILTERED, found, race_all(weights, keys)) if rows.has_plain else found
 
 
 def _threshold(scaled: Tensor, weights: Tensor, rows: DrawRows) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from radixkv.device import Device
 from radixkv.sampling.batch_rows import Batch
 from radixkv.sampling.candidates import as_candidates
-from radixkv.sampling.params import Candidates, TokenLogprobs
+from radixkv.sampling.params import TokenLogprobs
 from radixkv.sampling.sampler import Sampled
 from radixkv.sampling.token_counts import TokenCounts
 
@@ -99,21 +99,6 @@ class Mixture:
         meaning."""
         tokens = drawn.new_zeros(self.size)
         return tokens.index_copy_(0, device.upload(np.array(self.drawn, np.int64)), drawn) if self.drawn else tokens
-
-    def merged(self, drawn: Sampled, searched: Sampled) -> Sampled:
-        """Return the results of all rows in their order."""
-        tokens = [0] * self.size
-        logprobs: list[TokenLogprobs | None] = [None] * self.size
-        candidates: list[Candidates | None] = [None] * self.size
-        parts = ((self.drawn, drawn), (self.search.places, searched))
-        for places, part in parts:
-            for place, at in enumerate(places):
-                tokens[at] = part.tokens[place]
-                logprobs[at] = part.logprobs[place] if part.logprobs is not None else None
-                candidates[at] = part.candidates[place] if part.candidates is not None else None
-        reported = drawn.logprobs is not None or searched.logprobs is not None
-        broken = frozenset(places[place] for places, part in parts for place in part.broken)
-        return Sampled(tokens, logprobs if reported else None, broken, candidates)
 
 
 def existence(owner: object) -> Callable[[], bool]:

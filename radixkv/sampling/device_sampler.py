@@ -24,7 +24,7 @@ from radixkv.sampling.batch_rows import Batch
 from radixkv.sampling.device_candidates import CandidateSearch, Mixture, bits_of
 from radixkv.sampling.logits_processors import LogitsProcessor
 from radixkv.sampling.params import SampleRow, TokenLogprobs
-from radixkv.sampling.sampler import Sampled
+from radixkv.sampling.sampler import Sampled, merged
 from radixkv.sampling.token_counts import TokenCounts
 from radixkv.sampling.token_mask import TokenMask
 
@@ -160,7 +160,8 @@ class DevicePending:
             return drawn
         if batch.most_logprobs is not None:
             end += len(batch.reported) * (1 + 2 * batch.most_logprobs)
-        return mixture.merged(drawn, mixture.search.result(numbers[end:]))
+        searched = mixture.search
+        return merged((mixture.drawn, drawn), (searched.places, searched.result(numbers[end:])))
 
     def unread(self) -> Callable[[], bool]:
         """Return a function that says whether this object exists, and the host has not read its results."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 
+import torch
 from torch import Tensor
 
 PAGE = 256
@@ -43,3 +44,15 @@ def race(weights: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
     `keys` are int64 [rows, 1]; `ids` are int64 [n] or [rows, n].
     """
     return (weights.double() / exponential(keys, ids)).argmax(dim=1, keepdim=True)
+
+
+def race_all(weights: Tensor, keys: Tensor) -> Tensor:
+    """Return an id [rows] per row like `race`, of weights of all ids: first a page by the sums of the pages, then one
+    of its ids."""
+    pages = torch.nn.functional.pad(weights, (0, -weights.shape[1] % PAGE)).view(len(weights), -1, PAGE)
+    sums = pages.sum(dim=2, dtype=torch.float64)
+    # Pages are numbered from -1 downwards: tokens have the other ids.
+    page = race(sums, keys, -1 - torch.arange(sums.shape[1], device=sums.device))
+    ids = page * PAGE + torch.arange(PAGE, device=page.device)
+    place = race(pages.take_along_dim(page[:, :, None], dim=1)[:, 0], keys, ids)
+    return ids.gather(1, place)[:, 0]

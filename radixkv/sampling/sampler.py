@@ -26,7 +26,7 @@ from radixkv.errors import InvalidInput
 from radixkv.sampling.candidates import best_candidates
 from radixkv.sampling.logits_processors import LogitsProcessor, adjusted
 from radixkv.sampling.params import Candidates, SampleRow, SamplingParams, TokenLogprobs
-from radixkv.sampling.race import PAGE, draw_key, race
+from radixkv.sampling.race import draw_key, race, race_all
 from radixkv.sampling.token_mask import TokenMask
 
 _FIRST_CANDIDATES = 64  # most likely tokens that are sorted first if only top_p or min_p filters
@@ -177,16 +177,25 @@ def _with_candidates(
     drawn = Sampled([], None)
     if plain:
         drawn = _drawn(unmasked[plain], logits[plain], [rows[index] for index in plain], processors)
+    broken = frozenset(place for place, each in enumerate(found) if each is None)
     reports = _logprobs(own, beams, [each.tokens[0] if each and each.tokens else 0 for each in found])
-    tokens = [0] * len(rows)
-    candidates: list[Candidates | None] = [None] * len(rows)
-    logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-    for place, index in enumerate(plain):
-        tokens[index], logprobs[index] = drawn.tokens[place], drawn.logprobs[place] if drawn.logprobs else None
-    for place, index in enumerate(searched):
-        candidates[index], logprobs[index] = found[place], reports[place] if reports else None
-    broken = {plain[place] for place in drawn.broken} | {index for index in searched if candidates[index] is None}
-    return Sampled(tokens, logprobs if drawn.logprobs or reports else None, frozenset(broken), candidates)
+    return merged((plain, drawn), (searched, Sampled([0] * len(searched), reports, broken, found)))
+
+
+def merged(*parts: tuple[Sequence[int], Sampled]) -> Sampled:
+    """Return the results of all rows in their order, given those of each part with the places of its rows."""
+    size = sum(len(places) for places, _ in parts)
+    tokens = [0] * size
+    logprobs: list[TokenLogprobs | None] = [None] * size
+    candidates: list[Candidates | None] = [None] * size
+    for places, part in parts:
+        for place, at in enumerate(places):
+            tokens[at] = part.tokens[place]
+            logprobs[at] = part.logprobs[place] if part.logprobs is not None else None
+            candidates[at] = part.candidates[place] if part.candidates is not None else None
+    reported = any(part.logprobs is not None for _, part in parts)
+    broken = frozenset(places[place] for places, part in parts for place in part.broken)
+    return Sampled(tokens, logprobs if reported else None, broken, candidates)
 
 
 def _drawn(
@@ -253,15 +262,8 @@ class _RandomDraw:
         return (logits - self.best).float().div_(self.temperature)
 
     def from_all(self) -> list[int]:
-        """Sample the whole distribution: first a page of tokens by the sums of the pages, then a token of the page."""
-        weights = self._scaled(self.logits).exp_()
-        pages = torch.nn.functional.pad(weights, (0, -weights.shape[1] % PAGE)).view(len(weights), -1, PAGE)
-        sums = pages.sum(dim=2, dtype=torch.float64)
-        # Pages are numbered from -1 downwards: tokens have the other ids.
-        page = race(sums, self.keys, -1 - torch.arange(sums.shape[1], device=sums.device))
-        ids = page * PAGE + torch.arange(PAGE, device=page.device)
-        place = race(pages.take_along_dim(page[:, :, None], dim=1)[:, 0], self.keys, ids)
-        tokens: list[int] = ids.gather(1, place)[:, 0].tolist()
+        """Sample the whole distribution."""
+        tokens: list[int] = race_all(self._scaled(self.logits).exp_(), self.keys).tolist()
         return tokens
 
     def from_candidates(self, candidates: int) -> list[int]:
