@@ -13,7 +13,7 @@ import socket
 import stat
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -41,7 +41,6 @@ class FoundEngine:
     socket: str
     tcp: str | None = None
     token: str | None = field(default=None, repr=False)
-    alive: bool = True
 
 
 def advertise(facts: EngineFacts, path: Path, tcp: str | None = None, token: str | None = None) -> Path:
@@ -62,16 +61,15 @@ def advertise(facts: EngineFacts, path: Path, tcp: str | None = None, token: str
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump({name: value for name, value in asdict(description).items() if name != "alive"}, file)
+        json.dump(asdict(description), file)
     fresh.replace(target)
     return target
 
 
-def engines(*, dead: bool = False) -> list[FoundEngine]:
+def engines() -> list[FoundEngine]:
     """List this user's engines on this machine, the oldest first.
 
-    Files of dead engines are removed, and so are sockets without a listener. With `dead`, files stay, and dead engines
-    are listed too.
+    Files of dead engines are removed, and so are sockets without a listener.
     """
     every: list[FoundEngine] = []
     for folder in filter(is_private, folders()):
@@ -79,13 +77,13 @@ def engines(*, dead: bool = False) -> list[FoundEngine]:
             found = _read(path)
             if found is None:
                 continue
-            if found.alive or dead:
+            if _is_alive(found):
                 every.append(found)
             else:
                 with suppress(OSError):  # a file that cannot be removed does no harm
                     path.unlink(missing_ok=True)
                     path.with_suffix(".sock").unlink(missing_ok=True)
-        for path in () if dead else folder.glob("*.sock"):
+        for path in folder.glob("*.sock"):
             _remove_orphan(path)
     return sorted(every, key=lambda found: (found.started, found.socket))
 
@@ -103,7 +101,7 @@ def _remove_orphan(path: Path) -> None:
 
 
 def _read(path: Path) -> FoundEngine | None:
-    """Read a description and check whether its engine is alive; None if it is not a valid description."""
+    """Read a description; None if it is not a valid one."""
     try:
         with open(path, "rb", opener=_open_nonblocking) as file:
             status = os.fstat(file.fileno())
@@ -111,9 +109,9 @@ def _read(path: Path) -> FoundEngine | None:
                 return None
             description = json.loads(file.read(_MOST_BYTES))
         # Use the socket next to the file, not the path inside it: a forged file must not redirect a client.
-        known = {name: description.get(name) for name in FoundEngine.__slots__ if name not in ("socket", "alive")}
+        known = {name: description.get(name) for name in FoundEngine.__slots__ if name != "socket"}
         found = FoundEngine(**known, socket=str(path.with_suffix(".sock")))
-        return replace(found, alive=_is_alive(found)) if _is_sound(found) else None
+        return found if _is_sound(found) else None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 

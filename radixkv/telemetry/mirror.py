@@ -61,10 +61,10 @@ class Mirror:
         for request in changes.requests:
             self._request(request)
         for session in changes.sessions:
-            _keep_newest(self.sessions, session.number, session, SESSIONS)
+            keep_newest(self.sessions, session.number, session, SESSIONS)
         for eviction in changes.evictions:
             if not self._was_dropped(eviction):
-                _keep_newest(self.evictions, eviction.number, eviction, EVICTIONS, move=False)
+                keep_newest(self.evictions, eviction.number, eviction, EVICTIONS, move=False)
         if changes.next_victims is not None:
             self.next_victims = changes.next_victims
 
@@ -91,10 +91,10 @@ class Mirror:
             self.live[request.number] = request
             return
         self.live.pop(request.number, None)
-        _keep_newest(self.ended, request.number, request, ENDED_REQUESTS)
+        keep_newest(self.ended, request.number, request, ENDED_REQUESTS)
 
 
-def _keep_newest(kept: OrderedDict[Key, Value], key: Key, value: Value, most: int, *, move: bool = True) -> None:
+def keep_newest(kept: OrderedDict[Key, Value], key: Key, value: Value, most: int, *, move: bool = True) -> None:
     """Keep the newest `most`."""
     kept[key] = value
     if move:

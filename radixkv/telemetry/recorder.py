@@ -12,7 +12,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from radixkv.cache.events import ignore
 from radixkv.cache.reuse import total
 from radixkv.cache.tokens import WIDTH
 from radixkv.cache.types import Node, Pressure, Purpose
-from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS
+from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS, keep_newest
 from radixkv.telemetry.records import (
     NEXT_VICTIMS,
     Changes,
@@ -35,7 +35,6 @@ from radixkv.telemetry.records import (
     namespace_label,
 )
 
-Value = TypeVar("Value")
 NO_STATS: Mapping[str, float] = {}
 NO_OWNERS: Mapping[int, tuple[int, int]] = {}
 _CACHE_STATS = tuple((each.name, f"cache.{each.name}") for each in fields(CacheStats))
@@ -98,11 +97,11 @@ class Recorder:
             self._requests[number] = record
         else:  # it was never shown as live, so its end may be dropped
             self._requests.pop(number, None)
-            _keep_newest(self._ended, number, record, ENDED_REQUESTS)
+            keep_newest(self._ended, number, record, ENDED_REQUESTS)
 
     def session(self, record: SessionRecord) -> None:
         """Report a session's present state; only the last report before a `collect` counts."""
-        _keep_newest(self._sessions, record.number, record, SESSIONS)
+        keep_newest(self._sessions, record.number, record, SESSIONS)
 
     # ---- collecting
 
@@ -186,7 +185,7 @@ class Recorder:
             when, (number, node, start, tokens, blocks, gone, idle, hits, pressure) = evictions.popleft()
             record = EvictionRecord(number, when, node, start, tokens, blocks, idle, hits, gone, str(pressure))
             records[number] = record
-            _keep_newest(self._evictions, number, record, EVICTIONS)
+            keep_newest(self._evictions, number, record, EVICTIONS)
         while regrets:
             number, ago = regrets.popleft()
             known = self._evictions.get(number)
@@ -222,14 +221,6 @@ class _Texts:
         """Drop the texts of removed nodes."""
         for number in gone:
             self._known.pop(number, None)
-
-
-def _keep_newest(kept: OrderedDict[int, Value], number: int, record: Value, most: int) -> None:
-    """Keep the newest `most`."""
-    kept[number] = record
-    kept.move_to_end(number)
-    if len(kept) > most:
-        kept.popitem(last=False)
 
 
 class EventBuffer:

@@ -120,8 +120,6 @@ def test_what_a_killed_process_left_is_removed(folder):
     )
     subprocess.run([sys.executable, "-c", code], check=False)
     assert {path.suffix for path in folder.iterdir()} == {".json", ".sock"}
-    (dead,) = engines(dead=True)
-    assert not dead.alive
     assert engines() == []
     assert list(folder.iterdir()) == []
 
@@ -134,9 +132,8 @@ def rewritten(path: Path, **other: object) -> None:
 def test_another_process_of_the_same_number_is_not_taken_for_the_engine(claimed):
     path, listener = claimed
     listener.close()  # the socket exists, and has no listener
-    assert [found.alive for found in engines(dead=True)] == [True]  # alive by its process
+    assert len(engines()) == 1  # alive by its process
     rewritten(path, process="another-boot:17")
-    assert [found.alive for found in engines(dead=True)] == [False]
     assert engines() == []
     assert not path.exists()
 
@@ -289,7 +286,6 @@ def test_a_socket_without_a_description_goes_with_its_listener(claimed):
         assert [found.socket for found in engines()] == [str(path)] and killed.exists()  # it may be about to listen
         for each in (begun, killed, other):
             os.utime(each, (1.0, 1.0))
-        assert [found.socket for found in engines(dead=True)] == [str(path)] and killed.exists()
         assert [found.socket for found in engines()] == [str(path)]
         assert (begun.exists(), killed.exists(), other.exists()) == (True, False, True)
     begun.unlink()
