@@ -25,22 +25,9 @@ class Branch:
     """
 
     __slots__ = (
-        "blocks",
-        "children",
-        "host_blocks",
-        "host_nodes",
-        "is_match",
-        "matching",
-        "newest",
-        "nodes",
-        "number",
-        "order",
-        "own_blocks",
-        "own_host",
-        "parent",
-        "record",
-        "tokens",
-    )
+        "blocks", "children", "host_blocks", "host_nodes", "is_match", "matching", "newest", "nodes", "number", "order",
+        "own_blocks", "own_host", "parent", "record", "tokens",
+    )  # fmt: skip
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -38,44 +38,18 @@ _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
 _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
-_UNSUPPORTED = frozenset(
-    {
-        "$dynamicAnchor",
-        "$dynamicRef",
-        "$recursiveAnchor",
-        "$recursiveRef",
-        "contains",
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-        "else",
-        "if",
-        "maxContains",
-        "minContains",
-        "not",
-        "propertyNames",
-        "then",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-        "uniqueItems",
-    }
-)
-_ENFORCED_FORMATS = frozenset(
-    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
-)
-_OTHER_FORMATS = frozenset(
-    {
-        "idn-email",
-        "idn-hostname",
-        "iri",
-        "iri-reference",
-        "json-pointer",
-        "regex",
-        "relative-json-pointer",
-        "uri-reference",
-        "uri-template",
-    }
-)
+_UNSUPPORTED = frozenset({
+    "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies",
+    "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "propertyNames",
+    "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+})  # fmt: skip
+_ENFORCED_FORMATS = frozenset({
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
+})  # fmt: skip
+_OTHER_FORMATS = frozenset({
+    "idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer",
+    "uri-reference", "uri-template",
+})  # fmt: skip
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"  # without 0000
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = (
@@ -87,15 +61,11 @@ _STRICTER = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}
 """Patterns for formats that the compiler enforces too loosely: its dates have 29 February in every year, and year 0."""
 
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
-_DRAFTS = frozenset(
-    {
-        "http://json-schema.org/draft-04/schema",
-        "http://json-schema.org/draft-06/schema",
-        "http://json-schema.org/draft-07/schema",
-        "https://json-schema.org/draft/2019-09/schema",
-        "https://json-schema.org/draft/2020-12/schema",
-    }
-)
+_DRAFTS = frozenset({
+    "http://json-schema.org/draft-04/schema", "http://json-schema.org/draft-06/schema",
+    "http://json-schema.org/draft-07/schema", "https://json-schema.org/draft/2019-09/schema",
+    "https://json-schema.org/draft/2020-12/schema",
+})  # fmt: skip
 _ANNOTATIONS = frozenset({"$id", "id", "$anchor", "$comment", "title", "description", "default", "examples"})
 _OPTIONS = "x-guidance"
 _ALLOWED_OPTIONS = frozenset({"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"})

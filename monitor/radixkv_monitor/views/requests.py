@@ -19,33 +19,19 @@ from radixkv_monitor.views import RequestSelected, Selection
 from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.widgets.table import Cell, Column, RowTable
 
-GLYPHS = {
-    "waiting": "…",
-    "prefill": "▶",
-    "decode": "●",
-    "paused": "‖",
-    "preempted": "↺",
-    "finished": "✓",
-    "cancelled": "∅",
-    "failed": "✗",
-    "timed out": "◷",
+PHASES = {
+    "waiting": ("…", "warn"),
+    "prefill": ("▶", "info"),
+    "decode": ("●", "good"),
+    "paused": ("‖", "warn"),
+    "preempted": ("↺", "warn"),
+    "finished": ("✓", "plain"),
+    "cancelled": ("∅", "dim"),
+    "failed": ("✗", "bad"),
+    "timed out": ("◷", "warn"),
 }
-"""A sign for each phase and outcome, in addition to its colour."""
-
-STYLES = {
-    "waiting": "warn",
-    "prefill": "info",
-    "decode": "good",
-    "paused": "warn",
-    "preempted": "warn",
-    "finished": "plain",
-    "cancelled": "dim",
-    "failed": "bad",
-    "timed out": "warn",
-}
-"""The table style of each phase and outcome."""
+"""A sign for each phase and outcome, in addition to its colour, and its table style."""
 ENDS = ("finished", "failed", "timed out", "cancelled")
-
 
 LENGTHS = (15.0, 30.0, 60.0, 120.0)
 """The seconds that an axis may show: few values, so that the scale seldom changes."""
@@ -108,7 +94,8 @@ class RequestRow:
 
 
 def _phase(row: RequestRow, width: int) -> Cell:
-    return [(f"{GLYPHS[row.outcome]} {row.outcome}", STYLES[row.outcome])]
+    sign, style = PHASES[row.outcome]
+    return [(f"{sign} {row.outcome}", style)]
 
 
 def _waterfall(row: RequestRow, width: int) -> Cell:

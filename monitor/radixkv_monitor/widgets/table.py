@@ -88,16 +88,9 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
     header = 1
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
-        "row-table--header",
-        "row-table--plain",
-        "row-table--dim",
-        "row-table--good",
-        "row-table--warn",
-        "row-table--bad",
-        "row-table--info",
-        "row-table--accent",
-        "row-table--cursor",
-    }
+        "row-table--header", "row-table--plain", "row-table--dim", "row-table--good", "row-table--warn",
+        "row-table--bad", "row-table--info", "row-table--accent", "row-table--cursor",
+    }  # fmt: skip
     DEFAULT_CSS = """
     RowTable > .row-table--header { color: $text-muted; text-style: bold; background: $panel; }
     RowTable > .row-table--plain { color: $foreground; }
