@@ -5,15 +5,24 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
+from radixkv.engine.core import Core
+from radixkv.engine.request import Request
 from radixkv.sampling.params import SamplingParams
 from tests.simulation.draw import draw, with_states
+from tests.simulation.late import LateSampler, LateSlotModel
+from tests.simulation.model import VOCAB, SlotModel
 from tests.simulation.oracle import replies
 from tests.simulation.scenario import Ask, Fault, Flaw, Scenario, States
+from tests.simulation.stateful import StatefulSlotModel
 from tests.simulation.test_faults import EVERY_THIRD, LIFE, failed, in_step
 from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
 from tests.simulation.world import World
@@ -143,3 +152,39 @@ def test_deterministic_requests_resume_on_the_grid_of_chunks() -> None:
     config = replace(CONFIG, deterministic=True)
     asks = (Ask(number, 10 * number, (*prompt, number), GREEDY, 3, reply_start=59) for number in range(3))
     assert hits(run(*asks, config=config)) == [0, 48, 48]
+
+
+def chats(depth: int, snapshots: int) -> tuple[int, int]:
+    """Run eight turns of twelve chats, whose replies end with a stop token; returns prompt tokens and cached ones."""
+    cache = PrefixCache(4000, 4, state_rows=4, state_snapshots=snapshots)
+    parts = (StatefulSlotModel, LateSlotModel if depth else SlotModel)
+    model: Any = type("Model", parts, {})(cache, 0)
+    sampler: Any = LateSampler(model) if depth else None
+    config = EngineConfig(max_sequences=4, max_batch_tokens=128, prefill_chunk=32)
+    core = Core(cache, model, config, sampler=sampler, depth=depth)
+    rng, params, stops = random.Random(0), SamplingParams(max_tokens=60, temperature=0), frozenset(range(5))
+    texts = [[9] * 30 for _ in range(12)]
+    asked = cached = 0
+    for text in rng.choices(texts, k=96):
+        text += [rng.randrange(5, VOCAB) for _ in range(rng.randrange(8, 30))]
+        start = len(text)
+        text += [7, 8, 9]  # the beginning of the reply, as a template writes it
+        request = Request(np.array(text, np.int32), params, 60, stops, 0, reply_start=start)
+        core.add(request)
+        while core.idle_for() is not None:
+            core.step()
+            cache.check()
+        done = request.channel.wait(0)
+        assert done.finish_reason == "stop"
+        text += done.token_ids
+        asked, cached = asked + done.usage.prompt_tokens, cached + done.usage.cached_tokens
+    return asked, cached
+
+
+@pytest.mark.parametrize("snapshots", [24, 400])
+def test_chats_hit_as_much_where_steps_overlap(snapshots: int) -> None:
+    """At depth 1 the row of an ended stream has run its stop token, so that a later state is kept."""
+    (asked, cached), (same, overlapped) = (chats(depth, snapshots) for depth in (0, 1))
+    assert asked == same
+    assert cached > 0.75 * asked
+    assert abs(cached - overlapped) < 0.01 * asked
