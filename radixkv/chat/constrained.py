@@ -174,14 +174,11 @@ class _Calls:
     def _head(self, name: str) -> str:
         """Return the expression for a call up to its arguments."""
         if self._named:
-            own = f"({_tag(self._template, '[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)? " if "[CALL_ID]" in self._source else ""
+            has_id = "[CALL_ID]" in self._template.rendering.template
+            own = f"({_tag(self._template, '[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)? " if has_id else ""
             return f"{_quoted(name)} {own}{_tag(self._template, _NAMED)}"
         quoted = json.dumps(name, ensure_ascii=False)
         return _quoted(f'{{"name": {quoted}, "{_KEYS[self._form]}": ')
-
-    @property
-    def _source(self) -> str:
-        return self._template.rendering.template
 
     def _schema(self, name: str, function: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the schema of a call's arguments, which are an object in any case."""

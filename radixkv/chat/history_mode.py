@@ -159,14 +159,15 @@ def histories(tokenizer: Any, stop_ids: frozenset[int]) -> Histories:
         appends=history_mode(template, "auto") == "append",
         appends_with_tools=history_mode(with_tools, "auto") == "append",
         strips_thinking=template.strips_thinking,
-        shows_system=_shows(template, _SYSTEM, [{"role": "system", "content": _SYSTEM}]),
+        shows_system=_shows_system(template),
         shows_tools=with_tools.rendering.writes_tools,
     )
 
 
-def _shows(template: ChatTemplate, words: str, opening: list[Message]) -> bool:
-    """Whether a prompt contains these words; False if the template refuses it."""
+def _shows_system(template: ChatTemplate) -> bool:
+    """Whether a prompt contains the system prompt; False if the template refuses it."""
+    asked = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": "What is 2 + 2?"}]
     try:
-        return words in template.rendering.render([*opening, {"role": "user", "content": "What is 2 + 2?"}])
+        return _SYSTEM in template.rendering.render(asked)
     except ChatError:
         return False

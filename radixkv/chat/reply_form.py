@@ -114,7 +114,8 @@ class ReplyForm:
                 self.leads.clear()
             self.leads[key] = known
         leads = [Lead(each.prompted, each.written.replace(_MARKS.thinking, marks.thinking)) for each in known]
-        return max((lead for lead in leads if before.endswith(lead.written)), key=_length, default=None)
+        found = (lead for lead in leads if before.endswith(lead.written))
+        return max(found, key=lambda lead: len(lead.written), default=None)
 
     def spoken_from(self, text: str, *, opened: bool) -> int:
         """Return the index at which the thinking of a reply ends, in its text with control tokens.
@@ -260,10 +261,6 @@ def _call(name: tuple[str, str], mark: str, *, as_text: bool) -> Message:
     function = {"name": name[1], "arguments": {"mark": mark}}
     call: Message = {"id": name[0], "type": "function", "function": function}
     return with_text(call) if as_text else call
-
-
-def _length(lead: Lead) -> int:
-    return len(lead.written)
 
 
 def shared(first: str, second: str) -> int:

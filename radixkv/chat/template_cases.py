@@ -56,7 +56,8 @@ class Dialogue:
         for at, (question, answer) in enumerate(_TURNS[: self.turns]):
             messages.append({"role": "user", "content": question})
             messages += _called(self.calls, _THOUGHT if thinks else "") if at == 0 else []
-            messages.append(form.thoughtful(_THOUGHT, answer) if thinks else _says(answer))
+            said = {"role": "assistant", "content": answer}
+            messages.append(form.thoughtful(_THOUGHT, answer) if thinks else said)
         return list(form.taken([*messages, _LAST]))
 
 
@@ -126,10 +127,6 @@ def _after_prompt(template: ChatTemplate, messages: Sequence[Message], *, is_las
 
 def _is_result(message: Message) -> bool:
     return bool(message["role"] == "tool")
-
-
-def _says(answer: str) -> Message:
-    return {"role": "assistant", "content": answer}
 
 
 def _called(count: int, thought: str) -> list[Message]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,6 @@ from radixkv.model_path import shown_name
 if TYPE_CHECKING:
     from radixkv.chat import Engine, Reply
     from radixkv.engine import EngineStats
-    from radixkv.sampling.params import SamplingParams
 
 _CHAT_BLOCKS, _AGENT_BLOCKS = 256, 1024  # 16 tokens each: more than the demo needs, so that nothing is evicted
 _Watch = Callable[[str], AbstractContextManager[Listener]]  # called with "chat" or "agents" before that part
@@ -91,12 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def differences(cached: Sequence[Reply], uncached: Sequence[Reply]) -> list[int]:
     """Return the indices of replies whose tokens differ; a reply that one side lacks counts as different."""
-    longest = max(len(cached), len(uncached))
-    return [at for at in range(longest) if _tokens(cached, at) != _tokens(uncached, at)]
-
-
-def _tokens(replies: Sequence[Reply], at: int) -> tuple[int, ...] | None:
-    return replies[at].token_ids if at < len(replies) else None
+    tokens = ([reply.token_ids for reply in replies] for replies in (cached, uncached))
+    return [at for at, (one, other) in enumerate(zip_longest(*tokens)) if one != other]
 
 
 # ---- running
@@ -105,12 +101,6 @@ def _tokens(replies: Sequence[Reply], at: int) -> tuple[int, ...] | None:
 def chosen(model: str | None) -> str:
     """Return the model of the conversation: the given one, else the real model if it is installed."""
     return model or str(demo_chat.installed_model() or BUNDLED)
-
-
-def _greedy() -> SamplingParams:
-    from radixkv.sampling.params import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=96)
 
 
 def _load(console: Console, model: str, num_blocks: int, *, prefix_cache: bool) -> Engine:
@@ -124,7 +114,9 @@ def _load(console: Console, model: str, num_blocks: int, *, prefix_cache: bool) 
 
 def play(console: Console, model: str, watch: _Watch, *, prefix_cache: bool) -> Run:
     """Play the conversation on `model`, then the agents on the bundled model, each watched by a listener."""
-    chat, params = demo_chat.chat_for(model), _greedy()
+    from radixkv.sampling.params import SamplingParams
+
+    chat, params = demo_chat.chat_for(model), SamplingParams(temperature=0.0, max_tokens=96)
     with _load(console, model, _CHAT_BLOCKS, prefix_cache=prefix_cache) as engine, watch("chat") as on_answer:
         began = time.perf_counter()
         talk = tuple(demo_chat.play(engine, chat, params, on_answer))

@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,19 +47,9 @@ class Finding:
         return f"{_MARKS[self.status]} {self.status:<7}  {self.about:<{width}}  {seen}"
 
 
-def ok(about: str, seen: str) -> Finding:
-    """Return a finding without a problem."""
-    return Finding("ok", about, seen)
-
-
-def note(about: str, seen: str) -> Finding:
-    """Return a finding about a part that works, but not as well as it could."""
-    return Finding("note", about, seen)
-
-
-def problem(about: str, seen: str) -> Finding:
-    """Return a finding about a part that does not work."""
-    return Finding("problem", about, seen)
+ok = partial(Finding, "ok")
+note = partial(Finding, "note")  # of a part that works, but not as well as it could
+problem = partial(Finding, "problem")  # of a part that does not work
 
 
 PYTHON = SpecifierSet(">=3.11")

@@ -6,7 +6,7 @@ The module of a command is imported when the command runs, so `--help` loads nei
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from radixkv.cli import entry_point
@@ -16,13 +16,20 @@ from radixkv.server_settings import Settings
 _PROGRAM = "radixkv"
 _MODEL = "tiny (bundled), a local folder, a GGUF file, or a name on the hub"
 _METAVARS = {
-    **dict.fromkeys(("kv_memory", "host_memory", "max_body", "history_bytes", "response_bytes"), "SIZE"),
+    **dict.fromkeys(
+        ("kv_memory", "state_memory", "host_memory", "max_body", "history_bytes", "response_bytes"), "SIZE"
+    ),
     "eviction": "POLICY",
     "record": "FILE",
     "model_name": "NAME",
     "history": "MODE",
 }
 _MONITOR_MODES = {"on": True, "off": False}
+
+
+_Parser = argparse.ArgumentParser
+_Add = Callable[..., _Parser]
+_Check = Callable[[argparse.Namespace], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,20 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     about = "A prefix-caching inference engine that lives inside your Python process."
     parser, commands, common = entry_point.parsers(_PROGRAM, about)
-    _add_chat(commands, common)
-    _add_demo(commands, common)
-    _add_ps(commands, common)
-    _add_plan(commands, common)
-    _add_doctor(commands, common)
-    _add_serve(commands, common)
-    _add_convert(commands, common)
+
+    def add(name: str, about: str, *, module: str = "", epilog: str | None = None, **defaults: _Check) -> _Parser:
+        """Add a command that `module` runs."""
+        described = about[0].upper() + about[1:] + "."
+        command = commands.add_parser(name, help=about, description=described, parents=[common], epilog=epilog)
+        command.set_defaults(module=module or f"radixkv.cli.{name}", **defaults)
+        return command
+
+    for add_command in (_add_chat, _add_demo, _add_ps, _add_plan, _add_doctor, _add_serve, _add_convert):
+        add_command(add)
     return parser
 
 
-def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def _add_chat(add: _Add) -> None:
     about = "chat with a model; fork, rewind and edit the conversation"
-    chat = commands.add_parser("chat", help=about, description=_sentence(about), parents=[common])
-    chat.set_defaults(module="radixkv.cli.chat", check=_check_model)
+    chat = add("chat", about, check=_check_model)
     model = chat.add_mutually_exclusive_group()
     model.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{_MODEL} (default tiny)")
     model.add_argument("--model", dest="model", default="tiny", help="the same, as an option")
@@ -58,31 +67,24 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     _add_monitor(chat)
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def _add_demo(add: _Add) -> None:
     about = "show conversations and branches that share one KV pool, and compare each answer with an uncached run"
-    demo = commands.add_parser("demo", help=about, description=_sentence(about), parents=[common])
-    demo.set_defaults(module="radixkv.cli.demo")
-    demo.add_argument(
+    add("demo", about).add_argument(
         "--model",
         metavar="MODEL",
         help="model of the conversation (default: SmolLM2 if `make real` has installed it, else tiny)",
     )
 
 
-def _add_ps(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def _add_ps(add: _Add) -> None:
     about = "list the running engines of this user: pool, hit rate, requests; radixkv-monitor shows one in detail"
-    ps = commands.add_parser("ps", help=about, description=_sentence(about), parents=[common])
-    ps.set_defaults(module="radixkv.cli.ps")
-    ps.add_argument("--json", action="store_true", help="print a JSON list, for scripts")
+    add("ps", about).add_argument("--json", action="store_true", help="print a JSON list, for scripts")
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def _add_plan(add: _Add) -> None:
     about = "compute the KV size of a model, and the number of sequences that fit into a memory; loads no model"
-    plan = commands.add_parser(
-        "plan", help=about, description=_sentence(about), parents=[common],
-        epilog="A well-known model can be given by name; an unknown name lists them. See docs/sizing.md.",
-    )  # fmt: skip
-    plan.set_defaults(module="radixkv.cli.plan")
+    epilog = "A well-known model can be given by name; an unknown name lists them. See docs/sizing.md."
+    plan = add("plan", about, epilog=epilog)
     plan.add_argument(
         "model", metavar="MODEL", help="a config.json or GGUF file, a folder with one, tiny, or a well-known name"
     )
@@ -92,16 +94,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     plan.add_argument(
         "--context", type=int, metavar="N", help="longest sequence in tokens (default: the context of the model)"
     )
-    plan.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default 16)")
+    _add_settings(plan, "state_memory", "block_size", "max_sequences")
     plan.add_argument("--dtype", help="float32, bfloat16, float16, ... (default: the dtype of the weights)")
-    plan.add_argument(
-        "--max-sequences", type=int, default=64, metavar="N",
-        help="sequences that run at once; each takes a recurrent state of a hybrid model (default 64)",
-    )  # fmt: skip
-    plan.add_argument(
-        "--state-memory", default="auto", metavar="SIZE",
-        help="part of the memory for the recurrent states of a hybrid model (default: up to a third)",
-    )  # fmt: skip
     plan.add_argument(
         "--host-memory",
         metavar="SIZE",
@@ -111,14 +105,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser], com
     plan.add_argument("--json", action="store_true", help="print one JSON object with all sizes, for scripts")
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def _add_doctor(add: _Add) -> None:
     about = "check whether radixkv works on this machine with a model, and suggest settings that would make it faster"
-    doctor = commands.add_parser(
-        "doctor", help=about, description=_sentence(about), parents=[common],
-        epilog="Loads the model as an engine does; a model on the hub is downloaded if necessary. A line begins with "
-        "'+ ok', '~ note' or '! problem'. The exit status is 1 if there is a problem.",
-    )  # fmt: skip
-    doctor.set_defaults(module="radixkv.cli.doctor")
+    epilog = (
+        "Loads the model as an engine does; a model on the hub is downloaded if necessary. A line begins with "
+        "'+ ok', '~ note' or '! problem'. The exit status is 1 if there is a problem."
+    )
+    doctor = add("doctor", about, epilog=epilog)
     doctor.add_argument("model", metavar="MODEL", nargs="?", default="tiny", help=_MODEL)
     _add_tokenizer(doctor)
     _add_settings(doctor, "kv_memory", "state_memory", "host_memory", "max_sequences", "block_size", "device", "dtype")
@@ -126,10 +119,9 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser], c
     doctor.add_argument("--json", action="store_true", help="print one JSON object with all findings, for scripts")
 
 
-def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def _add_serve(add: _Add) -> None:
     about = "serve OpenAI's and Anthropic's HTTP APIs and metrics from one engine; needs radixkv[serve]"
-    serve = commands.add_parser("serve", help=about, description=_sentence(about), parents=[common])
-    serve.set_defaults(module="radixkv.serve.command", check=_check_model)
+    serve = add("serve", about, module="radixkv.serve.command", check=_check_model)
     serve.add_argument("model", metavar="MODEL", help=_MODEL)
     _add_tokenizer(serve)
     access, limits = serve.add_argument_group("address and access"), serve.add_argument_group("limits")
@@ -184,16 +176,13 @@ def _add_keys(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_convert(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
-) -> None:
+def _add_convert(add: _Add) -> None:
     about = "write a GGUF model as a folder of safetensors, which loads without dequantisation; needs radixkv[gguf]"
-    convert = commands.add_parser(
-        "convert", help=about, description=_sentence(about), parents=[common],
-        epilog="The folder has the weights as numbers of 32 bits, which give the same answers as the file, and is "
-        "several times larger. --dtype bfloat16 halves it; it rounds the weights, which changes answers a little.",
-    )  # fmt: skip
-    convert.set_defaults(module="radixkv.cli.convert")
+    epilog = (
+        "The folder has the weights as numbers of 32 bits, which give the same answers as the file, and is several "
+        "times larger. --dtype bfloat16 halves it; it rounds the weights, which changes answers a little."
+    )
+    convert = add("convert", about, epilog=epilog)
     convert.add_argument("file", metavar="FILE.gguf", help="the file, one of its shards, or a folder with one model")
     convert.add_argument("folder", metavar="FOLDER", help="a new or empty folder; nothing is overwritten")
     _add_tokenizer(convert)
@@ -216,10 +205,6 @@ def _check_model(arguments: argparse.Namespace) -> None:
     from radixkv.cli import model_check
 
     model_check.check_arguments(arguments)
-
-
-def _sentence(about: str) -> str:
-    return about[0].upper() + about[1:] + "."
 
 
 def _add_settings(

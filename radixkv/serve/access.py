@@ -13,7 +13,7 @@ from hashlib import sha256
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
-from radixkv.serve.errors import ApiError, bad_request
+from radixkv.serve.errors import ApiError, bad_request, too_many
 from radixkv.server_settings import Settings, is_loopback
 
 KEY_HEADER = "x-api-key"
@@ -123,12 +123,8 @@ class StreamLimiter:
     def count(self, tenant: str | None, streams: int, more: int) -> None:
         """Count `more` streams of a request that will have `streams`; raise as `StreamLease.resize`."""
         if streams > min(self._most, self._most_per_key or self._most):
-            raise ApiError(
-                400,
-                f"{streams} streams at once are more than this server takes: lower n, or send fewer prompts",
-                param="n",
-                code="invalid_value",
-            )
+            message = f"{streams} streams at once are more than this server takes: lower n, or send fewer prompts"
+            raise bad_request(message, "n", "invalid_value")
         if self.streams + more > self._most:
             self._refuse("the server is busy")
         if self._most_per_key is not None and self._streams[tenant] + more > self._most_per_key:
@@ -137,9 +133,7 @@ class StreamLimiter:
 
     def _refuse(self, why: str) -> None:
         self.refused += 1
-        headers = {"Retry-After": str(self._retry_after)}
-        message = f"{why}: try again in {self._retry_after} s"
-        raise ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
+        raise too_many(why, self._retry_after)
 
 
 class StreamLease:

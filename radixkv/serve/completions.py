@@ -57,15 +57,7 @@ async def create(service: Service, request: Request) -> Response:
         await service.compiled(request, options.params)
         with errors_about("prompt", options.constraint_field):
             handles = [
-                await submit.start(
-                    service,
-                    caller,
-                    options,
-                    EncodedPrompt(ids),
-                    cleanup,
-                    timeout=service.time_left(request),
-                    session=session,
-                )
+                await submit.start(service, request, caller, options, EncodedPrompt(ids), cleanup, session)
                 for ids in prompts
             ]
         completion = CompletionAnswer(service, body, prompts, request.state.log_fields)
@@ -224,12 +216,8 @@ class CompletionAnswer:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _head(self) -> JsonObject:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._service.model_name,
-        }
+        named = {"created": self._created, "model": self._service.model_name}
+        return {"id": self._id, "object": "text_completion", **named}
 
     def _echo(self, prompt: TextOrIds, ids: TokenIds) -> str:
         """Return the text that precedes the replies to a prompt: the prompt itself with `echo`."""

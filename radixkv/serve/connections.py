@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Protocol
 
-from radixkv.serve.errors import ApiError
+from radixkv.serve.errors import too_many
 from radixkv.server_settings import Settings
 
 
@@ -67,13 +67,7 @@ class Connections:
         if self._counts[tenant] >= self._most_per_key:
             idle = next((each for each, owner in self._tenants.items() if owner == tenant and each.is_idle), None)
             if idle is None:
-                raise ApiError(
-                    429,
-                    f"too many connections of this API key are open: try again in {self._retry_after} s",
-                    code="rate_limit_exceeded",
-                    kind="rate_limit_error",
-                    headers={"Retry-After": str(self._retry_after), "Connection": "close"},
-                )
+                raise too_many("too many connections of this API key are open", self._retry_after, Connection="close")
             self.closed(idle)
             idle.close()
         if before is not None:

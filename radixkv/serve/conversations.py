@@ -113,31 +113,21 @@ class Conversations:
         tools: Tools = None,
         session_key: str | None = None,
         arguments: Arguments | None = None,
+        *,
+        prefill: bool = False,
     ) -> ChatPrompt:
         """Return the prompt of a conversation. O(bytes of the messages + tokens), and encoding the new text.
 
         `arguments` are additional variables of the template; replies are remembered for each set of them.
         `session_key` gives its session, or without a key the remembered conversation.
+        With `prefill`, the prompt ends inside the last message, a reply that the model continues. A remembered reply,
+        for example one that `max_tokens` cut, continues from its own ids.
         Raises ChatError if the template refuses the messages, and PromptTooLong.
         """
         known = self._index.ids_for(namespace, messages, tools, arguments)
-        return self._prompt(known, namespace, messages, tools, session_key, arguments)
-
-    def prefilled(
-        self,
-        namespace: Hashable,
-        messages: Sequence[Message],
-        tools: Tools = None,
-        session_key: str | None = None,
-        arguments: Arguments | None = None,
-    ) -> ChatPrompt:
-        """Return a prompt that ends inside the last message, a reply that the model continues.
-
-        It has the arguments, cost and errors of `prompt`. A remembered reply, for example one that `max_tokens` cut,
-        continues from its own ids.
-        """
+        if not prefill:
+            return self._prompt(known, namespace, messages, tools, session_key, arguments)
         *asked, begun = messages
-        known = self._index.ids_for(namespace, messages, tools, arguments)
         template = self._template_of(tools, known.date or today(), arguments)
         at: int | None
         if known.messages == len(messages):

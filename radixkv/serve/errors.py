@@ -65,6 +65,13 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def too_many(why: str, retry_after: int, **headers: str) -> ApiError:
+    """Return an ApiError 429 for a request beyond a limit, which may be sent again after some seconds."""
+    headers["Retry-After"] = str(retry_after)
+    message = f"{why}: try again in {retry_after} s"
+    return ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
+
+
 @contextmanager
 def errors_about(param: str, constraint: str | None = None) -> Iterator[None]:
     """Convert errors of the engine or the template to ApiError 400 with a field's name.

@@ -17,13 +17,11 @@ MAX_HEAD = 1 << 16  # bytes, as uvicorn's default for h11
 
 def http_protocol(connections: Connections, head_timeout: float) -> type[asyncio.Protocol]:
     """Return the value of uvicorn's setting `http`; a head must be complete after `head_timeout` seconds."""
-    return _counted(_limited_httptools() if find_spec("httptools") is not None else _h11(), connections, head_timeout)
-
-
-def _h11() -> type[Any]:
+    if find_spec("httptools") is not None:
+        return _counted(_limited_httptools(), connections, head_timeout)
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    return H11Protocol
+    return _counted(H11Protocol, connections, head_timeout)
 
 
 def _limited_httptools() -> type[Any]:

@@ -198,8 +198,8 @@ class Service:
                 self.check_length(texts, len(messages))
                 arguments, unread = self.conversations.arguments(chat.template_options, tools)
                 self._ignore(unread, ignored)
-                make = self.conversations.prefilled if chat.prefill else self.conversations.prompt
-                return make(caller.namespace, messages, tools, session_key, arguments)
+                asked = caller.namespace, messages, tools, session_key, arguments
+                return self.conversations.prompt(*asked, prefill=chat.prefill)
 
         return await self.in_background(encoded)
 

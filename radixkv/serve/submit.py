@@ -8,33 +8,33 @@ from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request
+
 from radixkv.engine import AsyncHandle, Chunk
 from radixkv.engine.input_processor import EncodedPrompt
-from radixkv.engine.request import TokenIds
 from radixkv.errors import PromptTooLong
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.schemas import RequestOptions
 from radixkv.serve.service import Caller, Service
 
-Ids = Sequence[int] | TokenIds
 _SPARE = 32  # tokens per stream, for a block that a fork copies, and for a partly filled one
 _AHEAD = 64  # chunks that may wait to be sent
 
 
 async def start(
     service: Service,
+    request: Request,
     caller: Caller,
     options: RequestOptions,
     prompt: EncodedPrompt,
     cleanup: ExitStack,
-    *,
-    timeout: float | None,
-    session: int | None = None,
+    session: int | None,
 ) -> AsyncHandle:
-    """Submit a request, which is cancelled when `cleanup` closes, and fails after `timeout` seconds.
+    """Submit a request, which is cancelled when `cleanup` closes, and fails at its deadline.
 
     `AsyncEngine.submit` describes `session`. `max_tokens` is limited to the room after the prompt. The replies share
-    this room if the pool cannot hold `max_tokens` for each of them. Raises PromptTooLong, and as `AsyncEngine.submit`.
+    this room if the pool cannot hold `max_tokens` for each of them. Raises PromptTooLong, RequestTimedOut, and as
+    `AsyncEngine.submit`.
     """
     ids, most = prompt.ids, service.settings.max_prompt_tokens
     if most is not None and len(ids) > most:
@@ -45,7 +45,7 @@ async def start(
         engine.submit,
         prompt,
         namespace=caller.namespace,
-        timeout=timeout,
+        timeout=service.time_left(request),
         session=session,
         sample=options.samples,
     )

@@ -105,13 +105,12 @@ class Encoder(Protocol):
         """Return the last event of a stream that failed."""
 
 
+Reader = Callable[[JsonObject, IgnoredFields | None], ChatRequest]
+"""Checks a body, perhaps on another thread, and adds the fields that it ignores, as `read_chat` does."""
+
+
 async def respond(
-    service: Service,
-    request: Request,
-    read: Callable[[JsonObject, IgnoredFields | None], ChatRequest],
-    encoder: Callable[[Turn], Encoder],
-    *,
-    any_model: bool = False,
+    service: Service, request: Request, read: Reader, encoder: Callable[[Turn], Encoder], *, any_model: bool = False
 ) -> Response:
     """Respond to a chat request as events or as a whole, as the client requested. Arguments and errors: `open_turn`."""
     with ExitStack() as cleanup:
@@ -124,18 +123,12 @@ async def respond(
 
 
 async def open_turn(
-    service: Service,
-    request: Request,
-    read: Callable[[JsonObject, IgnoredFields | None], ChatRequest],
-    cleanup: ExitStack,
-    *,
-    any_model: bool = False,
+    service: Service, request: Request, read: Reader, cleanup: ExitStack, *, any_model: bool = False
 ) -> Turn:
     """Admit a request, read its body, encode its prompt and submit it.
 
-    `read(body, ignored)` checks the body, perhaps on another thread, as `read_chat` does. The streams are released and
-    the request is cancelled when `cleanup` closes. `max_tokens` is limited to the room after the prompt. `any_model`
-    serves every model name.
+    The streams are released and the request is cancelled when `cleanup` closes. `max_tokens` is limited to the room
+    after the prompt. `any_model` serves every model name.
     Raises ApiError (401, 403, 404, 429, or 400 for a wrong body, wrong messages or a long prompt), RequestTimedOut and
     EngineClosed. The `code` of a prompt that is too long is "context_length_exceeded".
     """
@@ -152,16 +145,8 @@ async def open_turn(
         if body.call_rule.constrains(options.params):
             options = await _constrained(service, body, prompt)
         await service.compiled(request, options.params)
-        timeout = service.time_left(request)
-        handle = await submit.start(
-            service,
-            caller,
-            options,
-            EncodedPrompt(prompt.ids, prompt.reply_start),
-            cleanup,
-            timeout=timeout,
-            session=prompt.session,
-        )
+        encoded = EncodedPrompt(prompt.ids, prompt.reply_start)
+        handle = await submit.start(service, request, caller, options, encoded, cleanup, prompt.session)
     return Turn(service, body, prompt, handle, request.state.log_fields)
 
 
