@@ -12,6 +12,7 @@ import torch
 
 from radixkv import SamplingParams
 from radixkv.cache import PrefixCache
+from radixkv.cache.recurrent import Spacing
 from radixkv.config import EngineConfig
 from radixkv.engine.audit import Auditor
 from radixkv.engine.core import Core
@@ -24,6 +25,7 @@ from tests.simulation.constraint import Rule, RuleMatcher
 from tests.simulation.late import LateLogits, LatePending, LateSampler, LateSlotModel
 from tests.simulation.oracle import replies
 from tests.simulation.scenario import Ask
+from tests.simulation.stateful import StatefulSlotModel
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPT = (3, 1, 4, 1, 5)
@@ -468,3 +470,57 @@ def test_a_lost_device_ends_the_step_and_nothing_is_tried_again(where: str, monk
         with pytest.raises(DeviceLost, match="restart the process"):
             each.channel.wait(0)
     assert not world.cache.state.open
+
+
+class LateStates(StatefulSlotModel, LateSlotModel):
+    """A model with recurrent state whose forwards are launched."""
+
+
+def stateful_core(depth: int) -> Core:
+    """A core over recurrent state, which keeps no state inside a prompt."""
+    spacing = Spacing(prompt=1000, long=100_000, least=1)
+    cache = PrefixCache(64, 4, state_rows=2, state_snapshots=16, state_spacing=spacing)
+    model = LateStates(cache, 0) if depth else StatefulSlotModel(cache, 0)
+    sampler: Any = LateSampler(model) if isinstance(model, LateStates) else None
+    return Core(cache, model, SETTINGS, sampler=sampler, depth=depth)  # type: ignore[arg-type]
+
+
+def ask(core: Core, text: Sequence[int], stop_ids: frozenset[int] = frozenset()) -> Request:
+    replies = replies_of(GREEDY, 8, stop_ids)
+    request = Request(np.array(text, np.int32), GREEDY, 8, stop_ids, 0, replies=replies)
+    core.add(request)
+    return request
+
+
+def conversation(depth: int) -> tuple[list[int], list[int]]:
+    """Serve four turns, each ended by a stop token or by max_tokens; returns the text, and the hit of each turn."""
+    core, text, hits = stateful_core(depth), list(PROMPT), list[int]()
+    for _ in range(4):
+        request = ask(core, text, frozenset({0, 1, 2, 3}))
+        while core.idle_for() is not None:
+            core.step()
+            core.cache.check()
+        done = request.channel.wait(0)
+        hits.append(done.usage.cached_tokens)
+        text += [*done.token_ids, 7, 8]
+    return text, hits
+
+
+def test_turns_of_conversations_over_states_hit_no_less_when_steps_overlap() -> None:
+    """A row that has passed the last token cannot go back: the token is kept with its state."""
+    (text, before), (same, overlapped) = conversation(0), conversation(1)
+    assert same == text
+    assert all(before[1:]) and all(late >= early for early, late in zip(before, overlapped, strict=True))
+
+
+def test_cancelling_over_states_publishes_the_finished_tokens() -> None:
+    core = stateful_core(1)
+    one = ask(core, PROMPT)
+    one.scheduling.publish_late = True
+    for _ in range(4):
+        core.step()
+    assert not core.cache.match(PROMPT).matched
+    finished = list(one.streams[0].tokens)
+    core.cancel(one)
+    core.cache.check()
+    assert core.cache.match([*finished, 0]).matched == len(finished) - 1
