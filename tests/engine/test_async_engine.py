@@ -20,8 +20,6 @@ from radixkv.errors import (
     InvalidInput,
     PinBudgetExceeded,
     RequestCancelled,
-    RequestFailed,
-    RequestTimedOut,
 )
 from tests.engine.fakes import FakeRunner, check, greedy_reply, make_engine
 from tests.engine.test_engine import prompt_of
@@ -188,36 +186,6 @@ def test_the_other_methods():
     run(main())
 
 
-def test_a_request_that_fails_fails_its_task_alone():
-    def fault(chunks: Any) -> None:
-        if any(len(chunk.tokens) == 13 for chunk in chunks):
-            raise RuntimeError("out of luck")
-
-    async def main() -> None:
-        engine, _ = make_async(fault=fault)
-        async with engine:
-            good, bad = await asyncio.gather(*(engine.submit(prompt_of(n, n), GREEDY) for n in (9, 13)))
-            for failing in (bad.result(), anext(aiter(bad))):
-                with pytest.raises(RequestFailed, match="out of luck"):
-                    await failing
-            assert list((await good.result()).token_ids) == greedy_reply(prompt_of(9, 9), 6)
-
-    run(main())
-
-
-def test_timeouts_end_requests_with_their_name():
-    async def main() -> None:
-        engine, _ = make_async(num_blocks=600)
-        async with engine:
-            handle = await engine.submit(prompt_of(9), LONG, timeout=0.001)
-            for waiting in (handle.result(), engine.generate([prompt_of(3)], LONG, timeout=0.001)):
-                with pytest.raises(RequestTimedOut):
-                    await waiting
-            await ended(engine, timed_out=2)
-
-    run(main())
-
-
 # ---- cancellation
 
 
@@ -338,29 +306,6 @@ def test_the_pin_of_a_cancelled_warm_is_released(monkeypatch):
 # ---- backpressure
 
 
-def test_a_slow_reader_delays_no_other_request_and_keeps_few_chunks():
-    async def main() -> None:
-        engine, runner = make_async(num_blocks=400)
-        async with engine:
-            slow = await engine.submit(prompt_of(5, 1), LONG)
-            chunks = aiter(slow)
-            first = await anext(chunks)
-            unread = slow._handle.channel._chunks
-            await until(lambda: slow._handle.channel.paused)
-            for _ in range(3):
-                done = (await engine.generate([prompt_of(9, 2)], GREEDY.but(max_tokens=200)))[0]
-                assert list(done.token_ids) == greedy_reply(prompt_of(9, 2), 200)
-            assert unread.qsize() <= 66
-            steps = len(runner.steps)
-            await engine.stats()
-            assert len(runner.steps) == steps  # it is idle: its only request is paused
-            rest = [chunk async for chunk in chunks]
-            tokens = [token for chunk in (first, *rest) for token in chunk.token_ids]
-            assert tokens == greedy_reply(prompt_of(5, 1), 1000)
-
-    run(main())
-
-
 def test_awaiting_the_result_works_while_an_iterating_task_sleeps():
     async def main() -> None:
         engine, _ = make_async(num_blocks=400)
@@ -454,33 +399,6 @@ def _still_serves(engine: Engine, twin: AsyncEngine) -> None:
     assert run(twin.generate([prompt_of(8)], GREEDY))[0].token_ids == tuple(greedy_reply(prompt_of(8), 6))
     check(engine)
     engine.close()
-
-
-def test_closing_ends_running_requests_and_draining_finishes_them():
-    async def main() -> None:
-        for drain in (False, True):
-            engine, runner = make_async(num_blocks=300)
-            runner.gate = threading.Semaphore(0)
-            handle = await engine.submit(prompt_of(5), GREEDY)
-            await began(runner)
-            closing = asyncio.create_task(engine.close(drain=drain))
-            engine_thread = engine.client.thread
-            await until(
-                lambda engine_thread=engine_thread, drain=drain: (
-                    engine_thread._draining if drain else engine_thread._closed
-                )
-            )
-            with pytest.raises(EngineClosed):
-                await engine.submit([1])
-            runner.gate.release(100)
-            await closing
-            if drain:
-                assert list((await handle.result()).token_ids) == greedy_reply(prompt_of(5), 6)
-            else:
-                with pytest.raises(EngineClosed):
-                    await handle.result()
-
-    run(main())
 
 
 def test_cancelling_a_task_that_drains_ends_the_draining():

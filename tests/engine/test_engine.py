@@ -12,12 +12,10 @@ import pytest
 
 from radixkv import SamplingParams
 from radixkv.errors import (
-    EngineClosed,
     InvalidInput,
     InvalidTokens,
     PinBudgetExceeded,
     PromptTooLong,
-    RequestCancelled,
     RequestFailed,
 )
 from tests.engine.fakes import STOP, FakeModel, check, greedy_reply, make_engine
@@ -98,20 +96,6 @@ def test_decodes_come_first_and_prompts_in_chunks_within_the_budget():
     # Step 2: one decoded token of the first, six of the nine, and the rest of the budget for the twenty.
     assert runner.steps[:3] == [[(0, 2)], [(2, 1), (0, 6), (0, 3)], [(3, 1), (6, 3), (3, 6)]]
     assert max(sum(n for _, n in step) for step in runner.steps) <= 10
-
-
-def test_without_prefix_cache_the_answers_are_equal_and_nothing_is_reused():
-    cached, _ = make_engine()
-    plain, _ = make_engine(prefix_cache=False)
-    prompt = prompt_of(30)
-    with cached, plain:
-        for end in (10, 30, 20, 30):
-            one, other = (engine.generate([prompt[:end]], GREEDY)[0] for engine in (cached, plain))
-            assert one.token_ids == other.token_ids
-            assert other.usage.cached_tokens == 0
-            assert other.usage.computed_tokens == end + 5
-        assert plain.stats().cache.cached_blocks == 0
-        assert cached.stats().hit_rate > 0.5
 
 
 def test_namespaces_do_not_share():
@@ -230,46 +214,6 @@ def test_a_pool_can_be_filled_to_its_last_slot():
             engine.submit(prompt_of(13), GREEDY.but(max_tokens=8, n=2))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_running_requests_never_run_out_of_blocks(seed):
-    rng = random.Random(seed)
-    size = rng.choice([1, 2, 4, 8])
-    engine, _ = make_engine(rng.randint(50, 120) // size, size, max_sequences=6, max_batch_tokens=16, prefill_chunk=7)
-    stems = [prompt_of(30, 100 + i) for i in range(3)]
-    limit = engine.context_limit // 2
-    with engine:
-        handles = []
-        for _ in range(60):
-            prompt = rng.choice(stems)[: rng.randint(1, min(30, limit - 8))] + prompt_of(
-                rng.randint(0, 4), rng.random()
-            )
-            params = GREEDY.but(max_tokens=rng.randint(1, 8), n=rng.choice([1, 1, 1, 2]))
-            try:
-                handles.append((prompt, params, engine.submit(prompt, params)))
-            except PromptTooLong:
-                assert params.n == 2
-        for prompt, params, handle in handles:
-            done = handle.result(timeout=60)
-            assert list(done.token_ids) == greedy_reply(prompt, params.max_tokens)
-        check(engine)
-
-
-def test_holding_a_hit_never_takes_promised_blocks():
-    engine, runner = make_engine(num_blocks=12)
-    stem = prompt_of(32, 1)
-    with engine:
-        engine.warm(stem)  # 8 of 12 blocks, all evictable
-        runner.gate = threading.Semaphore(0)
-        first = engine.submit(prompt_of(4, 2), GREEDY.but(max_tokens=25))  # up to 7 blocks
-        runner.gate.release(1)
-        next(iter(first))
-        second = engine.submit([*stem, 1], GREEDY)  # its hit would leave 3
-        runner.gate.release(1000)
-        assert list(first.result(timeout=10).token_ids) == greedy_reply(prompt_of(4, 2), 25)
-        assert list(second.result(timeout=10).token_ids) == greedy_reply([*stem, 1], 6)
-        check(engine)
-
-
 def test_a_hit_that_other_requests_hold_takes_no_block():
     engine, runner = make_engine(num_blocks=13)
     stem = prompt_of(32, 1)
@@ -284,31 +228,6 @@ def test_a_hit_that_other_requests_hold_takes_no_block():
         assert [(33 - 1, 1) in step and len(step) == 2 for step in runner.steps].count(True) == 1  # with the first
         assert second.result().usage.cached_tokens == 32
         check(engine)
-
-
-def test_cancelling_waiting_and_running_requests_frees_their_blocks():
-    engine, runner = make_engine(max_sequences=2, max_batch_tokens=8, prefill_chunk=4)
-    runner.gate = threading.Semaphore(0)
-    with engine:
-        decoding = engine.submit(prompt_of(3, 1), GREEDY.but(max_tokens=50))
-        assert runner.began.acquire(timeout=10)
-        prefilling = engine.submit(prompt_of(40, 2), GREEDY)
-        waiting = engine.submit(prompt_of(5, 3), GREEDY)
-        runner.gate.release(2)
-        for _ in range(2):
-            assert runner.began.acquire(timeout=10)
-        for handle in (waiting, prefilling, decoding):
-            handle.cancel()
-        runner.gate.release(1000)
-        for handle in (waiting, prefilling, decoding):
-            with pytest.raises(RequestCancelled):
-                handle.result(timeout=10)
-        assert len(list(decoding)) >= 1  # computed chunks can still be read; then iteration just ends
-        check(engine)
-        assert engine.stats().cancelled == 3
-        assert engine.probe(prompt_of(40, 2)).matched > 0  # computed tokens stay cached
-        assert list(engine.generate([prompt_of(5, 3)], GREEDY)[0].token_ids) == greedy_reply(prompt_of(5, 3), 6)
-        decoding.cancel()  # no effect after the end
 
 
 def test_an_exception_in_a_step_fails_its_requests_and_nothing_else():
@@ -336,29 +255,6 @@ def test_an_exception_in_a_step_fails_its_requests_and_nothing_else():
         assert engine.stats().failed == 1
 
 
-def test_closing_ends_running_requests():
-    engine, runner = make_engine(max_sequences=1, max_batch_tokens=8)
-    runner.gate = threading.Semaphore(0)
-    running = engine.submit(prompt_of(3), GREEDY.but(max_tokens=100))
-    waiting = engine.submit(prompt_of(4), GREEDY)
-    assert runner.began.acquire(timeout=10)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    runner.gate.release(1000)
-    closing.join(timeout=10)
-    assert not closing.is_alive()
-    for handle in (running, waiting):
-        with pytest.raises(EngineClosed):
-            handle.result(timeout=10)
-        with pytest.raises(EngineClosed):
-            list(handle)
-        handle.cancel()
-    engine.close()
-    for call in (lambda: engine.submit([1]), lambda: engine.generate([[1]]), engine.stats, engine.clear_cache):
-        with pytest.raises(EngineClosed, match="closed"):
-            call()
-
-
 def test_a_forgotten_engine_ends_its_thread():
     engine, _ = make_engine()
     engine.generate([[1, 2]], GREEDY)
@@ -368,23 +264,6 @@ def test_a_forgotten_engine_ends_its_thread():
     assert gone() is None
     thread.join(timeout=10)
     assert not thread.is_alive()
-
-
-def test_interrupting_generate_cancels_its_requests(monkeypatch):
-    engine, _ = make_engine()
-    with engine:
-
-        def interrupted(self, timeout=None):
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr("radixkv.engine.output.Handle.result", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.generate([prompt_of(5), prompt_of(6)], GREEDY.but(max_tokens=200, ignore_eos=True))
-        check(engine)
-        stats = engine.stats()
-        assert (stats.running, stats.waiting) == (0, 0)
-        assert stats.cancelled + stats.finished == 2
 
 
 def test_warm_computes_and_pins():
@@ -411,42 +290,6 @@ def test_a_prompt_that_fills_the_pool_can_be_warmed_and_not_answered():
         assert engine.warm(prompt_of(32)).usage.prompt_tokens == 32 == engine.context_limit
         with pytest.raises(PromptTooLong, match="leaves no room for a reply"):
             engine.generate([prompt_of(32)], GREEDY)
-        check(engine)
-
-
-def test_a_pin_never_takes_promised_blocks():
-    engine, runner = make_engine(num_blocks=20)
-    with engine:
-        old = np.array(prompt_of(36, 8), np.int32)
-        engine.warm(old)  # 9 blocks, evictable
-        runner.gate = threading.Semaphore(0)
-        running = engine.submit(prompt_of(20, 1), GREEDY.but(max_tokens=40))  # up to 15 of the 20
-        runner.gate.release(1)
-        next(iter(running))
-        outcome: list[Exception | None] = []
-        engine.client.thread.post(lambda: outcome.append(_pin_error(engine, old)))  # runs before the request ends
-        runner.gate.release(1000)
-        assert list(running.result(timeout=10).token_ids) == greedy_reply(prompt_of(20, 1), 40)
-        assert isinstance(outcome[0], PinBudgetExceeded)
-        assert engine.stats().cache.pinned_blocks == 0
-        check(engine)
-
-
-def _pin_error(engine, tokens) -> Exception | None:
-    try:
-        engine.core.admission.pin(tokens)
-    except PinBudgetExceeded as error:
-        return error
-    return None
-
-
-def test_a_prompt_without_room_because_of_pins_is_refused_with_the_numbers():
-    engine, _ = make_engine(num_blocks=10)
-    with engine:
-        engine.warm(prompt_of(20), pin=True)
-        with pytest.raises(PromptTooLong, match="takes 9 blocks; the pool has 10, and 5 are pinned"):
-            engine.generate([prompt_of(30, 1)], GREEDY)
-        assert list(engine.generate([prompt_of(10, 1)], GREEDY)[0].token_ids) == greedy_reply(prompt_of(10, 1), 6)
         check(engine)
 
 
@@ -549,13 +392,3 @@ def test_attention_is_named_and_an_unknown_one_is_refused():
     engine, _ = make_engine()
     with engine:
         assert engine.stats().attention == "torch"
-
-
-def test_draining_does_not_wait_for_a_stopped_reader():
-    engine, _ = make_engine(num_blocks=128)
-    handle = engine.submit(prompt_of(5), GREEDY.but(max_tokens=300))
-    reader = iter(handle)
-    next(reader)
-    engine.close(drain=True, timeout=60)  # 300 chunks, of which this thread reads none meanwhile
-    assert list(handle.result(timeout=0).token_ids) == greedy_reply(prompt_of(5), 300)
-    assert len(list(reader)) == 299

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from radixkv.engine.input_processor import replies_of
 from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestFailed, RequestTimedOut
 from tests.engine.fakes import FakeRunner, greedy_reply, sized
-from tests.selection import mostly_long, sampled
+from tests.selection import mostly_long
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -321,42 +320,6 @@ def test_unknown_orders_and_victims_are_refused(wrong: dict[str, Any]) -> None:
 
 
 # ---- preemption
-
-
-@pytest.mark.parametrize(
-    ("victim", "reuse", "order"),
-    mostly_long(
-        sampled(
-            product(("cheapest", "last"), (True, False), ("fcfs", "longest-prefix")),
-            ("cheapest", True, "fcfs"), ("last", True, "longest-prefix"),
-            ("cheapest", False, "longest-prefix"), ("last", False, "fcfs"),
-        ),
-        ("cheapest", True, "fcfs"),
-    ),
-)  # fmt: skip
-def test_answers_are_unchanged_by_preemption_in_pools_too_small(victim: str, reuse: bool, order: str) -> None:
-    preemptions = 0
-    for seed in range(6):
-        rng = random.Random(seed)
-        size = rng.choice([1, 2, 4, 16])
-        config = sized(8, 64, rng.choice([4, 16, 64]), victim=victim, order=order)
-        world = World(-(-130 // size), size, config, reuse=reuse)
-        base = tokens(40, seed)
-        requests = [
-            world.submit([*base[: rng.randint(0, 40)], *tokens(rng.randint(1, 12), 100 + i)], GREEDY.but(max_tokens=40))
-            for i in range(10)
-        ]
-        world.finish()
-        assert all(map(is_right, requests))
-        assert all(each.scheduling.preemptions <= 1 for each in requests)
-        counters = world.core.counters
-        preemptions += counters.preemptions
-        assert counters.preemptions == sum(each.scheduling.preemptions for each in requests)
-        usages = [each.channel.wait(0).usage for each in requests]
-        assert counters.recomputed_tokens == sum(usage.recomputed_tokens for usage in usages)
-        assert counters.computed_tokens == sum(usage.computed_tokens for usage in usages)
-        assert all(u.cached_tokens + u.computed_tokens == u.prompt_tokens + u.output_tokens - 1 for u in usages)
-    assert preemptions > 10
 
 
 def test_only_what_was_evicted_is_computed_again() -> None:

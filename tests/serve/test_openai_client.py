@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -93,34 +92,6 @@ def test_a_reply_and_what_it_cost(served: Served) -> None:
     assert second.usage.prompt_tokens_details.cached_tokens == own.usage.prompt_tokens - 1
 
 
-def test_a_stream_says_what_the_whole_reply_says(served: Served) -> None:
-    with served.client() as client:
-        stream = chat(client, HELLO, stream=True, stream_options={"include_usage": True})
-        chunks = list(stream)
-    own = served.own(HELLO)
-    *said, last = chunks
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in said) == own.text
-    assert len([chunk for chunk in said if chunk.choices[0].delta.content]) > 3
-    assert [chunk.choices[0].finish_reason for chunk in said if chunk.choices[0].finish_reason] == ["stop"]
-    assert (last.choices, last.usage.completion_tokens) == ([], own.usage.output_tokens)
-    assert len({chunk.id for chunk in chunks}) == 1
-
-
-def test_many_asynchronous_streams_at_once(served: Served) -> None:
-    names = ["Sam", "Ann", "Joe", "Eva", "Tom", "Liz"]
-    asked = [[{"role": "user", "content": f"Hello! My name is {name}."}] for name in names]
-
-    async def one(client: openai.AsyncOpenAI, messages: Any) -> str:
-        stream = await client.chat.completions.create(model="tiny", messages=messages, temperature=0, stream=True)
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    async def run() -> list[str]:
-        async with served.async_client() as client:
-            return await asyncio.gather(*(one(client, messages) for messages in asked))
-
-    assert asyncio.run(run()) == [served.own(messages).text for messages in asked]
-
-
 def test_a_conversation_that_is_sent_again_hits_all_but_the_last_token(served: Served) -> None:
     messages: list[Any] = [{"role": "system", "content": "Your name is Mira."}]
     computed = 0
@@ -196,41 +167,6 @@ def test_tool_calls_in_a_stream(served: Served) -> None:
     assert deltas[-1].finish_reason == "tool_calls"
 
 
-def test_several_replies_and_seeds(served: Served) -> None:
-    def texts(client: openai.OpenAI, **options: Any) -> list[str]:
-        reply = client.chat.completions.create(model="tiny", messages=HELLO, n=3, max_completion_tokens=12, **options)
-        assert [choice.index for choice in reply.choices] == [0, 1, 2]
-        assert reply.usage.completion_tokens == sum(map(len, own_ids))
-        return [choice.message.content for choice in reply.choices]
-
-    params = SamplingParams(n=3, seed=7, temperature=1.5, max_tokens=12)
-    own = served.own(HELLO, params)
-    replies = [own, *own.alternatives]
-    own_ids = [reply.token_ids for reply in replies]
-    with served.client() as client:
-        assert texts(client, seed=7, temperature=1.5) == [reply.text for reply in replies]
-        stream = client.chat.completions.create(
-            model="tiny", messages=HELLO, n=3, max_tokens=12, seed=7, temperature=1.5, stream=True
-        )
-        streamed = ["", "", ""]
-        for chunk in stream:
-            streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert streamed == [reply.text for reply in replies]
-    assert len(set(streamed)) > 1
-
-
-def test_stops_and_lengths(served: Served) -> None:
-    whole = served.own(HELLO).text
-    middle = whole[len(whole) // 2 :].split(" ")[1]
-    with served.client() as client:
-        for options in ({"stop": middle}, {"stop": ["never said", middle]}):
-            stopped = chat(client, HELLO, **options).choices[0]
-            assert (stopped.message.content, stopped.finish_reason) == (whole[: whole.index(middle)], "stop")
-        cut = chat(client, HELLO, max_tokens=3)
-        assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 3)
-        assert whole.startswith(cut.choices[0].message.content)
-
-
 def test_log_probabilities(served: Served) -> None:
     own = served.own(HELLO, SamplingParams(temperature=0, logprobs=2, max_tokens=5))
     with served.client() as client:
@@ -265,58 +201,6 @@ def test_text_completions(served: Served) -> None:
         echoed = create(model="tiny", prompt=ids, temperature=0, max_tokens=8, echo=True).choices[0].text
     assert streamed == [own.text for own in owns]
     assert echoed == prompts[1] + owns[1].text
-
-
-def test_scores_of_a_prompt(served: Served) -> None:
-    """The choices of an item, as evaluation programs compare them."""
-    context, names = "The capital of France is", [" Paris", " Oslo", " the Rhine"]
-    own = served.engine.score(context, names, namespace="own")
-    with served.client() as client:
-        options: dict[str, Any] = {"model": "tiny", "echo": True, "logprobs": 1, "max_tokens": 0}
-        found = client.completions.create(prompt=[context + name for name in names], **options)
-        chunks = [*client.completions.create(prompt=context, stream=True, **options)]
-    for name, score, choice in zip(names, own, found.choices, strict=True):
-        shown = choice.logprobs
-        start = len(shown.tokens) - len(score.token_ids)
-        assert choice.text == context + name and shown.text_offset[start] == len(context)
-        assert shown.token_logprobs[0] is None and shown.top_logprobs[0] is None
-        assert shown.token_logprobs[start:] == pytest.approx(score.token_logprobs, abs=1e-4)
-        pairs = list(zip(shown.token_logprobs, shown.top_logprobs, strict=True))[start:]
-        assert all(value == max(top.values()) for value, top in pairs) == score.greedy
-    assert found.usage.completion_tokens == 0
-    assert [chunk.choices[0].text for chunk in chunks] == [context, ""]
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "length"]
-
-
-def test_beams(served: Served) -> None:
-    params = SamplingParams(beam_width=3, max_tokens=24, length_penalty=0.5, early_stopping=True)
-    best = served.own(HELLO, params)
-    own = [best, *best.alternatives]
-    body = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": True}
-    with served.client() as client:
-        options: dict[str, Any] = {"model": "tiny", "messages": HELLO, "n": 3, "max_tokens": 24, "extra_body": body}
-        whole = client.chat.completions.create(**options)
-        streamed = ["", "", ""]
-        for chunk in client.chat.completions.create(stream=True, **options):
-            streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert [choice.message.content for choice in whole.choices] == [beam.text for beam in own] == streamed
-    assert [choice.score for choice in whole.choices] == pytest.approx([beam.score for beam in own], abs=1e-4)
-    assert own[0].score > own[1].score > own[2].score
-
-
-def test_only_tenants_and_the_namespace_header_isolate_prefixes(served: Served) -> None:
-    messages = [{"role": "user", "content": "What is the opposite of hot?"}]
-
-    def cached(name: str, key: str, namespace: str) -> int:
-        with served.client(name) as client:
-            usage = chat(client, messages, prompt_cache_key=key, extra_headers=named(namespace)).usage
-        return int(usage.prompt_tokens_details.cached_tokens)
-
-    assert cached("ada", "mine", "first") == 0
-    assert cached("ada", "mine", "first") == cached("ada", "another", "first") > 0
-    assert cached("bob", "mine", "first") == 0
-    assert cached("ada", "mine", "second") == 0
-    assert cached("ada", "another", "second") > 0
 
 
 def test_models_and_errors_are_what_the_client_expects(served: Served) -> None:
@@ -359,20 +243,3 @@ def test_the_example_of_an_agent_says_how_to_start_a_server() -> None:
     assert done.stderr == (
         "There is no server at http://127.0.0.1:9/v1. Start one in another terminal: radixkv serve tiny\n"
     )
-
-
-def test_leaving_a_stream_frees_its_blocks(served: Served) -> None:
-    before = served.engine.stats()
-    with served.client() as client:
-        stream = chat(client, HELLO, stream=True, max_tokens=2000, extra_body={"ignore_eos": True})
-        for _ in range(3):
-            next(stream)
-        stream.close()
-    for _ in range(1000):
-        stats = served.engine.stats()
-        if stats.cancelled > before.cancelled:
-            break
-        threading.Event().wait(0.01)
-    assert stats.cancelled == before.cancelled + 1
-    assert (stats.running, stats.waiting, stats.cache.held_blocks) == (0, 0, 0)
-    assert stats.output_tokens - before.output_tokens < 1000

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
-import time
 from typing import Any
 
 import httpx
@@ -17,7 +15,6 @@ from radixkv.serve.anthropic.events import BlockEvents, signature
 from radixkv.serve.reply import Piece
 from tests.engine.fakes import check
 from tests.serve.anthropic.messages import (
-    ASKED,
     BODY,
     CALL,
     LOOK,
@@ -28,7 +25,7 @@ from tests.serve.anthropic.messages import (
     prompt_tokens,
     stream,
 )
-from tests.serve.served import fake_model, hosted, says, served, until
+from tests.serve.served import fake_model, hosted, says, served
 
 
 def test_a_stream_has_each_event_in_its_order_and_each_required_field():
@@ -181,31 +178,3 @@ def test_an_error_in_the_middle_is_an_event():
     assert found[-1]["error"]["type"] == "api_error"
     assert found[-1]["request_id"] == answer.headers["request-id"]
     assert "message_stop" not in answer.text
-
-
-def test_clients_that_leave_in_the_middle_leave_nothing():
-    def slow(_: list[int]) -> int:
-        time.sleep(0.001)  # 1,500 tokens take longer than the longest time-out
-        return 5
-
-    async def leave(url: str, stream: bool, after: int) -> None:
-        body = {**BODY, "stream": stream, "ignore_eos": True, "max_tokens": 1500}
-        async with httpx.AsyncClient(timeout=20) as client:
-            if not stream:
-                with pytest.raises(httpx.TimeoutException):
-                    await client.post(f"{url}/v1/messages", json=body, timeout=0.05 * after)
-                return
-            async with client.stream("POST", f"{url}/v1/messages", json=body) as answer:
-                async for _ in answer.aiter_lines():
-                    if (after := after - 1) < 0:
-                        return
-
-    async def all_leave(url: str) -> None:
-        await asyncio.gather(*(leave(url, stream, after) for stream in (True, False) for after in (1, 5, 9)))
-
-    with hosted(brain=slow, max_sequences=2, model=fake_model()) as host:
-        asyncio.run(all_leave(host.url))
-        until(lambda: host.service.limiter.streams == 0 and not host.engine.core.scheduler.running)
-        check(host.engine)
-        answer = httpx.post(f"{host.url}/v1/messages", json={**BODY, "max_tokens": 2, "messages": ASKED}, timeout=20)
-        assert answer.status_code == 200

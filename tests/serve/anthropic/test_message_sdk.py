@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -129,19 +128,3 @@ def test_an_error_in_a_stream_is_raised_by_the_sdk():
         with client, pytest.raises(anthropic.APIStatusError) as caught:
             list(create(client, HELLO, stream=True, extra_body={"ignore_eos": True}))
     assert caught.value.type == "api_error"
-
-
-def test_many_asynchronous_streams_lose_nothing(served: Served):
-    names = ["Sam", "Ann", "Joe", "Eva", "Tom", "Liz"]
-
-    async def one(client: anthropic.AsyncAnthropic, name: str) -> str:
-        messages: Any = [{"role": "user", "content": f"Hello! My name is {name}."}]
-        options = {"extra_body": {"temperature": 0}}
-        async with client.messages.stream(model="m", max_tokens=64, messages=messages, **options) as stream:
-            return "".join([text async for text in stream.text_stream])
-
-    async def run() -> list[str]:
-        async with anthropic.AsyncAnthropic(base_url=served.url, api_key=KEYS["ada"], max_retries=0) as client:
-            return await asyncio.gather(*(one(client, name) for name in names))
-
-    assert asyncio.run(run()) == [served.own(f"Hello! My name is {name}.").text for name in names]

@@ -13,7 +13,7 @@ from radixkv.serve import Settings
 from radixkv.serve.access import NAMESPACE_HEADER
 from radixkv.serve.openai_responses.store import Items, ResponseStore, StoredResponse
 from tests.serve.openai_responses.served_responses import ASKED, PATH, checked, client_of, stream, whole
-from tests.serve.served import hosted, says, served, until
+from tests.serve.served import hosted, says, served
 
 KEYS = {"ada": "ada-secret-1", "bob": "bob-secret-2"}
 
@@ -112,20 +112,6 @@ def test_a_running_response_can_be_cancelled_and_read() -> None:
         assert httpx.post(f"{server.url}{PATH}/{number}/cancel", timeout=30).json() == stored
         assert httpx.post(f"{server.url}{PATH}/resp_none/cancel", timeout=30).status_code == 404
         assert not server.service.responses.running
-
-
-def test_clients_that_leave_leave_nothing() -> None:
-    with hosted(brain=says("Hello, " * 200)) as server:
-        server.runner.gate = gate = threading.Semaphore(0)
-        gate.release(8)
-        for _ in range(8):
-            with httpx.stream("POST", server.url + PATH, json={**ASKED, "stream": True}, timeout=30) as answer:
-                next(answer.iter_lines())
-        gate.release(100_000)
-        until(lambda: server.service.limiter.streams == 0 and not server.service.responses.running)
-        until(lambda: server.engine.stats().running == 0)
-        assert server.engine.stats().cache.held_blocks == 0
-        assert server.service.responses.size(None) == 0
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
