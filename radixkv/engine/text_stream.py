@@ -21,20 +21,25 @@ Decode: TypeAlias = Callable[..., str]  # of token ids, and by name skip_special
 class Detokenizer:
     """Decodes token by token, and returns the text of complete characters.
 
-    A trailing run of U+FFFD may become a character with the bytes of the next tokens, so it is held back.
+    A trailing run of U+FFFD may become a character with the bytes of the next tokens, so it is held back. Where the
+    context ends with such a run, the run is the context's, but a character that the first tokens complete is theirs.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int]) -> None:
         """Start after `context`, the tokens before the first new one (only the last few are used)."""
         self._decode_ids = decode
         self._ids = list(context[-_CONTEXT:])
-        self._sent = len(self._decoded().rstrip(_REPLACEMENT))
+        before = self._decoded()
+        self._sent = len(before.rstrip(_REPLACEMENT))
+        self._open = before[self._sent :]  # the context's last characters, which the first tokens may complete
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that can no longer change. O(window)."""
         self._ids.append(token)
         text = self._decoded()
         certain = text.rstrip(_REPLACEMENT)
+        if self._open:
+            self._pass_context(text, certain)
         new = certain[self._sent :]
         self._sent = max(self._sent, len(certain))
         if len(self._ids) > _WINDOW and certain == text:
@@ -50,9 +55,18 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the text that was held back, with incomplete characters as U+FFFD."""
-        new = self._decoded()[self._sent :]
+        text = self._decoded()
+        if self._open:
+            self._pass_context(text, text)
+        new = text[self._sent :]
         self._sent += len(new)
         return new
+
+    def _pass_context(self, text: str, certain: str) -> None:
+        """Pass over the end of the context, unless the tokens after it have completed its last character."""
+        if len(certain) > self._sent:
+            self._sent += len(self._open) * text.startswith(self._open, self._sent)
+            self._open = ""
 
     def _decoded(self) -> str:
         if not self._ids:

@@ -34,6 +34,29 @@ def test_chunks_join_to_the_text_and_none_is_half_a_character(text, context):
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
+@pytest.mark.parametrize("reply", ["", "a", "\ufffd", "\ufffda", "日本", '{"a": 1}'])
+@pytest.mark.parametrize("end", ["\ufffd", "\ufffd\ufffd", "é\ufffd"])
+def test_a_replacement_character_at_the_end_of_a_prompt_is_no_part_of_the_reply(end: str, reply: str) -> None:
+    detokenizer = Detokenizer(decoder(TOKENIZER), spelled("Broken " + end))
+    assert "".join(map(detokenizer.push, spelled(reply))) + detokenizer.flush() == reply
+
+
+@pytest.mark.parametrize("known", [1, 2, 3])
+def test_a_character_that_a_prompt_begins_is_the_replys_once_its_tokens_complete_it(known: int) -> None:
+    context, rest = spelled("Hello 🙂")[: 6 + known], spelled("Hello 🙂!")[6 + known :]
+    detokenizer = Detokenizer(decoder(TOKENIZER), context)
+    assert "".join(map(detokenizer.push, rest)) + detokenizer.flush() == "🙂!"
+    for reply in ("", "a", "ab"):
+        detokenizer = Detokenizer(decoder(TOKENIZER), context)
+        assert "".join(map(detokenizer.push, spelled(reply))) + detokenizer.flush() == reply
+
+
+def test_a_prompt_that_ends_with_a_stop_string_does_not_end_an_empty_reply() -> None:
+    stream = TextStream(decoder(TOKENIZER), spelled("Broken \ufffd"), ["\ufffd"])
+    assert stream.push(spelled("a")[0]) + stream.flush() == "a"
+    assert stream.stopped_by is None
+
+
 def test_invalid_bytes_appear_as_the_decoder_writes_them():
     rng = random.Random(0)
     for _ in range(50):
