@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from radixkv import SamplingParams
 from radixkv.attention.host_store import HostCosts
 from radixkv.cache import PrefixCache
+from radixkv.cache.types import Load
 from radixkv.config import EngineConfig
 from radixkv.engine import core
 from radixkv.engine.core import Core
@@ -20,7 +22,7 @@ from radixkv.engine.request import Request
 from radixkv.engine.reuse_policy import NO_LOADS
 from radixkv.engine.transfers import load_limits
 from radixkv.errors import RequestCancelled, RequestFailed, RequestTimedOut
-from tests.engine.fakes import FakeRunner, greedy_reply, sized
+from tests.engine.fakes import FakeRunner, greedy_reply, make_engine, sized
 from tests.engine.host_world import GREEDY, SIZE, World, failing, is_right, tokens, usage
 
 # ---- loads
@@ -365,3 +367,28 @@ def test_a_request_may_time_out_between_two_loads() -> None:
     with pytest.raises(RequestTimedOut):
         request.channel.wait(0)
     assert usage(world.answer(request.prompt.tolist())).cached_tokens == 80
+
+
+def test_a_failed_load_up_to_a_state_drops_the_run_on_the_host_only() -> None:
+    """The load begins before the end of the KV on the device, which stays."""
+    engine, runner = make_engine(num_blocks=32, host_blocks=64, snapshots=8)
+    text, one, raised = tokens(90), SamplingParams(max_tokens=1), list[int]()
+    host = runner.host
+    assert host is not None
+    load = host.load
+
+    def fails_once(loads: Sequence[Load]) -> None:
+        raised.append(len(loads))
+        if len(raised) == 1:
+            raise RuntimeError("no memory for the copy")
+        load(loads)
+
+    host.load = fails_once  # type: ignore[method-assign]
+    with engine:
+        engine.generate([text], one)
+        engine.generate([tokens(80, 1)], one)
+        before = engine.probe(text)
+        engine.generate([[*text[:80], 49, 48]], one)
+        stats = engine.stats()
+    assert 0 < before.matched < 80 and before.host
+    assert (raised, stats.failed_loads, stats.host_tokens) == ([1], 1, 0)
