@@ -89,3 +89,24 @@ class Player:
         """Return the answer [T, heads, dv], and keep the call."""
         self.calls.append(call)
         return self.answer
+
+
+# ---- comparisons
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a module has no hooks, and the forward of its class."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def epsilon_of(norm: nn.Module) -> Any:
+    """Return the epsilon of an RMS norm, as models call it; None if it has none."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Return whether two tensors are equal up to rounding, vector by vector; NaN is never equal."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    difference = (found.double() - expected.double()).norm(dim=-1)
+    return bool((difference <= tolerance * expected.double().norm(dim=-1)).all())

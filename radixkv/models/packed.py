@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from radixkv.models.observed import is_plain
 from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, dense_layer
 from radixkv.models.quantized.modules import restore_modules
 
@@ -107,9 +108,7 @@ def _is_possible() -> bool:
 
 def _is_worth_packing(module: nn.Module) -> bool:
     """Return whether this is a large float32 layer on a CPU that computes as `nn.Linear`: no subclass, no hooks."""
-    if type(module) is not nn.Linear or "forward" in vars(module):
-        return False
-    if module._forward_hooks or module._forward_pre_hooks:
+    if type(module) is not nn.Linear or not is_plain(module):
         return False
     weight = module.weight
     return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.numel() >= MIN_WEIGHTS

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from radixkv.device import device_of
-from radixkv.models.gpu_layers.layer import NORMS, GpuLastNorm, GpuLayer, epsilon_of, replaced_forward
+from radixkv.models.gpu_layers.layer import NORMS, GpuLastNorm, GpuLayer, replaced_forward
 from radixkv.models.gpu_layers.proof import Unlike, norm_agrees, proven
 from radixkv.models.loaded import LayerSpec, LoadedModel
-from radixkv.models.observed import Use, observed
+from radixkv.models.observed import Use, epsilon_of, is_plain, observed
 from radixkv.models.weights.watch import weight_places
 
 _log = logging.getLogger(__name__)
@@ -117,13 +117,13 @@ def _other_parts(layer: Any, spec: LayerSpec, users: Counter[int]) -> str | None
     from radixkv_kernels.layers import WIDEST  # needs Triton
 
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    if attention is None or mlp is None or any(not _is_plain(each) for each in (layer, attention, mlp)):
+    if attention is None or mlp is None or any(not is_plain(each) for each in (layer, attention, mlp)):
         return "attention or MLP has hooks or another name"
     if {*dict(layer.named_children())} != {"self_attn", "mlp", *NORMS}:
         return f"the parts are {', '.join(dict(layer.named_children()))}"
     linears: list[Any] = [getattr(attention, name, None) for name in _PROJECTIONS]
     linears += [getattr(mlp, name, None) for name in _GATED]
-    if any(type(each) is not nn.Linear or not _is_plain(each) for each in linears):
+    if any(type(each) is not nn.Linear or not is_plain(each) for each in linears):
         return "the projections are no linear layers of torch"
     if any(users[id(each)] > 1 for linear in linears for each in linear.parameters()):
         return "a projection shares its weights"
@@ -146,16 +146,11 @@ def _other_parts(layer: Any, spec: LayerSpec, users: Counter[int]) -> str | None
     return None
 
 
-def _is_plain(module: Any) -> bool:
-    """Return whether a module has no hooks, and the forward of its class."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-
-
 def _is_norm(module: Any) -> bool:
     """Return whether a module has the parts of an RMS norm: a weight and an epsilon."""
     if [name for name, _ in module.named_parameters()] != ["weight"] or module.weight.ndim != 1:
         return False
-    return isinstance(epsilon_of(module), float) and _is_plain(module)
+    return isinstance(epsilon_of(module), float) and is_plain(module)
 
 
 def _norms_after(model: nn.Module, layers: list[Any]) -> list[Any]:

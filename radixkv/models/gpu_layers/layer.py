@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from radixkv.models.attention_interface import AttentionCall, RotaryCall, handler_or_none
+from radixkv.models.observed import epsilon_of
 
 
 class StackedLinear:
@@ -90,11 +91,6 @@ def _adjacent(parameters: list[Tensor]) -> bool:
 NORMS = ("input_layernorm", "post_attention_layernorm")
 _RESIDUAL = "radixkv_residual"
 Attend = Callable[[RotaryCall], Tensor]
-
-
-def epsilon_of(norm: nn.Module) -> Any:
-    """Return the epsilon of an RMS norm, as models call it; None if it has none."""
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 def completed(hidden: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from radixkv.models.attention_interface import AttentionCall, RotaryCall, handled_by
 from radixkv.models.gpu_layers.layer import NORMS, GpuLayer, GpuNorm, completed
-from radixkv.models.observed import Player, Use
+from radixkv.models.observed import Player, Use, close
 from radixkv.models.rounding import TOLERANCE, widened
 
 _MAGNITUDES = (1e-2, 1.0, 30.0, 1e4)  # of the rows of one input: some models cut large numbers
@@ -37,7 +37,7 @@ def proven(layer: Any, seen: dict[int, list[Use]], dtype: torch.dtype) -> GpuLay
         stack.stack()
     for use in uses:
         found, expected = _outputs(fused, layer, use.args[0], use.named, *use.calls[0])
-        if not _close(found, expected, TOLERANCE[dtype]):
+        if not close(found, expected, TOLERANCE[dtype]):
             raise Unlike(f"a fused layer computes something else in {dtype}")
     return fused
 
@@ -63,10 +63,10 @@ def _agreeing(layer: Any, uses: list[Use], attention: list[Use], dtype: torch.dt
         fused = next((each for each in _forwards(layer, like) if _attention_agrees(each, attention[0])), None)
         if fused is None:
             raise Unlike("attention computes something else than projections, norms and a rotation of whole heads")
-        if not _close(fused.mlp(hidden[0]), layer.mlp(hidden)[0], _tolerance()):
+        if not close(fused.mlp(hidden[0]), layer.mlp(hidden)[0], _tolerance()):
             raise Unlike("the MLP is not gated by SiLU")
         found, expected = _outputs(fused, layer, hidden, _wide(uses[0].named), like, uses[0].calls[0][1].float())
-        if not _close(found, expected, _tolerance()):
+        if not close(found, expected, _tolerance()):
             raise Unlike("the parts are connected in another way")
     return fused
 
@@ -82,7 +82,7 @@ def norm_agrees(norm: Any, rows: Tensor, dtype: torch.dtype) -> bool:
     fused, tolerance = GpuNorm(norm), _tolerance() if dtype == torch.float32 else TOLERANCE[dtype]
     total = rows + rows.flip(0)
     alone, added = fused(rows.clone(), None), fused(rows.clone(), rows.flip(0).contiguous())
-    return _close(alone, norm(rows[None])[0], tolerance) and _close(added, norm(total[None])[0], tolerance)
+    return close(alone, norm(rows[None])[0], tolerance) and close(added, norm(total[None])[0], tolerance)
 
 
 def _attention_agrees(fused: GpuLayer, use: Use) -> bool:
@@ -105,7 +105,7 @@ def _attention_agrees(fused: GpuLayer, use: Use) -> bool:
     (made,), (call,) = ours.calls, own.calls
     parts = ((getattr(made, name)[0], getattr(call, name)[0]) for name in ("query", "key", "value"))
     return made.scale == call.scale and all(
-        _close(found, other, _tolerance()) for found, other in (*parts, (output, expected[0][0]))
+        close(found, other, _tolerance()) for found, other in (*parts, (output, expected[0][0]))
     )
 
 
@@ -162,11 +162,3 @@ def _wide(named: dict[str, Any]) -> dict[str, Any]:
 def _tolerance() -> float:
     """Return the tolerance of products in float32, which some users compute in TF32."""
     return _EXACT if torch.get_float32_matmul_precision() == "highest" else _TF32
-
-
-def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Return whether two tensors are equal up to rounding, vector by vector; NaN is never equal."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    difference = (found.double() - expected.double()).norm(dim=-1)
-    return bool((difference <= tolerance * expected.double().norm(dim=-1)).all())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from radixkv.errors import InvalidInput
+from radixkv.models.observed import is_plain
 from radixkv.models.quantized.kernels import GROUP, Format, QuantizedWeights, kernels
 
 CHOICES = ("auto", "float32", "int8", "int4")
@@ -122,9 +123,7 @@ def _is_plain(module: nn.Module, parameter: Tensor) -> bool:
     """Return whether a module computes as torch's own layer from this weight of float32, or of no memory yet."""
     if type(module) not in (nn.Linear, nn.Embedding) or getattr(module, "weight", None) is not parameter:
         return False
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+    if not is_plain(module) or (isinstance(module, nn.Embedding) and module.max_norm is not None):
         return False
     return parameter.dtype is torch.float32 and parameter.shape[1] % GROUP == 0
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from radixkv.models.attention_interface import AttentionCall, handled_by, handler_or_none
-from radixkv.models.observed import Player, Use, observed
+from radixkv.models.observed import Player, Use, close, is_plain, observed
 from radixkv.models.quantized.kernels import Kernels, SiblingWeights, as_float32, kernels, rows_of
 from radixkv.models.quantized.layers import QuantizedLinear
 from radixkv.models.quantized.norms import FusedNorm
@@ -130,7 +130,7 @@ class FusedMLP(_Fused):
         if len(use.args) != 1 or use.named or not isinstance(use.args[0], Tensor):
             return False
         own = type(self._own).forward
-        return all(_close(self(x), own(self._own, x)) for x in (use.args[0] * size for size in _MAGNITUDES))
+        return all(close(self(x), own(self._own, x), _TOLERANCE) for x in (use.args[0] * size for size in _MAGNITUDES))
 
 
 # ---- attention
@@ -241,8 +241,8 @@ class FusedAttention(_Fused):
         return (
             (made.scale, made.window, made.softcap) == (call.scale, call.window, call.softcap)
             and made.sinks is call.sinks
-            and all(_close(getattr(made, name), getattr(call, name)) for name in ("query", "key", "value"))
-            and _close(output[0], expected[0])
+            and all(close(getattr(made, name), getattr(call, name), _TOLERANCE) for name in ("query", "key", "value"))
+            and close(output[0], expected[0], _TOLERANCE)
         )
 
     def _takes(self, hidden: Tensor, use: Use) -> bool:
@@ -294,11 +294,4 @@ def _has_parts(module: nn.Module, names: tuple[str, ...]) -> bool:
     parts = [getattr(module, name, None) for name in names]
     if not all(isinstance(part, QuantizedLinear) for part in parts):
         return False
-    return "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding, vector by vector; NaN is never equal."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    return bool(((found - expected).norm(dim=-1) <= _TOLERANCE * expected.norm(dim=-1)).all())
+    return is_plain(module)

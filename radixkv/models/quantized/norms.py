@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from radixkv.models.observed import close, epsilon_of, is_plain
 from radixkv.models.quantized.kernels import Kernels, kernels, rows_of
 
 _MAGNITUDES = (1e-4, 1e-2, 1.0, 1e3)  # of the tested rows; in small ones epsilon counts
@@ -64,14 +65,12 @@ def _fused(module: nn.Module, library: Kernels) -> FusedNorm | None:
     if not type(module).__name__.endswith("RMSNorm"):
         return None
     weight = getattr(module, "weight", None)
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    epsilon = epsilon_of(module)
     if not isinstance(epsilon, float):
         return None
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or weight.dtype != torch.float32:
         return None
-    if len(list(module.parameters())) != 1 or "forward" in vars(module):
-        return None
-    if module._forward_hooks or module._forward_pre_hooks:
+    if len(list(module.parameters())) != 1 or not is_plain(module):
         return None
     draw = torch.randn(len(_MAGNITUDES), weight.numel(), generator=torch.Generator().manual_seed(1))
     rows = draw * torch.tensor(_MAGNITUDES)[:, None]
@@ -81,9 +80,6 @@ def _fused(module: nn.Module, library: Kernels) -> FusedNorm | None:
         return None
     for offset in (0.0, 1.0):  # Gemma stores weights less one
         fused = FusedNorm(weight, epsilon, offset, library)
-        found = fused(rows)
-        if expected.shape == found.shape and bool(
-            ((found - expected).norm(dim=1) <= _TOLERANCE * expected.norm(dim=1)).all()
-        ):
+        if close(fused(rows), expected, _TOLERANCE):
             return fused.train(module.training)
     return None
