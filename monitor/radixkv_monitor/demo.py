@@ -7,16 +7,19 @@ takes a fixed time and more for each token, so requests that find less in the ca
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import count
 from typing import Any
 
 from radixkv.cache import Hint, Pin, PrefixCache, Sequence
 from radixkv.errors import OutOfBlocks
+from radixkv.telemetry.protocol import Delta, Hello, Snapshot
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import (
     ITL_BOUNDS,
@@ -29,6 +32,8 @@ from radixkv.telemetry.records import (
     SessionRecord,
 )
 from radixkv_monitor.demo_workload import AGENT, Conversation, Workload
+from radixkv_monitor.feed import Status, ThreadFeed
+from radixkv_monitor.live import HZ
 
 STEP_SECONDS, TOKENS_PER_SECOND = 0.025, 4000.0
 """The seconds of a step, and the rate at which its tokens add to them."""
@@ -418,3 +423,25 @@ class DemoSource:
         self._recorder.session(new)
         if closed:
             del self._sessions[conversation.number]
+
+
+class DemoFeed(ThreadFeed):
+    """Run a made-up workload over a real cache, in this process."""
+
+    def __init__(self, source: Callable[[], DemoSource], *, clock: Callable[[], float] = time.time) -> None:
+        super().__init__("demo", clock=clock)
+        self._source = source
+
+    def _run(self) -> None:
+        source = self._source()
+        self._status = Status("connecting", source.facts.started, "The demo simulates its first minute")
+        self.builder.take(Hello(source.facts, ts=self._clock()))
+        when = source.facts.started
+        for seq in count(1):
+            when = min(when + 1.0, self._clock())  # in steps, so that there is a history from the start
+            changes = replace(source.step(when), reset=seq == 1)
+            self.builder.take(Snapshot(0, 1, changes, ts=when) if seq == 1 else Delta(changes, seq=seq, ts=when))
+            if self._clock() - when < 1.0:
+                self._status = Status("live", source.facts.started)
+                if self._closing.wait(1 / HZ):
+                    return

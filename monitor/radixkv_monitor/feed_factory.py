@@ -12,7 +12,7 @@ from radixkv.errors import EngineNotFound, InvalidInput
 from radixkv.telemetry.discovery import FoundEngine, connect, engines, tcp_address
 from radixkv_monitor.feed import ThreadFeed
 from radixkv_monitor.formatting import duration
-from radixkv_monitor.live import HZ, DemoFeed, SocketFeed
+from radixkv_monitor.live import HZ, SocketFeed
 from radixkv_monitor.replay import FileFeed
 
 DEMO_PAST = 60.0
@@ -50,14 +50,14 @@ def feed_of_found(found: FoundEngine) -> SocketFeed:
     return SocketFeed(f"{found.model}, pid {found.pid}", _reconnecting(found))
 
 
-def demo(host_blocks: int = 0) -> DemoFeed:
+def demo(host_blocks: int = 0) -> ThreadFeed:
     """Return the feed of the demo's engine. The workload is imported here, since only the demo needs it."""
 
     def source() -> DemoSource:
         started = time.time() - DEMO_PAST
         return HostDemoSource(host_blocks=host_blocks, started=started) if host_blocks else DemoSource(started=started)
 
-    from radixkv_monitor.demo import DemoSource
+    from radixkv_monitor.demo import DemoFeed, DemoSource
     from radixkv_monitor.demo_host import HostDemoSource
 
     return DemoFeed(source)

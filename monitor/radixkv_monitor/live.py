@@ -1,4 +1,4 @@
-"""Feeds of the present: an engine at a socket, and the demo; and the commands to the engine of a connection.
+"""The feed of an engine at a socket, and the commands to the engine of a connection.
 
 A command names the engine that its user saw. It is sent only on a connection to that very engine: after a restart, the
 same number may be another request.
@@ -17,12 +17,10 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
 
 from radixkv.errors import RadixKVError
 from radixkv.telemetry.command_queue import Outcome
-from radixkv.telemetry.protocol import WRONG_TOKEN, Command, Decoder, Delta, Frame, Hello, Reply, Snapshot, encode
-from radixkv.telemetry.records import Changes, EngineFacts
+from radixkv.telemetry.protocol import WRONG_TOKEN, Command, Decoder, Frame, Hello, Reply, encode
 from radixkv_monitor.feed import Link, Status, ThreadFeed, Traffic
 from radixkv_monitor.formatting import duration
 from radixkv_monitor.state import State
@@ -236,38 +234,6 @@ class SocketFeed(ThreadFeed):
         opening = f"Looking for an engine at {self.title}: " if link == "connecting" else ""
         self._status = Status(link, since, f"{opening}{reason}; next attempt in {duration(pause)}")
         self._closing.wait(pause)
-
-
-class Source(Protocol):
-    """The workload of a DemoFeed."""
-
-    facts: EngineFacts
-
-    def step(self, now: float) -> Changes:
-        """Return the changes up to `now`."""
-        ...
-
-
-class DemoFeed(ThreadFeed):
-    """Run a made-up workload over a real cache, in this process."""
-
-    def __init__(self, source: Callable[[], Source], *, clock: Callable[[], float] = time.time) -> None:
-        super().__init__("demo", clock=clock)
-        self._source = source
-
-    def _run(self) -> None:
-        source = self._source()
-        self._status = Status("connecting", source.facts.started, "The demo simulates its first minute")
-        self.builder.take(Hello(source.facts, ts=self._clock()))
-        when = source.facts.started
-        for seq in count(1):
-            when = min(when + 1.0, self._clock())  # in steps, so that there is a history from the start
-            changes = replace(source.step(when), reset=seq == 1)
-            self.builder.take(Snapshot(0, 1, changes, ts=when) if seq == 1 else Delta(changes, seq=seq, ts=when))
-            if self._clock() - when < 1.0:
-                self._status = Status("live", source.facts.started)
-                if self._closing.wait(1 / HZ):
-                    return
 
 
 def _socket_name(connection: socket.socket) -> str:

@@ -273,7 +273,7 @@ def test_the_report_of_a_live_engine_may_end_early(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(print_once, "_watch", at_once)
-    monkeypatch.setattr("radixkv_monitor.live.DemoFeed._run", lambda _: None)
+    monkeypatch.setattr("radixkv_monitor.demo.DemoFeed._run", lambda _: None)
     assert cli.main(["--demo", "--report", str(tmp_path / "none.html")]) == 130
     assert [each.name for each in tmp_path.iterdir()] == ["out.html"]
 
