@@ -63,19 +63,6 @@ class HostLoad(Protocol):
         """Where the KV of each slot is [tokens]: host block * block_size + the token's offset, as in its slot."""
 
 
-class Transfers(Protocol):
-    """Copies between a pool and the images of its blocks; arrays are int64 [n]."""
-
-    def offload(self, blocks: NDArray[np.int64], images: NDArray[np.int64]) -> None:
-        """Copy blocks of the pool to images."""
-
-    def load_blocks(self, images: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
-        """Copy images to blocks of the pool."""
-
-    def load_slots(self, sources: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        """Copy tokens of images to slots of the pool."""
-
-
 class HostStore:
     """Images of `num_blocks` blocks of a pool, in host memory. Not safe for two threads at once."""
 
@@ -94,7 +81,7 @@ class HostStore:
         staged = store.device.type != "cpu" if staged is None else staged
         kind = StagedTransfers if staged else DirectTransfers
         try:
-            self._transfers: Transfers = kind(store, num_blocks)
+            self._transfers: StagedTransfers | DirectTransfers = kind(store, num_blocks)
         except (MemoryError, RuntimeError, ValueError) as error:  # numpy raises ValueError for a size beyond 63 bits
             raise InvalidInput(f"host memory of {self.nbytes} bytes cannot be allocated: {error}") from error
 
@@ -171,7 +158,10 @@ class HostStore:
 
 
 class DirectTransfers:
-    """Copies by numpy between two pools of a CPU, in one pass; blocks that are adjacent in both are one run."""
+    """Copies by numpy between two pools of a CPU, in one pass; blocks that are adjacent in both are one run.
+
+    Block ids, images, sources and slots are int64 [n].
+    """
 
     def __init__(self, store: KVStore, num_blocks: int) -> None:
         """Allocate the second pool; the system maps a page when it is first written."""
