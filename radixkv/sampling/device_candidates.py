@@ -1,4 +1,4 @@
-"""Find the candidates of beam searches on the device, as `radixkv.sampling.candidates` does in host memory.
+"""Find the candidates of beam searches on the device, as `radixkv.sampling.sampler` does in host memory.
 
 The results are a part of the download of the whole batch. The number of launches does not depend on the rows.
 """
@@ -16,9 +16,8 @@ from torch import Tensor
 
 from radixkv.device import Device
 from radixkv.sampling.batch_rows import Batch
-from radixkv.sampling.candidates import as_candidates
 from radixkv.sampling.params import TokenLogprobs
-from radixkv.sampling.sampler import Sampled
+from radixkv.sampling.sampler import Sampled, as_candidates
 from radixkv.sampling.token_counts import TokenCounts
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from radixkv.errors import InvalidInput
-from radixkv.gguf.ggml_types import GGML_TYPES, REMOVED_TYPES
-from radixkv.gguf.header import GGUFHeader, find, read_header
+from radixkv.gguf.header import GGML_TYPES, REMOVED_TYPES, GGUFHeader, find, read_header
 from tests.gguf.raw_file import ARCHITECTURE, ARRAY, F32, STRING, U8, U32, file_of, key, shards, tensor, u32
 
 QUANTISED = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]  # types that the package can write

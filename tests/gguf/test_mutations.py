@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.gguf.ggml_types import GGML_TYPES
-from radixkv.gguf.header import GGUFHeader, read_header
+from radixkv.gguf.header import GGML_TYPES, GGUFHeader, read_header
 from tests.gguf.raw_file import u32, u64
 from tests.selection import mostly_long
 
