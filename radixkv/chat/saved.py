@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -22,6 +22,7 @@ from typing import Any, Literal
 from radixkv import private_files
 from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message, ToolCall
+from radixkv.chat.tool_call_formats import DEEPEST, too_deep
 from radixkv.engine.input_processor import check_date, checked_ids
 from radixkv.errors import ChatError, InvalidInput
 from radixkv.sampling.params import is_int
@@ -31,7 +32,6 @@ _FORMAT = "radixkv.chat"
 _VERSION = 2
 _FIELDS = ("model", "tools", "date", "history", "overflow", "opening", "turns", "token_ids")
 _ADDED = {1: ("namespace",), 2: ("namespaced", "digest")}  # fields of a version in addition to these
-_NESTING = 100  # lists and objects inside each other
 
 
 @dataclass(frozen=True)
@@ -139,16 +139,8 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _check_nesting(value: Any) -> None:
     """Raise ValueError for lists and objects that are nested too deeply to be copied and rendered."""
-    level = [value]
-    for _ in range(_NESTING):
-        level = [each for parent in level for each in _items(parent)]
-        if not level:
-            return
-    raise ValueError(f"more than {_NESTING} lists and objects are nested")
-
-
-def _items(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if too_deep(value):
+        raise ValueError(f"more than {DEEPEST} lists and objects are nested")
 
 
 def _from_json(saved: dict[str, Any], vocab_size: int) -> SessionState:

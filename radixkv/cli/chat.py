@@ -35,8 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises InvalidInput or UnsupportedModel if the model cannot be loaded.
     """
+    from radixkv.sampling.params import SamplingParams
+
     console = Console(highlight=False)
-    params = _params(arguments)
+    params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
     with console.status("starting"):
         from radixkv.chat import Engine  # takes seconds: it imports torch
     if console.is_terminal:  # the loader shows a bar below this line
@@ -45,12 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     with engine:
         Repl(engine, engine.chat(arguments.system), params, console).loop()
     return 0
-
-
-def _params(arguments: argparse.Namespace) -> SamplingParams:
-    from radixkv.sampling.params import SamplingParams
-
-    return SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
 
 
 class Repl:

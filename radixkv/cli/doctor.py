@@ -107,16 +107,8 @@ def _in_float32(arguments: argparse.Namespace) -> LoadedModel:
 def _load(arguments: argparse.Namespace) -> LoadedModel:
     from radixkv.models.adapter import load
 
-    return load(
-        arguments.model,
-        tokenizer=arguments.tokenizer,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        weights=arguments.weights,
-        attention=arguments.attention,
-        revision=arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    names = ("tokenizer", "device", "dtype", "weights", "attention", "revision", "trust_remote_code")
+    return load(arguments.model, **{name: getattr(arguments, name) for name in names})
 
 
 @contextmanager

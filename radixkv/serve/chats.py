@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixkv.chat.messages import ToolCall
+from radixkv.chat.tool_call_formats import with_text
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.reply import Piece
@@ -157,5 +158,4 @@ def _delta(piece: Piece) -> JsonObject:
 
 
 def _call(call: ToolCall) -> JsonObject:
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return with_text(call.as_message())

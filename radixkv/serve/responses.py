@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -30,17 +31,33 @@ def all_replies(completions: Iterable[Completion]) -> list[Completion]:
     return [each for completion in completions for each in (completion, *completion.alternatives)]
 
 
+@dataclass(frozen=True, slots=True)
+class TurnUsage:
+    """The tokens of some requests. A prompt and its cached tokens count once, for all its replies.
+
+    `cached_tokens` of the `prompt_tokens` were found in the cache; the others were computed, and are cached now.
+    `output_tokens` counts all replies, thinking and stop tokens included.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def of(cls, completions: Sequence[Completion]) -> TurnUsage:
+        """Return the tokens of complete requests."""
+        return cls(
+            sum(completion.usage.prompt_tokens for completion in completions),
+            sum(completion.usage.cached_tokens for completion in completions),
+            sum(completion.usage.output_tokens for completion in all_replies(completions)),
+        )
+
+
 def usage(completions: Sequence[Completion]) -> JsonObject:
-    """Return the token counts of some requests. A prompt and its cached tokens count once, for all its replies."""
-    prompt = sum(completion.usage.prompt_tokens for completion in completions)
-    cached = sum(completion.usage.cached_tokens for completion in completions)
-    output = sum(completion.usage.output_tokens for completion in all_replies(completions))
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    """Return the token counts of some requests in OpenAI's shape."""
+    spent = TurnUsage.of(completions)
+    counts = running_usage(spent.prompt_tokens, spent.output_tokens)
+    return {**counts, "prompt_tokens_details": {"cached_tokens": spent.cached_tokens}}
 
 
 def running_usage(prompt: int, output: int) -> JsonObject:

@@ -30,7 +30,7 @@ from radixkv.serve.message_schemas import template_texts
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.openai_responses.store import ResponseStore
 from radixkv.serve.reply import tags
-from radixkv.serve.responses import Interruptible, usage
+from radixkv.serve.responses import Interruptible, TurnUsage
 from radixkv.serve.role_order import RoleOrder
 from radixkv.serve.schemas import Dialogue
 from radixkv.serve.token_texts import TokenTexts
@@ -259,9 +259,8 @@ class Service:
 
     def log_usage(self, log_fields: dict[str, Any], completions: Sequence[Completion]) -> None:
         """Add the token counts of a complete request to its log line."""
-        spent = usage(completions)
-        log_fields["prompt"], log_fields["output"] = spent["prompt_tokens"], spent["completion_tokens"]
-        log_fields["cached"] = spent["prompt_tokens_details"]["cached_tokens"]
+        spent = TurnUsage.of(completions)
+        log_fields.update(prompt=spent.prompt_tokens, output=spent.output_tokens, cached=spent.cached_tokens)
 
     async def in_background(self, call: Callable[[], Result]) -> Result:
         """Run `call` on the background thread for templates and tokenizers, and return its result.

@@ -33,7 +33,7 @@ from radixkv.serve.conversations import ChatPrompt
 from radixkv.serve.errors import ApiError, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.reply import Piece, ReplyReader, TaggedText
-from radixkv.serve.responses import EventStream, all_replies, unless_disconnected
+from radixkv.serve.responses import EventStream, TurnUsage, all_replies, unless_disconnected
 from radixkv.serve.schemas import ChatRequest, RequestOptions
 from radixkv.serve.service import Service
 
@@ -77,19 +77,6 @@ class Reply:
     calls: tuple[ToolCall, ...]
     end: End
     completion: Completion
-
-
-@dataclass(frozen=True, slots=True)
-class TurnUsage:
-    """The tokens of one request. The prompt and its cached tokens count once, for all replies.
-
-    `cached_tokens` of the `prompt_tokens` were found in the cache; the others were computed, and are cached now.
-    `output_tokens` counts all replies, thinking and stop tokens included.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
 
 
 class Encoder(Protocol):
@@ -199,9 +186,7 @@ class Turn:
     @property
     def usage(self) -> TurnUsage:
         """The cost of the request; available once the turn is complete."""
-        completion = self.completion
-        output = sum(each.usage.output_tokens for each in all_replies([completion]))
-        return TurnUsage(completion.usage.prompt_tokens, completion.usage.cached_tokens, output)
+        return TurnUsage.of([self.completion])
 
     @property
     def completion(self) -> Completion:

@@ -21,7 +21,8 @@ from radixkv.serve.anthropic.schemas import MessageRequest
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.reply import Piece
-from radixkv.serve.turn import End, Turn, TurnUsage
+from radixkv.serve.responses import TurnUsage
+from radixkv.serve.turn import End, Turn
 
 PING_INTERVAL = 15.0  # seconds between pings until the first token; after it, almost each token is an event
 _KEY = token_bytes(32)  # of this process: the signatures of another server are as good as no signatures

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -78,31 +78,28 @@ class ResponseStore:
         self.capacity = capacity
         self.running: dict[tuple[Hashable, str], Running] = {}
         self._lock = threading.Lock()
-        self._tenants: dict[str | None, _TenantStore] = {}
+        self._tenants: defaultdict[str | None, _TenantStore] = defaultdict(lambda: _TenantStore(capacity))
 
     def add(self, tenant: str | None, owner: Hashable, stored: StoredResponse) -> None:
         """Store a response under its id, unless it alone exceeds the capacity."""
         if self.capacity:
             with self._lock:
-                own = self._tenants.setdefault(tenant, _TenantStore(self.capacity))
-                own.add((owner, stored.response["id"]), stored)
+                self._tenants[tenant].add((owner, stored.response["id"]), stored)
 
     def get(self, tenant: str | None, owner: Hashable, number: str) -> StoredResponse | None:
         """Return a response, which is now the most recently used one; None if it is not stored."""
         with self._lock:
-            own = self._tenants.get(tenant)
-            return None if own is None else own.get((owner, number))
+            return self._tenants[tenant].get((owner, number))
 
     def delete(self, tenant: str | None, owner: Hashable, number: str) -> bool:
         """Remove a response; return whether it was stored. Responses that continue it stay."""
         with self._lock:
-            own = self._tenants.get(tenant)
-            return own is not None and own.remove((owner, number))
+            return self._tenants[tenant].remove((owner, number))
 
     def size(self, tenant: str | None) -> int:
         """Return the approximate number of bytes that a tenant's responses take."""
-        own = self._tenants.get(tenant)
-        return 0 if own is None else own.size
+        with self._lock:
+            return self._tenants[tenant].size
 
     def check(self) -> None:
         """Raise AssertionError if a counter is wrong or a limit is exceeded. O(everything stored)."""
