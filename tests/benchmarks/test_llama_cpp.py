@@ -12,10 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import llama_cpp  # in the folder of the benchmarks, not installed
-from llama_cpp_parts import worker, workloads
+from llama_cpp_parts import worker
 from llama_cpp_parts.ours import Ours
 from llama_cpp_parts.worker import OURS, PEER, Side
-from llama_cpp_parts.workloads import QUICK, STREAMS, Measured
+from llama_cpp_parts.workloads import QUICK, STREAMS
 
 from radixkv import Engine, SamplingParams
 
@@ -93,15 +93,6 @@ def test_rows_have_the_figures_of_both_engines_and_their_ratio(fake: Any, capsys
     assert "decode, 8 streams, per token, ms               1           4    0.25" in shown
 
 
-def test_equal_leading_tokens_are_counted(fake: Any) -> None:
-    result = compare(fake(OURS), fake(PEER, kind="from token 2"))
-    assert not result["differ"]
-    chat, *decoded = result["equal_leading_tokens"]
-    assert chat == [2, QUICK.reply]
-    assert len(decoded) == 1 + STREAMS  # the first token of these comes from a command of its own
-    assert all(each == [3, 1 + QUICK.decode] for each in decoded)
-
-
 def test_engines_that_compute_different_models_are_found(fake: Any) -> None:
     assert compare(fake(OURS), fake(PEER, kind="all different"))["differ"]
 
@@ -109,14 +100,6 @@ def test_engines_that_compute_different_models_are_found(fake: Any) -> None:
 def test_different_tokenizers_end_the_benchmark(fake: Any) -> None:
     with pytest.raises(SystemExit, match=r"tokenizers of radixkv and llama\.cpp differ on"):
         compare(fake(OURS), fake(PEER, kind="other tokenizer"))
-
-
-def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
-    def runs(*values: float) -> list[Measured]:
-        return [Measured(dict.fromkeys(workloads.ROWS, value), [], {}, None) for value in values]
-
-    row = llama_cpp.table("cpu", {OURS: runs(1, 10, 4), PEER: runs(1, 2, 4)}, None)["prefill"]
-    assert (row[OURS], row[PEER], row["ratio"], row["ratios"]) == (4, 2, 1, [1, 5, 1])
 
 
 # ---- the work

@@ -6,18 +6,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from serving_parts.clients import Record, closed_loop, open_loop
-from serving_parts.figures import agreement, figures, median
+from serving_parts.clients import Record, closed_loop
+from serving_parts.figures import figures, median
 from serving_parts.servers import Counted
-from serving_parts.workloads import SHAPES, Session, Shape, build
+from serving_parts.workloads import Session, Shape, build
 
 SMALL = Shape(opening=5, sessions=4, turns=3, new=(1, 4), reply=(2, 3), pause_s=0.001, branch_every=2)
 
@@ -64,46 +61,11 @@ def check_histories(records: list[Record], sessions: list[Session]) -> None:
         follow(session, [])
 
 
-@pytest.mark.parametrize("shape", [SMALL, *SHAPES.values()])
-def test_a_workload_is_the_same_each_time_and_shares_its_opening(shape: Shape) -> None:
-    sessions = build(shape, vocab=100)
-    assert sessions == build(shape, vocab=100)
-    assert sessions != build(shape, vocab=100, seed=1)
-    assert len({session.turns[0].new[: shape.opening] for session in sessions}) == 1
-    assert len({session.turns[0].new for session in sessions}) == shape.sessions
-    turns = [turn for session in sessions for each in (session, *session.branches) for turn in each.turns]
-    assert all(shape.reply[0] <= turn.reply <= shape.reply[1] for turn in turns)
-    assert all(3 <= token < 100 for turn in turns for token in turn.new)
-    branching = 0 if not shape.branch_every else -(-shape.sessions // shape.branch_every)
-    assert len(turns) == shape.sessions * shape.turns + branching * shape.branches * shape.branch_turns
-    assert len(turns) == sum(session.requests for session in sessions)
-
-
 @pytest.mark.parametrize("clients", [1, 3])
 def test_clients_say_what_the_sessions_say(clients: int) -> None:
     sessions, server = build(SMALL, vocab=100), Echo()
     check_histories(closed_loop(server, sessions, clients), sessions)
     assert server.most <= clients
-
-
-class Meeting(Echo):
-    """Sends no answer before `parties` requests have arrived."""
-
-    def __init__(self, parties: int) -> None:
-        super().__init__()
-        self.all_here = threading.Barrier(parties, timeout=30)
-        self.met = threading.Event()
-
-    def stream(self, prompt: list[int], tokens: int) -> Iterator[list[int]]:
-        if not self.met.is_set():
-            self.all_here.wait()
-            self.met.set()
-        yield from super().stream(prompt, tokens)
-
-
-def test_arrivals_do_not_wait() -> None:
-    sessions = build(SMALL, vocab=100)
-    check_histories(open_loop(Meeting(len(sessions)), sessions, rate=1000), sessions)
 
 
 def record(session: str, turn: int, prompt: tuple[int, ...], reply: tuple[int, ...], *times: float) -> Record:
@@ -122,28 +84,3 @@ def test_figures_of_two_requests() -> None:
     later = figures([record("0", 0, (1,), (5, 6), 0.0, 1.0, 5.0)], Counted(1, 1, 2, 1, 1))
     both = median([found, later, later])
     assert (both.seconds, both.hit_tokens, both.preemptions) == (5.0, 1, None)
-
-
-def judge(ids: torch.Tensor, logits_to_keep: int) -> Any:
-    """Logits 0, 0.1, 0.2 and so on, for any history."""
-    return SimpleNamespace(logits=torch.arange(100).expand(1, logits_to_keep, 100) / 10)
-
-
-def test_replies_that_part_are_judged_where_they_part_and_no_further() -> None:
-    ours = [
-        record("0", 0, (1,), (5, 6, 7), 0, 1),
-        record("0", 1, (1, 5, 6, 7, 2), (8,), 0, 1),
-        record("0.0", 0, (1, 5, 6, 7, 2, 8, 3), (9,), 0, 1),
-        record("1", 0, (2,), (5,), 0, 1),
-    ]
-    assert agreement(judge, ours, ours[::-1]) == agreement(judge, ours, ours)
-    assert (agreement(judge, ours, ours).alike, agreement(judge, ours, ours).widest) == (3, 0.0)
-    parted = [
-        record("0", 0, (1,), (5, 8, 1), 0, 1),
-        record("0", 1, (1, 5, 8, 1, 2), (80,), 0, 1),  # another question: not compared
-        record("0.0", 0, (1, 5, 8, 1, 2, 80, 3), (90,), 0, 1),
-        ours[3],
-    ]
-    found = agreement(judge, ours, parted[::-1])
-    assert (found.sessions, found.alike) == (3, 1)
-    assert found.widest == pytest.approx(0.2)

@@ -1,8 +1,5 @@
 """The order of eviction: trims block by block, the policies, inheritance, hints and priorities."""
 
-import random
-from dataclasses import dataclass, field
-
 import pytest
 
 from radixkv.cache import POLICIES, Hint, PrefixCache
@@ -139,61 +136,6 @@ class TestLru:
         assert cached(cache, trunk + [60] * 4) == 8  # the done branch was evicted, out of turn
         flood(cache, 12 - 2)
         assert (cached(cache, trunk), cached(cache, other)) == (8, 0)
-
-
-@dataclass
-class NaiveLru:
-    """LRU over single tokens: each records its last use; the least recent one without children is evicted."""
-
-    room: int
-    children: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
-    touched: dict[tuple[int, ...], int] = field(default_factory=dict)
-    now: int = 0
-
-    def serve(self, text: tuple[int, ...]) -> int:
-        hit = 0
-        while hit < len(text) and text[: hit + 1] in self.touched:
-            hit += 1
-        self.touch(text, hit)
-        while len(self.touched) + len(text) - hit > self.room:
-            self.evict(kept=text[:hit])
-        self.touch(text, len(text))
-        return hit
-
-    def touch(self, text: tuple[int, ...], length: int) -> None:
-        self.now += 1
-        for end in range(1, length + 1):
-            self.touched[text[:end]] = self.now
-            self.children.setdefault(text[: end - 1], set()).add(text[end - 1])
-
-    def evict(self, kept: tuple[int, ...]) -> None:
-        leaves = (text for text in self.touched if not self.children.get(text) and kept[: len(text)] != text)
-        victim = min(leaves, key=lambda text: self.touched[text])
-        del self.touched[victim]
-        self.children[victim[:-1]].discard(victim[-1])
-
-
-@pytest.mark.parametrize("block_size", [1, 4])
-@pytest.mark.parametrize("seed", range(6))
-def test_lru_hits_exactly_what_a_naive_lru_hits(block_size: int, seed: int) -> None:
-    """Serial requests, whole blocks only: each recorded token stands for one block, at every block size."""
-    rng = random.Random(seed)
-    room = rng.choice((6, 15, 40))
-    cache, naive = PrefixCache(room, block_size), NaiveLru(room)
-    said: list[tuple[int, ...]] = [()]
-    hits = 0
-    for _ in range(500):
-        start = rng.choice(said[-12:])
-        text = start[: rng.randint(0, len(start))] + tuple(rng.randrange(3) for _ in range(rng.randint(1, 5)))
-        text = text[-room:] if rng.random() < 0.1 else text[:room]
-        said.append(text)
-        blocks = [token for token in text for _ in range(block_size)]
-        expected = naive.serve(text)
-        assert publish(cache, blocks) == expected * block_size
-        hits += expected
-    cache.check()
-    assert hits > 100
-    assert cache.stats().evicted_blocks > 100
 
 
 class TestFifo:

@@ -16,7 +16,6 @@ from radixkv.errors import (
     InvalidTokens,
     PinBudgetExceeded,
     PromptTooLong,
-    RequestFailed,
 )
 from tests.engine.fakes import STOP, FakeModel, check, greedy_reply, make_engine
 
@@ -228,31 +227,6 @@ def test_a_hit_that_other_requests_hold_takes_no_block():
         assert [(33 - 1, 1) in step and len(step) == 2 for step in runner.steps].count(True) == 1  # with the first
         assert second.result().usage.cached_tokens == 32
         check(engine)
-
-
-def test_an_exception_in_a_step_fails_its_requests_and_nothing_else():
-    broken = [False]
-
-    def fault(chunks):
-        if broken[0] and any(len(chunk.tokens) == 13 for chunk in chunks):
-            broken[0] = False
-            raise RuntimeError("no memory left on the device")
-
-    engine, _ = make_engine(fault=fault)
-    with engine:
-        before = engine.generate([prompt_of(9)], GREEDY)[0]
-        broken[0] = True
-        handle = engine.submit(prompt_of(13, 5), GREEDY)
-        with pytest.raises(RequestFailed, match="no memory left") as caught:
-            handle.result(timeout=10)
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        with pytest.raises(RequestFailed):
-            list(handle)
-        check(engine)
-        assert engine.probe(prompt_of(13, 5)).matched == 0  # nothing of the broken step was published
-        assert engine.generate([prompt_of(9)], GREEDY)[0].token_ids == before.token_ids
-        assert list(engine.generate([prompt_of(13, 5)], GREEDY)[0].token_ids) == greedy_reply(prompt_of(13, 5), 6)
-        assert engine.stats().failed == 1
 
 
 def test_a_forgotten_engine_ends_its_thread():

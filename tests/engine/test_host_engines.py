@@ -17,7 +17,6 @@ from radixkv.cache import PrefixCache
 from radixkv.cache import Sequence as CacheSequence
 from radixkv.config import EngineConfig
 from radixkv.engine.audit import Auditor
-from radixkv.engine.engine import RequestEngine
 from radixkv.errors import RequestFailed
 from radixkv.models import adapter
 from radixkv.models.runner import Runner
@@ -93,22 +92,6 @@ class AuditedWorld(World):
                 self.host.state[block, position % SIZE] ^= np.uint64(1)
                 return
         raise AssertionError("it is not on the host")
-
-
-def test_an_audit_of_sound_host_memory_finds_and_changes_nothing() -> None:
-    world = AuditedWorld()
-    prompt = tokens(41)
-    world.answer(prompt)
-    world.offload(prompt)
-    before = world.cache.stats()
-    report = world.audit(200)
-    after = world.cache.stats()
-    assert report.blocks >= 200 and not report.differ
-    assert world.host.loads, "no host-resident run was audited"
-    assert (after.query_tokens, after.hit_tokens, after.loaded_tokens) == (
-        before.query_tokens, before.hit_tokens, before.loaded_tokens,
-    )  # fmt: skip
-    assert usage(world.answer(prompt)).host_tokens
 
 
 @pytest.mark.parametrize("position", [0, 17, 39])
@@ -225,30 +208,6 @@ def real_prompts(rng: random.Random, vocab: int) -> list[list[int]]:
         stem = rng.choice(made)
         made.append([*stem[: rng.randrange(len(stem))], *rng.choices(range(3, vocab), k=rng.randrange(5, 40))][:90])
     return [made[rng.randrange(len(made))] for _ in range(30)]
-
-
-def real_answers(engine: RequestEngine, prompts: list[list[int]], params: SamplingParams) -> list[tuple[int, ...]]:
-    """Return all answers, some at once and some one after another."""
-    done = [one for at in range(0, len(prompts), 5) for one in engine.generate(prompts[at : at + 5], params)]
-    engine.client.thread.ask(engine.core.cache.check)
-    return [each.token_ids for each in done]
-
-
-@pytest.mark.parametrize("chunk", sampled([16, 64], 16))
-def test_a_small_pool_with_host_memory_answers_as_a_large_pool(chunk: int) -> None:
-    """The requests of one batch alone need a pool three times as large."""
-    settings: dict[str, Any] = {"prefill_chunk": chunk, "max_batch_tokens": 72, "max_sequences": 8}
-    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
-    prompts = real_prompts(random.Random(chunk), 90)
-    with real_engine(600, 0, **settings) as large:
-        expected = real_answers(large, prompts, params)
-        assert not large.stats().preemptions
-    with real_engine(40, 300, **settings) as small:
-        assert real_answers(small, prompts, params) == expected
-        stats = small.stats()
-        assert stats.preemptions and stats.host_tokens > 300 and stats.cache.offloaded_blocks
-        assert not stats.failed_loads + stats.failed_offloads
-        assert small.audit(50).differ == 0
 
 
 @pytest.mark.parametrize("chunk", mostly_long(sampled([16, 8, 40], 16, 40), 16))

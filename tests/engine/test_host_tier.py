@@ -21,7 +21,7 @@ from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.engine.reuse_policy import NO_LOADS
 from radixkv.engine.transfers import load_limits
-from radixkv.errors import RequestCancelled, RequestFailed, RequestTimedOut
+from radixkv.errors import RequestFailed
 from tests.engine.fakes import FakeRunner, greedy_reply, make_engine, sized
 from tests.engine.host_world import GREEDY, SIZE, World, failing, is_right, tokens, usage
 
@@ -335,38 +335,6 @@ def test_a_step_that_raises_after_its_loads_ends_no_request_that_loaded(monkeypa
         computing.channel.wait(0)
     world.finish()
     assert is_right(loading) and usage(loading).host_tokens == 40
-
-
-def begin_load(world: World) -> Request:
-    """Run a request until it has loaded a part of its prompt."""
-    prompt = tokens(81)
-    world.answer(prompt)
-    world.offload(prompt)
-    request = world.submit(prompt)
-    world.step()
-    assert 0 < request.streams[0].sequence.length < 64
-    return request
-
-
-def test_a_request_may_be_cancelled_between_two_loads() -> None:
-    world = World(64, 200, speed=2.0)
-    request = begin_load(world)
-    world.core.cancel(request)
-    world.finish()
-    with pytest.raises(RequestCancelled):
-        request.channel.wait(0)
-    assert usage(world.answer(request.prompt.tolist())).cached_tokens == 80
-
-
-def test_a_request_may_time_out_between_two_loads() -> None:
-    world = World(64, 200, speed=2.0)
-    request = begin_load(world)
-    request.deadline = request.submitted
-    world.core._deadlines.append((request.deadline, request.scheduling.number, request))
-    world.finish()
-    with pytest.raises(RequestTimedOut):
-        request.channel.wait(0)
-    assert usage(world.answer(request.prompt.tolist())).cached_tokens == 80
 
 
 def test_a_failed_load_up_to_a_state_drops_the_run_on_the_host_only() -> None:

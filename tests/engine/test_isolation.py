@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 import weakref
@@ -179,26 +178,6 @@ def test_computed_tokens_of_a_cancelled_request_that_filled_the_pool_stay_cached
             handle.result(timeout=10)
         assert engine.probe(prompt).matched == 10
         check(engine)
-
-
-def test_closing_frees_the_pool() -> None:
-    engine, runner = make_engine()
-    pool = weakref.ref(runner)
-    cache = weakref.ref(engine.core.cache)
-    limit = engine.context_limit
-    running = engine.submit([1, 2, 3], LONG)
-    del runner
-    engine.close()
-    gc.collect()
-    assert (pool(), cache()) == (None, None)
-    assert running.done
-    assert engine.context_limit == limit
-    for verb in (engine.submit, engine.probe, engine.warm, engine.demote):
-        with pytest.raises(EngineClosed):
-            verb([1, 2, 3])
-    for ask in (engine.stats, engine.clear_cache):
-        with pytest.raises(EngineClosed):
-            ask()
 
 
 def test_a_fault_of_the_pool_itself_hangs_no_caller() -> None:

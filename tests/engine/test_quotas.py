@@ -137,24 +137,6 @@ def test_a_hash_that_changes_later_moves_no_blocks_to_another_share() -> None:
         check(engine)
 
 
-@pytest.mark.parametrize("snapshots", [None, 40])
-def test_many_requests_of_three_namespaces_all_end(snapshots: int | None) -> None:
-    engine, _ = make_engine(
-        32, 4, snapshots=snapshots, max_sequences=8, max_batch_tokens=64, namespace_limits={"ann": 0.4, "ben": 0.3}
-    )
-    rng = random.Random(5)
-    with engine:
-        handles = []
-        for number in range(60):
-            prompt = text(rng.randrange(12), rng.randint(2, 6))
-            namespace = ("ann", "ben", "eve")[number % 3]
-            handles.append(engine.submit(prompt, greedy(rng.randint(20, 32)), namespace=namespace))
-        for handle in handles:
-            handle.result(60)
-        assert engine.stats().preemptions
-        check(engine)
-
-
 class TestPromises:
     """`are_covered` against every order in which two groups can take their blocks."""
 

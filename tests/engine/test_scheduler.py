@@ -19,9 +19,8 @@ from radixkv.engine import wait_queue
 from radixkv.engine.core import Core
 from radixkv.engine.input_processor import replies_of
 from radixkv.engine.request import Request
-from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestFailed, RequestTimedOut
+from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestTimedOut
 from tests.engine.fakes import FakeRunner, greedy_reply, sized
-from tests.selection import mostly_long
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -460,49 +459,7 @@ def test_eight_samples_hold_the_prompt_once(prompt_length: int, size: int) -> No
     assert all(each.usage.cached_tokens == prompt_length for each in done.alternatives)
 
 
-@pytest.mark.parametrize("reuse", mostly_long([True, False], True))
-def test_samples_come_back_from_a_preemption_as_they_were(reuse: bool) -> None:
-    params = SamplingParams(max_tokens=24, n=3, seed=5, ignore_eos=True)
-    preempted = 0
-    for seed in range(10):
-        rng = random.Random(seed)
-        prompt = tokens(rng.randint(1, 30), seed)
-        roomy = World(400, 4, reuse=reuse)
-        expected = roomy.submit(prompt, params)
-        roomy.finish()
-        world = World(
-            30,
-            4,
-            sized(16, 64, rng.choice([3, 8, 32]), victim="last"),
-            reuse=reuse,
-        )
-        others = [world.submit(tokens(rng.randint(1, 20), 50 + i), GREEDY.but(max_tokens=40)) for i in range(3)]
-        request = world.submit(prompt, params)
-        world.finish()
-        assert [s.tokens for s in request.streams] == [s.tokens for s in expected.streams]
-        assert all(map(is_right, others))
-        preempted += request.scheduling.preemptions
-    assert preempted > 3
-
-
 # ---- faults
-
-
-def test_only_a_request_that_raises_alone_fails() -> None:
-    world = World(256, 4)
-
-    def fault(chunks: Any) -> None:
-        if any(8 in chunk.tokens.tolist() for chunk in chunks if chunk.start == 0):
-            raise RuntimeError("cannot compute eight")
-
-    world.runner.fault = fault
-    good = [world.submit([1, i]) for i in range(8)]
-    bad = world.submit([2, 8])
-    good += [world.submit([3, i]) for i in range(8)]
-    world.finish()
-    assert all(map(is_right, good))
-    with pytest.raises(RequestFailed, match="cannot compute eight"):
-        bad.channel.wait(0)
 
 
 def test_what_is_too_much_for_the_memory_at_once_is_computed_in_parts() -> None:

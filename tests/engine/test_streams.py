@@ -40,27 +40,6 @@ def counted(channel: OutputChannel) -> list[int]:
 # ---- backpressure
 
 
-def test_a_reader_at_the_limit_pauses_the_request_until_half_is_read():
-    channel = OutputChannel(max_unread=4)
-    drained = counted(channel)
-    fill(channel, 1)
-    reader = reader_of(channel)
-    next(reader)
-    fill(channel, 3, 1)
-    assert not channel.paused
-    fill(channel, 1, 4)
-    assert channel.paused
-    fill(channel, 2, 5)  # chunks of the current step
-    seen = [next(reader).token_ids[0] for _ in range(3)]
-    assert channel.paused and not drained
-    seen.append(next(reader).token_ids[0])
-    assert not channel.paused and drained == [1]
-    fill(channel, 1, 7)
-    channel.finish(DONE)
-    assert [*seen, *(each.token_ids[0] for each in reader)] == [1, 2, 3, 4, 5, 6, 7]
-    assert drained == [1]
-
-
 def test_unread_chunks_do_not_pause_a_request_that_is_not_iterated():
     channel = OutputChannel(max_unread=2)
     fill(channel, 100)

@@ -58,29 +58,6 @@ def conversations(seed: int, count: int, sessions: int, system: int = 12) -> lis
 # ---- contents
 
 
-def test_ids_are_equal_where_the_engine_hits(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    engine, _ = make_engine(4000, 4, record=path)
-    rng = random.Random(3)
-    asked = [(prompt, rng.choice([None, "a", ("b", 2)])) for prompt in conversations(1, 120, 8)]
-    asked += rng.sample(asked, 20)
-    with engine:
-        usages = [engine.generate([prompt], ONE, namespace=owner)[0].usage for prompt, owner in asked]
-        assert not engine.stats().cache.evicted_blocks
-    seen: set[int] = set()
-    recorded = list(read(path))
-    for request, usage, (prompt, _) in zip(recorded, usages, asked, strict=True):
-        assert (request.input_length, request.output_length) == (len(prompt), 1)
-        assert (request.block_tokens, len(request.blocks)) == (4, -(-len(prompt) // 4))
-        known = next((at for at, block in enumerate(request.blocks) if block not in seen), len(request.blocks))
-        assert min(known * 4, len(prompt) - 1) // 4 == usage.cached_tokens // 4
-        seen.update(request.blocks)
-    assert sum(usage.cached_tokens for usage in usages) > 1000
-    assert [each.timestamp for each in recorded] == sorted(each.timestamp for each in recorded)
-    names = {owner: str(at) for at, owner in enumerate(dict.fromkeys(n for _, n in asked if n is not None), 1)}
-    assert [each.namespace for each in recorded] == [names.get(owner) for _, owner in asked]
-
-
 def test_a_replay_at_the_pools_size_hits_as_the_engine_did(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     engine, _ = make_engine(40, 4, record=path)

@@ -186,16 +186,6 @@ def test_only_allowed_tools_are_called(server: Served) -> None:
     assert answer["tool_choice"] == flat and answer["parallel_tool_calls"] is False
 
 
-def test_a_reply_is_calls_or_the_format(server: Served) -> None:
-    fields: dict[str, Any] = {
-        "functions": [{**LOOK, "strict": True}],
-        "response_format": FORMATS[0][1]["response_format"],
-    }
-    jsonschema.validate(json.loads(text_of(post(server, CHAT, **fields, logit_bias={"1534": -100}))), SCHEMA)
-    answer = post(server, CHAT, **fields, logit_bias={"1534": 30}, parallel_tool_calls=False)
-    jsonschema.validate(calls_of(answer)[0][1], SCHEMA)
-
-
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_a_reply_that_is_cut_ends_with_length(server: Served, path: str) -> None:
     limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": 4}

@@ -105,13 +105,13 @@ def tiny() -> Iterator[tuple[int, str]]:
 @pytest.fixture(scope="module")
 def own() -> http_load.Run:
     """The replies of a session in this process, computed once for all endpoints."""
-    return asyncio.run(http_load.in_process(CLIENTS // 2, 2))
+    return asyncio.run(http_load.in_process(4, 2))
 
 
 @pytest.mark.long
 @each_endpoint
 def test_replies_match_the_session_in_process(tiny: tuple[int, str], own: http_load.Run, endpoint: Endpoint) -> None:
     pid, url = tiny
-    run = asyncio.run(http_load.over_http(endpoint, pid, url, CLIENTS // 2, 2))
+    run = asyncio.run(http_load.over_http(endpoint, pid, url, 4, 2))
     assert run.answers == own.answers and run.tokens == own.tokens
-    assert not asyncio.run(http_load.leave_early(endpoint, url, CLIENTS // 2))
+    assert not asyncio.run(http_load.leave_early(endpoint, url, 4))

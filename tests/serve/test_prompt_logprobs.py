@@ -79,20 +79,6 @@ def test_the_alternatives_include_the_token_itself():
                 assert (max(top.values()) == value) == (count == 0 or token == best[0])
 
 
-def test_a_prompt_of_ids_and_several_prompts():
-    prompts = [[5, 6, 7, 8], [9, 10], [11]]
-    with served() as server:
-        answer = post(server, prompt=prompts, logprobs=1, n=2, max_tokens=1, temperature=1)
-    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-    for choice in answer["choices"]:
-        ids = prompts[choice["index"] // 2]
-        shown = choice["logprobs"]
-        assert len(shown["tokens"]) == len(ids) + 1 and choice["text"].startswith(tokenizer().decode(ids))
-        assert shown["token_logprobs"][1 : len(ids)] == pytest.approx(expected(ids), abs=1e-5)
-        starts = zip(shown["tokens"], shown["text_offset"], strict=True)
-        assert all(choice["text"].startswith(token, place) for token, place in starts)
-
-
 @pytest.mark.parametrize("change", [{}, {"n": 2}, {"max_tokens": 0}, {"use_beam_search": True, "n": 2}])
 @pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, [5, 6, 7]]], ids=["one", "two"])
 def test_a_stream_has_the_same_log_probabilities(prompt, change):
@@ -228,21 +214,3 @@ def test_a_prompt_that_fills_the_context_can_be_scored_but_a_longer_one_cannot()
     assert len(full["choices"][0]["logprobs"]["tokens"]) == 40
     for answer in (longer, reply):
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
-
-
-def test_what_was_scored_before_is_not_computed_again():
-    """The second of two choices of an item, as lm-evaluation-harness sends them, computes its own tokens only."""
-    item = [*range(5, 69)]
-    with served(block_size=4) as server:
-        first = post(server, prompt=[*item, 70, 71], max_tokens=1, logprobs=1)
-        before = server.engine.stats()
-        second = post(server, prompt=[*item, 80, 81], max_tokens=1, logprobs=1)
-        after = server.engine.stats()
-        metrics = server.client.get("/metrics").text
-    for answer, ids in ((first, [*item, 70, 71]), (second, [*item, 80, 81])):
-        shown = answer["choices"][0]["logprobs"]["token_logprobs"]
-        assert shown[1 : len(ids)] == pytest.approx(expected(ids), abs=1e-5)
-    assert after.computed_tokens - before.computed_tokens <= 4
-    assert f"radixkv:scored_tokens_total {after.scored_tokens}.0" in metrics
-    assert f"radixkv:reused_scores_total {after.reused_scores}.0" in metrics
-    assert after.reused_scores >= 60
