@@ -109,8 +109,11 @@ class Settings:
         """Check all values, and refuse to be reachable from other machines without keys."""
         for each in fields(self):
             value, least = getattr(self, each.name), each.metadata.get("least")
-            if least is not None and not (value is None and each.default is None):
-                _check_at_least(each.name, value, least)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if least is None or (value is None and each.default is None):
+                continue
+            if not is_number or not least <= value < float("inf"):
+                raise InvalidInput(f"{each.name} must be a number, at least {least:g}, got {value!r}")
         if self.port > 65535:
             raise InvalidInput(f"port must be a number from 0 (any that is free) to 65535, got {self.port}")
         if self.history not in MODES:
@@ -171,9 +174,3 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _check_at_least(name: str, value: object, low: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and low <= value < float("inf")
-    if not number:
-        raise InvalidInput(f"{name} must be a number, at least {low:g}, got {value!r}")

@@ -94,7 +94,7 @@ class ResponseAnswer:
         assert isinstance(turn.request, ResponseRequest)
         self._turn, self._caller, self._request = turn, caller, turn.request
         self._service = turn.service
-        self._parts = _parts(turn.service, turn.request)
+        self._parts = ResponseEvents(turn.service.model_name, turn.request)
         self._cancelled = False
 
     def cancel(self) -> None:
@@ -191,15 +191,9 @@ class _Reading:
         return self._service.responses.get(self.caller.tenant, self.caller.namespace, number)
 
 
-def _parts(service: Service, request: ResponseRequest) -> ResponseEvents:
-    return ResponseEvents(
-        service.model_name, request.echo, request.names, encrypted=request.encrypted, summary=request.summary
-    )
-
-
 def _failure(service: Service, request: ResponseRequest, error: ApiError) -> bytes:
     """Return the whole stream of a response that failed before it began."""
-    parts = _parts(service, request)
+    parts = ResponseEvents(service.model_name, request)
     return parts.start() + parts.fail(error)
 
 

@@ -10,13 +10,14 @@ import json
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from radixkv.chat.messages import ToolCall
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.openai_responses.items import seal
+from radixkv.serve.openai_responses.schemas import ResponseRequest
 from radixkv.serve.reply import Piece
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -31,48 +32,28 @@ class TextForm:
     item: str
     prefix: str
     part: str
-    part_event: str
     text_event: str
-    index: str
-    extra: Mapping[str, Any]
+    part_event: str = "response.content_part"
+    index: str = "content_index"
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-MESSAGE = TextForm(
-    "message",
-    "msg",
-    "output_text",
-    "response.content_part",
-    "response.output_text",
-    "content_index",
-    {"logprobs": []},
-)
-REASONING = TextForm(
-    "reasoning", "rs", "reasoning_text", "response.content_part", "response.reasoning_text", "content_index", {}
-)
-SUMMARY = TextForm(
-    "reasoning",
-    "rs",
-    "summary_text",
-    "response.reasoning_summary_part",
-    "response.reasoning_summary_text",
-    "summary_index",
-    {},
+MESSAGE = TextForm("message", "msg", "output_text", "response.output_text", extra={"logprobs": []})
+REASONING = TextForm("reasoning", "rs", "reasoning_text", "response.reasoning_text")
+SUMMARY = replace(
+    REASONING,
+    part="summary_text",
+    text_event="response.reasoning_summary_text",
+    part_event="response.reasoning_summary_part",
+    index="summary_index",
 )
 
 
 class ResponseEvents:
     """One response: its fields and output so far. Each method returns the events of a change as bytes."""
 
-    def __init__(
-        self,
-        model: str,
-        echo: JsonObject,
-        names: Mapping[str, tuple[str, str]],
-        *,
-        encrypted: bool = False,
-        summary: bool = False,
-    ) -> None:
-        """Start a response without output. The other arguments are fields of ResponseRequest."""
+    def __init__(self, model: str, request: ResponseRequest) -> None:
+        """Start a response without output."""
         self.id = f"resp_{uuid.uuid4().hex}"
         self.output: list[JsonObject] = []
         self.response: JsonObject = {
@@ -87,16 +68,15 @@ class ResponseEvents:
             "output": self.output,
             "usage": None,
         }
-        self._echo = echo
+        self._request = request
         self._encoded_echo = ""
-        self._names = names
-        self._encrypted, self._reasoning = encrypted, SUMMARY if summary else REASONING
+        self._reasoning = SUMMARY if request.summary else REASONING
         self._sequence = 0
         self._text: _OpenText | None = None
 
     def whole(self) -> JsonObject:
         """Return the response object."""
-        return {**self.response, **self._echo}
+        return {**self.response, **self._request.echo}
 
     def start(self) -> bytes:
         """Announce the response."""
@@ -178,12 +158,12 @@ class ResponseEvents:
             "summary": parts if form is SUMMARY else [],
             "content": parts if form is REASONING else [],
         }
-        if self._encrypted:
+        if self._request.encrypted:
             item["encrypted_content"] = seal(text.text) if parts else None
         return item
 
     def _call(self, call: ToolCall) -> bytes:
-        namespace, name = self._names.get(call.name, (None, call.name))
+        namespace, name = self._request.names.get(call.name, (None, call.name))
         arguments = json.dumps(call.arguments, ensure_ascii=False)
         at, number = len(self.output), f"fc_{uuid.uuid4().hex}"
         item: JsonObject = {"id": number, "type": "function_call", "call_id": call.id, "name": name}
@@ -205,7 +185,7 @@ class ResponseEvents:
     def _of_response(self, kind: str) -> bytes:
         """Return an event with the whole response. Its fields that repeat the request are encoded once."""
         if not self._encoded_echo:
-            self._encoded_echo = _encode(self._echo)[1:]
+            self._encoded_echo = _encode(self._request.echo)[1:]
         response = _encode(self.response)[:-1] + "," + self._encoded_echo
         event = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{self._next()},"response":{response}}}\n\n'
         return event.encode()
