@@ -20,7 +20,7 @@ from radixkv.errors import InvalidInput
 from radixkv.serve.access import tenant_namespace
 from radixkv.serve.server import Server, address, bind
 from radixkv.server_settings import Settings
-from radixkv.sizing.kv_size import bytes_of
+from radixkv.sizing.kv_size import parse_bytes
 from radixkv.sizing.memory import limit_arenas
 
 KEYS = "RADIXKV_API_KEYS"
@@ -71,7 +71,8 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
     """Return the settings of the command line and the environment; raise InvalidInput."""
     keys = read_keys([*filter(None, environment.get(KEYS, "").split(",")), *arguments.api_key])
     given = {each.name: getattr(arguments, each.name) for each in fields(Settings) if each.name in arguments}
-    sizes = {each.name: _bytes(each.name, given[each.name]) for each in fields(Settings) if "size" in each.metadata}
+    sized = [each.name for each in fields(Settings) if "size" in each.metadata]
+    sizes = {name: parse_bytes(given[name], name, automatic=False) for name in sized}
     return Settings(**{**given, **sizes}, api_keys=keys, max_running=arguments.max_sequences)
 
 
@@ -139,13 +140,6 @@ def _from_file(path: str) -> str:
         return Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"the API key in {path} cannot be read: {error}") from error
-
-
-def _bytes(name: str, text: str) -> int:
-    size = bytes_of(text)
-    if size is None:
-        raise InvalidInput(f'{name} must be bytes, or a size such as "8MB"; got {text!r}')
-    return size
 
 
 def _log_to_stderr(quiet: bool) -> None:

@@ -29,7 +29,7 @@ from radixkv.engine.input_processor import ControlTokens, today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
-from radixkv.server_settings import MODES, Mode
+from radixkv.server_settings import Mode
 
 MOST_SESSIONS = 4096  # keys of clients whose session numbers are kept, some 200 bytes each
 _TEMPLATES = 64  # templates that are kept, one for each list of tools, date and arguments
@@ -90,8 +90,6 @@ class Conversations:
 
         Raises InvalidInput for "append" if that would lose text of the template even without tools.
         """
-        if mode not in MODES:
-            raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {mode!r}")
         self._index = HistoryIndex(capacity)
         self._mode, self._limit = mode, limit
         self._new_session = new_session or count(1).__next__
