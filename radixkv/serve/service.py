@@ -22,9 +22,10 @@ from radixkv.engine.request import TokenIds
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.access import Auth, StreamLease, StreamLimiter, namespace, read_body
+from radixkv.serve.bodies import without_effect
 from radixkv.serve.connections import Connections
 from radixkv.serve.conversations import ChatPrompt, Conversations
-from radixkv.serve.errors import ApiError, bad_request, errors_about
+from radixkv.serve.errors import ApiError, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
 from radixkv.serve.message_schemas import template_texts
 from radixkv.serve.metrics import ServerMetrics
@@ -178,12 +179,7 @@ class Service:
     # ---- prompts and texts
 
     async def chat_prompt(
-        self,
-        caller: Caller,
-        chat: Dialogue,
-        session_key: str | None = None,
-        *,
-        ignored: IgnoredFields | None = None,
+        self, caller: Caller, chat: Dialogue, session_key: str | None = None, *, ignored: IgnoredFields
     ) -> ChatPrompt:
         """Return a conversation as the caller's prompt; raise ApiError 400.
 
@@ -197,7 +193,9 @@ class Service:
                 texts = template_texts(messages, tools, thinking=self.conversations.keeps_thinking)
                 self.check_length(texts, len(messages))
                 arguments, unread = self.conversations.arguments(chat.template_options, tools)
-                self._ignore(unread, ignored)
+                for name in unread:
+                    why = "has no effect: this model's chat template does not read it"
+                    without_effect(name, why, None if self.settings.strict_fields else ignored)
                 asked = caller.namespace, messages, tools, session_key, arguments
                 return self.conversations.prompt(*asked, prefill=chat.prefill)
 
@@ -216,14 +214,6 @@ class Service:
             while (count := await self.in_background(lambda: next(counts, None))) is not None:
                 total += count
         return total
-
-    def _ignore(self, names: Iterable[str], ignored: IgnoredFields | None) -> None:
-        for name in names:
-            if self.settings.strict_fields:
-                message = f"{name} has no effect: this model's chat template does not read it"
-                raise bad_request(message, name, "invalid_value")
-            if ignored is not None:
-                ignored.add(name)
 
     def check_length(self, texts: Iterable[str], more: int = 0) -> None:
         """Raise PromptTooLong for texts that cannot fit even as the longest tokens, without encoding them.
