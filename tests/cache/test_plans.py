@@ -6,8 +6,6 @@ import pytest
 from radixkv.cache import PrefixCache
 from radixkv.errors import OutOfBlocks, PlanPending, UnknownToken
 from tests.cache.freeze import freeze
-from tests.cache.fuzz.options import Options
-from tests.cache.fuzz.world import World
 from tests.cache.verbs import cached, held, publish
 
 
@@ -25,14 +23,6 @@ class TestAPlan:
             assert plan.slots.dtype == np.int64
             seq.commit()
 
-    def test_keeps_length_and_tokens_until_it_is_committed(self) -> None:
-        cache = PrefixCache(8, block_size=4)
-        seq = cache.open([])
-        seq.extend([1, 2, 3, 4, 5])
-        assert (seq.length, seq.tokens.tolist(), len(seq.block_table)) == (0, [], 2)
-        seq.commit()
-        assert (seq.length, seq.tokens.tolist(), len(seq.block_table)) == (5, [1, 2, 3, 4, 5], 2)
-
     def test_is_one_at_a_time(self) -> None:
         cache = PrefixCache(8, block_size=4)
         seq = held(cache, [1, 2, 3])
@@ -44,15 +34,6 @@ class TestAPlan:
             assert freeze(cache, seq) == before
         seq.commit()
         assert seq.extend([6]).slots.tolist() == [seq.block_table[1] * 4 + 1]
-
-    def test_copies_at_most_the_last_block(self) -> None:
-        cache = PrefixCache(32, block_size=4)
-        publish(cache, list(range(18)))
-        seq = cache.open(list(range(10)))
-        old = seq.block_table.tolist()
-        plan = seq.extend([50] * 9)
-        assert plan.copies == [(old[2], seq.block_table[2])]
-        assert seq.block_table.tolist()[:2] == old[:2]
 
 
 class TestVoidPlans:
@@ -69,48 +50,6 @@ class TestVoidPlans:
 
 
 class TestManyPlans:
-    def test_hold_their_sources_through_closes_and_evictions(self) -> None:
-        """All other owners release the source of a pending copy, and then every block of the pool is taken."""
-        world = World(8, Options(8))
-        first = world.open(None, [])
-        world.extend(first, [1, 2, 3, 4])
-        world.step()
-        reader = world.open(None, [1, 2])
-        world.extend(reader, [9])
-        assert reader.plan is not None
-        [(source, _)] = reader.plan.copies
-        world.close(first)
-        world.clear()
-        flood = world.open("flood", [])
-        assert world.extend(flood, [0] * 8 * world.available())
-        assert source not in flood.table
-        world.execute([flood, reader])
-        world.commit(reader)
-        world.commit(flood)
-        world.verify()
-        world.wind_down()
-
-    def test_hold_a_source_without_other_holders(self) -> None:
-        """A fork copies a block that was never published; its parent is gone before the copy runs."""
-        world = World(6, Options(8))
-        parent = world.open(None, [])
-        world.extend(parent, [1, 2, 3])
-        world.step(publish=False)
-        twin = world.fork(parent)
-        assert twin is not None
-        world.extend(parent, [4])
-        world.extend(twin, [5])
-        assert twin.plan is not None
-        [(source, _)] = twin.plan.copies
-        world.close(parent)
-        flood = world.open("flood", [])
-        assert world.extend(flood, [0] * 8 * world.available())
-        assert source not in flood.table
-        world.execute([flood])
-        world.step()
-        world.verify()
-        world.wind_down()
-
     def test_let_go_of_their_sources_when_committed(self) -> None:
         cache = PrefixCache(8, block_size=8)
         publish(cache, [1, 2, 3, 4])

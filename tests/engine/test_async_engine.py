@@ -88,28 +88,6 @@ def test_asynchronous_engines_and_sessions_have_the_same_methods():
                 }, name
 
 
-def test_many_requests_stream_and_wait_at_once():
-    async def main() -> None:
-        engine, _ = make_async(num_blocks=200)
-        prompts = [prompt_of(length, length) for length in (1, 3, 8, 17, 17, 30)]
-        async with engine:
-
-            async def streamed(prompt: list[int]) -> list[int]:
-                handle = await engine.submit(prompt, GREEDY)
-                tokens = [token async for chunk in handle for token in chunk.token_ids]
-                assert list((await handle.result()).token_ids) == tokens and handle.done
-                return tokens
-
-            streams = asyncio.gather(*map(streamed, prompts))
-            done = await engine.generate(prompts, GREEDY)
-            expected = [greedy_reply(prompt, 6) for prompt in prompts]
-            assert [list(each.token_ids) for each in done] == expected
-            assert await streams == expected
-            await ended(engine, finished=12, cancelled=0)
-
-    run(main())
-
-
 def test_the_loop_runs_during_a_slow_step():
     async def main() -> None:
         engine, runner = make_async()
@@ -458,31 +436,6 @@ async def first_of(handle: AsyncHandle) -> Chunk:
     async for chunk in handle:
         return chunk
     raise AssertionError("the handle has no chunks")
-
-
-def test_chunks_that_arrive_together_wake_the_loop_once(monkeypatch):
-    async def main() -> None:
-        loop, calls = asyncio.get_running_loop(), []
-        soon = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *work: calls.append(work) or soon(*work))
-        channels = [OutputChannel() for _ in range(8)]
-        readers = [asyncio.create_task(first_of(AsyncHandle(Handle(channel, lambda: None)))) for channel in channels]
-        for chunk in (Chunk("a", (1,)), Chunk("b", (2,))):
-            for _ in range(3):
-                await asyncio.sleep(0)
-            for channel in channels:
-                channel.put(chunk)
-                channel.notify()
-            assert [await reader for reader in readers] == [chunk] * 8 and len(calls) == 1
-            calls.clear()
-            readers = [
-                asyncio.create_task(first_of(AsyncHandle(Handle(channel, lambda: None)))) for channel in channels
-            ]
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-
-    run(main())
 
 
 def test_a_closed_loop_is_not_kept_by_an_unread_chunk():

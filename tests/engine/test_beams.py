@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +19,10 @@ from radixkv.engine.core import Core
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.output import Completion
 from radixkv.engine.request import Request
-from radixkv.errors import InvalidInput, PromptTooLong, RequestCancelled, RequestFailed
-from radixkv.models.loaded import SequenceInput
+from radixkv.errors import InvalidInput, PromptTooLong, RequestFailed
 from radixkv.sampling.params import SampleRow
-from tests.engine.fakes import STOP, VOCAB, FakeModel, chain, check, greedy_reply, logits_of, make_engine
-from tests.selection import mostly_long, sampled
+from tests.engine.fakes import STOP, VOCAB, FakeModel, chain, check, logits_of, make_engine
+from tests.selection import sampled
 
 Beams = list[tuple[tuple[int, ...], float]]
 
@@ -156,51 +153,6 @@ def test_answers_and_blocks_of_every_step(name: str, block_size: int) -> None:
         assert recount.shared > 20 or params.max_tokens == 1
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "small pool": {},
-    "nothing is reused": {"prefix_cache": False},
-    "deterministic": {"deterministic": True, "prefill_chunk": 16},
-    "host": {"host_blocks": 200},
-    "recurrent": {"snapshots": 12},
-    "last": {"victim": "last"},
-    "small steps": {"max_batch_tokens": 24},
-}
-
-
-@pytest.mark.parametrize("name", mostly_long(sorted(SETTINGS), "small pool", "recurrent"))
-def test_preempted_beams_go_on_where_they_were(name: str) -> None:
-    params = PARAMS.but(max_tokens=22, ignore_eos=True)
-    host = name == "host"  # longer prompts, because few tokens are not worth a load
-    texts = prompts(2, 6, 31 if host else 11)
-    engine, _ = make_engine(45 if host else 39, 4, **{"max_sequences": 24, "prefill_chunk": 7, **SETTINGS[name]})
-    with engine:
-        recount = Recount(engine)
-        found = engine.generate(texts, params)
-        stats = engine.stats()
-        for each, text in zip(found, texts, strict=True):
-            check_beams(each, naive_beams(text, params, frozenset()))
-        assert stats.preemptions == sum(each.usage.preemptions for each in found) > 0
-        usages = [beam.usage for each in found for beam in (each, *each.alternatives)]
-        assert stats.recomputed_tokens == sum(usage.recomputed_tokens for usage in usages) > 0
-        assert stats.host_tokens == sum(usage.host_tokens for usage in usages)
-        assert bool(stats.host_tokens) == host
-        assert recount.widths[4]
-        check(engine)
-
-
-def test_beams_with_other_requests_change_no_answer() -> None:
-    text, drawn = prompts(3, 1)[0], SamplingParams(max_tokens=12, temperature=0.9, top_p=0.8, seed=3, logprobs=2)
-    greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    with make_engine(200, 4)[0] as engine:
-        alone = engine.generate([text], drawn)[0]
-    with make_engine(200, 4)[0] as engine:
-        found = engine.generate([text] * 4, [PARAMS, drawn, greedy, PARAMS.but(beam_width=2)])
-        assert found[1].token_ids == alone.token_ids and found[1].logprobs == alone.logprobs
-        assert list(found[2].token_ids) == greedy_reply(text, 12)
-        check_beams(found[0], naive_beams(text, PARAMS))
-        check_beams(found[3], naive_beams(text, PARAMS.but(beam_width=2)))
-
-
 def test_a_prompt_is_computed_once_and_found_by_a_later_search() -> None:
     text = prompts(4, 1, 40)[0]
     with make_engine(200, 4)[0] as engine:
@@ -264,55 +216,12 @@ def test_fewer_beams_where_the_vocabulary_ends() -> None:
         check(engine)
 
 
-def test_a_search_that_is_cancelled_or_fails_frees_all_blocks() -> None:
-    broken = [False]
-
-    def fault(chunks: Sequence[SequenceInput]) -> None:
-        if broken[0] and any(chunk.start >= 14 and len(chunk.tokens) == 1 for chunk in chunks):
-            raise RuntimeError("a bad row")
-
-    texts = prompts(8, 2)
-    engine, runner = make_engine(200, 4, fault=fault)
-    with engine:
-        broken[0] = True
-        with pytest.raises(RequestFailed, match="a bad row"):
-            engine.generate([texts[0]], PARAMS)
-        check(engine)
-        broken[0] = False
-        runner.gate = threading.Semaphore(5)  # two chunks of the prompts before it, then the first beams
-        handle = engine.submit(texts[1], PARAMS)
-        while runner.gate.acquire(blocking=False):
-            runner.gate.release()
-        handle.cancel()
-        runner.gate.release(100)
-        with pytest.raises(RequestCancelled):
-            handle.result()
-        check(engine)
-
-
 def test_beams_that_cannot_fit_are_refused_by_their_own_name() -> None:
     with make_engine(20, 4, max_sequences=4)[0] as engine:
         with pytest.raises(InvalidInput, match="beam_width=5 beams exceed max_sequences=4"):
             engine.submit([1, 2], PARAMS.but(beam_width=5))
         with pytest.raises(PromptTooLong, match=r"new ones in each of 4 beams .* lower max_tokens or beam_width"):
             engine.submit([1, 2], PARAMS.but(max_tokens=60))
-
-
-@pytest.mark.parametrize("snapshots", [None, 8], ids=["halves", "preempted"])
-def test_a_step_that_raises_once_changes_no_beam(snapshots: int | None) -> None:
-    raised: list[int] = []
-
-    def fault(chunks: Sequence[SequenceInput]) -> None:
-        if len(chunks) > 4 and len(raised) < 5:
-            raised.append(len(chunks))
-            raise RuntimeError("too large")
-
-    texts = prompts(9, 2)
-    with make_engine(200, 4, fault=fault, snapshots=snapshots)[0] as engine:
-        for found, text in zip(engine.generate(texts, PARAMS), texts, strict=True):
-            check_beams(found, naive_beams(text, PARAMS))
-        assert raised
-        check(engine)
 
 
 def test_the_prompt_is_scored_once_for_all_beams() -> None:

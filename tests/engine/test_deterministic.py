@@ -23,7 +23,7 @@ from radixkv.config import EngineConfig
 from radixkv.engine.core import Core
 from radixkv.engine.input_processor import replies_of
 from radixkv.engine.request import Request
-from radixkv.errors import InvalidInput, RequestCancelled
+from radixkv.errors import InvalidInput
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from tests.engine.fakes import VOCAB, chain, logits_of, sized
@@ -169,71 +169,6 @@ def test_a_conversation_hits_whole_chunks_and_nothing_that_was_decoded() -> None
 
 
 # ---- together
-
-
-@pytest.mark.parametrize("seed", mostly_long(sampled(range(8), 0, 1, 2, 3, 4), 0, 1, 2))
-def test_whatever_runs_together_only_common_kv_is_published(seed: int) -> None:
-    """Cached KV is that of a request that runs alone, also with cancels, preemptions and samples."""
-    rng = random.Random(100 + seed)
-    block_size, config = rng.choice([1, 3, 4, 8]), deterministic(rng.choice([1, 4, 6, 16]))
-    world = World(-(-150 // block_size) + 8, block_size, config)
-    waiting, running, seen = family_of_prompts(rng, 25, 80), [], []
-    while waiting or world.core.busy:
-        if waiting and rng.random() < 0.3:
-            prompt = waiting.pop()
-            params = GREEDY.but(max_tokens=rng.randint(1, 40), n=rng.choice([1, 1, 2]))
-            params = params if len(prompt) < 40 else params.but(n=1)
-            running.append(world.submit(prompt, params))
-            seen.append(prompt)
-        if running and rng.random() < 0.03:
-            world.core.cancel(running.pop(rng.randrange(len(running))))
-        world.step()
-        if rng.random() < 0.2:
-            _check_cached(world, seen)
-    whole = [[*r.prompt.tolist(), *s.tokens[len(r.prompt) :]] for r in running for s in r.streams]
-    _check_cached(world, seen + whole)
-    for request in running:
-        try:
-            request.channel.wait(0)
-        except RequestCancelled:
-            continue
-
-
-def _check_cached(world: World, prompts: Sequence[Sequence[int]]) -> None:
-    grid = world.config.prefill_chunk
-    for prompt in prompts:
-        found = world.cached_states(prompt)
-        lone = RoundingRunner(len(prompt) + grid, 1)
-        state = np.empty(0, np.uint64)
-        whole = -(-len(found) // grid) * grid
-        padded = [*prompt, *([0] * grid)][:whole]  # later tokens do not change it
-        for start in range(0, whole, grid):
-            places = np.arange(start, start + grid)
-            table = np.arange(start + grid, dtype=np.int32)
-            chunk = SequenceInput(np.array(padded[start : start + grid], np.int32), start, places, table, isolated=True)
-            lone.run([chunk], [])
-            state = lone.states(chunk)
-        assert (found == state[: len(found)]).all()
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_samples_that_were_preempted_publish_only_common_kv(seed: int) -> None:
-    """Replies are longer than a chunk, so that chunks of them are computed again after the rest of a prompt."""
-    rng = random.Random(seed)
-    config = sized(8, 64, 6, victim="last", deterministic=True)
-    world = World(40, rng.choice([3, 4]), config)
-    requests = [
-        world.submit(
-            rng.choices(range(VOCAB), k=rng.randint(7, 17)), GREEDY.but(max_tokens=28, n=2, temperature=1, seed=i)
-        )
-        for i in range(4)
-    ]
-    while world.core.busy:
-        whole = [s.tokens.tolist() for r in requests for s in r.streams]
-        world.step()
-        _check_cached(world, whole)
-    assert world.core.counters.preemptions > 1
-    assert all(len(request.channel.wait(0).token_ids) == 28 for request in requests)
 
 
 def test_a_second_preemption_publishes_the_recomputed_tokens() -> None:

@@ -34,7 +34,6 @@ from tests.engine.fakes import (
     logits_of,
     make_engine,
 )
-from tests.selection import mostly_long, sampled
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 PROMPT = [(7 * each + each * each) % 49 for each in range(30)]
@@ -409,39 +408,6 @@ def assert_last(scores: PromptScores) -> None:
 
 
 KINDS = ("plain", "overlapped", "host", "deterministic host", "hybrid", "deterministic", "no reuse")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", mostly_long(sampled(range(40), 0, 1), 0))
-def test_scores_are_right_with_hits_chunks_preemptions_and_cancels(seed: int, kind: str) -> None:
-    rng = random.Random(f"{seed}/{kind}")
-    size, chunk = rng.choice([(1, 1), (1, 7), (4, 4), (4, 8), (4, 64), (16, 16), (16, 64)])
-    sequences = rng.choice([1, 4, 8])
-    blocks = -(-rng.choice([60, 90, 400]) // size) + 3 * sequences
-    config = EngineConfig(
-        max_sequences=sequences, max_batch_tokens=sequences + rng.choice([chunk, 2 * chunk]), prefill_chunk=chunk
-    )
-    world = World(core_of(kind, blocks, size, config))
-    stem = [rng.choices(range(49), k=rng.randint(1, 40)) for _ in range(3)]
-    for _ in range(25):
-        prompt = [*rng.choice(stem)[: rng.randint(1, 40)], *rng.choices(range(49), k=rng.randint(0, 8))]
-        most_rows = rng.choice([1, 5, 1000])
-        if rng.random() < 0.4:
-            world.score(prompt, rng.choices(range(49), k=rng.randint(1, 4)), most_rows)
-        else:
-            top = rng.choice([None, 0, 1, 5])
-            streams = rng.choice([1, 1, min(2, sequences)])
-            params = GREEDY.but(max_tokens=rng.randint(1, 12), prompt_logprobs=top, n=streams)
-            world.submit(prompt, params, most_rows)
-        for _ in range(rng.choice([0, 0, 1, 3])):
-            world.step()
-        running = world.core.scheduler.running
-        if running and rng.random() < 0.2:
-            world.core.scheduler.preempt(rng.choice(running))
-        if world.requests and rng.random() < 0.1:
-            world.core.cancel(world.requests.pop(rng.randrange(len(world.requests))))
-    world.finish()
-    world.check()
 
 
 def test_the_additional_rows_of_a_step_are_bounded() -> None:

@@ -167,9 +167,33 @@ def test_tool_calls_in_a_stream(served: Served) -> None:
     assert deltas[-1].finish_reason == "tool_calls"
 
 
+def test_several_replies_and_seeds(served: Served) -> None:
+    def texts(client: openai.OpenAI, **options: Any) -> list[str]:
+        reply = client.chat.completions.create(model="tiny", messages=HELLO, n=3, max_completion_tokens=12, **options)
+        assert [choice.index for choice in reply.choices] == [0, 1, 2]
+        assert reply.usage.completion_tokens == sum(map(len, own_ids))
+        return [choice.message.content for choice in reply.choices]
+
+    params = SamplingParams(n=3, seed=7, temperature=1.5, max_tokens=12)
+    own = served.own(HELLO, params)
+    replies = [own, *own.alternatives]
+    own_ids = [reply.token_ids for reply in replies]
+    with served.client() as client:
+        assert texts(client, seed=7, temperature=1.5) == [reply.text for reply in replies]
+        stream = client.chat.completions.create(
+            model="tiny", messages=HELLO, n=3, max_tokens=12, seed=7, temperature=1.5, stream=True
+        )
+        streamed = ["", "", ""]
+        for chunk in stream:
+            streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == [reply.text for reply in replies]
+    assert len(set(streamed)) > 1
+
+
 def test_log_probabilities(served: Served) -> None:
     own = served.own(HELLO, SamplingParams(temperature=0, logprobs=2, max_tokens=5))
     with served.client() as client:
+        chat(client, HELLO, max_tokens=1)  # the others hit, so that their logits are rounded alike
         told = chat(client, HELLO, logprobs=True, top_logprobs=2, max_tokens=5).choices[0]
         stream = chat(client, HELLO, logprobs=True, top_logprobs=2, max_tokens=5, stream=True)
         streamed = [chunk.choices[0].logprobs for chunk in stream]
