@@ -172,6 +172,7 @@ def test_several_replies_and_seeds(served: Served) -> None:
         reply = client.chat.completions.create(model="tiny", messages=HELLO, n=3, max_completion_tokens=12, **options)
         assert [choice.index for choice in reply.choices] == [0, 1, 2]
         assert reply.usage.completion_tokens == sum(map(len, own_ids))
+        assert reply.usage.prompt_tokens_details.cached_tokens < reply.usage.prompt_tokens  # once for all replies
         return [choice.message.content for choice in reply.choices]
 
     params = SamplingParams(n=3, seed=7, temperature=1.5, max_tokens=12)
