@@ -451,9 +451,10 @@ class PrefixCache:
         return 0 if last is None else last.position
 
     def demote(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> None:
-        """Put the cached tokens of this text from `start` on at the cold end: evicted first, but not yet.
+        """Put the cached tokens of this text from `start` on at the cold end: they leave first, but not yet.
 
-        For a branch that is no longer needed, after its sequence was closed. It reaches up from the end of `tokens` as
+        They leave the device first, and then the host; only a `Hint` of `done` evicts from both at once. For a branch
+        that is no longer needed, after its sequence was closed. It reaches up from the end of `tokens` as
         long as no sequence holds, no request hits and no other text branches off there. A later open undoes it. On the
         host, a run that begins before `start` stays where it is.
         """

@@ -224,17 +224,18 @@ class RadixTree:
                 self.index.add(up)
             up = up.parent
 
-    def demote(self, node: Node, start: int = 0, *, following: int = 0) -> None:
+    def demote(self, node: Node, start: int = 0, *, following: int = 0, done: bool = False) -> None:
         """Put the tail of a text that ends at `node` at the cold end: the nodes from position `start` on.
 
-        `following` is how many host nodes of this text follow `node`. It stops below a node that is locked, that a
-        request hit, or after which other text follows in any tier. O(nodes demoted * log leaves).
+        `following` is how many host nodes of this text follow `node`. With `done` it will not be offloaded. It stops
+        below a node that is locked, that a request hit, or after which other text follows in any tier.
+        O(nodes demoted * log leaves).
         """
         up = node
         while up.parent is not None and not up.locks and self.followers(up) == (1 if up is not node else following):
             if up.start < start or (up is not node and up.hits):
                 return
-            up.demoted = True
+            up.demoted, up.done = True, up.done or done
             self.mark(up)
             if up.eviction_key is not None:
                 self.index.remove(up)
@@ -245,7 +246,7 @@ class RadixTree:
         """Take the tail that ends at a held node off the cold end. O(nodes demoted)."""
         up: Node | None = node
         while up is not None and up.demoted:
-            up.demoted = False
+            up.demoted = up.done = False
             up = up.parent
 
     def mark(self, node: Node) -> None:
@@ -273,7 +274,8 @@ class RadixTree:
         upper.used_at, upper.born_at, upper.policy_data = node.used_at, node.born_at, node.policy_data
         if node.reuse:
             upper.reuse, node.reuse = reuse.split(node.reuse, cut)
-        upper.priority, upper.demoted, upper.may_share_any_block = node.priority, node.demoted, node.may_share_any_block
+        upper.priority, upper.demoted, upper.done = node.priority, node.demoted, node.done
+        upper.may_share_any_block = node.may_share_any_block
         upper.locks = 1 if node.locks else 0
         parent.children[bytes(key[:WIDTH])] = upper
         node.parent, node.start = upper, cut

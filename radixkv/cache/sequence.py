@@ -491,7 +491,7 @@ class Sequence:
             state.index.close(tree, node, self.policy_data, self.length - self.asked, hint)
         tree.unhold(node)
         if hint is not None and hint.done and (self.cached_length < node.end or node.hits <= 1):
-            tree.demote(node)  # unless other requests published or hit it
+            tree.demote(node, done=True)  # unless other requests published or hit it
         for call in state.events.closed:
             call(self)
         if self._loading is not None and state.host is not None:

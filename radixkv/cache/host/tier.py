@@ -138,10 +138,10 @@ class HostTier:
         """Make room for the last `blocks` of an unlocked leaf; returns the blocks that have room, and tokens evicted.
 
         It evicts host leaves that are colder than the node. Without room for all blocks, all host nodes after the node
-        are evicted, since its tail goes. A node at the cold end finds no room: it is evicted, not offloaded.
+        are evicted, since its tail goes. A node that is done finds no room: it is evicted, not offloaded.
         """
         lost, free = 0, self.blocks.free
-        if not node.demoted:
+        if not node.done:
             while (missing := blocks - self._images_below(node) - len(free)) > 0:
                 victim = self._victim(node)
                 if victim is None:
@@ -150,7 +150,7 @@ class HostTier:
             if missing <= 0:
                 return blocks, lost
         lost += self._evict_all(list(self.nodes(node)), now, pressure)
-        return 0 if node.demoted else min(blocks, len(free)), lost
+        return 0 if node.done else min(blocks, len(free)), lost
 
     def take(self, node: Node, blocks: int, pressure: Pressure) -> None:
         """Make the last `blocks` of an unlocked leaf host-resident; there is room for them."""
@@ -191,14 +191,14 @@ class HostTier:
         if len(node.below) != 1:
             return None
         (child,) = node.below.values()
-        return None if child.demoted else child
+        return child if child.demoted == node.demoted else None
 
     def _new_node(self, node: Node, start: int, run: bytearray, images: array[int]) -> Node:
         """Make the host node of a run at the end of `node`; it takes over the host children."""
         number = self._tree.next_id()
         host = Node(number, None, start, run, images, node.ghost_owner, node.below, NO_CHILDREN, residence="host")
         host.hits, host.priority, host.policy_data = node.hits, node.priority, node.policy_data
-        host.born, host.born_at = node.born, node.born_at
+        host.born, host.born_at, host.demoted = node.born, node.born_at, node.demoted
         for child in node.below.values():
             child.parent = host
         node.below = NO_CHILDREN

@@ -65,8 +65,6 @@ def wait(world: World, seconds: float) -> None:
 
 def demote(world: World, namespace: Hashable, prompt: Sequence[int], start: int) -> None:
     """Change the order of eviction, and nothing else that is visible."""
-    if world.host and world.options.ample:
-        return  # demoted text is evicted, although the host has room
     before, hit = world.cache.stats(), world.match(namespace, prompt).length
     world.cache.demote(world.shaped(prompt), namespace, start)
     after = world.cache.stats()

@@ -360,7 +360,7 @@ class World:
 
     def close(self, one: Tracked, hint: Hint | None = None) -> None:
         if self.host and self.options.ample and hint is not None and hint.done:
-            hint = None  # demoted text is evicted, although the host has room
+            hint = None  # text that is done is evicted, although the host has room
         if self.states:
             self.states.closing(one, hint)
         before = self.cache.stats()

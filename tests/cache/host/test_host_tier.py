@@ -287,11 +287,24 @@ def test_finished_text_is_evicted_and_not_offloaded() -> None:
     put(cache, A[:16])
     run_moves(cache)
     assert reach(cache, B) == (16, 16)
-    cache.demote(B)
-    cache.check()
+
+
+def test_demoted_text_leaves_the_device_first_and_then_the_host() -> None:
+    cache = PrefixCache(8, 4, host_blocks=8)
     put(cache, A)
-    assert reach(cache, B) == (0, 0), "its device part was put at the cold end too"
-    assert run_moves(cache) == []
+    cache.demote(A, start=16)
+    put(cache, B[:16])
+    run_moves(cache)
+    cache.check()
+    assert reach(cache, A) == (16, 16), "its end was demoted: it was offloaded, although nothing else was"
+    assert reach(cache, B) == (16, 0)
+    put(cache, list(range(500, 516)))
+    run_moves(cache)
+    cache.check()
+    assert reach(cache, A) == (0, 32), "the host had room for all"
+    put(cache, list(range(600, 616)))
+    cache.check()
+    assert reach(cache, A) == (0, 16), "the demoted part made room on the host, before older text"
 
 
 def test_discard_reaches_both_tiers_and_is_refused_during_a_load() -> None:
