@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
@@ -279,7 +279,10 @@ class OutputChannel:
 
 
 class Handle:
-    """A submitted request: iterate it for chunks as they are computed, or wait for `result()`."""
+    """A submitted request: iterate it for chunks as they are computed, or wait for `result()`.
+
+    The request is cancelled when nobody holds its handle any more; `warm` computes a prompt that nobody reads.
+    """
 
     def __init__(self, channel: OutputChannel, cancel: Callable[[], None]) -> None:
         """Read from `channel`; `cancel` asks the engine to stop."""
@@ -302,6 +305,11 @@ class Handle:
         Raises RequestCancelled, RequestTimedOut, RequestFailed, EngineClosed; or TimeoutError, and the request runs on.
         """
         return self.channel.wait(timeout)
+
+    def __del__(self) -> None:
+        """Cancel the request: nobody can read it any more."""
+        with suppress(EngineClosed):  # in a forked process
+            self.cancel()
 
     def cancel(self) -> None:
         """Ask the engine to stop at the next step boundary; computed tokens stay cached. No effect after the end.

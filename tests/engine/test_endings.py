@@ -271,6 +271,19 @@ needs_signals = pytest.mark.skipif(os.name == "nt", reason="signals to threads a
 
 
 @needs_signals
+def test_a_request_whose_handle_nobody_holds_is_cancelled() -> None:
+    engine, _ = make_engine()
+    params = SamplingParams(max_tokens=5000, temperature=0, ignore_eos=True)
+    with engine:
+        kept = engine.submit(prompt_of(20), params)
+        for number in range(4):
+            engine.submit(prompt_of(20 + number), params)
+        reader = iter(engine.submit(prompt_of(8), GREEDY))  # an iterator holds its handle
+        assert len(list(reader)) == 30
+        eventually(lambda: engine.stats().cancelled == 4)
+        assert kept.result().token_ids, "a handle that is held loses nothing"
+
+
 def test_interrupting_generate_cancels_all_of_it_and_passes_on():
     world = World(400)
     with world.engine:
