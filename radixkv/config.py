@@ -127,9 +127,9 @@ class EngineConfig:
     )
     host_memory: str | int | None = _setting(
         None,
-        "host memory for KV that leaves the pool, in addition to kv_memory: bytes, or a size such as 8GiB. A hit in it "
-        "is loaded instead of computed. None and 0 switch it off. Of hybrid models, a third of it at most holds "
-        "recurrent states",
+        "host memory for KV that leaves the pool, in addition to kv_memory: bytes, a size such as 8GiB, or auto (a "
+        "quarter of the memory that is free beside the pool). A hit in it is loaded instead of computed. None and 0 "
+        "switch it off. Of hybrid models, a third of it at most holds recurrent states",
     )
     block_size: int = _setting(16, "tokens per block", least=1)
     eviction: str = _setting("lru", "eviction policy, a name of radixkv.cache.POLICIES (an unknown name lists them)")
@@ -218,12 +218,14 @@ class EngineConfig:
             raise UnknownPolicy(f"eviction={self.eviction!r}: allowed are {', '.join(_policies())}")
         if self.namespace_limits is not None:
             _check_limits(self.namespace_limits)
-        if self.num_blocks is None and self.kv_memory != "auto":
-            parse_bytes(self.kv_memory)
-        if self.state_memory != "auto":
-            parse_bytes(self.state_memory, "state_memory")
-        if self.host_memory is not None:
-            parse_bytes(self.host_memory, "host_memory", automatic=False)
+        for name in ("kv_memory", "state_memory", "host_memory"):
+            value = getattr(self, name)
+            if value != "auto" and not (name == "host_memory" and value is None):
+                parse_bytes(value, name)
+        if self.scrub and not self.prefix_cache:
+            raise InvalidInput(
+                "scrub recomputes cached blocks, and prefix_cache=False caches none: leave one of them out"
+            )
         if self.max_batch_tokens < self.max_sequences:
             raise InvalidInput(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}): "

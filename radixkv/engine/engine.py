@@ -210,7 +210,7 @@ class RequestEngine:
         try:
             for request in requests:
                 self.client.begin(request)
-            return [handle.result() for handle in (_shown(handles) if progress else handles)]
+            return [handle.channel.wait() for handle in (_shown(handles) if progress else handles)]
         except BaseException:  # also Ctrl-C
             for handle in handles:
                 handle.cancel()

@@ -308,8 +308,9 @@ class Handle:
 
     def __del__(self) -> None:
         """Cancel the request: nobody can read it any more."""
-        with suppress(EngineClosed):  # in a forked process
-            self.cancel()
+        if not self.channel.ended:
+            with suppress(EngineClosed):  # in a forked process
+                self.cancel()
 
     def cancel(self) -> None:
         """Ask the engine to stop at the next step boundary; computed tokens stay cached. No effect after the end.

@@ -6,6 +6,7 @@ Linux's counters and control groups are read; on other systems half of the machi
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from radixkv.errors import InvalidInput
 from radixkv.sizing.kv_size import parse_bytes
 
+_log = logging.getLogger(__name__)
 _CPU_SHARE = 4
 _CPU_MOST = 4 * 2**30
 _GPU_SLACK = 0.03  # of a GPU's memory: partial results over long contexts, workspaces of libraries, fragments
@@ -97,10 +99,16 @@ class HostSize(NamedTuple):
 
 
 def host_size(
-    host_memory: str | int | None, bytes_per_block: int, bytes_per_state: int = 0, max_sequences: int = 64
+    host_memory: str | int | None,
+    bytes_per_block: int,
+    bytes_per_state: int = 0,
+    max_sequences: int = 64,
+    *,
+    pool: int = 0,
 ) -> HostSize:
     """Divide `host_memory` between offloaded blocks and snapshots; both are 0 if it is None or 0.
 
+    "auto" is a quarter of the free memory, without the `pool` bytes that will be taken from it first, and is logged.
     Snapshots of states of `bytes_per_state` take up to a third of it, for at most 16 a sequence. Raises InvalidInput
     with the numbers for less than two blocks, for less than one snapshot of a model with recurrent state, and for a
     model without KV.
@@ -108,7 +116,7 @@ def host_size(
     >>> host_size("1GiB", 96 * 1024), host_size("1GiB", 96 * 1024, 52 << 20), host_size(None, 96 * 1024)
     (HostSize(blocks=10922, snapshots=0), HostSize(blocks=7594, snapshots=6), HostSize(blocks=0, snapshots=0))
     """
-    given = 0 if host_memory is None else parse_bytes(host_memory, "host_memory", automatic=False)
+    given = _host_bytes(host_memory, pool)
     if not given:
         return HostSize(0)
     if not bytes_per_block:
@@ -130,6 +138,14 @@ def host_size(
             f"takes {bytes_per_block} bytes; give at least {_LEAST_HOST_BLOCKS * bytes_per_block} bytes, or 0 for none"
         )
     return HostSize(blocks, snapshots)
+
+
+def _host_bytes(host_memory: str | int | None, pool: int) -> int:
+    if host_memory != "auto":
+        return 0 if host_memory is None else parse_bytes(host_memory, "host_memory")
+    given = max(0, free_memory() - pool) // _CPU_SHARE
+    _log.info("host_memory: %d bytes, a quarter of the free memory beside the pool", given)
+    return given
 
 
 class PoolSize(NamedTuple):
@@ -159,7 +175,7 @@ def pool_size(
     `reserved` as in `pool_memory`.
     Raises InvalidInput with the numbers if the memory is too small, or is not free.
     """
-    slots, host = StateSlots(0, 0), host_size(host_memory, bytes_per_block, bytes_per_state, max_sequences)
+    slots = StateSlots(0, 0)
     memory = pool_memory(kv_memory, device, reserved) if bytes_per_state or num_blocks is None else 0
     if bytes_per_state:
         slots = state_slots(memory, bytes_per_state, max_sequences, state_memory)
@@ -167,6 +183,8 @@ def pool_size(
     if num_blocks is None:
         num_blocks = blocks_for(memory - states, bytes_per_block, device)
     memory = num_blocks * bytes_per_block + states
+    beside = memory if device.partition(":")[0] == "cpu" else 0
+    host = host_size(host_memory, bytes_per_block, bytes_per_state, max_sequences, pool=beside)
     if host.blocks:
         _release_pinned(device)
     offloaded = host.blocks * bytes_per_block + host.snapshots * bytes_per_state

@@ -23,7 +23,7 @@ from radixkv.sizing.kv_size import parse_bytes
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_memory": "much"}, 'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got \'much\''),
-    ({"host_memory": "auto"}, 'host_memory must be bytes, or a size such as "512MB" or "2GiB"; got \'auto\''),
+    ({"host_memory": "all"}, 'host_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got \'all\''),
     ({"num_blocks": 0}, "num_blocks must be an int, at least 1, got 0"),
     ({"num_blocks": 1.5}, "num_blocks must be an int, at least 1, got 1.5"),
     ({"block_size": None}, "block_size must be an int, at least 1, got None"),
@@ -34,6 +34,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"order": "lifo"}, "order='lifo': allowed are 'fcfs', 'longest-prefix'"),
     ({"victim": ["last"]}, "victim=['last']: allowed are 'cheapest', 'last'"),
     ({"deterministic": 1}, "deterministic must be True or False, got 1"),
+    (
+        {"num_blocks": 10, "kv_memory": "x"},
+        'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got \'x\'',
+    ),
+    ({"kv_memory": None}, 'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got None'),
+    (
+        {"scrub": True, "prefix_cache": False},
+        "scrub recomputes cached blocks, and prefix_cache=False caches none: leave one of them out",
+    ),
     ({"scrub": 0}, "scrub is False, True, or blocks a second, above 0; got 0"),
     ({"scrub": float("nan")}, "scrub is False, True, or blocks a second, above 0; got nan"),
     (

@@ -38,6 +38,15 @@ def test_host_memory_comes_in_addition_to_the_pool(monkeypatch):
         memory.pool_size(800, "cpu", bytes_per_block=100, host_memory=320)
 
 
+def test_automatic_host_memory_is_a_quarter_of_what_the_pool_leaves(monkeypatch, caplog):
+    monkeypatch.setattr(memory, "free_memory", lambda: 1500)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None, raising=False)
+    with caplog.at_level("INFO"):
+        assert memory.pool_size(700, "cpu", bytes_per_block=100, host_memory="auto").host_blocks == 2
+        assert memory.pool_size(700, "cuda:1", bytes_per_block=100, host_memory="auto").host_blocks == 3
+    assert "host_memory: 200 bytes, a quarter of the free memory beside the pool" in caplog.text
+
+
 def test_host_memory_of_a_gpu_is_compared_with_the_free_memory_of_the_host(monkeypatch):
     released = []
     monkeypatch.setattr(memory, "free_memory", lambda: 1000 if released else 0)
