@@ -213,7 +213,7 @@ class Node:
     reuse: Reuse | None = None  # how many requests found its tokens: kept only while a change tracker is attached
     priority: int = 0  # higher stays longer
     demoted: bool = False  # leaves its tier before other nodes of its priority
-    done: bool = False  # demoted by a hint that nobody comes back to it: evicted, not offloaded
+    done: bool = False  # demoted by a hint that its text is not needed again: evicted, not offloaded
     may_share_any_block: bool = False  # with a fork; otherwise only its first and last block can be shared
     eviction_key: EvictionKey | None = None  # its place in an eviction index while it is an unlocked leaf
     policy_data: Any = None  # the eviction policy's own

@@ -281,7 +281,7 @@ class OutputChannel:
 class Handle:
     """A submitted request: iterate it for chunks as they are computed, or wait for `result()`.
 
-    The request is cancelled when nobody holds its handle any more; `warm` computes a prompt that nobody reads.
+    The request is cancelled when its handle is garbage. `warm` computes a prompt without reading a reply.
     """
 
     def __init__(self, channel: OutputChannel, cancel: Callable[[], None]) -> None:
@@ -307,7 +307,7 @@ class Handle:
         return self.channel.wait(timeout)
 
     def __del__(self) -> None:
-        """Cancel the request: nobody can read it any more."""
+        """Cancel the request, whose reply cannot be read any more."""
         if not self.channel.ended:
             with suppress(EngineClosed):  # in a forked process
                 self.cancel()
