@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -393,3 +395,27 @@ def test_weights_that_a_failed_reload_has_moved_are_recorded_again_by_the_next(m
 
 def failing(loaded: Any) -> float:
     raise UnsupportedModel("a decode differs")
+
+
+EXIT = """
+import torch
+from radixkv import Engine
+from tests.models.conftest import FAMILIES, make
+model = make(FAMILIES["llama"]())
+engine = Engine.load(model, monitor=False, num_blocks=32, weights="int8")
+with torch.no_grad():
+    model.model.layers[0].self_attn.q_proj.weight.add_(1.0)
+try:
+    engine.generate([[1, 2, 3]])
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.long
+def test_a_process_whose_models_weights_have_changed_ends_quietly() -> None:
+    """At the end of the interpreter, the callback for the freed model would read modules that are gone."""
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "WeightsChanged\n", "")

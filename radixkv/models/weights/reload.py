@@ -7,6 +7,7 @@ radixkv made of them: packed and quantised layers, and factors of norms.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -141,8 +142,11 @@ class ModelWeights:
 
 
 def _source_freed(weights: weakref.ref[ModelWeights]) -> None:
-    """Watch the weights of the engine's own model from now on, because the caller's has been freed."""
-    if (found := weights()) is not None:
+    """Watch the weights of the engine's own model from now on, because the caller's has been freed.
+
+    Not at the end of the interpreter, which has taken modules away by then.
+    """
+    if (found := weights()) is not None and not sys.is_finalizing():
         found.watch()
 
 
