@@ -29,7 +29,7 @@ def first_state(
 
     A live engine is then watched for `watched` seconds, unless it ends; a rate needs two samples. A recording is read
     whole, however long that takes. `report` is called with the share that was read or watched. Raises EngineNotFound
-    after `patience` seconds without a state, and if a recording has none.
+    after `patience` seconds in which nothing arrived before a state was whole, and if a recording has none.
     """
     feed.start()
     try:
@@ -59,8 +59,10 @@ def _go_to_end(feed: FileFeed, report: Callable[[float], None]) -> None:
 
 def _watch(feed: Feed, patience: float, watched: float, report: Callable[[float], None]) -> None:
     """Wait for a first state, and then for `watched` seconds while the engine is connected."""
-    until = time.monotonic() + patience
+    received, until = feed.traffic, time.monotonic() + patience
     while time.monotonic() < until and feed.status.link != "ended":
+        if feed.traffic != received:
+            received, until = feed.traffic, time.monotonic() + patience
         if feed.latest is not None and feed.status.link != "connecting":
             break
         status = feed.status
@@ -96,7 +98,7 @@ def to_dict(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
         "recording": feed.title if isinstance(feed, FileFeed) else None,
         "damaged_at": ending.damaged_at,
         "ends": ending.reason or None,
-        "engine": asdict(state.facts),
+        "engine": asdict(state.facts) | {"control": state.control},
         "summary": summary.as_dict(),
         "nodes": int(state.stats.get("cache.nodes", 0)),
         "sequences": len(state.sequences),

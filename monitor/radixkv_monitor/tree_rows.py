@@ -6,7 +6,7 @@ only the flat list is rebuilt, and only if it differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from radixkv.telemetry.records import NodeRecord
 from radixkv_monitor.block_map import count_blocks
@@ -25,7 +25,10 @@ from radixkv_monitor.tree_branch import (
 
 SLICE = 4096
 """The nodes that `TreeRows.load` adds between two yields: a few milliseconds of work."""
-Predicate = Callable[[Branch], bool]
+FEW = 32
+"""The most nodes to which the filter is applied one by one, each with a walk to the top of the tree."""
+Predicate = Callable[[Branch, str | None], bool]
+"""Takes a branch and its namespace, which is passed because only roots have it."""
 
 
 class TreeRows:
@@ -45,7 +48,8 @@ class TreeRows:
         )  # branches whose parent is one of their descendants: possible in a damaged file only
         self._unsorted: dict[int, Branch] = {}  # branches whose children changed or may be out of order
         self._must_flatten = True
-        self._last_shown: dict[int, tuple[Branch, bool]] = {}  # of filtered parents: the last child, and if it is alone
+        self._last_shown: dict[int, Branch] = {}  # keyed by the parent
+        self._trunks: dict[int, Branch] = {}  # of each only child: the nearest ancestor that is none
 
     # ---- updates
 
@@ -98,7 +102,7 @@ class TreeRows:
         for number in rings:
             self._update_node(nodes[number])
         if self._predicate is not None:
-            self.apply_filter(self.branches)
+            self.apply_filter()
         if self.sort == sort:
             self._finish_update()
         else:
@@ -128,6 +132,8 @@ class TreeRows:
                 self._update_node(node)
         if self._cycles:
             self._retry_cycles()
+        if self._predicate is not None:
+            self.apply_filter(ids)  # once all are linked, so that their namespaces are known
         return self._finish_update()
 
     def _retry_cycles(self) -> None:
@@ -177,12 +183,12 @@ class TreeRows:
             branch = self.branches[node.id] = Branch(node.id)
             branch.nodes = 1
         old, branch.record = branch.record, node
-        before, tokens = branch.is_match, 0 if old is None else old.tokens
+        tokens, is_new_match = (0, self._predicate is None) if old is None else (old.tokens, False)
         if old is None or (old.blocks, old.residence) != (node.blocks, node.residence):
             for each in (branch, *branch.children.values()):
                 self._recount(each)
-        branch.is_match = self._predicate is None or self._predicate(branch)
-        self._add(branch, 0, node.tokens - tokens, 0, branch.is_match - before)
+        branch.is_match |= is_new_match
+        self._add(branch, 0, node.tokens - tokens, 0, int(is_new_match))
         if node.used >= branch.newest:
             self._raise(branch, node.used)
         elif old is not None and old.used == branch.newest:
@@ -296,50 +302,41 @@ class TreeRows:
         """Rebuild the rows, from top to bottom. O(rows)."""
         rows: list[Branch] = []
         self._last_shown.clear()
+        self._trunks.clear()
         stack = self._shown(self.branches[TOP])[::-1]
         closed = self.closed
         while stack:
             branch = stack.pop()
             rows.append(branch)
-            if branch.order and not (closed and branch.number in closed):
-                stack += reversed(self._shown(branch))
+            if branch.order and not (closed and branch.number in closed) and (shown := self._shown(branch)):
+                if len(shown) == 1 and not branch.is_root:
+                    self._trunks[shown[0].number] = self._trunks.get(branch.number, branch)
+                self._last_shown[branch.number] = shown[-1]
+                stack += reversed(shown)
         self.rows = rows
         self.index = dict(zip([branch.number for branch in rows], range(len(rows)), strict=True))
 
     def _shown(self, branch: Branch) -> list[Branch]:
         order = branch.order or []
-        if self._predicate is None:
-            return order
-        shown = [child for child in order if child.matching]
-        if shown:
-            self._last_shown[branch.number] = shown[-1], len(shown) == 1
-        return shown
+        return order if self._predicate is None else [child for child in order if child.matching]
 
     def lead(self, branch: Branch, most: int | None = None) -> str:
         """Return the line work that joins a shown row to its neighbours; of more than `most` cells, only the end.
 
-        O(depth).
+        An only child continues its parent's line. O(forks above the row).
         """
         parts: list[str] = []
-        child = branch
+        child = self._trunks.get(branch.number, branch)
         while (parent := child.parent) is not None and parent.record is not None:
-            last, is_alone = self._last_child(parent)
-            if not is_alone or parent.is_root:  # else an only child continues its parent's line
-                if child is branch:
-                    parts.append("╰─" if child is last else "├─")
-                else:
-                    parts.append("  " if child is last else "│ ")
-                if most is not None and 2 * len(parts) > most:
-                    break
-            child = parent
+            is_last = child is self._last_shown[parent.number]
+            if child is branch:
+                parts.append("╰─" if is_last else "├─")
+            else:
+                parts.append("  " if is_last else "│ ")
+            if most is not None and 2 * len(parts) > most:
+                break
+            child = self._trunks.get(parent.number, parent)
         return "".join(reversed(parts))
-
-    def _last_child(self, parent: Branch) -> tuple[Branch, bool]:
-        """Return the last shown child, and whether it is the only one."""
-        if self._predicate is not None:
-            return self._last_shown[parent.number]
-        order = parent.order or []
-        return order[-1], len(order) == 1
 
     # ---- sorting, filtering, opening
 
@@ -355,18 +352,41 @@ class TreeRows:
             self._closed_unfiltered = self.closed
         self.closed = set() if matching is not None else self._closed_unfiltered
         self._predicate = matching
-        self.apply_filter(self.branches)
+        self.apply_filter()
         self._must_flatten = True
         self._finish_update()
 
-    def apply_filter(self, numbers: Iterable[int]) -> None:
-        """Apply the filter again to these nodes; the next `update` shows the result. O(numbers x depth)."""
+    def apply_filter(self, numbers: Collection[int] | None = None) -> None:
+        """Apply the filter again to these nodes, or to all; the next `update` shows the result.
+
+        O(nodes); for at most FEW numbers O(numbers x depth).
+        """
+        if numbers is None or len(numbers) > FEW:
+            self._apply_filter_to_all()
+            return
         for number in numbers:
             branch = self.branches.get(number)
-            if branch is None or branch.record is None:
-                continue
-            before, branch.is_match = branch.is_match, self._predicate is None or self._predicate(branch)
-            self._add(branch, 0, 0, 0, branch.is_match - before)
+            if branch is not None and branch.record is not None:
+                before, branch.is_match = branch.is_match, self._matches(branch, branch.namespace)
+                self._add(branch, 0, 0, 0, branch.is_match - before)
+
+    def _apply_filter_to_all(self) -> None:
+        top, *order = descending(self.branches[TOP])
+        namespaces: dict[int, str | None] = {}
+        were_shown = [branch.matching > 0 for branch in order]
+        for branch in order:
+            namespace = branch.node.namespace if branch.parent is top else namespaces[branch.node.parent]
+            namespaces[branch.number] = namespace
+            branch.is_match = self._matches(branch, namespace)
+        for branch in (top, *order):
+            branch.matching = int(branch.is_match)
+        for branch in reversed(order):
+            assert branch.parent is not None
+            branch.parent.matching += branch.matching
+        self._must_flatten |= were_shown != [branch.matching > 0 for branch in order]
+
+    def _matches(self, branch: Branch, namespace: str | None) -> bool:
+        return self._predicate is None or self._predicate(branch, namespace)
 
     @property
     def matching(self) -> int:

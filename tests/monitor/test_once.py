@@ -168,6 +168,25 @@ def test_an_engine_that_stops_while_it_is_watched_is_a_failure(
     assert status == 1 and "stopped or very busy" in errors and said["time"] == 1000.0
 
 
+def test_a_first_state_is_awaited_while_it_arrives(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "PATIENCE", 0.4)
+    pages = [Snapshot(page, 9, Changes(1000.0, reset=page == 0), ts=1000.0) for page in range(9)]
+    with engines.serve() as engine:
+
+        def send_slowly() -> None:
+            for frame in (Hello(replace(FACTS, control=True)), *pages):
+                send(engine, frame)
+                time.sleep(0.1)
+
+        thread = threading.Thread(target=send_slowly)
+        thread.start()
+        status, said, _ = once(capsys, "--for", "0.1")
+        thread.join()
+    assert (status, said["engine"]["control"]) == (0, True)
+
+
 def test_a_long_step_is_stated(engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
     busy = Changes(1000.0, reset=True, stats={"running": 1.0})
     with engines.serve() as engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -107,7 +109,7 @@ def test_rows_of_a_living_cache_match_a_walk(
     life, rows = RandomCache(), TreeRows(sort)
     last = None
     if is_filtered:
-        rows.filter(lambda branch: branch.node.locks > 0)
+        rows.filter(lambda branch, _: branch.node.locks > 0)
     for index, step in enumerate(steps):
         life.step(*step)
         if index % told_every:
@@ -177,7 +179,7 @@ def test_a_forest_that_is_loaded_at_once_has_the_rows_of_one_that_grew(
             shares.append(share)
             assert rows.is_empty and not rows.rows, "keys find an empty tree until all is there"
             if is_filtered:  # also in the middle
-                rows.filter(lambda branch: branch.node.locks > 0)
+                rows.filter(lambda branch, _: branch.node.locks > 0)
     assert shares == sorted(shares) and all(0 <= share < 1 for share in shares)
     held = {number for number, each in nodes.items() if each.locks} if is_filtered else None
     if all(_reaches_top(nodes, number) for number in nodes):
@@ -248,7 +250,7 @@ def test_closing_hides_what_is_below_and_opening_to_a_node_shows_it(small: tuple
 def test_a_filter_shows_matches_and_their_paths_and_opens_them(small: tuple[TreeRows, Nodes]) -> None:
     rows, nodes = small
     rows.open([1], is_open=False)
-    rows.filter(lambda branch: branch.node.id in (5, 7))
+    rows.filter(lambda branch, _: branch.node.id in (5, 7))
     assert ids(rows) == [1, 2, 3, 5, 6, 7] and rows.matching == 2 and rows.is_filtered
     assert not rows.open_to(4)
     assert rows.next_match(0, 1) == 3 and rows.next_match(3, 1) == 5 and rows.next_match(5, 1) == 3
@@ -260,17 +262,41 @@ def test_a_filter_shows_matches_and_their_paths_and_opens_them(small: tuple[Tree
 
 def test_a_filter_is_asked_again_about_nodes_that_changed(small: tuple[TreeRows, Nodes]) -> None:
     rows, nodes = small
-    rows.filter(lambda branch: branch.node.hits > 2)
+    rows.filter(lambda branch, _: branch.node.hits > 2)
     assert not rows.rows and rows.next_match(0, 1) is None
     nodes[4] = node(4, 2, hits=3, start=4)
     assert rows.update(nodes, [4]) and ids(rows) == [1, 2, 4]
+
+
+def test_a_filter_finds_the_namespace_of_nodes_that_came_later(small: tuple[TreeRows, Nodes]) -> None:
+    rows, nodes = small
+    rows.filter(lambda branch, namespace: namespace == "team")
+    nodes |= {8: node(8, 5, start=12), 9: node(9, 8, start=16), 10: node(10, 7)}
+    rows.update(nodes, [9, 8, 10])
+    check(rows, nodes, {1, 2, 3, 4, 5, 8, 9})
+
+
+def test_a_filter_of_a_long_chain_walks_it_once() -> None:
+    length = 30_000
+    nodes = {number: node(number, number - 1, namespace="team") for number in range(1, length)}
+    rows = TreeRows()
+    rows.update(nodes)
+    began = time.process_time()
+    for line in ("team", "nobody", "min:1"):
+        matching = parse_filter(line)
+        assert matching is not None
+        rows.filter(lambda branch, namespace, terms=matching: terms.matches(branch.node, namespace, None))  # type: ignore[misc]
+        assert rows.matching == len(rows.rows) == (0 if line == "nobody" else length - 1)
+    rows.apply_filter(nodes)
+    assert {rows.lead(branch) for branch in rows.rows[1:]} == {"╰─", "  "}
+    assert time.process_time() - began < 10.0, "0.5 s; a walk to the root for each node takes minutes"
 
 
 def test_a_node_that_shrinks_as_it_stops_matching_goes_under_every_sort() -> None:
     for sort in SORTS:
         nodes = {1: node(1, tokens=0), 2: node(2, 1, locks=1)}
         rows = TreeRows(sort)
-        rows.filter(lambda branch: branch.node.locks > 0)
+        rows.filter(lambda branch, _: branch.node.locks > 0)
         rows.update(nodes)
         assert ids(rows) == [1, 2]
         nodes[2] = node(2, 1, tokens=3, locks=0)

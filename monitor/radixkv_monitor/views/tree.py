@@ -308,9 +308,9 @@ class TreeView(ControlledView, FilteredView):
         if self._state is not None:
             self._update_text(self._state)
 
-    def _matches(self, branch: Branch) -> bool:
+    def _matches(self, branch: Branch, namespace: str | None) -> bool:
         matching = self._filter
-        return matching is None or matching.matches(branch.node, branch.namespace, self._sessions.of(branch.node.id))
+        return matching is None or matching.matches(branch.node, namespace, self._sessions.of(branch.node.id))
 
     def accept_filter(self, text: str) -> None:
         """Apply this filter, leave the input, and move to the first node that matches."""
