@@ -4,6 +4,8 @@ Saved conversations, recordings and traces hold texts or facts about texts. So a
 under a random name, where no other user can place a link. It then replaces the target in one step; a link of that name
 is replaced, not followed. File and folder are synchronized with the disk. After an error, nothing of the new file is
 left. A process that is killed may leave a file `.radixkv-RANDOM.new` in the folder, never a damaged target.
+
+`open_folder` is for files that are trusted when they are read again: it checks that no other user can replace them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+_MOST_LINKS = 40  # that are followed, as Linux does
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_PASS = _OPEN | getattr(os, "O_PATH", 0)  # for a folder that may be entered, and not read
 
 
 @contextmanager
@@ -93,6 +99,44 @@ def append_line(path: str | os.PathLike[str], line: bytes) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
+def open_folder(path: str | os.PathLike[str]) -> int:
+    """Open a folder that no other user can read or change, and return its descriptor; the caller closes it.
+
+    It is for files that are trusted when they are read again, such as compiled code. Every folder from the root to it,
+    and every link between them, belongs to this user or to root, and no other user may write there. A sticky folder of
+    root's, such as /tmp, may be writable, since only the owner of an entry can replace it. The last folder is this
+    user's, with mode 0700, and no link. Missing folders are created with mode 0700, whatever the umask is.
+
+    Open its files relative to the descriptor, as in `os.open(name, flags, dir_fd=folder)`: then they are in the folder
+    that was checked. Raises PermissionError, which names the folder and what to do, NotADirectoryError and OSError.
+    """
+    names = list(reversed(Path(path).absolute().parts))
+    place, links = Path("/"), 0
+    folder: int | None = None
+    try:
+        while names:
+            name = names.pop()
+            found = _found_or_made(name, folder)
+            _check_owner(place / name, found)
+            if names and stat.S_ISLNK(found.st_mode) and links < _MOST_LINKS:
+                links += 1
+                names += reversed(Path(os.readlink(name, dir_fd=folder)).parts)
+                continue
+            place /= name
+            if not stat.S_ISDIR(found.st_mode):
+                raise NotADirectoryError(f"{place} is no folder: remove it")
+            parent, folder = folder, os.open(name, _PASS if names else _OPEN, dir_fd=folder)
+            if parent is not None:
+                os.close(parent)
+            _check_folder(place, os.fstat(folder), is_last=not names)
+    except BaseException:
+        if folder is not None:
+            os.close(folder)
+        raise
+    assert folder is not None
+    return folder
+
+
 def close(file: IO[bytes]) -> None:
     """Synchronize a file with the disk, and close it also if that fails. May be called twice. Raises OSError."""
     if file.closed:
@@ -106,6 +150,33 @@ def close(file: IO[bytes]) -> None:
 
 
 # ---- inside
+
+
+def _found_or_made(name: str, folder: int | None) -> os.stat_result:
+    """Return the status of an entry of a folder, itself if it is a link; create a private folder if it is missing."""
+    try:
+        return os.lstat(name, dir_fd=folder)
+    except FileNotFoundError:
+        with suppress(FileExistsError):  # another process has created it
+            os.mkdir(name, 0o700, dir_fd=folder)
+        return os.lstat(name, dir_fd=folder)
+
+
+def _check_owner(place: Path, found: os.stat_result) -> None:
+    if found.st_uid not in (0, os.geteuid()):
+        raise PermissionError(f"{place} belongs to another user, {found.st_uid}: choose a folder of your own")
+
+
+def _check_folder(place: Path, found: os.stat_result, *, is_last: bool) -> None:
+    """Raise PermissionError for a folder in which another user could replace an entry; the last one is private."""
+    _check_owner(place, found)
+    if is_last and found.st_uid != os.geteuid():
+        raise PermissionError(f"{place} belongs to another user, root: choose a folder of your own")
+    if is_last and found.st_mode & 0o077:
+        raise PermissionError(f"other users may read or write {place}: chmod 700 it")
+    is_sticky = found.st_mode & stat.S_ISVTX and found.st_uid == 0
+    if found.st_mode & 0o022 and not is_sticky:
+        raise PermissionError(f"other users may write to {place}: chmod go-w it, or choose a folder elsewhere")
 
 
 def _fresh(target: Path) -> tuple[Path, IO[bytes]]:

@@ -174,3 +174,75 @@ def test_lines_are_not_appended_to_links_pipes_and_folders(tmp_path: Path) -> No
         with pytest.raises(OSError):
             private_files.append_line(tmp_path / name, b"x")
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+# ---- folders
+
+
+OTHER = 65533
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+
+
+def opened(path: Path) -> os.stat_result:
+    folder = private_files.open_folder(path)
+    try:
+        return os.fstat(folder)
+    finally:
+        os.close(folder)
+
+
+def test_missing_folders_are_created_private_whatever_the_umask_is(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert opened(tmp_path / "a" / "b") == (tmp_path / "a" / "b").stat()
+    finally:
+        os.umask(before)
+    assert [mode(tmp_path / name) for name in ("a", "a/b")] == [0o700, 0o700]
+    assert opened(tmp_path / "a" / "b") == (tmp_path / "a" / "b").stat()
+
+
+@pytest.mark.parametrize("name", [".", "a", "a/b"])
+@pytest.mark.parametrize("bits", [0o720, 0o702, 0o1777])
+def test_folders_that_others_may_write_are_refused(tmp_path: Path, name: str, bits: int) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True, mode=0o700)
+    os.chmod(tmp_path / name, bits)
+    if bits == 0o1777 and name != "a/b" and not os.geteuid():
+        opened(tmp_path / "a" / "b")  # sticky, and of root
+        return
+    with pytest.raises(PermissionError, match=f"other users may .* {tmp_path / name}: chmod"):
+        opened(tmp_path / "a" / "b")
+
+
+@as_root
+@pytest.mark.parametrize("name", ["a", "a/b", "link"])
+def test_folders_and_links_of_other_users_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True, mode=0o700)
+    (tmp_path / "link").symlink_to("a")
+    os.chown(tmp_path / name, OTHER, OTHER, follow_symlinks=False)
+    with pytest.raises(PermissionError, match=f"{tmp_path / name} belongs to another user, {OTHER}: choose"):
+        opened(tmp_path / ("link" if name == "link" else "a") / "b")
+
+
+def test_links_on_the_way_are_followed_and_checked(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True, mode=0o700)
+    (tmp_path / "relative").symlink_to("a/../a")
+    (tmp_path / "absolute").symlink_to(tmp_path / "relative")
+    (tmp_path / "loop").symlink_to("loop")
+    expected = (tmp_path / "a" / "b").stat()
+    assert opened(tmp_path / "relative" / "b") == opened(tmp_path / "absolute" / "b") == expected
+    for name in ("relative", "loop/b", "a/file/b"):  # the last folder is no link itself
+        (tmp_path / "a" / "file").write_text("x")
+        with pytest.raises(NotADirectoryError, match="is no folder: remove it"):
+            opened(tmp_path / name)
+    (tmp_path / "a").chmod(0o777)
+    with pytest.raises(PermissionError, match="other users may write to"):
+        opened(tmp_path / "absolute" / "b")
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir(mode=0o755)
+    before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+    opened(tmp_path / "b")
+    with pytest.raises(PermissionError):
+        opened(tmp_path / "a")
+    assert before == (os.listdir("/proc/self/fd") if before else [])
