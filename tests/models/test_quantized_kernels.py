@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-from concurrent.futures import ThreadPoolExecutor
+import os
+import signal
+import subprocess
+import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -187,24 +190,113 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "radixkv" / "kernels"
 
 
-def test_a_library_is_compiled_once_into_a_private_folder(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that replaces the compiler by a shell script, which finds the path of its output in $OUT."""
+    script = tmp_path / "c++"
 
-    def compiler(command: list[str], **options: Any) -> Any:
-        calls.append(command)
-        Path(command[command.index("-o") + 1]).write_bytes(b"library")
-        return type("Done", (), {"returncode": 0})
+    def replace(lines: str) -> Path:
+        script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; OUT="$2"\n{lines}\n')
+        script.chmod(0o755)
+        os.utime(script, ns=(0, 0))
+        monkeypatch.setattr(build.shutil, "which", lambda name: str(script))
+        return tmp_path
 
-    monkeypatch.setattr(build.subprocess, "run", compiler)
+    return replace
+
+
+def copy_of_the_library() -> str:
+    """The command that compiles in no time."""
+    return f'cp {build.library().resolve()} "$OUT"'
+
+
+def test_a_library_is_compiled_once_into_a_private_folder(
+    compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiler(f"{copy_of_the_library()}; echo >>{tmp_path}/calls")
+    fresh = use_folder(tmp_path, monkeypatch)
+    calls = lambda: len((tmp_path / "calls").read_text())  # noqa: E731
+    before = os.umask(0)  # modes must not depend on it
     first = build.library()
-    assert build.library() == first and len(calls) == 1
-    assert first.read_bytes() == b"library"
-    first.write_bytes(b"lib")  # loading a truncated library would kill the process
-    assert build.library() == first and len(calls) == 2
-    assert first.read_bytes() == b"library" and first.parent == fresh and [*fresh.iterdir()] == [first]
-    assert fresh.stat().st_mode & 0o777 == 0o700
+    assert build.library().resolve() == first.resolve() and calls() == 1
+    assert capfd.readouterr().err == "radixkv compiles functions for this CPU, once: about five seconds\n"
+    os.umask(before)
+    whole, path = first.read_bytes(), first.resolve()
+    path.write_bytes(whole[:3000])  # loading a truncated library would kill the process
+    again = build.library()
+    assert again.resolve() == path and calls() == 2
+    assert again.read_bytes() == whole and path.parent == fresh and [*fresh.iterdir()] == [path]
+    assert [each.stat().st_mode & 0o777 for each in (fresh.parent, fresh, path)] == [0o700, 0o700, 0o600]
     monkeypatch.setattr(build, "_OPTIONS", (*build._OPTIONS, "-O2"))
-    assert build.library() != first and len(calls) == 3
+    os.utime(path, (0, 0))  # nobody has loaded it for years
+    assert build.library().resolve() != path and calls() == 3 and not path.exists()
+
+
+def use_folder(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+    return base / "radixkv" / "kernels"
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("printf 'fatal error: \\377\\376' >&2; exit 1", "c\\+\\+ failed: fatal error: \ufffd\ufffd"),
+        ('echo junk >"$OUT"', "made no library that can be loaded: .*OSError"),
+        ("COPY; truncate -s 3000 $OUT", "made no library that can be loaded"),
+        ("true", "made no library that can be loaded"),
+        ("COPY 2>/dev/null; echo 'error: No space left on device'; exit 1", "error: No space left on device"),
+    ],
+)
+def test_of_a_compiler_that_misbehaves_nothing_is_kept(
+    lines: str, reason: str, compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = copy_of_the_library()
+    compiler(lines.replace("COPY", copy))
+    fresh = use_folder(tmp_path, monkeypatch)
+    with pytest.raises(build.BuildError, match=reason):
+        build.library()
+    assert not [*fresh.iterdir()]
+    compiler(copy)
+    assert build.library().resolve().parent == fresh
+
+
+BUILD = "from radixkv.models.quantized import build; print(build.library().resolve())"
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_a_build_that_is_killed_leaves_no_folder(
+    ending: signal.Signals, compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = copy_of_the_library()
+    compiler(f"echo $$ >{tmp_path}/begun; exec sleep 60")
+    fresh = use_folder(tmp_path, monkeypatch)
+    environment, begun = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, tmp_path / "begun"
+    with subprocess.Popen([sys.executable, "-c", BUILD], env=environment) as process:
+        while not (begun.exists() and begun.read_text()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        assert len([*fresh.iterdir()]) == 1
+        process.send_signal(ending)
+    assert process.returncode == (143 if ending == signal.SIGTERM else -9)
+    assert len([*fresh.iterdir()]) == (ending == signal.SIGKILL)
+    if ending == signal.SIGKILL:
+        os.kill(int(begun.read_text()), signal.SIGKILL)
+    compiler(copy)
+    path = build.library().resolve()
+    assert [*fresh.iterdir()] == [path]  # it removes what SIGKILL left
+
+
+def test_of_eight_first_builds_at_once_one_compiles(
+    compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(f"sleep 0.2; {copy_of_the_library()}; echo >>{tmp_path}/calls")
+    fresh = use_folder(tmp_path, monkeypatch)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [sys.executable, "-c", BUILD]
+    started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    found = {process.communicate()[0].strip() for process in started}
+    assert found == {str(each) for each in fresh.iterdir()} and len(found) == 1
+    assert (tmp_path / "calls").read_text() == "\n"
 
 
 @pytest.mark.parametrize(
@@ -225,24 +317,26 @@ def test_other_machines_are_refused(
     assert not fresh.exists()
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o770, 0o702])
-def test_a_folder_that_others_may_read_or_write_is_refused(fresh: Path, mode: int) -> None:
-    fresh.mkdir(parents=True)
-    fresh.chmod(mode)
-    with pytest.raises(build.BuildError, match="chmod 700"):
+@pytest.mark.parametrize("place", ["radixkv/kernels", "radixkv", "."])
+def test_a_folder_that_others_may_change_is_refused(fresh: Path, tmp_path: Path, place: str) -> None:
+    fresh.mkdir(parents=True, mode=0o700)
+    folder = tmp_path / place
+    folder.chmod(0o777)
+    with pytest.raises(build.BuildError, match=rf"other users may .* {folder}: chmod .* \(XDG_CACHE_HOME sets"):
         build.library()
     assert not [*fresh.iterdir()]
 
 
-def test_a_folder_of_another_user_or_a_link_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh.parent.mkdir(parents=True)
-    fresh.symlink_to("/tmp")
-    with pytest.raises(build.BuildError, match="is no folder"):
-        build.library()
-    fresh.unlink()
-    monkeypatch.setattr(build.os, "geteuid", lambda: 12345)
-    with pytest.raises(build.BuildError, match="belongs to another user"):
-        build.library()
+def test_the_library_that_was_checked_is_the_one_that_is_loaded(
+    compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(copy_of_the_library())
+    fresh = use_folder(tmp_path, monkeypatch)
+    checked = build.library()
+    (path,) = fresh.iterdir()
+    path.rename(fresh / "away")
+    path.write_bytes(b"exchanged")
+    assert kernels.Kernels(str(checked)).instructions == kernels.kernels().instructions  # type: ignore[union-attr]
 
 
 def test_without_a_home_or_its_folder_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,12 +372,3 @@ def test_without_products_there_is_one_warning(
     assert again() is None and again() is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "float32" in caplog.text and str(kernels.obstacle()) in caplog.text
-
-
-@pytest.mark.long
-def test_two_processes_may_compile_at_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_OPTIONS", ("-O0", *build._OPTIONS[1:]))  # without optimisation, in less time
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: build.library(), range(2))
-    assert first == second and [*fresh.iterdir()] == [first]
-    assert ctypes.CDLL(str(first)).radixkv_instructions() == kernels.kernels().instructions  # type: ignore[union-attr]

@@ -2,21 +2,28 @@
 
 A library is named by two hashes. The first is of its source, the compiler, the options and the features of the CPU: a
 change of any of them makes another library. The second is of its content, because loading a damaged library may kill
-the process. A library is written to a temporary file and renamed, so several processes may compile at once.
+the process. A library is loaded once before it is kept. It is written to a temporary folder and renamed, under a lock,
+so several processes may need it at once.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import logging
 import os
 import platform
 import shutil
-import stat
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from radixkv import private_files
 
 _FOLDER = Path(__file__).parent
 SOURCES = (_FOLDER / "kernels.cpp", _FOLDER / "step.cpp")
@@ -26,7 +33,9 @@ _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
 _NEEDED = frozenset({"avx2", "fma", "f16c"})
 _LONGEST_S = 300.0  # of a compilation, which takes five seconds on an idle core
-_log = logging.getLogger(__name__)
+_UNUSED_S = 30 * 86_400.0
+_BEGUN = "build-"  # begins the names of temporary folders
+_TRIAL = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).radixkv_instructions()"
 
 
 class BuildError(Exception):
@@ -34,10 +43,11 @@ class BuildError(Exception):
 
 
 def library() -> Path:
-    """Return the compiled library, and compile it first if it is not in the cache: five seconds, once.
+    """Return a path to the compiled library, and compile it first if it is not in the cache: five seconds, once.
 
-    A damaged library is removed and compiled again. Raises BuildError for another CPU or system, without a compiler,
-    and if the cache folder belongs to another user.
+    The path names the descriptor whose content was checked. It stays open as long as the process lives, because the
+    dynamic loader identifies libraries by their paths. A damaged library is removed and compiled again. Raises
+    BuildError for another CPU or system, without a compiler, and if another user may change the cache folder.
     """
     features = cpu_features()
     if not features >= _NEEDED:
@@ -49,11 +59,13 @@ def library() -> Path:
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"there is no C++ compiler: install one of {', '.join(_COMPILERS)}")
-    folder, key = private_folder(), _key(compiler, features)
+    folder = private_folder()
     try:
-        return _cached(folder, key) or _compile(compiler, folder, key)
+        return Path(f"/proc/self/fd/{_compiled_once(compiler, folder, _key(compiler, features))}")
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler} cannot compile into {folder}: {error}") from error
+        raise BuildError(f"{compiler} cannot compile into {_path(folder)}: {error}") from error
+    finally:
+        os.close(folder)
 
 
 def cpu_features() -> frozenset[str]:
@@ -67,26 +79,20 @@ def cpu_features() -> frozenset[str]:
     return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
 
 
-def private_folder() -> Path:
-    """Return the folder of compiled libraries, and create it if it is missing. Raises BuildError if it is not private.
+def private_folder() -> int:
+    """Return a descriptor of the folder of compiled libraries, and create it if it is missing.
 
-    A library in a folder that other users may write would run their code.
+    A library in a folder that other users may write would run their code: then it raises BuildError.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "radixkv" / "kernels"
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()  # not stat: another user may have placed a link
+        return private_files.open_folder(
+            (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "radixkv" / "kernels"
+        )
     except (OSError, RuntimeError) as error:  # the second: there is no home
-        raise BuildError(f"the folder for compiled libraries cannot be used: {error}") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise BuildError(f"{folder} is no folder: remove it")
-    if found.st_uid != os.geteuid():
-        raise BuildError(f"{folder} belongs to another user: set XDG_CACHE_HOME to a folder of your own")
-    if found.st_mode & 0o077:
-        raise BuildError(f"other users may read or write {folder}: chmod 700 it")
-    return folder
+        raise BuildError(
+            f"the folder for compiled libraries cannot be used: {error} (XDG_CACHE_HOME sets another one)"
+        ) from error
 
 
 def _key(compiler: str, features: frozenset[str]) -> str:
@@ -102,24 +108,84 @@ def _name(key: str, content: bytes) -> str:
     return f"{key}-{hashlib.sha256(content).hexdigest()[:16]}.so"
 
 
-def _cached(folder: Path, key: str) -> Path | None:
-    """Return the library of this key, None without one; remove damaged ones. Costs a hash of the library."""
-    for path in folder.glob(f"{key}-*.so"):
-        if path.name == _name(key, path.read_bytes()):
-            return path
-        path.unlink(missing_ok=True)
+def _path(folder: int) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{folder}"))
+
+
+def _cached(folder: int, key: str) -> int | None:
+    """Return a descriptor of this key's library, None without one; remove damaged ones. Costs a hash of the library."""
+    for name in os.listdir(folder):
+        if name.startswith(f"{key}-") and name.endswith(".so"):
+            found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+            with open(found, "rb", closefd=False) as file:
+                if name == _name(key, file.read()):
+                    os.utime(found)
+                    return found
+            os.close(found)
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
     return None
 
 
-def _compile(compiler: str, folder: Path, key: str) -> Path:
-    """Compile the source into `folder`. Raises BuildError with the compiler's first error."""
-    _log.info("compiling the products for this machine, once: about five seconds")
-    with tempfile.TemporaryDirectory(dir=folder) as apart:
+def _compiled_once(compiler: str, folder: int, key: str) -> int:
+    """Return a descriptor of this key's library; one process at a time compiles it, and the others wait."""
+    with suppress(OSError):  # a file system without locks: each process compiles
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        _remove_leftovers(folder)
+    found = _cached(folder, key)
+    if found is None:
+        _compile(compiler, folder, key)
+        found = _cached(folder, key)
+    if found is None:
+        raise BuildError(f"the library that {compiler} made was changed or removed")
+    return found
+
+
+def _remove_leftovers(folder: int) -> None:
+    """Remove the folders of killed builds, and libraries that were not loaded for a month. The folder is locked."""
+    for entry in _path(folder).iterdir():
+        if entry.name.startswith(_BEGUN):
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.stat().st_mtime < time.time() - _UNUSED_S:
+            entry.unlink(missing_ok=True)
+
+
+def _compile(compiler: str, folder: int, key: str) -> None:
+    """Add the library to the folder. Raises BuildError with the compiler's first error, or if it cannot be loaded."""
+    if sys.stderr is not None:
+        print("radixkv compiles functions for this CPU, once: about five seconds", file=sys.stderr, flush=True)
+    with _ending_in_order(), tempfile.TemporaryDirectory(dir=_path(folder), prefix=_BEGUN) as apart:
         made = Path(apart) / "made.so"
-        command = [compiler, *_OPTIONS, "-o", str(made), *map(str, SOURCES)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_S, cwd=apart, check=False)
-        if done.returncode:
-            lines = (done.stderr or done.stdout).splitlines()
-            first = next((line for line in lines if "error" in line), f"exit status {done.returncode}")
-            raise BuildError(f"{compiler} failed: {first}")
-        return made.replace(folder / _name(key, made.read_bytes()))
+        _run([compiler, *_OPTIONS, "-o", str(made), *map(str, SOURCES)], apart)
+        try:  # in another process, because a damaged library may kill the one that loads it
+            _run([sys.executable, "-I", "-c", _TRIAL, str(made)], apart)
+        except (BuildError, OSError) as error:
+            raise BuildError(f"{compiler} made no library that can be loaded: {error}") from error
+        made.chmod(0o600)
+        os.rename(made, _name(key, made.read_bytes()), dst_dir_fd=folder)
+
+
+def _run(command: list[str], folder: str) -> None:
+    """Run a command in a folder, also for its temporary files; raises BuildError with its first error."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=_LONGEST_S, cwd=folder, check=False,
+        env={**os.environ, "TMPDIR": folder},
+    )  # fmt: skip
+    if done.returncode:
+        lines = (done.stderr or done.stdout).splitlines()
+        first = next((line for line in lines if "error" in line.lower()), f"exit status {done.returncode}")
+        raise BuildError(f"{command[0]} failed: {first}")
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM, so that files are removed, unless the process handles it itself."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
