@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from random import Random
 from typing import cast
 
@@ -184,7 +185,8 @@ class PrefixCache:
         if self.state.host is None and self.state.snapshots is None:
             blocks = tree.joined(path)
             del blocks[-(-length // self.block_size) :]
-            return Match(length, np.frombuffer(blocks, np.int32), readings.idle_blocks(tree, path, length), length)
+            idle = readings.idle_blocks(tree, path, length)
+            return _match((length, np.frombuffer(blocks, np.int32), idle, length, 0, 0))
         return readings.match_in_parts(self.state, node, path, raw, at)
 
     def explain(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Explanation:
@@ -614,6 +616,10 @@ class PrefixCache:
             blocks = {block for each in nodes for block in each.blocks}
             if any(sequence.reads_host(blocks, start) for sequence in self.state.open.values()):
                 raise PrefixHeld(f"tokens from {start} on are being loaded: commit or close these sequences first")
+
+
+# Match from its fields. A call of the class takes 0.15 us more, of 5 for a match of 512 tokens.
+_match: Callable[[tuple[object, ...]], Match] = partial(tuple.__new__, Match)
 
 
 def _is_number(value: object) -> bool:
