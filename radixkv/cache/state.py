@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.events import Events, Observer, ObserverFollower
@@ -41,6 +42,9 @@ class Counters:
 
 
 COUNTERS = tuple(field.name for field in fields(Counters))
+
+# Pressure from its fields: a call of the class takes 0.15 us more.
+_pressure: Callable[[tuple[int, int]], Pressure] = partial(tuple.__new__, Pressure)
 
 
 class CacheState:
@@ -99,7 +103,7 @@ class CacheState:
         """
         pool, index, tree, counters = self.pool, self.index.victims_for(group), self.tree, self.counters
         free = len(pool.free)
-        now, pressure = self.clock(), Pressure(count, free)
+        now, pressure = self.clock(), _pressure((count, free))
         while (missing := count - len(pool.free)) > 0 and len(index):
             victim = index.victim()
             most = index.trim_limit(victim, missing)
