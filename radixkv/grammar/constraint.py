@@ -15,7 +15,7 @@ from typing import Any
 
 from radixkv.errors import InvalidConstraint
 from radixkv.grammar.json_schema import checked_schema
-from radixkv.sampling.params import Constraint
+from radixkv.sampling.params import Constraint, json_reason
 
 MISSING = "constrained replies need llguidance: pip install 'radixkv[grammar]'"
 SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -126,7 +126,7 @@ def _checked_lark(grammar: str) -> str:
         except (ValueError, RecursionError) as error:
             line = grammar.count("\n", 0, found.start()) + 1
             raise InvalidConstraint(
-                f"grammar, line {line}: no JSON after %json: {error}", parameter="grammar"
+                f"grammar, line {line}: no JSON after %json: {json_reason(error)}", parameter="grammar"
             ) from error
         parts += [grammar[at : found.end()], json.dumps(schema_with_separators(schema), ensure_ascii=False)]
         at = end

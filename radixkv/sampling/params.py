@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -186,13 +187,13 @@ class JsonSchema(Pattern):
             try:
                 value = json.loads(_short_enough(name, value, self.most))
             except (ValueError, RecursionError) as error:
-                raise InvalidInput(f"{name} is no JSON: {error}") from error
+                raise InvalidInput(f"{name} is no JSON: {json_reason(error)}") from error
         if value is not True and not isinstance(value, Mapping):
             raise InvalidInput(f"{name} must be a mapping, its JSON text, or True for any value, not {value!r:.100}")
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=dict)
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidInput(f"{name} is no JSON: {error}") from error
+            raise InvalidInput(f"{name} is no JSON: {json_reason(error)}") from error
         return _encodable(name, _short_enough(name, text, self.most))
 
 
@@ -236,6 +237,12 @@ class Arguments(Parameter):
         if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
             raise InvalidInput(f"{name} must map names to values, not be {value!r:.100}")
         return dict(value)
+
+
+def json_reason(error: Exception) -> str:
+    """Return why a text is no JSON; a reader of Python's message about long numbers cannot change that limit."""
+    limit = sys.get_int_max_str_digits()
+    return f"a whole number has more than {limit} digits" if "integer string conversion" in str(error) else str(error)
 
 
 def _short_enough(name: str, text: str, most: int) -> str:

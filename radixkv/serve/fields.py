@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from radixkv.chat.tool_call_formats import DEEPEST, too_deep
+from radixkv.sampling.params import json_reason
 from radixkv.serve.errors import ApiError, bad_request
 
 JsonObject = dict[str, Any]
 
+MOST_FIELDS = 100_000  # of all objects in a body: to check more would keep the event loop waiting
 _MOST_PATHS = 16  # ignored fields that a response names
 _LONGEST_PATH = 64  # characters of each
 _INDEX = re.compile(r"\[[0-9]+\]")
@@ -19,15 +21,21 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
 
 def parse_object(body: bytes) -> JsonObject:
-    """Parse a body that is one JSON object; raise ApiError for another value, NaN, or a text outside Unicode."""
+    """Parse a body that is one JSON object; raise ApiError for another value, NaN, or a text outside Unicode.
+
+    A body with too many fields is refused while it is parsed, and before if it is written in the usual form.
+    """
+    hook = None
+    if body.count(b":") > MOST_FIELDS:
+        hook = _FieldCount(body.count(b'":') - body.count(b'\\":')).add
     try:
-        parsed = json.loads(body, parse_constant=_no_number)
+        parsed = json.loads(body, parse_constant=_no_number, object_hook=hook)
         if b"\\u" in body:  # only an escape can bring half of a surrogate pair
             json.dumps(parsed, ensure_ascii=False).encode()
     except RecursionError as error:
         raise bad_request(f"the body is nested more than {DEEPEST} deep", code="invalid_json") from error
     except ValueError as error:
-        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        raise bad_request(f"the body is not valid JSON: {json_reason(error)}", code="invalid_json") from error
     if not isinstance(parsed, dict):
         raise bad_request(f"the body must be a JSON object, not {kind_of(parsed)}", code="invalid_json")
     if body.count(b"[") + body.count(b"{") > DEEPEST:
@@ -36,6 +44,26 @@ def parse_object(body: bytes) -> JsonObject:
                 field = shown(name).strip('"')
                 raise bad_request(f"{field} is nested more than {DEEPEST} deep", field, "invalid_value")
     return parsed
+
+
+class _FieldCount:
+    """Count the fields of a body's objects as they are parsed."""
+
+    def __init__(self, least: int) -> None:
+        """Start without fields; raise ApiError if the body has too many because it has `least`."""
+        self._fields = 0
+        self._check(least)
+
+    def add(self, parsed: JsonObject) -> JsonObject:
+        """Return an object unchanged; raise ApiError if there are too many fields with it."""
+        self._fields += len(parsed)
+        self._check(self._fields)
+        return parsed
+
+    def _check(self, fields: int) -> None:
+        if fields > MOST_FIELDS:
+            message = f"the body's objects have more than {MOST_FIELDS} fields: send fewer messages, parts or tools"
+            raise bad_request(message, code="invalid_value")
 
 
 class IgnoredFields:

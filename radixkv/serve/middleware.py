@@ -13,10 +13,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from radixkv.serve.errors import as_api_error
+from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import IgnoredFields
 
 REQUEST_ID = "x-request-id"
+MOST_HEADERS = 200
 ANTHROPIC_REQUEST_ID = "request-id"  # where Anthropic's clients look for it
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _log = logging.getLogger("radixkv.serve")
@@ -40,6 +41,8 @@ class RequestMiddleware:
             return
         exchange = _Exchange(scope, send)
         try:
+            if len(scope["headers"]) > MOST_HEADERS:
+                raise ApiError(431, f"the request has more than {MOST_HEADERS} headers", code="too_many_headers")
             await self._app(scope, receive, exchange.send)
         except Exception as error:
             if exchange.status is None:

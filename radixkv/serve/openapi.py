@@ -24,9 +24,9 @@ _BODIES = (ChatBody, CompletionBody, TokenizeBody, MessageBody, PromptBody, Resp
 _ABOUT = """OpenAI's and Anthropic's endpoints over one engine whose prefix cache can be seen.
 
 A path that is not here gets 404, and a method that is not here 405, with the methods in `Allow`; both with an Error.
-A path that begins with `/v1` works without it too, and each path with GET takes HEAD. Every answer has the request's id
-in `X-Request-Id` and `Request-Id`. Unknown fields of a body are ignored, and named in the answer's `Warning`; with
-`--strict-fields` they are refused."""
+More than 200 headers get 431. A path that begins with `/v1` works without it too, and each path with GET takes HEAD.
+Every answer has the request's id in `X-Request-Id` and `Request-Id`. Unknown fields of a body are ignored, and named
+in the answer's `Warning`; with `--strict-fields` they are refused."""
 
 
 def document(model_name: str, settings: Settings) -> JsonObject:

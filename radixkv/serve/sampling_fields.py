@@ -22,7 +22,7 @@ from radixkv.sampling.params import (
     TokenIds,
     parameters,
 )
-from radixkv.serve.bodies import AnyBody, Body, OneError, Only, Several, Whole, refuse, without_effect
+from radixkv.serve.bodies import AnyBody, Body, OneError, Only, Several, Whole, broken, refuse, without_effect
 from radixkv.serve.constraints import ReplyConstraint
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import IgnoredFields
@@ -31,6 +31,8 @@ OF_BEAMS = ("length_penalty", "early_stopping")
 """Parameters that have a meaning only with `use_beam_search`."""
 
 MOST_TOKEN = 2**31 - 1
+MOST_IDS = 10_000  # of `logit_bias` and of `stop_token_ids`
+LONGEST_TEXTS = 2**16  # characters of all stop strings or bad words together: bad words take 0.4 s to encode
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN)]
 
 
@@ -73,7 +75,10 @@ def _type(declared: Parameter) -> Any:
             least: Any = {"gt": low} if declared.above else {"ge": low}
             return Annotated[float, Field(le=high, **least)]
         case TokenIds():
-            return Annotated[Several[TokenId], OneError("must be an array of token ids", "an array")]
+            return Annotated[
+                Annotated[Several[TokenId], Field(max_length=MOST_IDS)],
+                OneError(f"must be an array of at most {MOST_IDS} token ids", "an array"),
+            ]
         case TokenBias():
             return _bias(declared)
         case Texts():
@@ -86,9 +91,14 @@ def _type(declared: Parameter) -> Any:
 def _bias(declared: TokenBias) -> Any:
     token = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
     bias = Annotated[float, Field(ge=declared.low, le=declared.high)]
-    why = f'must map token ids, such as "42", to numbers from {declared.low:g} to {declared.high:g}'
+    why = f'must map at most {MOST_IDS} token ids, such as "42", to numbers from {declared.low:g} to {declared.high:g}'
     closed = Field(json_schema_extra={"additionalProperties": False})
-    return Annotated[dict[token, bias], OneError(why, "an object"), AfterValidator(_by_number), closed]
+    return Annotated[
+        Annotated[dict[token, bias], Field(max_length=MOST_IDS)],
+        OneError(why, "an object"),
+        AfterValidator(_by_number),
+        closed,
+    ]
 
 
 def _by_number(bias: Mapping[str, float]) -> dict[int, float]:
@@ -104,6 +114,8 @@ def _texts(declared: Texts) -> Any:
 
 
 def _list(texts: str | list[str]) -> list[str]:
+    if (length := sum(map(len, texts))) > LONGEST_TEXTS:
+        raise broken("", f"must have at most {LONGEST_TEXTS} characters in all, not {length}")
     return [texts] if isinstance(texts, str) else texts
 
 

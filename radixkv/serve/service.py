@@ -38,7 +38,7 @@ from radixkv.serve.token_texts import TokenTexts
 from radixkv.server_settings import Settings
 
 Result = TypeVar("Result")
-_LARGE = 1 << 17  # bytes of a body whose parsing takes some milliseconds
+_LARGE = 1 << 16  # bytes of a body whose parsing takes some milliseconds
 _LONG = 8  # characters per token of the context, beyond which the tokens of a text are counted before it is encoded
 _TAIL = 16  # maximum tokens of a thinking tag and white space after it
 

@@ -44,6 +44,7 @@ INFINITE = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["
         ({"grammar": 'foo: "a"'}, "no start rule"),
         ({"grammar": "start: <|nothing|>"}, "unknown special token"),
         ({"grammar": 'start: "a"\nx: %json {'}, "line 2: no JSON after %json"),
+        ({"grammar": f'start: %json {{"maximum": {"9" * 5000}}}'}, "line 1: .* more than 4300 digits"),
         ({"grammar": 'start: %json {"not": {}}'}, "at #/not: not cannot be enforced"),
         ({"grammar": "start: "}, "allows no text"),
         ({"grammar": 'root ::= ("a"'}, "grammar: "),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
 from radixkv.cli.main import main
 from radixkv.errors import RequestTimedOut
@@ -295,3 +296,49 @@ def test_unsafe_settings_are_refused_by_the_command(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "tiny", "--port", str(taken.getsockname()[1])]) == 1
     assert "in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("completions", {"logit_bias": {str(token): 1 for token in range(10_001)}}, "at most 10000 token ids"),
+        ("completions", {"stop_token_ids": [5] * 10_001}, "at most 10000 token ids"),
+        ("completions", {"bad_words": ["x" * 255] * 300}, "at most 65536 characters in all, not 76500"),
+        ("chat/completions", {"messages": [{"role": "user", "content": ""}] * 50_001}, "more than 100000 fields"),
+        ("chat/completions", {"metadata": {f"k\\{number}": 1 for number in range(100_001)}}, "more than 100000 fields"),
+        ("responses", {"input": [{"role": "user", "content": ":"}] * 50_001}, "more than 100000 fields"),
+        ("messages", {"messages": [{"role": "user", "content": '":'}] * 50_001}, "more than 100000 fields"),
+    ],
+)
+def test_the_size_of_a_list_is_checked_first(path, fields, message, monkeypatch):
+    with served() as server:
+        if "more than 100000 fields" in message:
+            monkeypatch.setattr(BaseModel, "model_validate", None)
+        for separators in ((",", ":"), (" ,", " : ")):
+            body = json.dumps({"model": "fake", "prompt": "Hi", **fields}, separators=separators)
+            answer = server.client.post(f"/v1/{path}", content=body)
+            assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+def test_texts_with_many_colons_are_no_fields():
+    with served() as server:
+        body = {"model": "fake", "prompt": '":' * 100_001 + ":" * 100_001}
+        answer = server.post("/v1/completions", body)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_many_headers_are_refused():
+    with hosted() as host:
+        headers = [(f"x-{number}", "1") for number in range(5000)]
+        answer = httpx.get(f"{host.url}/health", headers=headers)
+        assert answer.status_code == 431 and answer.json()["error"]["code"] == "too_many_headers"
+        assert httpx.get(f"{host.url}/health", headers=headers[:150]).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["seed", "guided_json"])
+def test_a_number_of_too_many_digits_is_refused_without_advice_about_python(field):
+    value = "9" * 5000 if field == "seed" else json.dumps('{"maximum": ' + "9" * 5000 + "}")
+    with served() as server:
+        body = f'{{"model": "fake", "prompt": "Hi", "{field}": {value}}}'
+        message = server.client.post("/v1/completions", content=body).json()["error"]["message"]
+        assert message.endswith("a whole number has more than 4300 digits")
