@@ -130,6 +130,7 @@ class MonitorApp(App[None]):
         self.set_interval(1, self.update_bottom_line)
         self.set_interval(1, self.alerter.check)
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.update_bottom_line())
+        self.theme_changed_signal.subscribe(self, lambda _: self._update_view())
 
     def on_unmount(self) -> None:
         """Close the feed."""
@@ -169,8 +170,7 @@ class MonitorApp(App[None]):
             self._drawn, self.shown = key, state
             if self._frame_limiter is not None:
                 self._frame_limiter.drawn()
-            if self.view is not None:
-                self.view.update(state)
+            self._update_view()
             if commands_changed:
                 self.screen_stack[0].refresh_bindings()
 
@@ -214,11 +214,14 @@ class MonitorApp(App[None]):
                 made.sort_by(self.sort)
         switcher.current = name
         self._top.show(name)
+        self._update_view()
         if self.view is not None:
-            if self.shown is not None:
-                self.view.update(self.shown)
             self.view.select(self.selection)
             self.view.take_focus()
+
+    def _update_view(self) -> None:
+        if self.view is not None and self.shown is not None:
+            self.view.update(self.shown)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Disable the keys of views in dialogs and where they are characters of a filter.

@@ -113,6 +113,7 @@ async def all_views(
         pictures: list[list[str]] = [[] for _ in THEMES]
         for number, entry in enumerate(VIEWS):
             await app.action_show(entry.name)
+            await settle(pilot)  # a theme that changes before the first layout leaves texts cut
             for theme, drawn_before in zip(THEMES, pictures, strict=True):
                 app.theme = theme.name
                 await settle(pilot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import stat
 from base64 import b64decode
@@ -18,11 +19,15 @@ from radixkv.telemetry.protocol import CRASHED, Bye, Delta, Hello, Snapshot, enc
 from radixkv.telemetry.recording import MAGIC, read_recording
 from radixkv.telemetry.records import ITL_NAMES, Changes, EngineFacts, EvictionRecord, RequestRecord
 from radixkv_monitor import cli, print_once, report_html
+from radixkv_monitor.app import MonitorApp
+from radixkv_monitor.pictures import all_views, drawn
 from radixkv_monitor.print_once import first_state
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.report import LISTED, Report, collect
-from radixkv_monitor.report_html import render
+from radixkv_monitor.report_html import SCREEN, render
+from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS
+from scripts.draw_monitor import Moment
 from tests.monitor.fake_feed import FACTS
 
 AGENTS = Path(__file__).parent / "data" / "agents.rec"
@@ -185,6 +190,16 @@ def test_the_page_asks_for_nothing_and_has_a_picture_of_every_view() -> None:
     assert "url(" not in report_html.CSS and "@import" not in report_html.CSS
     labels = [values["alt"] or "" for tag, values in page.elements if tag == "img"]
     assert [label.split(":")[0] for label in labels] == [each.title for each in VIEWS]
+
+
+def test_the_light_pictures_have_nothing_of_the_dark_theme() -> None:
+    """A view, shown or hidden while the theme changes, looks as in an app that began with the theme."""
+    _, light = asyncio.run(all_views(Moment(), SCREEN))
+    for name, picture in zip(("overview", "tree", "latency"), (light[0], light[1], light[6]), strict=True):
+        fresh = asyncio.run(drawn(MonitorApp(Moment(), name, theme=LIGHT), size=SCREEN))
+        assert picture == fresh, name
+        keys = ("4", "t", {"overview": "1", "tree": "2", "latency": "7"}[name])
+        assert asyncio.run(drawn(MonitorApp(Moment(), name), keys, SCREEN)) == fresh, name
 
 
 def test_the_chart_of_tokens_names_the_counters_that_the_engine_sends(tmp_path: Path) -> None:

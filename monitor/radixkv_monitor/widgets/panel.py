@@ -95,7 +95,7 @@ class Panel(Widget):
                 self.refresh(layout=True)
         else:
             for y, (was, line) in enumerate(zip_longest(before, self._lines)):
-                if was != line:
+                if was is None or line is None or was != line or was.style != line.style:  # `!=` ignores line styles
                     self.refresh(Region(0, y, self.size.width, 1))
         return before != self._lines
 
