@@ -79,7 +79,6 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
 
 
 def test_cancel_ends_one_request_and_says_so_to_its_caller(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, LOGGER)
     with watched() as (engine, runner, monitor):
         runner.gate = threading.Semaphore(0)
         long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
@@ -105,7 +104,6 @@ def test_cancel_ends_one_request_and_says_so_to_its_caller(caplog: pytest.LogCap
 
 
 def test_pins_of_the_monitor_hold_until_they_are_released(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, LOGGER)
     with watched() as (engine, _, monitor):
         engine.generate([list(range(20))], FOUR)
         leaf = monitor.node(lambda each: each.tokens == 23)
@@ -122,7 +120,7 @@ def test_pins_of_the_monitor_hold_until_they_are_released(caplog: pytest.LogCapt
             assert engine.stats().cache.pinned_blocks == 5
         nothing = monitor.command("unpin", leaf.id)
         assert (nothing.done, "no pin ends" in nothing.text) == (False, True)
-        assert [level for level, _ in lines(caplog)] == [logging.INFO, logging.INFO]
+        assert [level for level, _ in lines(caplog)] == [logging.WARNING, logging.WARNING]
         assert engine.stats().cache.pinned_blocks == 0
 
 

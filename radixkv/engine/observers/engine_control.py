@@ -52,8 +52,7 @@ class EngineControl:
             text = self._verbs[command.verb](command.number, monitor)
         except (_NotDoneError, PinBudgetExceeded) as reason:
             return Outcome(False, str(reason))
-        loses = command.verb in ("cancel", "clear")
-        _log.log(logging.WARNING if loses else logging.INFO, "%s %s", monitor, text)
+        _log.warning("%s %s", monitor, text)  # printed also without settings of logging
         return Outcome(True, text)
 
     def _cancel(self, number: int, monitor: str) -> str:
