@@ -1,9 +1,11 @@
 """Compile the constraints of an engine's requests, on a thread of its own.
 
 A constraint is compiled while its request waits outside the engine's thread, so that no step waits for it. The latest
-grammars are kept. Requests with one grammar share its automaton, which grows as their texts use it. What a grammar may
-cost is limited: its size here, the work of one token by llguidance's limits. Grammars that break a limit with their
-first tokens are refused; a later one ends its request, and the next request compiles the constraint again.
+grammars are kept, and apart from them the latest refusals. The owners of requests take turns, so that a constraint
+never waits for all constraints of another owner. Requests with one grammar share its automaton, which grows as their
+texts use it. What a grammar may cost is limited: its size here, the work of one token by llguidance's limits. Grammars
+that break a limit with their first tokens are refused; a later one ends its request, and the next request compiles the
+constraint again.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,8 +32,10 @@ from radixkv.sampling.params import Constraint, SamplingParams
 Result = TypeVar("Result")
 _STACK = 2**28  # bytes of the compiler's stack: it recurses over references and rules, and an overflow ends the process
 _MOST_GRAMMARS = 32
+_MOST_REFUSALS = 256
 _PROBED_TOKENS = 4
 _MOST_TRIES = 50  # parts of a refused schema that are compiled alone
+_MOST_SECONDS = 0.3  # after which no further part is
 _END = "<|radixkv: the end|>"
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
@@ -71,15 +77,18 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, frozenset(stop_ids)
         self._table: TokenTable | None = None
         self._grammars: OrderedDict[Constraint, Future[Compiled]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._refusals: OrderedDict[bytes, Future[Compiled]] = OrderedDict()
+        self._waiting: OrderedDict[Hashable, deque[Callable[[], None]]] = OrderedDict()  # the next owner first
+        self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, "radixkv-grammar")
         self._pid = os.getpid()
 
-    def begin(self, params: SamplingParams) -> Future[Compiled] | None:
+    def begin(self, params: SamplingParams, owner: Hashable = None) -> Future[Compiled] | None:
         """Start to compile the constraint of `params`, unless it is compiled already; None without a constraint.
 
-        The future never raises InvalidConstraint: `matcher` does. Raises EngineClosed in a forked process, which lacks
-        the thread that compiles.
+        Owners with waiting constraints take turns; a constraint that several owners wait for has the first of their
+        turns. The future never raises InvalidConstraint: `matcher` does. Raises EngineClosed in a forked process, which
+        lacks the thread that compiles.
         """
         constraint = params.constraint
         if constraint is None:
@@ -87,12 +96,13 @@ class GrammarCompiler:
         if os.getpid() != self._pid:
             raise EngineClosed(f"this engine belongs to process {self._pid}: load another one after the fork")
         with self._lock:
-            found = self._grammars.get(constraint)
+            found = self._grammars.get(constraint) or self._refusals.get(_digest(constraint))
             if found is None or (found.done() and found.result().worn):
-                found = self._grammars[constraint] = self._start(lambda: self._compiled(constraint))
-                if len(self._grammars) > _MOST_GRAMMARS:
-                    self._grammars.popitem(last=False)
-            self._grammars.move_to_end(constraint)
+                found = _put(self._grammars, constraint, Future(), _MOST_GRAMMARS)
+            if not found.done():
+                self._start(found, lambda: self._compiled(constraint), owner)
+            if constraint in self._grammars:
+                self._grammars.move_to_end(constraint)
         return found
 
     def matcher(self, params: SamplingParams) -> GrammarMatcher | None:
@@ -114,24 +124,51 @@ class GrammarCompiler:
         Costs a second of a CPU for 49,152 tokens, during which no other thread of Python runs. Raises InvalidConstraint
         without llguidance, or if the model has no tokenizer that it can read.
         """
-        self._start(self._built_table).result()
+        self._start(built := Future[TokenTable](), self._built_table, None)
+        built.result()
 
-    def _start(self, work: Callable[[], Result]) -> Future[Result]:
-        """Run `work` on the compiler's thread, which starts with the first one."""
+    def _start(self, future: Future[Result], work: Callable[[], Result], owner: Hashable) -> None:
+        """Give the result of `work` to a future, when it is the owner's turn, unless it has one by then.
+
+        The compiler's thread starts with the first work.
+        """
+
+        def run() -> None:
+            if not future.done():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+
+        with self._lock:
+            self._waiting.setdefault(owner, deque()).append(run)
         with _STARTING:  # the size holds for all threads that start meanwhile; untouched pages cost no memory
             usual = threading.stack_size(_STACK)
             try:
-                return self._thread.submit(work)
+                self._thread.submit(self._run_next)
             finally:
                 threading.stack_size(usual)
 
     # ---- on the compiler's thread
 
+    def _run_next(self) -> None:
+        """Run the oldest work of the owner whose turn it is."""
+        with self._lock:
+            owner, works = self._waiting.popitem(last=False)
+            work = works.popleft()
+            if works:
+                self._waiting[owner] = works
+        work()
+
     def _compiled(self, constraint: Constraint) -> Compiled:
         try:
             return self._compile(constraint)
         except InvalidConstraint as error:  # not kept itself: its traceback holds the grammar
-            return Refusal(str(error), error.parameter, error.place)
+            refused = Refusal(str(error), error.parameter, error.place)
+        with self._lock:
+            self._grammars.pop(constraint, None)
+            _put(self._refusals, _digest(constraint), Future(), _MOST_REFUSALS).set_result(refused)
+        return refused
 
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
         table, name = self._built_table(), constraint.parameter
@@ -150,6 +187,18 @@ class GrammarCompiler:
         if self._table is None:
             self._table = _table(self._tokenizer, self._vocab_size, self._stop_ids)
         return self._table
+
+
+def _put(kept: OrderedDict[Any, Future[Result]], key: Any, future: Future[Result], most: int) -> Future[Result]:
+    """Keep a future, in place of the oldest one if there are more than `most`; return it."""
+    kept[key] = future
+    if len(kept) > most:
+        kept.popitem(last=False)
+    return future
+
+
+def _digest(constraint: Constraint) -> bytes:
+    return blake2b(repr(constraint).encode(), digest_size=16).digest()
 
 
 def _probe(matcher: GrammarMatcher, name: str, share: float) -> None:
@@ -185,12 +234,13 @@ def _refusal(constraint: Constraint, error: str) -> InvalidConstraint:
 def _place(schema: Any) -> str:
     """Return a JSON pointer to the innermost part of a schema that is refused alone with the same error.
 
-    Compiles some parts alone; empty for the whole schema.
+    Compiles some parts alone, for a limited time; empty for the whole schema.
     """
+    end = time.monotonic() + _MOST_SECONDS
     shared = {key: schema[key] for key in ("$schema", "$defs", "definitions") if key in schema}
     error, place, tries = _alone(schema, shared), "", _MOST_TRIES
     inner = list(subschemas(schema))
-    while error and inner and tries:
+    while error and inner and tries and time.monotonic() < end:
         tries -= 1
         name, part = inner.pop(0)
         if _alone(part, shared) == error:

@@ -24,6 +24,7 @@ MOST_DEPTH = 64
 
 MOST_SCHEMAS = 10_000
 MOST_PROPERTIES = 1_000  # of one object: the compiler takes O(n * n) for optional ones
+MOST_ALTERNATIVES = 2_000  # of one anyOf, oneOf or allOf: the compiler refuses objects of which there are more
 MOST_VALUES = 10_000  # of all enums together
 MOST_WORK = 5 * 10**7  # values x characters of the arrays and objects in enums: the compiler takes 10 ns for each
 MOST_PATTERNS = 10  # that apply to one text: the compiler takes O(2 ** n)
@@ -184,6 +185,9 @@ class _Check:
     def _alternatives(self, key: str, value: Any, place: str, depth: int) -> tuple[str, Any]:
         if not isinstance(value, list):
             raise refusal(place, f"{key} is a list of schemas, not {_kind(value)}")
+        if len(value) > MOST_ALTERNATIVES:
+            reason = f"{len(value)} schemas: at most {MOST_ALTERNATIVES} are allowed; write constants as one enum"
+            raise refusal(place, reason)
         checked = [self.schema(each, f"{place}/{at}", depth + 1) for at, each in enumerate(value)]
         if key == "oneOf":
             if not self._all_disjoint(value):
@@ -349,7 +353,8 @@ class _Patterns:
             if key == "allOf":
                 _add(counts, found)
             elif key in ("anyOf", "oneOf"):
-                branches = {part: max(branches.get(part, 0), found.get(part, 0)) for part in branches | found}
+                for part, count in found.items():
+                    branches[part] = max(branches.get(part, 0), count)
             elif key not in ("$defs", "definitions"):
                 part = f"/{name}" if key == "properties" else _ANY_NAME
                 counts[part] = max(counts.get(part, 0), _most(found))

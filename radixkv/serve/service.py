@@ -136,12 +136,13 @@ class Service:
         finally:
             self._preparing.discard(block)
 
-    async def compiled(self, request: Request, params: SamplingParams) -> None:
+    async def compiled(self, request: Request, caller: Caller, params: SamplingParams) -> None:
         """Wait until the constraint of `params` is compiled, which later raises no other error than its refusal.
 
-        Raises as `cancellable`. Others may wait for the same constraint, so that it is compiled in any case.
+        Tenants take turns. Raises as `cancellable`. Others may wait for the same constraint, so that it is compiled in
+        any case.
         """
-        compiling = self.engine.client.inputs.grammars.begin(params)
+        compiling = self.engine.client.inputs.grammars.begin(params, caller.tenant)
         if compiling is not None and not compiling.done():
             await self.cancellable(request, _finished(compiling))
 

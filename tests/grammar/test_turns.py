@@ -1,0 +1,118 @@
+"""Constraints of several tenants are compiled in turns, and refusals are kept apart from grammars."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from radixkv.errors import InvalidConstraint
+from radixkv.grammar.compiler import GrammarCompiler
+from radixkv.grammar.json_schema import checked_schema
+from radixkv.sampling.params import SamplingParams
+from radixkv.serve import Settings
+from tests.grammar.engines import STOP, tokenizer
+from tests.serve.served import hosted, until
+
+
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(tokenizer(), len(tokenizer()), {STOP})
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], threading.Semaphore]:
+    """Return the values of constraints as they are compiled, and a gate that each of them waits for."""
+    compiled, gate, compile_one = [], threading.Semaphore(0), GrammarCompiler._compile
+
+    def wait(self: GrammarCompiler, constraint: Any) -> Any:
+        compiled.append(constraint.value)
+        assert gate.acquire(timeout=20)
+        return compile_one(self, constraint)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", wait)
+    return compiled, gate
+
+
+def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, gate = watched(monkeypatch)
+    grammars = compiler()
+    many = [grammars.begin(SamplingParams(regex="a0"), "ada")]
+    until(lambda: compiled == ["a0"])
+    many += [grammars.begin(SamplingParams(regex=f"a{number}"), "ada") for number in range(1, 4)]
+    shared = grammars.begin(SamplingParams(regex="a3"), "cleo")
+    other = [grammars.begin(SamplingParams(regex=f"b{number}"), "bob") for number in range(2)]
+    gate.release(6)
+    assert shared is many[3]
+    for each in (*many, *other):
+        assert each is not None
+        each.result(20)
+    assert compiled == ["a0", "a1", "a3", "b0", "a2", "b1"]
+
+
+def test_a_tenant_does_not_wait_for_all_schemas_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, gate = watched(monkeypatch)
+    with hosted(Settings(port=0, api_keys={"ada": "first-long-key", "bob": "other-long-key"})) as host:
+
+        def ask(key: str, word: str) -> int:
+            body = {"model": "fake", "prompt": "Hi", "guided_choice": [word], "max_tokens": 1}
+            headers = {"x-api-key": key}
+            return httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=30).status_code
+
+        with ThreadPoolExecutor(8) as pool:
+            answers = [pool.submit(ask, "first-long-key", f"a{number}") for number in range(4)]
+            grammars = host.engine.client.inputs.grammars
+            until(lambda: sum(map(len, grammars._waiting.values())) == 3)
+            answers.append(pool.submit(ask, "other-long-key", "b"))
+            until(lambda: sum(map(len, grammars._waiting.values())) == 4)
+            gate.release(5)
+            assert [each.result() for each in answers] == [200] * 5
+    assert ("b",) in compiled[1:3]
+
+
+def test_refusals_are_kept_apart_from_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = compiler()
+    kept = grammars.begin(SamplingParams(regex="kept"))
+    refused = [SamplingParams(regex=f"({number}") for number in range(40)]
+    for _ in range(2):
+        for params in refused:
+            with pytest.raises(InvalidConstraint, match="unclosed group"):
+                grammars.matcher(params)
+        monkeypatch.setattr(GrammarCompiler, "_compile", None)
+    assert grammars.begin(SamplingParams(regex="kept")) is kept
+
+
+@pytest.mark.parametrize("key", ["anyOf", "oneOf", "allOf"])
+def test_a_schema_of_many_alternatives_is_refused_before_it_is_compiled(key: str) -> None:
+    each: dict[str, Any] = {"type": "object", "properties": {}}
+    with pytest.raises(InvalidConstraint, match=f"at #/items/{key}: 3000 schemas: at most 2000"):
+        checked_schema({"items": {key: [each] * 3000}})
+
+
+def test_the_check_of_many_alternatives_takes_linear_time() -> None:
+    def seconds(count: int) -> float:
+        schema = {"anyOf": [{"type": "object", "properties": {f"p{at}": {"type": "string"}}} for at in range(count)]}
+        began = time.process_time()
+        checked_schema(schema)
+        return time.process_time() - began
+
+    fewer, more = (min(seconds(count) for _ in range(5)) for count in (250, 2000))
+    assert more < 24 * fewer, "8 times as many alternatives"
+
+
+def test_the_place_of_a_refusal_is_sought_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+
+    def slow(schema: Any, shared: Any) -> str:
+        tried.append(schema)
+        time.sleep(0.1)
+        return "" if len(tried) > 1 else "refused"
+
+    monkeypatch.setattr("radixkv.grammar.compiler._alone", slow)
+    bad = {"anyOf": [{"type": "object", "properties": {f"p{at}": {"pattern": "("}}} for at in range(50)]}
+    with pytest.raises(InvalidConstraint, match="at #: "):
+        compiler().matcher(SamplingParams(json_schema=json.dumps(bad)))
+    assert len(tried) < 8
