@@ -11,6 +11,15 @@ from radixkv.errors import InvalidConstraint
 from radixkv.sampling.token_mask import Bits
 
 _SHOWN = 300  # characters of an error
+_COMPLEX = "it allows too much at one place, or refers to itself without an end"
+_SENTENCES = {
+    "doesn't satisfy the grammar; forced bytes": "it requires the name of a control token, which no reply has as text",
+    "NoExtensionBias": "no text can follow, since rules or references lead only to themselves",
+    "Too many items": _COMPLEX,
+    "Current row has": _COMPLEX,
+    "fuel exhausted": _COMPLEX,
+}
+"""Sentences for errors of llguidance that describe its own state."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,8 @@ class GrammarMatcher:
 
 def reason_of(error: str) -> str:
     """Return the reason in an error of llguidance, on one line: it also shows the place in the text, or its state."""
+    if (sentence := next((each for part, each in _SENTENCES.items() if part in error), None)) is not None:
+        return sentence
     lines = [line.strip() for line in error.splitlines() if line.strip()] or ["unknown reason"]
     parsing = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return ": ".join([lines[0].removesuffix(":")[:_SHOWN], *parsing[:1]])

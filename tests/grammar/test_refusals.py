@@ -55,8 +55,13 @@ INFINITE = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["
         ({"json_schema": {"type": "string", "pattern": "("}}, "json_schema"),
         ({"json_schema": {"type": "number", "minimum": -1e300, "maximum": 1e300}}, "json_schema"),
         ({"json_schema": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "json_schema"),
-        ({"json_schema": {"$ref": "#"}}, "json_schema"),
-        ({"json_schema": INFINITE}, "json_schema"),
+        (
+            {"json_schema": {"$ref": "#"}},
+            "json_schema .* no text can follow, since rules or references lead only to them",
+        ),
+        ({"grammar": "start: x\nx: y\ny: x"}, "no text can follow, since rules or references lead only to themselves"),
+        ({"json_schema": INFINITE}, "json_schema .* refers to itself without an end"),
+        ({"choice": ["a<|pad|>"]}, "choice .* it requires the name of a control token, which no reply has as text"),
     ],
 )
 def test_a_constraint_that_cannot_be_compiled_is_refused(engine: Engine, constraint: Any, message: str) -> None:
