@@ -32,6 +32,7 @@ latency.py          histograms
 from radixkv.engine.async_engine import AsyncHandle, AsyncRequestEngine
 from radixkv.engine.engine import RequestEngine
 from radixkv.engine.output import Chunk, Completion, Handle, Usage, Warmed
+from radixkv.engine.request import Origin
 from radixkv.engine.score_batch import Score
 from radixkv.engine.stats import AuditReport, Difference, EngineStats
 
@@ -44,6 +45,7 @@ __all__ = [
     "Difference",
     "EngineStats",
     "Handle",
+    "Origin",
     "RequestEngine",
     "Score",
     "Usage",

@@ -22,7 +22,7 @@ from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.engine import NOT_COPIED, RequestEngine
 from radixkv.engine.input_processor import EncodedPrompt, Params, Prompt, start_of_reply
 from radixkv.engine.output import Chunk, Completion, Handle, Warmed
-from radixkv.engine.request import Request
+from radixkv.engine.request import NO_ORIGIN, Origin, Request
 from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import EngineClosed
@@ -121,10 +121,11 @@ class AsyncRequestEngine:
         session: int | None = None,
         reply_start: int | None = None,
         sample: bool = True,
+        origin: Origin = NO_ORIGIN,
     ) -> AsyncHandle:
         """Start one request; iterate the handle for chunks, or await its result: see `Engine.submit`."""
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        options |= {"reply_start": start_of_reply(reply_start), "sample": sample}
+        options |= {"reply_start": start_of_reply(reply_start), "sample": sample, "origin": origin}
         await self._compiled(namespace, params)
         request = await self._prepared(self.client.inputs.request, prompt, params, **options)
         return AsyncHandle(self.client.start(request))

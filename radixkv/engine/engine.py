@@ -30,7 +30,7 @@ from radixkv.engine.namespaces import NamespaceTable, NumberedLimits
 from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Warmed
-from radixkv.engine.request import Request
+from radixkv.engine.request import NO_ORIGIN, Origin, Request
 from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import InvalidInput
@@ -227,18 +227,20 @@ class RequestEngine:
         session: int | None = None,
         reply_start: int | None = None,
         sample: bool = True,
+        origin: Origin = NO_ORIGIN,
     ) -> Handle:
         """Start one request and return at once; iterate the handle for chunks, or wait for its result.
 
         Only requests with equal `namespace` share cached prefixes. It is hashed and compared once, on this thread. A
         request with a higher `priority` is admitted before lower ones, and its cached tokens are evicted later. After
         `timeout` seconds, waiting or running, the request ends with RequestTimedOut. `session` is a number that the
-        requests of one conversation share, for the monitor. Without `sample` only the prompt is computed, and scored
+        requests of one conversation share, for the monitor, which also shows the names in `origin`.
+        Without `sample` only the prompt is computed, and scored
         if `params.prompt_logprobs` is set; the reply is empty, and the prompt may fill the context. `reply_start` is
         deprecated: submit an EncodedPrompt. Raises InvalidInput and its subclasses, or EngineClosed.
         """
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        options |= {"reply_start": start_of_reply(reply_start), "sample": sample}
+        options |= {"reply_start": start_of_reply(reply_start), "sample": sample, "origin": origin}
         return self.client.start(self.client.inputs.request(prompt, params, **options))
 
     def score(

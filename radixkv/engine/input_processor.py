@@ -13,7 +13,7 @@ import math
 import time
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,8 +28,10 @@ from radixkv.engine.constrained import ConstrainedTokens
 from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
 from radixkv.engine.request import (
+    NO_ORIGIN,
     ONE_SAMPLE,
     BadWords,
+    Origin,
     Replies,
     Request,
     SampledTokens,
@@ -137,6 +139,7 @@ class InputProcessor:
         sample: bool = True,
         reply_start: int = 0,
         scores: Scores = NO_SCORES,
+        origin: Origin = NO_ORIGIN,
     ) -> Request:
         """Make a request; without `sample` it only computes the prompt. Raises InvalidInput and its subclasses.
 
@@ -182,7 +185,7 @@ class InputProcessor:
             namespace=number,
             priority=priority,
             channel=OutputChannel(MAX_UNREAD * params.n * params.beam_width),
-            session=session,
+            origin=origin if session is None else replace(origin, session=session),
             reply_start=reply_start if sample else len(ids),
             submitted=submitted,
             scores=scores if params.prompt_logprobs is None else self._scores(ids, 1, params.prompt_logprobs),

@@ -177,6 +177,22 @@ class Samples:
 ONE_SAMPLE = Samples()
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The names that the sender gave a request, for observers: the id of an API request, a tenant, and a label.
+
+    `session` is the number of its conversation.
+    """
+
+    request_id: str | None = None
+    tenant: str | None = None
+    label: str | None = None
+    session: int | None = None
+
+
+NO_ORIGIN = Origin()
+
+
 @dataclass(eq=False)
 class Request:
     """One submitted prompt. It waits while it has no streams, and runs until all of them have finished.
@@ -187,7 +203,7 @@ class Request:
     turn of the conversation repeats for sure: up to the end of the last message before the reply; 0 if unknown.
     `replies` says how many streams continue the prompt, and how. `scores` are the scores of the prompt's tokens.
 
-    `session` is the number of its conversation, for observers. `scheduling` is what the engine records of it.
+    `origin` names its sender, for observers. `scheduling` is what the engine records of it.
     """
 
     prompt: TokenIds
@@ -202,11 +218,16 @@ class Request:
     channel: OutputChannel = field(default_factory=OutputChannel)
     submitted: float = field(default_factory=time.perf_counter)
     streams: list[Stream] = field(default_factory=list)
-    session: int | None = None
+    origin: Origin = NO_ORIGIN
     reply_start: int = 0
     replies: Replies = field(default_factory=Samples)
     scores: Scores = NO_SCORES
     scheduling: Scheduling = field(default_factory=lambda: Scheduling())
+
+    @property
+    def session(self) -> int | None:
+        """The number of its conversation."""
+        return self.origin.session
 
     @property
     def rank(self) -> tuple[int, bool, int]:

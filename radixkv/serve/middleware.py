@@ -1,6 +1,7 @@
 """Middleware around every endpoint: request ids, warnings, one log line per request, and a response to every failure.
 
-The log has a path, a status, numbers and the names of ignored fields, never texts, values or headers of a request.
+The log has a path, a status, numbers, the tenant, the id and the label that the client chose, and the names of ignored
+fields; never texts, values or other headers of a request.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 import uuid
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixkv.serve.errors import ApiError, as_api_error
@@ -19,8 +21,15 @@ from radixkv.serve.fields import IgnoredFields
 REQUEST_ID = "x-request-id"
 MOST_HEADERS = 200
 ANTHROPIC_REQUEST_ID = "request-id"  # where Anthropic's clients look for it
+LABEL = "x-radixkv-label"
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _log = logging.getLogger("radixkv.serve")
+
+
+def label_of(headers: Headers) -> str | None:
+    """Return the label that the client gave a request; None without one, and for one with other characters."""
+    label = headers.get(LABEL, "")
+    return label if _GOOD_ID.fullmatch(label.encode()) else None
 
 
 class RequestMiddleware:

@@ -10,10 +10,11 @@ from typing import Any
 
 from starlette.requests import Request
 
-from radixkv.engine import AsyncHandle, Chunk
+from radixkv.engine import AsyncHandle, Chunk, Origin
 from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.errors import PromptTooLong
 from radixkv.sampling.params import SamplingParams
+from radixkv.serve.middleware import label_of
 from radixkv.serve.schemas import RequestOptions
 from radixkv.serve.service import Caller, Service
 
@@ -48,6 +49,7 @@ async def start(
         timeout=service.time_left(request),
         session=session,
         sample=options.samples,
+        origin=origin_of(request, caller.tenant),
     )
     shared = unbounded(params, engine.client.inputs.context_limit_for(caller.namespace) - len(ids))
     try:
@@ -58,6 +60,13 @@ async def start(
         handle = await submit(shared)
     cleanup.callback(handle.cancel)
     return handle
+
+
+def origin_of(request: Request, tenant: str | None) -> Origin:
+    """Return the names of a request for the monitor, and add those that the log lacks to its line."""
+    names = {"tenant": tenant, "label": label_of(request.headers)}
+    request.state.log_fields.update({name: value for name, value in names.items() if value is not None})
+    return Origin(request.state.request_id, names["tenant"], names["label"])
 
 
 def unbounded(params: SamplingParams, room: int) -> SamplingParams:

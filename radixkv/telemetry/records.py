@@ -151,7 +151,8 @@ class RequestRecord(Record):
     the model's recurrent state was not kept there. `coalesced` is True if the request waited for another one to prefill
     their shared prefix. `host_tokens` are the cached tokens that were loaded from host memory. `preempted_ms` are the
     times of the newest preemptions, at most `PREEMPTIONS`, in milliseconds since the submission: begin, end, begin,
-    end, ...; without the last end while the request is preempted.
+    end, ...; without the last end while the request is preempted. `request_id` is the id of the API request, which the
+    server's log has too; it, `tenant` and `label` are the names that the sender gave the request.
     """
 
     number: int
@@ -181,6 +182,9 @@ class RequestRecord(Record):
     miss_without_state: int = 0
     host_tokens: int = 0
     preempted_ms: tuple[int, ...] = ()
+    request_id: str | None = None
+    tenant: str | None = None
+    label: str | None = None
 
     @property
     def live(self) -> bool:
@@ -205,7 +209,10 @@ class RequestRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord(Record):
-    """A conversation: its requests so far, and their cached tokens. `tokens` is its present length."""
+    """A conversation: its requests so far, and their cached tokens. `tokens` is its present length.
+
+    `request_id`, `tenant` and `label` are those of the newest request.
+    """
 
     number: int
     namespace: str | None
@@ -218,6 +225,9 @@ class SessionRecord(Record):
     started: float
     used: float
     closed: bool = False
+    request_id: str | None = None
+    tenant: str | None = None
+    label: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from radixkv import SamplingParams, __version__
 from radixkv.serve import Settings
 from radixkv.serve.token_texts import TokenTexts
 from tests.serve.served import ASKED, CHAT, events, fake_model, says, served, texts, tokenizer
+from tests.telemetry.served import runtime_folder
 
 PLAIN = {"model": "fake", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6}
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
@@ -372,6 +373,26 @@ def test_the_log_has_numbers_and_no_content(caplog):
     assert len(lines) == 4 and lines[1].endswith(" ignored=mood")
     for word in ("PURPLE", "GREEN", "SECRET", "HIDDEN", "YELLOW", "BLUE"):
         assert word not in caplog.text
+
+
+def test_a_log_line_and_a_record_of_the_monitor_name_the_same_request(caplog):
+    caplog.set_level(logging.INFO, "radixkv.serve")
+    key = {"Authorization": "Bearer SECRET-key"}
+    with runtime_folder(), served(Settings(api_keys={"ada": "SECRET-key"}), monitor=True) as server:
+        monitoring = server.engine.monitoring
+        monitoring.publisher.close()
+        server.engine.client.thread.ask(lambda: monitoring.recorder.cache_recorder.attach(server.engine.core.cache))
+        for number, path in enumerate(("/v1/chat/completions", "/v1/messages", "/v1/completions"), 1):
+            body = PLAIN if path == "/v1/completions" else CHAT
+            names = {"X-Request-Id": f"my-{number}", "X-Radixkv-Label": "nightly" if number < 3 else "two words"}
+            assert server.post(path, {"max_tokens": 2, **body}, headers={**key, **names}).status_code == 200
+        changes = server.engine.client.thread.ask(monitoring.recorder.collect)
+    lines = [record.getMessage() for record in caplog.records if record.name == "radixkv.serve"]
+    assert all(line.startswith(f"my-{number} ") and " tenant=ada" in line for number, line in enumerate(lines, 1))
+    assert [" label=nightly" in line for line in lines] == [True, True, False], "a label of other characters is none"
+    found = [(each.request_id, each.tenant, each.label) for each in changes.requests]
+    assert found == [("my-1", "ada", "nightly"), ("my-2", "ada", "nightly"), ("my-3", "ada", None)]
+    assert ("my-2", "ada", "nightly") in [(each.request_id, each.tenant, each.label) for each in changes.sessions]
 
 
 def test_a_model_without_a_tokenizer_completes_token_ids():

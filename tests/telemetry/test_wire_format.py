@@ -47,11 +47,12 @@ FIELDS: dict[type[Record], tuple[int, str]] = {  # values in every version, and 
         "number phase session namespace priority streams prompt_tokens max_tokens cached_tokens computed_tokens "
         "recomputed_tokens output_tokens preemptions coalesced submitted admitted first_token ended finish miss_reason "
         "miss_at miss_evicted_tokens miss_evicted_ago miss_pressure miss_without_state host_tokens "
-        "preempted_ms",
+        "preempted_ms request_id tenant label",
     ),
     SessionRecord: (
         10,
-        "number namespace requests live tokens prompt_tokens cached_tokens output_tokens started used closed",
+        "number namespace requests live tokens prompt_tokens cached_tokens output_tokens started used closed "
+        "request_id tenant label",
     ),
     EvictionRecord: (10, "number time node start tokens blocks idle_s hits gone pressure wanted_again"),
 }

@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from radixkv.cache import Explanation, Sequence
 from radixkv.engine.observers import EngineObserver
-from radixkv.engine.request import Request, TokenIds
+from radixkv.engine.request import Origin, Request, TokenIds
 from radixkv.errors import RequestCancelled
 from radixkv.telemetry.mirror import SESSIONS
 from radixkv.telemetry.records import (
@@ -27,6 +27,7 @@ from radixkv.telemetry.records import (
     Phase,
     RequestRecord,
     SessionRecord,
+    drawable,
     namespace_label,
 )
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from radixkv.telemetry.recorder import Recorder
 
 
+LONGEST_NAME = 128
+"""The characters of a name of a request's sender."""
 _log = logging.getLogger(__name__)
 Facts = ParamSpec("Facts")
 
@@ -198,10 +201,17 @@ class RequestRecorder(EngineObserver):
             miss_without_state=0 if miss is None else _without_state(miss),
             host_tokens=streams[0].counts.host_hits if streams else 0,
             preempted_ms=tuple(round((at - request.submitted) * 1e3) for at in self._preempted.get(request, ())),
+            **_names(request.origin),
         )
 
     def _dated(self, at: float | None) -> float | None:
         return None if at is None else at + self._offset
+
+
+def _names(origin: Origin) -> dict[str, Any]:
+    """Return the fields of a record that name the sender, in a bounded length."""
+    values = {"request_id": origin.request_id, "tenant": origin.tenant, "label": origin.label}
+    return {name: value and drawable(value[:LONGEST_NAME]) for name, value in values.items()}
 
 
 def _miss_reason(miss: Explanation) -> MissReason | None:
@@ -245,7 +255,14 @@ class Sessions:
             return None
         old = self._records.get(request.session) or _new(request.session, namespace_label(request.namespace), now)
         return self._keep(
-            replace(old, requests=old.requests + 1, live=old.live + 1, tokens=len(request.prompt), used=now)
+            replace(
+                old,
+                requests=old.requests + 1,
+                live=old.live + 1,
+                tokens=len(request.prompt),
+                used=now,
+                **_names(request.origin),
+            )
         )
 
     def ended(self, request: Request, now: float) -> SessionRecord | None:
