@@ -18,6 +18,7 @@ from radixkv.server_settings import Settings, is_loopback
 
 KEY_HEADER = "x-api-key"
 NAMESPACE_HEADER = "X-RadixKV-Namespace"
+SALT = "cache_salt"  # the field of a body that names the namespace too, as in vLLM
 LONGEST_NAME = 256
 _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9.-]+)(?::[0-9]{1,5})?")
 
@@ -52,18 +53,21 @@ class Auth:
         return found[0]
 
 
-def namespace(tenant: str | None, headers: Headers) -> Hashable:
-    """Return the cache namespace of a request: the tenant's own, or one within it that the header names.
+def namespace(tenant: str | None, headers: Headers, salt: str | None = None) -> Hashable:
+    """Return the cache namespace of a request: the tenant's own, or one within it that the header or `salt` names.
 
-    Tenants and this header are all that isolates cached prefixes. No name gives access to another tenant's namespace.
-    Raises ApiError for a name that is too long or not printable ASCII.
+    Tenants and these names are all that isolates cached prefixes. No name gives access to another tenant's namespace.
+    Raises ApiError for a name that is too long or not printable ASCII, and for two different names.
     """
-    name = headers.get(NAMESPACE_HEADER)
-    if name and not (name.isascii() and name.isprintable()):
-        raise bad_request(f"{NAMESPACE_HEADER} must be printable ASCII", NAMESPACE_HEADER, "invalid_value")
-    if name and len(name) > LONGEST_NAME:
-        message = f"{NAMESPACE_HEADER} is at most {LONGEST_NAME} characters long"
-        raise bad_request(message, NAMESPACE_HEADER, "invalid_value")
+    named = headers.get(NAMESPACE_HEADER)
+    for field, each in ((NAMESPACE_HEADER, named), (SALT, salt)):
+        if each and not (each.isascii() and each.isprintable()):
+            raise bad_request(f"{field} must be printable ASCII", field, "invalid_value")
+        if each and len(each) > LONGEST_NAME:
+            raise bad_request(f"{field} is at most {LONGEST_NAME} characters long", field, "invalid_value")
+    if named and salt and named != salt:
+        raise bad_request(f"{SALT} differs from the header {NAMESPACE_HEADER}: send one of them", SALT, "invalid_value")
+    name = named or salt
     own = () if tenant is None else tenant_namespace(tenant)
     return (*own, name) if name else own or None
 

@@ -94,7 +94,10 @@ async def about(_: Service, __: Request) -> Response:
 
 
 async def health(service: Service, _: Request) -> Response:
-    """Return 200 while the engine's thread answers, 503 once it is closed. Needs no key."""
+    """Return 200 while the engine takes requests, 503 from the beginning of a shutdown on. Needs no key."""
+    if service.ending:
+        raise EngineClosed("the server is ending")
+    service.engine.client.thread.post(lambda: None, begins=True)  # refused while the engine drains
     await service.engine.stats()
     return JSONResponse({"status": "ok"})
 

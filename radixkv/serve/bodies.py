@@ -148,6 +148,9 @@ Anything = Annotated[Any, Field(description="Taken, and without effect.")]
 SessionKey = Annotated[
     str, Field(description="Names the session of the request for the monitor. It does not isolate cached prefixes.")
 ]
+CacheSalt = Annotated[
+    str, Field(description="Names the namespace of the cache, as the header `X-RadixKV-Namespace` does.")
+]
 NotEmpty = Annotated[str, Field(min_length=1)]
 """A required text; an empty one counts as absent."""
 

@@ -22,6 +22,7 @@ from radixkv.serve.bodies import (
     Anything,
     Body,
     ByType,
+    CacheSalt,
     OneError,
     Only,
     Prefer,
@@ -226,6 +227,7 @@ class Options(Sampling, Guided):
         description="Log probabilities of the prompt's tokens, with so many alternatives; not in a stream.",
     )
     prompt_cache_key: SessionKey | None = None
+    cache_salt: CacheSalt | None = None
     store: Annotated[Any, Prefer(False, why="nothing that was said is stored")] = None
     service_tier: Annotated[Any, Prefer("auto", "default", why="there is one tier")] = None
     user: Anything = None
@@ -277,6 +279,7 @@ class TokenizeBody(TemplateFields):
     messages: Messages | None = None
     tools: Several[ChatTool] | None = None
     prompt_cache_key: SessionKey | None = Field(default=None, description="Without effect: nothing is computed.")
+    cache_salt: CacheSalt | None = None
 
 
 # ---- reading

@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal; called on the main thread, between any two of the event loop's instructions."""
         if not self.should_exit:
-            self.should_exit = True
+            self.should_exit = self.service.ending = True
             return
         self.cut_by, self.force_exit = sig, True
         if self._loop is not None:

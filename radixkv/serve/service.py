@@ -21,7 +21,7 @@ from radixkv.engine.input_processor import encode, template_text
 from radixkv.engine.request import TokenIds
 from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
 from radixkv.sampling.params import SamplingParams
-from radixkv.serve.access import Auth, StreamLease, StreamLimiter, namespace, read_body
+from radixkv.serve.access import SALT, Auth, StreamLease, StreamLimiter, namespace, read_body
 from radixkv.serve.bodies import without_effect
 from radixkv.serve.connections import Connections
 from radixkv.serve.conversations import ChatPrompt, Conversations
@@ -57,6 +57,7 @@ class Service:
     `call_format` is the format of the model's tool calls, None if it is unknown. `hidden_tags` maps ids to the tags of
     thinking, channels and tool calls that are control tokens, which decoding leaves out. `has_channels` says that the
     model may write thinking and answer as separate messages. `role_order` is the template's.
+    `ending` says that a shutdown has begun.
     """
 
     def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
@@ -95,7 +96,7 @@ class Service:
         self._longest_token = _longest_token(tokenizer)
         # One thread, since a tokenizer is not thread-safe. It ends with the last reference to this object.
         self.executor = ThreadPoolExecutor(1, "radixkv-serve")
-        self._ending = False
+        self.ending = False
         self._preparing: set[Interruptible] = set()  # of requests that are not submitted yet
 
     def admit(self, request: Request, cleanup: ExitStack) -> StreamLease:
@@ -105,17 +106,21 @@ class Service:
     async def read(self, request: Request, check: Callable[[JsonObject, IgnoredFields | None], Result]) -> Result:
         """Read a body and check it by `check(body, ignored)`; raise ApiError.
 
-        The response has a warning header with the fields that `check` ignored; a strict server passes None instead. A
-        large body is parsed on the background thread, to keep the event loop free. The request's timeout starts when
-        the body has arrived.
+        From then on, a `cache_salt` names the namespace of the request's caller. The response has a warning header
+        with the fields that `check` ignored; a strict server passes None instead. A large body is parsed on the
+        background thread, to keep the event loop free. The request's timeout starts when the body has arrived.
         """
         body = await read_body(request, self.settings)
         ignored = None if self.settings.strict_fields else request.state.ignored
         timeout = self.settings.timeout
         request.state.deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        if len(body) > _LARGE:
-            return await self.cancellable(request, self.in_background(lambda: check(parse_object(body), ignored)))
-        return check(parse_object(body), ignored)
+
+        def checked() -> Result:
+            given = parse_object(body)
+            request.state.cache_salt = given.get(SALT)
+            return check(given, ignored)
+
+        return await self.cancellable(request, self.in_background(checked)) if len(body) > _LARGE else checked()
 
     async def cancellable(self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`, which runs before a request is submitted to the engine.
@@ -128,7 +133,7 @@ class Service:
         self._preparing.add(block)
         try:
             async with block:
-                if self._ending:
+                if self.ending:
                     block.interrupt(_ending())
                 return await work
         except TimeoutError as error:
@@ -156,14 +161,14 @@ class Service:
 
     def begin_shutdown(self) -> None:
         """Cancel the requests that wait for the background thread. Call on the event loop."""
-        self._ending = True
+        self.ending = True
         for block in self._preparing:
             block.interrupt(_ending())
 
     def caller(self, request: Request) -> Caller:
         """Return the sender of a request; raise ApiError 401, 403 or 429."""
         tenant = self._tenant(request)
-        return Caller(tenant, namespace(tenant, request.headers))
+        return Caller(tenant, namespace(tenant, request.headers, getattr(request.state, SALT, None)))
 
     def _tenant(self, request: Request) -> str | None:
         """Return the tenant of a request, to which its connection belongs from now on."""

@@ -108,6 +108,39 @@ def test_a_name_that_is_too_long_or_odd_is_refused():
     assert odd.status_code == 400 and odd.json()["error"]["param"] == NAMESPACE_HEADER
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+def test_a_salt_names_the_namespace_as_the_header_does(path):
+    prompt = "Hello! How are you today?"
+    own = {"/v1/completions": {"prompt": prompt}, "/v1/responses": {"input": prompt, "max_output_tokens": 5}}
+    asked = {"model": "fake", **own.get(path, {"messages": [{"role": "user", "content": prompt}], "max_tokens": 5})}
+
+    def hit(server, key, header=None, **fields):
+        headers = {} if header is None else {NAMESPACE_HEADER: header}
+        answer = server.post(path, {**asked, **fields}, headers=bearer(KEYS[key], **headers))
+        assert answer.status_code == 200 and "warning" not in answer.headers, answer.text
+        usage = answer.json()["usage"]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        return bool(details.get("cached_tokens") or usage.get("cache_read_input_tokens"))
+
+    with served(Settings(api_keys=KEYS)) as server:
+        hits = [hit(server, "ada"), hit(server, "ada", cache_salt="x"), hit(server, "ada", cache_salt="x")]
+        hits += [hit(server, "ada", "x"), hit(server, "ada", cache_salt=""), hit(server, "bob", cache_salt="x")]
+        assert hits == [False, False, True, True, True, False]
+        for salt, header in (("x", "y"), ("caf\xe9", None), ("x" * 257, None), (5, None)):
+            headers = bearer(KEYS["ada"]) | ({} if header is None else {NAMESPACE_HEADER: header})
+            refused = server.post(path, {**asked, "cache_salt": salt}, headers=headers)
+            assert refused.status_code == 400 and "cache_salt" in refused.json()["error"]["message"]
+
+
+def test_a_salt_isolates_stored_responses():
+    with served(brain=says("Yes.")) as server:
+        first = server.post("/v1/responses", {"model": "fake", "input": "Hi", "cache_salt": "x"}).json()["id"]
+        more = {"model": "fake", "input": "Hi", "previous_response_id": first}
+        answers = [server.post("/v1/responses", {**more, **salt}) for salt in ({}, {"cache_salt": "x"})]
+        assert [each.status_code for each in answers] == [400, 200]
+        assert server.client.get(f"/v1/responses/{first}", headers={NAMESPACE_HEADER: "x"}).status_code == 200
+
+
 # ---- settings
 
 

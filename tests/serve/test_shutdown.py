@@ -70,6 +70,31 @@ def test_streams_finish_and_nothing_new_begins():
     assert whole.json()["usage"]["completion_tokens"] == 40
 
 
+def test_health_is_503_from_the_beginning_of_a_shutdown():
+    with hosted() as host, httpx.Client(base_url=host.url) as client:
+        assert client.get("/health").status_code == 200
+        host.service.ending = True
+        assert client.get("/health").status_code == 503
+        host.service.ending = False
+        host.runner.gate = threading.Semaphore(2)
+        asked = asking(host, LONG, [])
+        assert host.runner.began.acquire(timeout=20)
+        closing = threading.Thread(target=host.engine.close, args=(True,))
+        closing.start()
+        until(lambda: host.engine.client.thread._draining)
+        gone = client.get("/health")
+        assert gone.status_code == 503 and gone.headers["retry-after"]
+        host.runner.gate.release(1000)
+        closing.join(20)
+        asked.join(20)
+
+
+def test_a_signal_changes_the_health_at_once():
+    with hosted() as host:
+        host.server.handle_exit(signal.SIGTERM, None)
+        assert host.service.ending
+
+
 def test_what_does_not_finish_in_time_is_told_so():
     with hosted(Settings(drain_timeout=0.2)) as host:
         host.runner.gate = threading.Semaphore(5)

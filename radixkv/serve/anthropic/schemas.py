@@ -23,6 +23,7 @@ from radixkv.serve.bodies import (
     AtLeastOne,
     Body,
     ByField,
+    CacheSalt,
     OneError,
     Only,
     Prefer,
@@ -137,6 +138,7 @@ class PromptBody(Body):
     output_config: OutputConfig | None = None
     output_format: Annotated[SchemaFormat, ByField("type")] | None = None
     cache_control: Anything = None
+    cache_salt: CacheSalt | None = None
     context_management: Anything = None
     diagnostics: Anything = None
     inference_geo: Anything = None

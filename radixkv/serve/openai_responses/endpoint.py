@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
 from typing import NoReturn
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixkv.errors import RequestCancelled
+from radixkv.serve.access import SALT, namespace
 from radixkv.serve.errors import TOO_LONG, ApiError
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.openai_responses.events import ResponseEvents, Status
@@ -27,9 +27,9 @@ from radixkv.serve.turn import End, Turn, respond
 
 async def create(service: Service, request: Request) -> Response:
     """Respond to one request of the Responses API; raise ApiError or RadixKVError."""
-    reading = _Reading(service, service.caller(request))
+    reading = _Reading(service, request)
     try:
-        return await respond(service, request, reading, partial(ResponseAnswer, caller=reading.caller))
+        return await respond(service, request, reading, lambda turn: ResponseAnswer(turn, reading.caller))
     except ApiError as error:
         renamed = _about_input(error)
         body = reading.request
@@ -177,13 +177,16 @@ class ResponseAnswer:
 class _Reading:
     """Read the body of one request, and keep it for the case that the prompt is too long."""
 
-    def __init__(self, service: Service, caller: Caller) -> None:
+    def __init__(self, service: Service, request: Request) -> None:
         self.request: ResponseRequest | None = None
-        self.caller = caller
-        self._service = service
+        self.caller = service.caller(request)
+        self._service, self._http = service, request
 
     def __call__(self, body: JsonObject, ignored: IgnoredFields | None) -> ResponseRequest:
-        """Check the body; raise ApiError. The caller's stored responses are available to it."""
+        """Check the body; raise ApiError. The stored responses of the caller's namespace are available to it."""
+        if isinstance(salt := body.get(SALT), str):
+            tenant = self.caller.tenant
+            self.caller = Caller(tenant, namespace(tenant, self._http.headers, salt))
         self.request = read_response(body, ignored, self._find, self._service.role_order)
         return self.request
 

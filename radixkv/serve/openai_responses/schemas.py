@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from radixkv.chat.template_arguments import effort_option
-from radixkv.serve.bodies import Anything, Body, ByType, Only, Prefer, SessionKey, read, without_effect
+from radixkv.serve.bodies import Anything, Body, ByType, CacheSalt, Only, Prefer, SessionKey, read, without_effect
 from radixkv.serve.constraints import AnyFormat, Guided, ReplyConstraint, constraint_of, of_format
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import IgnoredFields, JsonObject
@@ -68,6 +68,7 @@ class ResponseBody(Sampling, Guided):
     include: list[Any] | None = None
     metadata: Any = Field(default=None, description="An object, which the response repeats.")
     prompt_cache_key: SessionKey | None = None
+    cache_salt: CacheSalt | None = None
     n: Annotated[Any, Only(1, why=_ONE_REPLY)] = None
     use_beam_search: Annotated[Any, Only(False, why=_ONE_REPLY)] = None
     conversation: Annotated[Any, Only(why="this server has no conversations: use previous_response_id")] = None
