@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from jinja2 import Environment, meta, nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateSyntaxError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+
+from radixkv.engine.template_renderer import ENVIRONMENT
 
 Scalar: TypeAlias = bool | int | float | str
 Arguments: TypeAlias = Mapping[str, Scalar]
@@ -26,7 +26,7 @@ _RESERVED = frozenset(
     {
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "date_string"),
         *("documents", "max_length", "messages", "padding", "raise_exception", "return_assistant_tokens_mask"),
-        *("return_dict", "return_tensors", "strftime_now", "template_date", "tokenize", "tokenizer_kwargs"),
+        *("return_dict", "return_tensors", "strftime_now", "tokenize", "tokenizer_kwargs"),
         *("tools", "truncation"),
     }
 )
@@ -80,9 +80,9 @@ def variables(source: str) -> frozenset[str]:
     Parsing takes some milliseconds; the result is memoized.
     """
     try:
-        parsed = _ENVIRONMENT.parse(source)
+        parsed = ENVIRONMENT.parse(source)
         found = meta.find_undeclared_variables(parsed)
-    except TemplateSyntaxError:  # rendering raises an error that describes it
+    except (TemplateSyntaxError, RecursionError):  # rendering raises an error that describes it
         return frozenset()
     # jinja2 counts names that a conditional sets, even where each of its branches does.
     found &= set(_read_unset(parsed.body, set()))
@@ -132,17 +132,3 @@ def _read_unset(body: Iterable[nodes.Node], names: set[str]) -> Iterator[str]:
 def arguments_key(arguments: Arguments) -> str:
     """Return a text that is equal for equal arguments only; empty without arguments."""
     return json.dumps(arguments, sort_keys=True) if arguments else ""
-
-
-class _Generation(Extension):
-    """Parse transformers' `{% generation %}` block, which marks the replies in a template."""
-
-    tags = {"generation"}  # noqa: RUF012 # as jinja2 declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return the statements inside the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-_ENVIRONMENT = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])  # parses, renders nothing

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.engine import template_renderer
 from radixkv.engine.admission import Admission
 from radixkv.engine.bad_words import spellings_of
 from radixkv.engine.beams import BeamSearch
@@ -371,9 +372,9 @@ def check_batch(prompts: Any) -> list[Prompt]:
 
 
 def template_source(tokenizer: Any, tools: Sequence[Any] | None = None) -> str:
-    """Return the template's source; raises ChatError if none of several templates fits the conversation."""
+    """Return the template's source; raises ChatError if it is too long, or none of several fits the conversation."""
     try:
-        return str(tokenizer.get_chat_template(None, tools=tools))
+        return template_renderer.check_source(str(tokenizer.get_chat_template(None, tools=tools)))
     except ValueError as error:
         raise ChatError(f"the model's chat template cannot be read: {error}") from error
 
@@ -391,15 +392,12 @@ def rendered(
 
     `arguments` are additional variables of the template. Raises ChatError if the template refuses the messages.
     """
-    template, values = at_date(template_source(tokenizer, tools), date)
-    values = {**(arguments or {}), **values}
+    values = {**tokenizer.special_tokens_map, **(arguments or {}), "add_generation_prompt": reply, **_dated(date)}
+    source = template_source(tokenizer, tools)
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tools=tools, chat_template=template, add_generation_prompt=reply, tokenize=False, **values
-        )
+        return template_renderer.render(source, messages, tools, values)
     except Exception as error:  # templates raise any class, and jinja its own
         raise ChatError(f"the model's chat template refuses this conversation: {error}") from error
-    return str(text)
 
 
 # Inserted into the text of a control token, so that its two halves are encoded as text. A Unicode noncharacter, which
@@ -481,26 +479,11 @@ def checked_text(text: str) -> str:
 
 
 _FORM = "%d %b %Y"
-_CLOCK = "strftime_now"  # a function that transformers passes to templates; it reads the clock of the machine
-# At the beginning of a template, this macro hides that function. The last newline ends the block and is not rendered.
-_FIXED_CLOCK = """{%- macro strftime_now(format) %}
-{%- set shown = namespace(text=format) %}
-{%- for code, text in template_date.items() %}{% set shown.text = shown.text.replace(code, text) %}{% endfor %}
-{{- shown.text }}
-{%- endmacro %}
-"""
 
 
 def today() -> str:
     """Return the date in the format that sessions save: 21 Nov 2026."""
     return datetime.date.today().strftime(_FORM)
-
-
-def at_date(template: str, date: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the template with a clock fixed at the beginning of `date`, and the variables to render it with."""
-    if _CLOCK not in template:
-        return template, {"date_string": date}
-    return _FIXED_CLOCK + template, {"date_string": date, "template_date": dict(_codes(date))}
 
 
 def check_date(date: object) -> str:
@@ -512,10 +495,6 @@ def check_date(date: object) -> str:
     return str(date)
 
 
-@lru_cache(maxsize=64)
-def _codes(date: str) -> tuple[tuple[str, str], ...]:
-    """Return the text for each code of strftime, in the order of replacement."""
-    moment = datetime.datetime.strptime(date, _FORM)
-    letters = "aAbBcdDefFgGhHIjklmMpPrRSTuUVwWxXyYzZ"
-    codes = {code: moment.strftime(code) for letter in letters for code in (f"%{letter}", f"%-{letter}")}
-    return (("%%", "\0"), *codes.items(), ("\0", "%"))
+def _dated(date: str) -> dict[str, Any]:
+    """Return the variables with which a template writes the date, with a clock that stands at its beginning."""
+    return {"date_string": date, "strftime_now": datetime.datetime.strptime(date, _FORM).strftime}
