@@ -14,13 +14,14 @@ from radixkv.errors import InvalidInput
 from radixkv.serve import Settings, http_parser
 from radixkv.serve.access import tenant_namespace
 from radixkv.serve.command import read_shares
+from tests.selection import mostly_long
 from tests.serve.served import CHAT, Hosted, hosted, until
 
 KEYS = {"ann": "key-of-ann", "ben": "key-of-ben"}
 SHORT = {**CHAT, "max_tokens": 2}
 
 
-@pytest.fixture(params=["httptools", "h11"])
+@pytest.fixture(params=mostly_long(["httptools", "h11"], "httptools"))
 def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "httptools":
         pytest.importorskip("httptools")

@@ -12,6 +12,7 @@ from itertools import count
 
 import pytest
 
+from tests.selection import mostly_long
 from tests.simulation.draw import draw, with_host, with_limits, with_states
 from tests.simulation.late import LateSlotModel
 from tests.simulation.scenario import Fault, Flaw, Sabotage, Scenario
@@ -69,7 +70,7 @@ def test_every_request_of_some_lives_ends_as_it_must() -> None:
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
-@pytest.mark.parametrize("option", sorted(OPTION_SIGHTS))
+@pytest.mark.parametrize("option", mostly_long(sorted(OPTION_SIGHTS), "host and states"))
 def test_every_request_of_some_lives_with_an_option_ends_as_it_must(option: str) -> None:
     seen = live(list(range(16)), life_with(option))
     assert not [sight for sight in OPTION_SIGHTS[option] if not seen[sight]], f"never met; seen: {seen}"

@@ -16,6 +16,7 @@ from radixkv.errors import DeviceLost, EngineClosed, WeightsChanged
 from radixkv.models import adapter, loader
 from radixkv.sampling.params import SamplingParams
 from tests.models.recurrent.hybrids import hybrid
+from tests.selection import mostly_long
 from tests.virtual_gpu import VirtualGpu, installed
 from tests.virtual_gpu.engines import Doubled, answers, load, scored, searched, words
 
@@ -147,8 +148,7 @@ def turns(engine: RequestEngine) -> list[tuple[int, ...]]:
     return [engine.generate([text], params)[0].token_ids for text in [*texts, *texts, *texts]]
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("depth", "seed"), mostly_long([(0, 0), (0, 1), (1, 0), (1, 1)], (1, 0)))
 def test_loads_from_host_memory_match_the_cpu(depth: int, seed: int) -> None:
     """A small pool swaps most blocks; prompts that part inside a block load and copy pieces of blocks.
 
