@@ -38,10 +38,16 @@ _SECONDS = 3.0, 1e-5  # of the thread's CPU time
 _WIDEST = 1 << 14  # bits of a number
 # Methods of texts, and filters: these may make a value many times as large as what they get.
 _GROWING = frozenset(
-    {"*", "batch", "center", "indent", "join", "ljust", "replace", "rjust", "slice", "tojson", "zfill"}
+    {
+        *("*", "batch", "center", "format", "indent", "join", "ljust", "replace", "rjust", "round", "slice", "tojson"),
+        "zfill",
+    }
 )
 _REFUSED = frozenset(
-    {"encode", "expandtabs", "format_map", "pprint", "to_bytes", "translate", "urlize", "wordwrap", "xmlattr"}
+    {
+        *("encode", "expandtabs", "format_map", "from_bytes", "pprint", "to_bytes", "translate", "urlize", "wordwrap"),
+        "xmlattr",
+    }
 )
 # Filters that do not read the inside of values.
 _SHALLOW = frozenset(
@@ -50,7 +56,7 @@ _SHALLOW = frozenset(
         *("reverse", "select", "selectattr"),
     }
 )
-_PADDED = re.compile(r"%[-+ #.\d]*(\d{3}|\*)|\{[^{}]*:[^{}]*(\d{3}|\{)")  # formats with wide fields
+_PADDED = re.compile(r"%[-+ #.\d]*(\d{3}|\*)|\{[^{}:]*:[^{}]*?(\d{3}|\{)")  # formats with wide fields
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first two
 
 
@@ -130,8 +136,10 @@ def _sized(value: Any) -> Any:
 
 def _check_growth(name: str, given: tuple[Any, ...]) -> None:
     """Raise ChatError if a function, given these arguments, would make too large a value."""
-    if name == "format" and isinstance(given[0], str) and _PADDED.search(given[0]):
-        raise ChatError("the template formats text with wide fields")
+    if name == "format" and isinstance(given[0], str):
+        if _PADDED.search(given[0]):
+            raise ChatError("the template formats text with wide fields")
+        given = given[0].count("%") + given[0].count("{"), given[1:]
     if name == "sum" and any(isinstance(each, list | tuple) for each in given[1:]):
         raise ChatError("the template adds lists")
     if name in _GROWING:
