@@ -7,7 +7,7 @@ import pytest
 
 from radixkv_traces.cli import main
 from radixkv_traces.plots import hit_rate, hits, occupancy, ttft
-from radixkv_traces.report_command import read
+from radixkv_traces.saved_results import read
 
 ROWS = [
     {

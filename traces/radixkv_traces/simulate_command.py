@@ -24,7 +24,7 @@ from radixkv_traces.cli import (
     parse_capacity,
     table,
 )
-from radixkv_traces.report_command import row_name
+from radixkv_traces.saved_results import row_name
 from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
 from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
 from radixkv_traces.simulate_queue import add_queue, queue_rows, queue_text, service_of
