@@ -63,7 +63,11 @@ def _routes(service: Service) -> list[Route]:
 
     return [
         route("/", about),
+        route("/api/hello", about),  # Claude Code
+        route("/v1/version", about),
         route("/health", health),
+        route("/ping", health),
+        route("/load", load),
         route("/metrics", metrics),
         route("/openapi.json", openapi),
         route("/v1/models", models),
@@ -73,11 +77,13 @@ def _routes(service: Service) -> list[Route]:
         route("/v1/messages", anthropic.create, "POST"),
         route("/v1/messages/count_tokens", anthropic.count_tokens, "POST"),
         route("/v1/responses", openai_responses.create, "POST"),
+        route("/v1/responses/input_tokens", openai_responses.input_tokens, "POST"),
         route("/v1/responses/{response_id}", openai_responses.retrieve),
         route("/v1/responses/{response_id}", openai_responses.delete, "DELETE"),
         route("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
         route("/v1/responses/{response_id}/input_items", openai_responses.input_items),
         route("/tokenize", completions.tokenize, "POST"),
+        route("/detokenize", completions.detokenize, "POST"),
     ]
 
 
@@ -100,6 +106,12 @@ async def health(service: Service, _: Request) -> Response:
     service.engine.client.thread.post(lambda: None, begins=True)  # refused while the engine drains
     await service.engine.stats()
     return JSONResponse({"status": "ok"})
+
+
+async def load(service: Service, request: Request) -> Response:
+    """Return the number of replies that are requested now, in the form of vLLM. Any tenant's key is accepted."""
+    service.caller(request)
+    return JSONResponse({"server_load": service.limiter.streams})
 
 
 async def metrics(service: Service, request: Request) -> Response:
@@ -147,6 +159,8 @@ def _model_card(service: Service) -> JsonObject:
 async def _not_routed(request: Request, error: Exception) -> Response:
     """Respond to an unknown path or method."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 405 and not request.path_params.get("response_id", "resp_").startswith("resp_"):
+        error = HTTPException(404)  # another endpoint of OpenAI, such as /v1/responses/compact
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = {404: "unknown path; /openapi.json lists the paths", 405: "this path does not support this method"}
     text = message.get(error.status_code, error.detail)

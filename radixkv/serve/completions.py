@@ -15,10 +15,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixkv.engine import AsyncHandle, Chunk, Completion
-from radixkv.engine.input_processor import EncodedPrompt, encode
+from radixkv.engine.input_processor import EncodedPrompt, checked_ids, encode
 from radixkv.engine.request import TokenIds
+from radixkv.errors import InvalidInput
+from radixkv.models.adapter import LoadedModel
 from radixkv.sampling.params import TokenLogprobs
 from radixkv.serve import submit
+from radixkv.serve.bodies import read
 from radixkv.serve.errors import bad_request, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.responses import (
@@ -34,6 +37,7 @@ from radixkv.serve.responses import (
 from radixkv.serve.schemas import (
     MOST_SCORES,
     CompletionRequest,
+    DetokenizeBody,
     TextOrIds,
     TokenizeRequest,
     read_completion,
@@ -90,6 +94,18 @@ async def tokenize(service: Service, request: Request) -> Response:
             service.check_model(body.model)
         ids = await service.cancellable(request, _tokens(service, caller, body, request.state.ignored))
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.context_limit, "tokens": ids})
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """Return the text of token ids; raise ApiError or RadixKVError."""
+    with ExitStack() as cleanup:
+        service.admit(request, cleanup)
+        body = await service.read(request, partial(read, DetokenizeBody))
+        if body.model is not None:
+            service.check_model(body.model)
+        with errors_about("tokens"):
+            decoding = service.in_background(partial(_decoded, service.engine.model, body.tokens))
+            return JSONResponse({"prompt": await service.cancellable(request, decoding)})
 
 
 class CompletionAnswer:
@@ -247,3 +263,9 @@ async def _encoded(service: Service, prompt: TextOrIds) -> TokenIds:
             service.check_length([prompt])
             return await service.in_background(lambda: service.encoded(prompt))
         return await service.in_background(lambda: encode(prompt, model.tokenizer, model.vocab_size))
+
+
+def _decoded(model: LoadedModel, ids: list[int]) -> str:
+    if model.tokenizer is None:
+        raise InvalidInput("this model has no tokenizer, so its tokens have no text")
+    return str(model.tokenizer.decode(checked_ids(ids, model.vocab_size))) if ids else ""

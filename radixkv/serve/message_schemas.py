@@ -92,6 +92,7 @@ class ToolCall(Body):
     type: Literal["function"] | None = None
     function: CalledFunction
     index: Anything = None  # of clients that assembled a call from its events
+    provider_specific_fields: Anything = None  # of LiteLLM
 
     def neutral(self) -> JsonObject:
         """Return the call for a template."""
@@ -111,6 +112,7 @@ class AssistantMessage(Body):
     )
     refusal: str | None = None
     annotations: list[Any] | None = Field(default=None, description="Taken, and without effect.")
+    provider_specific_fields: Anything = None  # of LiteLLM
     audio: Annotated[Any, Only(why="this server reads and writes text only")] = None
     function_call: Annotated[Any, Only(why="it is the old form of tool_calls: use that")] = None
     name: str | None = None

@@ -14,10 +14,10 @@ from radixkv.serve.json_schemas import COUNT, STRING, TEXT, answer, array, bodie
 from radixkv.serve.openai_responses import openapi as openai_responses
 from radixkv.serve.openai_responses.schemas import ResponseBody
 from radixkv.serve.openapi_operations import DONE, IN_PATH, PROMETHEUS, event_stream, get, json_of, post, without_key
-from radixkv.serve.schemas import ChatBody, CompletionBody, TokenizeBody
+from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from radixkv.server_settings import Settings
 
-_BODIES = (ChatBody, CompletionBody, TokenizeBody, MessageBody, PromptBody, ResponseBody)
+_BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessageBody, PromptBody, ResponseBody)
 
 # ---- the document
 
@@ -35,7 +35,8 @@ def document(model_name: str, settings: Settings) -> JsonObject:
     model = {"type": "string", "enum": [model_name], "description": "The model that this server has."}
     for named in (ChatBody, CompletionBody, ResponseBody):
         schemas[named.__name__]["properties"]["model"] = model
-    schemas[TokenizeBody.__name__]["properties"]["model"] = maybe(model)
+    for optional in (TokenizeBody, DetokenizeBody):
+        schemas[optional.__name__]["properties"]["model"] = maybe(model)
     return {
         "openapi": "3.1.0",
         "info": {"title": "radixkv", "version": __version__, "description": _ABOUT},
@@ -62,10 +63,16 @@ def document(model_name: str, settings: Settings) -> JsonObject:
             ),
             **openai_responses.paths(),
             "/tokenize": post("Token ids of a text or of a conversation", TokenizeBody, "Tokens"),
+            "/detokenize": post("Text of token ids", DetokenizeBody, "Detokenized"),
             "/v1/models": get("The model, as a list", json_of("Models"), 401, 403),
             "/v1/models/{model}": get("The model", json_of("Model"), 401, 403, 404, parameters=[IN_PATH]),
-            "/": without_key(get("Name and version of the server", json_of("About"))),
-            "/health": without_key(get("Whether the engine answers", json_of("Health"), 503)),
+            **dict.fromkeys(
+                ("/", "/api/hello", "/v1/version"), without_key(get("Name and version of the server", json_of("About")))
+            ),
+            **dict.fromkeys(
+                ("/health", "/ping"), without_key(get("Whether the engine takes requests", json_of("Health"), 503))
+            ),
+            "/load": get("Number of replies that are requested now", json_of("Load"), 401, 403),
             "/metrics": get("Counters and gauges, as Prometheus reads them", PROMETHEUS, 401, 403, 503),
             "/openapi.json": without_key(get("This document", {"application/json": {"schema": {"type": "object"}}})),
         },
@@ -107,6 +114,8 @@ def _answers() -> JsonObject:
         "Model": answer(model),
         "Models": answer({"object": {"const": "list"}, "data": array(ref("Model")), **page}),
         "Tokens": answer({"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)}),
+        "Detokenized": answer({"prompt": TEXT}),
+        "Load": answer({"server_load": COUNT}),
         "About": answer({"name": {"const": "radixkv"}, "version": TEXT}),
         "Health": answer({"status": {"const": "ok"}}),
         "Error": answer({"error": answer({"message": TEXT, "type": TEXT, "param": STRING, "code": STRING})}),
@@ -164,4 +173,4 @@ def _chat_logprobs() -> JsonObject:
 
 
 def _usage() -> JsonObject:
-    return answer({**_COUNTS, "prompt_tokens_details": answer({"cached_tokens": COUNT})})
+    return answer({**_COUNTS, "prompt_tokens_details": answer({"cached_tokens": COUNT}, host_tokens=COUNT)})

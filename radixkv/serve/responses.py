@@ -36,12 +36,20 @@ class TurnUsage:
     """The tokens of some requests. A prompt and its cached tokens count once, for all its replies.
 
     `cached_tokens` of the `prompt_tokens` were found in the cache; the others were computed, and are cached now.
-    `output_tokens` counts all replies, thinking and stop tokens included.
+    `output_tokens` counts all replies, thinking and stop tokens included. `host_tokens` of the cached ones came from
+    host memory.
     """
 
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    host_tokens: int = 0
+
+    @property
+    def details(self) -> JsonObject:
+        """The cached tokens, and apart from them those from host memory if there are some."""
+        host = {"host_tokens": self.host_tokens} if self.host_tokens else {}
+        return {"cached_tokens": self.cached_tokens, **host}
 
     @classmethod
     def of(cls, completions: Sequence[Completion]) -> TurnUsage:
@@ -50,6 +58,7 @@ class TurnUsage:
             sum(completion.usage.prompt_tokens for completion in completions),
             sum(completion.usage.cached_tokens for completion in completions),
             sum(completion.usage.output_tokens for completion in all_replies(completions)),
+            sum(min(each.usage.host_tokens, each.usage.cached_tokens) for each in completions),
         )
 
 
@@ -57,7 +66,7 @@ def usage(completions: Sequence[Completion]) -> JsonObject:
     """Return the token counts of some requests in OpenAI's shape."""
     spent = TurnUsage.of(completions)
     counts = running_usage(spent.prompt_tokens, spent.output_tokens)
-    return {**counts, "prompt_tokens_details": {"cached_tokens": spent.cached_tokens}}
+    return {**counts, "prompt_tokens_details": spent.details}
 
 
 def running_usage(prompt: int, output: int) -> JsonObject:

@@ -107,8 +107,8 @@ def _by_number(bias: Mapping[str, float]) -> dict[int, float]:
 
 def _texts(declared: Texts) -> Any:
     most, longest = declared.wire_most, declared.wire_longest
-    text = Annotated[str, Field(min_length=1, max_length=longest)]
-    texts = Annotated[Several[text], Field(max_length=most)]
+    text = Annotated[str, Field(max_length=longest)]  # an empty one is none
+    texts = Annotated[Several[Annotated[text, Field(min_length=1)]], Field(max_length=most)]
     why = f"must be a string or an array of at most {most} strings, each of 1 to {longest} characters"
     return Annotated[Union[text, texts], OneError(why), AfterValidator(_list)]  # noqa: UP007
 
@@ -116,7 +116,7 @@ def _texts(declared: Texts) -> Any:
 def _list(texts: str | list[str]) -> list[str]:
     if (length := sum(map(len, texts))) > LONGEST_TEXTS:
         raise broken("", f"must have at most {LONGEST_TEXTS} characters in all, not {length}")
-    return [texts] if isinstance(texts, str) else texts
+    return texts if isinstance(texts, list) else [texts] if texts else []
 
 
 def sampling_params(

@@ -265,7 +265,7 @@ class CompletionBody(Options):
     max_tokens: Annotated[int, wire("max_tokens", low=0)] | None = Field(
         default=None, description="0 computes only the prompt, for `echo` or `prompt_logprobs`."
     )
-    suffix: Annotated[Any, Only(why="only what follows a prompt is written")] = None
+    suffix: Annotated[Any, Only("", why="only what follows a prompt is written")] = None
     best_of: Annotated[int, wire("n")] | None = Field(
         default=None, description="The number of beams of a beam search, `n` at least; else equal to `n`."
     )
@@ -280,6 +280,13 @@ class TokenizeBody(TemplateFields):
     tools: Several[ChatTool] | None = None
     prompt_cache_key: SessionKey | None = Field(default=None, description="Without effect: nothing is computed.")
     cache_salt: CacheSalt | None = None
+
+
+class DetokenizeBody(Body):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Several[TokenId]
 
 
 # ---- reading

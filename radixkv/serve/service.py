@@ -25,7 +25,7 @@ from radixkv.serve.access import SALT, Auth, StreamLease, StreamLimiter, namespa
 from radixkv.serve.bodies import without_effect
 from radixkv.serve.connections import Connections
 from radixkv.serve.conversations import ChatPrompt, Conversations
-from radixkv.serve.errors import ApiError, errors_about
+from radixkv.serve.errors import TOO_LONG, ApiError, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
 from radixkv.serve.message_schemas import template_texts
 from radixkv.serve.metrics import ServerMetrics
@@ -206,6 +206,20 @@ class Service:
                 return self.conversations.prompt(*asked, prefill=chat.prefill)
 
         return await self.in_background(encoded)
+
+    async def prompt_length(self, request: Request, chat: Dialogue) -> int:
+        """Return the number of tokens of a conversation, which is encoded as for a reply; raise ApiError.
+
+        A prompt that exceeds the context is counted in pieces, since clients decide by its length how much to leave
+        out.
+        """
+        encoding = self.chat_prompt(self.caller(request), chat, ignored=request.state.ignored)
+        try:
+            return len((await self.cancellable(request, encoding)).ids)
+        except ApiError as error:
+            if error.code != TOO_LONG:
+                raise
+        return await self.cancellable(request, self.count_tokens(chat))
 
     async def count_tokens(self, chat: Dialogue) -> int:
         """Return about the number of tokens of a conversation that may exceed the context; raise ApiError 400.

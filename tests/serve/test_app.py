@@ -286,6 +286,37 @@ def test_models_health_and_tokens():
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
 
 
+def test_paths_that_vllm_and_claude_code_ask_for():
+    with served(Settings(api_keys={"ada": "ada-secret"})) as server:
+        key = {"x-api-key": "ada-secret"}
+        assert server.client.head("/api/hello").status_code == 200
+        assert server.client.get("/version").json()["version"] == __version__
+        assert server.client.get("/ping").json() == {"status": "ok"}
+        assert server.client.get("/load").status_code == 401
+        assert server.client.get("/load", headers=key).json() == {"server_load": 0}
+        for text in ("Once upon a time", ""):
+            tokens = tokenizer().encode(text)
+            assert server.post("/detokenize", {"tokens": tokens}, headers=key).json() == {"prompt": text}
+        wrong = server.post("/detokenize", {"tokens": [99999]}, headers=key)
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "tokens"
+
+
+def test_usage_names_the_tokens_that_came_from_the_host():
+    prompt, others = list(range(3, 43)), [list(range(50 * at, 50 * at + 40)) for at in range(1, 12)]
+    with served(num_blocks=24, host_blocks=200, model=fake_model(max_length=96)) as server:
+
+        def details(tokens):
+            answer = server.post("/v1/completions", {"model": "fake", "prompt": tokens, "max_tokens": 1})
+            return answer.json()["usage"]["prompt_tokens_details"]
+
+        assert [details(prompt), details(prompt)] == [{"cached_tokens": 0}, {"cached_tokens": 39}]
+        for each in others:
+            details(each)
+        assert details(prompt) == {"cached_tokens": 39, "host_tokens": 39}
+        answer = server.post("/v1/responses", {"model": "fake", "input": "Hi", "max_output_tokens": 1}).json()
+        assert "host_tokens" not in answer["usage"]["input_tokens_details"]
+
+
 @pytest.mark.parametrize("vllm", [False, True])
 def test_metrics_count_what_was_asked(vllm):
     with served(Settings(vllm_metrics=vllm), brain=says("Yes.")) as server:

@@ -97,6 +97,20 @@ def test_values_without_effect_are_named_in_a_warning_and_refused_by_a_strict_se
             assert refused.status_code == 400 and refused.json()["error"]["param"] == path, refused.text
 
 
+def test_normal_traffic_of_clients_has_no_warning():
+    """LiteLLM sends back fields of its own, and some clients send empty texts for none."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    more = {"provider_specific_fields": {"refusal": None}}
+    said = {"role": "assistant", "content": None, "tool_calls": [{**call, **more}], **more}
+    asked = {**CHAT, "max_tokens": 2, "messages": [*ASKED, said, {"role": "tool", "content": "x", "tool_call_id": "a"}]}
+    with served() as server:
+        answers = [server.post("/v1/chat/completions", {**asked, "stop": ""})]
+        text = {"model": "fake", "prompt": "Hi", "temperature": 0}
+        answers += [server.post("/v1/completions", {**text, **none}) for none in ({}, {"stop": "", "suffix": ""})]
+        assert all(each.status_code == 200 and "warning" not in each.headers for each in answers)
+        assert answers[1].json()["choices"] == answers[2].json()["choices"]
+
+
 def test_unknown_fields_are_named_in_a_warning_and_in_the_log(caplog):
     caplog.set_level("INFO", "radixkv.serve")
     with served() as server:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from radixkv.serve.anthropic.errors import error_response
 from radixkv.serve.anthropic.events import MessageEncoder
 from radixkv.serve.anthropic.schemas import Dialect, read_count, read_message
-from radixkv.serve.errors import TOO_LONG, ApiError, as_api_error
+from radixkv.serve.errors import as_api_error
 from radixkv.serve.service import Service
 from radixkv.serve.turn import respond
 
@@ -45,23 +45,13 @@ async def create(service: Service, request: Request) -> Response:
 
 @_with_errors
 async def count_tokens(service: Service, request: Request) -> Response:
-    """Respond with the length of a prompt, which is encoded as for a message.
-
-    A prompt that exceeds the context is counted in pieces, since clients decide by its length how much to leave out.
-    """
+    """Respond with the length of a prompt."""
     with ExitStack() as cleanup:
         service.admit(request, cleanup)
         body = await service.read(request, partial(read_count, dialect=_dialect(service)))
         if service.settings.strict_fields:
             service.check_model(body.model)
-        encoding = service.chat_prompt(service.caller(request), body, ignored=request.state.ignored)
-        try:
-            tokens = len((await service.cancellable(request, encoding)).ids)
-        except ApiError as error:
-            if error.code != TOO_LONG:
-                raise
-            tokens = await service.cancellable(request, service.count_tokens(body))
-        return JSONResponse({"input_tokens": tokens})
+        return JSONResponse({"input_tokens": await service.prompt_length(request, body)})
 
 
 def _dialect(service: Service) -> Dialect:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import NoReturn
 
 from starlette.requests import Request
@@ -22,7 +22,7 @@ from radixkv.serve.openai_responses.schemas import ResponseRequest, read_respons
 from radixkv.serve.openai_responses.store import Items, Running, StoredResponse
 from radixkv.serve.reply import Piece
 from radixkv.serve.service import Caller, Service
-from radixkv.serve.turn import End, Turn, respond
+from radixkv.serve.turn import End, Step, Turn, respond
 
 
 async def create(service: Service, request: Request) -> Response:
@@ -37,6 +37,19 @@ async def create(service: Service, request: Request) -> Response:
             # OpenAI's own clients look for this error in the stream.
             return Response(_failure(service, body, renamed), media_type="text/event-stream")
         raise renamed from error
+
+
+async def input_tokens(service: Service, request: Request) -> Response:
+    """Return the length of a prompt; raise ApiError or RadixKVError."""
+    with ExitStack() as cleanup:
+        service.admit(request, cleanup)
+        body = await service.read(request, _Reading(service, request))
+        service.check_model(body.options.model)
+        try:
+            tokens = await service.prompt_length(request, body)
+        except ApiError as error:
+            raise _about_input(error) from error
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 async def retrieve(service: Service, request: Request) -> Response:
@@ -108,13 +121,15 @@ class ResponseAnswer:
 
     async def whole(self) -> bytes:
         """Return the JSON of the whole response."""
+        if self._turn.request.options.params.logprobs is not None:
+            async with aclosing(self._turn.steps()) as steps:
+                async for step in steps:
+                    self._push(step)
         (reply,) = await self._turn.replies()
-        if reply.thinking:
-            self._parts.push(Piece(thinking=reply.thinking))
-        if reply.content:
-            self._parts.push(Piece(content=reply.content))
-        for call in reply.calls:
-            self._parts.push(Piece(call=call))
+        if not self._parts.output:
+            calls = [Piece(call=call) for call in reply.calls]
+            for piece in (Piece(thinking=reply.thinking), Piece(content=reply.content), *calls):
+                self._parts.push(piece)
         await self._finish(reply.end)
         return json.dumps(self._parts.whole(), ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -126,7 +141,7 @@ class ResponseAnswer:
             yield self._parts.start()
             async with aclosing(self._turn.steps()) as steps:
                 async for step in steps:
-                    events = b"".join(map(self._parts.push, step.pieces))
+                    events = self._push(step)
                     if step.end is not None:
                         events += await self._finish(step.end)
                     if events:
@@ -141,6 +156,19 @@ class ResponseAnswer:
     def error_event(self, error: ApiError) -> bytes:
         """Return the last events of a stream that failed."""
         return self._parts.fail(error)
+
+    def _push(self, step: Step) -> bytes:
+        """Return the events of one step. Its token belongs to the first content of it, or of a later step."""
+        chunk, logprobs = step.chunk, []
+        if chunk.logprobs is not None:
+            logprobs = self._service.token_texts.chat_logprobs(chunk.token_ids, [chunk.logprobs])
+        if not step.pieces:
+            self._parts.logprobs += logprobs
+        events = b""
+        for piece in step.pieces:
+            events += self._parts.push(piece, logprobs)
+            logprobs = [] if piece.content else logprobs
+        return events
 
     async def _finish(self, end: End) -> bytes:
         """End the response and store it; return its last events."""
@@ -167,7 +195,7 @@ class ResponseAnswer:
         computed = used.prompt_tokens - used.cached_tokens
         return {
             "input_tokens": used.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": computed},
+            "input_tokens_details": {**used.details, "cache_write_tokens": computed},
             "output_tokens": used.output_tokens,
             "output_tokens_details": {"reasoning_tokens": min(thought, used.output_tokens)},
             "total_tokens": used.prompt_tokens + used.output_tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -68,6 +68,7 @@ class ResponseEvents:
             "output": self.output,
             "usage": None,
         }
+        self.logprobs: list[JsonObject] = []  # of sampled tokens whose text is not in an event yet
         self._request = request
         self._encoded_echo = ""
         self._reasoning = SUMMARY if request.summary else REASONING
@@ -82,18 +83,22 @@ class ResponseEvents:
         """Announce the response."""
         return self._of_response("response.created") + self._of_response("response.in_progress")
 
-    def push(self, piece: Piece) -> bytes:
-        """Add a piece of the reply. O(characters)."""
+    def push(self, piece: Piece, logprobs: Sequence[JsonObject] = ()) -> bytes:
+        """Add a piece of the reply, with the log probabilities of its last token if it is content. O(characters)."""
         if piece.call is not None:
+            self.logprobs.clear()
             return self._close_text() + self._call(piece.call)
         form, text = (self._reasoning, piece.thinking) if piece.thinking else (MESSAGE, piece.content)
         if not text:
             return b""
         events = b""
         if self._text is None or self._text.form is not form:
+            if self._text is not None:
+                self.logprobs.clear()  # of the end of thinking
             events = self._close_text() + self._open_text(form)
         assert self._text is not None
-        return events + self._text.delta(text, self._next())
+        scored, self.logprobs = [*self.logprobs, *logprobs] if form is MESSAGE else [], []
+        return events + self._text.delta(text, self._next(), scored)
 
     def finish(self, status: Status, usage: JsonObject | None, reason: str | None = None) -> bytes:
         """End the response; `reason` says why it is incomplete."""
@@ -129,7 +134,7 @@ class ResponseEvents:
         item = self._text_item(text, "in_progress")
         self.output.append(item)
         added = self._event("response.output_item.added", output_index=text.at, item=item)
-        return added + self._event(f"{form.part_event}.added", **text.place, part=_part(form, ""))
+        return added + self._event(f"{form.part_event}.added", **text.place, part=_part(form, "", []))
 
     def _close_text(self, status: Status = "completed") -> bytes:
         text = self._text
@@ -137,19 +142,21 @@ class ResponseEvents:
             return b""
         self._text = None
         form, said = text.form, text.text
+        text.logprobs += self.logprobs if form is MESSAGE else []  # of tokens without text, such as the last one
+        self.logprobs = []
         item = self._text_item(text, status)
         self.output[text.at] = item
         return b"".join(
             [
-                self._event(f"{form.text_event}.done", **text.place, text=said, **form.extra),
-                self._event(f"{form.part_event}.done", **text.place, part=_part(form, said)),
+                self._event(f"{form.text_event}.done", **text.place, text=said, **text.extra),
+                self._event(f"{form.part_event}.done", **text.place, part=_part(form, said, text.logprobs)),
                 self._event("response.output_item.done", output_index=text.at, item=item),
             ]
         )
 
     def _text_item(self, text: _OpenText, status: Status) -> JsonObject:
         form = text.form
-        parts = [_part(form, text.text)] if status != "in_progress" else []
+        parts = [_part(form, text.text, text.logprobs)] if status != "in_progress" else []
         head = {"id": text.id, "type": form.item, "status": status}
         if form is MESSAGE:
             return {**head, "role": "assistant", "content": parts}
@@ -208,6 +215,7 @@ class _OpenText:
         self.id = f"{form.prefix}_{uuid.uuid4().hex}"
         self.place = {"item_id": self.id, "output_index": at, form.index: 0}
         self._texts: list[str] = []
+        self.logprobs: list[JsonObject] = []
         kind = f"{form.text_event}.delta"
         shared = _encode({"type": kind, **self.place, **form.extra})[:-1]
         self._front = f'event: {kind}\ndata: {shared},"sequence_number":'
@@ -217,12 +225,32 @@ class _OpenText:
         """The text so far."""
         return "".join(self._texts)
 
-    def delta(self, text: str, sequence: int) -> bytes:
-        """Add text, and return its event: the most frequent one."""
+    @property
+    def extra(self) -> JsonObject:
+        """The fields of the last event of the text that its form adds."""
+        return {"logprobs": _for_event(self.logprobs)} if self.form is MESSAGE else {}
+
+    def delta(self, text: str, sequence: int, logprobs: list[JsonObject]) -> bytes:
+        """Add text with log probabilities, and return its event: the most frequent one, usually without any."""
         self._texts.append(text)
+        if logprobs:
+            self.logprobs += logprobs
+            kind = f"{self.form.text_event}.delta"
+            event = {"type": kind, **self.place, "logprobs": _for_event(logprobs)}
+            event |= {"sequence_number": sequence, "delta": text}
+            return f"event: {kind}\ndata: {_encode(event)}\n\n".encode()
         return f'{self._front}{sequence},"delta":{_encode(text)}}}\n\n'.encode()
 
 
-def _part(form: TextForm, text: str) -> JsonObject:
+def _for_event(logprobs: list[JsonObject]) -> list[JsonObject]:
+    """Return log probabilities as events have them: without the bytes of tokens."""
+    tops = [[{name: top[name] for name in ("token", "logprob")} for top in each["top_logprobs"]] for each in logprobs]
+    return [
+        {"token": each["token"], "logprob": each["logprob"], "top_logprobs": top}
+        for each, top in zip(logprobs, tops, strict=True)
+    ]
+
+
+def _part(form: TextForm, text: str, logprobs: list[JsonObject]) -> JsonObject:
     part: JsonObject = {"type": form.part, "text": text}
-    return {**part, "annotations": [], "logprobs": []} if form is MESSAGE else part
+    return {**part, "annotations": [], "logprobs": logprobs} if form is MESSAGE else part

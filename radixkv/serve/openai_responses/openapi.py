@@ -18,6 +18,7 @@ def paths() -> JsonObject:
     events = event_stream("ResponseEvent", None, "response.completed, response.incomplete or response.failed")
     return {
         "/v1/responses": post("Respond to a conversation", ResponseBody, "Response", events),
+        "/v1/responses/input_tokens": post("Length of a conversation", ResponseBody, "InputTokens"),
         "/v1/responses/{response_id}": {
             "get": _stored("A stored response", "Response"),
             "delete": _stored("Delete a stored response", "DeletedResponse"),
@@ -34,7 +35,7 @@ def answers() -> JsonObject:
     item: JsonObject = answer({"type": TEXT})
     usage = {
         "input_tokens": COUNT,
-        "input_tokens_details": answer({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
+        "input_tokens_details": answer({"cached_tokens": COUNT, "cache_write_tokens": COUNT}, host_tokens=COUNT),
         "output_tokens": COUNT,
         "output_tokens_details": answer({"reasoning_tokens": COUNT}),
         "total_tokens": COUNT,
@@ -60,6 +61,7 @@ def answers() -> JsonObject:
     return {
         "Response": answer(response),
         "ResponseEvent": answer({"type": TEXT, "sequence_number": COUNT}, response=ref("Response")),
+        "InputTokens": answer({"object": {"const": "response.input_tokens"}, "input_tokens": COUNT}),
         "DeletedResponse": answer({"id": TEXT, "object": {"const": "response"}, "deleted": {"const": True}}),
         "ResponseItems": answer({**page, "first_id": STRING, "last_id": STRING}),
     }

@@ -27,7 +27,7 @@ from radixkv.serve.sampling_fields import sampling_params, wire
 from radixkv.serve.schemas import ChatRequest, Effort, RequestOptions, Sampling
 from radixkv.serve.tool_choices import Choice, call_rule
 
-ENCRYPTED = "reasoning.encrypted_content"
+ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # values of `include`
 SUMMARIES = ("auto", "concise", "detailed")
 _ONE_REPLY = "a response has one reply"
 
@@ -66,6 +66,7 @@ class ResponseBody(Sampling, Guided):
     reasoning: ResponseReasoning | None = None
     text: TextOptions | None = None
     include: list[Any] | None = None
+    top_logprobs: Annotated[int, wire("logprobs")] | None = None
     metadata: Any = Field(default=None, description="An object, which the response repeats.")
     prompt_cache_key: SessionKey | None = None
     cache_salt: CacheSalt | None = None
@@ -195,16 +196,19 @@ def _reasoning(body: ResponseBody) -> JsonObject:
 def _encrypted(body: ResponseBody, ignored: IgnoredFields | None) -> bool:
     """Whether reasoning items have `encrypted_content`. Other values of `include` are ignored."""
     include = body.include or []
-    if any(each != ENCRYPTED for each in include):
-        without_effect("include", f"can only be [{ENCRYPTED!r}] here", ignored)
+    if any(each not in (ENCRYPTED, LOGPROBS) for each in include):
+        without_effect("include", f"can only be [{ENCRYPTED!r}, {LOGPROBS!r}] here", ignored)
+    if body.top_logprobs and LOGPROBS not in include:
+        without_effect("top_logprobs", f"has a meaning only with include=[{LOGPROBS!r}]", ignored)
     return ENCRYPTED in include
 
 
 def _options(body: ResponseBody, constraint: ReplyConstraint | None, ignored: IgnoredFields | None) -> RequestOptions:
     bound = body.max_output_tokens
+    logprobs = (body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None
     return RequestOptions(
         body.model,
-        sampling_params(body, bound, ignored, constraint=constraint),
+        sampling_params(body, bound, ignored, logprobs=logprobs, constraint=constraint),
         bounded=bound is not None,
         stream=bool(body.stream),
         include_usage=False,

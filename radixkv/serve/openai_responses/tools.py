@@ -66,10 +66,14 @@ class Namespace(Body):
         return [(at, tool) for at, tool in enumerate(self.tools or ()) if isinstance(tool, ResponseFunction)]
 
 
-class OtherTool(Unread):
-    """A tool that the server would have to run itself, such as a web search, which has no effect."""
+_SEARCH = "web_search"
+_NEITHER = other_values("type", ResponseFunction, Namespace)[0]
 
-    type: Annotated[Any, Prefer(why=_RUNS_NONE, schemas=other_values("type", ResponseFunction, Namespace))]
+
+class OtherTool(Unread):
+    """A tool that the server would have to run itself, which has no effect; Codex always sends a web search."""
+
+    type: Annotated[Any, Prefer(_SEARCH, why=_RUNS_NONE, schemas=(_NEITHER, {"const": _SEARCH}))]
 
 
 AnyTool = ResponseFunction | Namespace | OtherTool

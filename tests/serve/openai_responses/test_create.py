@@ -194,10 +194,10 @@ def test_a_wrong_body_is_refused_by_the_name_of_the_field(fields: dict[str, Any]
 def test_other_fields_items_and_tools_are_ignored_with_a_warning() -> None:
     body = {
         **ASKED,
-        "tools": [{"type": "web_search"}, WEATHER],
+        "tools": [{"type": "file_search"}, WEATHER, {"type": "web_search"}],
         "input": [{"type": "web_search_call", "id": "ws_1", "status": "completed"}, {"role": "user", "content": "Hi"}],
         "context_management": [],
-        "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+        "include": ["reasoning.encrypted_content", "file_search_call.results"],
         "client_metadata": {"a": "b"},
         "parallel_tool_calls": False,
         "truncation": "auto",
@@ -212,6 +212,43 @@ def test_other_fields_items_and_tools_are_ignored_with_a_warning() -> None:
             assert name in answer.headers["warning"]
     with answering(lambda _: "Hello, you.", Settings(strict_fields=True)) as server:
         assert server.post(PATH, body).status_code == 400
+
+
+def test_the_web_search_of_codex_is_left_out_without_a_warning() -> None:
+    for strict in (False, True):
+        with answering(lambda _: "Hello, you.", Settings(strict_fields=strict)) as server:
+            answer = server.post(PATH, {**ASKED, "tools": [WEATHER, {"type": "web_search", "filters": {}}]})
+            assert answer.status_code == 200 and "warning" not in answer.headers
+            assert answer.json()["tools"] == [WEATHER]
+
+
+def test_log_probabilities_of_the_text_whole_and_as_events() -> None:
+    asked = {**ASKED, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    with served(brain=says("<think>\nhm\n</think>\n\nHello, you.")) as server:
+        whole = server.post(PATH, asked).json()["output"][1]["content"][0]
+        found = stream(server, asked)
+        plain = server.post(PATH, ASKED).json()["output"][1]["content"][0]
+    deltas = [each for event in found if event["type"] == "response.output_text.delta" for each in event["logprobs"]]
+    [done] = [event["logprobs"] for event in found if event["type"] == "response.output_text.done"]
+    assert [each["logprob"] for each in done] == [each["logprob"] for each in whole["logprobs"]]
+    assert whole["logprobs"] == found[-1]["response"]["output"][1]["content"][0]["logprobs"]
+    assert deltas == done[: len(deltas)] and plain["logprobs"] == []
+    assert "".join(each["token"] for each in done) == "Hello, you.<|im_end|>"
+    assert all(len(each["top_logprobs"]) == 2 and each["logprob"] <= 0 for each in done)
+
+
+def test_the_length_of_a_prompt_is_counted_and_other_endpoints_are_404() -> None:
+    with served(brain=says("Hello, you.")) as server:
+        client = client_of(server)
+        first = client.responses.create(model="fake", input="Hello!", instructions="Be kind.")
+        more = {"model": "fake", "input": "And now?", "previous_response_id": first.id}
+        counted = client.responses.input_tokens.count(**more)
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == client.responses.create(**more).usage.input_tokens
+        long = client.responses.input_tokens.count(model="fake", input="word " * 5000)
+        assert long.input_tokens > 5000
+        answers = [server.post(f"{PATH}/{name}", ASKED) for name in ("compact", first.id)]
+        assert [each.status_code for each in answers] == [404, 405]
 
 
 def test_the_official_client_reads_responses_and_streams() -> None:
