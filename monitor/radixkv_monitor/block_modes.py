@@ -1,4 +1,4 @@
-"""Colour the blocks of the pool by state, age, references or session.
+"""Colour the blocks of the pool by state, age or session.
 
 A mode gives each block a level, which is an index into the legend of the mode.
 """
@@ -11,17 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.telemetry.records import NodeRecord, Residence, SequenceRecord
+from radixkv.telemetry.records import Residence
 from radixkv_monitor import theme
-from radixkv_monitor.block_map import NO_OWNER, BlockMap, Owner, count_blocks, is_node
-from radixkv_monitor.state import SHARED, UNKNOWN, SessionTracker, State, path
+from radixkv_monitor.block_map import NO_OWNER, BlockMap, Owner, is_node
+from radixkv_monitor.state import SHARED, UNKNOWN, SessionTracker, State
 from radixkv_monitor.theme import Shade
 
 Levels = npt.NDArray[np.uint8]
-
-REFERENCE_LIMITS = (2, 3, 5, 9)
-MOST_PINS = 2**31
-"""The most pins that are counted on a node, so that sums fit; no engine has as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,60 +81,6 @@ class Blocks:
         array[np.fromiter(slots.values(), np.intp, len(slots))] = [values(owner) for owner in slots]
         return array
 
-    def references(self) -> npt.NDArray[np.int64]:
-        """Count the sequences and pins that read each block. O(blocks + depth of held nodes).
-
-        A node's part-filled last block is read by the sequences and pins that end there. Below it, others have copies
-        of the block, or own it too.
-        """
-        state, shown = self.state, self.map
-        if state is None:
-            return np.zeros(shown.num_blocks, np.int64)
-        ends = _ends(state, shown.pin_ends)
-        through: dict[int, int] = {}
-        for end, count in ends:
-            for node in path(state, end):
-                through[node] = through.get(node, 0) + count
-        readers = np.zeros(shown.capacity, np.int64)
-        for node, count in through.items():
-            readers[shown.slots.get(node, NO_OWNER)] = count
-        readers[NO_OWNER] = 0
-        counts = readers[shown.tip]
-        private = shown.private()[shown.tip]
-        counts[private] = shown.owners[private]
-        partial = {node: last for node in through if (last := self._partial_block(state, node)) is not None}
-        for node, last in partial.items():
-            if shown.owner(last) == node:
-                counts[last] = 0
-        for node, count in _ends(state, shown.pin_ends, state.facts.block_size):
-            if node in partial:
-                counts[partial[node]] += count
-        return counts
-
-    def _partial_block(self, state: State, number: int) -> int | None:
-        """Return the last block of a node that ends inside it."""
-        node = state.nodes[number]
-        if not node.blocks or (node.start + node.tokens) % self.map.block_size == 0:
-            return None
-        last = node.blocks[-2] + node.blocks[-1] - 1
-        return last if 0 <= last < self.map.num_blocks else None
-
-
-def _ends(state: State, pin_ends: set[int], block_size: int = 0) -> list[tuple[int, int]]:
-    """Count the sequences and pins that end at each node; with a block size, only those that read its last block."""
-    ends = [(number, min(state.nodes[number].pins, MOST_PINS)) for number in pin_ends if number in state.nodes]
-    for sequence in state.sequences.values():
-        node = state.nodes.get(sequence.node)
-        if node is not None and not (block_size and _copied_last(node, sequence, block_size)):
-            ends.append((node.id, 1))
-    return ends
-
-
-def _copied_last(node: NodeRecord, sequence: SequenceRecord, block_size: int) -> bool:
-    """Return whether the sequence has a block of its own in place of its node's last one."""
-    first = -(-sequence.length // block_size) - count_blocks(sequence.blocks)
-    return bool(sequence.blocks) and first * block_size < node.start + node.tokens
-
 
 # ---- modes
 
@@ -178,24 +120,6 @@ _AGES = (
     *(
         LegendEntry(name, shade)
         for name, shade in zip(("< 10 s", "10 s-1 min", "1-10 min", "10 min-1 h", "> 1 h"), theme.AGES, strict=True)
-    ),
-)
-
-
-def _reference_levels(blocks: Blocks) -> Levels:
-    """0 free, 1 cached without readers, 2 and more: by the number of readers."""
-    counts = blocks.references()
-    levels = np.where(counts > 0, 2 + np.digitize(counts, REFERENCE_LIMITS), 1).astype(np.uint8)
-    levels[blocks.map.owners == 0] = 0
-    return levels
-
-
-_REFERENCES = (
-    LegendEntry("free", theme.FREE),
-    LegendEntry("no reader", theme.UNKNOWN),
-    *(
-        LegendEntry(name, shade)
-        for name, shade in zip(("1 reader", "2 readers", "3-4", "5-8", "9 or more"), theme.REFERENCES, strict=True)
     ),
 )
 
@@ -244,7 +168,6 @@ def _session_legend(blocks: Blocks) -> tuple[LegendEntry, ...]:
 MODES = (
     ColourMode("state", "state", _state_levels, lambda _: _STATES),
     ColourMode("age", "idle time", _age_levels, lambda _: _AGES),
-    ColourMode("references", "readers", _reference_levels, lambda _: _REFERENCES),
     ColourMode("session", "session", _session_levels, _session_legend),
 )
 
@@ -261,7 +184,7 @@ _HOST_STATE = ColourMode(
 
 
 def host_mode(mode: ColourMode) -> ColourMode:
-    """Return the mode for blocks of host memory, which have neither references nor sessions."""
+    """Return the mode for blocks of host memory, which have no sessions."""
     return mode if mode.name == "age" else _HOST_STATE
 
 

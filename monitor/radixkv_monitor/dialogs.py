@@ -53,7 +53,12 @@ WORDS = (
         "timed out",
         "ended by the request's own timeout; failed requests ended by an error, and cancelled ones by the caller",
     ),
-    ("verdict", "the first line of the Overview; its level is good, idle, warn or bad, and v lists the changes"),
+    (
+        "new, evicted",
+        "prompt tokens that were computed because they were never seen, or had been evicted; diverged: the prompt "
+        "departs from all cached prompts",
+    ),
+    ("verdict", "the first line of the Overview; its level is good, idle, warn or bad, and i lists the changes"),
     ("░ ▒ █ ─", "a request over time: waiting, prefill, decode, preempted"),
     ("regret", "tokens that were requested again after they were evicted"),
     ("audit", "cached blocks that were computed again, to verify their content"),
@@ -266,8 +271,7 @@ KEYS: tuple[Binding, ...] = (
     Binding("less_than_sign", "speed(-1)", "slower", show=False, tooltip="play a recording slower"),
     Binding("greater_than_sign", "speed(1)", "faster", show=False, tooltip="play a recording faster"),
     Binding("g", "switch", "Engines", show=False, tooltip="watch another running engine"),
-    Binding("i", "info", "Info", show=False, tooltip="show the verdict and the selected item in full"),
-    Binding("v", "verdicts", "Verdicts", show=False, tooltip="show the log of verdict changes"),
+    Binding("i", "info", "Info", show=False, tooltip="show the selected item in full, the verdict, and its changes"),
     Binding("b", "baseline", "Baseline", tooltip='count "run" from now on; again: from the start'),
     Binding("r", "record", "Record", tooltip="start or stop recording to a file in the current folder"),
     Binding("e", "export", "Export", tooltip="export this view to a file: JSON, CSV or SVG"),
@@ -326,17 +330,3 @@ def copied_json(view: View) -> str:
 
 def _texts(view: Widget, selector: str) -> list[str]:
     return [text for each in view.query(selector).results(Static) if (text := str(each.content))]
-
-
-class InfoScreen(TextScreen):
-    """Show titled texts, wrapped, in a box that scrolls."""
-
-    def __init__(self, parts: Sequence[tuple[str, str]]) -> None:
-        super().__init__()
-        self.parts = [(title, text) for title, text in parts if text]
-
-    def compose(self) -> ComposeResult:
-        """Lay out the texts, one below the other."""
-        with VerticalScroll(id="dialog"):
-            for title, text in self.parts:
-                yield Static(Content.assemble((title, "bold $primary"), f"\n{text}\n"), markup=False)

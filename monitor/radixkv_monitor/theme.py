@@ -1,4 +1,4 @@
-"""The dark and the light theme, and the colours and signs of states, ages, references and sessions.
+"""The dark and the light theme, and the colours and signs of states, ages and sessions.
 
 The colours are Okabe and Ito's, and steps of viridis, which are distinct with colour blindness too. Each meaning
 also has a sign of one cell, so nothing on screen is said by colour alone.
@@ -131,15 +131,6 @@ AGES = (
 """Youngest first; the younger, the higher the sign."""
 AGE_LIMITS = (10.0, 60.0, 600.0, 3600.0)
 """The seconds from which each age but the youngest counts."""
-
-REFERENCES = (
-    Shade("#2f86a0", "#2a788e", "1"),
-    Shade("#22a884", "#128a6b", "2"),
-    Shade("#7ad151", "#4d9e22", "3"),
-    Shade("#e69f00", "#d98a00", "5"),
-    Shade("#fde725", "#8a7d00", "9"),
-)
-"""Fewest first; the sign is the least number that the shade stands for."""
 
 SESSIONS = (
     Shade("#56b4e9", "#1f78b4", "A"),

@@ -1,4 +1,4 @@
-"""Show the log of verdict changes: the time, the level, how long it lasted, and its sentence."""
+"""Show texts in full, and the log of verdict changes: the time, the level, how long it lasted, and its sentence."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ SHOWN = 100
 """The changes on the screen; a file has all that the log keeps. A longer text would take seconds to lay out."""
 
 
-class VerdictScreen(TextScreen):
-    """Show the changes of `log`, the newest first. `now` returns the time up to which the last level lasts."""
+class InfoScreen(TextScreen):
+    """Show the titled texts `parts`, and the changes of `log`, the newest first.
+
+    `now` returns the time up to which the last level lasts.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("v", "close", "Close"),
+        Binding("i", "close", "Close"),
         Binding("e", "export('json')", "Export as JSON"),
         Binding("c", "export('csv')", "Export as CSV"),
     ]
@@ -48,15 +51,18 @@ class VerdictScreen(TextScreen):
             super().__init__()
             self.table, self.kind = table, kind
 
-    def __init__(self, log: VerdictLog, now: Callable[[], float]) -> None:
+    def __init__(self, parts: Sequence[tuple[str, str]], log: VerdictLog, now: Callable[[], float]) -> None:
         super().__init__()
+        self.parts = [(title, text) for title, text in parts if text]
         self._log, self._now = log, now
         self._present, self._past = Static(markup=False), Static(markup=False)
         self._drawn: tuple[object, ...] | None = None
 
     def compose(self) -> ComposeResult:
-        """Lay out the present level, which is drawn each second, and below it the levels before."""
+        """Lay out the texts, the present level, which is drawn each second, and below it the levels before."""
         with VerticalScroll(id="dialog"):
+            for title, text in self.parts:
+                yield Static(Content.assemble((title, "bold $primary"), f"\n{text}\n"), markup=False)
             yield self._present
             yield self._past
 

@@ -20,7 +20,7 @@ from radixkv_monitor.alerts import LONGEST_TEXT, Alerter, osc9
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.feed import Status
 from radixkv_monitor.replay import FileFeed
-from radixkv_monitor.verdict_screen import VerdictScreen
+from radixkv_monitor.verdict_screen import InfoScreen
 from tests.monitor.fake_feed import FakeFeed
 from tests.monitor.frames import snapshot, until
 from tests.monitor.test_once import written
@@ -193,14 +193,14 @@ def test_the_log_is_shown_and_exported(tmp_path: Path, monkeypatch: pytest.Monke
         alerter.check()
         feed.apply(held(1010.0, 64))
         alerter.check()
-        await pilot.press("v")
-        assert isinstance(pilot.app.screen, VerdictScreen)
+        await pilot.press("i")
+        assert isinstance(pilot.app.screen, InfoScreen)
         text = text_of(pilot).partition("Changes of the verdict")[2]
         assert text.index("▲ warn") < text.index("100% of the pool is held") < text.index("● good"), "newest first"
         await pilot.press("e", "c")
         await pilot.pause()
-        await pilot.press("v")
-        assert not isinstance(pilot.app.screen, VerdictScreen)
+        await pilot.press("i")
+        assert not isinstance(pilot.app.screen, InfoScreen)
 
     shown(feed, script)
     (as_json,) = tmp_path.glob("radixkv-verdicts-*.json")

@@ -45,8 +45,6 @@ class EvictionsView(TableView[EvictionRow]):
     columns: ClassVar[Sequence[Column[EvictionRow]]] = (
         Column("ago", 8, lambda row: row.ago, duration, sort="time", sort_key=lambda row: row.eviction.number,
                right=True),
-        Column("node", 8, lambda row: row.eviction.node, lambda node: f"#{node}", "accent",
-               search=lambda row: f"#{row.eviction.node}"),
         Column("tokens", 8, lambda row: row.eviction.tokens, sort="tokens", right=True),
         Column("blocks", 7, lambda row: row.eviction.blocks, rank=2, right=True),
         Column("unused for", 10, lambda row: row.eviction.idle_s, duration, sort="time unused", rank=1, right=True),
@@ -54,7 +52,6 @@ class EvictionsView(TableView[EvictionRow]):
         Column("requested again", 15, lambda row: row.wanted_after, cell=_wanted_again, sort="regret", descending=False,
                search=lambda row: "" if row.wanted_after is None else "requested wanted again regret",
                export="wanted_after_s"),
-        Column("kept", 6, lambda row: row.eviction.gone, lambda gone: "none" if gone else "head", "dim", rank=3),
         Column("reason", 24, lambda row: row.eviction.pressure, style="dim", rank=4, grows=True),
     )  # fmt: skip
     first_sorts = ("time", "regret", "tokens", "time unused", "ended here")
@@ -71,6 +68,10 @@ class EvictionsView(TableView[EvictionRow]):
     def record(self, row: EvictionRow) -> EvictionRecord:
         """Return the eviction."""
         return row.eviction
+
+    def more_words(self, row: EvictionRow) -> str:
+        """Return its node."""
+        return f"#{row.eviction.node}"
 
     def headline(self, rows: Sequence[EvictionRow], state: State) -> str:
         """Count the evicted tokens, and the requested ones that had been evicted."""

@@ -1,4 +1,4 @@
-"""The Pool view: a map of every block, by state, age, references or session, and a description of one block.
+"""The Pool view: a map of every block, by state, age or session, and a description of one block.
 
 An engine with a host tier has a second map, of the blocks in host memory.
 """
