@@ -36,9 +36,9 @@ class Thresholds:
     timed_out: int | None = 0
     hit_rate: float | None = None
     ttft_p50: float | None = None
-    ttft_p90: float | None = None
+    ttft_p90: float | None = 5.0
     ttft_p99: float | None = None
-    queue_time_p90: float | None = None
+    queue_time_p90: float | None = 2.0
     itl_p50: float | None = None
     itl_p90: float | None = None
     itl_p99: float | None = None

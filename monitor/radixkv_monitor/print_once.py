@@ -119,6 +119,7 @@ def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
         f"engine      {facts.model}, {device}, pid {facts.pid}, up {duration(up)}",
         f"pool        {count(pool.total)} blocks: {', '.join(f'{name} {share(n, pool.total)}' for name, n in parts)}",
         f"hit rate    {summary.hit_lifetime} of {count(summary.hit_lifetime.whole)} prompt tokens since load",
+        f"misses      {_misses(summary)}",
         f"tokens      {_rates(summary)} per second, over {duration(summary.rate_window)}",
         f"TTFT hit    {_percentiles(summary.ttft_hit)}, {summary.latency_window}",
         f"TTFT miss   {_percentiles(summary.ttft_miss)}, {summary.latency_window}",
@@ -144,6 +145,12 @@ def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
     if summary.host is not None:
         lines[place:place] = [f"host        {summary.host}", f"prompts     {summary.host.sources}"]
     return "\n".join(lines)
+
+
+def _misses(summary: Summary) -> str:
+    """Name the computed prompt tokens of the last minute by the reason of the miss."""
+    named = ", ".join(f"{count(tokens)} {reason.replace('_', ' ')}" for reason, tokens in summary.missed_tokens.items())
+    return f"{named or 'no'} tokens, {summary.minute_name}"
 
 
 def _percentiles(times: Percentiles | None, noun: str = "request") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -37,6 +38,7 @@ class Summary:
     Figures of the last minute include records from before the monitor attached; counters cover `watched` of its
     seconds. Rates are means over `rate_window` seconds, ten or as many as were sampled. They are None, and it is 0,
     until a second was sampled; the times of prefill and decode are also None if an older engine does not count them.
+    `missed_tokens` are the computed prompt tokens of the last minute's requests by the reason of the miss, most first.
     `failed` requests exclude the `timed_out` ones, and `waiting` requests the `preempted` ones. `states` is None for a
     model without recurrent state, `host` for an engine without a host tier, and `itl` and `process` for an older
     engine.
@@ -89,6 +91,7 @@ class Summary:
     watched: float
     covered: float
     process: Process | None
+    missed_tokens: Mapping[str, int]
 
     @property
     def minute(self) -> str:
@@ -208,7 +211,25 @@ def summarise(state: State) -> Summary:
         watched=minute.watched,
         covered=minute.covered,
         process=process_of(state),
+        missed_tokens=missed_tokens((*state.ended.values(), *state.live.values()), now),
     )
+
+
+def missed_tokens(requests: Iterable[RequestRecord], now: float) -> dict[str, int]:
+    """Count the prompt tokens that were not cached, by reason, of the requests admitted in the last minute.
+
+    Tokens after evicted ones, and after those without a recurrent state, have the reason "never_seen".
+    """
+    found: Counter[str] = Counter()
+    for each in requests:
+        left = each.prompt_tokens - each.cached_tokens
+        if each.admitted is None or not now - MINUTE <= each.admitted <= now or each.miss_reason in (None, "full"):
+            continue
+        for reason, tokens in (("evicted", each.miss_evicted_tokens), ("without_state", each.miss_without_state)):
+            found[reason] += min(tokens, left)
+            left -= min(tokens, left)
+        found["diverged" if each.miss_reason == "diverged" else "never_seen"] += left
+    return {reason: tokens for reason, tokens in found.most_common() if tokens > 0}
 
 
 def longest_wait(requests: Iterable[RequestRecord], now: float) -> float:

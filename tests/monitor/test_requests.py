@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
+from textual.pilot import Pilot
+from textual.widgets import Static
 
 from radixkv_monitor.views.evictions import eviction_sentence
 from radixkv_monitor.views.requests import (
@@ -20,8 +24,10 @@ from radixkv_monitor.views.requests import (
     miss_word,
     preempted_seconds,
 )
+from radixkv_monitor.views.sessions import SessionsView
+from radixkv_monitor.views.table_view import TableView
 from tests.monitor import samples
-from tests.monitor.view_host import state
+from tests.monitor.view_host import hosted, screen, state
 
 
 def test_a_prompt_that_departs_from_what_is_cached() -> None:
@@ -53,6 +59,47 @@ def test_new_and_whole_and_unadmitted_prompts() -> None:
     assert miss_sentence(waiting).startswith("It has not been admitted yet")
     assert miss_word(samples.request(admitted=None, miss_reason=None)) == ""
     assert miss_word(samples.request(miss_reason="full", miss_at=None)) == "full"
+
+
+def test_computed_tokens_are_of_the_prompt() -> None:
+    shown = state(
+        live=[
+            samples.request(number=1, prompt_tokens=100, cached_tokens=60, computed_tokens=75),
+            samples.request(number=2, prompt_tokens=100, cached_tokens=60, computed_tokens=10),
+        ]
+    )
+    rows = RequestsView().rows_of(shown)
+    assert [row.computed for row in rows] == [40, 10]
+
+
+def test_names_of_the_sender_are_in_a_column_the_filter_and_the_description() -> None:
+    names = {"request_id": "req_17", "tenant": "ada", "label": "nightly"}
+    shown = state(ended=[samples.request(number=1), samples.request(number=2, **names)], sessions=[
+        samples.session(number=3, **names)])  # fmt: skip
+    for view, key in ((RequestsView(), 2), (SessionsView(), 3)):
+
+        async def script(pilot: Pilot[None], view: TableView[Any] = view, key: int = key) -> None:
+            assert {"req_17", "nightly"} <= set("\n".join(screen(pilot.app)).split())
+            for word in names.values():
+                view.apply_filter(word)
+                assert [view.key(row) for row in view.table.rows] == [key]
+            assert "API id req_17" in str(view.query_one(".detail", Static).content)
+
+        hosted(view, shown, script, (160, 40))
+    plain = RequestsView()
+
+    async def without(pilot: Pilot[None]) -> None:
+        header = next(line for line in screen(pilot.app) if line.startswith("request "))
+        assert "API id" not in header and "label" not in header and "miss reason" in header
+
+    hosted(plain, state(ended=[samples.request(number=1)]), without, (120, 40))
+
+
+def test_its_own_bar_has_a_cell_for_each_part() -> None:
+    times = {"submitted": 1000.0, "admitted": 1000.1, "first_token": 1000.2, "ended": 1060.0}
+    (row,) = RequestsView().rows_of(state(ended=[samples.request(**times)]))
+    (column,) = [each for each in RequestsView.columns if each.title == "its time"]
+    assert "".join(text for text, _ in column.draw(row, 12)) == "░▒" + "█" * 10
 
 
 def test_the_mean_itl_matches_one_stream() -> None:

@@ -169,11 +169,31 @@ def test_slow_percentiles_cross_their_thresholds() -> None:
     ended = {1: request(number=1, submitted=1980.0, admitted=1985.0, first_token=1990.0, ended=1995.0)}
     state = state_of(USUAL | dict.fromkeys(ITL_NAMES, 0.0) | buckets, ended=ended)
     summary = summarise(state)
-    assert not verdict(state, summary).reasons
-    slow = Thresholds(ttft_p50=10.0, queue_time_p90=5.0, itl_p50=0.02, itl_p99=1.0, hit_rate=0.95, held=None)
+    assert not verdict(state, summary, Thresholds(ttft_p90=None, queue_time_p90=None)).reasons
+    assert [each.name for each in verdict(state, summary).reasons] == ["ttft_p90", "queue_time_p90"]
+    slow = Thresholds(
+        ttft_p50=10.0, ttft_p90=None, queue_time_p90=5.0, itl_p50=0.02, itl_p99=1.0, hit_rate=0.95, held=None
+    )
     found = verdict(state, summary, slow)
     assert [each.name for each in found.reasons] == ["ttft_p50", "queue_time_p90", "itl_p99", "hit_rate"]
     assert found.level == "warn" and "TTFT p50 10 s of 1 request, 1 min" in found.sentence
+
+
+def test_missed_tokens_are_counted_by_reason() -> None:
+    usual = {"submitted": 1980.0, "admitted": 1985.0, "prompt_tokens": 100, "cached_tokens": 40}
+    rows = [
+        request(number=1, **usual, miss_reason="never_seen"),
+        request(number=2, **usual, miss_reason="evicted", miss_evicted_tokens=50),
+        request(number=3, **usual, miss_reason="diverged", miss_without_state=20),
+        request(number=4, **usual | {"cached_tokens": 99}, miss_reason="full"),
+        request(number=5, **usual | {"admitted": 1900.0}, miss_reason="diverged"),  # before the last minute
+        request(number=6, **usual | {"admitted": None}, miss_reason=None),
+    ]
+    state = state_of(USUAL, ended={each.number: each for each in rows})
+    summary = summarise(state)
+    assert summary.missed_tokens == {"never_seen": 70, "evicted": 50, "diverged": 40, "without_state": 20}
+    assert summary.as_dict()["missed_tokens"]["evicted"] == 50
+    assert "misses      70 never seen, 50 evicted, 40 diverged, 20 without state tokens, 1 min" in to_text(state)
 
 
 def test_the_process_is_described_if_it_was_sent() -> None:

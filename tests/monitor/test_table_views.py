@@ -67,7 +67,7 @@ def test_requests_show_phases_waterfall_and_why(size: tuple[int, int]) -> None:
 
     async def script(pilot: Pilot[None]) -> None:
         text = " ".join("\n".join(screen(pilot.app)).split())
-        assert "1 running, 1 waiting, 0 preempted · newest 2 ended: 1 finished, 1 failed, 0 timed" in text
+        assert "1 running, 1 waiting, 0 preempted · newest 2 ended: 1 finished, 1 failed · ░" in text
         assert "● decode" in text and "✗ failed" in text and "… waiting" in text
         assert "█" in text
         assert numbers(view) == [4, 3, 2, 1]

@@ -23,6 +23,9 @@ SPANS = ((60.0, "1 min"), (120.0, "2 min"), (300.0, "5 min"), (600.0, "10 min"))
 TALLEST = 12
 """The most lines of a graph."""
 
+MISSES = {"never_seen": "new", "without_state": "without state"}
+"""The reasons of misses as the card names them, where they differ."""
+
 Card = Callable[[Panel, State, Summary, Sequence[Sample]], list[Text]]
 
 
@@ -47,7 +50,7 @@ def _percent(part: float) -> str:
 
 
 def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """The share of prompt tokens that were cached, over three windows."""
+    """The share of prompt tokens that were cached, over three windows, and the others by the reason of the miss."""
     span, span_name = _span(state, history)
 
     def rates(points: int) -> Sequence[float | None]:
@@ -55,6 +58,7 @@ def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
         found = counters.series(history, "cached_tokens", state.now, span, points)
         return [hits / tokens if tokens >= 1 else None for hits, tokens in zip(found, asked, strict=True)]
 
+    missed = [(short(tokens), MISSES.get(reason, reason)) for reason, tokens in summary.missed_tokens.items()]
     return [
         panel.title("Hit rate", f"of prompt tokens, {span_name}"),
         panel.numbers(
@@ -62,7 +66,8 @@ def hit_rate(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
             (str(summary.hit_run), "run"),
             (str(summary.hit_lifetime), "since load"),
         ),
-        *panel.graph(rates, _room(panel, 2), _percent, top=1.0),
+        *([panel.numbers(*missed)] if missed else []),
+        *panel.graph(rates, _room(panel, 2 + bool(missed)), _percent, top=1.0),
     ]
 
 
@@ -171,26 +176,34 @@ def _regret(panel: Panel, regret: Part, window: str) -> Text:
 
 
 def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
-    """Preemptions, failures, audits, and the cost of the engine's process and of its telemetry."""
-    audited = f"of {plural(summary.audited_blocks, 'audited block')} differ"
-    lines = [
-        panel.title("Problems", "and the engine's process"),
-        panel.numbers(
-            (count(summary.failed_minute), "failed"),
-            (count(summary.timed_out_minute), f"timed out, {summary.minute_name}"),
-        ),
-        panel.numbers(
-            (count(summary.preemptions_minute), f"preemptions, {summary.minute_name}"),
-            (count(summary.preemptions), "since load"),
-        ),
-        panel.numbers((count(summary.differing_blocks), audited)),
-    ]
+    """Failures, preemptions and audits that are not 0, and the cost of the engine's process and of its telemetry."""
+    minute = (
+        (summary.failed_minute, "failed"),
+        (summary.timed_out_minute, "timed out"),
+        (summary.preemptions_minute, "preemptions"),
+    )
+    since_load = (
+        (summary.failed, "failed"),
+        (summary.timed_out, "timed out"),
+        (summary.preemptions, "preemptions"),
+        (summary.recomputed_tokens, "tokens recomputed"),
+        (summary.differing_blocks, f"of {plural(summary.audited_blocks, 'audited block')} differ"),
+    )
+    known = [(minute, summary.minute_name), (since_load, "since load")]
+    found = [line for counts, window in known if (line := _counted(counts, window))]
+    lines = [panel.title("Problems", "and the engine's process")]
+    lines += [panel.numbers(*figures) for figures in found or [[("none", "since load")]]]
     lines += [panel.numbers(*figures) for figures in _process(summary.process)]
     if "monitor_ns" in state.stats:
         window = rate_window(summary) if summary.rate_window else "since load"
         lines.append(panel.numbers((f"{100 * summary.telemetry_share:.2f}%", f"of time for telemetry, {window}")))
-    lines.append(panel.numbers((count(summary.failed), "failed"), (count(summary.timed_out), "timed out, since load")))
-    return [*lines, panel.numbers((short(summary.recomputed_tokens), "tokens recomputed, since load"))]
+    return lines
+
+
+def _counted(counts: Sequence[tuple[int, str]], window: str) -> list[tuple[str, str]]:
+    """Write the numbers that are not 0; the last one with their window."""
+    found = [(short(number), name) for number, name in counts if number]
+    return [*found[:-1], *((number, f"{name}, {window}") for number, name in found[-1:])]
 
 
 def _process(process: Process | None) -> list[list[tuple[str, str]]]:

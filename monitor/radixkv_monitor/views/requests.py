@@ -10,13 +10,14 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.content import Content
 
-from radixkv.telemetry.records import RequestRecord
+from radixkv.telemetry.records import RequestRecord, SessionRecord
 from radixkv_monitor import questions
 from radixkv_monitor.formatting import duration, plural, share
 from radixkv_monitor.questions import ControlledView, Question
 from radixkv_monitor.state import State
 from radixkv_monitor.views import RequestSelected, Selection
 from radixkv_monitor.views.table_view import TableView
+from radixkv_monitor.widgets.panel import widths
 from radixkv_monitor.widgets.table import Cell, Column, RowTable
 
 PHASES = {
@@ -78,6 +79,12 @@ class RequestRow:
         return round(self.end - self.request.submitted, 6)
 
     @property
+    def computed(self) -> int:
+        """The prompt tokens that were computed so far, without those computed again."""
+        request = self.request
+        return min(request.computed_tokens, max(0, request.prompt_tokens - request.cached_tokens))
+
+    @property
     def outcome(self) -> str:
         """The phase, or "timed out" for a request that failed because of its own timeout."""
         return "timed out" if self.request.timed_out else self.request.phase
@@ -102,6 +109,13 @@ def _waterfall(row: RequestRow, width: int) -> Cell:
     return bar(row.request, row.axis, width, row.now)
 
 
+def _own_bar(row: RequestRow, width: int) -> Cell:
+    """Draw the parts of the request, with at least a cell each, on an axis of its own."""
+    parts = _parts(row.request, row.end)
+    cells = widths([stop - start for start, stop, _ in parts], width)
+    return [(sign * wide, style) for (_, _, (sign, style)), wide in zip(parts, cells, strict=True)]
+
+
 def _cached(row: RequestRow, width: int) -> Cell:
     request = row.request
     if request.admitted is None:
@@ -112,8 +126,8 @@ def _cached(row: RequestRow, width: int) -> Cell:
 
 def _computed(row: RequestRow, width: int) -> Cell:
     request = row.request
-    again = [(f" +{request.recomputed_tokens:,} again", "warn")] if request.recomputed_tokens else []
-    return [(f"{request.computed_tokens:,}", "plain"), *again]
+    again = [(f" +{request.recomputed_tokens:,}↺", "warn")] if request.recomputed_tokens else []
+    return [(f"{row.computed:,}", "plain"), *again]
 
 
 class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the styles of the first base only
@@ -132,17 +146,21 @@ class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the 
         Column("phase", 11, lambda row: row.outcome, cell=_phase, sort="live first",
                sort_key=lambda row: (row.request.live, row.request.number)),
         Column("cached", 13, lambda row: row.request.cached_tokens, cell=_cached),
-        Column("computed", 15, lambda row: row.request.computed_tokens, cell=_computed, sort="computed", rank=4,
-               right=True),
+        Column("computed", 11, lambda row: row.computed, cell=_computed, sort="computed",
+               export="computed_prompt_tokens", rank=4, right=True),
         Column("output", 6, lambda row: row.request.output_tokens, rank=1, right=True),
         Column("queue", 7, lambda row: row.request.queue_time, duration, sort="queue time", export="queue_time_s",
                rank=2, right=True),
         Column("TTFT", 7, lambda row: row.request.ttft, duration, sort="TTFT", export="ttft_s", rank=1, right=True),
         Column("ITL", 7, lambda row: row.itl, duration, sort="ITL", export="itl_s", rank=3, right=True),
         Column("E2E", 7, lambda row: row.total, duration, sort="total time", export="total_s", rank=3, right=True),
-        Column("miss reason", 18, lambda row: miss_word(row.request), style="dim", rank=4),
-        Column("namespace", 20, lambda row: row.request.namespace, style="dim", rank=5),
-        Column("waterfall", 14, lambda row: None, cell=_waterfall, grows=True),
+        Column("miss reason", 18, lambda row: miss_word(row.request), style="dim", rank=2),
+        Column("its time", 12, lambda row: None, cell=_own_bar, grows=True, most=24),
+        Column("API id", 14, lambda row: row.request.request_id, style="dim", rank=5, optional=True),
+        Column("label", 10, lambda row: row.request.label, style="dim", rank=5, optional=True),
+        Column("namespace", 20, lambda row: row.request.namespace, style="dim", rank=6, optional=True),
+        Column("tenant", 12, lambda row: row.request.tenant, style="dim", rank=8, optional=True),
+        Column("waterfall", 14, lambda row: None, cell=_waterfall, rank=7, grows=True),
     )  # fmt: skip
     first_sorts = ("arrival", "live first", "TTFT", "queue time", "ITL", "computed", "total time")
 
@@ -171,8 +189,8 @@ class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the 
         counts = Counter(row.outcome for row in rows)
         running, queued = (int(state.stats.get(name, 0)) for name in ("running", "waiting"))
         waiting = max(0, queued - counts["preempted"])  # preempted requests are in the wait queue too
-        ended = ", ".join(f"{counts[name]:,} {name}" for name in ENDS)
-        axis = f" · waterfall: the last {duration(rows[0].axis.length)}, {LEGEND}" if rows else ""
+        ended = ", ".join(f"{counts[name]:,} {name}" for name in ENDS if counts[name]) or "none"
+        axis = f" · {LEGEND} · waterfall: the last {duration(rows[0].axis.length)}" if rows else ""
         return (
             f"{running:,} running, {waiting:,} waiting, {counts['preempted']:,} preempted · newest "
             f"{len(state.ended):,} ended: {ended}{axis}"
@@ -212,11 +230,18 @@ def _origin(row: RequestRow) -> str:
     parts = [f"Request #{request.number}"]
     parts += [f"session #{request.session}"] * (request.session is not None)
     parts += [f"namespace {request.namespace}"] * (request.namespace is not None)
+    parts += names_of(request)
     parts += [plural(request.streams, "stream")] * (request.streams > 1)
     parts += [f"priority {request.priority}"] * (request.priority != 0)
     parts += ["waited for another request to compute its prefix"] * request.coalesced
     parts += [f"{row.outcome}: {request.finish}"] * (request.finish is not None)
     return " · ".join(parts)
+
+
+def names_of(record: RequestRecord | SessionRecord) -> list[str]:
+    """Return the names that the sender gave a request, each with its kind."""
+    names = (("API id", record.request_id), ("tenant", record.tenant), ("label", record.label))
+    return [f"{kind} {name}" for kind, name in names if name is not None]
 
 
 def _times(row: RequestRow) -> str:

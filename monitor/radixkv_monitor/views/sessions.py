@@ -13,6 +13,7 @@ from radixkv.telemetry.mirror import SESSIONS
 from radixkv.telemetry.records import SessionRecord
 from radixkv_monitor.formatting import duration, plural, share
 from radixkv_monitor.state import State
+from radixkv_monitor.views.requests import names_of
 from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.widgets.table import Cell, Column
 
@@ -77,6 +78,9 @@ class SessionsView(TableView[SessionRow]):
                rank=1, right=True),
         Column("namespace", 26, lambda row: row.session.namespace, style="dim", sort="namespace",
                sort_key=lambda row: row.session.namespace or "", descending=False, rank=2),
+        Column("tenant", 14, lambda row: row.session.tenant, style="dim", rank=4, optional=True),
+        Column("label", 14, lambda row: row.session.label, style="dim", rank=4, optional=True),
+        Column("newest API id", 14, lambda row: row.session.request_id, style="dim", rank=5, optional=True),
     )  # fmt: skip
     first_sorts = ("last use", "length", "hit share", "turns", "number", "namespace")
 
@@ -114,10 +118,12 @@ class SessionsView(TableView[SessionRow]):
         turns = plural(session.requests, "turn")
         computed = session.prompt_tokens - session.cached_tokens
         lasted = duration(session.used - session.started)
+        names = ", ".join(names_of(session))
+        newest = f" Newest request: {names}." if names else ""
         return Content(
             f"Session #{session.number}{_of(session.namespace)}: {turns} in {lasted}, now "
             f"{plural(session.tokens, 'token')} long. Its prompts had {session.prompt_tokens:,} tokens in all; "
-            f"{session.cached_tokens:,} were cached, {computed:,} were computed."
+            f"{session.cached_tokens:,} were cached, {computed:,} were computed.{newest}"
         )
 
 

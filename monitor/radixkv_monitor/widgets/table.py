@@ -44,7 +44,7 @@ class Column(Generic[Row]):
     `search` is the text that the filter searches; without it the filter searches a value that is a string.
     `export` names the value in exported rows, if the row's record lacks it.
     A table that is too narrow leaves out the columns of the highest `rank` first. A column that `grows` takes the
-    width that is left over, up to `most` cells.
+    width that is left over, up to `most` cells. An `optional` column is left out while no row has a value.
     """
 
     title: str
@@ -62,6 +62,7 @@ class Column(Generic[Row]):
     right: bool = False
     grows: bool = False
     most: int = 1000
+    optional: bool = False
 
     draw: Callable[[Row, int], Cell] = field(init=False)
     """Returns the cell of a row in a given width. Set once, because a screen draws a thousand cells."""
@@ -69,6 +70,10 @@ class Column(Generic[Row]):
     def __post_init__(self) -> None:
         value, text, style = self.value, self.text, self.style
         object.__setattr__(self, "draw", self.cell or (lambda row, _: [(text(value(row)), style)]))
+
+    def has_value(self, row: Row) -> bool:
+        """Return whether the row has a value."""
+        return self.value(row) is not None
 
     def key(self, row: Row) -> Any:
         """Return the sort key of a row; rows with None come last."""
@@ -166,6 +171,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         set; after the rows were `rearranged` by another filter or order, it moves to the first row instead.
         """
         before, self._rows = self._at, rows
+        self._choose_columns()
         self.virtual_size = Size(self.line_width, len(rows) + self.header)
         found = next((index for index, row in enumerate(rows) if self._key(row) == self._cursor_key), None)
         if not self._is_held or (found is None and rearranged):
@@ -246,7 +252,15 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         """Fit the columns into the new width."""
         self.forget_lines()
         self.virtual_size = Size(self.line_width, len(self._rows) + self.header)
-        self._shown = _fitting(self._columns, self.line_width)
+        self._choose_columns()
+
+    def _choose_columns(self) -> None:
+        """Choose the columns that have values and room. O(rows)."""
+        used = [each for each in self._columns if not each.optional or any(map(each.has_value, self._rows))]
+        shown = _fitting(used, self.line_width)
+        if shown != self._shown:
+            self._shown = shown
+            self.forget_lines()
 
     def key_of(self, line: int) -> tuple[Any, ...]:
         """Return whether the line is highlighted, and its cells; the empty text if there are no rows."""
