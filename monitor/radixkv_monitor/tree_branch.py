@@ -78,14 +78,14 @@ class Branch:
 Key = Callable[[Branch], tuple[float, int]]
 
 SORTS: dict[str, Key] = {
+    "birth": lambda branch: (branch.node.born, branch.node.id),
     "recency": lambda branch: (-branch.newest, branch.number),
     "size": lambda branch: (-branch.node.tokens, branch.node.id),
     "reused": lambda branch: (-(branch.node.reused or 0), branch.node.id),
     "ended-here": lambda branch: (-branch.node.hits, branch.node.id),
     "subtree": lambda branch: (-branch.tokens, branch.node.id),
-    "birth": lambda branch: (branch.node.born, branch.node.id),
 }
-"""The orders of children, applied below each node separately."""
+"""The orders of children, applied below each node separately. The first one is the default, because it is stable."""
 SUMS = ("recency", "subtree")
 """The orders that depend on descendants; the others depend on a node's own record only."""
 

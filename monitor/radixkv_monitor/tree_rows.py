@@ -25,6 +25,8 @@ from radixkv_monitor.tree_branch import (
 
 SLICE = 4096
 """The nodes that `TreeRows.load` adds between two yields: a few milliseconds of work."""
+ONLY_CHILD = "↳"
+"""The line work of an only child, which is not indented: conversations are deep."""
 FEW = 32
 """The most nodes to which the filter is applied one by one, each with a walk to the top of the tree."""
 Predicate = Callable[[Branch, str | None], bool]
@@ -34,7 +36,7 @@ Predicate = Callable[[Branch, str | None], bool]
 class TreeRows:
     """The branches in the order of their rows, and the place of each node in them as `index`."""
 
-    def __init__(self, sort: str = "recency") -> None:
+    def __init__(self, sort: str = "birth") -> None:
         self.rows: list[Branch] = []
         self.index: dict[int, int] = {}
         self.sort = sort
@@ -323,9 +325,9 @@ class TreeRows:
     def lead(self, branch: Branch, most: int | None = None) -> str:
         """Return the line work that joins a shown row to its neighbours; of more than `most` cells, only the end.
 
-        An only child continues its parent's line. O(forks above the row).
+        An only child continues its parent's line, and has a sign for that. O(forks above the row).
         """
-        parts: list[str] = []
+        parts = [ONLY_CHILD] if branch.number in self._trunks else []
         child = self._trunks.get(branch.number, branch)
         while (parent := child.parent) is not None and parent.record is not None:
             is_last = child is self._last_shown[parent.number]

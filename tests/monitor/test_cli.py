@@ -204,7 +204,7 @@ def test_an_order_that_no_view_has_is_wrong_usage_and_those_that_are_there_are_n
     assert cli.main([str(recording), "--once", "--sort", "nonsense"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and "nothing can be sorted by 'nonsense'" in said.err
-    assert "tree       recency, size, reused" in said.err and "sessions   last-use, length" in said.err
+    assert "tree       birth, recency, size, reused" in said.err and "sessions   last-use, length" in said.err
     for name in ("size", "regret", "last-use", "last use"):
         assert cli.main([str(recording), "--once", "--sort", name]) == 0
     assert capsys.readouterr().err == ""

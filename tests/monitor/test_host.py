@@ -112,7 +112,7 @@ def test_nodes_on_the_host_have_a_sign_of_their_own(size: tuple[int, int]) -> No
 
     async def script(pilot: Pilot[None]) -> None:
         lines = screen(pilot.app)
-        assert "5 nodes in 1 namespace · 3 on the host · 220 tokens · by recency" in lines[0]
+        assert "5 nodes in 1 namespace · 3 on the host · 220 tokens · by birth" in lines[0]
         assert any("team  5 nodes, 3 □" in line for line in lines)
         assert [line.split("-")[0].split()[-2:] for line in lines if "□" in line][1:] == [
             ["□", "80"], ["□", "144"], ["□", "40"],
@@ -191,7 +191,7 @@ def test_the_host_has_a_map_with_a_scale_of_its_own(size: tuple[int, int]) -> No
         assert "· by idle time ·" in text(view, "#host-headline")
         assert {row["residence"] for row in view.export().rows} == {"device", "host"}
         assert len(view.export().rows) == 64 + 40
-        view.sort_by("references")
+        view.sort_by("session")
         assert "· by state ·" in text(view, "#host-headline")
         await pilot.press("tab")
         assert view.pane is view.device and "Block 0" in description(view)

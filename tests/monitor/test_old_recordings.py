@@ -2,8 +2,8 @@
 
 `parts.rec` and `states.rec` in tests/assets/recordings are flight recordings of real engines at 8ac3f19. The first
 engine had conversations in two namespaces with shares, a host tier, forks, a pin, samples, a cancelled and a timed-out
-request. The second one ran a hybrid model. The monitor at that commit drew the pictures and `summaries.json` from them:
-they must not be drawn again.
+request. The second one ran a hybrid model. The monitor at that commit made `summaries.json` from them, which must not
+be made again. Pictures are drawn again only where a view was changed on purpose.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from radixkv_monitor.state import State
 from radixkv_monitor.theme import Shade
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.pool import PoolView
+from radixkv_monitor.widgets import heat_map
 from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.heat_map import GUTTER
 from tests.monitor import samples
@@ -72,6 +73,33 @@ def description(view: PoolView) -> str:
     return "\n".join([detail.title, *(f"{name}: {value}" for name, value in detail.facts), *detail.notes])
 
 
+@pytest.fixture(autouse=True)
+def small_cells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw a cell a character, except in the test of cells that grow."""
+    if "grow" not in request.node.name:
+        monkeypatch.setattr(heat_map, "TALLEST", 1)
+
+
+def test_few_blocks_grow_to_fill_the_map() -> None:
+    async def script(pilot: Pilot[None], view: PoolView) -> None:
+        heat = view.map
+        rows = -(-64 // heat.columns)
+        tall = heat.tall
+        assert tall > 1 and heat.virtual_size.height == tall * rows <= heat.size.height
+        await pilot.press("down", "right")
+        assert view.block == heat.columns + 1 and heat.top == 0
+        line = heat.render_line(tall).text
+        assert line[:GUTTER] == f"{heat.columns:>8}▸" and line[GUTTER : GUTTER + 2 * tall] == "▓" * (2 * tall - 1) + " "
+        assert heat.render_line(tall + 1).text == " " * GUTTER + line[GUTTER:]
+        assert not heat.render_line(2 * tall - 1).text.strip()
+        await pilot.click(heat, offset=(GUTTER + 2 * tall * 2 + 3, 2 * tall - 2))
+        assert view.block == heat.columns + 2
+        await pilot.press("end", "pageup")
+        assert view.block == 0
+
+    run(script, small(), (160, 48))
+
+
 @both_sizes
 def test_states_are_on_screen_with_signs_and_counts(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
@@ -114,8 +142,8 @@ def test_c_and_s_go_through_the_modes(size: tuple[int, int]) -> None:
         assert "by session" in text(view, ".headline") and "session 8 4" in text(view, ".legend")
         await pilot.press("s", "s", "S")
         assert "by state" in text(view, ".headline")
-        assert view.sort_by("references") and not view.sort_by("colour")
-        assert "1 reader 6" in text(view, ".legend")
+        assert view.sort_by("age") and not view.sort_by("colour") and not view.sort_by("references")
+        assert "held now 6" in text(view, ".legend")
 
     run(script, small(), size)
 

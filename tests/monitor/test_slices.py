@@ -58,6 +58,7 @@ def run(view: TreeView | PoolView, script: Callable[[Pilot[None]], Awaitable[Non
 
 def test_a_large_tree_shows_its_progress_and_then_its_rows() -> None:
     view = TreeView()
+    view.sort_by("recency")
 
     async def script(pilot: Pilot[None]) -> None:
         view.update(large())
@@ -79,6 +80,7 @@ def test_a_large_tree_shows_its_progress_and_then_its_rows() -> None:
 
 def test_keys_filters_and_selections_while_a_tree_is_read_are_kept() -> None:
     view = TreeView()
+    view.sort_by("recency")
 
     async def script(pilot: Pilot[None]) -> None:
         first = large()

@@ -64,6 +64,7 @@ def run(
     script: Callable[[Pilot[None], TreeView], Awaitable[None]], shown: State, size: tuple[int, int] = (80, 24)
 ) -> list[object]:
     view = TreeView()
+    view.sort_by("recency")
 
     async def focused(pilot: Pilot[None]) -> None:
         view.take_focus()
@@ -140,6 +141,7 @@ def test_a_new_column_of_numbers_is_one_entry(monkeypatch: pytest.MonkeyPatch) -
 def test_s_goes_through_all_orders_and_back(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: TreeView) -> None:
         seen = []
+        view.sort_by("birth")
         for _ in SORTS:
             seen.append(view.rows.sort)
             await pilot.press("s")
@@ -224,6 +226,32 @@ def test_untouched_the_view_stays_at_the_top() -> None:
         assert view.lines.top == 0 and at(view) == 1 and ids(view)[1] == 99
 
     run(script, many())
+
+
+def test_rows_keep_their_places_while_they_are_used() -> None:
+    view = TreeView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        shown = many()
+        before = ids(view)
+        used = {number: replace(each, used=5000.0 - number) for number, each in shown.nodes.items()}
+        view.update(replace(shown, tick=2, nodes=used))
+        await pilot.pause()
+        assert ids(view) == before and "by birth" in headline(view)
+
+    hosted(view, many(), script, (80, 24))
+
+
+def test_numbers_of_a_large_tree_do_not_touch() -> None:
+    large = node(2, 1, 0, 12_345_678, locks=123_456, blocks=(0, 1_234_567), used=1990.0)
+    shown = replace(small(), nodes={1: node(1, 0, 0, 0), 2: large})
+    view = TreeView()
+
+    async def script(pilot: Pilot[None]) -> None:
+        row = next(line for line in screen(pilot.app) if "0-12,345,678" in line)
+        assert {"12M", "123k", "1.2M"} <= set(row.split()), row
+
+    hosted(view, shown, script, (100, 24))
 
 
 @pytest.mark.long

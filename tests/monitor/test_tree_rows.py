@@ -63,7 +63,7 @@ class Naive:
         kids = self.children(number)
         for kid in kids:
             if len(kids) == 1 and self.nodes[number].parent:
-                self.walk(kid, below, below)
+                self.walk(kid, below + "↳", below)
             else:
                 last = kid == kids[-1]
                 self.walk(kid, below + ("╰─" if last else "├─"), below + ("  " if last else "│ "))
@@ -212,7 +212,7 @@ def small() -> tuple[TreeRows, Nodes]:
         3: node(3, 2, start=4, used=9.0), 4: node(4, 2, start=4, used=5.0), 5: node(5, 3, start=8, used=3.0),
         6: node(6, 0, tokens=0, blocks=(), used=0.0), 7: node(7, 6, used=4.0),
     }  # fmt: skip
-    rows = TreeRows()
+    rows = TreeRows("recency")
     rows.update(nodes)
     return rows, nodes
 
@@ -224,7 +224,7 @@ def ids(rows: TreeRows) -> list[int]:
 def test_a_trunk_grows_straight_on_and_forks_are_indented(small: tuple[TreeRows, Nodes]) -> None:
     rows, _ = small
     assert drawn(rows) == [
-        (1, ""), (2, "╰─"), (3, "  ├─"), (5, "  │ "), (4, "  ╰─"), (6, ""), (7, "╰─"),
+        (1, ""), (2, "╰─"), (3, "  ├─"), (5, "  │ ↳"), (4, "  ╰─"), (6, ""), (7, "╰─"),
     ]  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def test_a_filter_of_a_long_chain_walks_it_once() -> None:
         rows.filter(lambda branch, namespace, terms=matching: terms.matches(branch.node, namespace, None))  # type: ignore[misc]
         assert rows.matching == len(rows.rows) == (0 if line == "nobody" else length - 1)
     rows.apply_filter(nodes)
-    assert {rows.lead(branch) for branch in rows.rows[1:]} == {"╰─", "  "}
+    assert {rows.lead(branch) for branch in rows.rows[1:]} == {"╰─", "  ↳"}
     assert time.process_time() - began < 10.0, "0.5 s; a walk to the root for each node takes minutes"
 
 

@@ -19,14 +19,16 @@ from radixkv_monitor.views import Table, View, focus_now
 from radixkv_monitor.widgets.histogram import LABEL, Scale, aligned, scale_of
 from radixkv_monitor.widgets.panel import AXIS, Panel, columns
 
-KINDS: Mapping[str, tuple[str, str]] = {
-    "ttft_hit": ("TTFT hit", "≥ half of prompt cached"),
-    "ttft_miss": ("TTFT miss", "< half of prompt cached"),
-    "queue_time": ("Queue time", "until the first admission"),
-    "itl": ("ITL", "between two output tokens"),
-    "e2e": ("E2E", "until the end, if finished"),
+KINDS: Mapping[str, str] = {
+    "ttft_hit": "TTFT hit",
+    "ttft_miss": "TTFT miss",
+    "queue_time": "Queue time",
+    "itl": "ITL",
+    "e2e": "E2E",
 }
-"""The fields of Latencies with their names and meanings, in the order of the grid."""
+"""The fields of Latencies with their names, in the order of the grid."""
+TTFT = ("ttft_hit", "ttft_miss")
+"""The histograms with one axis, because they are compared."""
 LOW = 14
 """Lines below which each histogram is one line of numbers."""
 
@@ -39,7 +41,9 @@ class LatencyView(View, can_focus=True):
     LatencyView .headline { height: 1; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis; }
     #histograms { grid-size: 2 3; grid-gutter: 0 3; height: 1fr; }
     LatencyView.-wide #histograms { grid-size: 3 2; grid-gutter: 1 4; }
-    LatencyView.-low #histograms { grid-size: 1 6; grid-rows: 1; grid-gutter: 0 0; }
+    LatencyView.-low #histograms { grid-size: 1 5; grid-rows: 1; grid-gutter: 0 0; }
+    #latency-e2e { column-span: 2; }
+    LatencyView.-low #latency-e2e { column-span: 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("w", "window(1)", "Window", tooltip="the next window: 1 min, 10 min, since load"),
@@ -53,12 +57,11 @@ class LatencyView(View, can_focus=True):
         self._found: Mapping[str, Distribution] = {}
 
     def compose(self) -> ComposeResult:
-        """Lay out the headline, the histograms, and their meanings."""
+        """Lay out the headline and the histograms."""
         yield Static("", classes="headline", markup=False)
         with Grid(id="histograms"):
             for name in KINDS:
                 yield Panel(f"latency-{name}")
-            yield Panel("latency-words")
 
     def on_resize(self, event: events.Resize) -> None:
         """Show two or three columns of histograms, or one line each if there is little room."""
@@ -99,14 +102,13 @@ class LatencyView(View, can_focus=True):
         panels = {name: self.query_one(f"#latency-{name}", Panel) for name in KINDS}
         if self.has_class("-low"):
             for name, panel in panels.items():
-                panel.show([_brief(panel, KINDS[name][0], self._found[name])])
+                panel.show([_brief(panel, KINDS[name], self._found[name])])
         else:
-            room = min(panel.size.width for panel in panels.values()) - AXIS - LABEL
-            scale = scale_of([aligned(each) for each in self._found.values() if each.counts is not None], room)
             for name, panel in panels.items():
-                panel.show(histogram(panel, KINDS[name][0], self._found[name], scale)[: max(1, panel.size.height)])
-        words = self.query_one("#latency-words", Panel)
-        words.show(_words(words)[: max(1, words.size.height)] if not self.has_class("-low") else [])
+                compared = [self._found[each] for each in (TTFT if name in TTFT else (name,))]
+                counted = [aligned(each) for each in compared if each.counts is not None]
+                scale = scale_of(counted, panel.size.width - AXIS - LABEL)
+                panel.show(histogram(panel, KINDS[name], self._found[name], scale)[: max(1, panel.size.height)])
 
 
 def histogram(panel: Panel, title: str, found: Distribution, scale: Scale) -> list[Text]:
@@ -140,18 +142,3 @@ def _brief(panel: Panel, title: str, found: Distribution) -> Text:
     for _, seconds in _numbers(found):
         line.append(f"{time_text(seconds):>7}", panel.style_of("strong"))
     return line.append(f"  {found.scope}", panel.style_of("dim"))
-
-
-def _words(panel: Panel) -> list[Text]:
-    """Return the meaning of each histogram."""
-    lines = [panel.title("Words")]
-    for title, meaning in KINDS.values():
-        lines.append(
-            Text.assemble(
-                (f"{title:<11}", panel.style_of("strong")),
-                (meaning, panel.style_of("dim")),
-                no_wrap=True,
-                overflow="ellipsis",
-            )
-        )
-    return lines

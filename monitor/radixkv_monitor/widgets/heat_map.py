@@ -1,6 +1,6 @@
 """A map of cells, each a small number: two cells a character in colour, or one with its sign.
 
-Where the two cells of a character are equal, it shows their sign too.
+Where the two cells of a character are equal, it shows their sign too. Few cells grow to several columns and lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from radixkv_monitor.theme import SELECTED, Shade
 from radixkv_monitor.widgets.cached_lines import CachedLines
 
 Cells = npt.NDArray[np.uint8]
-Key = tuple[bytes, int, int]
+Key = tuple[bytes, int, int, int]
 
 GUTTER = 9
 """The columns for the number of a line's first block."""
@@ -30,6 +30,8 @@ LEVEL, MARKED, CURSOR = 0x3F, 0x40, 0x80
 """The bits of a drawn cell: its level, a mark, and the cursor."""
 OUTSIDE = LEVEL
 DIM = Shade("#7d8590", "#6a717c", " ")
+TALLEST = 6
+"""The most lines of a cell."""
 
 
 class HeatMap(CachedLines[Key]):
@@ -73,13 +75,17 @@ class HeatMap(CachedLines[Key]):
         self.cursor = 0
         self.per = 1  # blocks per cell
         self.signs = False  # whether a character is one cell with its sign
+        self.tall = 1  # lines of a cell, which has twice as many columns if it has several lines
 
     # ---- geometry
 
     @property
     def columns(self) -> int:
         """The cells in a row: a multiple of eight, if there is room."""
-        room = max(1, self.line_width - GUTTER)
+        return self._columns(self.tall)
+
+    def _columns(self, tall: int) -> int:
+        room = max(1, (self.line_width - GUTTER) // _wide(tall))
         return room // 8 * 8 or room
 
     @property
@@ -89,7 +95,14 @@ class HeatMap(CachedLines[Key]):
 
     def room(self, signs: bool) -> int:
         """Return how many cells are visible at once."""
-        return self.columns * self.size.height * (1 if signs else 2)
+        return self._columns(1) * self.size.height * (1 if signs else 2)
+
+    def _tall(self, cells: int) -> int:
+        """Return the most lines that a cell can have so that all cells are in view: more than one only with signs."""
+        if not self.signs or self.per > 1:
+            return 1
+        fitting = (tall for tall in range(TALLEST, 1, -1) if self._columns(tall) * (self.size.height // tall) >= cells)
+        return next(fitting, 1)
 
     # ---- contents
 
@@ -107,7 +120,8 @@ class HeatMap(CachedLines[Key]):
             self._strips.clear()
         self._cells, self._marked = cells, marked
         self.cursor = min(self.cursor, max(0, len(cells) - 1))
-        lines = -(-len(cells) // self.cells_a_line)
+        self.tall = self._tall(len(cells))
+        lines = -(-len(cells) // self.cells_a_line) * self.tall
         if self.virtual_size.height != lines or self.virtual_size.width != self.line_width:
             self.virtual_size = Size(self.line_width, lines)
         self._overlay()
@@ -122,7 +136,7 @@ class HeatMap(CachedLines[Key]):
     def go_to(self, cell: int) -> None:
         """Move the cursor to a cell, scroll to it, and post the move."""
         cell = min(max(cell, 0), max(0, len(self._cells) - 1))
-        self.bring_into_view(cell // self.cells_a_line)
+        self.bring_into_view(cell // self.cells_a_line * self.tall)
         if cell != self.cursor:
             self.cursor = cell
             self._overlay()
@@ -138,7 +152,7 @@ class HeatMap(CachedLines[Key]):
 
     def action_page(self, by: int) -> None:
         """Move the cursor by a screen."""
-        self.go_to(self.cursor + by * self.body * self.cells_a_line)
+        self.go_to(self.cursor + by * max(1, self.body // self.tall) * self.cells_a_line)
 
     def action_edge(self, place: int) -> None:
         """Move the cursor to the first (0) or the last (-1) cell."""
@@ -151,8 +165,8 @@ class HeatMap(CachedLines[Key]):
 
     def cell_at(self, x: int, y: int) -> int | None:
         """Return the cell at this place of the widget: of two in a character, the upper one."""
-        column = x - GUTTER
-        cell = (y + self.top) * self.cells_a_line + column
+        column = (x - GUTTER) // _wide(self.tall)
+        cell = (y + self.top) // self.tall * self.cells_a_line + column
         return cell if 0 <= column < self.columns and cell < len(self._cells) else None
 
     def on_click(self, event: events.Click) -> None:
@@ -183,22 +197,27 @@ class HeatMap(CachedLines[Key]):
 
     def key_of(self, line: int) -> Key:
         """Return its cells."""
-        first = line * self.cells_a_line
-        return self._shown[first : first + self.cells_a_line].tobytes(), self.per, self.columns
+        first = line // self.tall * self.cells_a_line
+        return self._shown[first : first + self.cells_a_line].tobytes(), self.per, self.columns, self.tall
 
     def draw(self, line: int, key: Key) -> Strip:
-        """Draw the number of its first block, and runs of equal characters."""
+        """Draw the number of its first block, and runs of equal characters. The last line of tall cells is blank."""
         cells = np.frombuffer(key[0], np.uint8)
-        if not len(cells):
+        row, part = divmod(line, self.tall)
+        if not len(cells) or part + 1 == self.tall > 1:
             return Strip.blank(self.line_width, self.base_style)
         here = bool((cells & CURSOR).any())
-        number = f"{line * self.cells_a_line * self.per:>{GUTTER - 1},}{'▸' if here else ' '}"
-        gutter = Segment(number, self.style(SELECTED, None, "bold") if here else self.style(DIM))
+        number = f"{row * self.cells_a_line * self.per:,}" if not part else ""
+        text = f"{number:>{GUTTER - 1}}{'▸' if here and not part else ' '}"
+        gutter = Segment(text, self.style(SELECTED, None, "bold") if here else self.style(DIM))
         return Strip([gutter, *(self._signs(cells) if self.signs else self._halves(cells))])
 
     def _signs(self, cells: Cells) -> list[Segment]:
         """Draw the sign of each cell."""
-        return [self._sign(value, length) for value, length in _runs(cells)]
+        if self.tall == 1:
+            return [self._sign(value, length) for value, length in _runs(cells)]
+        blank = Segment(" ", self.base_style)
+        return [each for value in cells.tolist() for each in (self._sign(value, _wide(self.tall) - 1), blank)]
 
     def _sign(self, value: int, length: int) -> Segment:
         shade = self._shades[value & LEVEL]
@@ -232,6 +251,11 @@ class HeatMap(CachedLines[Key]):
             return SELECTED
         shade = self._shades[value & LEVEL]
         return shade.highlighted() if value & MARKED else shade
+
+
+def _wide(tall: int) -> int:
+    """Return the columns of a cell with this many lines."""
+    return 1 if tall == 1 else 2 * tall
 
 
 def _runs(values: npt.NDArray[np.integer[Any]]) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""Histograms of latencies on one logarithmic axis of time, with marks at percentiles.
+"""Histograms of latencies on a logarithmic axis of time, with marks at percentiles.
 
-All histograms of a screen have one scale, so that equal columns are equal times. `latency.BOUNDS` are the bounds of the
-buckets.
+Histograms that are compared have one scale, so that equal columns are equal times. `latency.BOUNDS` are the bounds of
+the buckets.
 """
 
 from __future__ import annotations

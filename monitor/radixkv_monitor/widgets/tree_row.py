@@ -55,16 +55,26 @@ def _blocks(branch: Branch) -> int:
 
 
 COLUMNS = (
-    Column("tokens", 8, lambda b, _: f"{b.tokens if b.is_root else b.node.tokens:,}", "size"),
-    Column("refs", 5, lambda b, _: f"{b.node.locks:,}" if b.node.locks else "·"),
+    Column("tokens", 8, lambda b, _: _whole(b.tokens if b.is_root else b.node.tokens, 8), "size"),
+    Column("refs", 5, lambda b, _: _whole(b.node.locks, 5) if b.node.locks else "·"),
     Column("reused", 7, lambda b, _: _requests(b.node.reused), "reused", with_reused=True),
     Column("ended here", 11, lambda b, _: _requests(b.node.hits), "ended-here", 100, with_reused=True),
     Column("ended here", 11, lambda b, _: _requests(b.node.hits), "ended-here", with_reused=False),
     Column("idle", 8, lambda b, context: idle(context.now - b.newest), "recency", by_age=True),
-    Column("blocks", 7, lambda b, _: f"{_blocks(b):,}"),
+    Column("blocks", 7, lambda b, _: _whole(_blocks(b), 7)),
     Column("bytes", 9, lambda b, context: size(_blocks(b) * context.bytes_per_block), from_width=92),
     Column("share", 11, lambda b, context: _share(b.tokens, context.all_tokens), "subtree", 72, by_age=True),
 )
+
+
+def _whole(number: int, width: int) -> str:
+    """Write a whole number so that it does not touch the column at its left.
+
+    >>> _whole(12_345, 7), _whole(123_456, 7)
+    ('12,345', '123k')
+    """
+    text = f"{number:,}"
+    return text if len(text) < width else short(number)
 
 
 def _requests(number: int | None) -> str:
