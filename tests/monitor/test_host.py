@@ -24,6 +24,7 @@ from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.views import HostBlockSelected, NodeSelected, Selection, View
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.views.tree import TreeView
+from radixkv_monitor.widgets import heat_map
 from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.heat_map import GUTTER
 from tests.monitor.fake_feed import FACTS
@@ -170,7 +171,8 @@ def test_a_map_of_one_tier_ignores_the_nodes_of_the_other() -> None:
 
 
 @both_sizes
-def test_the_host_has_a_map_with_a_scale_of_its_own(size: tuple[int, int]) -> None:
+def test_the_host_has_a_map_with_a_scale_of_its_own(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heat_map, "TALLEST", 1)
     view = PoolView()
 
     async def script(pilot: Pilot[None]) -> None:
