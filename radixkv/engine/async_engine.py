@@ -79,7 +79,7 @@ class AsyncRequestEngine:
 
         Cancelling the task cancels its requests. Same arguments and errors as `Engine.generate`.
         """
-        await self._compiled(namespace, *([params] if isinstance(params, SamplingParams | None) else params))
+        await self._compiled(*([params] if isinstance(params, SamplingParams | None) else params))
         return await self._completions(
             await self._prepared(self.client.inputs.batch, prompts, params, namespace, timeout)
         )
@@ -126,7 +126,7 @@ class AsyncRequestEngine:
         """Start one request; iterate the handle for chunks, or await its result: see `Engine.submit`."""
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
         options |= {"reply_start": start_of_reply(reply_start), "sample": sample, "origin": origin}
-        await self._compiled(namespace, params)
+        await self._compiled(params)
         request = await self._prepared(self.client.inputs.request, prompt, params, **options)
         return AsyncHandle(self.client.start(request))
 
@@ -241,11 +241,10 @@ class AsyncRequestEngine:
 
     # ---- inside
 
-    async def _compiled(self, namespace: Hashable, *params: object) -> None:
+    async def _compiled(self, *params: object) -> None:
         """Wait until constraints are compiled, so that the preparing thread never waits for one."""
-        begin = self.client.inputs.grammars.begin
         for each in params:
-            if isinstance(each, SamplingParams) and (compiling := begin(each, namespace)) is not None:
+            if isinstance(each, SamplingParams) and (compiling := self.client.inputs.grammars.begin(each)) is not None:
                 await asyncio.shield(asyncio.wrap_future(compiling))  # other requests may wait for it, too
 
     async def _prepared(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -11,12 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from radixkv.errors import InvalidConstraint
+from radixkv import AsyncEngine
+from radixkv.errors import InvalidConstraint, InvalidInput
 from radixkv.grammar.compiler import GrammarCompiler
 from radixkv.grammar.json_schema import checked_schema
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve import Settings
-from tests.grammar.engines import STOP, tokenizer
+from tests.grammar.engines import STOP, random_engine, tokenizer
 from tests.serve.served import hosted, until
 
 
@@ -116,3 +118,8 @@ def test_the_place_of_a_refusal_is_sought_for_a_limited_time(monkeypatch: pytest
     with pytest.raises(InvalidConstraint, match="at #: "):
         compiler().matcher(SamplingParams(json_schema=json.dumps(bad)))
     assert len(tried) < 8
+
+
+def test_a_namespace_that_cannot_be_hashed_is_refused_with_a_constraint_too() -> None:
+    with random_engine() as plain, pytest.raises(InvalidInput, match="a namespace must be hashable"):
+        asyncio.run(AsyncEngine(plain).generate([[5, 6]], SamplingParams(choice=["yes"]), namespace=["x"]))
