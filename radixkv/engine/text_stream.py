@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 _CONTEXT = 4  # tokens decoded before new ones: some tokenizers spell a token differently at the start of a text
 _WINDOW = 16  # tokens after which the decoded window is cut to the context
+_LONGEST = 4  # tokens of one character: one of so many windows begins at a character's first token
 _REPLACEMENT = "\ufffd"
 Decode: TypeAlias = Callable[..., str]  # of token ids, and by name skip_special_tokens
 
@@ -23,15 +24,23 @@ class Detokenizer:
 
     A trailing run of U+FFFD may become a character with the bytes of the next tokens, so it is held back. Where the
     context ends with such a run, the run is the context's, but a character that the first tokens complete is theirs.
+    The decoded window begins with a whole character: some decoders refuse all bytes that follow a part of one.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int]) -> None:
         """Start after `context`, the tokens before the first new one (only the last few are used)."""
         self._decode_ids = decode
-        self._ids = list(context[-_CONTEXT:])
-        before = self._decoded()
-        self._sent = len(before.rstrip(_REPLACEMENT))
-        self._open = before[self._sent :]  # the context's last characters, which the first tokens may complete
+        for cut in range(_LONGEST):  # the tokens that begin a character
+            known = context[: len(context) - cut]
+            window, text = self._window(known)
+            if not text.endswith(_REPLACEMENT):
+                break
+        else:
+            cut, (window, text) = 0, self._window(context)
+        self._ids = [*window, *context[len(context) - cut :]]
+        whole = self._decoded()
+        self._sent = max(len(text.rstrip(_REPLACEMENT)), len(whole.rstrip(_REPLACEMENT)))
+        self._open = max(0, len(whole) - self._sent)  # U+FFFD of the context, which the first tokens may complete
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that can no longer change. O(window)."""
@@ -43,8 +52,8 @@ class Detokenizer:
         new = certain[self._sent :]
         self._sent = max(self._sent, len(certain))
         if len(self._ids) > _WINDOW and certain == text:
-            del self._ids[:-_CONTEXT]
-            self._sent = len(self._decoded())
+            self._ids, text = self._window(self._ids)
+            self._sent = len(text)
         return new
 
     def copy(self) -> Detokenizer:
@@ -65,13 +74,24 @@ class Detokenizer:
     def _pass_context(self, text: str, certain: str) -> None:
         """Pass over the end of the context, unless the tokens after it have completed its last character."""
         if len(certain) > self._sent:
-            self._sent += len(self._open) * text.startswith(self._open, self._sent)
-            self._open = ""
+            after = text[self._sent :]
+            self._sent += min(self._open, len(after) - len(after.lstrip(_REPLACEMENT)))
+            self._open = 0
+
+    def _window(self, ids: Sequence[int]) -> tuple[list[int], str]:
+        """Return the last few tokens and their text, which begins with a whole character where `ids` have one there."""
+        for length in range(_CONTEXT, _CONTEXT + _LONGEST):
+            window = list(ids[-length:])
+            text = self._text(window)
+            if not text.startswith(_REPLACEMENT):
+                return window, text
+        return list(ids[-_CONTEXT:]), self._text(ids[-_CONTEXT:])
 
     def _decoded(self) -> str:
-        if not self._ids:
-            return ""
-        return str(self._decode_ids(self._ids, skip_special_tokens=True))
+        return self._text(self._ids)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._decode_ids(ids, skip_special_tokens=True)) if ids else ""
 
 
 def decoder(tokenizer: Any) -> Decode:

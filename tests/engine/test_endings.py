@@ -270,7 +270,6 @@ def interrupted(call: Callable[[], object], when: Callable[[], object], then: Ca
 needs_signals = pytest.mark.skipif(os.name == "nt", reason="signals to threads are POSIX")
 
 
-@needs_signals
 def test_a_request_whose_handle_nobody_holds_is_cancelled() -> None:
     engine, _ = make_engine()
     params = SamplingParams(max_tokens=5000, temperature=0, ignore_eos=True)
@@ -284,6 +283,7 @@ def test_a_request_whose_handle_nobody_holds_is_cancelled() -> None:
         assert kept.result().token_ids, "a handle that is held loses nothing"
 
 
+@needs_signals
 def test_interrupting_generate_cancels_all_of_it_and_passes_on():
     world = World(400)
     with world.engine:

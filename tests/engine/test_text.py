@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from radixkv import SamplingParams
@@ -49,6 +50,33 @@ def test_a_character_that_a_prompt_begins_is_the_replys_once_its_tokens_complete
     for reply in ("", "a", "ab"):
         detokenizer = Detokenizer(decoder(TOKENIZER), context)
         assert "".join(map(detokenizer.push, spelled(reply))) + detokenizer.flush() == reply
+
+
+FALLBACK = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}, [], byte_fallback=True))
+FALLBACK.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+
+
+@pytest.mark.parametrize("context", ["", "a", "日本"])
+@pytest.mark.parametrize("text", ["日本" * 12, "a日é🙂" * 9])
+def test_decoders_that_refuse_all_bytes_after_a_part_of_a_character_get_none(text: str, context: str) -> None:
+    detokenizer = Detokenizer(FALLBACK.decode, list(context.encode()))
+    tokens = [256 if byte == ord("a") else byte for byte in text.encode()]
+    assert "".join(map(detokenizer.push, tokens)) + detokenizer.flush() == text
+
+
+@pytest.mark.parametrize("known", [1, 2])
+@pytest.mark.parametrize("before", ["Hi", "Hi\ufffd", "é", "🙂", "日"])
+def test_the_bytes_before_a_character_that_a_prompt_begins_are_no_part_of_the_reply(before: str, known: int) -> None:
+    tokens, start = spelled(before + "日!"), len(before.encode()) + known
+    detokenizer = Detokenizer(decoder(TOKENIZER), tokens[:start])
+    assert "".join(map(detokenizer.push, tokens[start:])) + detokenizer.flush() == "日!"
+
+
+def test_a_space_in_the_token_that_begins_a_character_is_the_contexts() -> None:
+    tokens = [b"Hello", b" \xe6", b"\x97\xa5", b"!"]
+    decode = lambda ids, **_: b"".join(tokens[each] for each in ids).decode(errors="replace")  # noqa: E731
+    detokenizer = Detokenizer(decode, [0, 1])
+    assert detokenizer.push(2) + detokenizer.push(3) + detokenizer.flush() == "日!"
 
 
 def test_a_prompt_that_ends_with_a_stop_string_does_not_end_an_empty_reply() -> None:
