@@ -159,6 +159,7 @@ def _found_or_made(name: str, folder: int | None) -> os.stat_result:
     except FileNotFoundError:
         with suppress(FileExistsError):  # another process has created it
             os.mkdir(name, 0o700, dir_fd=folder)
+            os.chmod(name, 0o700, dir_fd=folder)  # a umask may have taken the owner's rights
         return os.lstat(name, dir_fd=folder)
 
 

@@ -191,8 +191,9 @@ def opened(path: Path) -> os.stat_result:
         os.close(folder)
 
 
-def test_missing_folders_are_created_private_whatever_the_umask_is(tmp_path: Path) -> None:
-    before = os.umask(0)
+@pytest.mark.parametrize("umask", [0, 0o077, 0o777])
+def test_missing_folders_are_created_private_whatever_the_umask_is(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
     try:
         assert opened(tmp_path / "a" / "b") == (tmp_path / "a" / "b").stat()
     finally:
