@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -297,6 +299,44 @@ def test_of_eight_first_builds_at_once_one_compiles(
     found = {process.communicate()[0].strip() for process in started}
     assert found == {str(each) for each in fresh.iterdir()} and len(found) == 1
     assert (tmp_path / "calls").read_text() == "\n"
+
+
+def test_a_build_that_hangs_delays_no_process_whose_library_is_cached(
+    compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(copy_of_the_library())
+    fresh = use_folder(tmp_path, monkeypatch)
+    path = build.library().resolve()
+    folder = os.open(fresh, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # as the process whose compiler hangs
+    try:
+        assert build.library().resolve() == path
+        monkeypatch.setattr(build, "_LONGEST_S", 0.2)
+        path.write_bytes(b"damaged")
+        with pytest.raises(build.BuildError, match=f"another process has been compiling into {fresh} for 0.2 s"):
+            build.library()
+    finally:
+        os.close(folder)
+    monkeypatch.undo()
+    assert path.read_bytes() == b"damaged", "only the process that holds the lock removes libraries"
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_build_needs_no_stderr(
+    is_broken: bool, compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(copy_of_the_library())
+    fresh = use_folder(tmp_path, monkeypatch)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stderr:
+        if not is_broken:
+            stderr.close()
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stderr", stderr)
+            assert build.library().resolve().parent == fresh
+        with suppress(BrokenPipeError):
+            stderr.close()
 
 
 @pytest.mark.parametrize(

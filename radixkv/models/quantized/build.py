@@ -112,33 +112,61 @@ def _path(folder: int) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{folder}"))
 
 
-def _cached(folder: int, key: str) -> int | None:
-    """Return a descriptor of this key's library, None without one; remove damaged ones. Costs a hash of the library."""
+def _cached(folder: int, key: str, *, remove: bool) -> int | None:
+    """Return a descriptor of this key's library, None without one. Costs a hash of the library.
+
+    With `remove`, remove damaged ones: the folder is locked.
+    """
     for name in os.listdir(folder):
         if name.startswith(f"{key}-") and name.endswith(".so"):
-            found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+            try:
+                found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+            except FileNotFoundError:  # another process has removed it
+                continue
             with open(found, "rb", closefd=False) as file:
                 if name == _name(key, file.read()):
                     os.utime(found)
                     return found
             os.close(found)
-            with suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)
+            if remove:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
     return None
 
 
 def _compiled_once(compiler: str, folder: int, key: str) -> int:
-    """Return a descriptor of this key's library; one process at a time compiles it, and the others wait."""
+    """Return a descriptor of this key's library; one process at a time compiles it, and the others wait.
+
+    A process whose library is in the cache waits for no other one.
+    """
+    found = _cached(folder, key, remove=False)
     with suppress(OSError):  # a file system without locks: each process compiles
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        _remove_leftovers(folder)
-    found = _cached(folder, key)
+        if _locked(folder, _LONGEST_S if found is None else 0.0):
+            _remove_leftovers(folder)
+        elif found is None:
+            raise BuildError(f"another process has been compiling into {_path(folder)} for {_LONGEST_S:g} s: end it")
+    if found is None:
+        found = _cached(folder, key, remove=True)
     if found is None:
         _compile(compiler, folder, key)
-        found = _cached(folder, key)
+        found = _cached(folder, key, remove=True)
     if found is None:
         raise BuildError(f"the library that {compiler} made was changed or removed")
     return found
+
+
+def _locked(folder: int, longest: float) -> bool:
+    """Lock the folder; returns False if another process holds the lock for `longest` seconds. Raises OSError."""
+    until = time.monotonic() + longest
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.05)
+        else:
+            return True
 
 
 def _remove_leftovers(folder: int) -> None:
@@ -153,7 +181,8 @@ def _remove_leftovers(folder: int) -> None:
 def _compile(compiler: str, folder: int, key: str) -> None:
     """Add the library to the folder. Raises BuildError with the compiler's first error, or if it cannot be loaded."""
     if sys.stderr is not None:
-        print("radixkv compiles functions for this CPU, once: about five seconds", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # it is closed
+            print("radixkv compiles functions for this CPU, once: about five seconds", file=sys.stderr, flush=True)
     with _ending_in_order(), tempfile.TemporaryDirectory(dir=_path(folder), prefix=_BEGUN) as apart:
         made = Path(apart) / "made.so"
         _run([compiler, *_OPTIONS, "-o", str(made), *map(str, SOURCES)], apart)
