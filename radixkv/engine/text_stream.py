@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 _CONTEXT = 4  # tokens decoded before new ones: some tokenizers spell a token differently at the start of a text
 _WINDOW = 16  # tokens after which the decoded window is cut to the context
-_LONGEST = 4  # tokens of one character: one of so many windows begins at a character's first token
+_LONGEST = 4  # tokens of one character at most
 _REPLACEMENT = "\ufffd"
 Decode: TypeAlias = Callable[..., str]  # of token ids, and by name skip_special_tokens
 
@@ -30,22 +30,17 @@ class Detokenizer:
     def __init__(self, decode: Decode, context: Sequence[int]) -> None:
         """Start after `context`, the tokens before the first new one (only the last few are used)."""
         self._decode_ids = decode
-        for cut in range(_LONGEST):  # the tokens that begin a character
-            known = context[: len(context) - cut]
-            window, text = self._window(known)
-            if not text.endswith(_REPLACEMENT):
-                break
-        else:
-            cut, (window, text) = 0, self._window(context)
-        self._ids = [*window, *context[len(context) - cut :]]
-        whole = self._decoded()
-        self._sent = max(len(text.rstrip(_REPLACEMENT)), len(whole.rstrip(_REPLACEMENT)))
-        self._open = max(0, len(whole) - self._sent)  # U+FFFD of the context, which the first tokens may complete
+        self._ids = list(context[-_CONTEXT:])
+        text = self._decoded(self._ids)
+        self._sent = len(text)
+        self._open = 0  # U+FFFD at the end of the context, which the first tokens may complete
+        if _REPLACEMENT in text:
+            self._start_after(context)
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that can no longer change. O(window)."""
         self._ids.append(token)
-        text = self._decoded()
+        text = self._decoded(self._ids)
         certain = text.rstrip(_REPLACEMENT)
         if self._open:
             self._pass_context(text, certain)
@@ -64,12 +59,25 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the text that was held back, with incomplete characters as U+FFFD."""
-        text = self._decoded()
+        text = self._decoded(self._ids)
         if self._open:
             self._pass_context(text, text)
         new = text[self._sent :]
         self._sent += len(new)
         return new
+
+    def _start_after(self, context: Sequence[int]) -> None:
+        """Start after a context with U+FFFD: its last few tokens begin or end inside a character."""
+        for cut in range(_LONGEST):  # the tokens that begin a character
+            window, text = self._window(context[: len(context) - cut])
+            if not text.endswith(_REPLACEMENT):
+                break
+        else:
+            cut, (window, text) = 0, self._window(context)
+        self._ids = [*window, *context[len(context) - cut :]]
+        whole = self._decoded(self._ids)
+        self._sent = max(len(text.rstrip(_REPLACEMENT)), len(whole.rstrip(_REPLACEMENT)))
+        self._open = max(0, len(whole) - self._sent)
 
     def _pass_context(self, text: str, certain: str) -> None:
         """Pass over the end of the context, unless the tokens after it have completed its last character."""
@@ -79,18 +87,15 @@ class Detokenizer:
             self._open = 0
 
     def _window(self, ids: Sequence[int]) -> tuple[list[int], str]:
-        """Return the last few tokens and their text, which begins with a whole character where `ids` have one there."""
+        """Return the last few tokens, and their text. It begins with a whole character if `ids` have one there."""
         for length in range(_CONTEXT, _CONTEXT + _LONGEST):
             window = list(ids[-length:])
-            text = self._text(window)
+            text = self._decoded(window)
             if not text.startswith(_REPLACEMENT):
                 return window, text
-        return list(ids[-_CONTEXT:]), self._text(ids[-_CONTEXT:])
+        return list(ids[-_CONTEXT:]), self._decoded(ids[-_CONTEXT:])
 
-    def _decoded(self) -> str:
-        return self._text(self._ids)
-
-    def _text(self, ids: Sequence[int]) -> str:
+    def _decoded(self, ids: Sequence[int]) -> str:
         return str(self._decode_ids(ids, skip_special_tokens=True)) if ids else ""
 
 
