@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -222,6 +223,22 @@ def test_folders_and_links_of_other_users_are_refused(tmp_path: Path, name: str)
     os.chown(tmp_path / name, OTHER, OTHER, follow_symlinks=False)
     with pytest.raises(PermissionError, match=f"{tmp_path / name} belongs to another user, {OTHER}: choose"):
         opened(tmp_path / ("link" if name == "link" else "a") / "b")
+
+
+@as_root
+def test_a_folder_that_is_exchanged_after_its_check_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True, mode=0o700)
+    checked = os.lstat
+
+    def exchanged(name: str, **given: Any) -> os.stat_result:
+        found = checked(name, **given)
+        if name == "a":
+            os.chown(tmp_path / "a", OTHER, OTHER)
+        return found
+
+    monkeypatch.setattr(os, "lstat", exchanged)
+    with pytest.raises(PermissionError, match=f"{tmp_path / 'a'} belongs to another user, {OTHER}"):
+        opened(tmp_path / "a" / "b")
 
 
 def test_links_on_the_way_are_followed_and_checked(tmp_path: Path) -> None:
