@@ -25,6 +25,7 @@ from radixkv import Engine, SamplingParams
 from radixkv.cli.main import main
 from radixkv.engine.observers import trace_writer
 from radixkv.engine.observers.trace_writer import TraceWriter, block_ids
+from radixkv.engine.request import Origin
 from radixkv.errors import InvalidInput
 from radixkv_traces.cli import add_trace, load
 from radixkv_traces.formats import read
@@ -112,8 +113,8 @@ def test_a_trace_has_the_ends_of_requests_and_no_request_that_was_never_admitted
     world.core.observers.append(recording)
     stopped = world.submit(tokens(5), ONE.but(stop_token_ids=range(50), ignore_eos=False, max_tokens=9))
     many = world.submit(tokens(6, 1), ONE.but(max_tokens=3, n=2, temperature=1.0))
-    cancelled = world.submit(tokens(7, 2), ONE.but(max_tokens=30), session=4)
-    only = world.submit(tokens(8, 3), ONE, session=12)
+    cancelled = world.submit(tokens(7, 2), ONE.but(max_tokens=30), origin=Origin(session=4))
+    only = world.submit(tokens(8, 3), ONE, origin=Origin(session=12))
     only.max_tokens = 0  # like a request of `warm`
     world.step()
     world.step()
@@ -155,10 +156,10 @@ def test_requests_are_replayed_in_order_of_arrival_not_of_lines(tmp_path: Path) 
     path, world = tmp_path / "t", World(64)
     recording = TraceWriter(path, 4)
     world.core.observers.append(recording)
-    world.submit(tokens(20), ONE.but(max_tokens=12), session=1)
+    world.submit(tokens(20), ONE.but(max_tokens=12), origin=Origin(session=1))
     begun = time.perf_counter()
     until(lambda: time.perf_counter() > begun + 0.002)
-    world.submit(tokens(20), ONE, session=2)
+    world.submit(tokens(20), ONE, origin=Origin(session=2))
     world.finish()
     recording.close()
     assert [request.session for request in read(path)] == ["2", "1"]
