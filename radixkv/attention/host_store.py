@@ -21,6 +21,7 @@ from torch import Tensor
 from radixkv.attention.kv_store import KVStore
 from radixkv.device import device_of
 from radixkv.errors import InvalidInput
+from radixkv.sizing.kv_size import size_text
 
 PIECE = 1 << 30
 """Bytes of host memory that are pinned at once: torch rounds each allocation up to a power of two."""
@@ -74,7 +75,7 @@ class HostStore:
         blocks, for a store without KV, and if the memory cannot be allocated.
         """
         if num_blocks < 1 or not store.bytes_per_block:
-            raise InvalidInput(f"host memory for {num_blocks} blocks of {store.bytes_per_block} bytes holds no KV")
+            raise InvalidInput(f"host memory for {num_blocks} blocks of {size_text(store.bytes_per_block)} holds no KV")
         self.num_blocks, self.block_size = num_blocks, store.block_size
         self.bytes_per_block = store.bytes_per_block
         self._store = store
@@ -83,7 +84,7 @@ class HostStore:
         try:
             self._transfers: StagedTransfers | DirectTransfers = kind(store, num_blocks)
         except (MemoryError, RuntimeError, ValueError) as error:  # numpy raises ValueError for a size beyond 63 bits
-            raise InvalidInput(f"host memory of {self.nbytes} bytes cannot be allocated: {error}") from error
+            raise InvalidInput(f"host memory of {size_text(self.nbytes)} cannot be allocated: {error}") from error
 
     @property
     def nbytes(self) -> int:

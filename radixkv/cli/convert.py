@@ -22,9 +22,9 @@ from typing import Any
 
 from radixkv import model_path
 from radixkv.cli import model_check
-from radixkv.cli.plan import size
 from radixkv.errors import InvalidInput
 from radixkv.gguf import header as gguf
+from radixkv.sizing.kv_size import size_text
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         return stopped.status
     seconds = time.monotonic() - started
     chat = shlex.join(["radixkv", "chat", arguments.folder])
-    print(f"{arguments.folder}: {size(written)} as {arguments.dtype}, in {seconds:.1f} s. To use it: {chat}")
+    print(f"{arguments.folder}: {size_text(written)} as {arguments.dtype}, in {seconds:.1f} s. To use it: {chat}")
     return 0
 
 
@@ -108,7 +108,7 @@ def _check_space(place: Path, weights: int) -> None:
     """Refuse a disk that has no room for the folder."""
     needed, free = weights + _SMALL_FILES, shutil.disk_usage(place).free
     if needed > free:
-        raise InvalidInput(f"the converted model takes {size(needed)}, and {size(free)} are free in {place}")
+        raise InvalidInput(f"the converted model takes {size_text(needed)}, and {size_text(free)} are free in {place}")
 
 
 # ---- the conversion

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from radixkv.cli import doctor_weights, model_check
 from radixkv.cli.doctor_checks import Finding, language, note, ok, problem, versions
-from radixkv.cli.plan import size
 from radixkv.errors import InvalidInput, RadixKVError, UnsafeFolder
+from radixkv.sizing.kv_size import size_text
 
 if TYPE_CHECKING:
     import torch
@@ -150,13 +150,13 @@ def _machine(has_cuda: bool) -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         kind = f"{properties.name}, sm_{properties.major}{properties.minor}"
-        yield ok(f"cuda:{index}", f"{kind}, {size(free)} of {size(total)} free")
+        yield ok(f"cuda:{index}", f"{kind}, {size_text(free)} of {size_text(total)} free")
     if not has_cuda and _DRIVER.exists():
         built = f"torch {torch.__version__} sees no CUDA device"
         yield note("cuda", f"an NVIDIA driver is loaded, but {built}: install the build of torch that fits the driver")
     counts = ((_cores(), "core"), (torch.get_num_threads(), "thread"))
     parts = [f"{count} {name}{'s' * (count > 1)}" for count, name in counts]
-    yield ok("cpu", f"{', '.join(parts)}, {size(free_memory())} of memory free")
+    yield ok("cpu", f"{', '.join(parts)}, {size_text(free_memory())} of memory free")
 
 
 def _cores() -> int:
@@ -181,7 +181,7 @@ def _model(loaded: LoadedModel, said: list[str]) -> Iterator[Finding]:
     if loaded.state:
         count = len({spec.key.layer for spec in loaded.state})
         off = "torch.compile, CUDA graphs, audits and the fallback are off"
-        yield ok("layers", f"{count} x recurrent state, {size(loaded.state_bytes)} a sequence in all; {off}")
+        yield ok("layers", f"{count} x recurrent state, {size_text(loaded.state_bytes)} a sequence in all; {off}")
     if loaded.layers:
         yield _attention(loaded)
 
@@ -193,7 +193,7 @@ def _file(header: GGUFHeader) -> Finding:
         stored += tensor.nbytes
         kinds[tensor.type_name] += 1
     types = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return ok("file", f"GGUF of architecture {header.architecture}, {size(stored)} of weights; tensors: {types}")
+    return ok("file", f"GGUF of architecture {header.architecture}, {size_text(stored)} of weights; tensors: {types}")
 
 
 def _attention(loaded: LoadedModel) -> Finding:
@@ -263,10 +263,10 @@ def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
         return problem("pool", str(error))
     blocks, slots = found.num_blocks, found.slots
     tokens = blocks * arguments.block_size
-    text = f"{blocks:,} blocks of {arguments.block_size} tokens, {size(block)} each: {size(blocks * block)}"
+    text = f"{blocks:,} blocks of {arguments.block_size} tokens, {size_text(block)} each: {size_text(blocks * block)}"
     if loaded.state:
         states = f"{slots.rows} sequences at once and {slots.snapshots} snapshots"
-        text = f"{text}; {size(slots.total * loaded.state_bytes)} of states: {states}"
+        text = f"{text}; {size_text(slots.total * loaded.state_bytes)} of states: {states}"
         if slots.rows < arguments.max_sequences:
             return note(
                 "pool", f"{text}; more memory (state_memory, kv_memory) allows more than {slots.rows} sequences"
@@ -293,9 +293,8 @@ def _host_memory(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
         costs = runner.host_costs(_HOST_TOKENS)
     except InvalidInput as error:
         return problem("host memory", str(error))
-    text = (
-        f"{blocks:,} more blocks, {blocks * block_size:,} tokens: {size(blocks * block_size * loaded.bytes_per_token)}"
-    )
+    tokens = blocks * block_size
+    text = f"{blocks:,} more blocks, {tokens:,} tokens: {size_text(tokens * loaded.bytes_per_token)}"
     load, prefill = (f"{seconds * 1e6:,.3g} us" for seconds in costs)
     speed = f"{loaded.bytes_per_token / costs.load_seconds_per_token / 1e9:.1f} GB/s"
     text = f"{text}; loading a token takes {load} ({speed}), computing it {prefill}"

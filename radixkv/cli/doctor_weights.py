@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import radixkv
 from radixkv.cli.doctor_checks import Finding, note, ok
-from radixkv.cli.plan import size
 from radixkv.errors import InvalidInput, RadixKVError
+from radixkv.sizing.kv_size import size_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ def counted(loaded: LoadedModel) -> Finding:
         kinds[f"{each.format.bits} bits"] += each.inputs * each.outputs
     few = "".join(f", {count:,} of them in {bits}" for bits, count in sorted(kinds.items(), reverse=True))
     numbers, total = numbers + kinds.total(), total + sum(each.nbytes for each in found)
-    return ok("weights", f"{numbers:,} numbers in memory, {size(total)}{few}")
+    return ok("weights", f"{numbers:,} numbers in memory, {size_text(total)}{few}")
 
 
 def formats(loaded: LoadedModel, weights: str, header: GGUFHeader | None) -> Finding:
@@ -242,9 +242,11 @@ def _check_memory(needed: int, *, kept: bool) -> None:
     from radixkv.sizing.memory import free_memory
 
     if needed > (free := free_memory()):
-        raise InvalidInput(f"in float32 the weights take {size(needed)}, and {size(free)} are free")
+        raise InvalidInput(f"in float32 the weights take {size_text(needed)}, and {size_text(free)} are free")
     if not kept and needed > _MOST_FLOAT32:
-        raise InvalidInput(f"in float32 the weights take {size(needed)}, and more than {size(_MOST_FLOAT32)} load long")
+        raise InvalidInput(
+            f"in float32 the weights take {size_text(needed)}, and more than {size_text(_MOST_FLOAT32)} load long"
+        )
 
 
 def _compared(loaded: LoadedModel, ids: Sequence[int], load_float32: Callable[[], LoadedModel] | None) -> Finding:

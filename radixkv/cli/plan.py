@@ -15,7 +15,7 @@ from typing import Any
 
 from radixkv.errors import InvalidInput
 from radixkv.sizing.kv_shapes import kv_shape
-from radixkv.sizing.kv_size import ASSUMED_DTYPE, KVShape, parse_bytes, parse_size
+from radixkv.sizing.kv_size import ASSUMED_DTYPE, KVShape, parse_bytes, parse_size, size_text
 from radixkv.sizing.memory import HostSize, StateSlots, host_size, state_slots
 
 _SHARES = (16, 4, 2, 1)  # a sequence that ends after one n-th of the context
@@ -140,7 +140,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         arguments.max_sequences, arguments.state_memory, arguments.host_memory,
     )  # fmt: skip
     if memory is not None and not plan.blocks:
-        raise InvalidInput(f"--memory {arguments.memory}: one block of this model takes {size(plan.bytes_per_block)}")
+        raise InvalidInput(
+            f"--memory {arguments.memory}: one block of this model takes {size_text(plan.bytes_per_block)}"
+        )
     return plan
 
 
@@ -166,18 +168,6 @@ def _notes(plan: Plan) -> list[str]:
 # ---- output
 
 
-def size(number: int) -> str:
-    """Format bytes in the largest binary unit that gives at least 1.
-
-    >>> size(327680), size(8 * 2**30), size(1000)
-    ('320 KiB', '8 GiB', '1000 B')
-    """
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if number >= 2**power:
-            return f"{number / 2**power:.4g} {unit}" if number < 1000 * 2**power else f"{number // 2**power} {unit}"
-    return f"{number} B"
-
-
 def layers_text(shape: KVShape) -> list[str]:
     """Describe each kind of layer in one line."""
     lines = []
@@ -193,31 +183,30 @@ def _text(plan: Plan) -> str:
     rows = [
         ("layers", _shortened(layers_text(plan.shape))),
         ("dtype", plan.dtype),
-        (f"a token{of_rank}", f"{plan.bytes_per_token:,} bytes ({size(plan.bytes_per_token)})"),
-        (f"a block of {plan.block_size} tokens{of_rank}", size(plan.bytes_per_block)),
-        (f"a sequence of {plan.context:,} tokens{of_rank}", size(slab)),
+        (f"a token{of_rank}", size_text(plan.bytes_per_token)),
+        (f"a block of {plan.block_size} tokens{of_rank}", size_text(plan.bytes_per_block)),
+        (f"a sequence of {plan.context:,} tokens{of_rank}", size_text(slab)),
     ]
     if plan.ranks > 1:
-        rows.insert(2, ("a token, all layers and heads", f"{plan.shape.bytes_per_token(plan.dtype):,} bytes"))
+        rows.insert(2, ("a token, all layers and heads", size_text(plan.shape.bytes_per_token(plan.dtype))))
     if plan.bytes_per_state:
         tokens = plan.bytes_per_state // plan.bytes_per_token
-        text = (
-            f"{size(plan.bytes_per_state)} in {len(plan.shape.states)} layers, as much as the KV of {tokens:,} tokens"
-        )
+        state = f"{size_text(plan.bytes_per_state)} in {len(plan.shape.states)} layers"
+        text = f"{state}, as much as the KV of {tokens:,} tokens"
         rows.append(("a recurrent state", text))
     if plan.memory is not None and plan.bytes_per_state:
         taken = f"{plan.slots.rows} sequences at once, {plan.slots.snapshots} snapshots"
         share = ", at most a third" if plan.state_memory == "auto" else ""
-        rows.append((f"states{share}", f"{size(plan.slots.total * plan.bytes_per_state)}: {taken}"))
+        rows.append((f"states{share}", f"{size_text(plan.slots.total * plan.bytes_per_state)}: {taken}"))
     if plan.memory is not None:
         full = plan.blocks // plan.blocks_of(plan.context)
         rows += [
-            (f"{size(plan.memory)}{of_rank}", f"{plan.blocks:,} blocks, {plan.blocks * plan.block_size:,} tokens"),
+            (f"{size_text(plan.memory)}{of_rank}", f"{plan.blocks:,} blocks, {plan.blocks * plan.block_size:,} tokens"),
             (f"sequences of {plan.context:,} tokens that fit", f"{full:,}"),
         ]
     if plan.host.blocks:
         states = plan.host.snapshots
-        memory = size(plan.host.blocks * plan.bytes_per_block + states * plan.bytes_per_state)
+        memory = size_text(plan.host.blocks * plan.bytes_per_block + states * plan.bytes_per_state)
         tokens = plan.host.blocks * plan.block_size
         more = f", {states:,} snapshots of recurrent states" if states else ""
         rows.append((f"host memory of {memory}{of_rank}", f"{plan.host.blocks:,} more blocks, {tokens:,} tokens{more}"))

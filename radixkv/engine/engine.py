@@ -37,6 +37,7 @@ from radixkv.errors import InvalidInput
 from radixkv.models.sampling_backend import sampler_of
 from radixkv.models.weights.fixed import FIXED_WEIGHTS, State, Weights
 from radixkv.sampling.params import SamplingParams
+from radixkv.sizing.kv_size import size_text
 from radixkv.sizing.memory import PoolSize, pool_size
 from radixkv.telemetry.records import EngineFacts
 from radixkv.telemetry.tree_view import ALL, TreeView
@@ -472,8 +473,8 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
         _log.warning("%s: host_memory has no effect: prefix_cache=False, so nothing would be loaded", loaded.name)
     if loaded.state and slots.rows < config.max_sequences:
         _log.warning(
-            "%s: %d sequences run at once instead of %d: each takes a recurrent state of %d bytes; set state_memory, "
-            "or more kv_memory, for more", loaded.name, slots.rows, config.max_sequences, loaded.state_bytes,
+            "%s: %d sequences run at once instead of %d: each takes a recurrent state of %s; set state_memory, "
+            "or more kv_memory, for more", loaded.name, slots.rows, config.max_sequences, size_text(loaded.state_bytes),
         )  # fmt: skip
         config = replace(config, max_sequences=slots.rows)
     cache = PrefixCache(

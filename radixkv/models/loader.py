@@ -31,6 +31,7 @@ from radixkv.models.checkpoint import Checkpoint
 from radixkv.models.gguf_tokenizer import stop_token_ids, tokenizer_of
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.weights.check import check_weights
+from radixkv.sizing.kv_size import size_text
 from radixkv.sizing.memory import free_memory
 
 _TOKENIZER_FILES = (
@@ -127,11 +128,12 @@ def _check_memory(
     for place, free in places.items():
         if needed > free:
             kind = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "they are saved"
-            advice = f"; with dtype='bfloat16' they take {half:,}" if half <= free else ""
+            advice = f"; with dtype='bfloat16' they take {size_text(half)}" if half <= free else ""
             if weights in ("int8", "int4"):
                 kind, advice = weights, ""
             raise InvalidInput(
-                f"the weights of {name!r} take {needed:,} bytes as {kind}, and {free:,} are free on {place}{advice}"
+                f"the weights of {name!r} take {size_text(needed)} as {kind}, and {size_text(free)} are free on "
+                f"{place}{advice}"
             )
 
 

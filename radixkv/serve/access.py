@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from radixkv.serve.errors import ApiError, bad_request, too_many
 from radixkv.server_settings import Settings, is_loopback
+from radixkv.sizing.kv_size import size_text
 
 KEY_HEADER = "x-api-key"
 NAMESPACE_HEADER = "X-RadixKV-Namespace"
@@ -194,5 +195,5 @@ async def _drop(parts: AsyncGenerator[bytes, None]) -> None:
 
 
 def _too_large(settings: Settings) -> ApiError:
-    message = f"the body is larger than {settings.max_body} bytes, the most that this server takes"
+    message = f"the body is larger than {size_text(settings.max_body)}, the most that this server takes"
     return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})

@@ -1,7 +1,8 @@
-"""Compute the bytes that the keys and values of a token take, and parse sizes such as "8GiB"."""
+"""Compute the bytes that the keys and values of a token take; parse and format sizes such as "8GiB"."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -82,6 +83,19 @@ class KVShape:
         if dtype not in WIDTHS:
             raise InvalidInput(f"dtype {dtype!r}: KV is kept in one of {', '.join(WIDTHS)}")
         return dtype
+
+
+def size_text(number: float, *, up: bool = False) -> str:
+    """Format bytes in the largest binary unit that gives at least 1, with four digits; `up` never gives less.
+
+    >>> size_text(327680), size_text(8 * 2**30), size_text(1000), size_text(98305, up=True)
+    ('320 KiB', '8 GiB', '1000 B', '96.01 KiB')
+    """
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if (value := number / 2**power) >= 1:
+            scale = 10 ** (4 - len(str(int(value))))
+            return f"{(math.ceil if up else round)(value * scale) / scale:.15g} {unit}"
+    return f"{number:.0f} B"
 
 
 def bytes_of(text: str) -> int | None:

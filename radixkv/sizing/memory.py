@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from radixkv.errors import InvalidInput
-from radixkv.sizing.kv_size import parse_bytes
+from radixkv.sizing.kv_size import parse_bytes, size_text
 
 _log = logging.getLogger(__name__)
 _CPU_SHARE = 4
@@ -57,13 +57,14 @@ def state_slots(memory: int, bytes_per_state: int, max_sequences: int, state_mem
     >>> state_slots(4 << 30, 52 << 20, max_sequences=64), state_slots(4 << 30, 120 << 10, max_sequences=8)
     (StateSlots(rows=13, snapshots=13), StateSlots(rows=8, snapshots=120))
     """
-    each = f"one recurrent state of this model takes {bytes_per_state} bytes"
+    each = f"one recurrent state of this model takes {size_text(bytes_per_state)}"
     if state_memory == "auto":
         slots = min(memory // _STATE_SHARE // bytes_per_state, _STATES_PER_ROW * max_sequences)
         if slots < 2:
             raise InvalidInput(
-                f"a third of the kv_memory of {memory} bytes holds {slots} states, and two are needed, a row and a "
-                f"snapshot: {each}; give at least {2 * _STATE_SHARE * bytes_per_state} bytes, or set state_memory"
+                f"a third of the kv_memory of {size_text(memory)} holds {slots} states, and two are needed, a row and "
+                f"a snapshot: {each}; give at least {size_text(2 * _STATE_SHARE * bytes_per_state, up=True)}, or set "
+                "state_memory"
             )
         rows = min(max_sequences, slots // 2)
         return StateSlots(rows, slots - rows)
@@ -71,11 +72,13 @@ def state_slots(memory: int, bytes_per_state: int, max_sequences: int, state_mem
     slots = given // bytes_per_state
     if slots <= max_sequences:
         raise InvalidInput(
-            f"state_memory of {given} bytes holds {slots} states, and max_sequences={max_sequences} needs a row each "
-            f"and one snapshot: {each}; give {(max_sequences + 1) * bytes_per_state} bytes, or lower max_sequences"
+            f"state_memory of {size_text(given)} holds {slots} states, and max_sequences={max_sequences} needs a row "
+            f"each and one snapshot: {each}; give {size_text((max_sequences + 1) * bytes_per_state, up=True)}, or "
+            "lower max_sequences"
         )
     if given >= memory:
-        raise InvalidInput(f"state_memory of {given} bytes leaves nothing of the kv_memory of {memory} bytes for KV")
+        sizes = f"state_memory of {size_text(given)} leaves nothing of the kv_memory of {size_text(memory)} for KV"
+        raise InvalidInput(sizes)
     return StateSlots(max_sequences, slots - max_sequences)
 
 
@@ -86,7 +89,8 @@ def blocks_for(kv_memory: str | int, bytes_per_block: int, device: str) -> int:
         return _FREE_BLOCKS
     if memory < bytes_per_block:
         raise InvalidInput(
-            f"kv_memory of {memory} bytes holds no block: one block of this model takes {bytes_per_block} bytes"
+            f"kv_memory of {size_text(memory)} holds no block: one block of this model takes "
+            f"{size_text(bytes_per_block, up=True)}"
         )
     return memory // bytes_per_block
 
@@ -120,22 +124,22 @@ def host_size(
     if not given:
         return HostSize(0)
     if not bytes_per_block:
-        raise InvalidInput(
-            f"host_memory={host_memory!r}: this model has no KV, so nothing can be offloaded; leave it out"
-        )
+        raise InvalidInput(f"host_memory={host_memory!r}: this model has no KV that could be offloaded; leave it out")
     snapshots = 0
     if bytes_per_state:
         snapshots = min(given // _STATE_SHARE // bytes_per_state, _STATES_PER_ROW * max_sequences)
         if not snapshots:
+            least = size_text(_STATE_SHARE * bytes_per_state, up=True)
             raise InvalidInput(
-                f"a third of the host_memory of {given} bytes holds no recurrent state of this model, which takes "
-                f"{bytes_per_state} bytes; give at least {_STATE_SHARE * bytes_per_state} bytes, or 0 for none"
+                f"a third of the host_memory of {size_text(given)} holds no recurrent state of this model, which takes "
+                f"{size_text(bytes_per_state)}; give at least {least}, or 0 for none"
             )
     blocks = (given - snapshots * bytes_per_state) // bytes_per_block
     if blocks < _LEAST_HOST_BLOCKS:
+        block, least = size_text(bytes_per_block), size_text(_LEAST_HOST_BLOCKS * bytes_per_block, up=True)
         raise InvalidInput(
-            f"host_memory of {given} bytes is less than the two blocks of the smallest load: one block of this model "
-            f"takes {bytes_per_block} bytes; give at least {_LEAST_HOST_BLOCKS * bytes_per_block} bytes, or 0 for none"
+            f"host_memory of {size_text(given)} is less than the two blocks of the smallest load: one block of this "
+            f"model takes {block}; give at least {least}, or 0 for none"
         )
     return HostSize(blocks, snapshots)
 
@@ -144,7 +148,7 @@ def _host_bytes(host_memory: str | int | None, pool: int) -> int:
     if host_memory != "auto":
         return 0 if host_memory is None else parse_bytes(host_memory, "host_memory")
     given = max(0, free_memory() - pool) // _CPU_SHARE
-    _log.info("host_memory: %d bytes, a quarter of the free memory beside the pool", given)
+    _log.info("host_memory: %s, a quarter of the free memory beside the pool", size_text(given))
     return given
 
 
@@ -197,11 +201,11 @@ def check_free(memory: int, device: str, host: int = 0) -> None:
 
     Only a pool on a CPU takes a part of that; a GPU raises by itself.
     """
-    parts = [f"a KV pool of {memory} bytes"] if device == "cpu" else []
-    parts += [f"host_memory of {host} bytes"] if host else []
+    parts = [f"a KV pool of {size_text(memory)}"] if device == "cpu" else []
+    parts += [f"host_memory of {size_text(host)}"] if host else []
     if (memory if device == "cpu" else 0) + host > (free := free_memory()):
         fits = "do not fit together" if len(parts) > 1 else "does not fit"
-        raise InvalidInput(f"{' and '.join(parts)} {fits}: {free} bytes are free here")
+        raise InvalidInput(f"{' and '.join(parts)} {fits}: {size_text(free)} are free here")
 
 
 def _release_pinned(device: str) -> None:

@@ -18,6 +18,7 @@ from radixkv.attention.host_store import HostStore
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.cache.types import WritePlan
 from radixkv.errors import InvalidInput
+from radixkv.sizing.kv_size import size_text
 from tests.attention.batches import BlocksFirst
 from tests.virtual_gpu import VirtualGpu, installed
 
@@ -271,5 +272,5 @@ def test_memory_without_kv_is_refused(layers: list[LayerShape], num_blocks: int)
 
 @pytest.mark.parametrize("num_blocks", [10**15, 2**62])
 def test_memory_that_cannot_be_allocated_is_refused_with_its_size(num_blocks: int) -> None:
-    with pytest.raises(InvalidInput, match=f"host memory of {64 * num_blocks} bytes cannot be allocated"):
+    with pytest.raises(InvalidInput, match=f"host memory of {size_text(64 * num_blocks)} cannot be allocated"):
         HostStore(KVStore([LayerShape(1, 2, 2)], 3, SIZE), num_blocks)

@@ -18,12 +18,12 @@ import transformers
 from radixkv.attention.host_store import HostCosts
 from radixkv.cli import doctor, doctor_checks, doctor_weights, main
 from radixkv.cli.doctor_checks import Finding
-from radixkv.cli.plan import size
 from radixkv.errors import UnsupportedModel
 from radixkv.models.adapter import load
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.quantized import kernels as quantized_kernels
 from radixkv.models.quantized.kernels import kernels
+from radixkv.sizing.kv_size import size_text
 from tests.chat.worlds import CHATML, byte_tokenizer
 from tests.models.conftest import GROUPED, make
 
@@ -66,7 +66,7 @@ def of(findings: Iterator[Finding]) -> list[tuple[str, str]]:
 
 
 def weights(numbers: int) -> str:
-    return f"{numbers:,} numbers in memory, {size(4 * numbers)}"
+    return f"{numbers:,} numbers in memory, {size_text(4 * numbers)}"
 
 
 # ---- the whole
@@ -97,7 +97,7 @@ def test_weights_of_8_and_4_bits_are_counted(examine: Any) -> None:
     inner = numbers - outer - 9 * 192  # without the norms
     stored = inner // 32 * 20 + outer // 32 * 34 + 9 * 192 * 4
     bits = f"{outer:,} of them in 8 bits, {inner:,} of them in 4 bits"
-    assert found["weights"] == [("ok", f"{numbers:,} numbers in memory, {size(stored)}, {bits}")]
+    assert found["weights"] == [("ok", f"{numbers:,} numbers in memory, {size_text(stored)}, {bits}")]
 
 
 def test_the_reason_against_small_weights_is_given_once(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.cli import main
-from radixkv.cli.plan import Plan, size
+from radixkv.cli.plan import Plan
 from radixkv.errors import InvalidInput
 from radixkv.models.attention_interface import IMPLEMENTATION
 from radixkv.models.probe import probe
 from radixkv.models.recurrent.mixers import install
 from radixkv.sizing.kv_shapes import _DEFAULTS, kv_shape
-from radixkv.sizing.kv_size import KVShape, LayerKV, parse_size
+from radixkv.sizing.kv_size import KVShape, LayerKV, parse_size, size_text
 from tests.models.recurrent.hybrids import HYBRIDS, hybrid
 
 SMALL: dict[str, Any] = {
@@ -216,7 +216,7 @@ def test_a_plan_counts_host_memory_as_an_engine_does(tmp_path: Path, capsys: pyt
     assert main(["plan", "tiny", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rank"]["host"] == {"blocks": 0, "tokens": 0, "state_snapshots": 0}
     assert main(["plan", "tiny", "--host-memory", "90kB"]) == 2
-    assert "one block of this model takes 49152 bytes; give at least 98304 bytes" in capsys.readouterr().err
+    assert "one block of this model takes 48 KiB; give at least 96 KiB" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
     assert main(["plan", str(tmp_path), "--host-memory", "1GB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rank"]["host"]["state_snapshots"] > 0
@@ -432,7 +432,7 @@ def test_sizes_are_bytes_and_units(number: int) -> None:
     assert parse_size(str(number)) == number
     for unit, bytes_ in (("kB", 10**3), ("MiB", 2**20), (" gib", 2**30), ("T", 10**12)):
         assert parse_size(f"{number % 1000 + 1}{unit}") == (number % 1000 + 1) * bytes_
-    value, unit = size(number).split()
+    value, unit = size_text(number).split()
     assert float(value) * parse_size(f"1{unit}") == pytest.approx(number, rel=1e-3)
 
 

@@ -84,7 +84,7 @@ def test_quantised_weights_are_noted_with_the_assumed_dtype(tmp_path: Path, caps
     ]
     assert main(["plan", path, "--dtype", "float32", "--memory", "1GiB"]) == 0
     shown = capsys.readouterr().out
-    assert "1,536 bytes" in shown and "is assumed" not in shown
+    assert "1.5 KiB" in shown and "is assumed" not in shown
     assert kv_bytes_per_token(path) == 768  # of radixkv-replay
 
 

@@ -150,17 +150,17 @@ def test_as_many_sequences_run_as_have_rows(caplog: pytest.LogCaptureFixture) ->
         assert cache.num_blocks == (12 * 9984 - 4 * 9984) // (16 * 128)
         replies = engine.generate(texts(4), GREEDY)
         assert [one.token_ids for one in replies] == [own_reply(model, text, 6) for text in texts(4)]
-    assert "2 sequences run at once instead of 64: each takes a recurrent state of 9984 bytes" in caplog.text
+    assert "2 sequences run at once instead of 64: each takes a recurrent state of 9.75 KiB" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kv_memory": 5 * 9984}, "a third of the kv_memory of 49920 bytes holds 1 states, and two are needed"),
-        ({"state_memory": 6 * 9984, "max_sequences": 6}, "holds 6 states, and max_sequences=6 needs .* give 69888 by"),
-        ({"state_memory": "1MB", "kv_memory": "900KB"}, "leaves nothing of the kv_memory of 900000 bytes for KV"),
+        ({"kv_memory": 5 * 9984}, "a third of the kv_memory of 48.75 KiB holds 1 states, and two are needed"),
+        ({"state_memory": 6 * 9984, "max_sequences": 6}, "holds 6 states, and max_sequences=6 needs .* give 68.25 KiB"),
+        ({"state_memory": "1MB", "kv_memory": "900KB"}, "leaves nothing of the kv_memory of 878.9 KiB for KV"),
         ({"state_memory": "much"}, 'state_memory must be "auto", bytes'),
-        ({"host_memory": 2 * 9984}, "a third of the host_memory of 19968 bytes holds no recurrent state of this model"),
+        ({"host_memory": 2 * 9984}, "a third of the host_memory of 19.5 KiB holds no recurrent state of this model"),
     ],
 )
 def test_memory_that_a_hybrid_model_cannot_use_is_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:

@@ -11,7 +11,7 @@ from radixkv.sizing import memory
 
 def test_blocks_are_what_fits():
     assert memory.blocks_for("1MB", 300_000, "cpu") == 3
-    with pytest.raises(InvalidInput, match="one block of this model takes 2000 bytes"):
+    with pytest.raises(InvalidInput, match=r"one block of this model takes 1\.954 KiB"):
         memory.blocks_for(1999, 2000, "cpu")
 
 
@@ -25,7 +25,7 @@ def test_host_memory_holds_whole_blocks_and_at_least_two():
     assert memory.host_size("1MB", 300_000).blocks == 3
     assert memory.host_size(600_000, 300_000).blocks == 2
     assert [memory.host_size(off, 300_000).blocks for off in (None, 0, "0", "0GiB")] == [0] * 4
-    with pytest.raises(InvalidInput, match="one block of this model takes 300000 bytes; give at least 600000 bytes"):
+    with pytest.raises(InvalidInput, match="one block of this model takes 293 KiB; give at least 586 KiB"):
         memory.host_size(599_999, 300_000)
 
 
@@ -33,7 +33,7 @@ def test_host_memory_comes_in_addition_to_the_pool(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda: 1000)
     size = memory.pool_size(700, "cpu", bytes_per_block=100, host_memory=320)
     assert (size.num_blocks, size.memory, size.host_blocks) == (7, 700, 3)
-    together = "a KV pool of 800 bytes and host_memory of 300 bytes do not fit together: 1000 bytes are free here"
+    together = "a KV pool of 800 B and host_memory of 300 B do not fit together: 1000 B are free here"
     with pytest.raises(InvalidInput, match=together):
         memory.pool_size(800, "cpu", bytes_per_block=100, host_memory=320)
 
@@ -44,7 +44,7 @@ def test_automatic_host_memory_is_a_quarter_of_what_the_pool_leaves(monkeypatch,
     with caplog.at_level("INFO"):
         assert memory.pool_size(700, "cpu", bytes_per_block=100, host_memory="auto").host_blocks == 2
         assert memory.pool_size(700, "cuda:1", bytes_per_block=100, host_memory="auto").host_blocks == 3
-    assert "host_memory: 200 bytes, a quarter of the free memory beside the pool" in caplog.text
+    assert "host_memory: 200 B, a quarter of the free memory beside the pool" in caplog.text
 
 
 def test_host_memory_of_a_gpu_is_compared_with_the_free_memory_of_the_host(monkeypatch):
@@ -52,7 +52,7 @@ def test_host_memory_of_a_gpu_is_compared_with_the_free_memory_of_the_host(monke
     monkeypatch.setattr(memory, "free_memory", lambda: 1000 if released else 0)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: released.append(True), raising=False)
     assert memory.pool_size(9000, "cuda:1", bytes_per_block=100, host_memory=1000).host_blocks == 10
-    with pytest.raises(InvalidInput, match=r"^host_memory of 1100 bytes does not fit: 1000 bytes are free here$"):
+    with pytest.raises(InvalidInput, match=r"^host_memory of 1.074 KiB does not fit: 1000 B are free here$"):
         memory.pool_size(9000, "cuda:1", bytes_per_block=100, host_memory=1100)
 
 
@@ -111,5 +111,5 @@ def test_a_group_of_version_one_counts_what_is_below_it(tmp_path):
     ],
 )
 def test_sizes_that_cannot_be_are_refused_with_the_reason(wrong):
-    with pytest.raises(InvalidInput, match=next(iter(wrong)) + "|bytes are free"):
+    with pytest.raises(InvalidInput, match=next(iter(wrong)) + "| are free"):
         RequestEngine.load("tiny", device="cpu", **wrong)

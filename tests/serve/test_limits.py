@@ -155,7 +155,7 @@ def test_bodies_that_are_too_large():
         chunked = post("/v1/chat/completions", content=iter([b"{", b" " * 150, b" " * 150]))
         fits = post("/v1/chat/completions", content=json.dumps(CHAT).ljust(200).encode())
     assert (declared.status_code, chunked.status_code) == (413, 413)
-    assert "200 bytes" in chunked.json()["error"]["message"]
+    assert "200 B" in chunked.json()["error"]["message"]
     assert fits.status_code == 200
 
 
