@@ -9,7 +9,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -71,6 +71,10 @@ class Plan:
     def blocks(self) -> int:
         """Number of whole blocks that fit into the memory, which must be given."""
         return self.kv_memory // self.bytes_per_block
+
+    def fitting(self) -> Plan:
+        """Return this plan with the longest context, up to its own, of which one sequence fits; needs a memory."""
+        return replace(self, context=min(self.context, self.blocks * self.block_size))
 
     @cached_property
     def host(self) -> HostSize:
@@ -162,6 +166,8 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(f"{min(heads)} KV heads do not go evenly into {plan.ranks} ranks: the numbers are the fullest's")
     if plan.shape.context is not None and plan.context > plan.shape.context:
         notes.append(f"a context of {plan.context:,} tokens is more than the model's own {plan.shape.context:,}")
+    if plan.memory is not None and (most := plan.fitting().context) < plan.context:
+        notes.append(f"no sequence of {plan.context:,} tokens fits; --context {most} is the largest that does")
     return notes
 
 
@@ -213,7 +219,7 @@ def _text(plan: Plan) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [plan.shape.name, *(f"  {name:<{width}}  {text}" for name, text in rows)]
     if plan.memory is not None:
-        lines += ["", *_lengths_text(plan), ""]
+        lines += ["", *_lengths_text(plan.fitting()), ""]
     return "\n".join([*lines, *(f"note: {note}" for note in _notes(plan))]).rstrip()
 
 

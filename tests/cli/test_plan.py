@@ -484,6 +484,17 @@ def test_a_model_without_a_longest_sequence_needs_a_context(tmp_path: Path, caps
     assert main(["plan", path, "--context", "100"]) == 0
 
 
+def test_a_context_that_does_not_fit_names_the_largest_that_does(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for context in ([], ["--context", "65536"], ["--context", "65537"]):
+        assert main(["plan", "llama-3.1-8b", "--memory", "8GiB", *context]) == 0
+        said.append(capsys.readouterr().out)
+    advice = "tokens fits; --context 65536 is the largest that does"
+    assert [advice in each for each in said] == [True, False, True]
+    tables = {each.partition("Sequences that share nothing")[2].partition("\n\n")[0].strip() for each in said}
+    assert len(tables) == 1 and tables.pop().splitlines()[-1].split() == ["65,536", "1", "0.0%", "1", "0.0%"]
+
+
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
     assert main([*SEVENTY, "--memory", "8GiB"]) == 0
