@@ -18,7 +18,7 @@ with Engine.load("tiny") as engine:  # or a folder, a GGUF file, or a name on th
 
     [branch] = chat.fork()  # costs no KV: both go on from the same cached prefix
     print("branch:", branch.send("What do you know about me?", greedy).text)
-    print("edited:", chat.edit(1, "I have a red boat.", greedy).text)  # drops the turns after it
+    print("edited:", chat.edit(2, "I have a red boat.", greedy).text)  # drops the turns after it
     print("chat:  ", chat.send("What color is my boat?", greedy).text)
 
     # Why is this prompt (not) in the cache? Asking changes nothing.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from asyncio import CancelledError, wrap_future
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import Executor, Future
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -23,6 +23,7 @@ from radixkv.chat.session import NOT_COPIED, ChatSession
 from radixkv.chat.session_use import SessionUse
 from radixkv.engine import AsyncRequestEngine, Chunk
 from radixkv.engine.async_engine import AsyncChunks, AsyncHandle
+from radixkv.engine.engine import explained_methods
 from radixkv.sampling.params import SamplingParams
 
 Arguments = ParamSpec("Arguments")
@@ -30,13 +31,17 @@ Result = TypeVar("Result")
 
 
 class AsyncReplyStream:
-    """The reply to one message while it is computed: `async for` yields chunks, `await stream.wait()` the whole reply.
+    """The reply to one message while it is computed: `async for` yields chunks, `await stream.reply` the whole reply.
 
     Leaving the loop, or cancelling the task that iterates or waits, cancels the reply and undoes its turn.
+
+    handle       the request's `AsyncHandle`: its result is the completion, before it is parsed
+    prompt       token ids of the request
     """
 
     def __init__(self, stream: ReplyStream, preparing: Executor, use: SessionUse) -> None:
         """Follow `stream`; `preparing` runs the session's calls in order. `use` is the session's."""
+        self.handle, self.prompt = AsyncHandle(stream.handle), stream.prompt
         self._stream = stream
         self._preparing, self._use = preparing, use
 
@@ -47,14 +52,24 @@ class AsyncReplyStream:
     async def wait(self) -> Reply:
         """Wait for the whole reply.
 
-        Raises as `AsyncHandle.result`, and RequestCancelled if the stream was closed.
+        Raises as `AsyncHandle.result`, RequestCancelled if the stream was closed, and UnparsedReply.
         """
         with self._use.reading():
-            await AsyncHandle(self._stream.handle).result()
+            await self.handle.result()
             return await wrap_future(self._preparing.submit(self._stream.wait))  # the result is there: parses the reply
 
+    @property
+    def reply(self) -> Coroutine[Any, Any, Reply]:
+        """The whole reply, to be awaited: `await stream.reply`; waits until it is complete."""
+        return self.wait()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the turn is still undecided: neither recorded in the session nor undone."""
+        return self._stream.is_open
+
     async def _seen(self) -> None:
-        if self._stream.is_open:
+        if self.is_open:
             await self.wait()
 
     async def close(self) -> None:
@@ -62,6 +77,7 @@ class AsyncReplyStream:
         self._stream.close()
 
 
+@explained_methods
 class AsyncChatSession:
     """A conversation with the model. One task at a time may use it; several sessions may run at once.
 
@@ -85,7 +101,7 @@ class AsyncChatSession:
     async def stream(
         self, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
     ) -> AsyncReplyStream:
-        """Send a user message; iterate the returned stream, or await its `wait`. See `ChatSession.stream`."""
+        """Send a user message; iterate the returned stream, or await its `reply`. See `ChatSession.stream`."""
         return await self._start(self._session.stream, text, params, schema=schema)
 
     async def tool_results(
@@ -115,7 +131,7 @@ class AsyncChatSession:
     async def edit(
         self, turn: int, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
     ) -> Reply:
-        """Replace the message of turn `turn`, and wait for the new reply. See `ChatSession.edit`."""
+        """Replace the message of turn `turn`, counted from 1, and wait for the new reply. See `ChatSession.edit`."""
         with self._use.call():
             return await (await self.stream_edit(turn, text, params, schema=schema)).wait()
 
@@ -168,6 +184,10 @@ class AsyncChatSession:
         """Close the session."""
         await self.close()
 
+    def __repr__(self) -> str:
+        """Name the model and the length of the conversation."""
+        return f"<Async{repr(self._session)[1:]}"
+
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied, as `ChatSession` does."""
         raise TypeError(NOT_COPIED)
@@ -198,11 +218,12 @@ def _close(beginning: Future[ReplyStream]) -> None:
         beginning.result().close()
 
 
+@explained_methods
 class AsyncEngine(AsyncRequestEngine):
-    """An `Engine` that never blocks an event loop; any number of loops and threads may use it.
+    """Make one with `await AsyncEngine.load("tiny")`: an `Engine` that never blocks an event loop.
 
-    `await AsyncEngine.load(...)`, or wrap an existing engine; then await `generate`, `submit`, or the methods of a
-    `chat`. It is an async context manager: `close` ends running requests and frees the pool.
+    Any number of loops and threads may use it. `AsyncEngine(engine)` wraps an existing engine. Then await `generate`,
+    `submit`, or the methods of a `chat`. An async context manager: `close` ends running requests and frees the pool.
     """
 
     _kind = Engine

@@ -17,14 +17,18 @@ from radixkv.chat.session import ChatSession
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import RequestEngine
 from radixkv.engine.chat_messages import check_messages
+from radixkv.engine.engine import explained_methods
 from radixkv.engine.input_processor import is_chat
 from radixkv.errors import InvalidInput
 
 
+@explained_methods
 class Engine(RequestEngine):
-    """A model, a KV pool and its prefix cache, owned by one thread.
+    """Make an engine with `Engine.load("tiny")`: a model, a KV pool and its prefix cache, owned by one thread.
 
-    Make one with `load`, then call `generate`, `submit` or `chat`. Every method may be called from any thread.
+    Then call `generate`, `submit` or `chat`. Every method may be called from any thread. A context manager: `close`
+    ends running requests and frees the pool. `config` has its settings. `client` posts calls to the engine's thread
+    without waiting.
     """
 
     def chat(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from radixkv.engine import Usage
-from radixkv.engine.output import FinishReason
+from radixkv.engine.output import FinishReason, brief
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import TokenLogprobs
 
@@ -58,6 +58,11 @@ class Reply:
     thinking: str = ""
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     parsed: Any = None
+
+    def __repr__(self) -> str:
+        """Show the beginning of the text, the names of the called tools, and the cost."""
+        said = " ".join([self.text, *(f"{call.name}()" for call in self.tool_calls)])
+        return brief(self, said, self.finish_reason, self.usage)
 
 
 def tool_messages(results: Sequence[ToolResult], calls: Sequence[ToolCall]) -> list[Message]:

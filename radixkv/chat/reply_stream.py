@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from radixkv.chat.messages import Message, Reply
-from radixkv.chat.reply_schema import ReplySchema
-from radixkv.chat.saved import Turn
+from radixkv.chat.messages import Reply
 from radixkv.chat.session_use import SessionUse
 from radixkv.engine import Chunk, Completion, Handle
 from radixkv.errors import EngineClosed, RequestCancelled, UnparsedReply
-from radixkv.sampling.params import SamplingParams
 
 
 class ReplyStream:
@@ -21,33 +18,22 @@ class ReplyStream:
 
     A beam search has several replies, and the best one is the turn. The chunks belong to the best reply only; the
     others are the `alternatives` of `stream.handle.result()`.
+
+    handle       the request's `Handle`: its result is the completion, before it is parsed
+    prompt       token ids of the request
+    is_open      whether the turn is still undecided: neither recorded in the session nor undone
     """
 
     def __init__(
-        self,
-        handle: Handle,
-        turns: list[Turn],
-        prompt: array[int],
-        new: Sequence[Message],
-        params: SamplingParams,
-        record: Callable[[ReplyStream, Completion], Reply],
-        use: SessionUse,
-        *,
-        edits: bool = False,
-        schema: ReplySchema | None = None,
+        self, handle: Handle, prompt: array[int], record: Callable[[Completion], Reply], use: SessionUse
     ) -> None:
-        """Follow `handle`; `record` adds the complete turn to the session, after `turns`. `use` is the session's.
-
-        With `edits` the turn replaces an earlier one. `schema` parses the reply.
-        """
-        self.handle = handle
+        """Follow `handle`; `record` adds the complete turn to the session. `use` is the session's."""
+        self.handle, self.prompt = handle, prompt
         self.is_open = True  # until the reply is recorded, or the stream is closed
         self._record, self._use = record, use
         self._recording = threading.Lock()
         self._reply: Reply | None = None
         self._failed: UnparsedReply | None = None
-        self.turns, self.prompt, self.new, self.params, self.edits = turns, prompt, new, params, edits
-        self.schema = schema
 
     def __iter__(self) -> Iterator[Chunk]:
         """Yield chunks as they are computed; raises as `Handle` does. The session has the turn when this ends."""
@@ -82,7 +68,7 @@ class ReplyStream:
             if not self.is_open:
                 raise RequestCancelled("this reply was left for another call on its session: its turn was undone")
             try:
-                self._reply = self._record(self, completion)
+                self._reply = self._record(completion)
             except UnparsedReply as error:
                 self._failed = error
                 raise
@@ -92,7 +78,7 @@ class ReplyStream:
 
     @property
     def reply(self) -> Reply:
-        """The whole reply; waits until it is complete."""
+        """The whole reply; waits until it is complete. Raises as `wait`."""
         return self.wait()
 
     def close(self) -> None:

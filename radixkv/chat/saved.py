@@ -193,7 +193,7 @@ def _message(saved: Any, *roles: str) -> Message:
 def _check_order(turns: Sequence[Turn]) -> None:
     """Raise ValueError unless each turn is one message of the user, or one result for each call of the turn before."""
     calls: Sequence[ToolCall] = ()
-    for at, turn in enumerate(turns):
+    for at, turn in enumerate(turns, start=1):
         roles = [message["role"] for message in turn.messages]
         answered = [message.get("tool_call_id") for message in turn.messages]
         results = roles == ["tool"] * len(roles) and answered == [call.id for call in calls]
@@ -212,8 +212,8 @@ def _check_replies(turns: Sequence[Turn], ids: Sequence[int]) -> None:
     if not turns and len(ids):
         raise ValueError(f"{len(ids)} token ids without a turn")
     before = 0
-    for at, turn in enumerate(turns):
-        is_last = at == len(turns) - 1
+    for at, turn in enumerate(turns, start=1):
+        is_last = at == len(turns)
         if turn.end is None and not before and not is_last:
             continue
         end = len(ids) if turn.end is None and not before else turn.end

@@ -11,7 +11,8 @@ import os
 from array import array
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +26,7 @@ from radixkv.chat.saved import SessionState, Turn, write
 from radixkv.chat.session_use import SessionUse
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import Completion
+from radixkv.engine.engine import explained_methods
 from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, SessionClosed
 from radixkv.sampling.params import SamplingParams, checked_params, is_int
@@ -45,6 +47,22 @@ NOT_COPIED = (
 )
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A request for the turn after `turns`: its prompt, its new messages, and how its reply is read.
+
+    With `edits` the turn replaces an earlier one.
+    """
+
+    turns: list[Turn]
+    prompt: array[int]
+    new: Sequence[Message]
+    params: SamplingParams
+    schema: ReplySchema | None
+    edits: bool
+
+
+@explained_methods
 class ChatSession:
     """A conversation with the model. One thread at a time may use it; several sessions may run at once.
 
@@ -127,8 +145,7 @@ class ChatSession:
         """Remove the last turns; their cached tokens are evicted first."""
         with self._use.call():
             self._settle()
-            if not is_int(turns) or not 1 <= turns <= len(self._turns):
-                raise InvalidInput(f"rewind takes 1..{len(self._turns)} turns of this session, got {turns!r}")
+            self._check_turn(turns, "turns", "nothing to rewind")
             dead, left = self._ids, self._turns[:-turns]
             self._turns, self._ids = left, self._ids_after(left)
             self._demote(dead)
@@ -136,9 +153,10 @@ class ChatSession:
     def edit(
         self, turn: int, text: str, params: SamplingParams | None = None, *, schema: Schema | None = None
     ) -> Reply:
-        """Replace the message of turn `turn` (0 is the first), drop the later turns, and wait for the new reply.
+        """Replace the message of turn `turn`, drop the later turns, and wait for the new reply.
 
-        The cached tokens of the old branch are evicted first. If the new reply fails, the history is unchanged.
+        Turns count from 1, as `radixkv chat` shows them. The cached tokens of the old branch are evicted first. If the
+        new reply fails, the history is unchanged.
         """
         with self._use.call():
             return self.stream_edit(turn, text, params, schema=schema).wait()
@@ -149,11 +167,10 @@ class ChatSession:
         """Do as `edit`, and stream the reply as `stream` does. The history changes when the stream ends."""
         with self._use.call():
             self._settle()
-            if not is_int(turn) or not 0 <= turn < len(self._turns):
-                raise InvalidInput(f"this session has turns 0..{len(self._turns) - 1}, got {turn!r}")
-            if self._turns[turn].messages[0]["role"] != "user":
-                raise InvalidInput(f"turn {turn} answers tool calls, only what a user said can be edited")
-            return self._ask([_of_user(text)], params, schema, keep=turn)
+            self._check_turn(turn, "turn", "nothing to edit")
+            if self._turns[turn - 1].messages[0]["role"] != "user":
+                raise InvalidInput(f"turn {turn} answers tool calls: only a user's message can be edited")
+            return self._ask([_of_user(text)], params, schema, keep=turn - 1)
 
     def close(self) -> None:
         """End the conversation; cached tokens that only it uses are evicted first. May be called twice.
@@ -209,6 +226,12 @@ class ChatSession:
         """Close the session."""
         self.close()
 
+    def __repr__(self) -> str:
+        """Name the model and the length of the conversation."""
+        state = ", closed" if self._closed else ""
+        length = f"{len(self._turns)} turns, {len(self._ids)} tokens"
+        return f"<ChatSession of {self._engine.model.name}: {length}{state}>"
+
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied. Raises TypeError."""
         raise TypeError(NOT_COPIED)
@@ -240,10 +263,8 @@ class ChatSession:
             params = constrained(params, self._template, self._rule, self._template.thinking_at(prompt))
         encoded = EncodedPrompt(prompt, self._template.reply_start(prompt))
         handle = self._engine.submit(encoded, params, namespace=self._namespace, session=self._number)
-        edits = keep is not None
-        self._open_stream = ReplyStream(
-            handle, turns, prompt, new, params, self._record, self._use, edits=edits, schema=reply_schema
-        )
+        asked = _Asked(turns, prompt, new, params, reply_schema, keep is not None)
+        self._open_stream = ReplyStream(handle, prompt, partial(self._record, asked), self._use)
         return self._open_stream
 
     def _prompt(self, turns: list[Turn], new: Sequence[Message], ids: array[int] | None = None) -> array[int] | None:
@@ -288,21 +309,21 @@ class ChatSession:
             "overflow='drop_oldest'"
         )
 
-    def _record(self, stream: ReplyStream, completion: Completion) -> Reply:
+    def _record(self, asked: _Asked, completion: Completion) -> Reply:
         """Add the complete turn to the history. Raises UnparsedReply, and then the history is unchanged."""
-        used = {call.id for turn in stream.turns for call in turn.tool_calls}
-        reply = self._parser.reply(completion, stream.prompt, stream.params, len(stream.turns), used)
-        if stream.schema is not None:
-            reply = stream.schema.parsed(reply)
+        used = {call.id for turn in asked.turns for call in turn.tool_calls}
+        reply = self._parser.reply(completion, asked.prompt, asked.params, len(asked.turns), used)
+        if asked.schema is not None:
+            reply = asked.schema.parsed(reply)
         message: Message = {"role": "assistant", "content": reply.text}
         if reply.tool_calls:
             message["tool_calls"] = [call.as_message() for call in reply.tool_calls]
-        before, self._ids = self._ids, stream.prompt + array("i", completion.token_ids)
+        before, self._ids = self._ids, asked.prompt + array("i", completion.token_ids)
         end = len(self._ids) if self._append else None
-        turn = Turn(tuple(stream.new), completion.token_ids, message, reply.tool_calls, end)
-        self._turns = [*stream.turns, turn]
+        turn = Turn(tuple(asked.new), completion.token_ids, message, reply.tool_calls, end)
+        self._turns = [*asked.turns, turn]
         self._open_stream = None
-        if stream.edits:
+        if asked.edits:
             self._demote(before)
         return reply
 
@@ -337,6 +358,14 @@ class ChatSession:
                 self._engine.demote(dead, keep=keep, namespace=self._namespace)
             except EngineClosed:
                 return  # the pool no longer exists
+
+    def _check_turn(self, number: object, name: str, nothing: str) -> None:
+        """Raise InvalidInput unless `number` is from 1 to the number of turns."""
+        if not self._turns:
+            raise InvalidInput(f"this session has no turns yet, so there is {nothing}: got {name}={number!r}")
+        if not is_int(number) or not 1 <= number <= len(self._turns):
+            allowed = f"from 1 to {len(self._turns)}, the number of turns of this session"
+            raise InvalidInput(f"{name} must be an int {allowed}; got {number!r}")
 
     def _settle(self) -> None:
         """Begin each public method: raise SessionClosed, or undo the turn of a stream that is still open."""

@@ -150,7 +150,7 @@ class Repl:
         number, _, text = rest.partition(" ")
         if not text.strip():
             raise WrongCommandError("type /edit N TEXT: the number of the exchange, and its new message")
-        turn = _number(number, "exchange", self.session.turns) - 1
+        turn = _number(number, "exchange", self.session.turns)
         try:
             reply = self.session.edit(turn, text.strip(), self._params)
         except KeyboardInterrupt:

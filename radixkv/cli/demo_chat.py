@@ -136,7 +136,7 @@ def play(engine: Engine, chat: Chat, params: SamplingParams, on_answer: Listener
     if chat.branches:
         _play_branches(session.fork(len(chat.branches)), chat.branches, params, answered)
     for at, line in enumerate(chat.edited):
-        stream = session.stream(line.says, params) if at else session.stream_edit(0, line.says, params)
+        stream = session.stream(line.says, params) if at else session.stream_edit(1, line.says, params)
         answered("edit", line, stream)
     return played
 

@@ -48,7 +48,7 @@ def test_every_verb_does_what_the_plain_one_does(tmp_path):
             assert (await stream.wait()).text == seen[-1]
             [branch] = await chat.fork()
             await branch.rewind()
-            seen.append((await branch.edit(0, "zero", PARAMS)).text)
+            seen.append((await branch.edit(1, "zero", PARAMS)).text)
             await chat.save(tmp_path / "chat.json")
             again = await engine.resume(tmp_path / "chat.json")
             seen.append((await again.send("three", PARAMS)).text)
@@ -63,7 +63,7 @@ def test_every_verb_does_what_the_plain_one_does(tmp_path):
         seen = [chat.send(text, PARAMS).text for text in ("one", "two")]
         [branch] = chat.fork()
         branch.rewind()
-        seen.append(branch.edit(0, "zero", PARAMS).text)
+        seen.append(branch.edit(1, "zero", PARAMS).text)
         again = chat.fork()[0]
         seen.append(again.send("three", PARAMS).text)
         assert run(main) == (seen, chat.history, chat.token_ids, again.history, again.token_ids)
@@ -87,7 +87,7 @@ def test_a_cancelled_task_undoes_its_turn_and_the_next_one_goes_through(verb):
                 if verb == "send":
                     return await chat.send("two", PARAMS)
                 if verb == "edit":
-                    return await chat.edit(0, "zwei", PARAMS)
+                    return await chat.edit(1, "zwei", PARAMS)
                 stream = await chat.stream("two", PARAMS)
                 return await stream.wait() if verb == "wait" else [chunk async for chunk in stream]
 

@@ -54,7 +54,7 @@ def converse(engine: Engine) -> list[tuple[int, ...]]:
     streams = [agent.stream(f"Task {n}: {'do it. ' * n}", GREEDY) for n, agent in enumerate(agents)]
     for stream in streams:
         said(stream.wait())
-    said(chat.edit(1, "Something else entirely.", GREEDY))
+    said(chat.edit(2, "Something else entirely.", GREEDY))
     chat.rewind()
     said(chat.send("And now?", GREEDY))
     for agent, size in zip(agents, itertools.cycle([3, 40]), strict=False):

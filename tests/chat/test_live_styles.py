@@ -87,7 +87,7 @@ def test_thinking_is_shown_no_more_in_a_rendered_history_and_forgotten_with_its_
             assert seen(style, chat.token_ids).count("Hmm") == 1  # the one after the last question
         chat.rewind()
         assert chat.token_ids == states[1]
-        assert chat.edit(1, "b", GREEDY).text == "Two."
+        assert chat.edit(2, "b", GREEDY).text == "Two."
         assert chat.token_ids == states[1]
         check(engine)
 

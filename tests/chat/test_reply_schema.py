@@ -50,7 +50,7 @@ def test_a_reply_has_the_parsed_object(engine: Engine, temperature: float) -> No
         again = chat.send("And who else?", PARAMS.but(temperature=temperature), schema=SCHEMA)
         jsonschema.validate(again.parsed, SCHEMA)
         assert again.parsed == json.loads(again.text)
-        edited = chat.edit(0, "Who is that?", PARAMS, schema=Person)
+        edited = chat.edit(1, "Who is that?", PARAMS, schema=Person)
         assert isinstance(edited.parsed, Person) and chat.turns == 1
         assert chat.history[-1] == {"role": "assistant", "content": edited.text}
         assert chat.send("Thanks", SamplingParams(max_tokens=3)).parsed is None
@@ -68,7 +68,7 @@ def test_a_reply_that_was_cut_raises_with_its_text(engine: Engine) -> None:
         with pytest.raises(UnparsedReply, match="does not parse"):
             chat.send("Who?", PARAMS.but(stop=['"age']), schema=Person)
         with pytest.raises(UnparsedReply, match="max_tokens"):
-            list(chat.stream_edit(0, "Who?", SamplingParams(max_tokens=4), schema=Person))
+            list(chat.stream_edit(1, "Who?", SamplingParams(max_tokens=4), schema=Person))
         assert chat.history == before and chat.turns == 1
         assert isinstance(chat.send("Who?", PARAMS, schema=Person).parsed, Person)
 
@@ -100,7 +100,7 @@ def test_asyncio_sessions_take_a_schema() -> None:
     async def ask() -> tuple[Any, ...]:
         async with AsyncEngine(random_engine(2000)) as engine, engine.chat() as chat:
             first = (await chat.send("Who?", PARAMS, schema=Person)).parsed
-            second = (await chat.edit(0, "Who?", PARAMS, schema=SCHEMA)).parsed
+            second = (await chat.edit(1, "Who?", PARAMS, schema=SCHEMA)).parsed
             with pytest.raises(UnparsedReply):
                 await chat.send("Who?", SamplingParams(max_tokens=2), schema=Person)
             stream = await chat.stream("Who?", SamplingParams(max_tokens=2), schema=Person)

@@ -153,7 +153,7 @@ def test_version_1_is_read_with_every_other_check(two_turns: Path) -> None:
     with chat_engine() as engine:
         assert engine.resume(two_turns).token_ids == before["token_ids"]
     changed(two_turns, lambda fields: fields["token_ids"].__setitem__(-5, 7), signed=False)
-    refused(two_turns, "the reply of turn 1 differs")
+    refused(two_turns, "the reply of turn 2 differs")
 
 
 @pytest.mark.parametrize(("shrinks", "version"), [(False, 2), (True, 2), (True, 1)])

@@ -148,7 +148,7 @@ def test_tool_calls_and_their_results():
         with pytest.raises(InvalidInput, match="no tool call"):
             chat.tool_results([])
         with pytest.raises(InvalidInput, match="answers tool calls"):
-            chat.edit(1, "x")
+            chat.edit(2, "x")
 
 
 def test_control_tokens_in_a_users_text_stay_text():
@@ -204,13 +204,13 @@ def test_editing_replaces_a_turn_and_what_followed():
         for text in ("one", "two", "three"):
             chat.send(text)
         start = len(rendered(engine, chat.history[:2]))
-        reply = chat.edit(1, "zwei")
+        reply = chat.edit(2, "zwei")
         assert reply.text == "You said zwei!"
         assert reply.usage.cached_tokens >= start
         assert [message["content"] for message in chat.history] == ["one", "You said one!", "zwei", "You said zwei!"]
         assert chat.token_ids == rendered(engine, chat.history)
-        with pytest.raises(InvalidInput, match=r"turns 0\.\.1"):
-            chat.edit(2, "x")
+        with pytest.raises(InvalidInput, match="turn must be an int from 1 to 2"):
+            chat.edit(3, "x")
         check(engine)
 
 
@@ -221,7 +221,7 @@ def test_an_edit_that_fails_changes_nothing():
         before = (chat.history, chat.token_ids, chat.turns)
         for bad in ("", "x" * 20_000):
             with pytest.raises((InvalidInput, ContextOverflow)):
-                chat.edit(0, bad)
+                chat.edit(1, bad)
             assert (chat.history, chat.token_ids, chat.turns) == before
 
 
@@ -237,7 +237,7 @@ def test_dead_branches_are_the_first_to_be_evicted(how):
         if how == "rewind":
             chat.rewind()
         elif how == "edit":
-            chat.edit(1, "better")
+            chat.edit(2, "better")
         else:
             chat.close()
         assert engine.stats().cache.query_tokens == engine.stats().prompt_tokens  # marking is no look-up
@@ -317,7 +317,7 @@ def test_a_turn_that_fails_changes_nothing():
     with chat_engine(fault=fault) as engine, engine.chat() as chat:
         chat.send("one")
         before = (chat.history, chat.token_ids)
-        for fails in (lambda: chat.send("x" * 50), lambda: list(chat.stream("x" * 50)), lambda: chat.edit(0, "x" * 50)):
+        for fails in (lambda: chat.send("x" * 50), lambda: list(chat.stream("x" * 50)), lambda: chat.edit(1, "x" * 50)):
             with pytest.raises(RequestFailed):
                 fails()
             assert (chat.history, chat.token_ids) == before
@@ -401,7 +401,7 @@ def test_what_is_wrong_with_a_call_is_named_and_changes_nothing():
             lambda: chat.send("\ud800"),
             *(lambda n=n: chat.fork(n) for n in ("2", 1.5, True, 0)),
             *(lambda n=n: chat.rewind(n) for n in ("1", 1.0, None, 0)),
-            *(lambda n=n: chat.edit(n, "x") for n in ("0", 0.0, None, -1)),
+            *(lambda n=n: chat.edit(n, "x") for n in ("1", 1.0, None, -1, 0)),
             lambda: chat.tool_results(["x"]),
             lambda: chat.tool_results(None),
             lambda: engine.chat(messages=["hi"]),

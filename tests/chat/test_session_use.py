@@ -55,7 +55,7 @@ class Other:
 VERBS: dict[str, Callable[[Any, Path], object]] = {
     "send": lambda chat, _: chat.send("b", GREEDY),
     "stream": lambda chat, _: chat.stream("b", GREEDY),
-    "edit": lambda chat, _: chat.edit(0, "b", GREEDY),
+    "edit": lambda chat, _: chat.edit(1, "b", GREEDY),
     "fork": lambda chat, _: chat.fork(),
     "rewind": lambda chat, _: chat.rewind(),
     "save": lambda chat, path: chat.save(path / "chat.json"),

@@ -116,7 +116,7 @@ class Conversation:
         """Send the message of this step; other conversations ask other questions in another order."""
         text = QUESTIONS[(7 * self.number + 3 * self.at) % len(QUESTIONS)]
         if self.steps[self.at] == "edit":
-            return self.session.stream_edit(self.session.turns // 2, text, self.params())
+            return self.session.stream_edit(self.session.turns // 2 + 1, text, self.params())
         return self.session.stream(text, self.params())
 
     def advance(self) -> Iterator[Conversation]:

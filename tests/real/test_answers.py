@@ -44,7 +44,7 @@ def test_branches_answer_from_their_own_histories(engine: Engine) -> None:
     chat = engine.chat("You answer in one short sentence.")
     assert "Paris" in chat.send("What is the capital of France?", GREEDY).text
     [branch] = chat.fork()
-    assert "Tokyo" in branch.edit(0, "What is the capital of Japan?", GREEDY).text
+    assert "Tokyo" in branch.edit(1, "What is the capital of Japan?", GREEDY).text
     spoken = "What language is spoken there?"
     assert "French" in chat.send(spoken, GREEDY).text
     assert "Japanese" in branch.send(spoken, GREEDY).text
