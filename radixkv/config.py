@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, cast
 
+from radixkv.argument_names import explained
 from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv.sampling.params import is_int
 from radixkv.sizing.kv_size import parse_bytes
@@ -107,6 +108,7 @@ def _setting(
     return field(default=default, metadata={"help": help, "rule": rule, "least": least, "choices": choices})
 
 
+@explained("pass {} to Engine.load")
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The settings of an engine, checked; raises InvalidInput with the allowed values.

@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary, ref
 
 from radixkv.cache import Explanation
 from radixkv.config import EngineConfig, EngineConfigFields
-from radixkv.engine.engine import NOT_COPIED, RequestEngine
+from radixkv.engine.engine import NOT_COPIED, RequestEngine, explained_methods
 from radixkv.engine.input_processor import EncodedPrompt, Params, Prompt, start_of_reply
 from radixkv.engine.output import Chunk, Completion, Handle, Warmed
 from radixkv.engine.request import NO_ORIGIN, Origin, Request
 from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
 from radixkv.engine.stats import AuditReport, EngineStats
-from radixkv.errors import EngineClosed
+from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.models.weights.fixed import State
 from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.tree_view import ALL, TreeView
@@ -39,6 +39,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
+@explained_methods
 class AsyncRequestEngine:
     """`RequestEngine` for asyncio: it never blocks an event loop, and serves any number of loops and threads.
 
@@ -48,7 +49,10 @@ class AsyncRequestEngine:
     _kind: ClassVar[type[RequestEngine]] = RequestEngine
 
     def __init__(self, engine: RequestEngine) -> None:
-        """Wrap an engine, which may also be used directly."""
+        """Wrap an engine, which may also be used directly; raises InvalidInput for a value that is no engine."""
+        if not isinstance(engine, RequestEngine):
+            name = type(self).__name__
+            raise InvalidInput(f"{name} wraps an engine, got {engine!r}: write await {name}.load({engine!r})")
         self._engine = engine
         self.client = engine.client
         self._preparing = _PreparingThread()
@@ -212,6 +216,10 @@ class AsyncRequestEngine:
         """Refuse to be pickled or copied, as `Engine` does."""
         raise TypeError(NOT_COPIED)
 
+    def __repr__(self) -> str:
+        """Show the wrapped engine."""
+        return f"<{type(self).__name__} of {self._engine!r}>"
+
     # ---- facts
 
     @property
@@ -307,6 +315,10 @@ class AsyncHandle:
             self._handle.cancel()
             raise
         return channel.wait(0)
+
+    def __repr__(self) -> str:
+        """Show the result if it is there, as `Handle` does."""
+        return f"<Async{repr(self._handle)[1:]}"
 
     def cancel(self) -> None:
         """Ask the engine to stop at the next step boundary; computed tokens stay cached. No effect after the end."""

@@ -7,17 +7,20 @@ conversations.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import reprlib
 import secrets
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
+from radixkv.argument_names import refuse_unknown
 from radixkv.cache import Explanation, PrefixCache
 from radixkv.cache.recurrent import Spacing
 from radixkv.config import EngineConfig, EngineConfigFields
@@ -55,6 +58,55 @@ NOT_COPIED = (
 )
 
 
+Class = TypeVar("Class")
+
+
+def explained_methods(cls: type[Class]) -> type[Class]:
+    """Decorate a class: errors about unknown arguments of its methods name the right one, or `load` for the class."""
+    for name, call in list(vars(cls).items()):
+        if inspect.isfunction(call) and (name == "__init__" or not name.startswith("_")):
+            setattr(cls, name, (_awaited if inspect.iscoroutinefunction(call) else _called)(call))
+    return cls
+
+
+def _called(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def checked(self: object, *args: Any, **given: Any) -> Any:
+        try:
+            return call(self, *args, **given)
+        except TypeError:
+            _explain(call, self, args, given)
+            raise
+
+    return checked
+
+
+def _awaited(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    async def checked(self: object, *args: Any, **given: Any) -> Any:
+        try:
+            return await call(self, *args, **given)
+        except TypeError:
+            _explain(call, self, args, given)
+            raise
+
+    return checked
+
+
+def _explain(call: Callable[..., Any], owner: object, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Raise TypeError with advice if these arguments do not fit `call`; an error inside the call needs none."""
+    kind = type(owner).__name__
+    try:
+        inspect.signature(call).bind(owner, *args, **given)
+    except TypeError:
+        if call.__name__ == "__init__":
+            model = reprlib.repr(args[0]) if args else "..."
+            message = f"{kind}(...) connects parts that are already loaded: call {kind}.load({model})"
+            raise TypeError(message) from None
+        refuse_unknown(f"{kind}.{call.__name__}", list(inspect.signature(call).parameters)[1:], given)
+
+
+@explained_methods
 class RequestEngine:
     """Runs many requests at once over one KV pool; every method may be called from any thread.
 
@@ -89,6 +141,7 @@ class RequestEngine:
         # A weak reference, as closing frees the cache.
         namespaces = NamespaceTable(partial(_cached_namespaces, weakref.ref(cache)), limits=limits)
         pool_tokens = cache.num_blocks * cache.block_size
+        self._pool = f"{cache.num_blocks} blocks of {cache.block_size} tokens"
         inputs = InputProcessor(
             model, weights, pool_tokens, config.seed, core.admission, namespaces, config.logits_processors
         )
@@ -131,6 +184,8 @@ class RequestEngine:
         if not isinstance(config, EngineConfig | None):
             kind = type(config).__name__
             raise InvalidInput(f"config must be an EngineConfig, not a {kind}: a tokenizer is passed as tokenizer=")
+        known = ("model", "config", "tokenizer", *EngineConfig.__dataclass_fields__)
+        refuse_unknown(f"{cls.__name__}.load", known, fields)
         config = replace(config or EngineConfig(), **fields)
         check_path(config.record)  # before the model is loaded, which takes longer
         device = place_of(config.device)
@@ -380,6 +435,11 @@ class RequestEngine:
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied. Raises TypeError."""
         raise TypeError(NOT_COPIED)
+
+    def __repr__(self) -> str:
+        """Name the model and the pool, without a call on the engine's thread."""
+        state = ", closed" if self.client.thread.closed else ""
+        return f"<{type(self).__name__} {self._model.name} on {self._model.device}: {self._pool}{state}>"
 
     # ---- facts
 

@@ -103,6 +103,11 @@ class EngineThread:
         return self.call(call).result()
 
     @property
+    def closed(self) -> bool:
+        """Whether the thread takes no more calls."""
+        return self._closed
+
+    @property
     def _is_forked(self) -> bool:
         return os.getpid() != self._pid
 

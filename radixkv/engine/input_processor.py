@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
+import reprlib
 import time
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
@@ -74,7 +75,7 @@ def start_of_reply(reply_start: int | None) -> int:
     """Return the argument `reply_start` of `submit`, and warn if it was given: it is a part of EncodedPrompt now."""
     if reply_start is not None:
         message = "submit(reply_start=...) goes with the next release: submit an EncodedPrompt(ids, reply_start)"
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        warnings.warn(message, DeprecationWarning, stacklevel=4)
     return reply_start or 0
 
 
@@ -220,14 +221,29 @@ class InputProcessor:
     def batch(
         self, prompts: str | Sequence[Prompt], params: Params, namespace: Hashable, timeout: float | None
     ) -> list[Request]:
-        """Make a request per prompt; `params` is one for all or one for each. Raises as `request`."""
-        checked = check_batch(prompts)
-        each_params = params if isinstance(params, Sequence) else [params] * len(checked)
-        if len(each_params) != len(checked):
+        """Make a request per prompt; a single text is one, `params` is one for all or one for each.
+
+        Raises as `request`, and InvalidInput for an argument that looks like one prompt in place of a list.
+        """
+        given: Any = [prompts] if isinstance(prompts, str) else prompts
+        if isinstance(given, np.ndarray) or not isinstance(given, Sequence) or isinstance(given, bytes):
+            shown = reprlib.repr(given)
+            raise InvalidInput(f"generate takes a list of prompts, got {shown}: wrap one prompt in a list")
+        if any(isinstance(prompt, (int, np.integer)) for prompt in given):
             raise InvalidInput(
-                f"{len(each_params)} sampling params for {len(checked)} prompts: pass one for all, or one for each"
+                "generate takes a list of prompts and got a bare list of token ids: for one prompt of token ids write "
+                "engine.generate([ids])"
             )
-        pairs = zip(checked, each_params, strict=True)
+        if is_chat(given):
+            raise InvalidInput(
+                "generate takes a list of prompts and got one list of chat messages: write engine.generate([messages])"
+            )
+        each_params = params if isinstance(params, Sequence) else [params] * len(given)
+        if len(each_params) != len(given):
+            raise InvalidInput(
+                f"{len(each_params)} sampling params for {len(given)} prompts: pass one for all, or one for each"
+            )
+        pairs = zip(given, each_params, strict=True)
         return [self.request(prompt, each, namespace=namespace, timeout=timeout) for prompt, each in pairs]
 
     def _check_params(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
@@ -348,27 +364,6 @@ def checked_ids(ids: Any, vocab_size: int) -> TokenIds:
             f"token {array[at]} at position {at} is outside the vocabulary: allowed is 0..{vocab_size - 1}"
         )
     return np.ascontiguousarray(array, dtype=np.int32)
-
-
-def check_batch(prompts: Any) -> list[Prompt]:
-    """Return the prompts of `generate` as a list; a single text counts as one prompt.
-
-    Raises InvalidInput for an argument that looks like one prompt in place of a list.
-    """
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, np.ndarray) or not isinstance(prompts, Sequence):
-        raise InvalidInput(f"generate takes a list of prompts, got {type(prompts).__name__}: wrap one prompt in a list")
-    if any(isinstance(prompt, (int, np.integer)) for prompt in prompts):
-        raise InvalidInput(
-            "generate takes a list of prompts and got a bare list of token ids: for one prompt of token ids write "
-            "engine.generate([ids])"
-        )
-    if is_chat(prompts):
-        raise InvalidInput(
-            "generate takes a list of prompts and got one list of chat messages: write engine.generate([messages])"
-        )
-    return list(prompts)
 
 
 def template_source(tokenizer: Any, tools: Sequence[Any] | None = None) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+import reprlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from radixkv.cache import Pin
 from radixkv.errors import EngineClosed, RequestCancelled
@@ -98,6 +99,16 @@ class Completion:
     stop_text: str | None = None
     score: float | None = None
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+
+    def __repr__(self) -> str:
+        """Show the beginning of the text, and the cost."""
+        return brief(self, self.text, self.finish_reason, self.usage)
+
+
+def brief(result: object, text: str, finish_reason: str, usage: Usage) -> str:
+    """Return a short representation of a result with this text and cost."""
+    cost = f"{usage.output_tokens} tokens, {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
+    return f"<{type(result).__name__} {reprlib.repr(text)}, {finish_reason!r}: {cost}>"
 
 
 class OutputChannel:
@@ -306,6 +317,19 @@ class Handle:
         """
         return self.channel.wait(timeout)
 
+    def __repr__(self) -> str:
+        """Show the result or the error if it is there; waits for nothing."""
+        if not self.done:
+            return "<Handle: running>"
+        try:
+            return f"<Handle: {self.result()!r}>"
+        except Exception as error:
+            return f"<Handle: {error!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied. Raises TypeError."""
+        raise TypeError("a handle cannot be pickled or copied, because it belongs to its engine: send its result()")
+
     def __del__(self) -> None:
         """Cancel the request, whose reply cannot be read any more."""
         if not self.channel.ended:
@@ -337,6 +361,10 @@ class Warmed:
         self.usage = usage
         self._pin = pin
         self._post = post
+
+    def __repr__(self) -> str:
+        """Show the numbers of tokens."""
+        return f"<Warmed: {self.usage.prompt_tokens} tokens, {self.pinned_tokens} of them pinned>"
 
     @property
     def pinned_tokens(self) -> int:

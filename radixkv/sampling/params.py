@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
 
+from radixkv.argument_names import explained
 from radixkv.errors import InvalidInput
 
 INT64 = (-(2**63), 2**63 - 1)  # the integers that HTTP clients may send
@@ -276,6 +277,7 @@ class Constraint(NamedTuple):
     value: str | tuple[str, ...]
 
 
+@explained("write params=SamplingParams({})")
 @dataclass(frozen=True)
 class SamplingParams:
     """Say how a reply is sampled and when it ends; raises InvalidInput, with the allowed range, for a wrong value.
