@@ -15,6 +15,7 @@ from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,6 +26,7 @@ from radixkv.cli import demo_agents, demo_chat
 from radixkv.cli.demo_agents import Footprint
 from radixkv.cli.demo_chat import BUNDLED, Listener, Said
 from radixkv.model_path import shown_name
+from radixkv.sizing.kv_size import size_text
 
 if TYPE_CHECKING:
     from radixkv.chat import Engine, Reply
@@ -40,7 +42,7 @@ class Part:
 
     said: tuple[Said, ...]
     stats: EngineStats
-    seconds: float  # from the first message to the last reply
+    seconds: float  # from the first message to the last reply, without printing
 
     @property
     def replies(self) -> list[Reply]:
@@ -79,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     model = chosen(arguments.model)
     console.print(_banner(model))
+    _warm_up(console)
     cached = play(console, model, partial(_show, console, model), prefix_cache=True)
     console.print(_headline("3", "The same words without a cache: every prompt computed in full"))
     expected = {"chat": len(cached.chat.replies), "agents": len(cached.agents.replies)}
@@ -112,19 +115,44 @@ def _load(console: Console, model: str, num_blocks: int, *, prefix_cache: bool) 
     return Engine.load(model, num_blocks=num_blocks, dtype="float32", prefix_cache=prefix_cache)
 
 
+def _warm_up(console: Console) -> None:
+    """Answer one line, so that the first steps of the process, which are slower, are in neither run."""
+    from radixkv.sampling.params import SamplingParams
+
+    with _load(console, BUNDLED, _CHAT_BLOCKS, prefix_cache=False) as engine:
+        engine.chat().send(demo_agents.GREETING.says, SamplingParams(temperature=0.0, max_tokens=16))
+
+
 def play(console: Console, model: str, watch: _Watch, *, prefix_cache: bool) -> Run:
     """Play the conversation on `model`, then the agents on the bundled model, each watched by a listener."""
     from radixkv.sampling.params import SamplingParams
 
     chat, params = demo_chat.chat_for(model), SamplingParams(temperature=0.0, max_tokens=96)
     with _load(console, model, _CHAT_BLOCKS, prefix_cache=prefix_cache) as engine, watch("chat") as on_answer:
-        began = time.perf_counter()
-        talk = tuple(demo_chat.play(engine, chat, params, on_answer))
-        first = Part(talk, engine.stats(), time.perf_counter() - began)
+        watched = _Stopwatch(on_answer)
+        talk = tuple(demo_chat.play(engine, chat, params, watched))
+        first = Part(talk, engine.stats(), watched.seconds())
     with _load(console, BUNDLED, _AGENT_BLOCKS, prefix_cache=prefix_cache) as engine, watch("agents") as on_answer:
-        began = time.perf_counter()
-        said, footprint = demo_agents.play(engine, params, on_answer)
-        return Run(first, Part(tuple(said), engine.stats(), time.perf_counter() - began), footprint)
+        watched = _Stopwatch(on_answer)
+        said, footprint = demo_agents.play(engine, params, watched)
+        return Run(first, Part(tuple(said), engine.stats(), watched.seconds()), footprint)
+
+
+class _Stopwatch:
+    """Passes lines to a listener, and measures the time outside of it: printing belongs to no run."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._began = time.perf_counter()
+
+    def __call__(self, said: Said) -> None:
+        paused = time.perf_counter()
+        self._listener(said)
+        self._began += time.perf_counter() - paused
+
+    def seconds(self) -> float:
+        """Return the time since it was made, without the time in the listener."""
+        return time.perf_counter() - self._began
 
 
 @contextmanager
@@ -219,19 +247,23 @@ def _verdict(cached: Run, different: list[int]) -> Panel:
 
 
 def savings(cached: Run, uncached: Run) -> Table:
-    """Format the savings of the cache, one row per quantity."""
-    table = Table(title="Savings by sharing", title_justify="left", title_style="bold")
-    for name in ("", "with the cache", "without"):
-        table.add_column(name, justify="left" if not name else "right")
+    """Format the savings of the cache, one row per quantity. A row without a gain says why."""
+    slab = cached.agents.stats.max_length
+    table = Table(title="Savings by sharing", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.caption_justify = "left"
+    table.caption = f"First tokens: medians of all replies. Slabs: {slab:,} tokens for each of the agents."
+    for name in ("", "with cache", "without", "gain"):
+        table.add_column(name, justify="right" if name.startswith("with") else "left", no_wrap=name.startswith("with"))
     asked = [run.total("prompt_tokens") for run in (cached, uncached)]
     computed = [run.total("computed_tokens") for run in (cached, uncached)]
-    rates = [run.total("cached_tokens") / tokens for run, tokens in zip((cached, uncached), asked, strict=True)]
-    table.add_row("prompt tokens", *(f"{tokens:,}" for tokens in asked))
-    table.add_row("hit rate: found in the cache", *(f"{rate:.1%}" for rate in rates))
-    saved = f"{computed[0]:,} (saved {1 - computed[0] / computed[1]:.0%})"
-    table.add_row("tokens computed, replies included", saved, f"{computed[1]:,}")
-    _add_times(table, "conversation", cached.chat, uncached.chat)
-    _add_times(table, "eight agents at once", cached.agents, uncached.agents, skip=1)
+    found = [run.total("cached_tokens") for run in (cached, uncached)]
+    rates = [f"{hits / tokens:.1%}" for hits, tokens in zip(found, asked, strict=True)]
+    table.add_row("prompt tokens", *(f"{tokens:,}" for tokens in asked), "none: the same words")
+    table.add_row("hit rate", *rates, f"{found[0]:,} tokens found")
+    saved = f"{1 - computed[0] / computed[1]:.0%} saved"
+    table.add_row("tokens computed", *(f"{tokens:,}" for tokens in computed), saved)
+    _add_times(table, "chat", cached.chat, uncached.chat)
+    _add_times(table, "agents", cached.agents, uncached.agents, skip=1)
     _add_memory(table, cached.footprint, cached.agents.stats)
     return table
 
@@ -239,16 +271,27 @@ def savings(cached: Run, uncached: Run) -> Table:
 def _add_times(table: Table, name: str, *parts: Part, skip: int = 0) -> None:
     """Add the median time to the first token, of all lines but the first `skip`, and the time of the whole part."""
     medians = [median(reply.usage.ttft_s for said in part.said[skip:] for reply in said.replies) for part in parts]
-    table.add_row(f"first token, median: {name}", *(f"{seconds * 1000:.0f} ms" for seconds in medians))
-    table.add_row("  time for all replies", *(f"{part.seconds:.1f} s" for part in parts))
+    shown = [f"{seconds * 1000:.0f} ms" for seconds in medians]
+    table.add_row(f"{name}: first token", *shown, _gain("such prompts cost little", *medians))
+    seconds = [part.seconds for part in parts]
+    table.add_row("  all replies", *(f"{each:.1f} s" for each in seconds), _gain("it is mostly decoding", *seconds))
+
+
+def _gain(otherwise: str, cached: float, uncached: float) -> str:
+    """Format how many times faster the cached run was; `otherwise` says why, if that is less than 1.1 times.
+
+    >>> _gain("short prompts", 10, 25), _gain("short prompts", 10, 9.6)
+    ('2.5x faster', 'none: short prompts')
+    """
+    return f"{uncached / cached:.1f}x faster" if uncached >= 1.1 * cached else f"none: {otherwise}"
 
 
 def _add_memory(table: Table, footprint: Footprint, stats: EngineStats) -> None:
     per_token = stats.kv_bytes / (stats.cache.num_blocks * stats.cache.block_size)
-    pooled, alone, slabs = (
-        f"{tokens * per_token / 1e6:,.1f} MB" for tokens in (footprint.pooled, footprint.alone, footprint.slabs)
-    )
-    table.add_section()
-    table.add_row("KV memory of the eight agents", pooled, "")
-    table.add_row("  paged, but nothing shared", "", alone)
-    table.add_row(f"  one slab of {stats.max_length:,} tokens each", "", slabs)
+    pooled = size_text(footprint.pooled * per_token)
+    others = {
+        "KV memory, not shared": footprint.alone,
+        "KV memory, in slabs": footprint.slabs,
+    }
+    for name, tokens in others.items():
+        table.add_row(name, pooled, size_text(tokens * per_token), f"{tokens / footprint.pooled:.1f}x less")
