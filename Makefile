@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint types bench bench-gpu soak kernels models real harness clients clean
+.PHONY: help demo test test-all lint types docs bench bench-gpu soak kernels models real harness clients clean
 help:            ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -38,6 +38,10 @@ lint: $(READY)   ## check style, format and import contracts
 types: $(READY)  ## check types with mypy, strict
 	$(BIN)/mypy
 
+docs: $(READY)   ## build the site of docs/ and of the docstrings; fails on a broken link or an undocumented public name
+	env NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "The site is in site/. With its search: $(BIN)/python -m http.server --directory site"
+
 bench: $(READY)  ## run every benchmark that needs no other engine; each ends in one JSON line
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
 
@@ -70,5 +74,5 @@ harness: $(READY) ## install lm-evaluation-harness and SmolLM2 (600 MB), and com
 	.harness/bin/python -m pip install --disable-pip-version-check 'lm-eval[hf,api]==0.4.13'
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/real/test_harness.py
 
-clean:           ## remove .venv, .harness, .clients and caches
-	rm -rf $(VENV) .harness .clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean:           ## remove .venv, .harness, .clients, the site and caches
+	rm -rf $(VENV) .harness .clients site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

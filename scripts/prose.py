@@ -22,7 +22,7 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
 SOURCES = ("radixkv", "kernels/radixkv_kernels", "monitor/radixkv_monitor", "traces/radixkv_traces")
-PAGES = ("docs/*.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = ("docs/*.md", "docs/tutorials/*.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PER_FILE = 4  # a file may have up to this many times the rate of the whole
 
 

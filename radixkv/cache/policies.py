@@ -23,6 +23,7 @@ POLICIES: dict[str, Policy] = {
     "slru": lambda num_blocks, block_size, clock: SegmentedIndex(),
     "predictive": PredictiveIndex,
 }
+"""The eviction policies by name. A new entry is a new policy, for settings, commands and the simulator alike."""
 
 
 def new_index(policy: str, num_blocks: int, block_size: int, clock: Callable[[], float]) -> EvictionIndex:
