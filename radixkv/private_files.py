@@ -181,13 +181,19 @@ def _check_folder(place: Path, found: os.stat_result, *, is_last: bool) -> None:
 
 
 def _fresh(target: Path) -> tuple[Path, IO[bytes]]:
-    """Create a file next to `target`. Raises FileExistsError for a target that must not be replaced, such as a pipe."""
+    """Create a file next to `target`. Raises FileExistsError for a target that must not be replaced, such as a pipe.
+
+    Other OSErrors name `target`, not the new file.
+    """
     with suppress(FileNotFoundError):
         mode = target.lstat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
             raise FileExistsError(f"{target} exists and is no regular file: name another one")
     fresh = target.with_name(f".radixkv-{secrets.token_hex(8)}.new")
-    return fresh, open(fresh, "xb", opener=_private)
+    try:
+        return fresh, open(fresh, "xb", opener=_private)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(target)) from error
 
 
 def _private(path: str, flags: int) -> int:

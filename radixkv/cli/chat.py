@@ -5,25 +5,37 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from radixkv.cli.demo_chat import BUNDLED, chosen
 from radixkv.config import settings_in
-from radixkv.errors import EngineClosed, RadixKVError
+from radixkv.errors import EngineClosed, InvalidInput, RadixKVError
+from radixkv.model_path import shown_name
 
 if TYPE_CHECKING:
     from radixkv.chat import ChatSession, Engine, Reply, ReplyStream
     from radixkv.sampling.params import SamplingParams
 
-_HELP = """\
-/fork             start a new branch from this conversation and switch to it
-/branch [N]       list the branches, or switch to branch N
-/rewind [N]       remove the last N exchanges (default 1)
-/edit N TEXT      replace the message of exchange N by TEXT, and remove the later exchanges
-/stats            show the contents and the hits of the cache
-/help  /quit      Ctrl-C stops a reply, Ctrl-D quits"""
+_HELP = {
+    "/fork": "start a new branch from this conversation and switch to it",
+    "/branch [N]": "list the branches, or switch to branch N",
+    "/rewind [N]": "remove the last N exchanges (default 1)",
+    "/edit N TEXT": "replace the message of exchange N by TEXT, and remove the later exchanges",
+    "/save FILE": "write this conversation to a file that only you may read",
+    "/load FILE": "continue a saved conversation of this model in a new branch",
+    "/stats": "show the contents and the hits of the cache",
+    "/help": "show this list",
+    "/quit": "leave, as Ctrl-D does; Ctrl-C stops a reply",
+}
+_ABOUT_TINY = (
+    "tiny knows only small talk, a few facts, small sums, and what you tell it. Try: My name is Nora. / What is my "
+    "name? / I have a red hat. / What color is my hat? / What is the capital of Japan? / What is seven plus five?"
+)
 
 
 class WrongCommandError(Exception):
@@ -41,9 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
     with console.status("starting"):
         from radixkv.chat import Engine  # takes seconds: it imports torch
+    model = chosen(arguments.model)
+    if arguments.model is None and model != BUNDLED:
+        about = f"taking {shown_name(model)}, which is installed; `radixkv chat tiny` takes the bundled model"
+        console.print(about, style="dim", markup=False)
     if console.is_terminal:  # the loader shows a bar below this line
-        console.print(f"loading {arguments.model}", markup=False)
-    engine = Engine.load(arguments.model, tokenizer=arguments.tokenizer, **settings_in(arguments))
+        console.print(f"loading {shown_name(model)}", markup=False)
+    engine = Engine.load(model, tokenizer=arguments.tokenizer, **settings_in(arguments))
     with engine:
         Repl(engine, engine.chat(arguments.system), params, console).loop()
     return 0
@@ -64,6 +80,8 @@ class Repl:
             "/branch": self._branch,
             "/rewind": self._rewind,
             "/edit": self._edit,
+            "/save": self._save,
+            "/load": self._load,
             "/stats": self._stats,
             "/help": self._help,
         }
@@ -78,6 +96,8 @@ class Repl:
         self._note(
             f"{self._engine.model.name}, {self._engine.context_limit:,} tokens of context. /help lists the commands."
         )
+        if self._engine.model.name == BUNDLED:
+            self._note(_ABOUT_TINY)
         while (line := self._read()) not in (None, "/quit"):
             if line:
                 self._take(line)
@@ -107,7 +127,7 @@ class Repl:
                 self._show(self.session.stream(line, self._params))
         except EngineClosed:
             raise
-        except (RadixKVError, WrongCommandError) as error:
+        except (RadixKVError, WrongCommandError, OSError) as error:
             self._note(str(error))
 
     # ---- replies
@@ -160,6 +180,29 @@ class Repl:
         self._console.out(reply.text, highlight=False)
         self._note(_cost(reply, self._engine.context_limit))
 
+    def _save(self, rest: str) -> None:
+        from radixkv.chat import saved
+
+        path, model = _path(rest, "/save"), self._engine.model
+        if is_there := path.exists():
+            try:
+                saved.read(path, model.name, model.vocab_size)
+            except InvalidInput as error:
+                raise WrongCommandError(f"not saved, because this file is there, and would be lost: {error}") from error
+        self.session.save(path)
+        self._note(f"{_exchanges(self.session.turns)} saved to {path}{', in place of its content' * is_there}")
+
+    def _load(self, rest: str) -> None:
+        session = self._engine.resume(_path(rest, "/load"))
+        if self.session.turns:
+            self._branches.append(session)
+            self._at = len(self._branches) - 1
+        else:
+            self._branches[self._at] = session
+        self._note(f"now in branch {self._at + 1}, with {_exchanges(session.turns)}")
+        for message in session.history[-2:]:
+            self._console.out(message["content"], style="dim" * (message["role"] != "assistant"), highlight=False)
+
     def _stats(self, rest: str) -> None:
         stats = self._engine.stats()
         cache = stats.cache
@@ -179,7 +222,11 @@ class Repl:
         self._console.print(table)
 
     def _help(self, rest: str) -> None:
-        self._console.out(_HELP, highlight=False)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        for command, text in _HELP.items():
+            table.add_row(Text(command), Text(text))
+        self._console.print(table)
 
     def _note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False)
@@ -192,6 +239,13 @@ def _number(text: str, name: str, most: int) -> int:
     if not (text.isdecimal() and 1 <= int(text) <= most):
         raise WrongCommandError(f"the {name} must be a number from 1 to {most}, not {text!r}")
     return int(text)
+
+
+def _path(text: str, command: str) -> Path:
+    """Return the path that follows a command; `~` is the home folder."""
+    if not text:
+        raise WrongCommandError(f"type {command} FILE: the file of the saved conversation")
+    return Path(text).expanduser()
 
 
 def _exchanges(count: int) -> str:

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises InvalidInput or UnsupportedModel if the model of the conversation cannot be loaded.
     """
     console = Console(highlight=False)
-    model = chosen(arguments.model)
+    model = demo_chat.chosen(arguments.model)
     console.print(_banner(model))
     _warm_up(console)
     cached = play(console, model, partial(_show, console, model), prefix_cache=True)
@@ -99,11 +99,6 @@ def differences(cached: Sequence[Reply], uncached: Sequence[Reply]) -> list[int]
 
 
 # ---- running
-
-
-def chosen(model: str | None) -> str:
-    """Return the model of the conversation: the given one, else the real model if it is installed."""
-    return model or str(demo_chat.installed_model() or BUNDLED)
 
 
 def _load(console: Console, model: str, num_blocks: int, *, prefix_cache: bool) -> Engine:

@@ -29,6 +29,11 @@ def installed_model() -> Path | None:
     return path if path.is_file() else None
 
 
+def chosen(model: str | None) -> str:
+    """Return the model of the conversation: the given one, else the real model if it is installed."""
+    return model or str(installed_model() or BUNDLED)
+
+
 @dataclass(frozen=True)
 class Line:
     """A message, and the right answer to it (after tool calls, if there are any).

@@ -57,8 +57,9 @@ def _add_chat(add: _Add) -> None:
     about = "chat with a model; fork, rewind and edit the conversation"
     chat = add("chat", about, check=_check_model)
     model = chat.add_mutually_exclusive_group()
-    model.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{_MODEL} (default tiny)")
-    model.add_argument("--model", dest="model", default="tiny", help="the same, as an option")
+    default = "default: SmolLM2 if `make real` has installed it, else tiny"
+    model.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{_MODEL} ({default})")
+    model.add_argument("--model", dest="model", metavar="MODEL", help="the same, as an option")
     _add_tokenizer(chat)
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")

@@ -15,7 +15,8 @@ from radixkv.models import checkpoint
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Check the options `model` and `tokenizer` of a command. Raises the errors of `check`."""
-    check(arguments.model)
+    if arguments.model is not None:
+        check(arguments.model)
     if arguments.tokenizer is not None:
         model_path.find(arguments.tokenizer, "tokenizer")
 

@@ -38,7 +38,7 @@ def typed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 
 def test_main_talks_until_the_input_ends(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\nMy name is Nora.\n\nWhat is my name?\n"))
-    assert main(["chat", "--kv-memory", "16MB", "--system", "You are Mira."]) == 0
+    assert main(["chat", "tiny", "--kv-memory", "16MB", "--system", "You are Mira."]) == 0
     out = capsys.readouterr().out
     assert "Hello! How can I help you today?" in out
     assert "Your name is Nora." in out
@@ -157,3 +157,51 @@ def test_a_reply_that_fills_the_context_says_so(monkeypatch):
     with Engine.load("tiny", num_blocks=1) as small:
         Repl(small, small.chat(), SamplingParams(temperature=0), Console(file=out, width=120)).loop()
     assert "stopped because the context is full" in out.getvalue()
+
+
+def test_a_saved_conversation_is_continued_in_a_new_branch(typed, tmp_path):
+    file = tmp_path / "nora.json"
+    out = typed("My name is Nora.", f"/save {file}", "Hello!", f"/save {file}", f"/load {file}", "What is my name?")
+    out = " ".join(out.split())
+    assert f"1 exchange saved to {file} Hello!" in out
+    assert "in place of its content" in out
+    assert "now in branch 2, with 2 exchanges" in out
+    assert "Your name is Nora." in out
+    assert "now in branch 1, with 2 exchanges" in typed(f"/load {file}")  # in place of an empty conversation
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("/save", "type /save FILE"),
+        ("/load", "type /load FILE"),
+        ("/save notes.txt", "not saved, because this file is there, and would be lost: notes.txt is no saved"),
+        ("/save missing/folder.json", "No such file or directory: 'missing/folder.json'"),
+        ("/load notes.txt", "notes.txt is no saved conversation"),
+        ("/load missing.json", "missing.json cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_file_that_cannot_be_saved_or_loaded_loses_nothing(typed, tmp_path, monkeypatch, command, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("milk")
+    out = typed("My name is Nora.", command, "What is my name?")
+    assert said in out.replace("\n", " ")
+    assert "Your name is Nora." in out
+    assert (tmp_path / "notes.txt").read_text() == "milk"
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_help_wraps_at_words(engine, monkeypatch, width):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n"))
+    out = io.StringIO()
+    Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=width)).loop()
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert " ".join(out.getvalue().split()).count("replace the message of exchange N by TEXT") == 1
+    assert "Try: My name is Nora. / What is my name?" in " ".join(out.getvalue().split())
+
+
+def test_a_chat_without_a_named_model_takes_the_installed_one_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("radixkv.cli.chat.chosen", lambda model: "/models/SmolLM2-Q4_1.gguf")
+    assert main(["chat"]) == 2  # no such file
+    assert "taking SmolLM2-Q4_1, which is installed" in capsys.readouterr().out

@@ -137,9 +137,9 @@ def test_the_model_of_the_conversation_is_the_given_one_the_installed_one_or_tin
     monkeypatch.setattr(
         demo_chat, "find_spec", lambda name: ModuleSpec(name, None, origin=str(tmp_path / "__init__.py"))
     )
-    assert demo.chosen(None) == "tiny"  # the package is there, but not its file
+    assert demo_chat.chosen(None) == "tiny"  # the package is there, but not its file
     file.touch()
-    assert demo.chosen(None) == str(file)
-    assert demo.chosen("tiny") == "tiny"
+    assert demo_chat.chosen(None) == str(file)
+    assert demo_chat.chosen("tiny") == "tiny"
     monkeypatch.setattr(demo_chat, "find_spec", lambda name: None)
-    assert demo.chosen(None) == "tiny"
+    assert demo_chat.chosen(None) == "tiny"

@@ -80,7 +80,7 @@ def test_help_loads_no_torch():
         (["--max-tokens", "0"], "max_tokens"),
         (["--kv-memory", "lots"], "lots"),
         (["--host-memory", "all"], "host_memory must be"),
-        (["--host-memory", "1kB"], "give at least 192 KiB, or 0 for none"),
+        (["tiny", "--host-memory", "1kB"], "give at least 192 KiB, or 0 for none"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(options, said, capsys):

@@ -278,9 +278,9 @@ def test_a_file_that_cannot_be_created_is_refused_before_the_model_is_loaded(
 def test_a_conversation_in_the_terminal_can_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chat.jsonl"
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\nWho are you?\n"))
-    assert main(["chat", "--record", str(path), "--max-tokens", "4", "--kv-memory", "8MB"]) == 0
+    assert main(["chat", "tiny", "--record", str(path), "--max-tokens", "4", "--kv-memory", "8MB"]) == 0
     first, second = read(path)
     assert (first.session, second.session) == ("1", "1")
     assert first.block_tokens == 16
     assert second.input_length > first.input_length + first.output_length
-    assert main(["chat", "--record", str(path)]) == 2
+    assert main(["chat", "tiny", "--record", str(path)]) == 2
