@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket that does not listen yet; raise OSError for an address in use, before the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))

@@ -49,6 +49,14 @@ def test_an_endless_head_is_refused(host: Hosted, endless: bytes) -> None:
     assert httpx.get(f"{host.url}/health", timeout=20).status_code == 200
 
 
+def test_small_responses_do_not_wait_for_an_acknowledgement(host: Hosted) -> None:
+    with httpx.Client() as client:
+        assert client.get(f"{host.url}/ping").status_code == 200
+        (connection,) = host.server.server_state.connections
+        open_socket = connection.transport.get_extra_info("socket")
+        assert open_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_long_heads_bodies_and_connections_that_stay_open_work(host: Hosted) -> None:
     with httpx.Client(base_url=host.url, timeout=20) as client:
         for length in (10, 50_000):
