@@ -67,6 +67,7 @@ def _routes(service: Service) -> list[Route]:
         route("/v1/version", about),
         route("/health", health),
         route("/ping", health),
+        route("/ping", health, "POST"),  # as in vLLM
         route("/load", load),
         route("/metrics", metrics),
         route("/openapi.json", openapi),

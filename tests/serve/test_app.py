@@ -291,7 +291,7 @@ def test_paths_that_vllm_and_claude_code_ask_for():
         key = {"x-api-key": "ada-secret"}
         assert server.client.head("/api/hello").status_code == 200
         assert server.client.get("/version").json()["version"] == __version__
-        assert server.client.get("/ping").json() == {"status": "ok"}
+        assert server.client.get("/ping").json() == server.client.post("/ping").json() == {"status": "ok"}
         assert server.client.get("/load").status_code == 401
         assert server.client.get("/load", headers=key).json() == {"server_load": 0}
         for text in ("Once upon a time", ""):
