@@ -83,10 +83,10 @@ class AsyncRequestEngine:
 
         Cancelling the task cancels its requests. Same arguments and errors as `Engine.generate`.
         """
-        await self._compiled(*([params] if isinstance(params, SamplingParams | None) else params))
-        return await self._completions(
-            await self._prepared(self.client.inputs.batch, prompts, params, namespace, timeout)
-        )
+        grammars = await self._compiled(*([params] if isinstance(params, SamplingParams | None) else params))
+        requests = await self._prepared(self.client.inputs.batch, prompts, params, namespace, timeout)
+        del grammars
+        return await self._completions(requests)
 
     async def score(
         self,
@@ -130,8 +130,9 @@ class AsyncRequestEngine:
         """Start one request; iterate the handle for chunks, or await its result: see `Engine.submit`."""
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
         options |= {"reply_start": start_of_reply(reply_start), "sample": sample, "origin": origin}
-        await self._compiled(params)
+        grammars = await self._compiled(params)
         request = await self._prepared(self.client.inputs.request, prompt, params, **options)
+        del grammars
         return AsyncHandle(self.client.start(request))
 
     async def warm(
@@ -249,11 +250,12 @@ class AsyncRequestEngine:
 
     # ---- inside
 
-    async def _compiled(self, *params: object) -> None:
-        """Wait until constraints are compiled, so that the preparing thread never waits for one."""
-        for each in params:
-            if isinstance(each, SamplingParams) and (compiling := self.client.inputs.grammars.begin(each)) is not None:
-                await asyncio.shield(asyncio.wrap_future(compiling))  # other requests may wait for it, too
+    async def _compiled(self, *params: object) -> list[object]:
+        """Wait until constraints are compiled. As long as the result is held, the preparing thread waits for none."""
+        begun = [self.client.inputs.grammars.begin(each) for each in params if isinstance(each, SamplingParams)]
+        for compiling in filter(None, begun):
+            await asyncio.shield(asyncio.wrap_future(compiling))  # other requests may wait for it, too
+        return list(begun)
 
     async def _prepared(
         self, call: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs

@@ -14,6 +14,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -76,7 +77,8 @@ class GrammarCompiler:
         """
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, frozenset(stop_ids)
         self._table: TokenTable | None = None
-        self._grammars: OrderedDict[Constraint, Future[Compiled]] = OrderedDict()
+        self._grammars: OrderedDict[Constraint, Future[Compiled]] = OrderedDict()  # the latest ones
+        self._held: weakref.WeakValueDictionary[Constraint, Future[Compiled]] = weakref.WeakValueDictionary()
         self._refusals: OrderedDict[bytes, Future[Compiled]] = OrderedDict()
         self._waiting: OrderedDict[Hashable, deque[Callable[[], None]]] = OrderedDict()  # the next owner first
         self._lock = threading.RLock()
@@ -87,8 +89,9 @@ class GrammarCompiler:
         """Start to compile the constraint of `params`, unless it is compiled already; None without a constraint.
 
         Owners with waiting constraints take turns; a constraint that several owners wait for has the first of their
-        turns. The future never raises InvalidConstraint: `matcher` does. Raises EngineClosed in a forked process, which
-        lacks the thread that compiles.
+        turns. A constraint is compiled once as long as its future is referenced; of those without a reference only the
+        latest are compiled. The future never raises InvalidConstraint: `matcher` does. Raises EngineClosed in a forked
+        process, which lacks the thread that compiles.
         """
         constraint = params.constraint
         if constraint is None:
@@ -96,13 +99,13 @@ class GrammarCompiler:
         if os.getpid() != self._pid:
             raise EngineClosed(f"this engine belongs to process {self._pid}: load another one after the fork")
         with self._lock:
-            found = self._grammars.get(constraint) or self._refusals.get(_digest(constraint))
+            found = self._held.get(constraint) or self._refusals.get(_digest(constraint))
             if found is None or (found.done() and found.result().worn):
-                found = _put(self._grammars, constraint, Future(), _MOST_GRAMMARS)
+                found = self._held[constraint] = Future()
             if not found.done():
                 self._start(found, lambda: self._compiled(constraint), owner)
-            if constraint in self._grammars:
-                self._grammars.move_to_end(constraint)
+            if constraint in self._held:
+                _put(self._grammars, constraint, found, _MOST_GRAMMARS)
         return found
 
     def matcher(self, params: SamplingParams) -> GrammarMatcher | None:
@@ -128,13 +131,15 @@ class GrammarCompiler:
         built.result()
 
     def _start(self, future: Future[Result], work: Callable[[], Result], owner: Hashable) -> None:
-        """Give the result of `work` to a future, when it is the owner's turn, unless it has one by then.
+        """Give the result of `work` to a future, when it is the owner's turn, unless it has one or is gone by then.
 
         The compiler's thread starts with the first work.
         """
+        held = weakref.ref(future)
 
         def run() -> None:
-            if not future.done():
+            future = held()
+            if future is not None and not future.done():
                 try:
                     future.set_result(work())
                 except BaseException as error:
@@ -167,6 +172,7 @@ class GrammarCompiler:
             refused = Refusal(str(error), error.parameter, error.place)
         with self._lock:
             self._grammars.pop(constraint, None)
+            self._held.pop(constraint, None)
             _put(self._refusals, _digest(constraint), Future(), _MOST_REFUSALS).set_result(refused)
         return refused
 
@@ -190,8 +196,9 @@ class GrammarCompiler:
 
 
 def _put(kept: OrderedDict[Any, Future[Result]], key: Any, future: Future[Result], most: int) -> Future[Result]:
-    """Keep a future, in place of the oldest one if there are more than `most`; return it."""
+    """Keep a future as the latest, in place of the oldest one if there are more than `most`; return it."""
     kept[key] = future
+    kept.move_to_end(key)
     if len(kept) > most:
         kept.popitem(last=False)
     return future

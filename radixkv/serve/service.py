@@ -141,15 +141,16 @@ class Service:
         finally:
             self._preparing.discard(block)
 
-    async def compiled(self, request: Request, caller: Caller, params: SamplingParams) -> None:
+    async def compiled(self, request: Request, caller: Caller, params: SamplingParams) -> object:
         """Wait until the constraint of `params` is compiled, which later raises no other error than its refusal.
 
-        Tenants take turns. Raises as `cancellable`. Others may wait for the same constraint, so that it is compiled in
-        any case.
+        Hold the result until the request is submitted: else the constraint may have to be compiled again. Tenants take
+        turns. Raises as `cancellable`; a constraint that others wait for is compiled in any case.
         """
         compiling = self.engine.client.inputs.grammars.begin(params, caller.tenant)
         if compiling is not None and not compiling.done():
             await self.cancellable(request, _finished(compiling))
+        return compiling
 
     def time_left(self, request: Request) -> float | None:
         """Return the seconds until a request's deadline, None without one; raise RequestTimedOut."""
@@ -284,7 +285,15 @@ class Service:
 
 
 async def _finished(future: Future[Any]) -> None:
-    await asyncio.shield(asyncio.wrap_future(future))
+    """Wait for a future, which does not refer to the waiting task, so that it is gone once nobody waits for it."""
+    loop, finished = asyncio.get_running_loop(), asyncio.Event()
+
+    def finish(_: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finished.set)
+
+    future.add_done_callback(finish)
+    await finished.wait()
 
 
 def _ending() -> EngineClosed:

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -73,6 +74,34 @@ def test_a_tenant_does_not_wait_for_all_schemas_of_another(monkeypatch: pytest.M
             gate.release(5)
             assert [each.result() for each in answers] == [200] * 5
     assert ("b",) in compiled[1:3]
+
+
+def test_a_constraint_is_compiled_once_while_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, gate = watched(monkeypatch)
+    gate.release(100)
+    many = [SamplingParams(choice=[f"a{number}"], max_tokens=1) for number in range(40)]
+    with hosted(Settings(port=0)) as host:
+        engine = AsyncEngine(host.engine)
+        asyncio.run(engine.generate([[5, 6]] * 40, many))
+    assert len(compiled) == 40
+
+
+def test_constraints_of_clients_that_left_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, gate = watched(monkeypatch)
+    with hosted(Settings(port=0)) as host:
+
+        def ask(word: str, timeout: float = 0.3) -> int:
+            body = {"model": "fake", "prompt": "Hi", "guided_choice": [word], "max_tokens": 1}
+            with suppress(httpx.ReadTimeout):
+                return httpx.post(f"{host.url}/v1/completions", json=body, timeout=timeout).status_code
+            return 0
+
+        with ThreadPoolExecutor(8) as pool:
+            assert not any(pool.map(ask, map(str, range(60))))
+        until(lambda: host.service.limiter.streams == 0)
+        gate.release(100)
+        assert ask("stays", 30) == 200
+    assert len(compiled) < 40, "the first one, the latest ones that are kept, and the last"
 
 
 def test_refusals_are_kept_apart_from_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
