@@ -5,6 +5,9 @@ import re
 import runpy
 import shlex
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,9 @@ import pytest
 import radixkv.cli
 import radixkv_monitor.cli
 import radixkv_traces.cli
+from radixkv import AsyncEngine, Engine
+from radixkv.serve import Settings
+from radixkv.serve.server import Server, address, bind
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -53,15 +59,38 @@ def test_the_readme_has_snippets_of_both_kinds() -> None:
     assert {"README.md"} <= {page for page, _ in COMMANDS}
 
 
+@contextmanager
+def tutorial_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the server that docs/tutorials/server.md starts, on a port that is free."""
+    ready = threading.Event()
+    with Engine.load("tiny", kv_memory="64MB") as engine, bind("127.0.0.1", 0) as sock:
+        server = Server(AsyncEngine(engine), Settings(api_keys={"nora": "correct-horse-1"}), ready.set)
+        thread = threading.Thread(target=server.run, args=([sock],))
+        thread.start()
+        assert ready.wait(60)
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{address(sock)}/v1")
+        monkeypatch.setenv("OPENAI_API_KEY", "correct-horse-1")
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            thread.join(30)
+
+
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=names(WITH_PYTHON))
-def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All snippets of a page in one namespace, in order, in a folder that they may write to.
+def test_python_snippets_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All snippets of a page in one namespace, in order, in a folder that they may write to; `output` follows them.
 
     They run in this process, so that torch and transformers are imported once for all pages.
     """
     monkeypatch.chdir(tmp_path)
     code = "\n".join(snippets(page, "python"))
-    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+    with tutorial_server(monkeypatch) if page.name == "server.md" else nullcontext():
+        exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+    shown, outputs = capsys.readouterr().out, snippets(page, "output")
+    assert "".join(outputs) == shown[: sum(map(len, outputs))]
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
@@ -75,7 +104,7 @@ def test_commands_exist(page: str, line: str, capsys: pytest.CaptureFixture[str]
         elif program == "python" and rest[0] == "-m":
             assert importlib.util.find_spec(rest[1]), line
         elif program == "python":
-            assert (ROOT / rest[0]).is_file(), line
+            assert (ROOT / rest[0]).is_file() or "/" not in rest[0], line  # a program of the reader
         elif program in PROGRAMS:
             with pytest.raises(SystemExit) as end:
                 PROGRAMS[program]([*(rest[:1] if program != "radixkv-monitor" else ()), "--help"])
@@ -84,7 +113,7 @@ def test_commands_exist(page: str, line: str, capsys: pytest.CaptureFixture[str]
             for option in (word for word in rest if word.startswith("--")):
                 assert option.split("=")[0] in shown, line
         else:
-            assert program in ("git", "cd", "pip", "unzip"), f"nobody checks this command: {line}"
+            assert program in ("git", "cd", "pip", "unzip", "export"), f"nobody checks this command: {line}"
 
 
 @pytest.mark.long
