@@ -108,7 +108,7 @@ def _setting(
     return field(default=default, metadata={"help": help, "rule": rule, "least": least, "choices": choices})
 
 
-@explained("pass {} to Engine.load")
+@explained
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The settings of an engine, checked; raises InvalidInput with the allowed values.

@@ -81,11 +81,11 @@ def _from_array(tokens: npt.NDArray[Any]) -> bytes:
 
 def _from_any(tokens: Any) -> bytes:
     if isinstance(tokens, (str, bytes, bytearray, memoryview)):
-        raise InvalidTokens(f"a {type(tokens).__name__}: {_ALLOWED}")
+        raise InvalidTokens(f"got {tokens!r:.100}: {_ALLOWED}")
     if hasattr(tokens, "__array__"):
         return _from_array(np.asarray(tokens))
     if not hasattr(tokens, "__len__") or isinstance(tokens, (set, frozenset, dict)):
-        raise InvalidTokens(f"a {type(tokens).__name__}: {_ALLOWED}")
+        raise InvalidTokens(f"got {tokens!r:.100}: {_ALLOWED}")
     return _from_ints(tokens)
 
 

@@ -101,19 +101,26 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The prefix that `open` would find now, and why the match ends there. `str()` is one plain sentence."""
+    """The prefix that `open` would find now, and why the match ends there. `str()` is one plain sentence.
 
-    tokens: int  # asked for
-    matched: int  # longest cached prefix
-    length: int  # tokens that `open` would hold: `matched`, but at most `limit`, and up to a recurrent state
+    Of the `tokens` asked for, `matched` are cached, and `open` would hold `length`: at most `limit`, and up to a
+    recurrent state. `reason` says why the match ends; with "no_state", `kv_reason` says why the cached KV ends.
+    `diverged_at` is the first token that differs from the cached text. `evicted_tokens` more would have matched before
+    an eviction, which began `evicted_ago` seconds ago for the request for blocks that `pressure` names. `host` tokens
+    after `length` could be loaded from host memory, and `reached` tokens have cached KV in any tier.
+    """
+
+    tokens: int
+    matched: int
+    length: int
     reason: Reason
-    diverged_at: int | None = None  # the first token that differs from the cached text
-    evicted_tokens: int = 0  # how many more would have matched before the eviction
-    evicted_ago: float | None = None  # seconds since the first of them was evicted
-    pressure: str | None = None  # the request for blocks that caused the eviction
-    kv_reason: KVReason | None = None  # with "no_state", why the cached KV ends at `matched`
-    host: int = 0  # tokens after `length` that could be loaded from host memory; `reason` is why the match ends there
-    reached: int = 0  # tokens with cached KV in any tier: `matched`, and those after it on the host
+    diverged_at: int | None = None
+    evicted_tokens: int = 0
+    evicted_ago: float | None = None
+    pressure: str | None = None
+    kv_reason: KVReason | None = None
+    host: int = 0
+    reached: int = 0
 
     def __str__(self) -> str:
         head = f"{self.length} of {self.tokens} tokens are cached"
@@ -139,39 +146,53 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """The cache at one moment: counters, which only grow, and gauges: free + cached + held = num_blocks."""
+    """The cache at one moment: counters, which only grow, and gauges.
 
-    query_tokens: int  # asked for in `open`, once each
-    hit_tokens: int  # query tokens that were found in the cache
-    committed_tokens: int  # computed by users and committed
-    evicted_blocks: int  # freed to make room, in the last tier that had their tokens
+    Counters: `query_tokens` were asked for in `open`, once each; `hit_tokens` of them were cached. `committed_tokens`
+    were computed. `evicted_blocks`, of `evicted_tokens`, were freed to make room, in the last tier that had them.
+    `copied_blocks` were copied on write. `regret_tokens` were asked for again after their eviction. `opened_sequences`
+    and `closed_sequences`; `evicted_states` made room for other snapshots. `offloaded_blocks` were written to the host,
+    `loaded_tokens` came back, and `host_evicted_blocks`, a part of `evicted_blocks`, made room there.
+
+    Gauges: `num_blocks` of `block_size` tokens are `free_blocks`, `cached_blocks` (evictable) or `held_blocks` (of
+    sequences, plans and pins; `pinned_blocks` of them). `nodes` of the tree without roots, evictable `leaves`,
+    `namespaces`, and `ghosts`: evicted runs that are remembered. Recurrent state: `state_rows`, one for each sequence
+    that can be open, `state_slots` for snapshots, `host_state_slots`, and how many are used: `state_rows_used`,
+    `state_slots_used`, `host_state_slots_used`. Host memory: `host_blocks`, `host_free_blocks` of them neither resident
+    nor reserved, `host_nodes`. Options that are off have 0.
+    """
+
+    query_tokens: int
+    hit_tokens: int
+    committed_tokens: int
+    evicted_blocks: int
     evicted_tokens: int
-    copied_blocks: int  # copy-on-write instructions handed out
-    regret_tokens: int  # asked for again after they were evicted
+    copied_blocks: int
+    regret_tokens: int
     opened_sequences: int
     closed_sequences: int
     num_blocks: int
     block_size: int
     free_blocks: int
-    cached_blocks: int  # in the tree and held by no sequence or pin: evictable
-    held_blocks: int  # of open sequences, plans and pins
-    pinned_blocks: int  # part of held_blocks
-    nodes: int  # of the tree, roots not counted
-    leaves: int  # evictable ones
+    cached_blocks: int
+    held_blocks: int
+    pinned_blocks: int
+    nodes: int
+    leaves: int
     namespaces: int
-    ghosts: int  # evicted runs that are remembered
-    state_rows: int = 0  # rows of recurrent state, one for each sequence that can be open; 0 for other models
+    ghosts: int
+    state_rows: int = 0
     state_rows_used: int = 0
-    state_slots: int = 0  # slots for snapshots of recurrent state
+    state_slots: int = 0
     state_slots_used: int = 0
-    evicted_states: int = 0  # snapshots evicted to make room for others; those that left with their KV do not count
-    host_blocks: int = 0  # blocks of the second tier, in host memory; 0 without one
-    host_free_blocks: int = 0  # neither resident nor reserved
-    host_nodes: int = 0  # runs of tokens that are resident there
-    offloaded_blocks: int = 0  # written to the host
-    loaded_tokens: int = 0  # copied from the host to the pool and committed
-    host_evicted_blocks: int = 0  # freed on the host to make room there; part of `evicted_blocks`
-    host_state_slots: int = 0  # slots for snapshots of recurrent state in host memory
+    evicted_states: int = 0
+    host_blocks: int = 0
+    host_free_blocks: int = 0
+    host_nodes: int = 0
+    offloaded_blocks: int = 0
+    loaded_tokens: int = 0
+    host_evicted_blocks: int = 0
+    host_state_slots: int = 0
     host_state_slots_used: int = 0
 
     @property

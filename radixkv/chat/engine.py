@@ -18,7 +18,7 @@ from radixkv.chat.template import ChatTemplate
 from radixkv.engine import RequestEngine
 from radixkv.engine.chat_messages import check_messages
 from radixkv.engine.engine import explained_methods
-from radixkv.engine.input_processor import is_chat
+from radixkv.engine.input_processor import is_chat, template_text
 from radixkv.errors import InvalidInput
 
 
@@ -58,7 +58,7 @@ class Engine(RequestEngine):
             )
         if not is_chat(messages) and messages:
             raise InvalidInput(f"messages must be a list of dicts with role and content, got {messages!r}")
-        check_messages(messages or ())
+        check_messages(messages or (), template_text(self.model.tokenizer))
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         opening += messages or []
         model = self.model

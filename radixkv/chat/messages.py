@@ -30,7 +30,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of the call `call_id`: a text, or any value that JSON can hold."""
+    """The result of the call `call_id`: its `content` is a text, or any value that JSON can hold."""
 
     call_id: str
     content: Any
@@ -45,9 +45,10 @@ class ToolResult:
 class Reply:
     """The reply of the assistant in one turn.
 
-    `text` is the text outside tool calls and thinking. Text that begins like a call but is not one stays in it, tags
-    included. `token_ids` are the sampled ids, a stop token included. `usage.cached_tokens` is the number of prompt
-    tokens that were found in the cache. `parsed` is the answer as an object, if the call has a `schema`.
+    `text` is the text outside `tool_calls` and `thinking`. Text that begins like a call but is not one stays in it,
+    tags included. `finish_reason` is "stop" or "length", as of a `Completion`. `token_ids` are the sampled ids, a stop
+    token included, and `logprobs` has an entry for each, if they were asked for. `usage.cached_tokens` is the number of
+    prompt tokens that were found in the cache. `parsed` is the answer as an object, if the call has a `schema`.
     """
 
     text: str

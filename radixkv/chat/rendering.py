@@ -8,6 +8,7 @@ of the vocabulary can span the cut, and the tokens of the pieces are counted unt
 from __future__ import annotations
 
 import json
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from radixkv.chat.generic_tools import with_tools_in_text
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import Arguments, arguments_key
 from radixkv.engine.chat_messages import check_messages, rendered_with_text
-from radixkv.engine.input_processor import ControlTokens, check_date, rendered, template_source, today
+from radixkv.engine.input_processor import ControlTokens, check_date, rendered, template_source, template_text, today
 from radixkv.errors import ChatError, InvalidInput
 
 _PIECE = 1 << 14  # characters that are encoded at a time
@@ -207,7 +208,7 @@ class Rendering:
         Raises ChatError if the template refuses the messages, and InvalidInput, with the index, for a message without
         role or text.
         """
-        check_messages(messages)
+        check_messages(messages, template_text(self.tokenizer))
         guarded = [self._guard.message(message) for message in messages]
         return rendered_with_text(guarded, lambda each: self._rendered(each, reply=reply))
 
@@ -259,7 +260,10 @@ class Rendering:
 
 
 def _json_copy(tools: Sequence[Any]) -> list[Any]:
+    if isinstance(tools, str | Mapping):
+        shape = '[{"type": "function", "function": {...}}]'
+        raise InvalidInput(f"tools must be a list of JSON schemas, such as {shape}; got {reprlib.repr(tools)}")
     try:
         return list(json.loads(json.dumps(list(tools))))
     except (TypeError, ValueError) as error:
-        raise InvalidInput(f"tools must be a list of JSON schemas: {error}") from error
+        raise InvalidInput(f"tools must be a list of JSON schemas, got {reprlib.repr(tools)}: {error}") from error

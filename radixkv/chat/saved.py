@@ -68,6 +68,8 @@ def write(state: SessionState, model: str, path: str | os.PathLike[str]) -> None
 
     Raises InvalidInput for values that JSON cannot hold, OSError.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidInput(f"path must name a file to write, got {path!r}")
     try:
         saved = json.loads(json.dumps(_as_json(state, model)))
         _check_nesting(saved)
@@ -117,6 +119,8 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the fields of a save, which are complete and, since version 2, as they were written."""
     try:
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
+    except TypeError as error:
+        raise InvalidInput(f"path must name a file that `save` of a session wrote, got {path!r}") from error
     except OSError as error:
         reason = error.strerror or error
         raise InvalidInput(f"{path} cannot be read ({reason}): name a file that `save` of a session wrote") from error

@@ -11,7 +11,7 @@ import os
 from array import array
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -45,21 +45,6 @@ NOT_COPIED = (
     "a chat session cannot be pickled or copied, because it belongs to its engine: fork() it, or save() it to a file "
     "that engine.resume() of another process reads"
 )
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A request for the turn after `turns`: its prompt, its new messages, and how its reply is read.
-
-    With `edits` the turn replaces an earlier one.
-    """
-
-    turns: list[Turn]
-    prompt: array[int]
-    new: Sequence[Message]
-    params: SamplingParams
-    schema: ReplySchema | None
-    edits: bool
 
 
 @explained_methods
@@ -263,8 +248,8 @@ class ChatSession:
             params = constrained(params, self._template, self._rule, self._template.thinking_at(prompt))
         encoded = EncodedPrompt(prompt, self._template.reply_start(prompt))
         handle = self._engine.submit(encoded, params, namespace=self._namespace, session=self._number)
-        asked = _Asked(turns, prompt, new, params, reply_schema, keep is not None)
-        self._open_stream = ReplyStream(handle, prompt, partial(self._record, asked), self._use)
+        record = partial(self._record, turns, prompt, new, params, reply_schema, edits=keep is not None)
+        self._open_stream = ReplyStream(handle, prompt, record, self._use)
         return self._open_stream
 
     def _prompt(self, turns: list[Turn], new: Sequence[Message], ids: array[int] | None = None) -> array[int] | None:
@@ -309,21 +294,31 @@ class ChatSession:
             "overflow='drop_oldest'"
         )
 
-    def _record(self, asked: _Asked, completion: Completion) -> Reply:
-        """Add the complete turn to the history. Raises UnparsedReply, and then the history is unchanged."""
-        used = {call.id for turn in asked.turns for call in turn.tool_calls}
-        reply = self._parser.reply(completion, asked.prompt, asked.params, len(asked.turns), used)
-        if asked.schema is not None:
-            reply = asked.schema.parsed(reply)
+    def _record(
+        self,
+        turns: list[Turn],
+        prompt: array[int],
+        new: Sequence[Message],
+        params: SamplingParams,
+        schema: ReplySchema | None,
+        completion: Completion,
+        *,
+        edits: bool,
+    ) -> Reply:
+        """Add the complete turn after `turns`. Raises UnparsedReply, and then the history is unchanged."""
+        used = {call.id for turn in turns for call in turn.tool_calls}
+        reply = self._parser.reply(completion, prompt, params, len(turns), used)
+        if schema is not None:
+            reply = schema.parsed(reply)
         message: Message = {"role": "assistant", "content": reply.text}
         if reply.tool_calls:
             message["tool_calls"] = [call.as_message() for call in reply.tool_calls]
-        before, self._ids = self._ids, asked.prompt + array("i", completion.token_ids)
+        before, self._ids = self._ids, prompt + array("i", completion.token_ids)
         end = len(self._ids) if self._append else None
-        turn = Turn(tuple(asked.new), completion.token_ids, message, reply.tool_calls, end)
-        self._turns = [*asked.turns, turn]
+        turn = Turn(tuple(new), completion.token_ids, message, reply.tool_calls, end)
+        self._turns = [*turns, turn]
         self._open_stream = None
-        if asked.edits:
+        if edits:
             self._demote(before)
         return reply
 

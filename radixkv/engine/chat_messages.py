@@ -1,4 +1,4 @@
-"""Check that chat messages have a role, and a text or a list of tool calls, as every template needs them.
+"""Check that chat messages have a known role, and a text or a list of tool calls, as every template needs them.
 
 A message may lack its content, which OpenAI's clients write as None next to tool calls. Where it is missing, some
 templates write no text, some write the word None, and some raise an error.
@@ -14,9 +14,14 @@ from radixkv.errors import ChatError, InvalidInput
 Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message]], str]
 
+ROLES = ("system", "user", "assistant", "tool", "developer")
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raise InvalidInput, with the index, for a message without a role or with calls that are no list of objects."""
+
+def check_messages(messages: Sequence[Message], template: str = "") -> None:
+    """Raise InvalidInput, with the index, for a message with a wrong role, content or list of calls.
+
+    A role is one of `ROLES`, or one that the source of the chat template names in quotes, such as 'ipython'.
+    """
     for at, message in enumerate(messages):
         role = message.get("role")
         if not isinstance(role, str) or not role:
@@ -24,6 +29,11 @@ def check_messages(messages: Sequence[Message]) -> None:
                 f"message {at} has no role, it has {', '.join(map(repr, message)) or 'no field'}: "
                 'write {"role": "user", "content": "..."}'
             )
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise InvalidInput(f"message {at} has the role {role!r}: allowed are {', '.join(ROLES)}")
+        content = message.get("content")
+        if isinstance(content, int | float | bytes) and role != "tool":
+            raise InvalidInput(f"message {at} has the content {content!r}: it must be a text, or a list of parts")
         calls = message.get("tool_calls")
         if calls and not (isinstance(calls, list | tuple) and all(map(_is_call, calls))):
             raise InvalidInput(f"message {at} has tool_calls that are no list of dicts: {calls!r}")

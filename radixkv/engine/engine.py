@@ -65,11 +65,11 @@ def explained_methods(cls: type[Class]) -> type[Class]:
     """Decorate a class: errors about unknown arguments of its methods name the right one, or `load` for the class."""
     for name, call in list(vars(cls).items()):
         if inspect.isfunction(call) and (name == "__init__" or not name.startswith("_")):
-            setattr(cls, name, (_awaited if inspect.iscoroutinefunction(call) else _called)(call))
+            setattr(cls, name, _explained(call))
     return cls
 
 
-def _called(call: Callable[..., Any]) -> Callable[..., Any]:
+def _explained(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def checked(self: object, *args: Any, **given: Any) -> Any:
         try:
@@ -78,32 +78,23 @@ def _called(call: Callable[..., Any]) -> Callable[..., Any]:
             _explain(call, self, args, given)
             raise
 
-    return checked
-
-
-def _awaited(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
-    async def checked(self: object, *args: Any, **given: Any) -> Any:
-        try:
-            return await call(self, *args, **given)
-        except TypeError:
-            _explain(call, self, args, given)
-            raise
+    async def awaited(self: object, *args: Any, **given: Any) -> Any:
+        return await checked(self, *args, **given)
 
-    return checked
+    return awaited if inspect.iscoroutinefunction(call) else checked
 
 
 def _explain(call: Callable[..., Any], owner: object, args: tuple[Any, ...], given: dict[str, Any]) -> None:
     """Raise TypeError with advice if these arguments do not fit `call`; an error inside the call needs none."""
-    kind = type(owner).__name__
+    kind, signature = type(owner).__name__, inspect.signature(call)
     try:
-        inspect.signature(call).bind(owner, *args, **given)
+        signature.bind(owner, *args, **given)
     except TypeError:
         if call.__name__ == "__init__":
-            model = reprlib.repr(args[0]) if args else "..."
-            message = f"{kind}(...) connects parts that are already loaded: call {kind}.load({model})"
-            raise TypeError(message) from None
-        refuse_unknown(f"{kind}.{call.__name__}", list(inspect.signature(call).parameters)[1:], given)
+            load = f"{kind}.load({reprlib.repr(args[0]) if args else '...'})"
+            raise TypeError(f"{kind}(...) connects parts that are already loaded: call {load}") from None
+        refuse_unknown(f"{kind}.{call.__name__}", [*signature.parameters][1:], given)
 
 
 @explained_methods

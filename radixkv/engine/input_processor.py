@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
 
 
+_LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # whether transformers has warned
 Ids: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 Prompt: TypeAlias = str | Ids | Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -106,6 +107,8 @@ class InputProcessor:
         self._decode = None if model.tokenizer is None else decoder(model.tokenizer)
         self._seed, self._numbers = seed, itertools.count(1)
         self.default_params = suggested(model.model)
+        # Our own errors name the limit; a warning of transformers says that the model would fail.
+        getattr(model.tokenizer, "deprecation_warnings", {})[_LENGTH_WARNING] = True
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.stop_token_ids)
 
     def encode(self, prompt: Prompt, *, reply: bool = False) -> TokenIds:
@@ -229,15 +232,9 @@ class InputProcessor:
         if isinstance(given, np.ndarray) or not isinstance(given, Sequence) or isinstance(given, bytes):
             shown = reprlib.repr(given)
             raise InvalidInput(f"generate takes a list of prompts, got {shown}: wrap one prompt in a list")
-        if any(isinstance(prompt, (int, np.integer)) for prompt in given):
-            raise InvalidInput(
-                "generate takes a list of prompts and got a bare list of token ids: for one prompt of token ids write "
-                "engine.generate([ids])"
-            )
-        if is_chat(given):
-            raise InvalidInput(
-                "generate takes a list of prompts and got one list of chat messages: write engine.generate([messages])"
-            )
+        if is_chat(given) or any(isinstance(prompt, (int, np.integer)) for prompt in given):
+            name = "messages" if is_chat(given) else "ids"
+            raise InvalidInput(f"generate takes a list of prompts, got one prompt: write engine.generate([{name}])")
         each_params = params if isinstance(params, Sequence) else [params] * len(given)
         if len(each_params) != len(given):
             raise InvalidInput(
@@ -337,7 +334,7 @@ def encode_chat(messages: Any, tokenizer: Any | None, *, reply: bool) -> list[in
         raise InvalidInput("this model has no tokenizer, so it cannot read chat messages: pass token ids")
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInput("this tokenizer has no chat template: pass text or token ids instead of chat messages")
-    check_messages(messages)
+    check_messages(messages, template_text(tokenizer))
     control_tokens = ControlTokens(tokenizer)
     guarded = [control_tokens.message(message) for message in messages]
     date = today()
@@ -349,14 +346,11 @@ def checked_ids(ids: Any, vocab_size: int) -> TokenIds:
     try:
         array = np.asarray(ids)
     except ValueError as error:
-        raise InvalidTokens("a prompt of token ids must be one flat sequence of ints") from error
-    if array.size == 0:
+        raise InvalidTokens(_no_prompt(ids)) from error
+    if array.size == 0 and array.ndim == 1:
         raise InvalidTokens("the prompt is empty: pass at least one token (a beginning-of-text token, say)")
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidTokens(
-            f"a prompt is a text, a flat sequence of int token ids or a list of chat messages, got "
-            f"{type(ids).__name__} that numpy reads as {array.dtype} of shape {array.shape}"
-        )
+        raise InvalidTokens(_no_prompt(ids))
     outside = (array < 0) | (array >= vocab_size)
     if outside.any():
         at = int(outside.argmax())
@@ -364,6 +358,15 @@ def checked_ids(ids: Any, vocab_size: int) -> TokenIds:
             f"token {array[at]} at position {at} is outside the vocabulary: allowed is 0..{vocab_size - 1}"
         )
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _no_prompt(given: Any) -> str:
+    """Return the error for a value that is no prompt, with what was probably meant."""
+    advice = ": put the message into a list" if isinstance(given, Mapping) else ""
+    if isinstance(given, Sequence) and given and all(isinstance(each, str) for each in given):
+        advice = ": pass several texts to generate()"
+    allowed = "a text, a flat list of int token ids or a list of chat messages"
+    return f"a prompt is {allowed}; got {reprlib.repr(given)}{advice}"
 
 
 def template_source(tokenizer: Any, tools: Sequence[Any] | None = None) -> str:

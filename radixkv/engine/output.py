@@ -34,12 +34,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The cost of one stream, in tokens and seconds.
+    """The cost of one stream, in tokens and seconds: `prompt_tokens` were given, `output_tokens` sampled or forced.
 
     `cached_tokens + computed_tokens` are all tokens that the stream holds KV for: the prompt and the sampled tokens
     except the last, which is never computed. Tokens that a constraint forces after the last one are not computed
     either. Streams 1..n-1 of a request fork after the prompt, so that the whole prompt counts as cached for them. Times
-    are measured from `submit`.
+    are measured from `submit`: `ttft_s` to the first token, `total_s` to the end.
     `preemptions` counts how often the request was preempted. `recomputed_tokens` are tokens that were computed again
     because of that; `computed_tokens` counts them once. `host_tokens` were loaded from host memory in place of being
     computed: cached tokens, and tokens that a preempted request would otherwise compute again.
@@ -58,12 +58,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One token of one stream, sampled or forced by a constraint, and the text that it released.
+    """One token of the stream `index`, sampled or forced by a constraint, and the text that it released.
 
+    `token_ids` has its id, and `logprobs` its log probability, if they were asked for.
     `text` is empty while it might turn out to be part of a stop string or of an unfinished character. Then the last
     `held` characters are withheld. `finish_reason` is set on the last chunk of a stream only, and `stop_text` is the
-    stop string that ended the stream. The first chunk of a request has the prompt's log probabilities, if they were
-    asked for.
+    stop string that ended the stream. The first chunk of a request has `prompt_logprobs`, if they were asked for.
     """
 
     text: str
@@ -78,7 +78,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole output of one stream, and its cost.
+    """The whole output of the stream `index`, and its cost, `usage`.
 
     `text` ends before a stop string or a stop token; `token_ids` has every sampled token, a stop token included.
     `finish_reason` is "stop" (a stop id, a stop string, or the end of a constrained text) or "length" (max_tokens, or

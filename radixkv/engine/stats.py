@@ -43,9 +43,12 @@ class Counters:
 class EngineStats:
     """One moment of an engine: `waiting` and `running` requests now, all other numbers since it was loaded.
 
-    Prompt and cached tokens are counted once per request, when its first step is committed, computed tokens when their
-    step is committed, and output tokens when they are sampled. `forced_tokens` are output tokens that were not sampled,
-    since a constraint left no choice. `preemptions` counts requests that were preempted when blocks ran out.
+    `model`, `device`, `dtype`, `attention`, `max_length` (tokens of the model's context) and `kv_bytes` (memory of the
+    pool) do not change. `uptime_s` are seconds since the load. `finished`, `cancelled` and `failed` count requests.
+    `prompt_tokens` and `cached_tokens` are counted once per request, when its first step is committed,
+    `computed_tokens` when their step is committed, and `output_tokens` when they are sampled. `forced_tokens` are
+    output tokens that were not sampled, since a constraint left no choice. `preemptions` counts requests that were
+    preempted when blocks ran out.
     `recomputed_tokens` were computed again because of that; `computed_tokens` counts them once.
     `coalesced_requests` waited while another request computed their prefix, and hit `coalesced_tokens` more because of
     that. `failed` includes requests that `timed_out`. `audited_blocks` were recomputed by audits, which count nowhere

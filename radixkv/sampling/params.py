@@ -277,7 +277,7 @@ class Constraint(NamedTuple):
     value: str | tuple[str, ...]
 
 
-@explained("write params=SamplingParams({})")
+@explained
 @dataclass(frozen=True)
 class SamplingParams:
     """Say how a reply is sampled and when it ends; raises InvalidInput, with the allowed range, for a wrong value.
@@ -422,7 +422,7 @@ def checked_params(params: object, default: SamplingParams | None = None) -> Sam
     if params is None:
         return default or SamplingParams()
     if not isinstance(params, SamplingParams):
-        raise InvalidInput(f"params must be SamplingParams(...) or None, got {type(params).__name__}")
+        raise InvalidInput(f"params must be SamplingParams(...) or None, got {params!r:.100}")
     return params
 
 
@@ -443,7 +443,7 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """Describe one row of a batch of logits: its parameters and the tokens sampled before.
+    """Describe one row of a batch of logits: its parameters, `params`, and the tokens sampled before.
 
     `history` is the prompt, `prompt_length` tokens, and the reply so far; only logits processors read it. The pair
     (`seed`, `position`) identifies a draw: each token has its own. `stop_token_ids` end the reply; they are masked
