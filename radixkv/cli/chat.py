@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from radixkv.cli.demo_chat import BUNDLED, chosen
+from radixkv.cli.entry_point import reason
 from radixkv.config import settings_in
 from radixkv.errors import EngineClosed, InvalidInput, RadixKVError
 from radixkv.model_path import shown_name
@@ -128,7 +129,7 @@ class Repl:
         except EngineClosed:
             raise
         except (RadixKVError, WrongCommandError, OSError) as error:
-            self._note(str(error))
+            self._note(reason(error))
 
     # ---- replies
 

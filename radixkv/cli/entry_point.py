@@ -55,13 +55,20 @@ def run(program: str, arguments: argparse.Namespace) -> int:
     except (RadixKVError, OSError) as error:
         if debug:
             raise
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {reason(error)}", file=sys.stderr)
         return MISUSED if isinstance(error, ValueError) else FAILED
     except Exception as error:
         if debug:
             raise
         print(f"{program}: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
         return FAILED
+
+
+def reason(error: Exception) -> str:
+    """Return the text of an error; of an error of the operating system, the file and what is wrong with it."""
+    if isinstance(error, OSError) and error.filename is not None and error.filename2 is None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 @contextmanager

@@ -93,7 +93,8 @@ def kv_shape(model: str) -> KVShape:
             raise ValueError("it is no JSON object")
         return _of_config(config, model)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"model {model!r}: {path} states no KV shape: {error}") from error
+        why = "it is no text" if isinstance(error, UnicodeDecodeError) else error
+        raise InvalidInput(f"model {model!r}: {path} states no KV shape: {why}") from error
 
 
 def _path_of(model: str) -> Path | Traversable | None:

@@ -176,7 +176,7 @@ def test_a_saved_conversation_is_continued_in_a_new_branch(typed, tmp_path):
         ("/save", "type /save FILE"),
         ("/load", "type /load FILE"),
         ("/save notes.txt", "not saved, because this file is there, and would be lost: notes.txt is no saved"),
-        ("/save missing/folder.json", "No such file or directory: 'missing/folder.json'"),
+        ("/save missing/folder.json", "missing/folder.json: No such file or directory"),
         ("/load notes.txt", "notes.txt is no saved conversation"),
         ("/load missing.json", "missing.json cannot be read (No such file or directory)"),
     ],

@@ -201,6 +201,8 @@ def test_times_that_look_wrong_are_warned_about(say: Say, tmp_path: Path) -> Non
         (("simulate", "sample:chat", "--start", "-1"), "--start"),
         (("fragmentation", "sample:chat", "--memory", "10%"), "memory '10%'"),
         (("fragmentation", "sample:chat", "--memory", "9"), "slab"),
+        (("fragmentation", "sample:chat", "--memory", "x"), "memory 'x'"),
+        (("simulate", "missing.jsonl"), "radixkv-replay: missing.jsonl: No such file or directory"),
         (("fragmentation", "sample:chat", "--block-sizes", "8,x"), "--block-sizes"),
         (("fragmentation", "sample:chat", "--block-sizes", "999999999"), "block size 999999999: allowed is 1 to"),
         (("generate", "poems"), "poems"),

@@ -65,7 +65,8 @@ def add_trace(parser: argparse.ArgumentParser, *, tokenizer: bool = True) -> Non
         "trace", metavar="TRACE", help=f"a file (.gz too), - for standard input, or sample:NAME ({', '.join(SAMPLES)})"
     )
     reading = parser.add_argument_group("reading the trace")
-    reading.add_argument("--format", choices=FORMATS, default="auto", help="default: recognised by its first line")
+    formats = f"one of {', '.join(FORMATS)}; auto, the default, recognises it by the first line"
+    reading.add_argument("--format", choices=FORMATS, default="auto", metavar="FORMAT", help=formats)
     reading.add_argument(
         "--block-tokens", type=positive, metavar="N",
         help="tokens of a recorded block (default: stated in the file or derived from its lengths; 16 for text)",
@@ -166,7 +167,9 @@ class Capacity:
     blocks: int
 
 
-def parse_capacity(text: str, unique_blocks: int, block_tokens: int, kv_bytes: int | None = None) -> Capacity:
+def parse_capacity(
+    text: str, unique_blocks: int, block_tokens: int, kv_bytes: int | None = None, name: str = "capacity"
+) -> Capacity:
     """Parse a share, a number, tokens or bytes into blocks; `kv_bytes` are the bytes of one token. Raises InvalidInput.
 
     >>> [parse_capacity(each, 1000, 512, 131072).blocks for each in ("2.5%", "300", "1Mtok", "16GiB")]
@@ -174,24 +177,24 @@ def parse_capacity(text: str, unique_blocks: int, block_tokens: int, kv_bytes: i
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|(?:[kmgt]i?)?(?:b|tok)|)\s*", text, re.IGNORECASE)
     if match is None:
-        raise InvalidInput(f"capacity {text!r}: allowed is {_FORMS}")
+        raise InvalidInput(f"{name} {text!r}: allowed is {_FORMS}")
     number, unit = match[1], match[2].lower()
     if unit == "%":
         blocks = int(unique_blocks * float(number) / 100)
     elif unit == "":
         if "." in number:
-            raise InvalidInput(f"capacity {text!r}: blocks are a whole number")
+            raise InvalidInput(f"{name} {text!r}: blocks are a whole number")
         blocks = int(number)
     elif unit.endswith("tok"):
         blocks = int(float(number) * UNITS[unit[:-3]]) // block_tokens
     else:
         if kv_bytes is None:
-            raise InvalidInput(f"capacity {text!r}: bytes say nothing without a model; give --model or --kv-bytes")
+            raise InvalidInput(f"{name} {text!r}: bytes say nothing without a model; give --model or --kv-bytes")
         blocks = int(float(number) * UNITS[unit[:-1]]) // (kv_bytes * block_tokens)
     if blocks > MAX_BLOCKS:
-        raise InvalidInput(f"capacity {text!r}: {blocks:,} blocks; at most {MAX_BLOCKS:,} can be simulated")
+        raise InvalidInput(f"{name} {text!r}: {blocks:,} blocks; at most {MAX_BLOCKS:,} can be simulated")
     if blocks < 1 and (unit != "%" or not float(number)):
-        raise InvalidInput(f"capacity {text!r}: not even one block of {block_tokens} tokens")
+        raise InvalidInput(f"{name} {text!r}: not even one block of {block_tokens} tokens")
     return Capacity(text.strip(), max(1, blocks))
 
 

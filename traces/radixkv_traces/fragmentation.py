@@ -374,8 +374,7 @@ def _memory(arguments: argparse.Namespace, slab: int) -> int:
         return _SLABS * slab
     if arguments.memory.strip().endswith("%"):
         raise InvalidInput(f"memory {arguments.memory!r}: allowed are tokens (500ktok), or bytes (16GB) with --model")
-    kv_bytes = kv_bytes_of(arguments)
-    return parse_capacity(arguments.memory, 0, 1, kv_bytes).blocks
+    return parse_capacity(arguments.memory, 0, 1, kv_bytes_of(arguments), name="memory").blocks
 
 
 def _text(summary: dict[str, Any], rows: list[Fragmentation]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import shutil
+import textwrap
 from array import array
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -319,7 +321,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: a
     """Add the command to the parser."""
     about = "print a workload made up from a seed; the same arguments give the same bytes"
     parser = commands.add_parser(
-        "generate", help=about, description=about.capitalize() + ".", parents=[common], epilog=_epilog(),
+        "generate", help=about, description=textwrap.fill(about.capitalize() + ".", _width()), parents=[common],
+        epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.set_defaults(module="radixkv_traces.generate")
@@ -343,5 +346,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _epilog() -> str:
-    kinds = [f"{name}: {inspect.getdoc(session)}".replace("\n", "\n  ") for name, session in KINDS.items()]
-    return "\n\n".join([*kinds, _CONVENTIONS])
+    kinds = [f"{name}: {inspect.getdoc(session)}" for name, session in KINDS.items()]
+    return "\n\n".join(textwrap.fill(" ".join(each.split()), _width()) for each in [*kinds, _CONVENTIONS])
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns - 2  # as argparse wraps

@@ -31,12 +31,15 @@ HEAD = 1 << 16  # bytes that are read to recognise a file's format
 
 @contextmanager
 def opened(trace: Source) -> Iterator[IO[bytes]]:
-    """Open the file's bytes, unzipped if needed; standard input stays open."""
+    """Open the file's bytes, unzipped if needed; standard input stays open. Raises InvalidInput without access."""
     with ExitStack() as files:
         if trace == "-":
             raw: IO[bytes] = sys.stdin.buffer
         else:
-            raw = files.enter_context((trace if isinstance(trace, Traversable) else Path(trace)).open("rb"))
+            try:
+                raw = files.enter_context((trace if isinstance(trace, Traversable) else Path(trace)).open("rb"))
+            except OSError as error:
+                raise InvalidInput(f"{trace}: {error.strerror}") from error
         peek = getattr(raw, "peek", None)
         if peek is not None and peek(2)[:2] == b"\x1f\x8b":
             raw = cast(IO[bytes], files.enter_context(gzip.open(raw)))
