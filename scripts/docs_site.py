@@ -132,7 +132,15 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Show doctests as code, and the help text of a setting as its docstring."""
+    """Show doctests as code, help texts of settings as docstrings, and no constructor that programs never call.
+
+    A dataclass has no constructor in its source, so its fields are shown. Errors and `PrefixCache` keep theirs.
+    """
+
+    def on_class_members(self, *, cls: griffe.Class, **_: object) -> None:
+        """Drop the constructor of a class whose objects are made by a method of another one."""
+        if cls.name != "PrefixCache" and not cls.path.startswith("radixkv.errors"):
+            cls.members.pop("__init__", None)
 
     def on_instance(self, *, obj: griffe.Object, **_: object) -> None:
         """Fence doctests and trees drawn with lines."""
