@@ -2,7 +2,7 @@
 
 `EngineConfig` checks every value, and values against each other, when it is created. Checks that need the model, the
 device or the file system are made by `Engine.load`. The commands make their options from the declarations below, and a
-test compares the table in docs/engine.md with them.
+test compares the names in docs/engine.md with them.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class EngineConfig:
 
 
 EngineConfig.__doc__ = f"{EngineConfig.__doc__}\n" + "".join(
-    f"    {each.name:20}{each.metadata['help']}\n" for each in fields(EngineConfig)
+    f"    {each.name:20}{each.metadata['help']} ({each.default!r})\n" for each in fields(EngineConfig)
 )
 
 

@@ -162,7 +162,7 @@ class RequestEngine:
 
         `tokenizer` is for a transformers model and for files without a tokenizer, and replaces the tokenizer of the
         files: a transformers tokenizer, or a folder or hub name that has one. The settings come from `config` (default:
-        `EngineConfig()`), replaced by `fields`; docs/engine.md lists them.
+        `EngineConfig()`), replaced by `fields`; `help(EngineConfig)` lists them.
         Raises UnsupportedModel or InvalidInput, OSError where `record` cannot be written.
         """
         from radixkv.models.adapter import load, place_of
