@@ -1,6 +1,6 @@
 """An agent over OpenAI's HTTP API. It sends the whole conversation with each request; the server finds it in the cache.
 
-    radixkv serve tiny                # in one terminal; needs: pip install 'radixkv[serve]'
+    radixkv serve tiny                # in one terminal; needs: pip install -e '.[serve]'
     python examples/agent_http.py     # in another;      needs: pip install openai
 
 OPENAI_BASE_URL and OPENAI_API_KEY name another server and its key.
