@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.errors import InvalidInput
+from radixkv.sizing.kv_size import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def read_settings(path: Path) -> AlertSettings:
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}; name a TOML file with --alerts") from error
     if len(data) > MAX_BYTES:
-        raise InvalidInput(f"{path} has more than {MAX_BYTES:,} bytes: name a TOML file with --alerts")
+        raise InvalidInput(f"{path} has more than {size_text(MAX_BYTES)}: name a TOML file with --alerts")
     try:
         return parse_settings(data.decode("utf-8"), path.parent)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

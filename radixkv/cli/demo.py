@@ -246,7 +246,9 @@ def savings(cached: Run, uncached: Run) -> Table:
     slab = cached.agents.stats.max_length
     table = Table(title="Savings by sharing", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.caption_justify = "left"
-    table.caption = f"First tokens: medians of all replies. Slabs: {slab:,} tokens for each of the agents."
+    table.caption = (
+        f"First tokens are medians. Without: KV in blocks of each agent's own, or in slabs of {slab:,} tokens."
+    )
     for name in ("", "with cache", "without", "gain"):
         table.add_column(name, justify="right" if name.startswith("with") else "left", no_wrap=name.startswith("with"))
     asked = [run.total("prompt_tokens") for run in (cached, uncached)]
@@ -285,8 +287,8 @@ def _add_memory(table: Table, footprint: Footprint, stats: EngineStats) -> None:
     per_token = stats.kv_bytes / (stats.cache.num_blocks * stats.cache.block_size)
     pooled = size_text(footprint.pooled * per_token)
     others = {
-        "KV memory, not shared": footprint.alone,
-        "KV memory, in slabs": footprint.slabs,
+        "agents: KV memory": footprint.alone,
+        "  with slabs": footprint.slabs,
     }
     for name, tokens in others.items():
         table.add_row(name, pooled, size_text(tokens * per_token), f"{tokens / footprint.pooled:.1f}x less")

@@ -113,7 +113,7 @@ def _add_doctor(add: _Add) -> None:
         "'+ ok', '~ note' or '! problem'. The exit status is 1 if there is a problem."
     )
     doctor = add("doctor", about, epilog=epilog)
-    doctor.add_argument("model", metavar="MODEL", nargs="?", default="tiny", help=_MODEL)
+    doctor.add_argument("model", metavar="MODEL", nargs="?", default="tiny", help=f"{_MODEL} (default tiny)")
     _add_tokenizer(doctor)
     _add_settings(doctor, "kv_memory", "state_memory", "host_memory", "max_sequences", "block_size", "device", "dtype")
     _add_settings(doctor, "weights", "attention", "revision", "trust_remote_code")

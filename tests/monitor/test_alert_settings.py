@@ -127,7 +127,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         (tmp_path / "none", "No such file"),
         (tmp_path, "Is a directory"),
         (tmp_path / "bytes", "not TOML"),
-        (Path("/dev/zero"), "has more than 1,048,576 bytes"),
+        (Path("/dev/zero"), "has more than 1 MiB"),
     ):
         with pytest.raises(InvalidInput, match=words):
             read_settings(path)
