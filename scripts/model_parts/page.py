@@ -26,49 +26,35 @@ the result for your model.
 
 ## The results
 
-**paged**: radixkv computes the attention of the model. It reads and writes the pool through block tables. One forward
-computes all sequences of a step, prefills and decodes together, and shared prefixes are read once. Windows, chunks,
-softcaps and sinks cost no extra time. The pool keeps all keys and values, even outside of a window, so that a prefix
-stays a hit. Latent attention (MLA) is stored decompressed, as keys and values of every head. This takes more memory
-than its latent vector would, and `radixkv plan` counts it. Layers that read the KV of an earlier layer store none
-("shared KV"). Layers with recurrent state (gated delta nets, Mamba-2, short convolutions) compute on the rows of a
-state arena; [architectures.md](architectures.md) says how.
+**paged**: radixkv computes the attention of the model over the pool, for all sequences of a step in one forward.
+Windows, chunks, softcaps and sinks cost no extra time. The pool keeps all keys and values, even outside of a window, so
+that a prefix stays a hit. Latent attention (MLA) is stored decompressed, as keys and values of every head;
+`radixkv plan` counts this. Layers that read the KV of an earlier layer store none ("shared KV"). Layers with recurrent
+state compute on the rows of a state arena ([architectures.md](architectures.md)).
 
 **fallback**: the model bypasses transformers' attention interface, or changes attention in a way that the interface
-does not show (ALiBi, masks of its own). It runs by its own attention, over a cache that is filled from the pool. Hits,
-forks and answers are the same. But each sequence takes a forward of its own in each step, and each layer copies the
-sequence's whole context out of the pool. A warning at load gives the reason; [architectures.md](architectures.md) has
-the costs.
+does not show. It runs by its own attention, over a cache that is filled from the pool. Hits and answers are the same,
+but each sequence takes a forward of its own, and each layer copies its context
+([costs](architectures.md)). A warning at load gives the reason.
 
-**refused**: loading raises `UnsupportedModel` with the reason. There are three kinds of reasons. The model keeps things
-that radixkv does not: an index of keys, recurrent state outside of transformers' cache, or state that is lost between
-two chunks (Mamba-1 in torch). Or it needs the output of another model. Or its logits over the pool differ from those
-of its own forward.
+**refused**: loading raises `UnsupportedModel` with the reason.
 
-**cannot be built**: transformers cannot create a model of the class in this environment. The table gives its error.
+**cannot be built**: transformers cannot create a model of the class in this environment.
 
 ## The trial
 
-Each model has the kinds of layers that are typical of its architecture: windows, routed experts, sinks, softcaps, or
-rotary dims that differ from the size of the head. Windows are shorter than the prompts. Sinks and softcaps are large
-enough to change the scores. Blocks have 4 tokens, and chunks have 17. Each engine runs three batches of requests:
+Each model has the kinds of layers that are typical of its architecture. Windows are shorter than the prompts, and sinks
+and softcaps are large enough to change the scores. Blocks have 4 tokens, and chunks have 17. Each engine runs a prompt;
+then, at the same time, prompts that diverge inside a block, continue a reply, or fork; then hits of both, up to the end
+of the context.
 
-1. a prompt;
-2. at the same time: a prompt that diverges from the first one inside a block, a short prompt, a single token, a prompt
-   that continues the first reply, and three sampled streams that fork after a common prefix;
-3. the first two prompts again, and a prompt that continues to the end of the context.
+Every row of logits is compared with the model's own forward over the same tokens, `model(input_ids)`, without a cache,
+and every greedy token must be the forward's choice. Where transformers computes in float32, both sides are kept in
+float64. An error above 1e-9 is a failure (1e-4 if a note says float32). The column *error* is an upper bound for all
+logits. A note says if `generate` disagrees with that forward. longrope's frequencies are fixed to those for the longest
+context, so prompts within the original context differ from `model(input_ids)` on purpose.
 
-A chunk has the logits of its last tokens, of one to six. Every row of logits that the engine computed is compared with
-the model's own forward over the same tokens, without a cache. Every greedy token must be the one that the forward
-chooses. Where transformers computes in float32 (softmax, norms, routers), both sides are kept in float64. The remaining
-errors come from adding numbers in another order. An error above 1e-9 is a failure (1e-4 if a note says float32). The
-column *error* is an upper bound for all logits.
-
-The reference is the model's own forward, `model(input_ids)`. A note says if transformers' `generate` disagrees with
-that forward. (RoBERTa and similar models count positions from the padding id on; `generate` counts from 0.) The padding
-token does not occur in prompts, and is never sampled. longrope's frequencies are fixed to those for the longest
-context. So prompts within the original context differ from `model(input_ids)` on purpose. They are computed twice, once
-alone and once in a batch with long ones, and both results are compared.
+Classes with the same results share a row.
 """
 
 
@@ -125,25 +111,32 @@ def _faults(verdicts: Sequence[Verdict]) -> str:
 
 
 def _loaded(verdicts: Sequence[Verdict]) -> list[str]:
-    rows = [
-        _line(_named(each), each.result, each.attention, _error(each.error), _short(_because(each)))
-        for each in verdicts
-        if each.error is not None
-    ]
-    return ["## Models that load", "", *_row("architecture", "result", "attention", "error", "note"), *rows]
+    titles = ("architectures", "result", "attention", "error", "note")
+    rows = [(_named(each), *_found(each)) for each in verdicts if each.error is not None]
+    return ["## Models that load", "", *_row(*titles), *_merged(rows)]
 
 
 def _others(verdicts: Sequence[Verdict]) -> list[str]:
-    rows = [_line(_named(each), each.result, _short(_because(each))) for each in verdicts if each.error is None]
-    return ["## Models that do not load", "", *_row("architecture", "result", "reason"), *rows]
+    rows = [(_named(each), each.result, _short(_because(each))) for each in verdicts if each.error is None]
+    return ["## Models that do not load", "", *_row("architectures", "result", "reason"), *_merged(rows)]
 
 
 def _variants(verdicts: Sequence[Verdict]) -> list[str]:
     text = "Some results depend on the configuration. The counts above do not include these variants."
-    rows = [
-        _line(each.name, each.result, each.attention, _error(each.error), _short(_because(each))) for each in verdicts
-    ]
-    return ["## Variants", "", text, "", *_row("architecture", "result", "attention", "error", "note or reason"), *rows]
+    titles = ("architectures", "result", "attention", "error", "note or reason")
+    return ["## Variants", "", text, "", *_row(*titles), *_merged([(each.name, *_found(each)) for each in verdicts])]
+
+
+def _found(each: Verdict) -> tuple[str, ...]:
+    return each.result, each.attention, _error(each.error), _short(_because(each))
+
+
+def _merged(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return a line for each group of rows that differ in their names only, in the order of the first names."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        groups.setdefault(tuple(cells), []).append(name)
+    return [_line(", ".join(names), *cells) for cells, names in groups.items()]
 
 
 def _because(each: Verdict) -> str:
