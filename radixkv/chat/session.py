@@ -213,9 +213,8 @@ class ChatSession:
 
     def __repr__(self) -> str:
         """Name the model and the length of the conversation."""
-        state = ", closed" if self._closed else ""
-        length = f"{len(self._turns)} turns, {len(self._ids)} tokens"
-        return f"<ChatSession of {self._engine.model.name}: {length}{state}>"
+        length = f"{len(self._turns)} turns, {len(self._ids)} tokens{', closed' if self._closed else ''}"
+        return f"<ChatSession of {self._engine.model.name}: {length}>"
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied. Raises TypeError."""

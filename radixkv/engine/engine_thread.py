@@ -62,7 +62,7 @@ class EngineThread:
         # Guards the end of the inbox. Reentrant: the garbage collector may run finalizers that post.
         self._gate = threading.RLock()
         self._pid = os.getpid()
-        self._closed = False
+        self.closed = False  # no more calls are taken
         self._broken: BaseException | None = None  # the exception that escaped a step, against its contract
         self._on_broken = on_broken
         self._draining = False
@@ -80,7 +80,7 @@ class EngineThread:
         if os.getpid() != self._pid:  # checked before the gate: the parent's thread may have held it during the fork
             raise EngineClosed(f"this engine belongs to process {self._pid}: load another one after the fork")
         with self._gate:
-            if self._closed or (begins and self._draining):
+            if self.closed or (begins and self._draining):
                 raise self._closed_error("the engine was closed: load a new one")
             self._inbox.put(call)
 
@@ -89,7 +89,7 @@ class EngineThread:
         if self._is_forked:
             return
         with self._gate:
-            if not self._closed:
+            if not self.closed:
                 self._inbox.put(_nothing)
 
     def call(self, call: Callable[[], Result]) -> Future[Result]:
@@ -101,11 +101,6 @@ class EngineThread:
     def ask(self, call: Callable[[], Result]) -> Result:
         """Run `call` at the next step boundary and wait for its result or exception."""
         return self.call(call).result()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the thread takes no more calls."""
-        return self._closed
 
     @property
     def _is_forked(self) -> bool:
@@ -136,14 +131,14 @@ class EngineThread:
         if self._is_forked:
             return
         with self._gate:
-            if not self._closed:
-                self._closed = True
+            if not self.closed:
+                self.closed = True
                 self._inbox.put(None)
 
     def _drain(self, timeout: float | None, on_drain: Callable[[], None]) -> None:
         with self._gate:
             self._draining = True
-            if not self._closed:
+            if not self.closed:
                 self._inbox.put(on_drain)  # after every call that began a request
         self._drained.wait(timeout)
 
@@ -159,7 +154,7 @@ class EngineThread:
             if self._on_broken is not None:
                 _guarded(partial(self._on_broken, error))
         with self._gate:
-            self._closed = True
+            self.closed = True
         self._drained.set()
         self._empty_inbox()
         _guarded(lambda: self._finish(self._closed_error("the engine was closed while the request ran")))

@@ -175,3 +175,18 @@ def test_a_closed_engine_is_named_and_what_needs_no_engine_works(tmp_path):
         await chat.close()
 
     run(main)
+
+
+def test_both_kinds_of_streams_have_the_same_names():
+    async def talk(engine):
+        stream = await AsyncEngine(engine).chat().stream("one", PARAMS)
+        assert stream.is_open
+        assert await stream.reply is await stream.wait()
+        assert (stream.is_open, stream.handle.done) == (False, True)
+        return stream
+
+    with chat_engine() as engine, engine.chat() as chat:
+        streams = [chat.stream("one", PARAMS), asyncio.run(talk(engine))]
+        names, others = ([name for name in dir(each) if not name.startswith("_")] for each in streams)
+        assert names == others and "reply" in names
+        assert streams[0].reply is streams[0].wait() and streams[0].prompt == streams[1].prompt

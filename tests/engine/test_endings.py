@@ -211,7 +211,7 @@ def test_draining_ends_with_its_time():
     world, one, other = world_at("decode")
     closing = threading.Thread(target=lambda: world.engine.close(drain=True, timeout=0.01))
     closing.start()
-    eventually(lambda: world.engine.client.thread._closed)
+    eventually(lambda: world.engine.client.thread.closed)
     world.go()
     closing.join(timeout=10)
     assert not closing.is_alive()
@@ -227,7 +227,7 @@ def test_closing_ends_all_requests_at_every_stage(stage):
     world, one, other = world_at(stage)
     closing = threading.Thread(target=world.engine.close)
     closing.start()
-    eventually(lambda: world.engine.client.thread._closed)
+    eventually(lambda: world.engine.client.thread.closed)
     world.go()
     closing.join(timeout=10)
     assert not closing.is_alive()
@@ -327,7 +327,7 @@ def test_interrupting_a_draining_ends_it_at_once_and_passes_on():
     engine_thread = world.engine.client.thread
 
     def step() -> None:
-        eventually(lambda: engine_thread._closed)
+        eventually(lambda: engine_thread.closed)
         world.runner.gate.release()
 
     interrupted(lambda: world.engine.close(drain=True), when=lambda: engine_thread._draining, then=step)

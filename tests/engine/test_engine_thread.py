@@ -123,7 +123,7 @@ def test_closing_ends_after_the_current_step():
     task = Countdown(3)
     assert task.began.acquire(timeout=10)
     thread = closing(task.engine_thread)
-    while not task.engine_thread._closed:
+    while not task.engine_thread.closed:
         assert thread.is_alive()
     task.gate.release(3)
     assert joined(thread)
@@ -174,7 +174,7 @@ def test_draining_stops_when_its_time_is_over():
         lambda: None, lambda: None, lambda: left[0], lambda why: None
     )  # busy, with nothing to do: paused
     assert joined(closing(engine_thread, drain=True, timeout=0.01))
-    assert engine_thread._closed
+    assert engine_thread.closed
 
 
 def test_an_immediate_end_ends_the_draining_of_another_thread():

@@ -105,7 +105,7 @@ def test_what_does_not_finish_in_time_is_told_so():
         for _ in range(6):
             assert host.runner.began.acquire(timeout=20)
         host.stop()
-        until(lambda: host.engine.client.thread._closed)
+        until(lambda: host.engine.client.thread.closed)
         host.runner.gate.release()  # the running step
         for client in clients:
             client.join(20)
@@ -158,7 +158,7 @@ def test_an_impatient_end_does_not_wait(caplog):
         host.server.handle_exit(signal.SIGINT, None)
         until(lambda: host.engine.client.thread._draining)
         host.server.handle_exit(signal.SIGINT, None)
-        until(lambda: host.engine.client.thread._closed)
+        until(lambda: host.engine.client.thread.closed)
         host.runner.gate.release()
         host.thread.join(20)
         assert not host.thread.is_alive()
