@@ -2,7 +2,7 @@
 
 Each life is a fork of one process. SIGKILL comes at the n-th line that runs in a module of a writer. A limit of the
 size of files ends other lives inside a write: the kernel writes up to the limit, then kills. Every eighth line and
-every 26th byte is tried, and with `RADIXKV_LONG=1` every one, in four minutes.
+every 26th byte is tried, and with `RADIXKV_LONG=1` every one.
 """
 
 from __future__ import annotations
