@@ -6,6 +6,7 @@ Public names are imported on first use, so that `import radixkv` alone does not 
 from __future__ import annotations
 
 import logging
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,11 @@ __all__ = [
     "Warmed",
     "__version__",
 ]
+
+# OpenMP reads this when torch is loaded. By default, waiting threads spin for 300,000 turns, some milliseconds, before
+# they sleep: on a busy machine they take the cores from the thread that they wait for. 1,000 turns take some 50 us.
+if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+    os.environ["GOMP_SPINCOUNT"] = "1000"
 
 # Silent unless the application configures logging.
 logging.getLogger("radixkv").addHandler(logging.NullHandler())
