@@ -24,22 +24,8 @@ class, with random weights in float64, and loads it into a real engine. These ar
 {faults}Each model is also tested when you load it, and that test decides whether it runs. `radixkv doctor MODEL` shows
 the result for your model.
 
-## The results
-
-**paged**: radixkv computes the attention of the model over the pool, for all sequences of a step in one forward.
-Windows, chunks, softcaps and sinks cost no extra time. The pool keeps all keys and values, even outside of a window, so
-that a prefix stays a hit. Latent attention (MLA) is stored decompressed, as keys and values of every head;
-`radixkv plan` counts this. Layers that read the KV of an earlier layer store none ("shared KV"). Layers with recurrent
-state compute on the rows of a state arena ([architectures.md](architectures.md)).
-
-**fallback**: the model bypasses transformers' attention interface, or changes attention in a way that the interface
-does not show. It runs by its own attention, over a cache that is filled from the pool. Hits and answers are the same,
-but each sequence takes a forward of its own, and each layer copies its context
-([costs](architectures.md)). A warning at load gives the reason.
-
-**refused**: loading raises `UnsupportedModel` with the reason.
-
-**cannot be built**: transformers cannot create a model of the class in this environment.
+A model type stands in parentheses if the name of the class does not show it. Some results depend on the configuration:
+such variants have a "with" after the name of the class, and the counts leave them out.
 
 ## The trial
 
@@ -48,14 +34,29 @@ and softcaps are large enough to change the scores. Blocks have 4 tokens, and ch
 then, at the same time, prompts that diverge inside a block, continue a reply, or fork; then hits of both, up to the end
 of the context.
 
-Every row of logits is compared with the model's own forward over the same tokens, `model(input_ids)`, without a cache,
-and every greedy token must be the forward's choice. Where transformers computes in float32, both sides are kept in
-float64. An error above 1e-9 is a failure (1e-4 if a note says float32). The column *error* is an upper bound for all
-logits. A note says if `generate` disagrees with that forward. longrope's frequencies are fixed to those for the longest
-context, so prompts within the original context differ from `model(input_ids)` on purpose.
-
-Classes with the same results share a row.
+Every row of logits is compared with `model(input_ids)` over the same tokens, without a cache, and every greedy token
+must be that forward's choice. Where transformers computes in float32, both sides are kept in float64. The error of all
+logits is below 1e-12 unless a row gives another bound. An error above 1e-9 is a failure (1e-4 if a row says float32).
+longrope's frequencies are fixed to those for the longest context, so prompts within the original context differ from
+`model(input_ids)` on purpose.
 """
+
+_MEANINGS = {
+    "paged": """\
+radixkv computes the attention of the model over the pool, for all sequences of a step in one forward. Windows, chunks,
+softcaps and sinks cost no extra time. The pool keeps all keys and values, even outside of a window, so that a prefix
+stays a hit. Latent attention (MLA) is stored decompressed, as keys and values of every head; `radixkv plan` counts
+this. Layers that read the KV of an earlier layer store none ("shared KV"). Layers with recurrent state compute on the
+rows of a [state arena](architectures.md#recurrent-state).""",
+    "fallback": """\
+The model bypasses transformers' attention interface, or changes attention in a way that the interface does not show. It
+runs by its own attention, over a cache that is filled from the pool. Hits and answers are the same, but each sequence
+takes a [forward of its own](architectures.md#the-fallback). A warning at load gives the reason.""",
+    "refused": "Loading raises `UnsupportedModel` with the reason.",
+    "cannot be built": "transformers cannot create a model of the class in this environment.",
+}
+
+_LEAST = 1e-12  # no error is stored as less
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,11 @@ def from_json(text: str) -> Run:
 def render(run: Run) -> str:
     """Return the page as Markdown."""
     classes = [each for each in run.verdicts if class_of(each.name) == each.name]
-    variants = [each for each in run.verdicts if class_of(each.name) != each.name]
     head = _HEAD.format(
         transformers=run.transformers, torch=run.torch.partition("+")[0], date=run.date, total=len(classes),
         counts=_counts(classes), faults=_faults(run.verdicts),
     )  # fmt: skip
-    parts = [head, *_loaded(classes), "", *_others(classes), "", *_variants(variants)]
-    return "\n".join(parts) + "\n"
+    return "\n".join([head, *(line for result in RESULTS for line in _section(result, run.verdicts))])
 
 
 def _counts(verdicts: Sequence[Verdict]) -> str:
@@ -110,47 +109,33 @@ def _faults(verdicts: Sequence[Verdict]) -> str:
     return f"At fault: {', '.join(bad)}.\n\n" if bad else ""
 
 
-def _loaded(verdicts: Sequence[Verdict]) -> list[str]:
-    titles = ("architectures", "result", "attention", "error", "note")
-    rows = [(_named(each), *_found(each)) for each in verdicts if each.error is not None]
-    return ["## Models that load", "", *_row(*titles), *_merged(rows)]
+def _section(result: str, verdicts: Sequence[Verdict]) -> list[str]:
+    """Return the verdicts with a result, a row for all that differ in their names only."""
+    rows: dict[str, list[str]] = {}
+    for each in sorted(verdicts, key=lambda each: " with " in each.name):
+        if each.result == result:
+            rows.setdefault(_found(each), []).append(_named(each))
+    if not rows:
+        return []
+    title = "attention" if result == "paged" else "reason"
+    lines = (_line(found, ", ".join(names)) for found, names in sorted(rows.items()))
+    return [f"## {result.capitalize()}", "", _MEANINGS.get(result, ""), "", *_row(title, "architectures"), *lines, ""]
 
 
-def _others(verdicts: Sequence[Verdict]) -> list[str]:
-    rows = [(_named(each), each.result, _short(_because(each))) for each in verdicts if each.error is None]
-    return ["## Models that do not load", "", *_row("architectures", "result", "reason"), *_merged(rows)]
-
-
-def _variants(verdicts: Sequence[Verdict]) -> list[str]:
-    text = "Some results depend on the configuration. The counts above do not include these variants."
-    titles = ("architectures", "result", "attention", "error", "note or reason")
-    return ["## Variants", "", text, "", *_row(*titles), *_merged([(each.name, *_found(each)) for each in verdicts])]
-
-
-def _found(each: Verdict) -> tuple[str, ...]:
-    return each.result, each.attention, _error(each.error), _short(_because(each))
-
-
-def _merged(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return a line for each group of rows that differ in their names only, in the order of the first names."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, *cells in rows:
-        groups.setdefault(tuple(cells), []).append(name)
-    return [_line(", ".join(names), *cells) for cells, names in groups.items()]
-
-
-def _because(each: Verdict) -> str:
-    """Return reason and note; the reason without the class's name in front, which is in another column."""
-    name, reason = class_of(each.name), each.reason
-    return "; ".join(filter(None, [reason.removeprefix(f"{name} ").removeprefix(f"{name}: "), each.note]))
+def _found(each: Verdict) -> str:
+    """Return attention, reason, note and a large error; the reason without the class's name in front."""
+    name = class_of(each.name)
+    reason = each.reason.removeprefix(f"{name} ").removeprefix(f"{name}: ")
+    error = f"error < {each.error:.0e}".replace("e-0", "e-") if (each.error or 0) > _LEAST else ""
+    parts = [*reason.split("; "), *each.note.split("; "), error]
+    return "; ".join(filter(None, [each.attention * (each.result == "paged"), *map(_short, parts)]))
 
 
 def _named(each: Verdict) -> str:
-    return f"{each.name} ({', '.join(each.kinds)})"
-
-
-def _error(error: float | None) -> str:
-    return "" if error is None else f"< {error:.0e}".replace("e-0", "e-")
+    """Return the name, and the model types that it does not show."""
+    letters = each.name.lower()
+    hidden = [kind for kind in each.kinds if kind.replace("_", "").replace("-", "") not in letters.replace("_", "")]
+    return each.name + f" ({', '.join(hidden)})" * (bool(hidden) and class_of(each.name) == each.name)
 
 
 def _rounded(error: float | None) -> float | None:
@@ -158,7 +143,7 @@ def _rounded(error: float | None) -> float | None:
     return None if error is None else 10.0 ** max(-12, math.ceil(math.log10(max(error, 1e-300)) - 1e-9))
 
 
-def _short(text: str, most: int = 240) -> str:
+def _short(text: str, most: int = 125) -> str:
     return text if len(text) <= most else text[: most - 3].rsplit(" ", 1)[0] + " ..."
 
 
