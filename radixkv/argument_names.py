@@ -6,9 +6,9 @@ This runs after a call has failed. Names of other libraries are in a table, othe
 from __future__ import annotations
 
 import difflib
+import inspect
 import reprlib
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -44,24 +44,40 @@ FOREIGN = {
 """name in transformers, vLLM, SGLang, llama.cpp or OpenAI's API -> the nearest name here."""
 
 _ELSEWHERE = {"SamplingParams": "write params=SamplingParams({})", "EngineConfig": "pass {} to Engine.load"}
-_ADVICE: dict[str, str] = {}  # field of an explained class -> advice for other calls that are given it
+_ADVICE: dict[str, str] = {}  # field of an explained dataclass -> advice for other calls that are given it
 
 
 def explained(cls: type[Class]) -> type[Class]:
-    """Decorate a dataclass: an error about an unknown field names the right one. A class of `_ELSEWHERE`."""
-    names, begin = [each.name for each in fields(cls)], cls.__init__  # type: ignore[arg-type]
+    """Decorate a dataclass of `_ELSEWHERE`: errors about unknown fields name the right one."""
+    begin = cls.__init__
 
     @wraps(begin)
     def checked(self: Class, *args: Any, **given: Any) -> None:
         try:
             begin(self, *args, **given)
         except TypeError:
-            refuse_unknown(cls.__name__, names, given)
+            explain(begin, self, args, given)
             raise
 
     cls.__init__ = checked  # type: ignore[assignment,method-assign]
-    _ADVICE.update(dict.fromkeys(names, _ELSEWHERE[cls.__name__]))
+    for name in cls.__dataclass_fields__:  # type: ignore[attr-defined]
+        _ADVICE.setdefault(name, _ELSEWHERE[cls.__name__])
     return cls
+
+
+def explain(call: Callable[..., Any], owner: object, args: Sequence[Any], given: Mapping[str, Any]) -> None:
+    """Raise TypeError with advice if these arguments do not fit `call`; an error inside the call needs none."""
+    kind, signature = type(owner).__name__, inspect.signature(call)
+    name = kind if call.__name__ == "__init__" else f"{kind}.{call.__name__}"
+    try:
+        signature.bind(owner, *args, **given)
+    except TypeError as misfit:
+        if name == kind and name not in _ELSEWHERE:
+            first = reprlib.repr(args[0]) if args else "..."
+            maker = f"{name}.load({first})" if hasattr(owner, "load") else "engine.chat()"
+            raise TypeError(f"{name}(...) connects parts that are already loaded: call {maker}") from None
+        refuse_unknown(name, known := [*signature.parameters][1:], given)
+        raise TypeError(f"{name}: {misfit}; it takes {', '.join(known)}") from None
 
 
 def refuse_unknown(call: str, known: Iterable[str], given: Mapping[str, Any]) -> None:

@@ -185,7 +185,6 @@ class AsyncChatSession:
         await self.close()
 
     def __repr__(self) -> str:
-        """Name the model and the length of the conversation."""
         return f"<Async{repr(self._session)[1:]}"
 
     def __reduce__(self) -> NoReturn:

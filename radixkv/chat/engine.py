@@ -50,12 +50,11 @@ class Engine(RequestEngine):
         earlier turns, or appending would lose text that it writes.
         `overflow` selects the behaviour when the context is full: "error", or "drop_oldest", which drops the oldest
         turns until half of the context is left.
-        Raises ChatError for a model without a chat template, and for "append" if text would be lost.
+        Raises ChatError for a model without a chat template, and for "append" if text would be lost; EngineClosed.
         """
+        self.client.thread.post(lambda: None, begins=True)  # raises EngineClosed now, not at the first message
         if system is not None and not isinstance(system, str):
-            raise InvalidInput(
-                f"the system prompt must be a text, got {type(system).__name__}: pass messages=[...] instead"
-            )
+            raise InvalidInput(f"the system prompt must be a text, got {system!r:.100}: pass messages=[...] instead")
         if not is_chat(messages) and messages:
             raise InvalidInput(f"messages must be a list of dicts with role and content, got {messages!r}")
         check_messages(messages or (), template_text(self.model.tokenizer))

@@ -61,7 +61,6 @@ class Reply:
     parsed: Any = None
 
     def __repr__(self) -> str:
-        """Show the beginning of the text, the names of the called tools, and the cost."""
         said = " ".join([self.text, *(f"{call.name}()" for call in self.tool_calls)])
         return brief(self, said, self.finish_reason, self.usage)
 

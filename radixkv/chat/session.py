@@ -130,7 +130,7 @@ class ChatSession:
         """Remove the last turns; their cached tokens are evicted first."""
         with self._use.call():
             self._settle()
-            self._check_turn(turns, "turns", "nothing to rewind")
+            self._check_turn(turns, "turns", "rewind")
             dead, left = self._ids, self._turns[:-turns]
             self._turns, self._ids = left, self._ids_after(left)
             self._demote(dead)
@@ -152,7 +152,7 @@ class ChatSession:
         """Do as `edit`, and stream the reply as `stream` does. The history changes when the stream ends."""
         with self._use.call():
             self._settle()
-            self._check_turn(turn, "turn", "nothing to edit")
+            self._check_turn(turn, "turn", "edit")
             if self._turns[turn - 1].messages[0]["role"] != "user":
                 raise InvalidInput(f"turn {turn} answers tool calls: only a user's message can be edited")
             return self._ask([_of_user(text)], params, schema, keep=turn - 1)
@@ -212,7 +212,6 @@ class ChatSession:
         self.close()
 
     def __repr__(self) -> str:
-        """Name the model and the length of the conversation."""
         length = f"{len(self._turns)} turns, {len(self._ids)} tokens{', closed' if self._closed else ''}"
         return f"<ChatSession of {self._engine.model.name}: {length}>"
 
@@ -247,7 +246,7 @@ class ChatSession:
             params = constrained(params, self._template, self._rule, self._template.thinking_at(prompt))
         encoded = EncodedPrompt(prompt, self._template.reply_start(prompt))
         handle = self._engine.submit(encoded, params, namespace=self._namespace, session=self._number)
-        record = partial(self._record, turns, prompt, new, params, reply_schema, edits=keep is not None)
+        record = partial(self._record, turns, prompt, new, params, reply_schema, keep is not None)
         self._open_stream = ReplyStream(handle, prompt, record, self._use)
         return self._open_stream
 
@@ -294,16 +293,9 @@ class ChatSession:
         )
 
     def _record(
-        self,
-        turns: list[Turn],
-        prompt: array[int],
-        new: Sequence[Message],
-        params: SamplingParams,
-        schema: ReplySchema | None,
-        completion: Completion,
-        *,
-        edits: bool,
-    ) -> Reply:
+        self, turns: list[Turn], prompt: array[int], new: Sequence[Message], params: SamplingParams,
+        schema: ReplySchema | None, edits: bool, completion: Completion,
+    ) -> Reply:  # fmt: skip
         """Add the complete turn after `turns`. Raises UnparsedReply, and then the history is unchanged."""
         used = {call.id for turn in turns for call in turn.tool_calls}
         reply = self._parser.reply(completion, prompt, params, len(turns), used)
@@ -353,13 +345,12 @@ class ChatSession:
             except EngineClosed:
                 return  # the pool no longer exists
 
-    def _check_turn(self, number: object, name: str, nothing: str) -> None:
+    def _check_turn(self, number: object, name: str, verb: str) -> None:
         """Raise InvalidInput unless `number` is from 1 to the number of turns."""
         if not self._turns:
-            raise InvalidInput(f"this session has no turns yet, so there is {nothing}: got {name}={number!r}")
+            raise InvalidInput(f"{name}={number!r}: this session has no turns yet, so there is nothing to {verb}")
         if not is_int(number) or not 1 <= number <= len(self._turns):
-            allowed = f"from 1 to {len(self._turns)}, the number of turns of this session"
-            raise InvalidInput(f"{name} must be an int {allowed}; got {number!r}")
+            raise InvalidInput(f"{name} must be an int from 1 to {len(self._turns)}, the last turn; got {number!r}")
 
     def _settle(self) -> None:
         """Begin each public method: raise SessionClosed, or undo the turn of a stream that is still open."""

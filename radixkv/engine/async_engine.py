@@ -218,7 +218,6 @@ class AsyncRequestEngine:
         raise TypeError(NOT_COPIED)
 
     def __repr__(self) -> str:
-        """Show the wrapped engine."""
         return f"<{type(self).__name__} of {self._engine!r}>"
 
     # ---- facts
@@ -319,7 +318,6 @@ class AsyncHandle:
         return channel.wait(0)
 
     def __repr__(self) -> str:
-        """Show the result if it is there, as `Handle` does."""
         return f"<Async{repr(self._handle)[1:]}"
 
     def cancel(self) -> None:

@@ -32,7 +32,7 @@ def check_messages(messages: Sequence[Message], template: str = "") -> None:
         if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
             raise InvalidInput(f"message {at} has the role {role!r}: allowed are {', '.join(ROLES)}")
         content = message.get("content")
-        if isinstance(content, int | float | bytes) and role != "tool":
+        if isinstance(content, int | float | bytes | Mapping) and role != "tool":
             raise InvalidInput(f"message {at} has the content {content!r}: it must be a text, or a list of parts")
         calls = message.get("tool_calls")
         if calls and not (isinstance(calls, list | tuple) and all(map(_is_call, calls))):

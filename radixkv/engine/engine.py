@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import reprlib
 import secrets
 import time
 import weakref
@@ -20,7 +19,7 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
-from radixkv.argument_names import refuse_unknown
+from radixkv.argument_names import explain, refuse_unknown
 from radixkv.cache import Explanation, PrefixCache
 from radixkv.cache.recurrent import Spacing
 from radixkv.config import EngineConfig, EngineConfigFields
@@ -52,17 +51,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+Class = TypeVar("Class")
+
 NOT_COPIED = (
     "an engine cannot be pickled or copied: its thread and its KV pool belong to one process; load another engine, or "
     "send requests to this one, for example by radixkv serve"
 )
 
 
-Class = TypeVar("Class")
-
-
 def explained_methods(cls: type[Class]) -> type[Class]:
-    """Decorate a class: errors about unknown arguments of its methods name the right one, or `load` for the class."""
+    """Decorate a class: errors about wrong arguments of its methods name the right ones, or how to make an object."""
     for name, call in list(vars(cls).items()):
         if inspect.isfunction(call) and (name == "__init__" or not name.startswith("_")):
             setattr(cls, name, _explained(call))
@@ -75,26 +73,10 @@ def _explained(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(self, *args, **given)
         except TypeError:
-            _explain(call, self, args, given)
+            explain(call, self, args, given)
             raise
 
-    @wraps(call)
-    async def awaited(self: object, *args: Any, **given: Any) -> Any:
-        return await checked(self, *args, **given)
-
-    return awaited if inspect.iscoroutinefunction(call) else checked
-
-
-def _explain(call: Callable[..., Any], owner: object, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Raise TypeError with advice if these arguments do not fit `call`; an error inside the call needs none."""
-    kind, signature = type(owner).__name__, inspect.signature(call)
-    try:
-        signature.bind(owner, *args, **given)
-    except TypeError:
-        if call.__name__ == "__init__":
-            load = f"{kind}.load({reprlib.repr(args[0]) if args else '...'})"
-            raise TypeError(f"{kind}(...) connects parts that are already loaded: call {load}") from None
-        refuse_unknown(f"{kind}.{call.__name__}", [*signature.parameters][1:], given)
+    return checked
 
 
 @explained_methods

@@ -86,11 +86,10 @@ class EngineThread:
 
     def wake(self) -> None:
         """Check again whether there is work; no effect after the end."""
-        if self._is_forked:
-            return
-        with self._gate:
-            if not self.closed:
-                self._inbox.put(_nothing)
+        if not self._is_forked:
+            with self._gate:
+                if not self.closed:
+                    self._inbox.put(_nothing)
 
     def call(self, call: Callable[[], Result]) -> Future[Result]:
         """Run `call` at the next step boundary; the future gets its result or exception, and may be cancelled."""
@@ -128,12 +127,11 @@ class EngineThread:
 
     def stop(self) -> None:
         """Close without waiting for the thread; also ends a drain that another thread waits for."""
-        if self._is_forked:
-            return
-        with self._gate:
-            if not self.closed:
-                self.closed = True
-                self._inbox.put(None)
+        if not self._is_forked:
+            with self._gate:
+                if not self.closed:
+                    self.closed = True
+                    self._inbox.put(None)
 
     def _drain(self, timeout: float | None, on_drain: Callable[[], None]) -> None:
         with self._gate:

@@ -101,7 +101,6 @@ class Completion:
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
 
     def __repr__(self) -> str:
-        """Show the beginning of the text, and the cost."""
         return brief(self, self.text, self.finish_reason, self.usage)
 
 
@@ -363,7 +362,6 @@ class Warmed:
         self._post = post
 
     def __repr__(self) -> str:
-        """Show the numbers of tokens."""
         return f"<Warmed: {self.usage.prompt_tokens} tokens, {self.pinned_tokens} of them pinned>"
 
     @property

@@ -232,7 +232,7 @@ def place_of(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidInput(f"{device!r} is no device; use 'auto', 'cpu' or 'cuda'") from error
+        raise InvalidInput(f"device={device!r} is no device; use 'auto', 'cpu' or 'cuda'") from error
     if not device_of(place).available():
         raise InvalidInput("device 'cuda' was asked for, but torch sees no CUDA device here")
     return place
@@ -244,7 +244,7 @@ def _dtype(dtype: str | torch.dtype, auto: Any) -> Any:
         return auto
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
-        raise InvalidInput(f"{dtype!r} is no dtype for a model; use 'auto', 'float32', 'bfloat16' or 'float16'")
+        raise InvalidInput(f"dtype={dtype!r} is no dtype for a model; use 'auto', 'float32', 'bfloat16' or 'float16'")
     return wanted
 
 
