@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from radixkv.cli.demo_chat import BUNDLED, chosen
@@ -182,12 +182,10 @@ class Repl:
         self._note(_cost(reply, self._engine.context_limit))
 
     def _save(self, rest: str) -> None:
-        from radixkv.chat import saved
-
-        path, model = _path(rest, "/save"), self._engine.model
+        path = _path(rest, "/save")
         if is_there := path.exists():
             try:
-                saved.read(path, model.name, model.vocab_size)
+                self._engine.resume(path).close()
             except InvalidInput as error:
                 raise WrongCommandError(f"not saved, because this file is there, and would be lost: {error}") from error
         self.session.save(path)
@@ -195,11 +193,8 @@ class Repl:
 
     def _load(self, rest: str) -> None:
         session = self._engine.resume(_path(rest, "/load"))
-        if self.session.turns:
-            self._branches.append(session)
-            self._at = len(self._branches) - 1
-        else:
-            self._branches[self._at] = session
+        self._branches.append(session)
+        self._at = len(self._branches) - 1
         self._note(f"now in branch {self._at + 1}, with {_exchanges(session.turns)}")
         for message in session.history[-2:]:
             self._console.out(message["content"], style="dim" * (message["role"] != "assistant"), highlight=False)
@@ -223,8 +218,7 @@ class Repl:
         self._console.print(table)
 
     def _help(self, rest: str) -> None:
-        table = Table.grid(padding=(0, 2))
-        table.add_column(no_wrap=True)
+        table = Table.grid(Column(no_wrap=True), Column(), padding=(0, 2))
         for command, text in _HELP.items():
             table.add_row(Text(command), Text(text))
         self._console.print(table)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from radixkv.cli import demo_agents, demo_chat
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from radixkv.engine import EngineStats
 
 _CHAT_BLOCKS, _AGENT_BLOCKS = 256, 1024  # 16 tokens each: more than the demo needs, so that nothing is evicted
+Played = TypeVar("Played")
 _Watch = Callable[[str], AbstractContextManager[Listener]]  # called with "chat" or "agents" before that part
 
 
@@ -124,30 +125,24 @@ def play(console: Console, model: str, watch: _Watch, *, prefix_cache: bool) -> 
 
     chat, params = demo_chat.chat_for(model), SamplingParams(temperature=0.0, max_tokens=96)
     with _load(console, model, _CHAT_BLOCKS, prefix_cache=prefix_cache) as engine, watch("chat") as on_answer:
-        watched = _Stopwatch(on_answer)
-        talk = tuple(demo_chat.play(engine, chat, params, watched))
-        first = Part(talk, engine.stats(), watched.seconds())
+        talk, seconds = _timed(partial(demo_chat.play, engine, chat, params), on_answer)
+        first = Part(tuple(talk), engine.stats(), seconds)
     with _load(console, BUNDLED, _AGENT_BLOCKS, prefix_cache=prefix_cache) as engine, watch("agents") as on_answer:
-        watched = _Stopwatch(on_answer)
-        said, footprint = demo_agents.play(engine, params, watched)
-        return Run(first, Part(tuple(said), engine.stats(), watched.seconds()), footprint)
+        (said, footprint), seconds = _timed(partial(demo_agents.play, engine, params), on_answer)
+        return Run(first, Part(tuple(said), engine.stats(), seconds), footprint)
 
 
-class _Stopwatch:
-    """Passes lines to a listener, and measures the time outside of it: printing belongs to no run."""
+def _timed(play: Callable[[Listener], Played], listener: Listener) -> tuple[Played, float]:
+    """Return the result of `play`, and its seconds without those of the listener: printing belongs to no run."""
+    printing = []
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-        self._began = time.perf_counter()
-
-    def __call__(self, said: Said) -> None:
+    def watched(said: Said) -> None:
         paused = time.perf_counter()
-        self._listener(said)
-        self._began += time.perf_counter() - paused
+        listener(said)
+        printing.append(time.perf_counter() - paused)
 
-    def seconds(self) -> float:
-        """Return the time since it was made, without the time in the listener."""
-        return time.perf_counter() - self._began
+    began = time.perf_counter()
+    return play(watched), time.perf_counter() - began - sum(printing)
 
 
 @contextmanager
@@ -244,21 +239,16 @@ def _verdict(cached: Run, different: list[int]) -> Panel:
 def savings(cached: Run, uncached: Run) -> Table:
     """Format the savings of the cache, one row per quantity. A row without a gain says why."""
     slab = cached.agents.stats.max_length
-    table = Table(title="Savings by sharing", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.caption_justify = "left"
-    table.caption = (
-        f"First tokens are medians. Without: KV in blocks of each agent's own, or in slabs of {slab:,} tokens."
-    )
-    for name in ("", "with cache", "without", "gain"):
-        table.add_column(name, justify="right" if name.startswith("with") else "left", no_wrap=name.startswith("with"))
-    asked = [run.total("prompt_tokens") for run in (cached, uncached)]
-    computed = [run.total("computed_tokens") for run in (cached, uncached)]
-    found = [run.total("cached_tokens") for run in (cached, uncached)]
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("with cache", "without"))
+    table = Table("", *numbers, "gain", box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    table.title, table.title_style = "Savings by sharing", "bold"
+    table.caption = f"First tokens are medians. Without: KV in blocks of each agent's own, or slabs of {slab:,} tokens."
+    counted = ("prompt", "computed", "cached")
+    asked, computed, found = ([run.total(f"{name}_tokens") for run in (cached, uncached)] for name in counted)
     rates = [f"{hits / tokens:.1%}" for hits, tokens in zip(found, asked, strict=True)]
     table.add_row("prompt tokens", *(f"{tokens:,}" for tokens in asked), "none: the same words")
     table.add_row("hit rate", *rates, f"{found[0]:,} tokens found")
-    saved = f"{1 - computed[0] / computed[1]:.0%} saved"
-    table.add_row("tokens computed", *(f"{tokens:,}" for tokens in computed), saved)
+    table.add_row("tokens computed", *(f"{each:,}" for each in computed), f"{1 - computed[0] / computed[1]:.0%} saved")
     _add_times(table, "chat", cached.chat, uncached.chat)
     _add_times(table, "agents", cached.agents, uncached.agents, skip=1)
     _add_memory(table, cached.footprint, cached.agents.stats)
@@ -286,9 +276,5 @@ def _gain(otherwise: str, cached: float, uncached: float) -> str:
 def _add_memory(table: Table, footprint: Footprint, stats: EngineStats) -> None:
     per_token = stats.kv_bytes / (stats.cache.num_blocks * stats.cache.block_size)
     pooled = size_text(footprint.pooled * per_token)
-    others = {
-        "agents: KV memory": footprint.alone,
-        "  with slabs": footprint.slabs,
-    }
-    for name, tokens in others.items():
+    for name, tokens in (("agents: KV memory", footprint.alone), ("  with slabs", footprint.slabs)):
         table.add_row(name, pooled, size_text(tokens * per_token), f"{tokens / footprint.pooled:.1f}x less")
