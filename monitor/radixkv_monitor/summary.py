@@ -264,8 +264,8 @@ def verdict(state: State, summary: Summary, thresholds: Thresholds = DEFAULTS) -
         reasons = (_absence(state), *reasons)
     reasons = tuple(sorted(reasons, key=lambda each: each.level != "bad"))
     if reasons:
-        sentences = (*(each.sentence for each in reasons), *facts)
-        return Verdict(reasons[0].level, _capital("; ".join(sentences)), reasons)
+        text = "; ".join((*(each.sentence for each in reasons), *facts))
+        return Verdict(reasons[0].level, text[:1].upper() + text[1:], reasons)
     if state.end_reason:
         level, opening = "idle", f"Ended ({state.end_reason})"
     return Verdict(level, f"{opening}: {'; '.join(facts)}")
@@ -352,7 +352,3 @@ def _mood(summary: Summary) -> tuple[Level, str]:
     if busy or summary.requests_minute or summary.hit_minute.whole >= 1:
         return "good", "Running"
     return "idle", "Idle" if summary.hit_lifetime.whole else "Ready, no request yet"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

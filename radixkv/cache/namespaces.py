@@ -54,7 +54,7 @@ class Namespaces:
         """Number groups of values by `group`; without it there is one."""
         self.known: dict[Hashable, Namespace] = {}
         self._numbers = count(-1, -1)
-        self.group: Callable[[Hashable], int] = _one_group if group is None else group
+        self.group: Callable[[Hashable], int] = group or (lambda value: 0)
         """The number of the group of a value."""
         self.limit = LEAST
         """With this number of namespaces, `keep` is due before the next `add`."""
@@ -123,10 +123,6 @@ class _Key:
             if type(other) is type(self._value):
                 raise
             return False
-
-
-def _one_group(value: Hashable) -> int:
-    return 0
 
 
 def refusal(value: object, error: Exception) -> InvalidInput:

@@ -148,18 +148,16 @@ class Explanation:
 class CacheStats:
     """The cache at one moment: counters, which only grow, and gauges.
 
-    Counters: `query_tokens` were asked for in `open`, once each; `hit_tokens` of them were cached. `committed_tokens`
-    were computed. `evicted_blocks`, of `evicted_tokens`, were freed to make room, in the last tier that had them.
-    `copied_blocks` were copied on write. `regret_tokens` were asked for again after their eviction. `opened_sequences`
-    and `closed_sequences`; `evicted_states` made room for other snapshots. `offloaded_blocks` were written to the host,
-    `loaded_tokens` came back, and `host_evicted_blocks`, a part of `evicted_blocks`, made room there.
+    Counters: `query_tokens` of each `open`, and `hit_tokens` of them; `committed_tokens` were computed.
+    `evicted_blocks`, of `evicted_tokens`, left the last tier that had them; `regret_tokens` were asked for again.
+    `copied_blocks` on write; `opened_sequences`, `closed_sequences`; `evicted_states` made room for other snapshots.
+    `offloaded_blocks` went to the host, `loaded_tokens` came back; `host_evicted_blocks` are in `evicted_blocks`.
 
-    Gauges: `num_blocks` of `block_size` tokens are `free_blocks`, `cached_blocks` (evictable) or `held_blocks` (of
-    sequences, plans and pins; `pinned_blocks` of them). `nodes` of the tree without roots, evictable `leaves`,
-    `namespaces`, and `ghosts`: evicted runs that are remembered. Recurrent state: `state_rows`, one for each sequence
-    that can be open, `state_slots` for snapshots, `host_state_slots`, and how many are used: `state_rows_used`,
-    `state_slots_used`, `host_state_slots_used`. Host memory: `host_blocks`, `host_free_blocks` of them neither resident
-    nor reserved, `host_nodes`. Options that are off have 0.
+    Gauges: `num_blocks` of `block_size` tokens are `free_blocks`, evictable `cached_blocks`, or `held_blocks` of
+    sequences, plans and pins (`pinned_blocks`). `nodes` without roots, evictable `leaves`, `namespaces`; `ghosts` are
+    remembered evicted runs. `state_rows` of recurrent state, one for each open sequence, `state_slots` and
+    `host_state_slots` for snapshots, and the used ones: `state_rows_used`, `state_slots_used`, `host_state_slots_used`.
+    `host_blocks`, `host_free_blocks` neither resident nor reserved, `host_nodes`. Options that are off have 0.
     """
 
     query_tokens: int

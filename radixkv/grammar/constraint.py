@@ -60,14 +60,6 @@ def embedded(constraint: Constraint) -> str:
     return f"%lark {{\n{_as_lark(str(value))}\n}}"
 
 
-def _json_schema(text: str) -> dict[str, Any]:
-    return {"json_schema": schema_with_separators(json.loads(text))}
-
-
-def _regex(text: str) -> dict[str, Any]:
-    return {"lark_grammar": f"start: REPLY\nREPLY: /{_lark_regex(text)}/\n"}
-
-
 def _lark_regex(text: str) -> str:
     try:
         from llguidance import regex_to_lark
@@ -77,10 +69,6 @@ def _lark_regex(text: str) -> str:
         raise InvalidConstraint("regex ends with a backslash that escapes nothing", parameter="regex")
     # "dw": digits and word characters are ASCII, as in the patterns of JSON Schema.
     return str(regex_to_lark(text, "dw"))
-
-
-def _grammar(text: str) -> dict[str, Any]:
-    return {"lark_grammar": _checked_lark(_as_lark(text))}
 
 
 def _as_lark(grammar: str) -> str:
@@ -100,15 +88,11 @@ def _as_lark(grammar: str) -> str:
         raise InvalidConstraint(f"grammar: {error}", parameter="grammar") from error
 
 
-def _choice(texts: tuple[str, ...]) -> dict[str, Any]:
-    return {"lark_grammar": "start: REPLY\nREPLY: " + " | ".join(map(_quoted, texts))}
-
-
 _WRITERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
-    "json_schema": _json_schema,
-    "regex": _regex,
-    "grammar": _grammar,
-    "choice": _choice,
+    "json_schema": lambda text: {"json_schema": schema_with_separators(json.loads(text))},
+    "regex": lambda text: {"lark_grammar": f"start: REPLY\nREPLY: /{_lark_regex(text)}/\n"},
+    "grammar": lambda text: {"lark_grammar": _checked_lark(_as_lark(text))},
+    "choice": lambda texts: {"lark_grammar": "start: REPLY\nREPLY: " + " | ".join(map(_quoted, texts))},
 }
 
 

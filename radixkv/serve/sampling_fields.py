@@ -96,13 +96,9 @@ def _bias(declared: TokenBias) -> Any:
     return Annotated[
         Annotated[dict[token, bias], Field(max_length=MOST_IDS)],
         OneError(why, "an object"),
-        AfterValidator(_by_number),
+        AfterValidator(lambda given: {int(token): value for token, value in given.items()}),
         closed,
     ]
-
-
-def _by_number(bias: Mapping[str, float]) -> dict[int, float]:
-    return {int(token): value for token, value in bias.items()}
 
 
 def _texts(declared: Texts) -> Any:

@@ -109,7 +109,7 @@ class RequestRecorder(EngineObserver):
         """Record the end of a request."""
         self._queued.pop(request, None)
         now = time.perf_counter()
-        phase: Phase = "finished" if error is None else "cancelled" if _is_cancel(error) else "failed"
+        phase: Phase = "finished" if error is None else "cancelled" if isinstance(error, RequestCancelled) else "failed"
         finish = request.streams[0].finish_reason if error is None else type(error).__name__
         self._end_preemption(request)
         self.cache_recorder.request(self._record(request, phase, now, finish))
@@ -237,10 +237,6 @@ def _owners(running: list[Request]) -> Iterable[tuple[int, tuple[int, int]]]:
     for request in running:
         for stream in request.streams:
             yield stream.sequence.id, (request.scheduling.number, stream.index)
-
-
-def _is_cancel(error: Exception) -> bool:
-    return isinstance(error, RequestCancelled)
 
 
 class Sessions:
