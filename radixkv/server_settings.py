@@ -99,9 +99,7 @@ class Settings:
         "or request, and then nothing after it hits the cache",
     )
     response_bytes: int = _size(
-        "64MiB",
-        "memory of each tenant for stored responses of /v1/responses; 0 for none",
-        option="response_memory",
+        "64MiB", "memory of each tenant for stored responses of /v1/responses; 0 for none", option="response_memory"
     )
     vllm_metrics: bool = _setting(False, "export the metrics under vLLM's names as well")
 

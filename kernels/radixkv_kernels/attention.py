@@ -197,13 +197,7 @@ class TilePlan:
 
 
 def cut(
-    work: WorkList,
-    *,
-    heads: int,
-    kv_heads: int,
-    chosen: tuple[Kind, ...],
-    processors: int,
-    split: int | None = None,
+    work: WorkList, *, heads: int, kv_heads: int, chosen: tuple[Kind, ...], processors: int, split: int | None = None
 ) -> tiling.Tiles:
     """Cut `work` into tiles on the host, with the arguments of `plan`."""
     shapes = tuple(kind.shape for kind in chosen)

@@ -87,12 +87,7 @@ def add_norm(hidden: Tensor, weight: Tensor, epsilon: float, residual: Tensor | 
             (hidden, hidden if residual is None else residual, weight, output),
             (),
             (epsilon,),
-            {
-                "WIDTH": width,
-                "WIDTH_PADDED": padded,
-                "ADDS": residual is not None,
-                "EXACT": _cuts(hidden.dtype),
-            },
+            {"WIDTH": width, "WIDTH_PADDED": padded, "ADDS": residual is not None, "EXACT": _cuts(hidden.dtype)},
             num_warps=max(1, min(16, padded // 512)),
         )
     return output

@@ -96,9 +96,7 @@ def _state_levels(blocks: Blocks) -> Levels:
 _STATES = tuple(
     LegendEntry(name, shade)
     for name, shade in zip(
-        STATE_NAMES,
-        (theme.FREE, theme.CACHED, theme.ACTIVE, theme.PRIVATE, theme.PINNED),
-        strict=True,
+        STATE_NAMES, (theme.FREE, theme.CACHED, theme.ACTIVE, theme.PRIVATE, theme.PINNED), strict=True
     )
 )
 

@@ -31,10 +31,7 @@ class HostDemoSource(DemoSource):
         return PrefixCache(blocks, size, clock=lambda: self._now, host_blocks=self._host_blocks)
 
     def _stats(self) -> dict[str, float]:
-        costs = {
-            "load_seconds_per_token": 1 / LOADED_PER_SECOND,
-            "prefill_seconds_per_token": 1 / TOKENS_PER_SECOND,
-        }
+        costs = {"load_seconds_per_token": 1 / LOADED_PER_SECOND, "prefill_seconds_per_token": 1 / TOKENS_PER_SECOND}
         return super()._stats() | costs
 
     # ---- the simulated step

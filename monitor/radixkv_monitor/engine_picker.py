@@ -44,11 +44,7 @@ class EngineList(OptionList):
         """The list was read again."""
 
     def __init__(
-        self,
-        found: Sequence[FoundEngine],
-        present: str = "",
-        watched: str = "",
-        clock: Callable[[], float] = time.time,
+        self, found: Sequence[FoundEngine], present: str = "", watched: str = "", clock: Callable[[], float] = time.time
     ) -> None:
         super().__init__(markup=False)
         self._clock = clock

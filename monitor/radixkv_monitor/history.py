@@ -79,10 +79,7 @@ def of_one_engine(history: Sequence[Sample]) -> Sequence[Sample]:
     """Return the newest samples of one engine, because another engine's counters start at 0. O(log n)."""
     if not history:
         return history
-    first = next(
-        (at for at in range(len(history) - 1, 0, -1) if history[at - 1].engine != history[at].engine),
-        0,
-    )
+    first = next((at for at in range(len(history) - 1, 0, -1) if history[at - 1].engine != history[at].engine), 0)
     return history[first:]
 
 

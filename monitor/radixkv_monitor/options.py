@@ -162,10 +162,7 @@ def for_page(given: argparse.Namespace) -> list[str]:
 
 
 RULES: tuple[tuple[Callable[[argparse.Namespace], object], str], ...] = (
-    (
-        lambda given: len(named_sources(given)) > 1,
-        "a target, --replay and --demo exclude each other: give one of them",
-    ),
+    (lambda given: len(named_sources(given)) > 1, "a target, --replay and --demo exclude each other: give one of them"),
     (
         lambda given: given.host_blocks and not (given.demo and given.host_blocks > 0),
         "--host-blocks goes with --demo, and is a number above 0",

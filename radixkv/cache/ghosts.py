@@ -27,13 +27,7 @@ class Ghost:
     __slots__ = ("digest", "eviction", "key", "next", "policy_data", "pressure", "regretted", "size", "time")
 
     def __init__(
-        self,
-        key: bytearray,
-        following: int,
-        time: float,
-        pressure: Pressure,
-        eviction: int,
-        policy_data: Any = None,
+        self, key: bytearray, following: int, time: float, pressure: Pressure, eviction: int, policy_data: Any = None
     ) -> None:
         self.key = key
         self.next = following  # the owner of the runs that followed this one

@@ -29,16 +29,7 @@ from radixkv.cache.recurrent.snapshots import Spacing
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.state import COUNTERS, CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
-from radixkv.cache.types import (
-    PURPOSES,
-    CachedNode,
-    CachedRun,
-    CacheStats,
-    Explanation,
-    Match,
-    Node,
-    Purpose,
-)
+from radixkv.cache.types import PURPOSES, CachedNode, CachedRun, CacheStats, Explanation, Match, Node, Purpose
 from radixkv.errors import InvalidInput, PrefixHeld
 
 Limits = NamespaceLimits | Mapping[Hashable, float] | None

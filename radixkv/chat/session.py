@@ -222,11 +222,7 @@ class ChatSession:
     # ---- one turn
 
     def _ask(
-        self,
-        new: list[Message],
-        params: SamplingParams | None,
-        schema: Schema | None,
-        keep: int | None = None,
+        self, new: list[Message], params: SamplingParams | None, schema: Schema | None, keep: int | None = None
     ) -> ReplyStream:
         """Request a reply to `new` after the first `keep` turns (all if None); it replaces the turns that follow."""
         self._settle()

@@ -39,12 +39,7 @@ class Draws:
     """Draws the next tokens of a core's streams."""
 
     def __init__(
-        self,
-        sampler: Sampler,
-        config: EngineConfig,
-        counters: Counters,
-        times: TokenTimes,
-        fail: Fail,
+        self, sampler: Sampler, config: EngineConfig, counters: Counters, times: TokenTimes, fail: Fail
     ) -> None:
         """Count tokens in `counters` and `times`. `fail` ends the one request that raised."""
         self.sampler = sampler

@@ -139,10 +139,7 @@ def finite_rows(logits: Tensor) -> list[bool]:
 
 
 def sample(
-    logits: Tensor,
-    rows: Sequence[SampleRow],
-    mask: TokenMask | None = None,
-    processors: Sequence[LogitsProcessor] = (),
+    logits: Tensor, rows: Sequence[SampleRow], mask: TokenMask | None = None, processors: Sequence[LogitsProcessor] = ()
 ) -> Sampled:
     """Sample one token from each row of logits [len(rows), vocab], which a mask may change.
 

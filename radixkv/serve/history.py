@@ -169,11 +169,7 @@ class HistoryIndex:
         self._lock = threading.Lock()
 
     def ids_for(
-        self,
-        namespace: Hashable,
-        messages: Sequence[Message],
-        tools: Tools = None,
-        arguments: Arguments | None = None,
+        self, namespace: Hashable, messages: Sequence[Message], tools: Tools = None, arguments: Arguments | None = None
     ) -> Known:
         """Return the longest beginning of a conversation that ends with a remembered reply.
 

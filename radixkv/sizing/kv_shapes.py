@@ -47,12 +47,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256},
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
-    "gemma3n_text": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "num_kv_shared_layers": 15,
-    },
+    "gemma3n_text": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "num_kv_shared_layers": 15},
     "gemma4_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512},
     "gpt_oss": {"head_dim": 64},
     "qwen3": {"head_dim": 128},

@@ -8,14 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TypeVar
 
-from radixkv.telemetry.records import (
-    Changes,
-    EvictionRecord,
-    NodeRecord,
-    RequestRecord,
-    SequenceRecord,
-    SessionRecord,
-)
+from radixkv.telemetry.records import Changes, EvictionRecord, NodeRecord, RequestRecord, SequenceRecord, SessionRecord
 
 ENDED_REQUESTS = 512
 SESSIONS = 1024

@@ -190,10 +190,7 @@ _ENCODERS: dict[type[Frame], tuple[str, Callable[[Any], dict[str, Any]]]] = {
     Command: ("command", lambda frame: {"id": frame.id, "verb": frame.verb, "number": frame.number}),
     Reply: ("reply", lambda frame: {"id": frame.id, "done": frame.done, "text": frame.text}),
     Hello: ("hello", lambda frame: {"engine": frame.facts.pack()}),
-    Snapshot: (
-        "snapshot",
-        lambda frame: {"page": frame.page, "pages": frame.pages, "body": _body(frame.changes)},
-    ),
+    Snapshot: ("snapshot", lambda frame: {"page": frame.page, "pages": frame.pages, "body": _body(frame.changes)}),
     Delta: ("delta", lambda frame: {"body": _body(frame.changes)}),
     Gap: ("gap", lambda frame: {"dropped": frame.dropped}),
     Bye: ("bye", lambda frame: {"reason": frame.reason}),

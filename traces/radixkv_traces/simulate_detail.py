@@ -57,11 +57,7 @@ def by_group(workload: Workload, result: ReplayResult, grouping: str) -> list[Gr
 def over_time(workload: Workload, result: ReplayResult, most: int = 100) -> list[Moment]:
     """Return at most `most` moments, with equally many requests between them. O(requests)."""
     return [
-        Moment(
-            workload.times[end - 1],
-            result.cached[end - 1],
-            _rate(workload, result, begin, end),
-        )
+        Moment(workload.times[end - 1], result.cached[end - 1], _rate(workload, result, begin, end))
         for begin, end in _spans(len(result.hits), most)
     ]
 

@@ -245,11 +245,7 @@ def service_of(arguments: argparse.Namespace) -> Service:
 
 
 def queue_rows(
-    workload: Workload,
-    capacities: Sequence[Capacity],
-    policies: Sequence[str],
-    orders: Sequence[str],
-    service: Service,
+    workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str], orders: Sequence[str], service: Service
 ) -> Iterator[dict[str, Any]]:
     """Simulate each policy at each capacity in each order, until Ctrl-C or SIGTERM."""
     for capacity, policy, order in product(capacities, policies, orders):

@@ -133,9 +133,7 @@ def _computed(row: RequestRow, width: int) -> Cell:
 class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the styles of the first base only
     """Requests that run, wait, or ended recently."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("x", "control('cancel')", "Cancel", tooltip="cancel the request"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("x", "control('cancel')", "Cancel", tooltip="cancel the request")]
 
     title = "requests"
     noun = "request"

@@ -12,14 +12,7 @@ from dataclasses import dataclass
 
 from radixkv_monitor.latency import BOUNDS, Distribution
 
-DECADES: Mapping[float, str] = {
-    0.001: "1ms",
-    0.01: "10ms",
-    0.1: "100ms",
-    1.0: "1s",
-    10.0: "10s",
-    100.0: "100s",
-}
+DECADES: Mapping[float, str] = {0.001: "1ms", 0.01: "10ms", 0.1: "100ms", 1.0: "1s", 10.0: "10s", 100.0: "100s"}
 """The labelled times of the axis, in seconds."""
 EDGES = (0, *(at + 1 for at, bound in enumerate(BOUNDS) if bound in DECADES), len(BOUNDS) + 1)
 """The first bucket of each decade, and the number of all buckets."""

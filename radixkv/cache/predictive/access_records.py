@@ -56,13 +56,7 @@ class AccessRecord:
         return AccessRecord(self.time, self.bounds, self.fresh, self.gap)
 
     def settle(
-        self,
-        time: float,
-        length: int,
-        block: int,
-        output: int,
-        kind: int,
-        classed: Callable[[Traits], ReuseClass],
+        self, time: float, length: int, block: int, output: int, kind: int, classed: Callable[[Traits], ReuseClass]
     ) -> None:
         """Claim all `length` published tokens: the access ended at `time`."""
         self.time, self.start = time, 0

@@ -82,10 +82,7 @@ class MessageTool(Body):
 class ServerTool(Unread):
     """A tool that a server would have to run, which has no effect."""
 
-    type: Annotated[
-        Any,
-        Prefer("custom", why="this server runs no tools", schemas=other_values("type", MessageTool)),
-    ]
+    type: Annotated[Any, Prefer("custom", why="this server runs no tools", schemas=other_values("type", MessageTool))]
 
 
 class WordChoice(Body):

@@ -104,10 +104,7 @@ class ResponseRequest(ChatRequest):
 
 
 def read_response(
-    given: JsonObject,
-    ignored: IgnoredFields | None,
-    stored: Callable[[str], StoredResponse | None],
-    order: RoleOrder,
+    given: JsonObject, ignored: IgnoredFields | None, stored: Callable[[str], StoredResponse | None], order: RoleOrder
 ) -> ResponseRequest:
     """Read the body of POST /v1/responses; raise ApiError, which names the wrong field.
 

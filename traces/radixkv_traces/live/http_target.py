@@ -242,9 +242,7 @@ def _answer(events: Iterator[dict[str, Any]], on_piece: OnPiece) -> Answer:
         raise TargetError("the stream held no token")
     details = _object(usage.get("prompt_tokens_details"), "prompt_tokens_details")
     return Answer(
-        _count(usage, "completion_tokens") or pieces,
-        _count(usage, "prompt_tokens"),
-        _count(details, "cached_tokens"),
+        _count(usage, "completion_tokens") or pieces, _count(usage, "prompt_tokens"), _count(details, "cached_tokens")
     )
 
 

@@ -181,9 +181,7 @@ class PromptMaker:
 
 
 def plan_requests(
-    requests: Iterable[TraceRequest | ChatRequest],
-    prompt_maker: PromptMaker,
-    max_output: int | None = None,
+    requests: Iterable[TraceRequest | ChatRequest], prompt_maker: PromptMaker, max_output: int | None = None
 ) -> list[PlannedRequest]:
     """Return the requests to send, sorted by time and then by file order; times count from the first. O(n log n)."""
     ordered = sorted(requests, key=lambda request: request.timestamp)
