@@ -185,7 +185,7 @@ class Repl:
         path = _path(rest, "/save")
         if is_there := path.exists():
             try:
-                self._engine.resume(path).close()
+                self._engine.resume(path)
             except InvalidInput as error:
                 raise WrongCommandError(f"not saved, because this file is there, and would be lost: {error}") from error
         self.session.save(path)

@@ -8,7 +8,7 @@ from radixkv.cache import PrefixCache
 from radixkv.errors import CacheError, InvalidInput, InvalidTokens, PrefixHeld
 from tests.cache.freeze import freeze
 from tests.cache.test_eviction import flood
-from tests.cache.verbs import cached, prompt, publish
+from tests.cache.verbs import cached, forked, prompt, publish
 
 
 def discard(cache: PrefixCache, tokens: list[int], start: int = 0) -> int:
@@ -98,13 +98,7 @@ class TestHeld:
     @pytest.mark.parametrize("start", [0, 3, 7, 9])
     def test_as_a_forks_unpublished_tail_is_refused(self, start: int) -> None:
         """Nothing is locked, but the fork has the same KV and would publish it again."""
-        cache = PrefixCache(16, 4)
-        first = cache.open([])
-        first.extend(prompt(1, 10))
-        first.commit(publish=False)
-        twin = first.fork()
-        first.commit()
-        first.close()
+        cache, twin = forked()
         assert cache.stats().leaves == 1
         assert_refused(cache, prompt(1, 10), start)
         twin.truncate(start)
@@ -113,13 +107,7 @@ class TestHeld:
         cache.check()
 
     def test_is_not_what_a_fork_wrote_otherwise(self) -> None:
-        cache = PrefixCache(16, 4)
-        first = cache.open([])
-        first.extend(prompt(1, 10))
-        first.commit(publish=False)
-        twin = first.fork()
-        first.commit()
-        first.close()
+        cache, twin = forked()
         twin.truncate(4)
         twin.extend([99] * 6)
         assert_refused(cache, prompt(1, 10), 3)

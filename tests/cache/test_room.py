@@ -7,7 +7,7 @@ import pytest
 from radixkv.cache import PrefixCache
 from radixkv.errors import InvalidInput, SequenceClosed
 from tests.cache.test_eviction import flood
-from tests.cache.verbs import cached, held, prompt, publish
+from tests.cache.verbs import cached, forked, held, prompt, publish
 
 
 def room(cache: PrefixCache) -> int:
@@ -34,13 +34,7 @@ class TestIdleBlocks:
         assert falls(cache, [1, 2, 3, 9]) == 2
 
     def test_differ_from_an_unpublished_forks(self) -> None:
-        cache = PrefixCache(16, 4)
-        first = cache.open([])
-        first.extend(prompt(1, 10))
-        first.commit(publish=False)
-        twin = first.fork()
-        first.commit()
-        first.close()
+        cache, twin = forked()
         assert [cache.match(prompt(1, length)).idle_blocks for length in (1, 4, 5, 10)] == [0, 0, 0, 0]
         assert falls(cache, prompt(1, 5)) == 0
         twin.close()

@@ -40,3 +40,15 @@ def cached(cache: PrefixCache, tokens: Ids, namespace: Hashable = None) -> int:
 def prompt(name: int, length: int) -> list[int]:
     """A text that shares not even its first token with a text of another name."""
     return [1000 + name, *range(length - 1)]
+
+
+def forked() -> tuple[PrefixCache, CacheSequence]:
+    """Return a cache that has `prompt(1, 10)`, and a fork that has not published the same tokens."""
+    cache = PrefixCache(16, 4)
+    first = cache.open([])
+    first.extend(prompt(1, 10))
+    first.commit(publish=False)
+    twin = first.fork()
+    first.commit()
+    first.close()
+    return cache, twin

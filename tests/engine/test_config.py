@@ -104,8 +104,6 @@ def test_load_takes_a_config_or_its_fields_or_both() -> None:
         assert engine.config == replace(config, num_blocks=9, block_size=8)
         cache = engine.stats().cache
         assert (cache.num_blocks, cache.block_size) == (9, 8)
-    with pytest.raises(TypeError, match="blocks"):
-        Engine.load("tiny", config, blocks=3)  # type: ignore[call-arg]
     with pytest.raises(InvalidInput, match="must be at least max_sequences"):
         Engine.load("tiny", config, max_batch_tokens=3)
     with pytest.raises(AttributeError):

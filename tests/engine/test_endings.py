@@ -207,14 +207,18 @@ def test_draining_finishes_all_requests_at_every_stage(stage):
     assert len(list(one.reader)) == one.count - (stage == "paused")
 
 
-def test_draining_ends_with_its_time():
-    world, one, other = world_at("decode")
-    closing = threading.Thread(target=lambda: world.engine.close(drain=True, timeout=0.01))
+def close_while_it_runs(world, **options):
+    closing = threading.Thread(target=lambda: world.engine.close(**options))
     closing.start()
     eventually(lambda: world.engine.client.thread.closed)
     world.go()
     closing.join(timeout=10)
     assert not closing.is_alive()
+
+
+def test_draining_ends_with_its_time():
+    world, one, other = world_at("decode")
+    close_while_it_runs(world, drain=True, timeout=0.01)
     for each in (one, other):
         with pytest.raises(EngineClosed):
             each.handle.result()
@@ -225,12 +229,7 @@ def test_draining_ends_with_its_time():
 @pytest.mark.parametrize("stage", STAGES)
 def test_closing_ends_all_requests_at_every_stage(stage):
     world, one, other = world_at(stage)
-    closing = threading.Thread(target=world.engine.close)
-    closing.start()
-    eventually(lambda: world.engine.client.thread.closed)
-    world.go()
-    closing.join(timeout=10)
-    assert not closing.is_alive()
+    close_while_it_runs(world)
     for each in (one, other):
         with pytest.raises(EngineClosed):
             each.handle.result()

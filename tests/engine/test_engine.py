@@ -337,8 +337,6 @@ def test_bad_prompts_have_named_errors():
             engine.submit([1, 2], SamplingParams(stop="x"))
         with pytest.raises(InvalidInput, match=r"engine.generate\(\[ids\]\)"):
             engine.generate([1, 2, 3])
-        with pytest.raises(InvalidInput, match="wrap"):
-            engine.generate(np.array([1, 2]))
         for params in (GREEDY.but(logit_bias={50: 1.0}), GREEDY.but(stop_token_ids=[7, 99])):
             with pytest.raises(InvalidInput, match=r"vocabulary is 0\.\.49"):
                 engine.submit([1], params)

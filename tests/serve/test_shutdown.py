@@ -44,16 +44,22 @@ def given(host: Hosted) -> list[Any]:
     return requests
 
 
+def stopped_while_two_clients_wait(host):
+    """Stop the server in its sixth step; return the threads of the clients, and the list of their answers."""
+    host.runner.gate = threading.Semaphore(5)
+    answers: list[httpx.Response] = []
+    requests = given(host)
+    clients = [asking(host, LONG, answers), asking(host, {**LONG, "stream": False}, answers)]
+    until(lambda: len(requests) == 2)
+    for _ in range(6):
+        assert host.runner.began.acquire(timeout=20)
+    host.stop()
+    return clients, answers
+
+
 def test_streams_finish_and_nothing_new_begins():
     with hosted() as host:
-        host.runner.gate = threading.Semaphore(5)
-        answers: list[httpx.Response] = []
-        requests = given(host)
-        clients = [asking(host, LONG, answers), asking(host, {**LONG, "stream": False}, answers)]
-        until(lambda: len(requests) == 2)
-        for _ in range(6):
-            assert host.runner.began.acquire(timeout=20)
-        host.stop()
+        clients, answers = stopped_while_two_clients_wait(host)
         until(lambda: host.engine.client.thread._draining)
         with pytest.raises(httpx.TransportError):
             ask(host, CHAT)
@@ -97,14 +103,7 @@ def test_a_signal_changes_the_health_at_once():
 
 def test_what_does_not_finish_in_time_is_told_so():
     with hosted(Settings(drain_timeout=0.2)) as host:
-        host.runner.gate = threading.Semaphore(5)
-        answers: list[httpx.Response] = []
-        requests = given(host)
-        clients = [asking(host, LONG, answers), asking(host, {**LONG, "stream": False}, answers)]
-        until(lambda: len(requests) == 2)
-        for _ in range(6):
-            assert host.runner.began.acquire(timeout=20)
-        host.stop()
+        clients, answers = stopped_while_two_clients_wait(host)
         until(lambda: host.engine.client.thread.closed)
         host.runner.gate.release()  # the running step
         for client in clients:

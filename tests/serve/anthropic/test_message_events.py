@@ -14,17 +14,7 @@ from radixkv.serve.anthropic import events as module
 from radixkv.serve.anthropic.events import BlockEvents, signature
 from radixkv.serve.reply import Piece
 from tests.engine.fakes import check
-from tests.serve.anthropic.messages import (
-    BODY,
-    CALL,
-    LOOK,
-    MARK,
-    assembled,
-    events,
-    message,
-    prompt_tokens,
-    stream,
-)
+from tests.serve.anthropic.messages import BODY, CALL, LOOK, MARK, assembled, events, message, prompt_tokens, stream
 from tests.serve.served import fake_model, hosted, says, served
 
 
