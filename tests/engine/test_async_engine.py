@@ -15,12 +15,7 @@ import pytest
 from radixkv import AsyncChatSession, AsyncEngine, ChatSession, Engine, SamplingParams
 from radixkv.engine import AsyncHandle, Chunk, Handle
 from radixkv.engine.output import OutputChannel
-from radixkv.errors import (
-    EngineClosed,
-    InvalidInput,
-    PinBudgetExceeded,
-    RequestCancelled,
-)
+from radixkv.errors import EngineClosed, InvalidInput, PinBudgetExceeded, RequestCancelled
 from tests.engine.fakes import FakeRunner, check, greedy_reply, make_engine
 from tests.engine.test_engine import prompt_of
 

@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 from radixkv import SamplingParams
-from radixkv.errors import (
-    InvalidInput,
-    InvalidTokens,
-    PinBudgetExceeded,
-    PromptTooLong,
-)
+from radixkv.errors import InvalidInput, InvalidTokens, PinBudgetExceeded, PromptTooLong
 from tests.engine.fakes import STOP, FakeModel, check, greedy_reply, make_engine
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)

@@ -9,12 +9,7 @@ from hypothesis import given, settings
 
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.paging import LONGEST_LIST, paginate
-from radixkv.telemetry.protocol import (
-    Decoder,
-    Delta,
-    encode,
-    snapshot_frames,
-)
+from radixkv.telemetry.protocol import Decoder, Delta, encode, snapshot_frames
 from radixkv.telemetry.records import Changes
 from tests.telemetry.wire import CHANGES, eviction, node, request
 
