@@ -62,8 +62,7 @@ __all__ = [
 ]
 
 # OpenMP reads this when torch is loaded. By default, waiting threads spin for 300,000 turns, some milliseconds, before
-# they sleep: on a busy machine they take the cores from the thread that they wait for. OpenMP itself chooses 1,000
-# turns, some 50 us, when threads outnumber cores. They do when an engine's own thread computes.
+# they sleep: on a busy machine they take the cores from the thread that they wait for. 1,000 turns take some 50 us.
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
