@@ -79,7 +79,8 @@ def sampled_text(template: ChatTemplate, messages: Sequence[Message], at: int) -
     reply = messages[at]
     opened = template.form.opens_thinking(after_results=messages[at - 1]["role"] == "tool")
     if reply.get("tool_calls"):
-        return _with_calls(template, reply, list(takewhile(_is_result, messages[at + 1 :])), opened=opened)
+        results = takewhile(lambda message: message["role"] == "tool", messages[at + 1 :])
+        return _with_calls(template, reply, list(results), opened=opened)
     answer = str(reply["content"]).rpartition(THINK_END)[2].lstrip()
     in_history, found, after = _after_prompt(template, [_LAST, reply, _LAST]).partition(answer)
     said = answer + _closing(after, template.stop_texts)
@@ -123,10 +124,6 @@ def _after_prompt(template: ChatTemplate, messages: Sequence[Message], *, is_las
     """Render the messages, and return the text from the start of the first reply."""
     text = template.rendering.render(messages, reply=not is_last).partition(_LAST["content"])[2]
     return text[shared(text, template.form.begins) :]
-
-
-def _is_result(message: Message) -> bool:
-    return bool(message["role"] == "tool")
 
 
 def _called(count: int, thought: str) -> list[Message]:

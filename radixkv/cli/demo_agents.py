@@ -125,14 +125,6 @@ def _weather(city: str) -> dict[str, Any]:
     return {"city": city, "weather": weather, "temperature": temperature}
 
 
-def _calculate(operation: str, a: int, b: int) -> dict[str, Any]:
-    return {"result": {"add": a + b, "subtract": a - b, "multiply": a * b}[operation]}
-
-
-def _stock(item: str) -> dict[str, Any]:
-    return {"item": item, "stock": _STOCK[item]}
-
-
 def _order(item: str, quantity: int) -> dict[str, Any]:
     price, _ = PRODUCTS[item]
     return {"order": 10 * price + quantity, "total": price * quantity}
@@ -140,8 +132,8 @@ def _order(item: str, quantity: int) -> dict[str, Any]:
 
 _RUN: dict[str, Callable[..., dict[str, Any]]] = {
     "get_weather": _weather,
-    "calculator": _calculate,
-    "check_stock": _stock,
+    "calculator": lambda operation, a, b: {"result": {"add": a + b, "subtract": a - b, "multiply": a * b}[operation]},
+    "check_stock": lambda item: {"item": item, "stock": _STOCK[item]},
     "place_order": _order,
 }
 

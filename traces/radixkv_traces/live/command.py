@@ -143,7 +143,8 @@ class Replay:
         from radixkv_traces.live.http_target import HttpTarget
 
         arguments = self.arguments
-        extra, key = _extra_body(arguments), _api_key(arguments)
+        # The key is in a variable that an option names: an argument would show in the list of processes.
+        extra, key = _extra_body(arguments), os.environ.get(arguments.api_key_env)
         return await HttpTarget.at(
             arguments.target, arguments.model, api_key=key, extra=extra, timeout=arguments.timeout
         )
@@ -223,11 +224,6 @@ def _extra_body(arguments: argparse.Namespace) -> Mapping[str, Any]:
     if not isinstance(extra, dict):
         raise InvalidInput(f'--extra {arguments.extra!r}: allowed is a JSON object, such as {{"ignore_eos": null}}')
     return extra
-
-
-def _api_key(arguments: argparse.Namespace) -> str | None:
-    """Read the key from the variable that `--api-key-env` names: an argument would show in the list of processes."""
-    return os.environ.get(arguments.api_key_env)
 
 
 def _add_pace(group: argparse._ArgumentGroup) -> None:
