@@ -167,6 +167,7 @@ def test_a_saved_conversation_is_continued_in_a_new_branch(typed, tmp_path):
     assert "in place of its content" in out
     assert "now in branch 2, with 2 exchanges" in out
     assert "Your name is Nora." in out
+    assert "now in branch 2, with 2 exchanges" in typed(f"/load {file}")  # a system prompt of branch 1 is not lost
 
 
 @pytest.mark.parametrize(
