@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _HELP = {
     "/fork": "start a new branch from this conversation and switch to it",
     "/branch [N]": "list the branches, or switch to branch N",
-    "/rewind [N]": "remove the last N exchanges (default 1)",
-    "/edit N TEXT": "replace the message of exchange N by TEXT, and remove the later exchanges",
+    "/rewind [N]": "remove the last N turns (default 1)",
+    "/edit N TEXT": "replace the message of turn N by TEXT, and remove the later turns",
     "/save FILE": "write this conversation to a file that only you may read",
     "/load FILE": "continue a saved conversation of this model in a new branch",
     "/stats": "show the contents and the hits of the cache",
@@ -134,7 +134,7 @@ class Repl:
     # ---- replies
 
     def _show(self, stream: ReplyStream) -> None:
-        """Print a reply as it is computed; Ctrl-C stops it and undoes its exchange."""
+        """Print a reply as it is computed; Ctrl-C stops it and leaves the conversation as it was."""
         try:
             for chunk in stream:
                 self._console.out(chunk.text, end="", highlight=False)
@@ -144,7 +144,7 @@ class Repl:
         except KeyboardInterrupt:
             stream.close()
             self._console.print()
-            self._note("stopped; this exchange is undone.")
+            self._note("stopped; the conversation is as it was before.")
 
     # ---- commands
 
@@ -160,26 +160,19 @@ class Repl:
             self._at = _number(rest, "branch", len(self._branches)) - 1
         for number, session in enumerate(self._branches, start=1):
             mark = "*" if number == self._at + 1 else " "
-            self._note(f"{mark} branch {number}: {_exchanges(session.turns)}, {len(session.token_ids)} tokens")
+            self._note(f"{mark} branch {number}: {_turns(session.turns)}, {len(session.token_ids)} tokens")
 
     def _rewind(self, rest: str) -> None:
-        turns = _number(rest or "1", "number of exchanges", self.session.turns)
+        turns = _number(rest or "1", "number of turns", self.session.turns)
         self.session.rewind(turns)
-        self._note(f"{_exchanges(self.session.turns)} left")
+        self._note(f"{_turns(self.session.turns)} left")
 
     def _edit(self, rest: str) -> None:
         number, _, text = rest.partition(" ")
         if not text.strip():
-            raise WrongCommandError("type /edit N TEXT: the number of the exchange, and its new message")
-        turn = _number(number, "exchange", self.session.turns)
-        try:
-            reply = self.session.edit(turn, text.strip(), self._params)
-        except KeyboardInterrupt:
-            self._console.print()
-            self._note("stopped; nothing has changed.")
-            return
-        self._console.out(reply.text, highlight=False)
-        self._note(_cost(reply, self._engine.context_limit))
+            raise WrongCommandError("type /edit N TEXT: the number of the turn, and its new message")
+        turn = _number(number, "turn", self.session.turns)
+        self._show(self.session.stream_edit(turn, text.strip(), self._params))
 
     def _save(self, rest: str) -> None:
         path = _path(rest, "/save")
@@ -189,13 +182,13 @@ class Repl:
             except InvalidInput as error:
                 raise WrongCommandError(f"not saved, because this file is there, and would be lost: {error}") from error
         self.session.save(path)
-        self._note(f"{_exchanges(self.session.turns)} saved to {path}{', in place of its content' * is_there}")
+        self._note(f"{_turns(self.session.turns)} saved to {path}{', in place of its content' * is_there}")
 
     def _load(self, rest: str) -> None:
         session = self._engine.resume(_path(rest, "/load"))
         self._branches.append(session)
         self._at = len(self._branches) - 1
-        self._note(f"now in branch {self._at + 1}, with {_exchanges(session.turns)}")
+        self._note(f"now in branch {self._at + 1}, with {_turns(session.turns)}")
         for message in session.history[-2:]:
             self._console.out(message["content"], style="dim" * (message["role"] != "assistant"), highlight=False)
 
@@ -230,7 +223,7 @@ class Repl:
 def _number(text: str, name: str, most: int) -> int:
     """Parse `text` as a number from 1 to `most`."""
     if not most:
-        raise WrongCommandError("this conversation has no exchange yet")
+        raise WrongCommandError("this conversation has no turn yet")
     if not (text.isdecimal() and 1 <= int(text) <= most):
         raise WrongCommandError(f"the {name} must be a number from 1 to {most}, not {text!r}")
     return int(text)
@@ -243,8 +236,8 @@ def _path(text: str, command: str) -> Path:
     return Path(text).expanduser()
 
 
-def _exchanges(count: int) -> str:
-    return f"{count} exchange" if count == 1 else f"{count} exchanges"
+def _turns(count: int) -> str:
+    return f"{count} turn" if count == 1 else f"{count} turns"
 
 
 def _cost(reply: Reply, context_limit: int) -> str:

@@ -72,18 +72,18 @@ def test_a_fork_leaves_the_first_branch_as_it_is(typed):
     )
     assert "You have not told me about your hat." in out
     assert out.rindex("Your hat is red.") > out.index("You have not told me about your hat.")
-    assert "* branch 1: 1 exchange," in out
-    assert "  branch 2: 2 exchanges" in out
+    assert "* branch 1: 1 turn," in out
+    assert "  branch 2: 2 turns" in out
 
 
 def test_rewind_forgets(typed):
     out = typed("I like soup.", "My name is Nora.", "/rewind", "What is my name?", "What do I like?")
-    assert "1 exchange left" in out
+    assert "1 turn left" in out
     assert "You have not told me your name." in out
     assert "You like soup." in out
 
 
-def test_edit_says_something_else_in_an_earlier_exchange(typed):
+def test_edit_says_something_else_in_an_earlier_turn(typed):
     out = typed("My name is Nora.", "Hello!", "/edit 1 My name is Omar.", "What is my name?")
     assert "Nice to meet you, Omar!" in out
     assert "Your name is Omar." in out
@@ -99,9 +99,9 @@ def test_stats_counts_what_was_found(typed):
     ("command", "said"),
     [
         ("/dance", "unknown command /dance"),
-        ("/rewind", "this conversation has no exchange yet"),
+        ("/rewind", "this conversation has no turn yet"),
         ("/edit", "type /edit N TEXT"),
-        ("/edit 1 Hello!", "this conversation has no exchange yet"),
+        ("/edit 1 Hello!", "this conversation has no turn yet"),
         ("/branch 7", "from 1 to 1"),
         ("/branch two", "from 1 to 1"),
     ],
@@ -118,8 +118,9 @@ def test_an_error_of_the_engine_is_said_and_the_talk_goes_on(typed):
     assert "Hello! How can I help you today?" in out
 
 
-def test_ctrl_c_stops_a_reply_and_undoes_its_exchange(engine, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("My name is Nora.\nWhat is my name?\n"))
+@pytest.mark.parametrize("before", ["", "Hello!\n/edit 1 "])
+def test_ctrl_c_stops_a_reply_and_leaves_the_conversation_as_it_was(engine, monkeypatch, before):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{before}My name is Nora.\nWhat is my name?\n"))
     out = io.StringIO()
     repl = Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=120))
     said = repl._console.out
@@ -127,28 +128,14 @@ def test_ctrl_c_stops_a_reply_and_undoes_its_exchange(engine, monkeypatch):
 
     def out_then_interrupt(*args, **options):
         said(*args, **options)
-        if next(pressed, False):
+        if "Nice" in out.getvalue() and next(pressed, False):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(repl._console, "out", out_then_interrupt)
     repl.loop()
-    assert "stopped; this exchange is undone." in out.getvalue()
+    assert "stopped; the conversation is as it was before." in out.getvalue()
     assert "You have not told me your name." in out.getvalue()
-    assert repl.session.turns == 1
-
-
-def test_ctrl_c_during_an_edit_leaves_everything_as_it_was(engine, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n/edit 1 My name is Nora.\nWhat is my name?\n"))
-    out = io.StringIO()
-    repl = Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=120))
-
-    def interrupted(*ignored: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(repl.session, "edit", interrupted)
-    repl.loop()
-    assert "stopped; nothing has changed." in out.getvalue()
-    assert repl.session.turns == 2
+    assert repl.session.turns == (2 if before else 1)
 
 
 def test_a_reply_that_fills_the_context_says_so(monkeypatch):
@@ -163,9 +150,9 @@ def test_a_saved_conversation_is_continued_in_a_new_branch(typed, tmp_path):
     file = tmp_path / "nora.json"
     out = typed("My name is Nora.", f"/save {file}", "Hello!", f"/save {file}", f"/load {file}", "What is my name?")
     out = " ".join(out.split())
-    assert f"1 exchange saved to {file} Hello!" in out
+    assert f"1 turn saved to {file} Hello!" in out
     assert "in place of its content" in out
-    assert "now in branch 2, with 2 exchanges" in out
+    assert "now in branch 2, with 2 turns" in out
     assert "Your name is Nora." in out
     assert "now in branch 2, with 2 exchanges" in typed(f"/load {file}")  # a system prompt of branch 1 is not lost
 
@@ -197,7 +184,7 @@ def test_help_wraps_at_words(engine, monkeypatch, width):
     Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=width)).loop()
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    assert " ".join(out.getvalue().split()).count("replace the message of exchange N by TEXT") == 1
+    assert " ".join(out.getvalue().split()).count("replace the message of turn N by TEXT") == 1
     assert "Try: My name is Nora. / What is my name?" in " ".join(out.getvalue().split())
 
 
