@@ -103,8 +103,8 @@ def differences(cached: Sequence[Reply], uncached: Sequence[Reply]) -> list[int]
 
 
 def _load(console: Console, model: str, num_blocks: int, *, prefix_cache: bool) -> Engine:
-    with console.status("starting"):
-        from radixkv.chat import Engine  # takes seconds: it imports torch
+    from radixkv.chat import Engine  # takes seconds: it imports torch
+
     if console.is_terminal and model != BUNDLED:  # the loader may show a bar below this line
         console.print(f"\n   loading {_title(model)}", style="dim", markup=False)
     # Equal answers are promised in float32: lower precision may round ties differently in another batch.
@@ -115,7 +115,7 @@ def _warm_up(console: Console) -> None:
     """Answer one line, so that the first steps of the process, which are slower, are in neither run."""
     from radixkv.sampling.params import SamplingParams
 
-    with _load(console, BUNDLED, _CHAT_BLOCKS, prefix_cache=False) as engine:
+    with console.status("starting"), _load(console, BUNDLED, _CHAT_BLOCKS, prefix_cache=False) as engine:
         engine.chat().send(demo_agents.GREETING.says, SamplingParams(temperature=0.0, max_tokens=16))
 
 
@@ -184,7 +184,7 @@ def _banner(model: str) -> Panel:
     real = "" if demo_chat.installed_model() else " `make real` installs a real model for part 1 (93 MB)."
     return Panel.fit(
         "[bold]radixkv[/bold]: conversations and branches share one KV pool through a radix tree over their tokens\n"
-        f"Models: {_title(model)}, in part 1; {_title(BUNDLED)}, in part 2.{real}\n"
+        f"Model: {_title(model)}{'' if model == BUNDLED else f' in part 1, {_title(BUNDLED)}, in part 2'}.{real}\n"
         "The numbers on the right: prompt tokens found in the cache, and the time to the first token of the reply.",
         border_style="cyan",
     )
@@ -238,11 +238,14 @@ def _verdict(cached: Run, different: list[int]) -> Panel:
 
 def savings(cached: Run, uncached: Run) -> Table:
     """Format the savings of the cache, one row per quantity. A row without a gain says why."""
-    slab = cached.agents.stats.max_length
+    context = cached.agents.stats.max_length
     numbers = (Column(name, justify="right", no_wrap=True) for name in ("with cache", "without"))
     table = Table("", *numbers, "gain", box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
     table.title, table.title_style = "Savings by sharing", "bold"
-    table.caption = f"First tokens are medians. Without: KV in blocks of each agent's own, or slabs of {slab:,} tokens."
+    table.caption = (
+        f"First tokens are medians. Without a cache, each agent has its own blocks, or {context:,} tokens at once.\n"
+        "To chat yourself: .venv/bin/radixkv chat tiny"
+    )
     counted = ("prompt", "computed", "cached")
     asked, computed, found = ([run.total(f"{name}_tokens") for run in (cached, uncached)] for name in counted)
     rates = [f"{hits / tokens:.1%}" for hits, tokens in zip(found, asked, strict=True)]
@@ -276,5 +279,5 @@ def _gain(otherwise: str, cached: float, uncached: float) -> str:
 def _add_memory(table: Table, footprint: Footprint, stats: EngineStats) -> None:
     per_token = stats.kv_bytes / (stats.cache.num_blocks * stats.cache.block_size)
     pooled = size_text(footprint.pooled * per_token)
-    for name, tokens in (("agents: KV memory", footprint.alone), ("  with slabs", footprint.slabs)):
+    for name, tokens in (("agents: KV memory", footprint.alone), ("  whole contexts", footprint.slabs)):
         table.add_row(name, pooled, size_text(tokens * per_token), f"{tokens / footprint.pooled:.1f}x less")

@@ -53,7 +53,7 @@ def test_the_table_adds_up(played):
     share = int(computed.replace(",", "")) / int(all_of_it.replace(",", ""))
     assert int(less) == pytest.approx(100 * (1 - share), abs=1)
     pooled, alone = map(float, re.search(r"agents: KV memory\s+([\d.]+) MiB\s+([\d.]+) MiB", out).groups())
-    slabs = float(re.search(r"with slabs\s+[\d.]+ MiB\s+([\d.]+) MiB", out)[1])
+    slabs = float(re.search(r"whole contexts\s+[\d.]+ MiB\s+([\d.]+) MiB", out)[1])
     assert 3 * pooled < alone < slabs
 
 
