@@ -105,7 +105,7 @@ class Repl:
 
     def _read(self) -> str | None:
         """Read the next line; "" after Ctrl-C, None at the end of input."""
-        branch = f"[{self._at + 1}]" if len(self._branches) > 1 else ""
+        branch = f"[branch {self._at + 1}] " if len(self._branches) > 1 else ""
         prompt = f"{branch}{self.session.turns + 1}> " if sys.stdin.isatty() else ""
         try:
             return input(prompt).strip()
@@ -245,7 +245,7 @@ def _cost(reply: Reply, context_limit: int) -> str:
     full = usage.prompt_tokens + usage.output_tokens >= context_limit
     cut = ", stopped because the context is full" if full else ", stopped at --max-tokens"
     ended = cut if reply.finish_reason == "length" else ""
-    found = f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens from the cache"
+    found = f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
     if usage.host_tokens:
         found += f", {usage.host_tokens} tokens loaded from host memory"
     return f"{found}, first token after {usage.ttft_s * 1000:.0f} ms{ended}"

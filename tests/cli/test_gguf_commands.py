@@ -34,7 +34,7 @@ def test_chat(
     assert main(["chat", *arguments, "--kv-memory", "16MB", "--max-tokens", "8"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("small-Q8_0, 512 tokens" if arguments != ["."] else "., 512 tokens")
-    assert out.count("prompt tokens from the cache") == 2
+    assert out.count("prompt tokens cached") == 2
 
 
 @pytest.mark.parametrize("words", ["words", "other.gguf"])
@@ -46,7 +46,7 @@ def test_a_tokenizer_for_a_file_without_one(
     file.rename("other.gguf")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert main(["chat", bare.name, "--tokenizer", words, "--kv-memory", "16MB", "--max-tokens", "8"]) == 0
-    assert "prompt tokens from the cache" in capsys.readouterr().out
+    assert "prompt tokens cached" in capsys.readouterr().out
     assert main(["convert", bare.name, "folder", "--tokenizer", words]) == 0
     loaded = load("folder")
     assert loaded.tokenizer.encode("hello<|im_end|>") == byte_tokenizer().encode("hello<|im_end|>")

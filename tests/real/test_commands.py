@@ -40,8 +40,8 @@ def test_a_chat_in_the_terminal_forks_and_edits(model_file: Path) -> None:
     out = radixkv("chat", str(model_file), *system, input="\n".join(lines))
     assert "The capital of France is Paris." in out
     assert "The capital of Japan is Tokyo." in out
-    assert "0 of 28 prompt tokens from the cache" in out
-    assert "20 of 28 prompt tokens from the cache" in out
+    assert "0 of 28 prompt tokens cached" in out
+    assert "20 of 28 prompt tokens cached" in out
 
 
 def test_a_converted_model_gives_the_same_logits(model_file: Path, tmp_path: Path) -> None:
