@@ -58,10 +58,17 @@ def run(program: str, arguments: argparse.Namespace) -> int:
         print(f"{program}: {reason(error)}", file=sys.stderr)
         return MISUSED if isinstance(error, ValueError) else FAILED
     except Exception as error:
+        if _is_interrupt(error):
+            return INTERRUPTED
         if debug:
             raise
         print(f"{program}: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
         return FAILED
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is among the causes of `error`: the lazy imports of transformers turn it into an ImportError."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__context__))
 
 
 def reason(error: Exception) -> str:

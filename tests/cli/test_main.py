@@ -102,9 +102,13 @@ def test_an_unexpected_error_is_one_line_too(monkeypatch, capsys):
         main(["demo", "--debug"])
 
 
-def test_ctrl_c_is_status_130(monkeypatch):
+@pytest.mark.parametrize("raised", [None, RuntimeError("a lazy import failed")])
+def test_ctrl_c_is_status_130(monkeypatch, raised):
     def interrupt(arguments):
-        raise KeyboardInterrupt
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise raised or error from error
 
     monkeypatch.setattr("radixkv.cli.chat.run", interrupt)
     assert main(["chat"]) == 130
