@@ -123,7 +123,7 @@ class ChatSession:
         with self._use.call():
             self._settle()
             if not is_int(n) or n < 1:
-                raise InvalidInput(f"fork makes at least 1 session, got n={n!r}")
+                raise InvalidInput(f"fork(n) makes n sessions: n must be an int >= 1, got {n!r}")
             return [ChatSession(self._engine, self._template, self._state()) for _ in range(n)]
 
     def rewind(self, turns: int = 1) -> None:

@@ -251,7 +251,7 @@ def _dtype(dtype: str | torch.dtype, auto: Any) -> Any:
 def _built(model: Any, device: torch.device, dtype: str | torch.dtype) -> Any:
     """Return a model that the caller has built, moved to the device and dtype."""
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "get_input_embeddings"):
-        raise InvalidInput(f"a model is a name, a folder or a transformers model, not a {type(model).__name__}")
+        raise InvalidInput(f"a model is a name, a folder, a GGUF file or a transformers model, got {model!r:.200}")
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{type(model).__name__} has no language model head; load its ...ForCausalLM class")
     if any(each.is_meta for each in model.parameters()):

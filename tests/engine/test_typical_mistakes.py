@@ -87,12 +87,14 @@ MISTAKES: list[tuple[Callable[[World], Any], str]] = [
     (lambda w: w.engine.chat([{"role": "user", "content": "Hi"}]), "system prompt must be a text; messages=[...]"),
     (lambda w: w.engine.chat(tools="weather"), 'tools must be a list; "type": "function"; got \'weather\''),
     # files
+    (lambda w: Engine.load(None), "a model is a name; a folder; got None"),
     (lambda w: w.load("cat.png"), "cat.png is a file; the folder that holds config.json; a GGUF file"),
     (lambda w: w.load("folder"), "folder is no model folder; it has no config.json"),
     (lambda w: w.load("cut.gguf"), "cut.gguf; truncated; copy it again"),
     (lambda w: w.chat.save(w.files / "no" / "chat.json"), "No such file; no/chat.json"),
     (lambda w: w.engine.resume(w.files / "cat.png"), "cat.png is no saved conversation"),
     # the order of calls
+    (lambda w: w.chat.fork("2"), "n must be an int >= 1; got '2'"),
     (lambda w: w.chat.rewind(), "no turns yet; nothing to rewind; turns=1"),
     (lambda w: w.closed.chat(), "the engine was closed; load a new one"),
     (lambda w: w.closed.generate(["Hi"]), "the engine was closed; load a new one"),

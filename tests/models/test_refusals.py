@@ -180,7 +180,7 @@ def test_a_model_that_is_causal_in_one_of_its_attentions_only_is_refused(build: 
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="a name, a folder or a transformers model, not a dict"):
+    with pytest.raises(InvalidInput, match="a GGUF file or a transformers model, got "):
         adapter.load({})
 
 
