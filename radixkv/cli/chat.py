@@ -201,10 +201,7 @@ class Repl:
             "prompt tokens",
             f"{stats.prompt_tokens:,}, {stats.cached_tokens:,} of them found in the cache ({stats.hit_rate:.1%})",
         )
-        table.add_row(
-            "tokens computed",
-            f"{stats.computed_tokens:,}, including {stats.output_tokens:,} sampled tokens",
-        )
+        table.add_row("tokens computed", f"{stats.computed_tokens:,}, including {stats.output_tokens:,} sampled tokens")
         used = cache.cached_blocks + cache.held_blocks
         table.add_row("blocks", f"{used:,} of {cache.num_blocks:,} in use, {cache.block_size} tokens each")
         table.add_row("evicted", f"{cache.evicted_tokens:,} tokens")
