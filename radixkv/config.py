@@ -19,6 +19,7 @@ from radixkv.sizing.kv_size import parse_bytes
 
 ATTENTION = ("auto", "torch", "triton", "compiled")
 WEIGHTS = ("auto", "float32", "int8", "int4")
+MODEL_CODE = ("auto", "transformers")
 ORDERS = ("fcfs", "longest-prefix")
 VICTIMS = ("cheapest", "last")
 SCRUB_RATE = 32.0  # blocks per second for scrub=True
@@ -38,6 +39,7 @@ class EngineConfigFields(TypedDict, total=False):
     dtype: Any
     attention: str
     weights: str
+    model_code: str
     compile: bool | str
     max_sequences: int
     max_batch_tokens: int
@@ -156,6 +158,12 @@ class EngineConfig:
         "bits of the weights of linear layers on a CPU: int8, int4 (the embedding and the head keep 8 bits), float32, "
         "or auto (as a quantised GGUF file has them, else float32). Activations are float32",
         choices=WEIGHTS,
+    )
+    model_code: str = _setting(
+        "auto",
+        "whose layers run a model: radixkv's own for Llama-like models, which start sooner, and transformers' for "
+        "others (auto); or transformers' for all (transformers)",
+        choices=MODEL_CODE,
     )
     compile: bool | str = _setting(
         "auto",

@@ -107,7 +107,7 @@ def _in_float32(arguments: argparse.Namespace) -> LoadedModel:
 def _load(arguments: argparse.Namespace) -> LoadedModel:
     from radixkv.models.adapter import load
 
-    names = ("tokenizer", "device", "dtype", "weights", "attention", "revision", "trust_remote_code")
+    names = "tokenizer", "device", "dtype", "weights", "model_code", "attention", "revision", "trust_remote_code"
     return load(arguments.model, **{name: getattr(arguments, name) for name in names})
 
 
@@ -169,7 +169,9 @@ def _cores() -> int:
 
 def _model(loaded: LoadedModel, said: list[str]) -> Iterator[Finding]:
     """Describe the model, the warnings while it was loaded, and each kind of layer."""
-    kind, dtype = type(loaded.model).__name__, str(loaded.dtype).removeprefix("torch.")
+    from radixkv.models.architecture import kind_of
+
+    kind, dtype = kind_of(loaded.model), str(loaded.dtype).removeprefix("torch.")
     context = f"context {loaded.max_length:,}" if loaded.max_length < _UNLIMITED else "no limit of context"
     limits = f"{context}, {loaded.vocab_size:,} token ids"
     yield ok("model", f"{loaded.name}: {kind}, {dtype} on {loaded.device}, {limits}")

@@ -64,7 +64,7 @@ def _add_chat(add: _Add) -> None:
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
-    _add_settings(chat, "seed", "kv_memory", "host_memory", "device", "dtype", "weights", "record")
+    _add_settings(chat, "seed", "kv_memory", "host_memory", "device", "dtype", "weights", "model_code", "record")
     _add_monitor(chat)
 
 
@@ -116,7 +116,7 @@ def _add_doctor(add: _Add) -> None:
     doctor.add_argument("model", metavar="MODEL", nargs="?", default="tiny", help=f"{_MODEL} (default tiny)")
     _add_tokenizer(doctor)
     _add_settings(doctor, "kv_memory", "state_memory", "host_memory", "max_sequences", "block_size", "device", "dtype")
-    _add_settings(doctor, "weights", "attention", "revision", "trust_remote_code")
+    _add_settings(doctor, "weights", "model_code", "attention", "revision", "trust_remote_code")
     doctor.add_argument("--json", action="store_true", help="print one JSON object with all findings, for scripts")
 
 
@@ -134,7 +134,9 @@ def _add_serve(add: _Add) -> None:
     _add_settings(limits, "timeout", "drain_timeout", "history_bytes", "response_bytes", "history", of=Settings)
     engine = serve.add_argument_group("the engine")
     _add_settings(engine, "max_sequences", "kv_memory", "host_memory", "device", "dtype", "weights", "attention")
-    _add_settings(engine, "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes", "deterministic")
+    _add_settings(
+        engine, "model_code", "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes", "deterministic"
+    )
     _add_settings(engine, "seed", "record", "revision", "trust_remote_code")
     _add_monitor(engine)
 

@@ -20,11 +20,13 @@ import torch
 from radixkv import model_path
 from radixkv.device import default_place, device_of
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import architecture, attention_interface, fallback, loader, packed, rope
+from radixkv.models import architecture, attention_interface, loader, packed
 from radixkv.models.architecture import max_length
 from radixkv.models.attention_interface import IMPLEMENTATION, OWN, select
 from radixkv.models.gpu_layers.fuse import fuse_layers, restore_layers, should_fuse
 from radixkv.models.loaded import LayerSpec, LoadedModel
+from radixkv.models.native.layers import NativeModel
+from radixkv.models.native.places import use_operators
 from radixkv.models.probe import Probed, probe
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.quantized.layers import check_weights, quantize, quantized_weights, replaceable
@@ -50,6 +52,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     fuse: bool = True,
+    model_code: str = "auto",
 ) -> LoadedModel:
     """Load `model`: "tiny" (bundled), a folder, a GGUF file, a hub name, or a transformers model that is already built.
 
@@ -87,10 +90,11 @@ def load(
             weights=small,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            model_code=model_code,
         )
         name = model_path.shown_name(name)
     own = _quantized(module.eval(), small, name, keep=built)
-    if quantized_weights(own):  # a model of our own, whose decodes are short
+    if quantized_weights(own) and not isinstance(own, NativeModel):  # a model of our own, whose decodes are short
         fuse_norms(own)
     loaded = _take_over(own, tokenizer, name, keep=built and own is module, attention=attention, fuse=fuse)
     _taken[module] = weakref.ref(loaded)
@@ -142,6 +146,8 @@ def _paged_or_own(
         if attention != "auto" or has_mixers(module):  # the fallback has no states
             raise
         select(module, OWN)
+        from radixkv.models import fallback  # imports transformers, which not every model needs
+
         try:
             own = replace(_inspect(module, tokenizer, name, fallback.probe), attention="fallback")
             proven = _packed(own, keep=keep)
@@ -156,7 +162,13 @@ def _paged_or_own(
 def _freeze(module: Any, name: str) -> None:
     """Fix rotary frequencies that would depend on the batch."""
     length = max_length(module)
-    for frozen in rope.freeze(module, length):
+    if isinstance(module, NativeModel):
+        found = module.frozen
+    else:
+        from radixkv.models import rope  # imports transformers, which not every model needs
+
+        found = rope.freeze(module, length)
+    for frozen in found:
         _log.warning("%s: the rotary frequencies of %s are fixed to those for %d tokens", name, frozen, length)
 
 
@@ -165,7 +177,9 @@ def _proven(loaded: LoadedModel, attention: str, *, keep: bool, fuse: bool) -> t
     small = bool(quantized_weights(loaded.model))
     backend = attention_interface.choose_backend(attention, loaded.layers, loaded.dtype, loaded.device, small)
     loaded = replace(loaded, attention=backend)
-    if small:
+    if isinstance(loaded.model, NativeModel):
+        use_operators(loaded, fuse=fuse)
+    elif small:
         fuse_modules(loaded.model, loaded.max_length)
     if not (fuse and should_fuse(loaded)):
         restore_layers(loaded.model)

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from radixkv.errors import UnsupportedModel
 from radixkv.models.recurrent.mixers import has_mixers
@@ -57,32 +55,12 @@ class ForwardSignature:
 
     def _counted(self, positions: Tensor, count: int) -> dict[str, Any]:
         """Return arguments with which a model that counts positions by itself starts at the right one."""
-        counted: dict[str, Any] = {"past_key_values": _Before(positions)}
+        from radixkv.models.fallback import Before  # imports transformers, which not every model needs
+
+        counted: dict[str, Any] = {"past_key_values": Before(positions)}
         if not self.positions:  # its own mask would need one length, and each token has another
             counted["attention_mask"] = positions.new_ones(1, count)
         return counted
-
-
-class _Before(DynamicCache):  # type: ignore[misc]  # transformers shows no types
-    """An empty cache that reports, for each token of a packed row, the number of earlier tokens in its sequence.
-
-    Earlier tokens of the row are subtracted, because a model adds the row's own numbers.
-    """
-
-    def __init__(self, positions: Tensor) -> None:
-        """Serve tokens at `positions` [T]."""
-        super().__init__()
-        self._before = positions - torch.arange(len(positions), device=positions.device)
-
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Return the difference [T] between a token's position and its number in the row."""
-        return self._before
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keep nothing: the attention that follows stores the KV."""
-        return key_states, value_states
 
 
 def _first_position(model: Any) -> int:
@@ -159,7 +137,7 @@ def check_supported(model: Any) -> None:
 
     It keeps keys and values of each token, and recurrent states that go through transformers' cache of states.
     """
-    kind, config = type(model).__name__, model.config
+    kind, config = kind_of(model), model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{kind} is an encoder-decoder; radixkv runs decoders")
     config = config.get_text_config()
@@ -173,6 +151,12 @@ def check_supported(model: Any) -> None:
     stateful = getattr(model, "_is_stateful", False) or types & {*_STATEFUL}
     if stateful and not has_mixers(model):
         raise UnsupportedModel(f"{kind} has recurrent state that does not go through transformers' cache of states")
+
+
+def kind_of(model: Any) -> str:
+    """Return the name of a model's architecture, for messages: its class, or what layers of our own stand for."""
+    found: str = getattr(model, "kind", None) or type(model).__name__
+    return found
 
 
 def short_error(error: Exception) -> str:

@@ -8,6 +8,7 @@ some architectures drop them.) The backends are torch, on any device, and the Tr
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from radixkv.attention import torch_backend, triton_backend
 from radixkv.attention.kv_store import KVStore
@@ -110,7 +110,7 @@ def handled_by(handler: Handler) -> Iterator[None]:
         _current.handler = None
 
 
-def _attention(
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -123,7 +123,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks; returns [1, T, heads, dv] and no weights. This function is registered with it."""
+    """Attend as transformers asks; returns [1, T, heads, dv] and no weights."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():
         return _attend(query, key, value, s_aux, scale).unsqueeze(0), None
@@ -169,9 +169,6 @@ torch.library.register_fake("radixkv::attend", _output_shape, lib=_library)
 _attend: Callable[..., Tensor] = torch.ops.radixkv.attend.default
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention)
-
-
 @contextmanager
 def own_attention(model: Any, implementation: str = OWN) -> Iterator[None]:
     """Let `model` compute attention as transformers does while this is open."""
@@ -191,6 +188,8 @@ def _is_ours(model: Any) -> bool:
 
 def select(model: Any, implementation: str) -> None:
     """Let `model` compute attention by `implementation`; a model without a choice keeps its own, without a warning."""
+    if (library := sys.modules.get("transformers.modeling_utils")) is not None:  # it is there if one of its models is
+        library.AttentionInterface.register(IMPLEMENTATION, attention)
     own = threading.get_ident()
 
     def no_warning(record: logging.LogRecord) -> bool:  # a filter, not the level: other threads may log and select

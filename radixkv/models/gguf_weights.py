@@ -1,4 +1,4 @@
-"""Load the weights of a GGUF file into a model of transformers, each parameter once and in its final dtype.
+"""Load the weights of a GGUF file into a model, each parameter once and in its final dtype.
 
 A tensor is read in chunks that are dequantised, restored and cast, so memory holds the finished weights and one chunk.
 Weights of linear layers and embeddings may keep their 8 or 4 bits instead: `formats` chooses, from the tensors' types.
@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.gguf.header import GGUFHeader, GGUFTensor, file_version
 from radixkv.gguf.placements import Placement, placements, some
+from radixkv.models.native.files import fill
+from radixkv.models.native.layers import NativeModel
 from radixkv.models.quantized.kernels import BLOCKS, GROUP, Format, QuantizedWeights, kernels, stored_bytes
-from radixkv.models.quantized.layers import replace_layers, replaceable
+from radixkv.models.quantized.layers import Replaceable, replace_layers, replaceable
 
 _CHUNK = 1 << 18  # numbers dequantised at once: a megabyte in float32, which stays in the cache of a core
 _LARGE = 64 << 20  # bytes of a file that takes more than a second to load
@@ -72,7 +73,26 @@ def read_model(
     formats: Formats | None = None,
     check_memory: Callable[[int], None] = lambda _: None,
 ) -> Any:
-    """Return the model of a file on the CPU, with parameters in `dtype` and eager attention; `config` is `config_of`.
+    """Return transformers' model of a file on the CPU, with parameters in `dtype` and eager attention.
+
+    `config` is `config_of` the header. Costs and errors are those of `read_native`, and building the model twice.
+    """
+    empty = _empty_model(header, config, dtype)
+    weights, small, modules = _read_weights(empty, header, config, formats or {}, check_memory)
+    small_parameters = {name: _without_memory(empty.get_parameter(name)) for name in small}
+    model = _with_weights(empty, {**weights, **small_parameters}, header)
+    replace_layers(model, small, modules)
+    return model
+
+
+def read_native(
+    empty: NativeModel,
+    header: GGUFHeader,
+    config: Mapping[str, Any],
+    formats: Formats,
+    check_memory: Callable[[int], None] = lambda _: None,
+) -> NativeModel:
+    """Return `empty`, a model on the meta device, with the weights of a file, on the CPU.
 
     Tensors in `formats` that belong to plain linear layers or embeddings are stored in their format, in modules of
     `quantized.layers`. Blocks of the same format are copied, other types are dequantised and rounded again.
@@ -82,15 +102,30 @@ def read_model(
     file that changed after its header was read. Costs one reading of the file and the dequantisation of its weights by
     numpy, about 10 ns of CPU time per weight.
     """
+    weights, small, modules = _read_weights(empty, header, config, formats, check_memory)
+    fill(empty, weights)
+    replace_layers(empty, small, modules)
+    return empty
+
+
+def _read_weights(
+    empty: Any,
+    header: GGUFHeader,
+    config: Mapping[str, Any],
+    formats: Formats,
+    check_memory: Callable[[int], None],
+) -> tuple[dict[str, Tensor], dict[str, QuantizedWeights], dict[str, Replaceable]]:
+    """Return the parameters of `empty` by name, quantised weights by parameter, and the modules that can take them."""
     places = placements(header, config)
-    empty = _empty_model(header, config, dtype)
     _check_fit(header, places, dict(empty.named_parameters()))
     modules = replaceable(empty) if formats else {}
-    kept = _kept(formats or {}, places, modules)
-    check_memory(bytes_of(header, kept, dtype.itemsize))
+    kept = _kept(formats, places, modules)
+    check_memory(bytes_of(header, kept, empty.dtype.itemsize))
     small = {places[name].parameter: _blocks(header.tensors[name], format) for name, format in kept.items()}
     dequantise = _dequantisers(header, [name for name in places if not _is_copied(header, places[name], name, small)])
-    weights = _allocated(empty, small)
+    weights = {
+        name: torch.empty(each.shape, dtype=each.dtype) for name, each in empty.named_parameters() if name not in small
+    }
 
     def read(file: BufferedReader, tensor: GGUFTensor) -> None:
         place = places[tensor.name]
@@ -100,22 +135,12 @@ def read_model(
             _fill(weights[place.parameter], file, tensor, place, dequantise[tensor.type_name])
 
     _read_files(header, [header.tensors[name] for name in places], read)
-    model = _with_weights(empty, weights, header)
-    replace_layers(model, small, modules)
-    return model
+    return weights, small, modules
 
 
 def _blocks(tensor: GGUFTensor, format: Format) -> QuantizedWeights:
     """Return memory for the blocks of a matrix."""
     return QuantizedWeights(tensor.shape[0], tensor.shape[1], format)
-
-
-def _allocated(empty: Any, small: Collection[str]) -> dict[str, Tensor]:
-    """Return memory for the parameters of a model without any, except for those in `small`."""
-    return {
-        name: _without_memory(each) if name in small else torch.empty(each.shape, dtype=each.dtype)
-        for name, each in empty.named_parameters()
-    }
 
 
 def _kept(formats: Formats, places: Mapping[str, Placement], modules: Collection[str]) -> Formats:
@@ -150,6 +175,8 @@ def _read_files(
 
 def _empty_model(header: GGUFHeader, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Return the model without weights, on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(

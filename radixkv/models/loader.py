@@ -1,7 +1,8 @@
 """Find a model and load it into memory: the bundled one, a local folder or GGUF file, or a name on the hub.
 
 `checkpoint` examines the files first, and `weights.check` compares the loaded weights with the model. `gguf_weights`
-loads GGUF files. Errors of transformers become errors that a user can act on.
+loads GGUF files, and `native.files` safetensors of models that have layers of our own. transformers, which takes
+seconds to import, is imported only where it is used; its errors become errors that a user can act on.
 """
 
 from __future__ import annotations
@@ -13,12 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
-from huggingface_hub import try_to_load_from_cache
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import cached_file
-from transformers.utils import logging as transformers_logging
 
 from radixkv import model_path
 from radixkv.device import device_of
@@ -28,7 +24,7 @@ from radixkv.gguf.header import GGUFHeader, read_header
 from radixkv.model_path import BUNDLED, readable
 from radixkv.models import checkpoint, gguf_weights
 from radixkv.models.checkpoint import Checkpoint
-from radixkv.models.gguf_tokenizer import stop_token_ids, tokenizer_of
+from radixkv.models.native import files
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.weights.check import check_weights
 from radixkv.sizing.kv_size import size_text
@@ -52,13 +48,15 @@ def read(
     revision: str | None,
     trust_remote_code: bool,
     weights: str = "float32",
+    model_code: str = "transformers",
 ) -> tuple[Any, Any | None]:
     """Return (model, tokenizer or None); weights come from safetensors or GGUF, and every one of them is in the files.
 
     With a `tokenizer`, the files of another one are not read. `dtype` "auto" is the dtype of the saved weights, and
     bfloat16 for quantised GGUF. With `weights` other than "float32", linear layers of a GGUF file keep 8 or 4 bits, as
-    `gguf_weights.formats` chooses; the layers of other models are quantised later. Raises InvalidInput if there is no
-    usable model of this name or its weights do not fit into memory, UnsupportedModel if radixkv cannot run the model.
+    `gguf_weights.formats` chooses; the layers of other models are quantised later. With `model_code` "auto" the model
+    has layers of our own if `native.switches` lists it, else transformers'. Raises InvalidInput if there is no usable
+    model of this name or its weights do not fit into memory, UnsupportedModel if radixkv cannot run the model.
     """
     folder, place = model_path.find(name), name
     if folder is None:
@@ -67,16 +65,15 @@ def read(
     elif revision is not None:
         raise InvalidInput(f"revision={revision!r} is for models on the hub, and {name!r} is here")
     elif model_path.is_gguf(folder):
-        return _read_gguf(folder, name, tokenizer, dtype, device, weights)
+        return _read_gguf(folder, name, tokenizer, dtype, device, weights, model_code)
     else:
         place = str(folder)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
-    with _room_for(name), _own_reports(silent=name in BUNDLED), readable():
+    with _room_for(name), readable():
         found = checkpoint.examine(folder)
-        checkpoint.check_numbers(folder, found.most_weights, place, options)
-        model = _read_quantised(found, name, weights) if weights in ("int8", "int4") else None
+        model = _read_native(found, name, dtype, device, weights) if model_code == "auto" else None
         if model is None:
-            model = _read_whole(found, name, place, dtype, device, options)
+            model = _read_by_transformers(found, name, place, dtype, device, weights, options)
     if tokenizer is None:
         tokenizer = _read_tokenizer(place, folder, options)
     check_tokens(model, tokenizer, name)
@@ -89,6 +86,9 @@ def read(
 
 def _fetched(name: str, revision: str | None) -> Path:
     """Fetch the configuration and weights of a hub model, unless they are cached; return their folder."""
+    from huggingface_hub import try_to_load_from_cache
+    from transformers.utils import cached_file
+
     maybe: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     bundled = "" if "/" in name else f"; the bundled model is {' or '.join(map(repr, BUNDLED))}"
     if not isinstance(try_to_load_from_cache(name, checkpoint.CONFIG, revision=revision), str):
@@ -137,8 +137,38 @@ def _check_memory(
             )
 
 
+def _read_native(
+    found: Checkpoint, name: str, dtype: torch.dtype | str, device: torch.device, weights: str
+) -> Any | None:
+    """Load the weights into layers of our own; None if `files` does not read them."""
+
+    def check_memory(needed: int) -> None:
+        _check_memory(name, needed, found.bytes_in(2), dtype, device, weights)
+
+    model = files.read_model(found, dtype, weights, check_memory)
+    return None if model is None else model.to(device)
+
+
+def _read_by_transformers(
+    found: Checkpoint,
+    name: str,
+    place: str,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    weights: str,
+    options: dict[str, Any],
+) -> Any:
+    """Load the weights into transformers' model."""
+    with _own_reports(silent=name in BUNDLED):
+        checkpoint.check_numbers(found.folder, found.most_weights, place, options)
+        model = _read_quantised(found, name, weights) if weights in ("int8", "int4") else None
+        return _read_whole(found, name, place, dtype, device, options) if model is None else model
+
+
 def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:
     """Load the weights; errors of transformers become errors of ours, with their text."""
+    from transformers import AutoModelForCausalLM
+
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             place,
@@ -199,10 +229,18 @@ def _read_whole(
 
 
 def _read_gguf(
-    file: Path, name: str, tokenizer: Any | None, dtype: torch.dtype | str, device: torch.device, weights: str
+    file: Path,
+    name: str,
+    tokenizer: Any | None,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    weights: str,
+    model_code: str,
 ) -> tuple[Any, Any | None]:
     """Return the model and tokenizer of a GGUF file; all checks precede the reading of weights."""
-    with _room_for(name), _own_reports(silent=True), readable():
+    from radixkv.models.gguf_tokenizer import stop_token_ids, tokenizer_of
+
+    with _room_for(name), readable():
         header = read_header(file)
         config = config_of(header)
         wanted: torch.dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, config["dtype"])
@@ -217,7 +255,12 @@ def _read_gguf(
             tokenizer, stops = tokenizer_of(header), stop_token_ids(header)
         else:
             stops = _stops_without_tokenizer(header, config)
-        model = gguf_weights.read_model(header, config, wanted, formats, check_memory).to(device)
+        empty = files.empty_model(config, wanted) if model_code == "auto" else None
+        if empty is not None:
+            model = gguf_weights.read_native(empty, header, config, formats, check_memory).to(device)
+        else:
+            with _own_reports(silent=True):
+                model = gguf_weights.read_model(header, config, wanted, formats, check_memory).to(device)
     model.generation_config.eos_token_id = stops or None
     check_tokens(model, tokenizer, name)
     return model, tokenizer
@@ -225,6 +268,8 @@ def _read_gguf(
 
 def _stops_without_tokenizer(header: GGUFHeader, config: Mapping[str, Any]) -> list[int]:
     """Return the stop tokens of a GGUF file, or its end of text alone if its own tokenizer is broken or unknown."""
+    from radixkv.models.gguf_tokenizer import stop_token_ids
+
     try:
         return stop_token_ids(header)
     except RadixKVError:
@@ -267,6 +312,11 @@ def given_tokenizer(source: Any, *, trust_remote_code: bool) -> Any:
 
     Raises InvalidInput if `source` is neither, or has no tokenizer that can be read.
     """
+    from huggingface_hub import try_to_load_from_cache
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    from radixkv.models.gguf_tokenizer import tokenizer_of
+
     if isinstance(source, PreTrainedTokenizerBase):
         return source
     if not isinstance(source, str | os.PathLike):
@@ -294,6 +344,9 @@ def given_tokenizer(source: Any, *, trust_remote_code: bool) -> Any:
 
 def _no_tokenizer(source: Any) -> str:
     """Return the error for an object that is no tokenizer of transformers, with a remedy if there is a known one."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerBase
+
     kind = f"{type(source).__module__}.{type(source).__name__}"
     said = f"tokenizer must be a tokenizer of transformers, or a folder or hub name that has one, not a {kind}"
     if isinstance(getattr(source, "tokenizer", None), PreTrainedTokenizerBase):  # a processor
@@ -308,6 +361,8 @@ def _read_tokenizer(place: str, folder: Path, options: dict[str, Any]) -> Any | 
     local = place == str(folder)
     if local and not _has_tokenizer(folder):
         return None
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(place, **options)
     except Exception as error:  # tokenizers' own errors are plain Exceptions
@@ -366,6 +421,8 @@ def stop_ids(settings: Any) -> set[int]:
 @contextmanager
 def _own_reports(*, silent: bool) -> Iterator[None]:
     """Keep transformers from printing its table of weights that do not fit; `silent` also hides the progress bar."""
+    from transformers.utils import logging as transformers_logging
+
     with ExitStack() as after:
         log = logging.getLogger("transformers.modeling_utils")
         log.addFilter(_no_table)

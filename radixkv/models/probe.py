@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import UnsupportedModel
-from radixkv.models.architecture import ForwardSignature, attention_kinds, short_error
+from radixkv.models.architecture import ForwardSignature, attention_kinds, kind_of, short_error
 from radixkv.models.attention_interface import AttentionCall, handled_by
 from radixkv.models.loaded import LayerSpec, StateSpec
 from radixkv.models.recurrent.mixers import mixed_by
@@ -46,7 +46,7 @@ def probe(model: Any) -> Probed:
     except UnsupportedModel:
         raise
     except Exception as error:
-        raise UnsupportedModel(f"{_kind(model)} failed on its first token: {short_error(error)}") from error
+        raise UnsupportedModel(f"{kind_of(model)} failed on its first token: {short_error(error)}") from error
     layers = tuple(recorder.layers)
     _check_layers(model, layers)
     return Probed(_with_chunks(model, layers), int(logits.shape[-1]), states.specs)
@@ -121,11 +121,11 @@ def _check_layers(model: Any, layers: tuple[LayerSpec, ...]) -> None:
         expected = min(expected, len(attention_kinds(config)))
     if len(layers) < expected:
         raise UnsupportedModel(
-            f"{_kind(model)} shows {len(layers)} attention calls for {expected} layers: it does not go through the "
+            f"{kind_of(model)} shows {len(layers)} attention calls for {expected} layers: it does not go through the "
             "attention interface of transformers everywhere"
         )
     if getattr(config, "attn_logit_softcapping", None) and not all(layer.softcap for layer in layers):
-        raise UnsupportedModel(f"{_kind(model)} is configured with a softcap that it does not pass to attention")
+        raise UnsupportedModel(f"{kind_of(model)} is configured with a softcap that it does not pass to attention")
     _check_windows(model, layers)
 
 
@@ -136,7 +136,7 @@ def _check_windows(model: Any, layers: tuple[LayerSpec, ...]) -> None:
     if kinds and getattr(config, "sliding_window", None) and len(kinds) == len(layers):
         for index, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
             if (kind == "sliding_attention") != (layer.window is not None):
-                raise UnsupportedModel(f"{_kind(model)}: layer {index} is {kind}, but its window is {layer.window}")
+                raise UnsupportedModel(f"{kind_of(model)}: layer {index} is {kind}, but its window is {layer.window}")
 
 
 def _with_chunks(model: Any, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
@@ -147,13 +147,8 @@ def _with_chunks(model: Any, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, 
         return layers
     size = getattr(config, "attention_chunk_size", None)
     if not size or len(kinds) != len(layers):
-        raise UnsupportedModel(f"{_kind(model)} does not tell which of its {len(layers)} layers attend in which chunks")
+        raise UnsupportedModel(f"{kind_of(model)} does not say which of {len(layers)} layers attend in which chunks")
     return tuple(
         replace(layer, chunk=size) if kind == "chunked_attention" else layer
         for kind, layer in zip(kinds, layers, strict=True)
     )
-
-
-def _kind(model: Any) -> str:
-    """Return the architecture's name, for messages."""
-    return type(model).__name__

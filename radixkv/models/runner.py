@@ -26,7 +26,6 @@ from radixkv.device import device_of
 from radixkv.models import kv_recompute
 from radixkv.models.architecture import ForwardSignature
 from radixkv.models.attention_interface import AttentionBackend, AttentionCall, RotaryCall, backend_of, handled_by
-from radixkv.models.fallback import OwnAttention
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import AttentionWindow, LayerSpec, LoadedModel, SequenceInput
 from radixkv.models.recurrent.forward import RecurrentForward, StateArena
@@ -109,6 +108,8 @@ class Runner:
         self.eager = EagerSteps()
         self.forward: StepForward
         if loaded.attention == "fallback":
+            from radixkv.models.fallback import OwnAttention  # imports transformers, which not every model needs
+
             self.forward = OwnAttention(loaded, self.store)
         else:
             min_saving = plan.NEVER_SHARE if deterministic else plan.MIN_SAVING

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from radixkv.device import device_of
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models.architecture import ForwardSignature, num_experts, short_error, unlisted_window
+from radixkv.models.architecture import ForwardSignature, kind_of, num_experts, short_error, unlisted_window
 from radixkv.models.attention_interface import own_attention
 from radixkv.models.loaded import LoadedModel
+from radixkv.models.native.layers import NativeModel
 from radixkv.models.rounding import TOLERANCE, relative_error, widened, widened_by_layers
 from radixkv.models.selftest_cases import SHORTEST, RecurrentSelfTestCases, SelfTestCases
 
@@ -132,7 +133,7 @@ def _judged(results: list[tuple[str, Tensor, Tensor]], *, middle: bool) -> tuple
 
 def _kind(loaded: LoadedModel) -> str:
     """Return the architecture's name, for messages."""
-    return type(loaded.model).__name__
+    return kind_of(loaded.model)
 
 
 def _weights(loaded: LoadedModel) -> int:
@@ -181,6 +182,11 @@ def _refuse_unseen(loaded: LoadedModel, unseen: list[int], unlisted: int | None)
 
 
 def _masks_windows(loaded: LoadedModel) -> bool:
-    """Return whether a file of the model imports transformers' masks with windows; without, its mask has no window."""
+    """Return whether a file of the model imports transformers' masks with windows; without, its mask has no window.
+
+    The masks of layers of our own have them.
+    """
+    if isinstance(loaded.model, NativeModel):
+        return True
     files = {type(part).__module__ for part in loaded.model.modules()}
     return any(hasattr(sys.modules.get(file), "create_sliding_window_causal_mask") for file in files)

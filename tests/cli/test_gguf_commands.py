@@ -74,7 +74,7 @@ def test_doctor_describes_the_file(file: Path, capsys: pytest.CaptureFixture[str
     assert main(["doctor", file.name, "--device", "cpu", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)["findings"]
     seen = {each["about"]: each["seen"] for each in findings}
-    assert seen["model"].startswith("small-Q8_0: LlamaForCausalLM, float32 on cpu, context 512, 264 token ids")
+    assert seen["model"].startswith("small-Q8_0: llama, float32 on cpu, context 512, 264 token ids")
     assert seen["file"].startswith("GGUF of architecture llama, ")
     assert seen["file"].endswith("KiB of weights; tensors: 16 Q8_0, 5 F32")
     assert "chat template" in seen

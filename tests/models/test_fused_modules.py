@@ -59,7 +59,8 @@ def step(runner: Runner, rows: list[int], start: int, end: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", mostly_long(sorted(CONFIGS), "llama, biases", "qwen3", "gemma3", "smollm3"))
 def test_every_family_gives_the_logits_of_its_own_parts(tmp_path: Path, family: str) -> None:
     """Prompts, chunks and decodes in a batch, with fused modules and without."""
-    loaded = adapter.load(write(made(CONFIGS[family]()), tmp_path / "model.gguf", "Q4_1"))
+    path = write(made(CONFIGS[family]()), tmp_path / "model.gguf", "Q4_1")
+    loaded = adapter.load(path, model_code="transformers")
     kinds = {"phi3": NEITHER, "phi3, longrope": NEITHER, "mixtral": {FusedAttention}, "qwen3_moe": {FusedAttention}}
     assert set(fused(loaded.model)) == kinds.get(family, BOTH)
     assert len(fused(loaded.model)) == len(kinds.get(family, BOTH)) * len(loaded.layers)

@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import adapter, loader
-from radixkv.models.quantized import kernels, on_load
+from radixkv.models import adapter, loader, safetensors_files
+from radixkv.models.quantized import kernels
 from radixkv.models.quantized.kernels import Format
 from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, quantize, quantized_weights
 from tests.models.gguf_files import CONFIGS, SIZES, made
@@ -127,6 +127,6 @@ def test_files_that_cannot_be_read_so_are_loaded_in_float32_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(CONFIGS["llama"]()).save_pretrained(tmp_path)
-    monkeypatch.setattr(on_load, "_DTYPES", {})
+    monkeypatch.setattr(safetensors_files, "DTYPES", {})
     loaded = adapter.load(tmp_path, weights="int8")
     assert {each.format for each in quantized_weights(loaded.model)} == {Format.INT8}

@@ -8,18 +8,13 @@ memory of the process.
 
 from __future__ import annotations
 
-import json
-import math
-import mmap
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.core_model_loading import ConversionOps
@@ -30,14 +25,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from radixkv.models.checkpoint import Checkpoint
 from radixkv.models.quantized.kernels import QuantizedWeights
 from radixkv.models.quantized.layers import chosen_format, replace_layers, replaceable, store
+from radixkv.models.safetensors_files import file_tensors
 
 _METHOD = "radixkv-on-load"
-_BUFFER = 1 << 22  # bytes that are read and widened at a time
-_OWN_MAP = 1 << 18  # bytes
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 class CannotQuantise(Exception):
@@ -60,7 +50,7 @@ def read(found: Checkpoint, weights: str, check_memory: Callable[[int], None]) -
     on_load = OnLoad(empty, weights)
     check_memory(on_load.peak_bytes)
     with ExitStack() as stack:
-        tensors = {name: tensor for file in found.files for name, tensor in _tensors(folder / file, stack)}
+        tensors = {name: tensor for file in found.files for name, tensor in file_tensors(folder / file, stack)}
         model, info = type(empty).from_pretrained(
             None,
             config=empty.config,
@@ -180,55 +170,3 @@ class _Operation(ConversionOps):  # type: ignore[misc]  # transformers shows no 
             name: self._on_load.convert(name, each) if self._on_load.chosen(name) else each
             for name, each in tensors.items()
         }
-
-
-# ---- files
-
-
-class _StoredTensor:
-    """A tensor of a file, read when it is indexed, as a slice of safetensors is."""
-
-    def __init__(
-        self, file: BinaryIO, buffer: NDArray[np.uint8], offset: int, dtype: torch.dtype, shape: Sequence[int]
-    ) -> None:
-        """Read through `buffer`, which all tensors of a file share."""
-        self._file, self._buffer, self._offset = file, buffer, offset
-        self._dtype, self._shape = dtype, tuple(shape)
-
-    def __getitem__(self, index: object) -> Tensor:
-        """Read the whole tensor; floats become float32, a piece at a time."""
-        assert index is ...
-        found = _empty(self._shape, torch.float32 if self._dtype.is_floating_point else self._dtype)
-        flat, step = found.view(-1), len(self._buffer) // self._dtype.itemsize
-        self._file.seek(self._offset)
-        for start in range(0, flat.numel(), step):
-            piece = flat[start : start + step]
-            raw = self._buffer[: len(piece) * self._dtype.itemsize]
-            if self._file.readinto(raw.data) != len(raw):  # type: ignore[attr-defined]  # of every file opened for bytes
-                raise CannotQuantise("a file ended within a tensor")
-            piece.copy_(torch.from_numpy(raw).view(self._dtype))
-        return found
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor without content; a large one in a map of its own, which is returned to the system at its end.
-
-    Hundreds of freed tensors of a few megabytes would remain in malloc's heap, between other memory.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if size < _OWN_MAP:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype).view(shape)
-
-
-def _tensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, _StoredTensor]]:
-    """Yield the tensors of a safetensors file, whose header was checked; `stack` closes the file."""
-    file = stack.enter_context(path.open("rb", buffering=0))
-    size, buffer = int.from_bytes(file.read(8), "little"), np.empty(_BUFFER, np.uint8)
-    for name, entry in json.loads(file.read(size)).items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _DTYPES:
-            raise CannotQuantise(f"{name} is stored as {entry['dtype']}")
-        offset = 8 + size + entry["data_offsets"][0]
-        yield name, _StoredTensor(file, buffer, offset, _DTYPES[entry["dtype"]], entry["shape"])

@@ -20,6 +20,7 @@ from radixkv.errors import InvalidInput, WeightsChanged
 from radixkv.models.cuda_graphs import ReplayedForward
 from radixkv.models.gpu_layers.fuse import restack
 from radixkv.models.loaded import LoadedModel
+from radixkv.models.native.layers import NativeModel
 from radixkv.models.packed import PackedLinear
 from radixkv.models.quantized.kernels import QuantizedWeights
 from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, requantized
@@ -135,6 +136,8 @@ class ModelWeights:
         if owner is not own:
             _share_tensors(own, owner)
         _copy_again(own, owner, state)
+        if isinstance(own, NativeModel):
+            own.operators.refresh()
         error = self_test(self._loaded)
         if self._guard.watch.changed():
             raise WeightsChanged(f"{self._guard.watch.first_change()} changed meanwhile")

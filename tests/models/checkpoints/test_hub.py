@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import adapter, loader
+from radixkv.models import adapter
 from tests.chat.worlds import byte_tokenizer
 from tests.models.checkpoints.files import INDEX, read, rewrite, same, second_shard
 from tests.models.conftest import FAMILIES, make
@@ -102,7 +102,7 @@ def test_all_that_is_looked_at_is_fetched_first_and_of_one_commit(hub: Path, mon
         asked.append((file, options["revision"]))
         return str(hub / file) if (hub / file).exists() else None
 
-    monkeypatch.setattr(loader, "cached_file", note)
+    monkeypatch.setattr("transformers.utils.cached_file", note)
     read("some/model", revision="main")
     (first, revision), *others = asked
     assert (first, revision) == ("config.json", "main")
