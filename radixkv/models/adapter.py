@@ -23,14 +23,12 @@ from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import architecture, attention_interface, loader, packed
 from radixkv.models.architecture import max_length
 from radixkv.models.attention_interface import IMPLEMENTATION, OWN, select
-from radixkv.models.gpu_layers.fuse import fuse_layers, restore_layers, should_fuse
 from radixkv.models.loaded import LayerSpec, LoadedModel
 from radixkv.models.native.layers import NativeModel
-from radixkv.models.native.places import use_operators
+from radixkv.models.native.places import is_fused, should_fuse, use_operators
 from radixkv.models.probe import Probed, probe
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.quantized.layers import check_weights, quantize, quantized_weights, replaceable
-from radixkv.models.quantized.modules import fuse_modules
 from radixkv.models.quantized.norms import fuse_norms
 from radixkv.models.recurrent.mixers import has_mixers, install
 from radixkv.models.selftest import self_test
@@ -65,7 +63,7 @@ def load(
     else. `attention` is "torch", "triton", or
     "auto": Triton on CUDA if it serves the model (else one warning), torch elsewhere. With "auto", a model whose
     attention cannot be replaced runs by the fallback, with one warning that gives the reason. With `fuse`, the layers
-    of Llama-like models are fused around attention in Triton on a GPU (`gpu_layers`). Raises InvalidInput if
+    of Llama-like models are fused around attention in Triton on a GPU (`native.fused`). Raises InvalidInput if
     there is no whole model to load, or no such attention, and UnsupportedModel with the reason if the model cannot run
     exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
     """
@@ -77,8 +75,8 @@ def load(
     if built:
         module, name = _built(model, place, dtype), _name_of(model)
         small = check_weights(weights, module.dtype, place)
-        _give_own_config(module)
         loader.check_tokens(module, tokenizer, name)
+        module = _borrowed(module, model_code)
     else:
         wanted, name = _dtype(dtype, "auto" if place.type != "cpu" else torch.float32), model_path.name_of(model)
         small = check_weights(weights, wanted, place)
@@ -93,12 +91,28 @@ def load(
             model_code=model_code,
         )
         name = model_path.shown_name(name)
-    own = _quantized(module.eval(), small, name, keep=built)
-    if quantized_weights(own) and not isinstance(own, NativeModel):  # a model of our own, whose decodes are short
+    keep = built and not isinstance(module, NativeModel)
+    own = _quantized(module.eval(), small, name, keep=keep)
+    if quantized_weights(own) and not isinstance(own, NativeModel):  # transformers' model, but a copy
         fuse_norms(own)
-    loaded = _take_over(own, tokenizer, name, keep=built and own is module, attention=attention, fuse=fuse)
-    _taken[module] = weakref.ref(loaded)
+    loaded = _take_over(own, tokenizer, name, keep=keep and own is module, attention=attention, fuse=fuse)
+    if built:
+        _taken[model] = weakref.ref(loaded)
     return loaded
+
+
+def _borrowed(model: Any, model_code: str) -> Any:
+    """Return layers of our own around the parameters of the caller's model, or that model with its own configuration.
+
+    Other models may have been built from the object of its configuration, which selects the attention.
+    """
+    if model_code == "auto":
+        from radixkv.models.native.borrow import borrowed
+
+        if (native := borrowed(model.eval())) is not None:
+            return native
+    _give_own_config(model)
+    return model
 
 
 def _quantized(module: Any, weights: str, name: str, *, keep: bool) -> Any:
@@ -128,7 +142,6 @@ def _take_over(
         install(module)
         loaded, error = _paged_or_own(module, tokenizer, name, keep=keep, attention=attention, fuse=fuse)
     except BaseException:
-        restore_layers(module)
         select(module, own)
         raise
     _log.info("%s: %d layers, context %d, self-test error %.1e", name, len(loaded.layers), loaded.max_length, error)
@@ -178,17 +191,18 @@ def _proven(loaded: LoadedModel, attention: str, *, keep: bool, fuse: bool) -> t
     backend = attention_interface.choose_backend(attention, loaded.layers, loaded.dtype, loaded.device, small)
     loaded = replace(loaded, attention=backend)
     if isinstance(loaded.model, NativeModel):
-        use_operators(loaded, fuse=fuse)
-    elif small:
-        fuse_modules(loaded.model, loaded.max_length)
-    if not (fuse and should_fuse(loaded)):
-        restore_layers(loaded.model)
-    elif fuse_layers(loaded):
+        use_operators(loaded, fuse=fuse and should_fuse(loaded))
+    if is_fused(loaded.model):
         try:
             return _packed(loaded, keep=keep)
         except UnsupportedModel as reason:
-            restore_layers(loaded.model)
-            _log.warning("%s: its layers run as written: fused, %s", loaded.name, reason)
+            use_operators(loaded, fuse=False)
+            _log.warning("%s: its layers run in torch: fused, %s", loaded.name, reason)
+    return _attending(loaded, attention, keep=keep)
+
+
+def _attending(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedModel, float]:
+    """Return the model with the chosen attention, or with "auto" by torch if that fails; and its self-test's error."""
     try:
         return _packed(loaded, keep=keep)
     except UnsupportedModel as reason:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from radixkv.errors import UnsupportedModel
 from radixkv.models.recurrent.mixers import has_mixers
@@ -151,6 +151,11 @@ def check_supported(model: Any) -> None:
     stateful = getattr(model, "_is_stateful", False) or types & {*_STATEFUL}
     if stateful and not has_mixers(model):
         raise UnsupportedModel(f"{kind} has recurrent state that does not go through transformers' cache of states")
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a module has no hooks, and the forward of its class."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def kind_of(model: Any) -> str:

@@ -55,7 +55,7 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class RotaryCall:
-    """One layer's call before norms and rotation, for layers of `gpu_layers`; heads of keys and values have one size.
+    """One layer's call before norms and rotation, from `native.fused`; heads of keys and values have one size.
 
     `rows` [T, (heads + 2 * kv_heads) * dim] hold the queries, keys and values of each token. The heads of queries and
     keys are normalised if there are weights [dim], then rotated if there are angles [T, dim].

@@ -18,8 +18,8 @@ from torch._dynamo.utils import counters
 from radixkv.attention import triton_backend
 from radixkv.device import device_of
 from radixkv.errors import InvalidInput
-from radixkv.models.gpu_layers.fuse import is_fused
 from radixkv.models.loaded import SequenceInput
+from radixkv.models.native.places import is_fused
 from radixkv.models.packed import PackedLinear
 from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear
 from radixkv.models.rounding import agree
@@ -34,7 +34,7 @@ def fuse(runner: Runner, backend: str = "inductor") -> None:
     `backend` is one of torch.compile's. Compiles at once, for several tokens and for one: about ten seconds each,
     independent of the number of layers. A model that fails to compile, would be compiled in each step, or computes
     something else runs uncompiled, with one warning. So does one with an `obstacle`, which is not tried. A model whose
-    layers `gpu_layers` has fused is not compiled either: it has no operators left to fuse.
+    layers are fused by `native.fused` is not compiled either: it has no operators left to fuse.
     """
     forward = runner.forward
     if is_fused(runner.loaded.model):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from radixkv.models.observed import is_plain
+from radixkv.models.architecture import is_plain
+from radixkv.models.native.layers import NativeModel
 from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, dense_layer
-from radixkv.models.quantized.modules import restore_modules
 
 _log = logging.getLogger(__name__)
 # A call of oneDNN takes about 10 microseconds more than one of torch; products with fewer weights do not save that.
@@ -90,8 +90,8 @@ def unpack(model: nn.Module, *, asked_only: bool = False) -> int:
     chosen = [(name, module) for name, module in packed if module.was_asked or not asked_only]
     for name, module in chosen:
         model.set_submodule(name, _unpacked(module) if isinstance(module, PackedLinear) else dense_layer(module))
-    if chosen:
-        restore_modules(model)
+    if chosen and isinstance(model, NativeModel):
+        model.operators.refresh()
     return len(chosen)
 
 

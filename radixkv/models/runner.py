@@ -335,7 +335,7 @@ class ForwardContext:
         return self._attend(layer, call.query.squeeze(0), call.scale, call.sinks)
 
     def _attend_rows(self, call: RotaryCall) -> Tensor:
-        """Rotate the rows of a layer of `gpu_layers` and store its keys and values, then attend."""
+        """Rotate the rows of a layer of `native.fused` and store its keys and values, then attend."""
         assert self._backend.rotate is not None
         layer, self._next = self._next, self._next + 1
         return self._attend(layer, self._backend.rotate(layer, self._slots, call), call.scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from tests.models.conftest import GROUPED, SIZES
 from tests.models.step_runner import compare, generated, prompts
+
+load = partial(adapter.load, model_code="transformers")  # layers of our own need none of this
 
 HEADS: dict[str, Any] = {"vocab_size": 97, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 # The second number is how exactly the architecture computes in float64: some keep parts of it in float32.
@@ -53,7 +56,7 @@ def architecture(request: pytest.FixtureRequest) -> str:
 @pytest.mark.usefixtures("exact_softmax")
 def test_logits_equal_the_own_forward(build: Callable[..., Any], architecture: str) -> None:
     config, tolerance = ARCHITECTURES[architecture]
-    loaded = adapter.load(build(config(), torch.float64))
+    loaded = load(build(config(), torch.float64))
     assert loaded.attention == "fallback"
     compare(loaded, tolerance)
 
@@ -62,7 +65,7 @@ def test_logits_equal_the_own_forward(build: Callable[..., Any], architecture: s
 @pytest.mark.parametrize("family", ["gemma2", "mistral"])
 def test_a_sliding_window_drops_nothing(build: Callable[..., Any], family: str) -> None:
     """transformers' own cache keeps a window of 21 tokens, in which a longer prefix could not be a hit."""
-    loaded = adapter.load(build(family, torch.float64))
+    loaded = load(build(family, torch.float64))
     assert (loaded.attention, loaded.layers[0].window) == ("fallback", 21)
     compare(loaded, 1e-9)
 
@@ -88,7 +91,7 @@ def test_an_engine_answers_as_the_model_generates(
 
 @pytest.mark.usefixtures("forced")
 def test_a_token_that_the_host_has_not_read_matches_its_sampled_row(build: Callable[..., Any]) -> None:
-    runner, table = Runner(adapter.load(build("llama")), 4, 4), np.zeros(1, np.int32)
+    runner, table = Runner(load(build("llama")), 4, 4), np.zeros(1, np.int32)
     known = SequenceInput(np.array([7], np.int32), 0, np.zeros(1, np.int64), table)
     unknown = replace(known, tokens=np.zeros(1, np.int32), sampled_row=1)
     assert torch.equal(runner.run([unknown], (), torch.tensor([3, 7])), runner.run([known]))
@@ -97,7 +100,7 @@ def test_a_token_that_the_host_has_not_read_matches_its_sampled_row(build: Calla
 @pytest.mark.usefixtures("forced")
 def test_bits_depend_on_the_sequence_alone(build: Callable[..., Any]) -> None:
     """The same bits with any other inputs in the step and any block ids, as `deterministic` needs."""
-    runner = Runner(adapter.load(build("llama")), 12, 4)
+    runner = Runner(load(build("llama")), 12, 4)
     tokens = np.arange(3, 12, dtype=np.int32)
 
     def run(*tables: list[int]) -> torch.Tensor:
@@ -114,7 +117,7 @@ def test_bits_depend_on_the_sequence_alone(build: Callable[..., Any]) -> None:
 def test_the_fallback_has_to_be_allowed(build: Callable[..., Any]) -> None:
     config, _ = ARCHITECTURES["gptj"]
     with pytest.raises(UnsupportedModel, match="0 attention calls for 2 layers"):
-        adapter.load(build(config()), attention="torch")
+        load(build(config()), attention="torch")
 
 
 class Keeping(nn.Module):
@@ -137,7 +140,7 @@ def test_state_in_a_module_is_refused(build: Callable[..., Any]) -> None:
     model = build("llama")
     model.model.layers[1].mlp = Keeping(model.model.layers[1].mlp)
     with pytest.raises(UnsupportedModel, match=r"nor does its own attention over a cache do: .* own forward by"):
-        adapter.load(model)
+        load(model)
 
 
 @pytest.mark.usefixtures("forced")
@@ -146,7 +149,7 @@ def test_a_step_that_writes_otherwise_than_the_first_fails(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, times: int, said: str
 ) -> None:
     """It would leave slots as they were, and they would count as cached."""
-    runner = Runner(adapter.load(build("llama")), 4, 4)
+    runner = Runner(load(build("llama")), 4, 4)
     update = PoolLayer.update
 
     def otherwise(self: PoolLayer, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any) -> Any:
@@ -167,4 +170,4 @@ def test_a_model_that_leaves_out_what_pads_is_refused(build: Callable[..., Any])
         is_decoder=True, use_learned_position_embeddings=False,
     )  # fmt: skip
     with pytest.raises(UnsupportedModel, match="own forward by"):
-        adapter.load(build(config))
+        load(build(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from radixkv.models import adapter, selftest
 from tests.models.conftest import GROUPED, SIZES
 from tests.models.step_runner import compare
 from tests.models.test_fallback import HEADS
+
+load = partial(adapter.load, model_code="transformers")  # layers of our own need none of this
 
 CONTEXTS = [
     (transformers.MptConfig(**HEADS, d_model=32, n_layers=2, n_heads=4, max_seq_len=70), 70),
@@ -34,7 +37,7 @@ CONTEXTS = [
 def test_a_context_ends_where_positions_do_or_keys_are_dropped(
     build: Callable[..., Any], config: Any, length: int
 ) -> None:
-    assert adapter.load(build(config)).max_length == length
+    assert load(build(config)).max_length == length
 
 
 def phimoe() -> Any:
@@ -44,7 +47,7 @@ def phimoe() -> Any:
 @pytest.mark.usefixtures("exact_softmax")
 def test_a_window_that_attention_is_not_told(build: Callable[..., Any]) -> None:
     """The model's mask has the window, its attention call does not: only a longer prompt shows it."""
-    loaded = adapter.load(build(phimoe()))
+    loaded = load(build(phimoe()))
     assert loaded.attention == "fallback"
     compare(loaded, 1e-3)  # its experts do not run in float64
 
@@ -54,8 +57,8 @@ def test_a_window_that_attention_is_not_told_and_that_cannot_be_tested(
 ) -> None:
     monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", 0)  # as if the model were large
     with pytest.raises(UnsupportedModel, match="a window of 53 tokens that it does not pass to attention"):
-        adapter.load(build(phimoe()), attention="torch")
-    assert adapter.load(build(phimoe())).attention == "fallback"
+        load(build(phimoe()), attention="torch")
+    assert load(build(phimoe())).attention == "fallback"
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -70,8 +73,8 @@ def test_a_window_that_only_attention_is_told(
         monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", 0)
         said = "passes a window of 53 tokens to attention that its own mask does not seem to have"
     with pytest.raises(UnsupportedModel, match=said):
-        adapter.load(build(config), attention="torch")
-    assert adapter.load(build(config)).attention == "fallback"
+        load(build(config), attention="torch")
+    assert load(build(config)).attention == "fallback"
 
 
 @pytest.mark.usefixtures("forced")
@@ -82,8 +85,8 @@ def test_a_foreign_window_is_tested_or_not_believed(build: Callable[..., Any], m
         pass
 
     config = transformers.MistralConfig(**GROUPED, sliding_window=53)
-    assert adapter.load(Foreign(config).eval()).attention == "fallback"
+    assert load(Foreign(config).eval()).attention == "fallback"
     monkeypatch.setattr(selftest, "_TOKEN_WEIGHTS", 0)  # as if the model were large
-    assert adapter.load(build(config)).attention == "fallback"
+    assert load(build(config)).attention == "fallback"
     with pytest.raises(UnsupportedModel, match="a window of 53 tokens, which is too long to be tested"):
-        adapter.load(Foreign(config).eval())
+        load(Foreign(config).eval())

@@ -88,7 +88,7 @@ def test_stop_ids_beyond_the_vocabulary_are_left_out(build: Callable[..., Any]) 
 
 
 def test_a_model_in_use_cannot_be_run_behind_our_back(build: Callable[..., Any]) -> None:
-    model = adapter.load(build("llama")).model
+    model = adapter.load(build("llama"), model_code="transformers").model
     with pytest.raises(RuntimeError, match="run it through radixkv"):
         model(input_ids=torch.tensor([[1, 2, 3]]))
 

@@ -16,12 +16,14 @@ import transformers
 
 from radixkv import Engine
 from radixkv.errors import InvalidInput, WeightsChanged
-from radixkv.models import adapter, checkpoint
+from radixkv.models import adapter, checkpoint, packed
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.native import files
+from radixkv.models.native.compiled import CompiledOperators
 from radixkv.models.native.layers import NativeModel
+from radixkv.models.native.operators import TORCH
 from radixkv.models.native.switches import NotListed, switches_of
-from radixkv.models.quantized import kernels
+from radixkv.models.quantized import build, kernels
 from radixkv.models.rounding import relative_error
 from radixkv.models.runner import Runner
 from tests.models import gguf_files
@@ -252,3 +254,74 @@ def scored(engine: Engine) -> list[float]:
     """The log probabilities of a prompt's end after its beginning."""
     (found,) = engine.score(TOKENS[0, :60].tolist(), [TOKENS[0, 60:].tolist()])
     return [*found.token_logprobs]
+
+
+# ---- compiled operators
+
+
+def compiled(name: str, tmp_path: Path) -> tuple[Any, CompiledOperators]:
+    """A model with weights of 8 bits, and its operators."""
+    made(name).save_pretrained(tmp_path)
+    model, library = native(tmp_path, torch.float32, "int8"), kernels.kernels()
+    assert library is not None
+    return model.model, CompiledOperators(model, library)
+
+
+@needs_products
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_a_norm_gives_each_row_the_bits_that_it_has_alone(name: str, tmp_path: Path) -> None:
+    model, operators = compiled(name, tmp_path)
+    rows = torch.randn(11, 64) * torch.logspace(-4, 3, 11)[:, None]
+    found, total = operators.norm(model.norm, rows, rows.flip(0))
+    expected, same = TORCH.norm(model.norm, rows, rows.flip(0))
+    assert torch.equal(total, same)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(operators.norm(model.norm, total[i : i + 1], None)[0][0], found[i]) for i in range(11))
+    across = torch.randn(64, 5).t()
+    assert torch.equal(operators.norm(model.norm, across, None)[0], operators.norm(model.norm, across + 0.0, None)[0])
+
+
+@needs_products
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("name", ["llama, biases", "gemma"])
+def test_an_mlp_computes_its_activation_as_torch(name: str, scale: float, tmp_path: Path) -> None:
+    model, operators = compiled(name, tmp_path)
+    mlp, rows = model.layers[0].mlp, torch.randn(385, 64, generator=torch.Generator().manual_seed(1)) * scale
+    found, own = operators.mlp(mlp, rows), TORCH.mlp(mlp, rows)
+    assert ((found - own).norm(dim=1) <= 1e-5 * own.norm(dim=1)).all()
+    assert all(torch.equal(operators.mlp(mlp, rows[i : i + 1])[0], found[i]) for i in (0, 200, 384))
+    rows[3, 7] = torch.nan
+    assert operators.mlp(mlp, rows)[3].isnan().all() and torch.equal(operators.mlp(mlp, rows)[:3], found[:3])
+
+
+@needs_products
+def test_threads_and_instruction_sets_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(gguf_files.made(CONFIGS["qwen3"]()), tmp_path / "model.gguf", "Q4_1")
+    expected = steps(adapter.load(path))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(steps(adapter.load(path)), expected)
+    if "avx512bw" in build.cpu_features():
+        monkeypatch.setattr(kernels.kernels(), "instructions", 1)
+        assert torch.equal(steps(adapter.load(path)), expected)
+
+
+@needs_products
+def test_unpacked_layers_compute_in_torch(tmp_path: Path) -> None:
+    made("qwen3").save_pretrained(tmp_path)
+    loaded = adapter.load(tmp_path, weights="int8")
+    expected = steps(loaded)
+    assert packed.unpack(loaded.model)
+    assert relative_error(steps(loaded), expected) < 1e-5
+
+
+# ---- models of a caller
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "phi3"])
+def test_a_model_of_transformers_lends_its_parameters(name: str) -> None:
+    own = made(name)
+    expected, loaded = alone(own), adapter.load(own)
+    assert isinstance(loaded.model, NativeModel) and {*loaded.model.parameters()} <= {*own.parameters()}
+    torch.testing.assert_close(alone(loaded.model), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(alone(own), expected)
+    assert not isinstance(adapter.load(own, model_code="transformers").model, NativeModel)

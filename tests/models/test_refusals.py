@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter, selftest
 from radixkv.models.rounding import TOLERANCE, relative_error
 from radixkv.models.selftest_cases import SelfTestCases
+
+load = partial(adapter.load, model_code="transformers")  # layers of our own need none of this
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -60,12 +63,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_an_architecture_that_would_be_wrong_is_refused_with_a_reason(build: Callable[..., Any], kind: str) -> None:
     config, reason = REFUSED[kind]
     with pytest.raises(UnsupportedModel, match=reason):
-        adapter.load(build(config()))
+        load(build(config()))
 
 
 def test_two_attention_calls_in_a_layer_are_two_layers_of_the_pool(build: Callable[..., Any]) -> None:
     """DiffLlama subtracts one attention from another: numbering layers by their index would mix up the two."""
-    loaded = adapter.load(build(transformers.DiffLlamaConfig(**GATED)))
+    loaded = load(build(transformers.DiffLlamaConfig(**GATED)))
     assert len(loaded.layers) == 4
 
 
@@ -86,7 +89,7 @@ def test_state_outside_of_attention_fails_the_self_test(build: Callable[..., Any
     model = build("llama")
     model.model.layers[0].mlp = Leaky(model.model.layers[0].mlp)
     with pytest.raises(UnsupportedModel, match=r"own forward by .* of the logits' spread"):
-        adapter.load(model)
+        load(model)
 
 
 def test_a_refused_model_keeps_its_own_attention(build: Callable[..., Any]) -> None:
@@ -96,7 +99,7 @@ def test_a_refused_model_keeps_its_own_attention(build: Callable[..., Any]) -> N
     mlp = model.model.layers[0].mlp
     model.model.layers[0].mlp = Leaky(mlp)
     with pytest.raises(UnsupportedModel):
-        adapter.load(model)
+        load(model)
     model.model.layers[0].mlp = mlp
     torch.testing.assert_close(model(input_ids=tokens).logits, before)
 
@@ -105,14 +108,14 @@ def test_a_window_that_is_not_passed_to_attention_is_refused(build: Callable[...
     model = build("gemma2")
     model.model.layers[0].self_attn.sliding_window = None
     with pytest.raises(UnsupportedModel, match="layer 0 is sliding_attention, but its window is None"):
-        adapter.load(model, attention="torch")
+        load(model, attention="torch")
 
 
 def test_a_softcap_that_is_not_passed_to_attention_is_refused(build: Callable[..., Any]) -> None:
     model = build("gemma2")
     model.model.layers[1].self_attn.attn_logit_softcapping = None
     with pytest.raises(UnsupportedModel, match="softcap"):
-        adapter.load(model, attention="torch")
+        load(model, attention="torch")
 
 
 class Faint(Leaky):
@@ -125,11 +128,11 @@ class Faint(Leaky):
 
 
 def test_16_bits_do_not_hide_a_small_fault(build: Callable[..., Any]) -> None:
-    assert adapter.load(build("llama", torch.bfloat16)).dtype == torch.bfloat16
+    assert load(build("llama", torch.bfloat16)).dtype == torch.bfloat16
     model = build("llama", torch.bfloat16)
     model.model.layers[0].mlp = Faint(model.model.layers[0].mlp)
     with pytest.raises(UnsupportedModel, match="float32"):
-        adapter.load(model)
+        load(model)
     assert model.dtype == torch.bfloat16
 
 
@@ -137,7 +140,7 @@ def test_a_model_whose_own_forward_fails_is_refused(build: Callable[..., Any]) -
     model = build("llama")
     model.lm_head.register_forward_pre_hook(_refuse_many_rows)
     with pytest.raises(UnsupportedModel, match="failed in its self-test: ArithmeticError: too many"):
-        adapter.load(model)
+        load(model)
 
 
 def _refuse_many_rows(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
@@ -153,7 +156,7 @@ def test_a_number_that_attention_does_not_know_is_refused(
     forward = type(model.model).forward
     monkeypatch.setattr(type(model.model), "forward", lambda self, **given: forward(self, **given, lookback=200))
     with pytest.raises(UnsupportedModel, match="LlamaAttention passes lookback to attention"):
-        adapter.load(model, attention="torch")
+        load(model, attention="torch")
 
 
 def test_nan_weights_fail_the_self_test(build: Callable[..., Any]) -> None:
@@ -161,7 +164,7 @@ def test_nan_weights_fail_the_self_test(build: Callable[..., Any]) -> None:
     with torch.no_grad():
         model.lm_head.weight[5] = torch.nan
     with pytest.raises(InvalidInput, match="nan or infinity by its own forward"):
-        adapter.load(model)
+        load(model)
 
 
 def test_bidirectional_attention_is_refused(build: Callable[..., Any]) -> None:
@@ -169,32 +172,32 @@ def test_bidirectional_attention_is_refused(build: Callable[..., Any]) -> None:
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     with pytest.raises(UnsupportedModel, match="later tokens"):
-        adapter.load(model, attention="torch")
+        load(model, attention="torch")
 
 
 def test_a_model_that_is_causal_in_one_of_its_attentions_only_is_refused(build: Callable[..., Any]) -> None:
     """transformers runs this one with torch's attention, which then sees all tokens; its own would stay causal."""
     config = transformers.GemmaConfig(**GATED, head_dim=8, use_bidirectional_attention=True)
     with pytest.raises(UnsupportedModel, match="a token changes the logits of earlier tokens"):
-        adapter.load(build(config))
+        load(build(config))
 
 
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(InvalidInput, match="a GGUF file or a transformers model, got "):
-        adapter.load({})
+        load({})
 
 
 def test_rounding_that_routes_tokens_is_no_fault(build: Callable[..., Any]) -> None:
     """In bfloat16 a few of its tokens go to other experts than in one forward of all: some logits differ widely."""
     config = transformers.MixtralConfig(**{**GATED, "num_hidden_layers": 4}, num_local_experts=8)
-    loaded = adapter.load(build(config, torch.bfloat16))
+    loaded = load(build(config, torch.bfloat16))
     errors = [relative_error(ours, own) for _, ours, own in SelfTestCases(loaded, 48).results()]
     assert loaded.attention == "torch"
     assert max(errors) > TOLERANCE[torch.bfloat16]
     model = build(config, torch.bfloat16)
     model.model.layers[0].input_layernorm = Leaky(model.model.layers[0].input_layernorm)
     with pytest.raises(UnsupportedModel, match="own forward by"):
-        adapter.load(model)
+        load(model)
 
 
 def test_routed_16_bits_of_a_large_model_are_judged_by_most_rows(
@@ -202,16 +205,16 @@ def test_routed_16_bits_of_a_large_model_are_judged_by_most_rows(
 ) -> None:
     monkeypatch.setattr(selftest, "_WEIGHTS_TO_WIDEN", 0)
     config = transformers.MixtralConfig(**{**GATED, "num_hidden_layers": 4}, num_local_experts=8)
-    assert adapter.load(build(config, torch.bfloat16)).attention == "torch"
+    assert load(build(config, torch.bfloat16)).attention == "torch"
     model = build(config, torch.bfloat16)
     model.model.layers[0].input_layernorm = Leaky(model.model.layers[0].input_layernorm)
     with pytest.raises(UnsupportedModel, match="own forward by"):
-        adapter.load(model)
+        load(model)
     model = build(config, torch.bfloat16)
     with torch.no_grad():
         model.lm_head.weight[5] = torch.nan
     with pytest.raises(InvalidInput, match="nan or infinity by its own forward"):
-        adapter.load(model)
+        load(model)
 
 
 @pytest.mark.parametrize(("routed", "accepted"), [(False, False), (True, True)])
@@ -219,7 +222,7 @@ def test_one_row_that_is_wrong_in_16_bits_is_rounding_only_where_experts_are_cho
     routed: bool, accepted: bool, build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = transformers.MixtralConfig(**GATED, num_local_experts=4) if routed else "llama"
-    loaded = adapter.load(build(config, torch.bfloat16))
+    loaded = load(build(config, torch.bfloat16))
     results = SelfTestCases.results
 
     def one_wrong(scenario: SelfTestCases) -> list[tuple[str, torch.Tensor, torch.Tensor]]:

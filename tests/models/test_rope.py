@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter, rope
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
+
+load = partial(adapter.load, model_code="transformers")  # layers of our own need none of this
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -64,7 +67,7 @@ def run(runner: Runner, *lengths: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("config", [longrope, dynamic])
 def test_a_short_prompt_is_the_same_with_a_long_one(build: Callable[..., Any], config: Callable[[], Any]) -> None:
-    runner = Runner(adapter.load(build(config(), torch.float64)), 40, 4)
+    runner = Runner(load(build(config(), torch.float64)), 40, 4)
     torch.testing.assert_close(run(runner, 20)[0], run(runner, 20, 60)[0], rtol=0, atol=1e-9)
 
 
@@ -78,7 +81,7 @@ def test_the_fallback_is_fixed_too(
         raise UnsupportedModel("told so")
 
     monkeypatch.setattr(adapter, "probe", refuse)
-    runner = Runner(adapter.load(build(config(), torch.float64)), 40, 4)
+    runner = Runner(load(build(config(), torch.float64)), 40, 4)
     whole = run(runner, 60)[0]
     tokens, table = np.random.default_rng(0).integers(3, 97, 60).astype(np.int32), np.arange(15, dtype=np.int32)
     run(runner, 20)  # the first blocks again
@@ -91,11 +94,11 @@ def test_without_freezing_the_self_test_would_refuse_it(
 ) -> None:
     monkeypatch.setattr(rope, "freeze", lambda model, max_length: [])
     with pytest.raises(UnsupportedModel, match="own forward"):
-        adapter.load(build(longrope(), torch.float64))
+        load(build(longrope(), torch.float64))
 
 
 def test_a_frozen_longrope_is_the_own_forward_of_long_prompts(build: Callable[..., Any]) -> None:
-    runner = Runner(adapter.load(build(longrope(), torch.float64)), 40, 4)
+    runner = Runner(load(build(longrope(), torch.float64)), 40, 4)
     own = build(longrope(), torch.float64)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(3, 97, 60))[None]
     torch.testing.assert_close(run(runner, 60)[0], own(input_ids=tokens).logits[0, -1], rtol=0, atol=1e-9)
@@ -105,7 +108,7 @@ def test_a_moving_rope_of_unknown_make_is_refused(build: Callable[..., Any]) -> 
     model = build(dynamic())
     del model.model.rotary_emb.original_inv_freq
     with pytest.raises(UnsupportedModel, match="cannot be frozen"):
-        adapter.load(model)
+        load(model)
 
 
 def test_a_rope_that_chooses_by_itself_is_fixed_too(build: Callable[..., Any]) -> None:
@@ -115,7 +118,7 @@ def test_a_rope_that_chooses_by_itself_is_fixed_too(build: Callable[..., Any]) -
         **SIZES, num_local_experts=2, max_position_embeddings=128, sliding_window=None,
         rope_parameters={**longrope().rope_parameters, **scales},
     )  # fmt: skip
-    runner = Runner(adapter.load(build(config)), 40, 4)
+    runner = Runner(load(build(config)), 40, 4)
     torch.testing.assert_close(run(runner, 20)[0], run(runner, 20, 60)[0], rtol=0, atol=1e-4)
 
 
@@ -127,4 +130,4 @@ def test_a_rope_that_still_moves_is_refused(build: Callable[..., Any], monkeypat
         rotary, "forward", lambda self, x, position_ids: forward(self, x, position_ids + position_ids.max())
     )
     with pytest.raises(UnsupportedModel, match="still rotates a token by how long the longest sequence"):
-        adapter.load(model)
+        load(model)

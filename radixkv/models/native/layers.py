@@ -30,7 +30,7 @@ class NativeModel(nn.Module):
     def __init__(self, config: Mapping[str, Any], switches: Switches) -> None:
         """Make the modules, on the device of the context; `config` is as in `config.json`, with all its fields."""
         super().__init__()
-        self.config, self.switches = Config(config, switches), switches
+        self.config, self.switches = Config.of(config, switches), switches
         self.generation_config: Any = SimpleNamespace()
         self.operators: Operators = TORCH
         self.model = Decoder(switches)
@@ -98,14 +98,15 @@ class NativeModel(nn.Module):
 
 
 class Config(SimpleNamespace):
-    """The fields of a `config.json`, and those that follow from them, as attributes."""
+    """The fields of a `config.json` as attributes."""
 
-    def __init__(self, fields: Mapping[str, Any], switches: Switches) -> None:
-        """Take all fields; those that say where a layer looks are the model's, not the file's."""
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], switches: Switches) -> Config:
+        """Take all fields; the kinds and windows of the layers are those that the switches have."""
         kinds = ["full_attention" if each is None else "sliding_attention" for each in switches.windows]
         window = next((each for each in switches.windows if each is not None), None)
         own = {"layer_types": kinds, "sliding_window": window, "attn_logit_softcapping": switches.softcap}
-        super().__init__(**{**fields, **own, "_attn_implementation": "eager"})
+        return cls(**{**fields, **own, "_attn_implementation": "eager"})
 
     def get_text_config(self) -> Config:
         """Return this object, as there are no parts for images."""
@@ -215,6 +216,12 @@ class MLP(nn.Module):
             self.gate_proj, self.up_proj = _linear(hidden, width, bias), _linear(hidden, width, bias)
         self.down_proj = _linear(width, hidden, bias)
 
+    @property
+    def gate_and_up(self) -> list[Any]:
+        """The layers whose outputs, side by side, are gate and up."""
+        modules = self._modules
+        return [modules["gate_up_proj"]] if self.stacked else [modules["gate_proj"], modules["up_proj"]]
+
 
 class Norm(nn.Module):
     """The weight of an RMS norm; it scales by `offset` more."""
@@ -238,7 +245,7 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [T, dim] in `dtype` for positions [T]."""
-        angles = positions[:, None].float() * self.frequencies
+        angles = positions[:, None].float() * self.frequencies.to(torch.float)
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from radixkv.errors import InvalidInput
-from radixkv.models.observed import is_plain
+from radixkv.models.architecture import is_plain
 from radixkv.models.quantized.kernels import GROUP, Format, QuantizedWeights, kernels
 
 CHOICES = ("auto", "float32", "int8", "int4")

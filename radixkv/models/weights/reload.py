@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from radixkv.errors import InvalidInput, WeightsChanged
 from radixkv.models.cuda_graphs import ReplayedForward
-from radixkv.models.gpu_layers.fuse import restack
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.native.layers import NativeModel
 from radixkv.models.packed import PackedLinear
@@ -131,17 +130,21 @@ class ModelWeights:
         if state is not None:
             _write(owner, state)
         _check_dtypes(self._loaded.name, self._slots, _slots(owner))
-        restack(owner)  # weights that were replaced, and not overwritten
-        self.watch()  # before anything is read
         if owner is not own:
             _share_tensors(own, owner)
+        self._refresh()  # moves weights that were replaced, and not overwritten
+        self.watch()  # before anything is read
         _copy_again(own, owner, state)
-        if isinstance(own, NativeModel):
-            own.operators.refresh()
+        self._refresh()
         error = self_test(self._loaded)
         if self._guard.watch.changed():
             raise WeightsChanged(f"{self._guard.watch.first_change()} changed meanwhile")
         return error
+
+    def _refresh(self) -> None:
+        """Let the operators of layers of our own take the present weights."""
+        if isinstance(self._loaded.model, NativeModel):
+            self._loaded.model.operators.refresh()
 
 
 def _source_freed(weights: weakref.ref[ModelWeights]) -> None:
@@ -234,8 +237,10 @@ def _write(model: nn.Module, state: State) -> None:
 
 def _share_tensors(own: nn.Module, source: nn.Module) -> None:
     """Give the modules of `own` the parameters and buffers of the modules of `source`, from which they were copied."""
+    parts = dict(source.named_modules())
     for name, module in own.named_modules():
-        theirs = source.get_submodule(name)
+        if (theirs := parts.get(name)) is None:  # rotations of layers of our own
+            continue
         for mine, those in ((module._parameters, theirs._parameters), (module._buffers, theirs._buffers)):
             mine.update({key: those[key] for key in mine if key in those})
 
