@@ -42,12 +42,12 @@ class Ours:
 
     def tokenize(self, texts: list[str]) -> dict[str, Any]:
         """Token ids of each text, whose control tokens count as such; no token is added."""
-        tokenizer = self.engine.model.tokenizer
+        tokenizer = self.engine.model.codec
         return {"ids": [tokenizer(text, add_special_tokens=False).input_ids for text in texts]}
 
     def render(self, questions: list[str]) -> dict[str, Any]:
         """Text that each turn of a chat adds to the history, from the end of the reply before to the next reply."""
-        tokenizer, messages = self.engine.model.tokenizer, []
+        tokenizer, messages = self.engine.model.codec, []
         for question in questions:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": MARK}]
         prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)

@@ -61,7 +61,7 @@ class Engine(RequestEngine):
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         opening += messages or []
         model = self.model
-        template = ChatTemplate(model.tokenizer, model.stop_token_ids, tools, limit=self.context_limit)
+        template = ChatTemplate(model.codec, model.stop_token_ids, tools, limit=self.context_limit)
         state = SessionState(template.tools, template.date, namespace, history, overflow, opening)
         return ChatSession(self, template, state)
 
@@ -77,5 +77,5 @@ class Engine(RequestEngine):
         state = saved.read(path, model.name, model.vocab_size, namespace)
         with saved.damaged(path):
             limit = self.context_limit
-            template = ChatTemplate(model.tokenizer, model.stop_token_ids, state.tools, state.date, limit=limit)
+            template = ChatTemplate(model.codec, model.stop_token_ids, state.tools, state.date, limit=limit)
             return ChatSession(self, template, state)

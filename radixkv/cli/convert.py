@@ -119,6 +119,7 @@ def _load(path: Path, dtype: str, tokenizer: str | None) -> tuple[Any, Any]:
     import torch  # takes seconds; wrong arguments are refused before
 
     from radixkv.models import architecture, loader
+    from radixkv.models.file_tokenizer import of_transformers
 
     given = None if tokenizer is None else loader.given_tokenizer(tokenizer, trust_remote_code=False)
     model, own = loader.read(
@@ -130,7 +131,7 @@ def _load(path: Path, dtype: str, tokenizer: str | None) -> tuple[Any, Any]:
         trust_remote_code=False,
     )
     architecture.check_supported(model)
-    return model, own
+    return model, of_transformers(own)
 
 
 def _write(model: Any, tokenizer: Any | None, folder: Path, check: Callable[[], None]) -> int:

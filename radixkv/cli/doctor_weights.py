@@ -205,9 +205,9 @@ def _ids(loaded: LoadedModel, count: int) -> Any:
 
 def _text_ids(loaded: LoadedModel) -> Sequence[int]:
     """Return the token ids of the text in the package that the model has embeddings for; none without a tokenizer."""
-    if loaded.tokenizer is None:
+    if loaded.codec is None:
         return []
-    return [each for each in loaded.tokenizer.encode(_TEXT.read_text("utf-8")) if each < loaded.vocab_size]
+    return [each for each in loaded.codec.encode(_TEXT.read_text("utf-8")) if each < loaded.vocab_size]
 
 
 # ---- accuracy

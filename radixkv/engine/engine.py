@@ -460,7 +460,7 @@ def _cached_namespaces(cache: weakref.ref[PrefixCache]) -> list[Hashable]:
 
 def _decoder(model: LoadedModel) -> Callable[[list[int]], str] | None:
     """Return a function from token ids to text; None for a model without a tokenizer."""
-    tokenizer = model.tokenizer
+    tokenizer = model.codec
     return None if tokenizer is None else lambda ids: str(tokenizer.decode(ids))
 
 

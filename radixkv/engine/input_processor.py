@@ -103,17 +103,17 @@ class InputProcessor:
         self._model, self._weights = model, weights
         self._pool_tokens, self._admission = pool_tokens, admission
         self._processors = processors
-        self._bad_words = lru_cache(maxsize=64)(partial(spellings_of, model.tokenizer, model.vocab_size))
-        self._decode = None if model.tokenizer is None else decoder(model.tokenizer)
+        self._bad_words = lru_cache(maxsize=64)(partial(spellings_of, model.codec, model.vocab_size))
+        self._decode = None if model.codec is None else decoder(model.codec)
         self._seed, self._numbers = seed, itertools.count(1)
         self.default_params = suggested(model.model)
         # Our own errors name the limit; a warning of transformers says that the model would fail.
-        getattr(model.tokenizer, "deprecation_warnings", {})[_LENGTH_WARNING] = True
-        self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.stop_token_ids)
+        getattr(model.codec, "deprecation_warnings", {})[_LENGTH_WARNING] = True
+        self.grammars = GrammarCompiler(model.codec, model.vocab_size, model.stop_token_ids)
 
     def encode(self, prompt: Prompt, *, reply: bool = False) -> TokenIds:
         """Return the token ids of a prompt; `reply` ends chat messages where the assistant's turn begins."""
-        return encode(prompt, self._model.tokenizer, self._model.vocab_size, reply=reply)
+        return encode(prompt, self._model.codec, self._model.vocab_size, reply=reply)
 
     def encode_after(self, prompt: Prompt, ids: TokenIds, continuation: str | Ids) -> TokenIds:
         """Return the token ids of a continuation of a prompt with these `ids`; [] if its text has no tokens.
@@ -121,7 +121,7 @@ class InputProcessor:
         A text after a text is encoded together with it, and cut where the prompt's ids end. If these ids do not begin
         the whole text's, it is encoded alone, without special tokens, as after other prompts. Raises as `encode`.
         """
-        tokenizer, vocab_size = self._model.tokenizer, self._model.vocab_size
+        tokenizer, vocab_size = self._model.codec, self._model.vocab_size
         if not isinstance(continuation, str):
             return checked_ids(continuation, vocab_size)
         if isinstance(prompt, str):
@@ -158,7 +158,7 @@ class InputProcessor:
             _check_numbers(timeout, priority, session, reply_start)
         if not isinstance(params, SamplingParams):
             params = checked_params(params, self.default_params)
-        ids = encode(prompt, model.tokenizer, model.vocab_size)
+        ids = encode(prompt, model.codec, model.vocab_size)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.stop_token_ids)
         self._check_params(params, stop_ids)
         number = None if namespace is None else self.namespaces.number(namespace)
@@ -245,7 +245,7 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
         """Raise InvalidInput for sampling parameters that do not fit the model."""
-        if params.stop and self._model.tokenizer is None:
+        if params.stop and self._model.codec is None:
             raise InvalidInput("stop strings need a tokenizer, and this model has none: use stop_token_ids")
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             if max(ids, default=0) >= self._model.vocab_size:

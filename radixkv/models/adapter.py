@@ -221,7 +221,7 @@ def _inspect(module: Any, tokenizer: Any | None, name: str, look: Callable[[Any]
     return LoadedModel(
         model=module,
         config=module.config,
-        tokenizer=tokenizer,
+        codec=tokenizer,
         layers=tuple(_without_unreached_limits(layer, length) for layer in layers),
         max_length=length,
         vocab_size=vocab_size,

@@ -1,4 +1,4 @@
-"""Build a tokenizer of transformers from the metadata of a GGUF file.
+"""Build a tokenizer from the metadata of a GGUF file.
 
 A GGUF file holds the vocabulary, the merges or scores, and the types of the tokens under the key names of llama.cpp. It
 does not hold the normalizer, the split and the decoder of the model's `tokenizer.json`; these follow from
@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from radixkv.errors import RadixKVError
 from radixkv.gguf.header import GGUFHeader
 from radixkv.gguf.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
+from radixkv.models.file_tokenizer import SPECIAL, FileTokenizer, add_special
 
 _SHOWN = 100  # letters of an error of another library
+_NO_LENGTH = int(1e30)  # as transformers writes it
 _SPACE = "\u2581"  # sentencepiece writes a space as this sign
 
 
-def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerFast | None:
+def tokenizer_of(header: GGUFHeader) -> FileTokenizer | None:
     """Return the tokenizer of a GGUF file with its chat template; None if the file has no vocabulary.
 
     Raises InvalidInput for metadata that contradicts itself, UnsupportedModel for a kind of tokenizer, or a split, that
@@ -41,15 +41,25 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerFast | None:
     except Exception as error:  # the errors of tokenizers are plain Exceptions
         raise vocabulary.broken(f"its tokenizer cannot be built ({str(error)[:_SHOWN]})") from error
     add_bos, add_eos = vocabulary.added
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_Shared(backend),
-        add_bos_token=add_bos,
-        add_eos_token=add_eos,
-        chat_template=vocabulary.templates,
-        clean_up_tokenization_spaces=False,
-        model_max_length=header.value(f"{vocabulary.architecture}.context_length", int, VERY_LARGE_INTEGER),
-        **{f"{name}_token": vocabulary.tokens[id_] for name, id_ in vocabulary.special.items()},
-    )
+    named = {f"{name}_token": vocabulary.tokens[id_] for name, id_ in vocabulary.special.items()}
+    special = {name: named[name] for name in SPECIAL if name in named}
+    add_special(backend, special, add_bos=add_bos, add_eos=add_eos)
+    length = header.value(f"{vocabulary.architecture}.context_length", int, _NO_LENGTH)
+
+    def of_transformers(tokenizer_object: Any) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer_object,
+            add_bos_token=add_bos,
+            add_eos_token=add_eos,
+            chat_template=vocabulary.templates,
+            clean_up_tokenization_spaces=False,
+            model_max_length=length,
+            **special,
+        )
+
+    return FileTokenizer(backend, special, vocabulary.templates, of_transformers)
 
 
 def stop_token_ids(header: GGUFHeader) -> list[int]:
@@ -60,16 +70,6 @@ def stop_token_ids(header: GGUFHeader) -> list[int]:
     """
     vocabulary = Vocabulary.of(header)
     return [] if vocabulary is None else vocabulary.stops
-
-
-class _Shared:
-    """Hands a tokenizer to transformers without the copy that its constructor makes, which takes as long as a build."""
-
-    def __init__(self, backend: Tokenizer) -> None:
-        self._backend = backend
-
-    def __deepcopy__(self, memo: Any) -> Tokenizer:
-        return self._backend
 
 
 # ---- the kinds of tokenizers

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from radixkv.attention.kv_store import LayerShape
+from radixkv.models.file_tokenizer import of_transformers
 from radixkv.sizing.recurrent_state import StateStep
 
 
@@ -80,15 +81,16 @@ class LoadedModel:
     """A decoder whose attention goes through the paged pool; `layers` are in the order of a forward pass.
 
     `max_length` is the longest sequence in tokens, `vocab_size` the number of token ids that can go in and come out.
-    The tokens `stop_token_ids` end a reply. `tokenizer` is None for a model that came without one. `attention` is the
-    backend that it was tested with: "torch", "triton", "compiled", or "fallback", the model's own attention for each
+    The tokens `stop_token_ids` end a reply. `codec` is the tokenizer that radixkv runs, a FileTokenizer or one of
+    transformers; None for a model that came without one. `attention` is the backend that it was tested with: "torch",
+    "triton", "compiled", or "fallback", the model's own attention for each
     sequence. `state` are the recurrent states of a hybrid model, empty for others; `layers` then has its attention
     layers only.
     """
 
     model: nn.Module
     config: Any
-    tokenizer: Any | None
+    codec: Any | None
     layers: tuple[LayerSpec, ...]
     max_length: int
     vocab_size: int
@@ -98,6 +100,11 @@ class LoadedModel:
     device: torch.device
     attention: str = "torch"
     state: tuple[StateSpec, ...] = ()
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The tokenizer of transformers, which a user may change. Takes seconds the first time, if it is not built."""
+        return of_transformers(self.codec)
 
     @property
     def stored_layers(self) -> tuple[LayerSpec, ...]:

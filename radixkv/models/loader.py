@@ -22,7 +22,7 @@ from radixkv.errors import InvalidInput, RadixKVError, UnsupportedModel
 from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import GGUFHeader, read_header
 from radixkv.model_path import BUNDLED, readable
-from radixkv.models import checkpoint, gguf_weights
+from radixkv.models import checkpoint, file_tokenizer, gguf_weights
 from radixkv.models.checkpoint import Checkpoint
 from radixkv.models.native import files
 from radixkv.models.quantized.kernels import kernels
@@ -312,14 +312,13 @@ def given_tokenizer(source: Any, *, trust_remote_code: bool) -> Any:
 
     Raises InvalidInput if `source` is neither, or has no tokenizer that can be read.
     """
-    from huggingface_hub import try_to_load_from_cache
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
     from radixkv.models.gguf_tokenizer import tokenizer_of
 
-    if isinstance(source, PreTrainedTokenizerBase):
-        return source
     if not isinstance(source, str | os.PathLike):
+        from transformers import PreTrainedTokenizerBase
+
+        if isinstance(source, PreTrainedTokenizerBase):
+            return source
         raise InvalidInput(_no_tokenizer(source))
     name = model_path.name_of(source)
     folder = model_path.find(name, "tokenizer")
@@ -333,10 +332,13 @@ def given_tokenizer(source: Any, *, trust_remote_code: bool) -> Any:
         with readable():
             if not _has_tokenizer(folder):
                 raise InvalidInput(f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
-    elif not isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str):
-        _log.warning("tokenizer %s: there is no folder of that name: looking for it on the hub", name)
+    else:
+        from huggingface_hub import try_to_load_from_cache
+
+        if not isinstance(try_to_load_from_cache(name, "tokenizer_config.json"), str):
+            _log.warning("tokenizer %s: there is no folder of that name: looking for it on the hub", name)
     try:
-        return AutoTokenizer.from_pretrained(place, **options)
+        return _tokenizer(place, folder, options)
     except Exception as error:  # tokenizers' own errors are plain Exceptions
         where = f"in {folder}" if folder is not None else f"{name!r}, of no local folder,"
         raise InvalidInput(f"the tokenizer {where} cannot be read: {_text(error)}") from error
@@ -361,14 +363,24 @@ def _read_tokenizer(place: str, folder: Path, options: dict[str, Any]) -> Any | 
     local = place == str(folder)
     if local and not _has_tokenizer(folder):
         return None
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(place, **options)
+        return _tokenizer(place, folder if local else None, options)
     except Exception as error:  # tokenizers' own errors are plain Exceptions
         if not _has_tokenizer(folder):
             return None
         raise InvalidInput(f"the tokenizer in {folder} cannot be read: {_text(error)}") from error
+
+
+def _tokenizer(place: str, folder: Path | None, options: dict[str, Any]) -> Any:
+    """Return the tokenizer of a place, which may be a local folder; raises any Exception of transformers."""
+
+    def by_transformers(**more: Any) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(place, **options, **more)
+
+    own = None if folder is None else file_tokenizer.read(folder, by_transformers)
+    return by_transformers() if own is None else own
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -242,7 +242,7 @@ class CompletionAnswer:
             return ""
         if isinstance(prompt, str):
             return prompt
-        tokenizer = self._service.engine.model.tokenizer
+        tokenizer = self._service.engine.model.codec
         return "" if tokenizer is None else str(tokenizer.decode([int(token) for token in ids]))
 
 
@@ -263,10 +263,10 @@ async def _encoded(service: Service, prompt: TextOrIds) -> TokenIds:
         if isinstance(prompt, str):
             service.check_length([prompt])
             return await service.in_background(lambda: service.encoded(prompt))
-        return await service.in_background(lambda: encode(prompt, model.tokenizer, model.vocab_size))
+        return await service.in_background(lambda: encode(prompt, model.codec, model.vocab_size))
 
 
 def _decoded(model: LoadedModel, ids: list[int]) -> str:
-    if model.tokenizer is None:
+    if model.codec is None:
         raise InvalidInput("this model has no tokenizer, so its tokens have no text")
-    return str(model.tokenizer.decode(checked_ids(ids, model.vocab_size))) if ids else ""
+    return str(model.codec.decode(checked_ids(ids, model.vocab_size))) if ids else ""

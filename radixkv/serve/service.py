@@ -69,7 +69,7 @@ class Service:
         self.connections = Connections(settings)
         self.model_name = settings.model_name or engine.model.name
         self.created = int(time.time())
-        tokenizer = engine.model.tokenizer
+        tokenizer = engine.model.codec
         self.conversations = Conversations(
             tokenizer,
             engine.model.stop_token_ids,
@@ -249,10 +249,10 @@ class Service:
         Call on the background thread. Raises InvalidInput as `input_processor.encode`.
         """
         model = self.engine.model
-        if model.tokenizer is not None and len(text) > _LONG * self.engine.context_limit:
-            pieces = partial(model.tokenizer.encode, add_special_tokens=False)
-            self._check_tokens(at_least(text, self.engine.context_limit, model.tokenizer, pieces))
-        return encode(text, model.tokenizer, model.vocab_size)
+        if model.codec is not None and len(text) > _LONG * self.engine.context_limit:
+            pieces = partial(model.codec.encode, add_special_tokens=False)
+            self._check_tokens(at_least(text, self.engine.context_limit, model.codec, pieces))
+        return encode(text, model.codec, model.vocab_size)
 
     def _check_tokens(self, tokens: int) -> None:
         if tokens > self.engine.context_limit:

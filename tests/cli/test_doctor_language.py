@@ -39,7 +39,7 @@ def test_what_ends_a_reply_is_written_out(tiny: LoadedModel) -> None:
     bytes_only = byte_tokenizer()
 
     def stops(ids: Sequence[int], tokenizer: Any = bytes_only) -> tuple[str, str]:
-        [found] = told(replace(tiny, tokenizer=tokenizer, stop_token_ids=frozenset(ids)), "stop tokens")
+        [found] = told(replace(tiny, codec=tokenizer, stop_token_ids=frozenset(ids)), "stop tokens")
         return found
 
     assert stops([263, 261]) == ("ok", "261 '<|endoftext|>', 263 '<|im_end|>'")
@@ -74,7 +74,7 @@ DROPS = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end
 
 
 def conversations(tiny: LoadedModel, template: str | None) -> list[str]:
-    model = replace(tiny, tokenizer=byte_tokenizer(template), stop_token_ids=STOPS)
+    model = replace(tiny, codec=byte_tokenizer(template), stop_token_ids=STOPS)
     return [f"{status}: {said}" for status, said in told(model, "chat template")]
 
 

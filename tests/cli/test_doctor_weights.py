@@ -132,7 +132,7 @@ def test_divergence_matches_the_distributions() -> None:
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
 def test_kept_blocks_equal_their_own_weights_in_float32(tmp_path: Path, kind: str) -> None:
     path = write(made(CONFIGS["llama, tied"]()), tmp_path / "model.gguf", kind)
-    status, said = one(replace(load(path), tokenizer=TOKENIZER), path, "auto")
+    status, said = one(replace(load(path), codec=TOKENIZER), path, "auto")
     assert status == "ok" and 0 <= divergence(said) <= 1e-9
     assert said.endswith("from its own weights in float32, and the same most probable token in 100.0%")
 
@@ -151,7 +151,7 @@ def test_rounded_weights_are_compared_with_the_files() -> None:
 @compiled
 def test_rounded_blocks_of_a_file_are_compared_with_its_dequantised_weights(tmp_path: Path) -> None:
     path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q5_1")
-    status, said = one(replace(load(path), tokenizer=TOKENIZER), path, "auto", lambda: load(path, weights="float32"))
+    status, said = one(replace(load(path), codec=TOKENIZER), path, "auto", lambda: load(path, weights="float32"))
     assert status == "ok" and 1e-9 < divergence(said) <= 1e-2
 
 
@@ -159,7 +159,7 @@ def test_rounded_blocks_of_a_file_are_compared_with_its_dequantised_weights(tmp_
 def test_accuracy_that_cannot_be_measured_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load("tiny", weights="int8")
     before = "the KL divergence from float32 was not measured: "
-    assert one(replace(loaded, tokenizer=None), None, "int8") == ("note", f"{before}there is no tokenizer for the text")
+    assert one(replace(loaded, codec=None), None, "int8") == ("note", f"{before}there is no tokenizer for the text")
 
     def refuse() -> LoadedModel:
         raise InvalidInput("the weights do not fit")

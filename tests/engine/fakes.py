@@ -64,6 +64,10 @@ class FakeModel:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     model: Any = None
 
+    @property
+    def codec(self) -> Any:
+        return self.tokenizer
+
 
 class FakeRunner(PlainRunner):
     """Stores (history, token) per slot and reads every history back through the block table.

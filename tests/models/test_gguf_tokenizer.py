@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.gguf.header import GGUFHeader
+from radixkv.models.file_tokenizer import FileTokenizer
 from radixkv.models.gguf_tokenizer import stop_token_ids, tokenizer_of
 from tests.gguf.tokenizer_files import (
     ADDED,
@@ -46,26 +47,41 @@ TEXTS = st.one_of(
 
 
 @cache
-def byte_pair(name: str) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
+def byte_pair(name: str) -> tuple[Tokenizer, FileTokenizer]:
     published = published_bytes(name)
-    return published, built(header_of(metadata_of(published, pre=name, add_bos_token=False)))
+    return published, plain_of(header_of(metadata_of(published, pre=name, add_bos_token=False)))
 
 
 @cache
-def piece_pair(prefix: str) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
+def piece_pair(prefix: str) -> tuple[Tokenizer, FileTokenizer]:
     controls = ("[INST]", "[/INST]") if prefix == "first" else ()
     published = published_pieces(prefix, controls)
     keys = {"add_space_prefix": False} if prefix == "never" else {}
-    return published, built(header_of(metadata_of(published, add_bos_token=False, **keys)))
+    return published, plain_of(header_of(metadata_of(published, add_bos_token=False, **keys)))
 
 
-def built(header: GGUFHeader) -> PreTrainedTokenizerFast:
+def plain_of(header: GGUFHeader) -> FileTokenizer:
     found = tokenizer_of(header)
     assert found is not None
     return found
 
 
-def check(published: Tokenizer, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def built(header: GGUFHeader) -> PreTrainedTokenizerFast:
+    """The tokenizer that a user reads, whose ids are equal."""
+    ours, theirs = plain_of(header), plain_of(header).of_transformers()
+    for text in ("x", "a  b</s>\n<|im_start|>\t\u00e9"):
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special)
+            assert ours.decode(ids, skip_special_tokens=special) == theirs.decode(ids, skip_special_tokens=special)
+    assert (ours.eos_token_id, ours.chat_template) == (theirs.eos_token_id, theirs.chat_template)
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.all_special_tokens == theirs.all_special_tokens
+    assert repr(ours.added_tokens_decoder) == repr(theirs.added_tokens_decoder)
+    return theirs
+
+
+def check(published: Tokenizer, tokenizer: FileTokenizer, text: str) -> None:
     expected = published.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode(text) == expected
     if isinstance(published.decoder, decoders.ByteLevel):  # a small vocabulary hides a wrong split
@@ -138,7 +154,7 @@ def test_a_piece_that_is_a_token_stays_whole_where_the_model_ignores_merges() ->
 
 def test_gemma_writes_runs_of_spaces_by_its_user_defined_tokens() -> None:
     published, tokenizer = piece_pair("never")
-    assert tokenizer.tokenize("        x") == [SIGN * 8, "x"]
+    assert tokenizer.backend_tokenizer.encode("        x").tokens == [SIGN * 8, "x"]
     metadata = metadata_of(published)
     assert "        " in metadata["tokenizer.ggml.tokens"]
     metadata["tokenizer.ggml.add_bos_token"] = False

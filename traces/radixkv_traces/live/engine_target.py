@@ -82,7 +82,7 @@ class EngineTarget:
         if not isinstance(prompt, list) or not any(message.get("tool_calls") for message in prompt):
             return prompt
         if self._calls_as_text is None:
-            self._calls_as_text = not Rendering(self._engine.model.tokenizer).writes_tools
+            self._calls_as_text = not Rendering(self._engine.model.codec).writes_tools
         messages = [{**message, "content": message.get("content") or ""} for message in prompt]
         return [*calls_as_text(messages)] if self._calls_as_text else [*messages]
 
