@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.utils import counters
 
 from radixkv.attention import triton_backend
 from radixkv.device import device_of
@@ -134,14 +132,17 @@ class _Layer:
     """One module, compiled."""
 
     def __init__(self, module: Any, backend: str, fused: Fused) -> None:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # takes seconds
+
         self.module, self._fused = module, fused
+        self._failures = TorchDynamoException, FailOnRecompileLimitHit
         self.compiled = torch.compile(module._call_impl, dynamic=True, fullgraph=True, backend=backend)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not self._fused.failed:
             try:
                 return self.compiled(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's own
-            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before the layer ran: it stored nothing
+            except self._failures as error:  # before the layer ran: it stored nothing
                 self._fused.fail(error)
         return self.module._call_impl(*inputs, **named)
 
@@ -157,6 +158,8 @@ def _repeated(model: nn.Module) -> Iterator[nn.Module]:
 
 def compilations() -> int:
     """Return the number of compilations of this process."""
+    from torch._dynamo.utils import counters  # takes seconds
+
     return int(counters["stats"]["unique_graphs"])
 
 
