@@ -20,6 +20,7 @@ from radixkv.sizing.kv_size import parse_bytes
 ATTENTION = ("auto", "torch", "triton", "compiled")
 WEIGHTS = ("auto", "float32", "int8", "int4")
 MODEL_CODE = ("auto", "transformers")
+VERIFY = ("auto", "always")
 ORDERS = ("fcfs", "longest-prefix")
 VICTIMS = ("cheapest", "last")
 SCRUB_RATE = 32.0  # blocks per second for scrub=True
@@ -40,6 +41,7 @@ class EngineConfigFields(TypedDict, total=False):
     attention: str
     weights: str
     model_code: str
+    verify: str
     compile: bool | str
     max_sequences: int
     max_batch_tokens: int
@@ -164,6 +166,11 @@ class EngineConfig:
         "whose layers run a model: radixkv's own for Llama-like models, which start sooner, and transformers' for "
         "others (auto); or transformers' for all (transformers)",
         choices=MODEL_CODE,
+    )
+    verify: str = _setting(
+        "auto",
+        "test a model whole at its first load only, and briefly at later ones (auto), or whole at each (always)",
+        choices=VERIFY,
     )
     compile: bool | str = _setting(
         "auto",

@@ -137,6 +137,15 @@ def open_folder(path: str | os.PathLike[str]) -> int:
     return folder
 
 
+def open_cache(name: str) -> int:
+    """Open the folder `name` of radixkv in the user's cache as `open_folder` does; XDG_CACHE_HOME sets another cache.
+
+    Raises as `open_folder`, and RuntimeError where there is no home.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return open_folder((Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "radixkv" / name)
+
+
 def close(file: IO[bytes]) -> None:
     """Synchronize a file with the disk, and close it also if that fails. May be called twice. Raises OSError."""
     if file.closed:

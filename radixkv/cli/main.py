@@ -137,7 +137,7 @@ def _add_serve(add: _Add) -> None:
     _add_settings(
         engine, "model_code", "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes", "deterministic"
     )
-    _add_settings(engine, "seed", "record", "revision", "trust_remote_code")
+    _add_settings(engine, "verify", "seed", "record", "revision", "trust_remote_code")
     _add_monitor(engine)
 
 

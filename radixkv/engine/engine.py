@@ -174,6 +174,7 @@ class RequestEngine:
             trust_remote_code=config.trust_remote_code,
             fuse=config.compile is not False,
             model_code=config.model_code,
+            verify=config.verify,
         )
         bytes_per_block = loaded.bytes_per_token * config.block_size
         reserved = 0

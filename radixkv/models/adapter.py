@@ -31,7 +31,7 @@ from radixkv.models.quantized.kernels import kernels
 from radixkv.models.quantized.layers import check_weights, quantize, quantized_weights, replaceable
 from radixkv.models.quantized.norms import fuse_norms
 from radixkv.models.recurrent.mixers import has_mixers, install
-from radixkv.models.selftest import self_test
+from radixkv.models.verdicts import tested
 
 __all__ = ["LayerSpec", "LoadedModel", "load"]
 
@@ -51,6 +51,7 @@ def load(
     trust_remote_code: bool = False,
     fuse: bool = True,
     model_code: str = "auto",
+    verify: str = "always",
 ) -> LoadedModel:
     """Load `model`: "tiny" (bundled), a folder, a GGUF file, a hub name, or a transformers model that is already built.
 
@@ -91,6 +92,8 @@ def load(
             model_code=model_code,
         )
         name = model_path.shown_name(name)
+        if verify == "always" and isinstance(module, NativeModel):
+            module.sources = ()
     keep = built and not isinstance(module, NativeModel)
     own = _quantized(module.eval(), small, name, keep=keep)
     if quantized_weights(own) and not isinstance(own, NativeModel):  # transformers' model, but a copy
@@ -237,12 +240,12 @@ def _packed(loaded: LoadedModel, *, keep: bool) -> tuple[LoadedModel, float]:
     """Return the model with packed linear layers if they pass, and the error of its self-test, which it has passed."""
     model: Any = packed.pack(loaded.model, keep=keep)
     try:
-        error = self_test(replace(loaded, model=model, config=model.config))
+        error = tested(replace(loaded, model=model, config=model.config))
     except UnsupportedModel as reason:
         if not packed.unpack(model):
             raise
         _log.debug("%s: with packed layers: %s", loaded.name, reason)
-        return loaded, self_test(loaded)
+        return loaded, tested(loaded)
     packed.unpack(model, asked_only=True)
     return replace(loaded, model=model, config=model.config), error
 

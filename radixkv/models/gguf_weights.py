@@ -21,6 +21,7 @@ from torch import Tensor
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.gguf.header import GGUFHeader, GGUFTensor, file_version
 from radixkv.gguf.placements import Placement, placements, some
+from radixkv.models.identity import Piece
 from radixkv.models.native.files import fill
 from radixkv.models.native.layers import NativeModel
 from radixkv.models.quantized.kernels import BLOCKS, GROUP, Format, QuantizedWeights, kernels, stored_bytes
@@ -105,6 +106,7 @@ def read_native(
     weights, small, modules = _read_weights(empty, header, config, formats, check_memory)
     fill(empty, weights)
     replace_layers(empty, small, modules)
+    empty.sources = tuple(Piece(each.file, each.offset, each.nbytes) for each in header.tensors.values())
     return empty
 
 

@@ -38,6 +38,11 @@ class FileTensor:
         self._file, self._buffer, self._offset = file, buffer, offset
         self._dtype, self._shape = dtype, tuple(shape)
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The first byte in the file, and the number of bytes."""
+        return self._offset, math.prod(self._shape) * self._dtype.itemsize
+
     def __getitem__(self, index: object) -> Tensor:
         """Read the whole tensor; floats become float32, a piece at a time."""
         assert index is ...

@@ -86,6 +86,13 @@ class SelfTestCases:
         )
         return self._all_compared()
 
+    def brief_results(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Run a chunk and a decode only; return the same as `results`."""
+        whole, end = self._prompts[0], len(self._prompts[0].tokens)
+        self._step("a chunk", [(whole, 0, end - 1)])
+        self._step("a decode", [(whole, end - 1, end)])
+        return self._compared(whole)
+
     def _all_compared(self) -> list[tuple[str, Tensor, Tensor]]:
         """Pair the logits of all steps with the model's own."""
         return [result for prompt in self._prompts for result in self._compared(prompt)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from radixkv.models import safetensors_files
 from radixkv.models.checkpoint import GENERATION, Checkpoint, read_object
+from radixkv.models.identity import Piece
 from radixkv.models.native.layers import NativeModel
 from radixkv.models.native.switches import TYPES, NotListed, switches_of
 from radixkv.models.quantized.kernels import QuantizedWeights, kernels
@@ -73,6 +74,19 @@ def read_model(
     held = sum(each.nbytes for each in large.values()) + sum(each.nbytes for each in small.values())
     check_memory(held + (4 * max(each.numel() for each in model.parameters()) if small else 0))
     filled = {name: torch.empty(each.shape, dtype=dtype, device="cpu") for name, each in large.items()}
+    model.sources = _read_tensors(found, small, filled)
+    fill(model, filled)
+    replace_layers(model, small, places)
+    model.generation_config = SimpleNamespace(**_generation_settings(found))
+    model.config.name_or_path = str(found.folder)
+    return model
+
+
+def _read_tensors(
+    found: Checkpoint, small: Mapping[str, QuantizedWeights], filled: Mapping[str, Tensor]
+) -> tuple[Piece, ...]:
+    """Read the files' tensors into quantised weights and into tensors, and return their places in the files."""
+    sources = []
     with ExitStack() as stack:
         for file in found.files:
             for name, tensor in safetensors_files.file_tensors(found.folder / file, stack):
@@ -80,11 +94,8 @@ def read_model(
                     store(tensor[...], small[name])
                 elif name in filled:
                     tensor.read_into(filled[name])
-    fill(model, filled)
-    replace_layers(model, small, places)
-    model.generation_config = SimpleNamespace(**_generation_settings(found))
-    model.config.name_or_path = str(found.folder)
-    return model
+                sources.append(Piece(found.folder / file, *tensor.place))
+    return tuple(sources)
 
 
 def _fit(model: NativeModel, found: Checkpoint) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from radixkv.models.attention_interface import handler_or_none
+from radixkv.models.identity import Piece
 from radixkv.models.native.operators import ALONE, TORCH, Operators
 from radixkv.models.native.rotary import Rotation
 from radixkv.models.native.switches import Switches
@@ -33,6 +34,7 @@ class NativeModel(nn.Module):
         self.config, self.switches = Config.of(config, switches), switches
         self.generation_config: Any = SimpleNamespace()
         self.operators: Operators = TORCH
+        self.sources: tuple[Piece, ...] = ()  # the places of its weights in files, if their tests may be recorded
         self.model = Decoder(switches)
         self.lm_head = _linear(switches.hidden, switches.vocabulary, False)
         if switches.tied:

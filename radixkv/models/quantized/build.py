@@ -84,11 +84,8 @@ def private_folder() -> int:
 
     A library in a folder that other users may write would run their code: then it raises BuildError.
     """
-    base = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        return private_files.open_folder(
-            (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "radixkv" / "kernels"
-        )
+        return private_files.open_cache("kernels")
     except (OSError, RuntimeError) as error:  # the second: there is no home
         raise BuildError(
             f"the folder for compiled libraries cannot be used: {error} (XDG_CACHE_HOME sets another one)"
