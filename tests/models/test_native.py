@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from radixkv.models.native import files
 from radixkv.models.native.compiled import CompiledOperators
 from radixkv.models.native.layers import NativeModel
 from radixkv.models.native.operators import TORCH
-from radixkv.models.native.switches import NotListed, switches_of
+from radixkv.models.native.switches import TYPES, NotListed, switches_of
 from radixkv.models.quantized import build, kernels
 from radixkv.models.rounding import relative_error
 from radixkv.models.runner import Runner
@@ -198,6 +199,19 @@ def test_what_no_test_has_compared_is_not_listed(name: str) -> None:
     assert switches_of(LLAMA)
     with pytest.raises(NotListed):
         switches_of(LLAMA | UNLISTED[name])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_no_value_of_a_field_raises_another_error(kind: str) -> None:
+    """transformers' code then reports the value, or accepts it."""
+    listed = LLAMA | {"model_type": kind, "hidden_act": TYPES[kind]["hidden_act"]}
+    assert switches_of(listed)
+    values: list[Any] = [None, True, -1, 0, 3, 10**30, 1e400, float("nan"), "", "silu", [], [1], {}, {"factor": []}]
+    values += [{"full_attention": 5}, {"rope_type": [], "factor": 2}, {"rope_type": "yarn", "factor": 0}]
+    for name in TYPES[kind]:
+        for value in values:
+            with contextlib.suppress(NotListed):
+                switches_of(listed | {name: value})
 
 
 def test_files_with_other_weights_take_the_code_of_transformers(tmp_path: Path) -> None:

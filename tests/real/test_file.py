@@ -6,6 +6,7 @@ import torch
 
 from radixkv import Engine
 from radixkv.cli.demo_agents import MANUAL
+from radixkv.models.rounding import relative_error
 from tests.real.conversations import HANDBOOK, QUESTIONS
 from tests.real.reference import Reference
 
@@ -35,11 +36,19 @@ def test_weights_are_equal_bit_for_bit(engine: Engine, reference: Reference) -> 
 
 def test_rotary_frequencies_and_sizes_are_equal(engine: Engine, reference: Reference) -> None:
     own, expected = engine.model.model, reference.model
-    for name, buffer in expected.named_buffers():
-        torch.testing.assert_close(own.get_buffer(name), buffer, atol=0, rtol=1e-6)
+    frequencies = expected.get_buffer("model.rotary_emb.inv_freq")
+    torch.testing.assert_close(own.get_buffer("model.rotations.0.frequencies"), frequencies, atol=0, rtol=1e-6)
     assert engine.model.max_length == expected.config.max_position_embeddings == 8192
     assert engine.model.vocab_size == expected.config.vocab_size
     assert torch.equal(*(torch.tensor(model.config.rms_norm_eps) for model in (own, expected)))
+
+
+@torch.inference_mode()
+def test_layers_of_radixkv_give_the_logits_of_transformers(engine: Engine, reference: Reference) -> None:
+    assert type(engine.model.model).__name__ == "NativeModel"
+    ids = torch.tensor([reference.tokenizer.encode(HANDBOOK)[:500]])
+    found, expected = (model(ids, use_cache=False).logits for model in (engine.model.model, reference.model))
+    assert relative_error(found, expected) <= 1e-5
 
 
 def test_texts_are_encoded_alike(engine: Engine, reference: Reference) -> None:

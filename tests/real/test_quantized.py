@@ -78,11 +78,11 @@ def test_int8_is_close_to_float32(model_file: Path, plain: tuple[Any, Any], figu
     assert len(found) >= 4_000 and found.mean() <= 2e-3
 
 
-@pytest.fixture(scope="module", params=["auto", "int8 of float32"])
+@pytest.fixture(scope="module", params=["auto", "transformers", "int8 of float32"])
 def loaded(request: pytest.FixtureRequest, model_file: Path, plain: tuple[Any, Any]) -> LoadedModel:
-    """The model over a pool, with 4 bits and with 8."""
-    if request.param == "auto":
-        return adapter.load(model_file)
+    """The model over a pool, with 4 bits by both kinds of model code, and with 8."""
+    if request.param in ("auto", "transformers"):
+        return adapter.load(model_file, model_code=request.param)
     return adapter.load(plain[0], tokenizer=plain[1], weights="int8")
 
 

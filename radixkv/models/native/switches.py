@@ -139,7 +139,16 @@ def switches_of(config: Mapping[str, Any]) -> Switches:
         allowed = _WITHOUT_EFFECT.get(name, ())
         if name not in usual and allowed is not None and value not in allowed:
             raise NotListed(f"{name}={value!r}")
-    return _read(kind, _Fields({**usual, **config}))
+    try:
+        return _read(kind, _Fields({**usual, **config}))
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+    ) as error:  # of values of another kind than usual
+        raise NotListed(str(error)) from error
 
 
 class _Fields:
@@ -159,8 +168,8 @@ class _Fields:
         return value
 
     def size(self, name: str, usual: int | None = None) -> int:
-        """Return a whole number of at least 1."""
-        if (found := self.get(name, int, usual)) < 1:
+        """Return a whole number of at least 1 and below 2**31."""
+        if not 0 < (found := self.get(name, int, usual)) < 2**31:
             raise NotListed(f"{name}={found}")
         return found
 
@@ -244,9 +253,14 @@ def _scales(kind: str, fields: _Fields, head_dim: int) -> dict[str, Any]:
 # ---- options of single layers
 
 
+_MOST_LAYERS = 4096
+
+
 def _windows(kind: str, fields: _Fields) -> tuple[int | None, ...]:
     """Return the window of each layer, None for layers that see all tokens."""
     layers = range(fields.size("num_hidden_layers"))
+    if len(layers) > _MOST_LAYERS:
+        raise NotListed(f"{len(layers)} layers")
     window = None if fields.raw("sliding_window") is None else fields.size("sliding_window")
     if kind in ("mistral", "phi3"):
         return (window,) * len(layers)
