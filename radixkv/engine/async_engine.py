@@ -192,7 +192,7 @@ class AsyncRequestEngine:
         await asyncio.wrap_future(self.client.reload_weights(state))
 
     async def close(self, drain: bool = False, timeout: float | None = None) -> None:
-        """End running requests with EngineClosed, stop, and free the pool; the model stays. May be called twice.
+        """End running requests with EngineClosed, stop, and free pool and model: see `Engine.close`. Calls may repeat.
 
         With `drain` no new request is taken, and present ones finish first, for at most `timeout` seconds; cancelling
         the task ends that at once.

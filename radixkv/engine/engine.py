@@ -37,10 +37,10 @@ from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import InvalidInput
 from radixkv.models.sampling_backend import sampler_of
-from radixkv.models.weights.fixed import FIXED_WEIGHTS, State, Weights
+from radixkv.models.weights.fixed import FIXED_WEIGHTS, NO_WEIGHTS, State, Weights
 from radixkv.sampling.params import SamplingParams
 from radixkv.sizing.kv_size import size_text
-from radixkv.sizing.memory import PoolSize, pool_size
+from radixkv.sizing.memory import PoolSize, pool_size, trim
 from radixkv.telemetry.records import EngineFacts
 from radixkv.telemetry.tree_view import ALL, TreeView
 from radixkv.version import __version__
@@ -120,7 +120,7 @@ class RequestEngine:
         )
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
-        self.client = CoreClient(core, auditor, thread, inputs, facts, decode, weights)
+        self.client = CoreClient(core, auditor, thread, inputs, facts, decode)
         # Runs when neither the engine nor a handle is left, and at interpreter exit.
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self.client, _shut, thread, self._outputs)
         try:
@@ -213,7 +213,9 @@ class RequestEngine:
             fuse(runner)
         record_graphs(runner, config.max_sequences, config.max_batch_tokens)
         weights = watch_weights(runner, None if isinstance(model, str | os.PathLike) else model)
-        return cls(loaded, runner, cache, config, bytes_per_block=bytes_per_block, weights=weights)
+        engine = cls(loaded, runner, cache, config, bytes_per_block=bytes_per_block, weights=weights)
+        trim()
+        return engine
 
     # ---- requests
 
@@ -381,7 +383,8 @@ class RequestEngine:
         self.client.reload_weights(state).result()
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
-        """End running requests with EngineClosed, stop, and free the pool; the model stays. May be called twice.
+        """End running requests with EngineClosed, stop, and free pool and model; `model` has no weights afterwards. A
+        model that the caller holds stays. May be called twice.
 
         With `drain` no new request is taken, and present ones finish first, for at most `timeout` seconds and however
         slowly they are read; an audit ends. Ctrl-C ends the draining at once, and is raised again. In any case the
@@ -396,6 +399,8 @@ class RequestEngine:
             self._finalizer.detach()
             for each in self._outputs:
                 each.close()
+            self._model, self.client.inputs.weights = self._model.without_weights(), NO_WEIGHTS
+            trim()
 
     def __enter__(self) -> Self:
         """Use the engine in a `with` block."""

@@ -26,7 +26,7 @@ from radixkv.engine.output import Handle, Usage, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import DeviceLost, EngineClosed, InvalidInput, WeightsChanged
-from radixkv.models.weights.fixed import State, Weights
+from radixkv.models.weights.fixed import State
 from radixkv.sampling.params import is_int
 from radixkv.telemetry.tree_view import ALL, TreeView, tree_view
 
@@ -204,10 +204,9 @@ class CoreClient:
         inputs: InputProcessor,
         facts: EngineFacts,
         decode: Callable[[list[int]], str] | None,
-        weights: Weights,
     ) -> None:
-        """`decode` shows the tokens of a node in tree views; None shows none. `weights` are the model's."""
-        self.core, self.thread, self.inputs, self._weights = core, thread, inputs, weights
+        """`decode` shows the tokens of a node in tree views; None shows none."""
+        self.core, self.thread, self.inputs = core, thread, inputs
         self._auditor, self._facts, self._decode = auditor, facts, decode
         self._loaded_at = time.perf_counter()
         self._session_numbers = itertools.count(1)
@@ -278,11 +277,12 @@ class CoreClient:
 
     def reload_weights(self, state: State | None) -> Future[None]:
         """Make the model's present weights, or the weights of a state, count from the next step on."""
-        checked = self._weights.checked(state)
+        weights = self.inputs.weights
+        checked = weights.checked(state)
 
         def reload() -> None:  # without the KV of the old weights, and the requests that use it
             self.core.forget(WeightsChanged("the weights were reloaded while the request ran: send it again"))
-            self._weights.reload(checked)
+            weights.reload(checked)
 
         return self.thread.call(reload)
 

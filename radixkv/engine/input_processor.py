@@ -100,7 +100,7 @@ class InputProcessor:
         """
         self.namespaces = namespaces
         self.context_limit = min(model.max_length, pool_tokens)
-        self._model, self._weights = model, weights
+        self._model, self.weights = model.without_weights(), weights
         self._pool_tokens, self._admission = pool_tokens, admission
         self._processors = processors
         self._bad_words = lru_cache(maxsize=64)(partial(spellings_of, model.codec, model.vocab_size))
@@ -196,7 +196,7 @@ class InputProcessor:
             scores=scores if params.prompt_logprobs is None else self._scores(ids, 1, params.prompt_logprobs),
             deadline=None if timeout is None else submitted + timeout,
         )
-        self._weights.check()
+        self.weights.check()
         self._admission.check_fits(request)
         return request
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -76,7 +77,8 @@ class CompiledAttention:
             for shape, keys, values in zip(store.layers, store.keys, store.values, strict=True)
         ]
         self._addresses = [ctypes.addressof(layer) for layer in self._layers]
-        self._make_tails = self._tails  # one object, as the plans of a list are found by it
+        # One object, as the plans of a list are found by it; no bound method, whose cycle would keep the pool.
+        self._tails = partial(_tails, library, self._addresses)
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key [kv_heads, T, key_dim] and value [kv_heads, T, value_dim] in slots int64 [T], all different."""
@@ -104,7 +106,7 @@ class CompiledAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend as `torch_backend.attend`: query [heads, T, dk] -> [T, heads, dv]."""
-        tails = self._make_tails
+        tails = self._tails
         if sinks is None and query.dtype is torch.float32 and query.stride(2) == 1:
             heads, rows, _ = query.shape
             shape = self._store.layers[layer]
@@ -118,14 +120,15 @@ class CompiledAttention:
             self._store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks, tails=tails
         )
 
-    def _tails(
-        self, work: WorkList, items: Int, store: KVStore, kv_heads: int, group: int
-    ) -> Iterator[tuple[_SingleRows, Int]]:
-        """Yield one operation for all single query rows, if there are any."""
-        if len(items):
-            places = work.row_offset[items].astype(np.int64)
-            rows = work.row_ids[places].astype(np.int64)
-            yield _SingleRows(work, items, rows, self._library, self._addresses), places
+
+def _tails(
+    library: Kernels, layers: list[int], work: WorkList, items: Int, store: KVStore, kv_heads: int, group: int
+) -> Iterator[tuple[_SingleRows, Int]]:
+    """Yield one operation for all single query rows, if there are any."""
+    if len(items):
+        places = work.row_offset[items].astype(np.int64)
+        rows = work.row_ids[places].astype(np.int64)
+        yield _SingleRows(work, items, rows, library, layers), places
 
 
 def _rows(new: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +100,10 @@ class LoadedModel:
     device: torch.device
     attention: str = "torch"
     state: tuple[StateSpec, ...] = ()
+
+    def without_weights(self) -> LoadedModel:
+        """Return the same record with an empty model, which keeps no memory."""
+        return replace(self, model=nn.Module())
 
     @property
     def tokenizer(self) -> Any | None:

@@ -91,7 +91,7 @@ def unpack(model: nn.Module, *, asked_only: bool = False) -> int:
     for name, module in chosen:
         model.set_submodule(name, _unpacked(module) if isinstance(module, PackedLinear) else dense_layer(module))
     if chosen and isinstance(model, NativeModel):
-        model.operators.refresh()
+        model.operators.refresh(model)
     return len(chosen)
 
 

@@ -68,6 +68,9 @@ class FakeModel:
     def codec(self) -> Any:
         return self.tokenizer
 
+    def without_weights(self) -> FakeModel:
+        return self
+
 
 class FakeRunner(PlainRunner):
     """Stores (history, token) per slot and reads every history back through the block table.

@@ -7,8 +7,11 @@ import platform
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from radixkv.sizing import memory
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc has arenas")
 PROGRAM = """
@@ -53,3 +56,11 @@ def test_without_it_there_are_more(arguments: str, environment: dict[str, str], 
     returned, count = heaps(arguments, **environment)
     assert returned == said
     assert count > 2
+
+
+def test_memory_is_trimmed_where_malloc_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    for library in (SimpleNamespace(malloc_trim=trimmed.append), object()):
+        monkeypatch.setattr(memory.ctypes, "CDLL", lambda _, library=library: library)
+        memory.trim()
+    assert trimmed == [0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 import transformers
 
 from radixkv import Engine
-from radixkv.errors import InvalidInput, WeightsChanged
+from radixkv.errors import EngineClosed, InvalidInput, WeightsChanged
 from radixkv.models import adapter, checkpoint, packed
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.native import files
@@ -268,6 +270,28 @@ def scored(engine: Engine) -> list[float]:
     """The log probabilities of a prompt's end after its beginning."""
     (found,) = engine.score(TOKENS[0, :60].tolist(), [TOKENS[0, 60:].tolist()])
     return [*found.token_logprobs]
+
+
+@pytest.mark.parametrize("weights", ["float32", pytest.param("int8", marks=needs_products)])
+def test_a_closed_engine_keeps_neither_weights_nor_pool(weights: str) -> None:
+    engine = Engine.load("tiny", weights=weights, num_blocks=32)
+    gc.collect()
+    gc.disable()  # no cycle may keep them until the next collection
+    try:
+        before = scored(engine)
+        model = engine.model.model
+        kept = [weakref.ref(each) for each in (*model.modules(), *model.parameters(), engine.core.runner.store)]
+        del model
+        engine.close()
+        assert not [each for each in kept if each() is not None]
+    finally:
+        gc.enable()
+    assert before
+    assert engine.model.name == "tiny"
+    with pytest.raises(EngineClosed):
+        scored(engine)
+    with pytest.raises(EngineClosed):
+        engine.reload_weights()
 
 
 # ---- compiled operators

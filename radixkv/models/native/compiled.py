@@ -21,12 +21,12 @@ class CompiledOperators:
 
     def __init__(self, model: nn.Module, library: Kernels) -> None:
         """Use the weights of `model`'s modules."""
-        self._model, self._library = model, library
-        self.refresh()
+        self._library = library
+        self.refresh(model)
 
-    def refresh(self) -> None:
-        """Take the present weights of the modules, after a reload or after layers were replaced."""
-        modules = list(self._model.modules())
+    def refresh(self, model: nn.Module) -> None:
+        """Take the present weights of the model, after a reload or after layers were replaced."""
+        modules = list(model.modules())
         self._factors = {
             each: (each.weight.detach() + each.offset).contiguous() for each in modules if isinstance(each, Norm)
         }

@@ -45,9 +45,9 @@ class FusedOperators:
                 self._stacks[module] = StackedLinear(module.projections)
             elif isinstance(module, MLP):
                 self._stacks[module] = StackedLinear(module.gate_and_up)
-        self.refresh()
+        self.refresh(model)
 
-    def refresh(self) -> None:
+    def refresh(self, model: nn.Module) -> None:
         """Move weights into their stacks again, if they have left them."""
         for each in self._stacks.values():
             if not each.stacked:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from radixkv.models.attention_interface import Handler, attention
@@ -36,8 +36,8 @@ class Operators(Protocol):
         """Return the operators for a forward whose attention `handler` answers."""
         ...
 
-    def refresh(self) -> None:
-        """Take the present weights of the modules, after a reload."""
+    def refresh(self, model: nn.Module) -> None:
+        """Take the present weights of the model, after a reload."""
         ...
 
 
@@ -81,7 +81,7 @@ class TorchOperators:
         """Return these operators, which serve every handler."""
         return self
 
-    def refresh(self) -> None:
+    def refresh(self, model: nn.Module) -> None:
         """Do nothing: the weights are read in each call."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from radixkv.errors import InvalidInput
+from radixkv.errors import EngineClosed, InvalidInput, RadixKVError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,16 +36,24 @@ class Weights(Protocol):
 class FixedWeights:
     """Weights that never change, as in a model that is not torch's."""
 
+    def __init__(self, error: type[RadixKVError], message: str) -> None:
+        """Refuse all new weights with such an error."""
+        self._error, self._message = error, message
+
     def check(self) -> None:
         """Accept every request."""
 
     def checked(self, state: State | None) -> State | None:
-        """Refuse all new weights with InvalidInput."""
-        raise InvalidInput("this engine's model cannot take other weights: it was not made by Engine.load")
+        """Refuse all new weights."""
+        raise self._error(self._message)
 
     def reload(self, state: State | None) -> None:
         """Refuse as `checked`."""
         self.checked(state)
 
 
-FIXED_WEIGHTS: Weights = FixedWeights()
+FIXED_WEIGHTS: Weights = FixedWeights(
+    InvalidInput, "this engine's model cannot take other weights: it was not made by Engine.load"
+)
+NO_WEIGHTS: Weights = FixedWeights(EngineClosed, "the engine was closed: load a new one")
+"""The weights of a closed engine."""

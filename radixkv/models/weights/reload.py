@@ -143,8 +143,9 @@ class ModelWeights:
 
     def _refresh(self) -> None:
         """Let the operators of layers of our own take the present weights."""
-        if isinstance(self._loaded.model, NativeModel):
-            self._loaded.model.operators.refresh()
+        model = self._loaded.model
+        if isinstance(model, NativeModel):
+            model.operators.refresh(model)
 
 
 def _source_freed(weights: weakref.ref[ModelWeights]) -> None:
