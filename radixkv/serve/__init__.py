@@ -1,6 +1,7 @@
 """An OpenAI-compatible server over one engine; `radixkv serve MODEL` runs it. Needs the extra `radixkv[serve]`.
 
-command.py        command-line options to settings; server.py runs the server on a socket and shuts it down
+command.py        command-line options to settings; loading.py answers while the model is loaded
+server.py         runs the server on a socket and shuts it down
 app.py            routes; middleware.py adds request ids and the log; errors.py maps errors to responses
 access.py         API keys, namespaces, limits on streams and bodies; ../server_settings.py has the values
 connections.py    counts connections and the share of each tenant; http_parser.py limits the heads of requests
@@ -19,7 +20,20 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("serving needs more packages: pip install 'radixkv[serve]'") from error
 
-from radixkv.serve.app import create_app
+from typing import TYPE_CHECKING, Any
+
 from radixkv.server_settings import Settings
 
+if TYPE_CHECKING:
+    from radixkv.serve.app import create_app
+
 __all__ = ["Settings", "create_app"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `create_app`, and torch with it, once it is used."""
+    if name != "create_app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from radixkv.serve.app import create_app
+
+    return create_app

@@ -1,4 +1,7 @@
-"""`radixkv serve MODEL`: convert options to settings, load the engine, and run the server."""
+"""`radixkv serve MODEL`: convert options to settings, load the engine, and run the server.
+
+The socket answers before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,10 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
-from radixkv.chat import AsyncEngine, Engine
 from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
 from radixkv.serve.access import tenant_namespace
-from radixkv.serve.server import Server, address, bind
+from radixkv.serve.loading import LoadingServer, address, bind
 from radixkv.server_settings import Settings
 from radixkv.sizing.kv_size import parse_bytes
 from radixkv.sizing.memory import limit_arenas
@@ -39,9 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
         settings = read_settings(arguments, os.environ)
         config = _engine_config(arguments, read_shares(arguments.key_share, settings.api_keys))
     limit_arenas()
-    with bind(settings.host, settings.port) as sock:
+    with bind(settings.host, settings.port) as sock, LoadingServer(sock, settings.connection_limit) as waiting:
         _log_to_stderr(arguments.quiet)
-        _print(f"loading {arguments.model}")
+        _print(f"loading {arguments.model}; until then, port {sock.getsockname()[1]} answers with status 503")
+        from radixkv.chat import AsyncEngine, Engine  # takes seconds: it imports torch
+        from radixkv.serve.server import Server
+
+        waiting.phase = "loading the model"
         with _naming_options():
             engine = Engine.load(arguments.model, config, tokenizer=arguments.tokenizer)
         with engine:
@@ -53,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             gc.freeze()
             with _naming_options():
                 server = Server(AsyncEngine(engine), settings, lambda: _print(f"{name} at {where}/v1"), _exit_soon)
+            waiting.stop()
             server.run(sockets=[sock])
         gc.unfreeze()  # the interpreter frees all objects at its end; nanobind warns of each that it does not
     if server.cut_by is not None:

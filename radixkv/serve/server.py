@@ -17,8 +17,11 @@ from radixkv.errors import InvalidConstraint
 from radixkv.grammar.constraint import installed
 from radixkv.serve.app import create_app
 from radixkv.serve.http_parser import http_protocol
+from radixkv.serve.loading import address, bind
 from radixkv.serve.service import Service
 from radixkv.server_settings import Settings
+
+__all__ = ["Server", "address", "bind"]
 
 _GRACE = 5.0  # seconds for clients to read the rest, once the engine has closed
 # Seconds for which an idle connection stays open, longer than in httpx (5 s, as uvicorn's default): else the openai
@@ -125,22 +128,3 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket that does not listen yet; raise OSError for an address in use, before the model is loaded."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def address(sock: socket.socket) -> str:
-    """Return the URL of a bound socket."""
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
