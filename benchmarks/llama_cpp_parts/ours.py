@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +28,30 @@ class Ours:
 
     def load(self, model: str, threads: int, streams: int, context: int, settings: Any) -> dict[str, Any]:
         """Load a model with room for `streams` times `context` tokens; `settings` are fields of EngineConfig."""
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         import torch
-        import transformers
 
         from radixkv import Engine, __version__
 
         torch.set_num_threads(threads)
-        transformers.utils.logging.set_verbosity_error()
         self.engine = Engine.load(
             model, num_blocks=streams * context // BLOCK, block_size=BLOCK, monitor=False, **settings
         )
-        versions = {"radixkv": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        versions = {"radixkv": __version__, "torch": torch.__version__, "transformers": version("transformers")}
         return {"versions": versions}
 
     def tokenize(self, texts: list[str]) -> dict[str, Any]:
         """Token ids of each text, whose control tokens count as such; no token is added."""
-        tokenizer = self.engine.model.codec
-        return {"ids": [tokenizer(text, add_special_tokens=False).input_ids for text in texts]}
+        return {"ids": [self.engine.model.codec.encode(text, add_special_tokens=False) for text in texts]}
 
     def render(self, questions: list[str]) -> dict[str, Any]:
         """Text that each turn of a chat adds to the history, from the end of the reply before to the next reply."""
-        tokenizer, messages = self.engine.model.codec, []
+        from radixkv.engine.input_processor import rendered, today
+
+        messages: list[dict[str, str]] = []
         for question in questions:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": MARK}]
-        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        prompt = rendered(self.engine.model.codec, messages[:-1], today(), reply=True)
         return {"texts": prompt.split(MARK)}
 
     def generate(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
