@@ -15,8 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
-SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that transformers names, in its order."""
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")  # in its order
 
 _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes of transformers that take tokenizer.json as it is
 _AS_NAMED = ("llama", "smollm3", "qwen3", "gemma", "gemma2", "gemma3_text")  # types whose files may name such a class
@@ -82,10 +81,8 @@ class FileTokenizer:
             return list(self._made.encode(text, add_special_tokens=add_special_tokens))
         return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(
-        self, ids: Iterable[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
-    ) -> str:
-        """Return the text of ids; it is never cleaned up."""
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False, **options: Any) -> str:
+        """Return the text of ids; no `options` change it."""
         return str(self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def get_vocab(self) -> dict[str, int]:
@@ -180,7 +177,12 @@ def _read(folder: Path, make: Callable[..., Any]) -> FileTokenizer:
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     extra = [_text(token) for token in extra if isinstance(extra, list)]
     _demand(by_text.keys() >= set(extra), "tokens are added")
-    return FileTokenizer(backend, special, _templates(folder, settings), make, extra)
+    file, templates = folder / "chat_template.jinja", settings.get("chat_template")
+    if file.is_file():
+        templates = file.read_text("utf-8")
+    elif isinstance(templates, list):
+        templates = {each["name"]: each["template"] for each in templates}
+    return FileTokenizer(backend, special, templates, make, extra)
 
 
 def _demand(met: bool, reason: str) -> None:
@@ -191,12 +193,3 @@ def _demand(met: bool, reason: str) -> None:
 def _text(token: Any) -> str:
     """Return the text of a token in the settings, which may be written with its options."""
     return str(token["content"] if isinstance(token, dict) else token)
-
-
-def _templates(folder: Path, settings: Mapping[str, Any]) -> str | dict[str, str] | None:
-    file = folder / "chat_template.jinja"
-    given = file.read_text("utf-8") if file.is_file() else settings.get("chat_template")
-    if isinstance(given, list):
-        return {each["name"]: each["template"] for each in given}
-    _demand(given is None or isinstance(given, str), "the chat template is no text")
-    return given

@@ -19,6 +19,7 @@ from radixkv.model_path import BUNDLED
 from radixkv.models import file_tokenizer, loader
 from radixkv.models.file_tokenizer import FileTokenizer
 from tests.chat.worlds import CHATML, byte_tokenizer
+from tests.cli.gguf_chat_model import write_chat_model
 from tests.gguf.tokenizer_files import published_bytes, published_pieces
 from tests.models.checkpoints.files import rewrite
 
@@ -193,25 +194,21 @@ def test_what_a_user_changes_is_used() -> None:
         assert len(chat) == len(theirs) == len(theirs.get_vocab()) and "zqzq" in chat.get_vocab()
 
 
-ABSENT = (
-    "transformers",
-    "huggingface_hub",
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "sympy",
-    "PIL",
-    "triton",
-    "rich",
-)
+ABSENT = {
+    "transformers", "huggingface_hub", "torch._dynamo", "torch.distributed.tensor", "sympy", "PIL", "triton", "rich",
+    "radixkv.models.rope", "radixkv.models.fallback", "radixkv.models.quantized.on_load",
+}  # fmt: skip
 CHILD = """
 import sys
 from radixkv import Engine, SamplingParams
-with Engine.load("tiny", num_blocks=64, monitor=False) as engine:
+with Engine.load(sys.argv[1], num_blocks=64, monitor=False) as engine:
     engine.generate(["Hello", [{"role": "user", "content": "Hi"}]], SamplingParams(max_tokens=1))
 print(*sys.modules)
 """
 
 
-def test_a_model_of_our_own_layers_imports_what_runs() -> None:
-    said = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True).stdout.split()
-    assert "tokenizers" in said and not set(ABSENT) & set(said)
+@pytest.mark.parametrize("name", ["tiny", "model.gguf"])
+def test_layers_of_our_own_import_what_runs(tmp_path: Path, name: str) -> None:
+    model = name if name == "tiny" else str(write_chat_model(tmp_path / name))
+    done = subprocess.run([sys.executable, "-c", CHILD, model], capture_output=True, text=True, check=True)
+    assert "tokenizers" in done.stdout and not ABSENT & set(done.stdout.split())
