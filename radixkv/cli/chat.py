@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +16,9 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from radixkv import model_path
 from radixkv.cli.demo_chat import BUNDLED, chosen
-from radixkv.cli.entry_point import reason
+from radixkv.cli.entry_point import INTERRUPTED, reason
 from radixkv.config import settings_in
 from radixkv.errors import EngineClosed, InvalidInput, RadixKVError
 from radixkv.model_path import shown_name
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from radixkv.chat import ChatSession, Engine, Reply, ReplyStream
     from radixkv.sampling.params import SamplingParams
 
+_POLL = 0.1  # seconds between two looks at the loading model
 _HELP = {
     "/fork": "start a new branch from this conversation and switch to it",
     "/branch [N]": "list the branches, or switch to branch N",
@@ -39,6 +45,9 @@ _ABOUT_TINY = (
 )
 
 
+_Loading = Future["tuple[Engine, ChatSession]"]
+
+
 class WrongCommandError(Exception):
     """The line is not a valid command; the message says which form is valid."""
 
@@ -52,18 +61,66 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(highlight=False)
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
-    with console.status("starting"):
-        from radixkv.chat import Engine  # takes seconds: it imports torch
     model = chosen(arguments.model)
     if arguments.model is None and model != BUNDLED:
         about = f"taking {shown_name(model)}, which is installed; `radixkv chat tiny` takes the bundled model"
         console.print(about, style="dim", markup=False)
-    if console.is_terminal:  # the loader shows a bar below this line
+    if console.is_terminal:  # a download shows a bar below this line
         console.print(f"loading {shown_name(model)}", markup=False)
-    engine = Engine.load(model, tokenizer=arguments.tokenizer, **settings_in(arguments))
+    if model == BUNDLED:
+        console.print(_ABOUT_TINY, style="dim", markup=False)
+    arguments.model, loading, line = model, _Loading(), ""
+    if console.is_terminal and sys.stdin.isatty() and model_path.find(model) is not None:
+        threading.Thread(target=_load, args=(arguments, loading), name="radixkv-loading", daemon=True).start()
+        line = _read_meanwhile(loading, console)
+    else:
+        _load(arguments, loading)
+    engine, session = loading.result()
     with engine:
-        Repl(engine, engine.chat(arguments.system), params, console).loop()
+        Repl(engine, session, params, console).loop(line)
     return 0
+
+
+def _load(arguments: argparse.Namespace, loading: _Loading) -> None:
+    """Load the model and begin the conversation."""
+    try:
+        from radixkv.chat import Engine  # takes seconds: it imports torch
+
+        engine = Engine.load(arguments.model, tokenizer=arguments.tokenizer, **settings_in(arguments))
+        loading.set_result((engine, engine.chat(arguments.system)))
+    except BaseException as error:
+        loading.set_exception(error)
+
+
+def _read_meanwhile(loading: _Loading, console: Console) -> str:
+    """Read the first line while a thread loads the model, and wait for the model. Raises the errors of the load.
+
+    Before it is loaded, Ctrl-C, a signal, /quit and the end of input end the process at once: a regular exit would wait
+    for the thread, or stop it inside a library.
+    """
+    status: object = 0
+    try:
+        console.out("1> ", end="", highlight=False)
+        console.file.flush()
+        while not select.select([sys.stdin], [], [], _POLL)[0]:
+            if loading.done() and loading.exception():
+                console.print()
+                loading.result()
+        if (line := input().strip()) != "/quit":
+            with console.status("loading"):
+                loading.result()
+        if loading.done():
+            return line
+    except EOFError:
+        if loading.done():
+            return "/quit"
+    except (KeyboardInterrupt, SystemExit) as error:
+        console.print()
+        if loading.done():
+            raise
+        status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.code
+    console.file.flush()
+    os._exit(int(str(status)))
 
 
 class Repl:
@@ -92,16 +149,15 @@ class Repl:
         """The present branch."""
         return self._branches[self._at]
 
-    def loop(self) -> None:
-        """Read and answer until /quit or the end of input."""
+    def loop(self, line: str | None = "") -> None:
+        """Answer `line`, then read and answer, until /quit or the end of input."""
         self._note(
             f"{self._engine.model.name}, {self._engine.context_limit:,} tokens of context. /help lists the commands."
         )
-        if self._engine.model.name == BUNDLED:
-            self._note(_ABOUT_TINY)
-        while (line := self._read()) not in (None, "/quit"):
+        while line is not None and line != "/quit":
             if line:
                 self._take(line)
+            line = self._read()
 
     def _read(self) -> str | None:
         """Read the next line; "" after Ctrl-C, None at the end of input."""

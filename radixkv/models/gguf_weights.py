@@ -7,6 +7,7 @@ The file is read, not mapped, because the pages of a map count as memory of the 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -325,9 +326,12 @@ def _read(file: BufferedReader, tensor: GGUFTensor, buffer: Raw) -> Raw:
 
 @contextmanager
 def _progress(header: GGUFHeader) -> Iterator[Advance]:
-    """Show the bytes read on a terminal, for large files; yields the function to call with the bytes of each tensor."""
+    """Show the bytes read on a terminal, for large files; yields the function to call with the bytes of each tensor.
+
+    In a thread nothing is shown: another one may use the terminal meanwhile.
+    """
     total = sum(each.nbytes for each in header.tensors.values())
-    if total < _LARGE:
+    if total < _LARGE or threading.current_thread() is not threading.main_thread():
         yield lambda nbytes: None
         return
     from rich.console import Console

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -159,7 +160,7 @@ def _read_by_transformers(
     options: dict[str, Any],
 ) -> Any:
     """Load the weights into transformers' model."""
-    with _own_reports(silent=name in BUNDLED):
+    with _own_reports(silent=name in BUNDLED or threading.current_thread() is not threading.main_thread()):
         checkpoint.check_numbers(found.folder, found.most_weights, place, options)
         model = _read_quantised(found, name, weights) if weights in ("int8", "int4") else None
         return _read_whole(found, name, place, dtype, device, options) if model is None else model

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -185,10 +191,36 @@ def test_help_wraps_at_words(engine, monkeypatch, width):
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert " ".join(out.getvalue().split()).count("replace the message of turn N by TEXT") == 1
-    assert "Try: My name is Nora. / What is my name?" in " ".join(out.getvalue().split())
 
 
 def test_a_chat_without_a_named_model_takes_the_installed_one_and_says_so(monkeypatch, capsys):
     monkeypatch.setattr("radixkv.cli.chat.chosen", lambda model: "/models/SmolLM2-Q4_1.gguf")
     assert main(["chat"]) == 2  # no such file
     assert "taking SmolLM2-Q4_1, which is installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("typed", "status"), [("Hello!\n/quit\n", 0), ("\x03", 130), ("\x04", 0), ("/quit\n", 0)])
+def test_the_first_line_is_read_while_the_model_loads(typed: str, status: int) -> None:
+    own, end = pty.openpty()
+    command = [sys.executable, "-m", "radixkv", "chat", "tiny", "--kv-memory", "16MB"]
+    with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, preexec_fn=_take_terminal) as process:
+        os.close(end)
+        shown = b""
+        with suppress(OSError):  # Linux's end of a terminal
+            while piece := os.read(own, 1000):
+                shown += piece
+                if typed and b"1> " in shown:
+                    assert b"context" not in shown  # the model is not loaded
+                    os.write(own, typed.encode())
+                    typed = ""
+        os.close(own)
+        assert process.wait(30) == status
+    assert b"Try: My name is Nora. / What is my name?" in b" ".join(shown.split())
+    assert b"Traceback" not in shown
+    assert (b"How can I help you today?" in shown) == (b"Hello!" in shown)
+
+
+def _take_terminal() -> None:
+    """Make the standard input the terminal of a new session, whose Ctrl-C is a signal."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
