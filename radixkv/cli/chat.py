@@ -117,7 +117,9 @@ def _read_meanwhile(loading: _Loading, console: Console) -> str:
     except (KeyboardInterrupt, SystemExit) as error:
         console.print()
         if loading.done():
-            raise
+            if isinstance(error, SystemExit):
+                raise
+            return ""
         status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.code
     console.file.flush()
     os._exit(int(str(status)))
