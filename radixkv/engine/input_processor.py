@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
 
 
-_LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # whether transformers has warned
 Ids: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 Prompt: TypeAlias = str | Ids | Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -107,8 +106,6 @@ class InputProcessor:
         self._decode = None if model.codec is None else decoder(model.codec)
         self._seed, self._numbers = seed, itertools.count(1)
         self.default_params = suggested(model.model)
-        # Our own errors name the limit; a warning of transformers says that the model would fail.
-        getattr(model.codec, "deprecation_warnings", {})[_LENGTH_WARNING] = True
         self.grammars = GrammarCompiler(model.codec, model.vocab_size, model.stop_token_ids)
 
     def encode(self, prompt: Prompt, *, reply: bool = False) -> TokenIds:

@@ -36,6 +36,7 @@ from radixkv.models.verdicts import tested
 __all__ = ["LayerSpec", "LoadedModel", "load"]
 
 _log = logging.getLogger(__name__)
+_LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # whether transformers has warned
 _taken: weakref.WeakKeyDictionary[Any, weakref.ref[LoadedModel]] = weakref.WeakKeyDictionary()  # built models
 
 
@@ -219,6 +220,8 @@ def _attending(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[Load
 def _inspect(module: Any, tokenizer: Any | None, name: str, look: Callable[[Any], Probed]) -> LoadedModel:
     """Collect the properties of the model that running it needs, found by a probe."""
     length = max_length(module)
+    # Our own errors name the limit; a warning of transformers says that the model would fail.
+    getattr(tokenizer, "deprecation_warnings", {})[_LENGTH_WARNING] = True
     layers, width, state = look(module)
     vocab_size = min(width, module.get_input_embeddings().num_embeddings)
     return LoadedModel(

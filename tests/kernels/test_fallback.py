@@ -103,7 +103,7 @@ def test_a_model_that_fails_with_triton_runs_in_torch_unless_triton_was_asked_fo
             raise UnsupportedModel("it differs")
         return self_test(loaded)
 
-    monkeypatch.setattr(adapter, "self_test", failing)
+    monkeypatch.setattr(adapter, "tested", failing)
     monkeypatch.setattr(attention_interface, "check_backend", lambda asked, device: None)
     monkeypatch.setattr(attention_interface, "choose_backend", lambda *args: "triton")
     if asked == "triton":

@@ -54,7 +54,7 @@ def test_layers_that_are_alike_are_compiled_once_and_compute_the_same(
     config.num_hidden_layers = layers
     if family == "gemma2":
         config.layer_types = ["sliding_attention", "full_attention"] * (layers // 2)
-    monkeypatch.setattr(adapter, "self_test", lambda loaded: 0.0)
+    monkeypatch.setattr(adapter, "tested", lambda loaded: 0.0)
     loaded = adapter.load(make(config))
     plain, fused = Runner(loaded, 12, 4), Runner(loaded, 12, 4)
     fusion.fuse(fused, "eager")

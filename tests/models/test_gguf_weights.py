@@ -19,6 +19,7 @@ from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import read_header
 from radixkv.model_path import BUNDLED
 from radixkv.models import gguf_weights, loader
+from radixkv.sizing.kv_size import size_text
 from tests.models.checkpoints.files import read as load
 from tests.models.checkpoints.files import same
 from tests.models.gguf_files import CONFIGS, SIZES, made, write
@@ -203,7 +204,9 @@ def test_weights_that_do_not_fit_into_memory_are_not_read(tmp_path: Path, monkey
     numbers = sum(each.numel() for each in model.parameters())
     monkeypatch.setattr(loader, "free_memory", lambda: 4 * numbers - 1)
     monkeypatch.setattr(gguf_weights, "_fill", lambda *_: pytest.fail("read"))
-    with pytest.raises(InvalidInput, match=f"{4 * numbers:,} bytes as float32, .* dtype='bfloat16' .* {2 * numbers:,}"):
+    with pytest.raises(
+        InvalidInput, match=f"{size_text(4 * numbers)} as float32, .* dtype='bfloat16' .* {size_text(2 * numbers)}"
+    ):
         load(path)
     monkeypatch.setattr(loader, "free_memory", lambda: 4 * numbers)
 

@@ -16,6 +16,7 @@ from radixkv.models import adapter, loader, safetensors_files
 from radixkv.models.quantized import kernels
 from radixkv.models.quantized.kernels import Format
 from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, quantize, quantized_weights
+from radixkv.sizing.kv_size import size_text
 from tests.models.gguf_files import CONFIGS, SIZES, made
 from tests.selection import mostly_long
 
@@ -99,7 +100,7 @@ def test_only_what_stays_and_one_tensor_must_fit(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(loader, "free_memory", lambda: small + norms + most)
     assert adapter.load(tmp_path, weights="int4").model is not None
     monkeypatch.setattr(loader, "free_memory", lambda: small + norms + most - 1)
-    with pytest.raises(InvalidInput, match=f"take {small + norms + most:,} bytes as int4, and .* free on cpu$"):
+    with pytest.raises(InvalidInput, match=f"take {size_text(small + norms + most)} as int4, and .* free on cpu$"):
         adapter.load(tmp_path, weights="int4")
 
 

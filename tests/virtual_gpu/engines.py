@@ -89,7 +89,7 @@ def load(place: torch.device | str, **options: Any) -> RequestEngine:
         "prefill_chunk": 8,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter, "self_test", lambda loaded: 0.0)
+        patch.setattr(adapter, "tested", lambda loaded: 0.0)
         return RequestEngine.load(
             decoder(), device=str(place), dtype="float32", monitor=False, seed=3, **{**settings, **options}
         )

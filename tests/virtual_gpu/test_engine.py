@@ -185,7 +185,7 @@ def test_steps_over_recurrent_state_wait_for_nothing() -> None:
 
     def replies(place: torch.device | str, gpu: VirtualGpu | None = None) -> list[tuple[int, ...]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adapter, "self_test", lambda loaded: 0.0)
+            patch.setattr(adapter, "tested", lambda loaded: 0.0)
             engine = RequestEngine.load(hybrid("lfm2"), device=str(place), **settings)
         with engine, nullcontext() if gpu is None else gpu.serving():
             found = [*answers(engine), *turns(engine)]

@@ -20,13 +20,13 @@ from radixkv.models.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 SIZE = 4
-SELF_TEST = adapter.self_test
+SELF_TEST = adapter.tested
 
 
 @pytest.fixture(autouse=True)
 def _loaded_untested(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip self-tests, which take three interpreted seconds; one test has it."""
-    monkeypatch.setattr(adapter, "self_test", lambda loaded: 0.0)
+    monkeypatch.setattr(adapter, "tested", lambda loaded: 0.0)
 
 
 def decoder(config: Any = transformers.LlamaConfig, **changes: Any) -> Any:
@@ -161,7 +161,7 @@ def _off(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_what_is_loaded_was_tested_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "attend", _off(triton_backend.attend))
-    monkeypatch.setattr(adapter, "self_test", SELF_TEST)
+    monkeypatch.setattr(adapter, "tested", SELF_TEST)
     adapter.load(decoder())  # in torch
     with pytest.raises(UnsupportedModel, match="does not compute the same"):
         adapter.load(decoder(), attention="triton")

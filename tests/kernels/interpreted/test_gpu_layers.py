@@ -76,7 +76,7 @@ def load(model: Any, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = True) -> Lo
     """Load a model on the kernels as if on a GPU; without a self-test, which takes seconds here."""
     with monkeypatch.context() as patch:
         patch.setattr(adapter, "should_fuse", lambda loaded: gpu)
-        patch.setattr(adapter, "self_test", lambda loaded: 0.0)
+        patch.setattr(adapter, "tested", lambda loaded: 0.0)
         return adapter.load(model, attention="triton")
 
 
@@ -130,7 +130,7 @@ def test_the_self_test_runs_on_the_fused_layers(monkeypatch: pytest.MonkeyPatch,
             raise UnsupportedModel("a decode differs")
         return 0.0
 
-    monkeypatch.setattr(adapter, "self_test", failing)
+    monkeypatch.setattr(adapter, "tested", failing)
     monkeypatch.setattr(adapter, "should_fuse", lambda loaded: True)
     loaded = adapter.load(made(CONFIGS["llama"]()), attention="triton")
     assert tested == [True, False] and not is_fused(loaded.model)
@@ -262,7 +262,7 @@ def test_a_layer_of_a_decode_takes_at_most_eleven_kernels(name: str, monkeypatch
 
     Two sequences with 16 heads on one kv head may share tiles of the second kind, and five of the third in its place.
     """
-    monkeypatch.setattr(adapter, "self_test", lambda loaded: 0.0)
+    monkeypatch.setattr(adapter, "tested", lambda loaded: 0.0)
     heads = {"num_attention_heads": 16, "num_key_value_heads": 1}
     configs = (CONFIGS[name](num_hidden_layers=layers, **heads) for layers in (1, 2))
     one, two = (kernels(made(config, torch.float16)) for config in configs)
@@ -280,7 +280,7 @@ def test_a_layer_of_a_decode_takes_at_most_eleven_kernels(name: str, monkeypatch
 @pytest.mark.parametrize("name", ["llama, biases", "qwen3"] if LONG else ["qwen3"])
 def test_on_a_gpu_layers_are_fused_and_recorded(name: str, virtual_gpu: VirtualGpu, monkeypatch: Any) -> None:
     """Recorded decodes of a padded batch only launch: nothing is allocated, captured or awaited while serving."""
-    monkeypatch.setattr(adapter, "self_test", lambda loaded: 0.0)
+    monkeypatch.setattr(adapter, "tested", lambda loaded: 0.0)
     expected = as_written(adapter.load(made(CONFIGS[name]()), attention="torch"))
     loaded = adapter.load(made(CONFIGS[name]()), device=virtual_gpu.place)
     assert loaded.attention == "triton" and is_fused(loaded.model)

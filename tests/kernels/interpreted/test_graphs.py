@@ -87,7 +87,7 @@ def load(
     if change is not None:
         change(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter, "self_test", lambda loaded: 0.0)
+        patch.setattr(adapter, "tested", lambda loaded: 0.0)
         if place is None:
             return adapter.load(model, attention="torch")
         return adapter.load(model, device=place, attention="triton", fuse=False)
@@ -205,7 +205,7 @@ def test_an_engine_serves_all_steps_from_graphs_and_waits_only_for_sampled_token
     seed: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request's chunks run next to the decodes of others. A deterministic engine computes its four chunks."""
-    monkeypatch.setattr(adapter, "self_test", lambda loaded: 0.0)
+    monkeypatch.setattr(adapter, "tested", lambda loaded: 0.0)
     prompts, params = (
         [range(3, 12), range(3, 17), range(5, 10)],
         SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
@@ -522,7 +522,7 @@ def test_recorded_steps_run_what_was_compiled_at_load() -> None:
     compiled: list[Any] = []
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter, "self_test", lambda loaded: 0.0)
+        patch.setattr(adapter, "tested", lambda loaded: 0.0)
         runner = Runner(replace(load(), attention="triton"), BLOCKS, SIZE)
     fuse(runner, lambda graph, inputs: compiled.append(graph) or graph)  # type: ignore[arg-type]
     assert len(compiled) == 2  # several tokens, and one

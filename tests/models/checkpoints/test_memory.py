@@ -10,6 +10,7 @@ import transformers
 
 from radixkv.errors import InvalidInput
 from radixkv.models import checkpoint, loader
+from radixkv.sizing.kv_size import size_text
 from tests.models.checkpoints.files import read
 from tests.models.conftest import FAMILIES, make
 
@@ -20,12 +21,10 @@ def test_weights_that_do_not_fit_are_not_begun_with(one: Path, monkeypatch: pyte
     assert read(one)[0].dtype == torch.float32
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
     monkeypatch.setattr(loader, "free_memory", lambda: 4 * numbers - 1)
-    said = (
-        f"take {4 * numbers:,} bytes as float32, and {4 * numbers - 1:,} are free on cpu; with dtype='bfloat16' they "
-    )
-    with pytest.raises(InvalidInput, match=f"{said}take {2 * numbers:,}$"):
+    said = f"take {size_text(4 * numbers)} as float32, and .* are free on cpu; with dtype='bfloat16' they "
+    with pytest.raises(InvalidInput, match=f"{said}take {size_text(2 * numbers)}$"):
         read(one)
-    with pytest.raises(InvalidInput, match=f"take {8 * numbers:,} bytes as float64"):
+    with pytest.raises(InvalidInput, match=f"take {size_text(8 * numbers)} as float64"):
         read(one, torch.float64)
     monkeypatch.setattr(loader, "free_memory", lambda: 2 * numbers - 1)
     with pytest.raises(InvalidInput, match=r"are free on cpu$"):
@@ -35,7 +34,7 @@ def test_weights_that_do_not_fit_are_not_begun_with(one: Path, monkeypatch: pyte
 def test_a_card_is_asked_for_its_memory_too(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
     saved = checkpoint.examine(one).bytes_in(None)
-    with pytest.raises(InvalidInput, match=r"bytes as they are saved, and 1,000 are free on cuda:1$"):
+    with pytest.raises(InvalidInput, match=r"as they are saved, and 1000 B are free on cuda:1$"):
         loader._check_memory("it", saved, saved // 2, "auto", torch.device("cuda:1"))
 
 
