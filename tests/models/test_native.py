@@ -185,6 +185,15 @@ UNLISTED: dict[str, dict[str, Any]] = {
     "an activation": {"hidden_act": "gelu"},
     "a scaling": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
     "a parameter of a scaling": {"rope_parameters": {**LLAMA3, "long_mscale": 1.0}},
+    "a type of scaling by a name that transformers ignores": {
+        "model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+    "two scalings that transformers merges": {
+        "model_type": "gemma3_text", "rope_parameters": {"full_attention": LINEAR}, "rope_scaling": YARN,
+    },
+    "an option of YaRN that transformers does not find": {
+        "model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {**YARN, "truncate": False}},
+    },
     "a scaling without a factor": {"rope_scaling": {"type": "linear"}},
     "frequencies that are not finite": {"rope_parameters": {**LINEAR, "factor": 0.0}},
     "a part of each head": {"partial_rotary_factor": 0.5},
@@ -193,7 +202,7 @@ UNLISTED: dict[str, dict[str, Any]] = {
     "a flag for a size": {"num_hidden_layers": True},
     "a text": {"rms_norm_eps": "1e-6"},
     "no size": {"vocab_size": None},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNLISTED)

@@ -291,8 +291,14 @@ def _rotations(
         raise NotListed(f"rope_parameters={stated!r}")
     base = fields.raw("rope_theta")
     if kind == "gemma3_text":
-        nested = fields.raw("rope_parameters") or {"full_attention": fields.raw("rope_scaling") or {}}
-        if not {*nested} <= {"full_attention", "sliding_attention"}:
+        nested, older = fields.raw("rope_parameters"), fields.raw("rope_scaling") or {}
+        # transformers merges both, ignores the older name of a type there, and does not find `truncate`.
+        if older and (nested is not None or "rope_type" not in older):
+            raise NotListed(f"rope_scaling={older!r}")
+        nested = nested or {"full_attention": older}
+        if not {*nested} <= {"full_attention", "sliding_attention"} or any(
+            "truncate" in (each or {}) for each in nested.values()
+        ):
             raise NotListed(f"rope_parameters={nested!r}")
         local = nested.get("sliding_attention") or {}
         full = _rotation(kind, fields, head_dim, nested.get("full_attention") or {}, base)
