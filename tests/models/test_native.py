@@ -372,3 +372,13 @@ def test_a_model_of_transformers_lends_its_parameters(name: str) -> None:
     torch.testing.assert_close(alone(loaded.model), expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(alone(own), expected)
     assert not isinstance(adapter.load(own, model_code="transformers").model, NativeModel)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_model_of_transformers_lends_its_rotary_frequencies(name: str) -> None:
+    own = made(name)
+    for each in own.model.rotary_emb.buffers():
+        each[2:] *= 0.25  # hardly visible in the first tokens
+    expected, loaded = alone(own), adapter.load(own)
+    assert isinstance(loaded.model, NativeModel)
+    torch.testing.assert_close(alone(loaded.model), expected, rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ import torch
 from radixkv.models.architecture import ForwardSignature, is_plain
 from radixkv.models.attention_interface import own_attention
 from radixkv.models.native.files import empty_model
-from radixkv.models.native.layers import NativeModel
+from radixkv.models.native.layers import NativeModel, Rotary
 from radixkv.models.rounding import agree
 
 _log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ def borrowed(model: Any) -> NativeModel | None:
     for owner, key, name in _places(native):
         owner[key] = model.get_parameter(name)
     native.model.rotations.to(model.device, torch.promote_types(model.dtype, torch.float))
+    _take_frequencies(native, model)
     native.generation_config = model.generation_config
     vars(native.config).update({name: getattr(model.config, name) for name in _OWN_TOKENS})
     if not _agree(native.eval(), model):
@@ -60,6 +61,19 @@ def _places(native: NativeModel) -> Iterator[tuple[dict[str, Any], str, str]]:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 yield module._parameters, key, f"{prefix}.{key}"
+
+
+def _take_frequencies(native: NativeModel, model: Any) -> None:
+    """Rotate by the model's own frequencies, which may have been rounded or changed since it was built.
+
+    Five tokens would not show that. LongRoPE keeps the choice that was made here.
+    """
+    held = model.base_model.rotary_emb._buffers
+    names = ("full_attention_inv_freq", "sliding_attention_inv_freq")
+    for own, name in zip(native.model.rotations, names, strict=False):
+        found = held.get("inv_freq", held.get(name))
+        if isinstance(own, Rotary) and own.rotation.kind != "longrope" and found is not None:
+            own.frequencies = found
 
 
 @torch.inference_mode()
