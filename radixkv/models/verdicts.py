@@ -24,11 +24,14 @@ import torch
 
 import radixkv_kernels
 from radixkv import private_files
+from radixkv.device import device_of
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models.identity import identity_of
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.native.layers import NativeModel
 from radixkv.models.quantized.build import cpu_features
+from radixkv.models.quantized.kernels import kernels
+from radixkv.models.quantized.layers import quantized_weights
 from radixkv.models.selftest import brief_test, self_test
 from radixkv.version import __version__
 
@@ -70,10 +73,15 @@ def _key(loaded: LoadedModel) -> str | None:
         return None
     modules = [(name, type(part).__name__, _format(part)) for name, part in model.named_modules()]
     settings = loaded.attention, loaded.layers, loaded.dtype, loaded.device, loaded.max_length, loaded.vocab_size
+    library = kernels() if quantized_weights(model) else None
+    place = device_of(loaded.device)
     parts = (
         files,
         _machine(),
+        None if library is None else library.file,
+        place.properties() if place.is_gpu else None,
         torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
         model.switches,
         type(model.operators).__name__,
         settings,

@@ -14,8 +14,9 @@ import pytest
 
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter, verdicts
+from radixkv.models.quantized import kernels
 from radixkv.models.selftest import self_test
-from tests.models.test_native import made
+from tests.models.test_native import made, needs_products
 
 
 @pytest.fixture
@@ -110,6 +111,17 @@ def test_other_settings_versions_and_code_are_tested_whole(
     verdicts._machine.cache_clear()
     load(folder)
     assert len(whole_tests) == 5
+
+
+@needs_products
+def test_another_compiled_library_is_tested_whole(
+    folder: Path, whole_tests: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(folder, weights="int8")
+    monkeypatch.setattr(kernels.kernels(), "file", "of another compiler")
+    load(folder, weights="int8")
+    load(folder, weights="int8")
+    assert len(whole_tests) == 2
 
 
 def test_weights_that_are_not_numbers_are_refused_with_a_record(folder: Path, whole_tests: list[float]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
@@ -73,6 +74,7 @@ class Kernels:
 
     def __init__(self, path: str) -> None:
         """Load the library; raises OSError if it cannot be loaded, BuildError for another CPU."""
+        self.file = os.path.realpath(path)  # whose name has hashes of the compiler and of the content
         number, pointer, library = ctypes.c_int64, ctypes.c_void_p, ctypes.CDLL(path)
         self.multiply = library.radixkv_multiply
         spread = number, number, pointer  # instructions, threads, and the function that runs these
