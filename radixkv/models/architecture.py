@@ -55,7 +55,7 @@ class ForwardSignature:
 
     def _counted(self, positions: Tensor, count: int) -> dict[str, Any]:
         """Return arguments with which a model that counts positions by itself starts at the right one."""
-        from radixkv.models.fallback import Before  # imports transformers, which not every model needs
+        from radixkv.models.counted_cache import Before  # imports transformers, which not every model needs
 
         counted: dict[str, Any] = {"past_key_values": Before(positions)}
         if not self.positions:  # its own mask would need one length, and each token has another

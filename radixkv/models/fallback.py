@@ -88,28 +88,6 @@ class PoolLayer(DynamicLayer):  # type: ignore[misc]  # transformers shows no ty
         return self._sequence.start + (len(self._slots) if self.written else 0)
 
 
-class Before(DynamicCache):  # type: ignore[misc]  # transformers shows no types
-    """An empty cache that reports, for each token of a packed row, the number of earlier tokens in its sequence.
-
-    Earlier tokens of the row are subtracted, because a model adds the row's own numbers.
-    """
-
-    def __init__(self, positions: Tensor) -> None:
-        """Serve tokens at `positions` [T]."""
-        super().__init__()
-        self._before = positions - torch.arange(len(positions), device=positions.device)
-
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Return the difference [T] between a token's position and its number in the row."""
-        return self._before
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keep nothing: the attention that follows stores the KV."""
-        return key_states, value_states
-
-
 def probe(model: Any) -> Probed:
     """Return the contents of each layer of the model's cache, in order, and the width of its logits.
 
