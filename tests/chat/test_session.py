@@ -177,7 +177,7 @@ def test_forks_share_the_past_and_part_ways():
         for agent in agents:
             agent.close()
         assert chat.send("two").usage.cached_tokens >= len(past) - 1
-        with pytest.raises(InvalidInput, match="at least 1"):
+        with pytest.raises(InvalidInput, match="n must be an int >= 1"):
             chat.fork(0)
 
 

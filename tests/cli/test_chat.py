@@ -160,7 +160,7 @@ def test_a_saved_conversation_is_continued_in_a_new_branch(typed, tmp_path):
     assert "in place of its content" in out
     assert "now in branch 2, with 2 turns" in out
     assert "Your name is Nora." in out
-    assert "now in branch 2, with 2 exchanges" in typed(f"/load {file}")  # a system prompt of branch 1 is not lost
+    assert "now in branch 2, with 2 turns" in typed(f"/load {file}")  # a system prompt of branch 1 is not lost
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_the_first_line_is_read_while_the_model_loads(typed: str, status: int) -
                     typed = ""
         os.close(own)
         assert process.wait(30) == status
-    assert b"Try: My name is Nora. / What is my name?" in b" ".join(shown.split())
+    assert b"and what you tell it. Try:" in b" ".join(shown.split())
     assert b"Traceback" not in shown
     assert (b"How can I help you today?" in shown) == (b"Hello!" in shown)
 

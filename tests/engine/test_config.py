@@ -118,7 +118,7 @@ def test_options_of_a_command_that_are_settings_are_found_by_their_names() -> No
 
 def test_the_page_names_every_setting_and_help_describes_it() -> None:
     page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
-    table = page.partition("| purpose | fields |")[2].partition("## Requests")[0]
+    table = page.partition("| purpose | fields |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(each.name for each in fields(EngineConfig))
     text = EngineConfig.__doc__ or ""
     assert all(f"{each.name:20}{each.metadata['help']} ({each.default!r})\n" in text for each in fields(EngineConfig))

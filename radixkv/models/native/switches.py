@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, TypeVar
 
 from radixkv.models.native.rotary import KINDS, Rotation
@@ -127,6 +128,11 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {
     "attn_logit_softcapping": (None,),
 }  # fmt: skip
 """Fields that no listed type reads, and with which values. None: with any value."""
+_STRICT: Mapping[str, tuple[type, ...]] = {
+    "use_cache": (bool,), "initializer_range": (float,), "pretraining_tp": (int,), "rms_norm_eps": (float,),
+    "bos_token_id": (int, NoneType), "rope_parameters": (dict, NoneType), "rope_scaling": (dict, NoneType),
+}  # fmt: skip
+"""Fields whose values of other types transformers refuses: it reports them."""
 
 
 def switches_of(config: Mapping[str, Any]) -> Switches:
@@ -138,6 +144,8 @@ def switches_of(config: Mapping[str, Any]) -> Switches:
     for name, value in config.items():
         allowed = _WITHOUT_EFFECT.get(name, ())
         if name not in usual and allowed is not None and value not in allowed:
+            raise NotListed(f"{name}={value!r}")
+        if type(value) not in _STRICT.get(name, (type(value),)):
             raise NotListed(f"{name}={value!r}")
     try:
         return _read(kind, _Fields({**usual, **config}))
@@ -190,6 +198,8 @@ class _Fields:
 
 def _read(kind: str, fields: _Fields) -> Switches:
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    if not -1 <= fields.get("pad_token_id", int, -1) < fields.size("vocab_size"):
+        raise NotListed("a padding token beyond the vocabulary")
     kv_heads = fields.size("num_key_value_heads", heads)
     head_dim = fields.size("head_dim", hidden // heads)
     if hidden % heads or heads % kv_heads or head_dim % 2:
@@ -321,7 +331,11 @@ def _rotation(kind: str, fields: _Fields, head_dim: int, stated: Mapping[str, An
     context = fields.size("max_position_embeddings")
     scaling = _Fields({"rope_theta": base, **stated})
     name = scaling.raw("rope_type") or scaling.raw("type") or "default"
-    if name not in KINDS or ((kind == "phi3") != (name == "longrope") and name != "default"):
+    if (
+        not isinstance(stated.get("rope_type", ""), str)
+        or name not in KINDS
+        or ((kind == "phi3") != (name == "longrope") and name != "default")
+    ):
         raise NotListed(f"rope_type={name!r}")
     unknown = stated.keys() - KINDS[name] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     if unknown - {"original_max_position_embeddings"}:

@@ -430,7 +430,7 @@ def test_a_deterministic_decode_has_the_same_bits_replayed_and_computed(
     assert pair.replays == 1
     heights = []
     model: Any = pair.replaying.loaded.model
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, hidden: heights.append(hidden[0].shape[1]))
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, tokens: heights.append(tokens[0].shape[-1]))
     virtual_gpu.inject("capture")
     for attempt in range(1, ATTEMPTS):
         virtual_gpu.inject("capture", 2 + attempt)
