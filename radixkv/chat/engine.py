@@ -57,7 +57,7 @@ class Engine(RequestEngine):
             raise InvalidInput(f"the system prompt must be a text, got {system!r:.100}: pass messages=[...] instead")
         if not is_chat(messages) and messages:
             raise InvalidInput(f"messages must be a list of dicts with role and content, got {messages!r}")
-        check_messages(messages or (), template_text(self.model.tokenizer))
+        check_messages(messages or (), template_text(self.model.codec))
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         opening += messages or []
         model = self.model

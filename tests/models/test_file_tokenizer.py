@@ -203,6 +203,7 @@ import sys
 from radixkv import Engine, SamplingParams
 with Engine.load(sys.argv[1], num_blocks=64, monitor=False) as engine:
     engine.generate(["Hello", [{"role": "user", "content": "Hi"}]], SamplingParams(max_tokens=1))
+    engine.chat("Be brief.").send("Hi", SamplingParams(max_tokens=1))
 print(*sys.modules)
 """
 
