@@ -21,7 +21,8 @@ def test_weights_that_do_not_fit_are_not_begun_with(one: Path, monkeypatch: pyte
     assert read(one)[0].dtype == torch.float32
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
     monkeypatch.setattr(loader, "free_memory", lambda: 4 * numbers - 1)
-    said = f"take {size_text(4 * numbers)} as float32, and .* are free on cpu; with dtype='bfloat16' they "
+    needed, free = size_text(4 * numbers), size_text(4 * numbers - 1)
+    said = f"take {needed} as float32, and {free} are free on cpu; with dtype='bfloat16' they "
     with pytest.raises(InvalidInput, match=f"{said}take {size_text(2 * numbers)}$"):
         read(one)
     with pytest.raises(InvalidInput, match=f"take {size_text(8 * numbers)} as float64"):
