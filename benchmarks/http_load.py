@@ -20,6 +20,10 @@ the replies of these `chat` sessions, word for word, with the same number of pro
 Replies of the conversations have about 11 tokens, so that a part of the overhead is the cost of a request. A second run
 has one reply of 200 tokens for each client: its overhead is almost the cost of an event alone.
 
+  call/text     CPU time of the loop for each event of a call's arguments, over the time for each event of a text.
+                Both have 200 tokens and the same prompt with a tool, whose call is required or forbidden. The runs
+                take turns, and the figure is the ratio of the medians. The bar is 1.15. Needs `radixkv[grammar]`.
+
 (This file is not named `http.py`: the folder of a script comes first on Python's path, so `import http` would find it
 in every script of this folder.)
 
@@ -63,6 +67,8 @@ LINES = (
 MOST = 200  # tokens of a reply
 GREEDY = SamplingParams(temperature=0, max_tokens=MOST)
 LONG = GREEDY.but(ignore_eos=True)
+WRITE = {"type": "object", "properties": {"text": {"type": "string", "minLength": 4000}}, "required": ["text"]}
+ROUNDS = 5  # of calls and texts in turn
 CANCELLED = 'radixkv:requests_ended_total{outcome="cancelled"}'
 
 
@@ -128,13 +134,16 @@ def measure(
         run = asyncio.run(over_http(endpoint, pid, url, clients, options.turns))
         left = asyncio.run(leave_early(endpoint, url, clients))
         long = asyncio.run(over_http(endpoint, pid, url, clients, 1, ignore_eos=True))
+        text, call = asyncio.run(event_costs(endpoint, pid, url, clients))
     overheads = {
         "overhead_us_per_token": run.row["loop_us_per_token"] - own.row["loop_us_per_token"],
         "long_overhead_us_per_token": long.row["loop_us_per_token"] - own_long.row["loop_us_per_token"],
     }
     row = {"endpoint": name, "clients": clients, **run.row, **long.long_row}
     row |= {key: round(overhead, 1) for key, overhead in overheads.items()}
-    faults = [*_wrong(own, run), *left, *_wrong(own_long, long)]
+    row |= {"text_us_per_event": round(text, 1), "call_us_per_event": round(call, 1), "call_ratio": call / text}
+    slow = [f"an event of a call costs {call / text:.2f} times one of a text"] if call > 1.15 * text else []
+    faults = [*_wrong(own, run), *left, *_wrong(own_long, long), *slow]
     return row, [f"{name}, {clients} clients: {fault}" for fault in faults]
 
 
@@ -214,6 +223,26 @@ async def reply(
     return text, tokens, first or time.perf_counter()
 
 
+async def event_costs(endpoint: Endpoint, pid: int, url: str, clients: int) -> tuple[float, float]:
+    """Return the CPU time of the loop in us for each event of long texts, and of calls with long arguments."""
+
+    async def one(client: int, required: bool) -> int:
+        tools = endpoint.tools("write", WRITE, required=required)
+        messages = [{"role": "user", "content": said(client, 0)}]
+        body = endpoint.body(SYSTEM, messages, MOST, temperature=0, ignore_eos=not required, **tools)
+        shown = endpoint.arguments if required else endpoint.text
+        async with await Connection.to(url) as connection:
+            return sum([bool(shown(event)) async for event in connection.events(endpoint, body)])
+
+    costs: dict[bool, list[float]] = {False: [], True: []}
+    for required in (False, True) * ROUNDS:
+        began = loop_seconds(pid)
+        events = sum(await asyncio.gather(*(one(client, required) for client in range(clients))))
+        assert events > clients * MOST * 0.8, "not every token is an event"
+        costs[required].append((loop_seconds(pid) - began) / events * 1e6)
+    return statistics.median(costs[False]), statistics.median(costs[True])
+
+
 async def leave_early(endpoint: Endpoint, url: str, clients: int) -> list[str]:
     """Begin a long reply, disconnect after its third text, and check that the server frees the request."""
 
@@ -265,7 +294,7 @@ def _line(row: dict[str, Any]) -> str:
     cost = "" if overhead is None else f", HTTP {overhead:.0f} us/token"
     long = row.get("long_overhead_us_per_token")
     cost += f"; long replies: loop {row['long_loop_us_per_token']:.0f}"
-    cost += "" if long is None else f", HTTP {long:.0f}"
+    cost += "" if long is None else f", HTTP {long:.0f}; call/text {row['call_ratio']:.2f}"
     return f"{row['clients']:4} x {row['endpoint']:12}{row['tokens_per_s']:8.0f} tokens/s  {times}  {loop}{cost}"
 
 

@@ -27,8 +27,14 @@ class Endpoint(Protocol):
     def body(self, system: str, messages: Sequence[Message], max_tokens: int, **fields: Any) -> dict[str, Any]:
         """Return the body of a request for a stream. `fields` are options with the same name on each endpoint."""
 
+    def tools(self, name: str, schema: dict[str, Any], *, required: bool) -> dict[str, Any]:
+        """Return the fields that offer one tool, whose call is required or forbidden."""
+
     def text(self, event: Any) -> str:
         """Return the text of the reply that an event adds."""
+
+    def arguments(self, event: Any) -> str:
+        """Return what an event adds to the arguments of a call."""
 
     def tokens(self, event: Any) -> Tokens | None:
         """Return the token counts if the event has them."""
@@ -44,8 +50,16 @@ class Chat:
         options = {"max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
         return {"model": "tiny", "messages": [first, *messages], **options, **fields}
 
+    def tools(self, name: str, schema: dict[str, Any], *, required: bool) -> dict[str, Any]:
+        tool = {"type": "function", "function": {"name": name, "parameters": schema}}
+        return {"tools": [tool], "tool_choice": "required" if required else "none"}
+
     def text(self, event: Any) -> str:
         return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+    def arguments(self, event: Any) -> str:
+        calls = [call for choice in event["choices"] for call in choice["delta"].get("tool_calls") or ()]
+        return "".join(call["function"]["arguments"] for call in calls)
 
     def tokens(self, event: Any) -> Tokens | None:
         usage = event.get("usage")
@@ -65,8 +79,15 @@ class Responses:
         options = {"max_output_tokens": max_tokens, "stream": True, "store": False}
         return {"model": "tiny", "instructions": system, "input": items, **options, **fields}
 
+    def tools(self, name: str, schema: dict[str, Any], *, required: bool) -> dict[str, Any]:
+        tool = {"type": "function", "name": name, "parameters": schema, "strict": False}
+        return {"tools": [tool], "tool_choice": "required" if required else "none"}
+
     def text(self, event: Any) -> str:
         return event["delta"] if event["type"] == "response.output_text.delta" else ""
+
+    def arguments(self, event: Any) -> str:
+        return event["delta"] if event["type"] == "response.function_call_arguments.delta" else ""
 
     def tokens(self, event: Any) -> Tokens | None:
         usage = event["response"]["usage"] if "response" in event else None
@@ -84,8 +105,15 @@ class Messages:
         options = {"max_tokens": max_tokens, "stream": True}
         return {"model": "tiny", "system": system, "messages": list(messages), **options, **fields}
 
+    def tools(self, name: str, schema: dict[str, Any], *, required: bool) -> dict[str, Any]:
+        tool = {"name": name, "input_schema": schema}
+        return {"tools": [tool], "tool_choice": {"type": "any" if required else "none"}}
+
     def text(self, event: Any) -> str:
-        return event["delta"]["text"] if event["type"] == "content_block_delta" else ""
+        return event["delta"].get("text", "") if event["type"] == "content_block_delta" else ""
+
+    def arguments(self, event: Any) -> str:
+        return event["delta"].get("partial_json", "") if event["type"] == "content_block_delta" else ""
 
     def tokens(self, event: Any) -> Tokens | None:
         if event["type"] != "message_delta":

@@ -10,7 +10,7 @@ reply_form.py         the way a template writes replies, found by rendering mark
 splicing.py           a rendered history with the sampled ids in it
 history_mode.py       appending or rendering again, tried with the dialogues of template_cases.py
 constrained.py        the grammar of a constrained reply; reply_schema.py, schemas of answers and their parsed objects
-reply_parser.py       replies to text, thinking and calls; thinking.py and tool_call_formats.py, their formats
+reply_parser.py       replies to text, thinking and calls; calls/ and thinking.py, their formats
 """
 
 from radixkv.chat.async_chat import AsyncChatSession, AsyncEngine, AsyncReplyStream

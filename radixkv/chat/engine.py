@@ -60,8 +60,7 @@ class Engine(RequestEngine):
         check_messages(messages or (), template_text(self.model.codec))
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         opening += messages or []
-        model = self.model
-        template = ChatTemplate(model.codec, model.stop_token_ids, tools, limit=self.context_limit)
+        template = self._template(tools)
         state = SessionState(template.tools, template.date, namespace, history, overflow, opening)
         return ChatSession(self, template, state)
 
@@ -76,6 +75,8 @@ class Engine(RequestEngine):
         self.client.inputs.namespaces.number(namespace)  # an unusable one is refused now
         state = saved.read(path, model.name, model.vocab_size, namespace)
         with saved.damaged(path):
-            limit = self.context_limit
-            template = ChatTemplate(model.codec, model.stop_token_ids, state.tools, state.date, limit=limit)
-            return ChatSession(self, template, state)
+            return ChatSession(self, self._template(state.tools, state.date), state)
+
+    def _template(self, tools: Sequence[Any] | None, date: str | None = None) -> ChatTemplate:
+        model, limit, form = self.model, self.context_limit, self.config.tool_format
+        return ChatTemplate(model.codec, model.stop_token_ids, tools, date, limit, tool_format=form)

@@ -10,8 +10,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from radixkv.chat.calls.formats import HERMES
 from radixkv.chat.messages import Message
-from radixkv.chat.tool_call_formats import HERMES
 
 _ABOUT = """# Tools
 

@@ -140,6 +140,7 @@ class Histories:
     strips_thinking: bool
     shows_system: bool
     shows_tools: bool
+    tool_format: str | None  # of calls; None if calls stay text
 
     @property
     def inexact(self) -> Difference | None:
@@ -161,6 +162,7 @@ def histories(tokenizer: Any, stop_ids: frozenset[int]) -> Histories:
         strips_thinking=template.strips_thinking,
         shows_system=_shows_system(template),
         shows_tools=with_tools.rendering.writes_tools,
+        tool_format=with_tools.call_format.name if with_tools.call_format else None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from radixkv.engine import Usage
@@ -17,15 +17,27 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A request of the model to call `name(**arguments)`; answer it with a ToolResult of the same id."""
+    """A request of the model to call `name(**arguments)`; answer it with a ToolResult of the same id.
+
+    `written` is the JSON text of the arguments, if it was read from a reply. A call is not `complete` if the reply
+    broke off inside its arguments: they are empty then, and `written` has their beginning.
+    """
 
     id: str
     name: str
     arguments: dict[str, Any]
+    written: str = field(default="", compare=False, repr=False)
+    complete: bool = field(default=True, repr=False)
+
+    @property
+    def text(self) -> str:
+        """The JSON text of the arguments: equal to the text that is streamed."""
+        return self.written or json.dumps(self.arguments, ensure_ascii=False)
 
     def as_message(self) -> Message:
         """Return the call in the form that chat templates take."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        arguments = self.arguments if self.complete else self.written
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +57,10 @@ class ToolResult:
 class Reply:
     """The reply of the assistant in one turn.
 
-    `text` is the text outside `tool_calls` and `thinking`. Text that begins like a call but is not one stays in it,
-    tags included. `finish_reason` is "stop" or "length", as of a `Completion`. `token_ids` are the sampled ids, a stop
-    token included, and `logprobs` has an entry for each, if they were asked for. `usage.cached_tokens` is the number of
-    prompt tokens that were found in the cache. `parsed` is the answer as an object, if the call has a `schema`.
+    `text` is the text outside `tool_calls` and `thinking`. A call with wrong arguments stays in it, tags included.
+    `finish_reason` is "stop" or "length", as of a `Completion`. `token_ids` are the sampled ids, a stop token included,
+    and `logprobs` has an entry for each, if they were asked for. `usage.cached_tokens` is the number of prompt tokens
+    that were found in the cache. `parsed` is the answer as an object, if the call has a `schema`.
     """
 
     text: str

@@ -231,6 +231,10 @@ class Rendering:
         tools = ANY_TOOL if named or self.tools_as_text else None
         return Rendering(self.tokenizer, tools, _ANY_DATE, self._guard, self.arguments)
 
+    def with_tools(self, tools: Sequence[Any]) -> Rendering:
+        """Return the same template with other tools."""
+        return Rendering(self.tokenizer, tools, self.date, self._guard, self.arguments)
+
     # ---- inside
 
     def _rendered(self, guarded: Sequence[Mapping[str, Any]], *, reply: bool) -> str:

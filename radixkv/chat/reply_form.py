@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Literal, TypeAlias
 
+from radixkv.chat.calls.tools import with_object, with_text
 from radixkv.chat.messages import Message
 from radixkv.chat.rendering import Key, Memo, Rendering
 from radixkv.chat.thinking import CHANNEL, THINK_END, THINK_START, only_thinks
-from radixkv.chat.tool_call_formats import with_object, with_text
 from radixkv.errors import ChatError
 
 ThinkingField: TypeAlias = Literal["content", "reasoning_content"]

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from radixkv import private_files
+from radixkv.chat.calls.tools import too_deep
+from radixkv.chat.calls.values import DEEPEST
 from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message, ToolCall
-from radixkv.chat.tool_call_formats import DEEPEST, too_deep
 from radixkv.engine.input_processor import check_date, checked_ids
 from radixkv.errors import ChatError, InvalidInput
 from radixkv.sampling.params import is_int

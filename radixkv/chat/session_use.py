@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 from radixkv.errors import SessionInUse
@@ -26,37 +26,30 @@ class SessionUse:
         self._users: list[User] = []
         self._lock = threading.RLock()  # reentrant: the garbage collector may close an iterator while it is held
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self) -> AbstractContextManager[None]:
         """Enter a call of the session. Raises SessionInUse if another user is in one, or reads its stream."""
-        user = _current()
-        with self._lock:
-            for other in self._users:
-                if other is not user and _is_alive(other):
-                    raise SessionInUse(
-                        f"this chat session is used by {_name(other)}: one at a time may use a session; wait for that "
-                        "call, cancel it with stream.close(), or use a fork() of the session"
-                    )
-            self._users.append(user)
-        try:
-            yield
-        finally:
-            self._leave(user)
+        return self._entered(alone=True)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Enter a stream of the session, to read it or to wait for its end. Refuses no other user."""
+        return self._entered(alone=False)
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Enter a stream of the session, to read it or to wait for its end. Refuses no other user."""
+    def _entered(self, *, alone: bool) -> Iterator[None]:
         user = _current()
         with self._lock:
+            others = (each for each in self._users if alone and each is not user and _is_alive(each))
+            if (other := next(others, None)) is not None:
+                raise SessionInUse(
+                    f"this chat session is used by {_name(other)}: one at a time may use a session; wait for that "
+                    "call, cancel it with stream.close(), or use a fork() of the session"
+                )
             self._users.append(user)
         try:
             yield
         finally:
-            self._leave(user)
-
-    def _leave(self, user: User) -> None:
-        with self._lock:
-            self._users.remove(user)
+            with self._lock:
+                self._users.remove(user)
 
 
 def _current() -> User:

@@ -12,17 +12,20 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+from radixkv.chat.calls.choice import TRIAL_CALL, TRIAL_TOOLS, chosen
+from radixkv.chat.calls.formats import HERMES, CallFormat, format_named
 from radixkv.chat.messages import Message, ToolCall, calls_of
-from radixkv.chat.rendering import Rendering, at_least
+from radixkv.chat.rendering import Key, Memo, Rendering, at_least
 from radixkv.chat.reply_form import CallNames, Marks, ReplyForm, reply_form, shared
 from radixkv.chat.splicing import Splicing, from_stop_text, unused_word, without_closing
 from radixkv.chat.template_arguments import Arguments
 from radixkv.chat.thinking import CHANNEL, THINK_START
-from radixkv.chat.tool_call_formats import HERMES, CallFormat, format_of
 from radixkv.errors import ChatError, PromptTooLong
 
 Thinking: TypeAlias = Literal["begun", "possible", "over"]
 
+_CHOSEN = Memo[Key, CallFormat | None]()
+_USER: Message = {"role": "user", "content": "radixkv.user."}
 _TAG = 16  # most tokens of a tag and the white space after it, if each character is one
 _LONG = 8  # characters per allowed token above which the tokens of a text are counted before it is encoded
 
@@ -44,8 +47,13 @@ class ChatTemplate:
         limit: int | None = None,
         *,
         arguments: Arguments | None = None,
+        tool_format: str = "auto",
     ) -> None:
-        """Raises ChatError for a model without a chat template, InvalidInput for tools that JSON cannot hold."""
+        """`tool_format` names the format of calls; "auto" tries the template.
+
+        Raises ChatError for a model without a chat template, InvalidInput for an unknown format, and for tools that
+        JSON cannot hold."""
+        self._format = format_named(tool_format)
         self.rendering = Rendering(tokenizer, tools, date, arguments=arguments)
         self.stop_ids = stop_ids
         self.limit = limit
@@ -184,7 +192,10 @@ class ChatTemplate:
     @cached_property
     def call_format(self) -> CallFormat | None:
         """The format of the model's tool calls, None if it is unknown."""
-        return HERMES if self.rendering.tools_as_text else format_of(self.rendering.tokenizer)
+        if self._format is not None or self.rendering.tools_as_text:
+            return self._format or HERMES
+        rendering = self.rendering
+        return _CHOSEN.get(rendering.tokenizer, rendering.key, lambda: chosen(rendering.tokenizer, self._trial_call()))
 
     @cached_property
     def has_channels(self) -> bool:
@@ -197,6 +208,20 @@ class ChatTemplate:
         return next((number for number, token in added.items() if token.content == tag), None)
 
     # ---- inside
+
+    def _trial_call(self) -> str | None:
+        """Return the trial call as the template writes it, after thinking; None if it shows no calls."""
+        rendering = self.rendering.without_content.with_tools(TRIAL_TOOLS)
+        try:
+            form = reply_form(rendering)
+            messages = form.taken(
+                [_USER, {"role": "assistant", "content": "", "tool_calls": [TRIAL_CALL.as_message()]}]
+            )
+            whole, begun = rendering.render(messages, reply=False), rendering.render(messages[:1])
+        except ChatError:
+            return None
+        text = whole[shared(whole, begun) :].rpartition(form.thinking_tags[1])[2]
+        return text if TRIAL_CALL.name in text else None
 
     def _after_reply(self, new: Sequence[Message], calls: CallNames) -> str:
         """Render the text between the words of an assistant and the start of the next reply."""

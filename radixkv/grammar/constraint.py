@@ -56,7 +56,7 @@ def embedded(constraint: Constraint) -> str:
         case "regex":
             return f"/{_lark_regex(str(value))}/"
         case "choice":
-            return " | ".join(map(_quoted, value))
+            return " | ".join(map(quoted, value))
     return f"%lark {{\n{_as_lark(str(value))}\n}}"
 
 
@@ -92,11 +92,11 @@ _WRITERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "json_schema": lambda text: {"json_schema": schema_with_separators(json.loads(text))},
     "regex": lambda text: {"lark_grammar": f"start: REPLY\nREPLY: /{_lark_regex(text)}/\n"},
     "grammar": lambda text: {"lark_grammar": _checked_lark(_as_lark(text))},
-    "choice": lambda texts: {"lark_grammar": "start: REPLY\nREPLY: " + " | ".join(map(_quoted, texts))},
+    "choice": lambda texts: {"lark_grammar": "start: REPLY\nREPLY: " + " | ".join(map(quoted, texts))},
 }
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Return a text as a string of a grammar."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # Lark refuses this character
 

@@ -16,17 +16,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixkv.chat.messages import ToolCall
-from radixkv.chat.tool_call_formats import with_text
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.reply import Piece
-from radixkv.serve.responses import DONE, encode_response, running_usage, sse_event, usage
+from radixkv.serve.responses import COMMENT, DONE, encode_response, running_usage, sse_event, usage
 from radixkv.serve.schemas import read_chat
 from radixkv.serve.service import Service
 from radixkv.serve.turn import Reply, Step, Turn, respond
-
-_NO_CONTENT = b'"content":""'
 
 
 async def create(service: Service, request: Request) -> Response:
@@ -37,13 +33,15 @@ async def create(service: Service, request: Request) -> Response:
 class ChatAnswer:
     """Write the response to one chat completion request."""
 
+    keep_alive = COMMENT
+
     def __init__(self, turn: Turn) -> None:
         """Write the replies of `turn`."""
         self._turn, self._service = turn, turn.service
         self._options = turn.request.options
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._parts: dict[int, tuple[bytes, bytes]] = {}
+        self._parts: dict[tuple[int, int | None], tuple[bytes, bytes]] = {}  # around texts: by choice, and by call
         self._sampled = 0  # tokens of all replies so far
 
     # ---- whole
@@ -68,7 +66,7 @@ class ChatAnswer:
         if reply.thinking and not self._turn.request.hides_thinking:
             message["reasoning_content"] = reply.thinking
         if reply.calls:
-            message["tool_calls"] = [_call(call) for call in reply.calls]
+            message["tool_calls"] = [_call(call.id, call.name, call.text) for call in reply.calls]
         logprobs = reply.completion.logprobs
         choice = {
             "index": reply.index,
@@ -104,10 +102,12 @@ class ChatAnswer:
         """Return the events for one step: empty while its text is held back."""
         pieces, chunk = step.pieces, step.chunk
         self._sampled += len(chunk.token_ids)
-        if len(pieces) == 1 and pieces[0].content and chunk.logprobs is None and step.end is None:
-            return self._content_event(step.index, pieces[0].content)
+        if len(pieces) == 1 and chunk.logprobs is None and step.end is None:
+            call = pieces[0].call
+            if text := pieces[0].content if call is None or call.opens else call.arguments:
+                return self._text_event(step.index, text, None if call is None else call.number)
         hides = self._turn.request.hides_thinking
-        deltas = [_delta(piece) for piece in pieces if not (hides and piece.thinking)]
+        deltas = [delta for piece in pieces if not (hides and piece.thinking) and (delta := _delta(piece))]
         logprobs = None if chunk.logprobs is None else self._logprobs(chunk.token_ids, [chunk.logprobs])
         if logprobs is not None and not deltas:
             deltas = [{"content": ""}]
@@ -123,14 +123,15 @@ class ChatAnswer:
         head = self._head("chat.completion.chunk")
         return sse_event({**head, "choices": [], "usage": usage([self._turn.completion])}) + DONE
 
-    def _content_event(self, index: int, text: str) -> bytes:
-        """Return the most frequent event, a delta of content, from prepared parts; equal to `_event`, but faster."""
+    def _text_event(self, index: int, text: str, call: int | None) -> bytes:
+        """Return a delta of content or of a call's arguments from prepared parts; equal to `_event`, but faster."""
         if self._options.running_usage:
-            return self._event(index, {"content": text})
-        if index not in self._parts:
-            front, _, back = self._event(index, {"content": ""}).partition(_NO_CONTENT)
-            self._parts[index] = front + _NO_CONTENT[:-2], back
-        front, back = self._parts[index]
+            return self._event(index, _text_delta(text, call))
+        key = index, call
+        if key not in self._parts:
+            front, _, back = self._event(index, _text_delta("", call)).rpartition(b'""')
+            self._parts[key] = front, back
+        front, back = self._parts[key]
         return front + json.dumps(text).encode() + back
 
     def _event(self, index: int, delta: JsonObject, logprobs: Any = None, reason: str | None = None) -> bytes:
@@ -152,10 +153,19 @@ class ChatAnswer:
 
 
 def _delta(piece: Piece) -> JsonObject:
-    if piece.call is not None:
-        return {"tool_calls": [{"index": piece.number, **_call(piece.call)}]}
-    return {"reasoning_content": piece.thinking} if piece.thinking else {"content": piece.content}
+    """Return the delta for a piece; empty for the end of a call without more text."""
+    call = piece.call
+    if call is None:
+        return {"reasoning_content": piece.thinking} if piece.thinking else _text_delta(piece.content, None)
+    if call.opens:
+        return {"tool_calls": [{"index": call.number, **_call(call.id, call.name, call.arguments)}]}
+    return _text_delta(call.arguments, call.number) if call.arguments else {}
 
 
-def _call(call: ToolCall) -> JsonObject:
-    return with_text(call.as_message())
+def _text_delta(text: str, call: int | None) -> JsonObject:
+    """Return a delta of content, or of the arguments of an open call."""
+    return {"content": text} if call is None else {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+
+
+def _call(number: str, name: str, arguments: str) -> JsonObject:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -33,7 +33,7 @@ _EXIT_DELAY = 1.0  # seconds for closing the engine and a trace that it writes
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM. Return 0, or 128 plus the number of a second signal.
+    """Serve until Ctrl-C, SIGTERM or SIGHUP. Return 0, or 128 plus the number of a second signal.
 
     Raises InvalidInput for arguments that are wrong or unsafe, OSError for an address in use, and UnsupportedModel.
     """
@@ -45,10 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
         _log_to_stderr(arguments.quiet)
         _print(f"loading {arguments.model}; until then, port {sock.getsockname()[1]} answers with status 503")
         from radixkv.chat import AsyncEngine, Engine  # takes seconds: it imports torch
+        from radixkv.chat.calls.formats import format_named
         from radixkv.serve.server import Server
 
         waiting.phase = "loading the model"
         with _naming_options():
+            format_named(config.tool_format)  # an unknown one is refused now
             engine = Engine.load(arguments.model, config, tokenizer=arguments.tokenizer)
         with engine:
             name = settings.model_name or engine.model.name

@@ -17,6 +17,7 @@ from itertools import count
 from json import dumps, loads
 from typing import Any, TypeVar
 
+from radixkv.chat.calls.formats import CallFormat
 from radixkv.chat.constrained import CallRule, constrained
 from radixkv.chat.history_mode import history_mode
 from radixkv.chat.messages import Message
@@ -24,7 +25,6 @@ from radixkv.chat.rendering import ANY_TOOL, pieces
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_arguments import Arguments, TemplateOption, arguments_key, template_arguments
 from radixkv.chat.thinking import THINK_END, THINK_START
-from radixkv.chat.tool_call_formats import CallFormat
 from radixkv.engine.input_processor import ControlTokens, today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.sampling.params import SamplingParams
@@ -85,13 +85,14 @@ class Conversations:
         *,
         new_session: Callable[[], int] | None = None,
         limit: int | None = None,
+        tool_format: str = "auto",
     ) -> None:
         """Serve one model's tokenizer; without a chat template, `prompt` raises ChatError.
 
         Raises InvalidInput for "append" if that would lose text of the template even without tools.
         """
         self._index = HistoryIndex(capacity)
-        self._mode, self._limit = mode, limit
+        self._mode, self._limit, self._tool_format = mode, limit, tool_format
         self._new_session = new_session or count(1).__next__
         self._sessions: OrderedDict[tuple[Hashable, bytes], int] = OrderedDict()  # the least recent first
         self._lock = threading.Lock()
@@ -295,7 +296,8 @@ class Conversations:
     def _make_template(self, tools: str, date: str, arguments: str = "") -> ChatTemplate:
         values = loads(arguments) if arguments else None
         given = loads(tools) if tools else None
-        return ChatTemplate(self._tokenizer, self._stop_ids, given, date, self._limit, arguments=values)
+        options: dict[str, Any] = {"arguments": values, "tool_format": self._tool_format}
+        return ChatTemplate(self._tokenizer, self._stop_ids, given, date, self._limit, **options)
 
     def _appends(self, template: ChatTemplate) -> bool:
         try:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from radixkv.chat.tool_call_formats import DEEPEST, too_deep
+from radixkv.chat.calls.tools import too_deep
+from radixkv.chat.calls.values import DEEPEST
 from radixkv.sampling.params import json_reason
 from radixkv.serve.errors import ApiError, bad_request
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from radixkv.chat.calls.tools import arguments_object
 from radixkv.chat.messages import Message
-from radixkv.chat.tool_call_formats import arguments_object
 from radixkv.serve.bodies import Anything, AtLeastOne, Body, ByField, ByType, NotEmpty, OneError, Only, Several, broken
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.role_order import results_in_order

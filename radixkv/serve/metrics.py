@@ -122,6 +122,7 @@ _histogram = partial(_family, HistogramMetricFamily)
 def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     stats, cache = snapshot.stats, snapshot.stats.cache
     labels = {"model": snapshot.model, "device": stats.device, "dtype": stats.dtype, "attention": stats.attention}
+    labels |= {"kv_dtype": stats.kv_dtype}
     yield _gauge("radixkv:engine_info", "Labels describe the engine; always 1", 1, common=labels)
     yield _gauge("radixkv:uptime_seconds", "Seconds since the engine was loaded", stats.uptime_s)
     yield from _own_requests(snapshot)
@@ -150,6 +151,11 @@ def _own_memory(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("radixkv:state_slots", "Slots of cached recurrent states", slots, "state")
     images = {"used": cache.host_blocks - cache.host_free_blocks, "free": cache.host_free_blocks}
     yield _gauge("radixkv:host_blocks", "Blocks of the second tier, in host memory", images, "state")
+    records = {"used": stats.disk.records, "free": stats.disk.slots - stats.disk.records}
+    yield _gauge("radixkv:disk_blocks", "Blocks of the third tier, on disk", records, "state")
+    yield _counter("radixkv:disk_tokens", "Tokens whose KV was read from disk", stats.disk_tokens)
+    for name, about in _DISK_COUNTERS.items():
+        yield _counter(f"radixkv:disk_{name}", about, getattr(stats.disk, name))
     failed = {"load": stats.failed_loads, "offload": stats.failed_offloads}
     yield _counter("radixkv:host_failures", "Failed copies from the host and to the host", failed, "direction")
     yield _gauge("radixkv:state_bytes", "Memory of all rows and slots of recurrent states, in bytes", stats.state_bytes)
@@ -227,6 +233,16 @@ _CACHE_COUNTERS = {
     "offloaded_blocks": "Blocks that left the pool and were copied to the host",
     "loaded_tokens": "Tokens whose KV was loaded from the host",
     "host_evicted_blocks": "Blocks that were evicted on the host to make room there; part of the evicted blocks",
+}
+_DISK_COUNTERS = {
+    "written_blocks": "Blocks that were written to the disk cache",
+    "read_blocks": "Blocks that were read from the disk cache",
+    "evicted_records": "Blocks that were evicted on disk to make room there",
+    "dropped_blocks": "Blocks that were not written: the disk was too slow, full, or failed",
+    "damaged_records": "Blocks on disk that were dropped because they, or a block before them, were damaged",
+    "failed_writes": "Faults of writing to the disk cache",
+    "failed_reads": "Faults of reading from the disk cache",
+    "abandoned_reads": "Requests that gave up waiting for the disk cache",
 }
 _OWN_HISTOGRAMS = {
     "token_gap_seconds": ("gap", "Seconds between two tokens of a stream"),

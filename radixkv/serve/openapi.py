@@ -136,21 +136,22 @@ def _head(kind: str, choice: JsonObject) -> JsonObject:
 
 
 def _chat_choice() -> JsonObject:
-    call = answer({"id": TEXT, "type": {"const": "function"}, "function": _function()})
+    function = answer({"name": TEXT, "arguments": {"type": "string", "contentMediaType": "application/json"}})
+    call = answer({"id": TEXT, "type": {"const": "function"}, "function": function})
     said = {"role": {"const": "assistant"}, "content": STRING, "refusal": {"type": "null"}}
     message = answer(said, reasoning_content=TEXT, tool_calls=array(call, least=1))
     return {"index": _INDEX, "message": message, "logprobs": maybe(_chat_logprobs()), "finish_reason": _ENDS}
 
 
 def _chat_delta() -> JsonObject:
-    """The text since the last event of this choice: one of the fields, or none at its end."""
-    call = answer({"index": _INDEX, "id": TEXT, "type": {"const": "function"}, "function": _function()})
+    """The text since the last event of this choice: one of the fields, or none at its end.
+
+    The first event of a call has its id, type and name, and each of them more of its arguments.
+    """
+    more = answer({"arguments": TEXT}, name=TEXT)
+    call = answer({"index": _INDEX, "function": more}, id=TEXT, type={"const": "function"})
     delta = answer({}, role={"const": "assistant"}, content=TEXT, reasoning_content=TEXT, tool_calls=array(call))
     return {"index": _INDEX, "delta": delta, "logprobs": maybe(_chat_logprobs()), "finish_reason": maybe(_ENDS)}
-
-
-def _function() -> JsonObject:
-    return answer({"name": TEXT, "arguments": {"type": "string", "contentMediaType": "application/json"}})
 
 
 def _text_choice(ends: JsonObject) -> JsonObject:
@@ -173,4 +174,5 @@ def _chat_logprobs() -> JsonObject:
 
 
 def _usage() -> JsonObject:
-    return answer({**_COUNTS, "prompt_tokens_details": answer({"cached_tokens": COUNT}, host_tokens=COUNT)})
+    details = answer({"cached_tokens": COUNT}, host_tokens=COUNT, disk_tokens=COUNT)
+    return answer({**_COUNTS, "prompt_tokens_details": details})

@@ -6,14 +6,15 @@ Text is held back only while it may still be the start of a tag or of a call, or
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from radixkv.chat.calls.block import CallDelta, Tools
+from radixkv.chat.calls.formats import HERMES, CallFormat
+from radixkv.chat.calls.reader import CallReader, Part
 from radixkv.chat.messages import ToolCall
-from radixkv.chat.reply_parser import CallReader
-from radixkv.chat.thinking import TAGS as CHANNEL_TAGS
 from radixkv.chat.thinking import THINK_END, THINK_START, ThinkingReader
-from radixkv.chat.tool_call_formats import HERMES, CallFormat
 from radixkv.engine import Chunk
 
 
@@ -47,12 +48,11 @@ class TaggedText:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a reply: content, thinking, or tool call `number`."""
+    """A part of a reply: content, thinking, or more of a tool call."""
 
     content: str = ""
     thinking: str = ""
-    call: ToolCall | None = None
-    number: int = 0
+    call: CallDelta | None = None
 
 
 class ReplyReader:
@@ -69,20 +69,22 @@ class ReplyReader:
         thinking_tags: tuple[str, str] = (THINK_START, THINK_END),
         channels: bool = False,
         form: CallFormat | None = HERMES,
-        names: Collection[str] = (),
+        tools: Tools = MappingProxyType({}),
         seed: str = "0",
+        streams: bool = True,
     ) -> None:
         """Begin a reply.
 
         `thinking` says that the prompt ended with an open tag, `reads_calls` that calls are taken out of the text.
         `thinking_tags` enclose thinking; a reply that begins without one is read in `channels`, if the model has them.
-        `form` is the format of calls, `names` are the tools that there are, and `seed` makes the calls' ids.
+        `form` is the format of calls, `tools` are the tools by name, and `seed` makes the calls' ids. With `streams`,
+        calls are sent while they are read.
         """
         self._thinking = ThinkingReader(opened=thinking, tags=thinking_tags, channels=channels)
-        self._calls = CallReader(form, names, seed) if reads_calls and form is not None else None
+        self._calls = CallReader(form, tools, seed, streams=streams) if reads_calls and form is not None else None
         self._taken: list[str] = []
         self.content = self.thinking = ""
-        self.calls: list[ToolCall] = []
+        self.calls: list[ToolCall] = [] if self._calls is None else self._calls.calls
 
     @property
     def text(self) -> str:
@@ -111,18 +113,12 @@ class ReplyReader:
                 pieces += self._answer([text] if self._calls is None else self._calls.push(text))
         return pieces
 
-    def _answer(self, parts: Sequence[str | ToolCall]) -> list[Piece]:
+    def _answer(self, parts: Sequence[Part]) -> list[Piece]:
         pieces: list[Piece] = []
         for part in parts:
             if isinstance(part, str):
                 self.content += part
                 pieces.append(Piece(content=part))
             else:
-                self.calls.append(part)
-                pieces.append(Piece(call=part, number=len(self.calls) - 1))
+                pieces.append(Piece(call=part))
         return pieces
-
-
-def tags(form: CallFormat | None, thinking: tuple[str, str]) -> tuple[str, ...]:
-    """Return the tags that ReplyReader looks for, which may be control tokens."""
-    return (*thinking, *CHANNEL_TAGS, *(form.tags if form else ()))

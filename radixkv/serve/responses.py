@@ -37,19 +37,20 @@ class TurnUsage:
 
     `cached_tokens` of the `prompt_tokens` were found in the cache; the others were computed, and are cached now.
     `output_tokens` counts all replies, thinking and stop tokens included. `host_tokens` of the cached ones came from
-    host memory.
+    host memory, and `disk_tokens` of them from a disk.
     """
 
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     host_tokens: int = 0
+    disk_tokens: int = 0
 
     @property
     def details(self) -> JsonObject:
-        """The cached tokens, and apart from them those from host memory if there are some."""
-        host = {"host_tokens": self.host_tokens} if self.host_tokens else {}
-        return {"cached_tokens": self.cached_tokens, **host}
+        """The cached tokens, and apart from them those from host memory and from a disk if there are some."""
+        lower = {name: count for name in ("host_tokens", "disk_tokens") if (count := getattr(self, name))}
+        return {"cached_tokens": self.cached_tokens, **lower}
 
     @classmethod
     def of(cls, completions: Sequence[Completion]) -> TurnUsage:
@@ -59,6 +60,7 @@ class TurnUsage:
             sum(completion.usage.cached_tokens for completion in completions),
             sum(completion.usage.output_tokens for completion in all_replies(completions)),
             sum(min(each.usage.host_tokens, each.usage.cached_tokens) for each in completions),
+            sum(min(each.usage.disk_tokens, each.usage.cached_tokens) for each in completions),
         )
 
 
@@ -103,12 +105,15 @@ def _in_slices(value: Any, encode: Callable[[Any], str]) -> str:
 
 Result = TypeVar("Result")
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = 15.0  # seconds of silence before a stream sends its `keep_alive`, since clients give up on a silent one
+COMMENT = b": keep-alive\n\n"
 
 
 class EventStream(Response):
     """Send events as they arrive, until they end, the client disconnects, or it stops reading for too long.
 
-    A disconnect is noticed both while waiting for the next event and while sending one.
+    A disconnect is noticed both while waiting for the next event and while sending one. After each `KEEP_ALIVE` seconds
+    without an event, the stream sends `keep_alive`.
     """
 
     media_type = "text/event-stream"
@@ -119,6 +124,7 @@ class EventStream(Response):
         send_timeout: float,
         cleanup: ExitStack,
         error_event: Callable[[ApiError], bytes] | None = None,
+        keep_alive: bytes = COMMENT,
     ) -> None:
         """Close `cleanup` at the end of the response. `error_event` encodes an error; the default is OpenAI's form."""
         self.status_code = 200
@@ -126,8 +132,10 @@ class EventStream(Response):
         self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events, self._send_timeout, self._cleanup = events, send_timeout, cleanup
-        self._sending_since: float | None = None
+        self._keep_alive = keep_alive
+        self._sending, self._sent_at = False, monotonic()  # whether and when the latest part began to be sent
         self._timer: asyncio.TimerHandle | None = None
+        self._pinging: asyncio.Task[None] | None = None
         self._error_event = error_event or (lambda error: sse_event(error.body()))
 
     def init_headers(self, headers: Any = None) -> None:
@@ -142,15 +150,16 @@ class EventStream(Response):
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async with Interruptible(receive) as block:
-                    self._check_reader(block)
+                    self._check(send, block)
                     await self._sent(send)
             except ClientDisconnected:
                 log_fields["client"] = "left"
             except TimeoutError:
                 log_fields["client"] = "stopped reading"
             finally:
-                if self._timer is not None:
-                    self._timer.cancel()
+                for waiting in (self._timer, self._pinging):
+                    if waiting is not None:
+                        waiting.cancel()
                 await self._events.aclose()
 
     async def _sent(self, send: Send) -> None:
@@ -159,21 +168,33 @@ class EventStream(Response):
                 await self._send_one(send, event)
         except Exception as error:
             await self._send_one(send, self._error_event(as_api_error(error)))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if self._pinging is not None:
+            await self._pinging  # nothing follows the end
+        await self._send_one(send, b"", more=False)
 
-    async def _send_one(self, send: Send, event: bytes) -> None:
-        self._sending_since = monotonic()
-        await send({"type": "http.response.body", "body": event, "more_body": True})
-        self._sending_since = None
+    async def _send_one(self, send: Send, part: bytes, *, more: bool = True) -> None:
+        self._sending, self._sent_at = True, monotonic()
+        await send({"type": "http.response.body", "body": part, "more_body": more})
+        self._sending = False
 
-    def _check_reader(self, block: Interruptible) -> None:
-        """Interrupt the response once one event has been sent for too long. A timeout of each event would cost more."""
-        since = self._sending_since
-        wait = self._send_timeout - (0 if since is None else monotonic() - since)
-        if wait <= 0:
-            block.interrupt(TimeoutError())
-        else:
-            self._timer = asyncio.get_running_loop().call_later(wait, self._check_reader, block)
+    async def _ping(self, send: Send) -> None:
+        if not self._sending and monotonic() - self._sent_at >= KEEP_ALIVE:  # still, since the task began later
+            await self._send_one(send, self._keep_alive)
+
+    def _check(self, send: Send, block: Interruptible) -> None:
+        """Interrupt the response if one part is sent for too long, and keep a silent one alive.
+
+        One timer looks at the latest part, because a timer of each part would cost more.
+        """
+        limit, passed = self._send_timeout if self._sending else KEEP_ALIVE, monotonic() - self._sent_at
+        if passed >= limit:
+            if self._sending:
+                block.interrupt(TimeoutError())
+                return
+            self._pinging = asyncio.create_task(self._ping(send))
+            passed = 0
+        wait = min(limit - passed, self._send_timeout)
+        self._timer = asyncio.get_running_loop().call_later(wait, self._check, send, block)
 
 
 class ClientDisconnected(ApiError):

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
+from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.constrained import FREE_CALLS, CallRule, strict_tools
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, effort_option, thinking_option
-from radixkv.chat.tool_call_formats import tool_names
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.bodies import (
     Anything,
@@ -299,7 +299,7 @@ def read_chat(given: JsonObject, ignored: IgnoredFields | None = None) -> ChatRe
     """
     body = read(ChatBody, given, ignored)
     messages, tools = neutral_messages(body.messages), neutral_tools(given.get("tools"))
-    names, strict = tool_names(tools), strict_tools(tools)
+    names, strict = tools_by_name(tools), strict_tools(tools)
     rule, reads_calls = call_rule(body.tool_choice, body.parallel_tool_calls, names, strict, ignored)
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs", "has a meaning only with logprobs=true")

@@ -118,11 +118,17 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Shut down on Ctrl-C and SIGTERM. Unlike uvicorn's own method, do not raise the signals again afterwards."""
+        """Shut down on Ctrl-C, SIGTERM, and SIGHUP unless it is ignored, as under nohup.
+
+        Unlike uvicorn's own method, do not raise the signals again afterwards.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield
         finally:

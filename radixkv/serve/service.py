@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from radixkv.chat import AsyncEngine
+from radixkv.chat.calls.formats import HERMES
 from radixkv.chat.rendering import at_least
-from radixkv.chat.thinking import CHANNEL, THINK_START
+from radixkv.chat.thinking import CHANNEL, TAGS, THINK_START
 from radixkv.engine import Completion
 from radixkv.engine.input_processor import encode, template_text
 from radixkv.engine.request import TokenIds
@@ -30,7 +31,6 @@ from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
 from radixkv.serve.message_schemas import template_texts
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.openai_responses.store import ResponseStore
-from radixkv.serve.reply import tags
 from radixkv.serve.responses import Interruptible, TurnUsage
 from radixkv.serve.role_order import RoleOrder
 from radixkv.serve.schemas import Dialogue
@@ -77,6 +77,7 @@ class Service:
             settings.history,
             new_session=engine.client.new_session,
             limit=min(engine.context_limit - 1, settings.max_prompt_tokens or engine.context_limit),
+            tool_format=engine.config.tool_format,
         )
         self.responses = ResponseStore(settings.response_bytes)
         self.metrics = ServerMetrics(
@@ -90,7 +91,8 @@ class Service:
         self.call_format = self.conversations.call_format
         self.thinking_tags = self.conversations.thinking_tags
         self.role_order = RoleOrder(self.conversations.late_system, self.conversations.user_after_results)
-        shown = tags(self.call_format, self.thinking_tags)
+        calls = self.call_format or HERMES  # in which required calls are written
+        shown = (*self.thinking_tags, *TAGS, *calls.tags)
         self.hidden_tags = _hidden_tags(tokenizer, shown, engine.model.stop_token_ids)
         self.has_channels = CHANNEL in template_text(tokenizer)
         self._longest_token = _longest_token(tokenizer)

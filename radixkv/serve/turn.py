@@ -24,8 +24,9 @@ from typing import Any, Literal, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from radixkv.chat.calls.formats import HERMES
+from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.messages import Message, ToolCall
-from radixkv.chat.tool_call_formats import HERMES, tool_names
 from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.serve import submit
@@ -44,9 +45,9 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 class End:
     """The end of one reply.
 
-    `finish_reason` is "length" for a limit, else "tool_calls" if there is a call, else "stop". `stop_text` is the stop
-    string that ended the reply, None if the model ended it itself. `context_full` says that the reply reached the end
-    of the context before the client's `max_tokens`.
+    `finish_reason` is "length" for a limit, else "tool_calls" if there are calls, all complete, else "stop".
+    `stop_text` is the stop string that ended the reply, None if the model ended it itself. `context_full` says that the
+    reply reached the end of the context before the client's `max_tokens`.
     """
 
     finish_reason: FinishReason
@@ -80,7 +81,9 @@ class Reply:
 
 
 class Encoder(Protocol):
-    """Write the response to one turn in the form of one protocol."""
+    """Write the response to one turn in the form of one protocol. A silent stream sends `keep_alive` now and then."""
+
+    keep_alive: bytes
 
     async def whole(self) -> bytes:
         """Return the JSON of the whole response."""
@@ -104,8 +107,8 @@ async def respond(
         turn = await open_turn(service, request, read, cleanup, any_model=any_model)
         encoded = encoder(turn)
         if turn.request.options.stream:
-            timeout = service.settings.send_timeout
-            return EventStream(encoded.events(), timeout, cleanup.pop_all(), encoded.error_event)
+            endings = cleanup.pop_all(), encoded.error_event
+            return EventStream(encoded.events(), service.settings.send_timeout, *endings, encoded.keep_alive)
         return Response(await unless_disconnected(request, encoded.whole()), media_type="application/json")
 
 
@@ -172,7 +175,8 @@ class Turn:
                 thinking_tags=service.thinking_tags,
                 channels=service.has_channels,
                 form=service.call_format or (HERMES if request.call_rule.required else None),
-                names=tool_names(request.tools),
+                tools=tools_by_name(request.tools),
+                streams=request.options.stream,
                 seed=f"{prompt_hash}_{index}",  # equal requests get equal ids of tool calls, whole and as events
             )
             for index in range(request.options.replies)
@@ -257,7 +261,8 @@ class Turn:
         """Return the end of a reply of `tokens` tokens, from its last chunk or its completion."""
         if last.finish_reason == "length":
             return End("length", context_full=tokens < self.request.options.params.max_tokens)
-        return End("tool_calls" if self._readers[last.index].calls else "stop", last.stop_text)
+        complete = [call.complete for call in self._readers[last.index].calls]
+        return End("tool_calls" if complete and all(complete) else "stop", last.stop_text)
 
     async def _complete(self, completion: Completion) -> None:
         """Store the replies, before the client sees the end: its next request builds on them."""

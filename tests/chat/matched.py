@@ -45,6 +45,21 @@ def drawn(tokenizer: Any, stop_ids: frozenset[int], params: SamplingParams, seed
 _COMPILERS: dict[int, tuple[Any, GrammarCompiler]] = {}
 
 
+def accepted(tokenizer: Any, stop_ids: frozenset[int], params: SamplingParams, text: str) -> bool:
+    """Whether a grammar allows a text, and the end of the reply after it."""
+    matcher = _compiler(tokenizer, stop_ids).matcher(params)
+    assert matcher is not None
+    bits = np.empty((1, -(-matcher.vocab_size // 32)), np.int32)
+    for token in [*tokenizer.encode(text, add_special_tokens=False), min(stop_ids)]:
+        if matcher.finished:
+            return token in stop_ids
+        assert not matcher.fill([matcher], bits)
+        if not np.unpackbits(bits.view(np.uint8), bitorder="little")[token]:
+            return False
+        matcher.consume([token])
+    return True
+
+
 def _compiler(tokenizer: Any, stop_ids: frozenset[int]) -> GrammarCompiler:
     if id(tokenizer) not in _COMPILERS:
         _COMPILERS[id(tokenizer)] = tokenizer, GrammarCompiler(tokenizer, len(tokenizer), stop_ids)

@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 
 from radixkv import SamplingParams, ToolResult, Usage
+from radixkv.chat.calls.formats import HERMES
+from radixkv.chat.calls.reader import split_calls
 from radixkv.chat.constrained import CallRule, constrained
-from radixkv.chat.reply_parser import split_calls
 from radixkv.chat.template import ChatTemplate
-from radixkv.chat.tool_call_formats import HERMES
 from tests.chat.matched import drawn
 from tests.chat.worlds import THINKING, byte_tokenizer, chat_engine
 from tests.selection import mostly_long
@@ -96,6 +96,6 @@ def test_required_calls_are_constrained(template: str) -> None:
     params = constrained(SamplingParams(), chat, CallRule(required=True, parallel=False), "over")
     for seed in range(3):
         text = drawn(tokenizer, chat.stop_ids, params, seed)
-        rest, [call] = split_calls(text or "", HERMES, {"look"}, "0")
+        rest, [call] = split_calls(text or "", HERMES, {"look": {}}, "0")
         assert rest == "" and call.name == "look"
         jsonschema.validate(call.arguments, CITY)

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from radixkv.chat.calls.values import DEEPEST
 from radixkv.chat.messages import ToolCall
 from radixkv.chat.template import ChatTemplate
-from radixkv.chat.tool_call_formats import DEEPEST
 from radixkv.errors import ChatError
 from tests.chat.styles import DATE, NEED, STYLES, Style, sampled_call, written_call
 from tests.chat.worlds import THINKING, byte_tokenizer

@@ -75,6 +75,44 @@ LLAMA = """{{- '<|begin_of_text|>' }}
 {% endif %}"""
 
 
+# Each argument has tags of its own, and a text stands there without quotes.
+CODER = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% for call in m.tool_calls or [] %}
+{%- if m.content or not loop.first %}{{ '\\n' }}{% endif %}<tool_call>
+<function={{ call.function.name }}>
+{% for key, value in call.function.arguments | items %}<parameter={{ key }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+# Keys are bare, and texts have a quote of their own.
+GEMMA = """{%- macro write(value) -%}
+{%- if value is string %}<|"|>{{ value }}<|"|>
+{%- elif value is mapping %}{{ '{' }}{% for key, each in value | items %}{{ key }}:{{ write(each) }}
+{{- ',' if not loop.last }}{% endfor %}{{ '}' }}
+{%- elif value is iterable %}[{% for each in value %}{{ write(each) }}{{ ',' if not loop.last }}{% endfor %}]
+{%- else %}{{ value | tojson }}
+{%- endif %}
+{%- endmacro %}
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% for call in m.tool_calls or [] -%}
+<|tool_call>call:{{ call.function.name }}{{ write(call.function.arguments) }}<tool_call|>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
 @dataclass(frozen=True)
 class Dialect:
     """A template, its control tokens, the text before a reply, and how the model writes calls."""
@@ -149,6 +187,28 @@ def _llama(calls: list[tuple[str, dict[str, Any]]]) -> str:
     return "; ".join(_json({"name": name, "parameters": given}) for name, given in calls)
 
 
+def _coder(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    def argument(key: str, value: Any) -> str:
+        return f"<parameter={key}>\n{value if isinstance(value, str) else _json(value)}\n</parameter>\n"
+
+    rows = [(name, "".join(argument(*each) for each in given.items())) for name, given in calls]
+    return "\n".join(f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>" for name, given in rows)
+
+
+def _gemma(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    def write(value: Any) -> str:
+        match value:
+            case str():
+                return f'<|"|>{value}<|"|>'
+            case dict():
+                return "{" + ",".join(f"{key}:{write(each)}" for key, each in value.items()) + "}"
+            case list():
+                return "[" + ",".join(map(write, value)) + "]"
+        return _json(value)
+
+    return "".join(f"<|tool_call>call:{name}{write(given)}<tool_call|>" for name, given in calls)
+
+
 _CHATML = ("<|im_start|>assistant\n",)
 _MISTRAL = ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
 _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
@@ -158,5 +218,7 @@ DIALECTS = {
     "Qwen, tags as control tokens": Dialect(QWEN, ("<tool_call>", "</tool_call>"), _CHATML, "<|im_end|>", _hermes),
     "Mistral, a list": Dialect(MISTRAL_LIST, _MISTRAL, ("[/INST]", "[/TOOL_RESULTS]"), "</s>", _mistral_list),
     "Mistral, by name": Dialect(MISTRAL_NAMED, _MISTRAL, ("[/INST]", "[/TOOL_RESULTS]"), "</s>", _mistral_named),
+    "Qwen3-Coder": Dialect(CODER, (), _CHATML, "<|im_end|>", _coder),
+    "Gemma 4": Dialect(GEMMA, ("<|tool_call>", "<tool_call|>", '<|"|>'), _CHATML, "<|im_end|>", _gemma),
     "Llama": Dialect(LLAMA, _LLAMA, ("assistant<|end_header_id|>\n\n",), "<|eot_id|>", _llama, most_calls=1),
 }

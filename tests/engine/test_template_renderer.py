@@ -142,7 +142,12 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+SLOW = {"sums", "macros", "loops of filters", "a caller"}  # they take a second each
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.long] if each in SLOW else []) for each in HOSTILE]
+)
 def test_a_hostile_template_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_renderer, "_SECONDS", (1.0, 0))
     start = time.thread_time()

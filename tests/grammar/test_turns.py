@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -33,7 +33,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], threading.Semap
 
     def wait(self: GrammarCompiler, constraint: Any) -> Any:
         compiled.append(constraint.value)
-        assert gate.acquire(timeout=20)
+        assert gate.acquire(timeout=120)
         return compile_one(self, constraint)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", wait)
@@ -88,19 +88,28 @@ def test_a_constraint_is_compiled_once_while_it_is_held(monkeypatch: pytest.Monk
 
 def test_constraints_of_clients_that_left_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, gate = watched(monkeypatch)
+    begun, begin = [], GrammarCompiler.begin
+
+    def noted(self: GrammarCompiler, params: SamplingParams, owner: Any = None) -> Any:
+        begun.append(params.choice)
+        return begin(self, params, owner)
+
+    def body(word: str) -> dict[str, Any]:
+        return {"model": "fake", "prompt": "Hi", "guided_choice": [word], "max_tokens": 1}
+
+    monkeypatch.setattr(GrammarCompiler, "begin", noted)
     with hosted(Settings(port=0)) as host:
-
-        def ask(word: str, timeout: float = 0.3) -> int:
-            body = {"model": "fake", "prompt": "Hi", "guided_choice": [word], "max_tokens": 1}
-            with suppress(httpx.ReadTimeout):
-                return httpx.post(f"{host.url}/v1/completions", json=body, timeout=timeout).status_code
-            return 0
-
-        with ThreadPoolExecutor(8) as pool:
-            assert not any(pool.map(ask, map(str, range(60))))
+        url = f"{host.url}/v1/completions"
+        address = httpx.URL(url)
+        for word in map(str, range(60)):  # each client leaves once its constraint waits
+            request = httpx.Request("POST", url, json=body(word))
+            head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+            with socket.create_connection((address.host, address.port)) as connection:
+                connection.sendall(f"POST {address.path} HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+                until(lambda word=word: (word,) in begun)
         until(lambda: host.service.limiter.streams == 0)
         gate.release(100)
-        assert ask("stays", 30) == 200
+        assert httpx.post(url, json=body("stays"), timeout=30).status_code == 200
     assert len(compiled) < 40, "the first one, the latest ones that are kept, and the last"
 
 

@@ -158,8 +158,11 @@ def test_tool_calls_are_taken_out_of_the_text():
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "now" and json.loads(call["function"]["arguments"]) == {"zone": "UTC"}
     deltas = [event["choices"][0]["delta"] for event in streamed]
-    (found,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
-    assert found[0]["index"] == 0 and found[0]["function"] == call["function"]
+    first, *more = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert (first["index"], first["id"], first["type"]) == (0, call["id"], "function")
+    assert all(set(each) == {"index", "function"} and set(each["function"]) == {"arguments"} for each in more)
+    first["function"]["arguments"] += "".join(each["function"]["arguments"] for each in more)
+    assert first["function"] == call["function"]
     assert texts(streamed) == {0: "Let me see."}
     assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert untouched["choices"][0]["message"]["content"] == f"Let me see.\n{CALL}"

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from radixkv.chat.tool_call_formats import DEEPEST
+from radixkv.chat.calls.values import DEEPEST
 from radixkv.serve import Settings
 from tests.serve.served import ASKED, CHAT, read_messages, served
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.chat.tool_call_formats import HERMES
+from radixkv.chat.calls.formats import HERMES
 from radixkv.serve.conversations import Conversations, Mode
 from radixkv.serve.history import shared_length
 from tests.chat.worlds import byte_tokenizer

@@ -155,18 +155,6 @@ def test_the_tools_loop(served: Served) -> None:
         assert answer.usage.prompt_tokens_details.cached_tokens == asked.usage.total_tokens - 1
 
 
-def test_tool_calls_in_a_stream(served: Served) -> None:
-    messages = [{"role": "user", "content": "What is the weather in Oslo?"}]
-    with served.client() as client:
-        whole = chat(client, messages, tools=[WEATHER]).choices[0]
-        deltas = [chunk.choices[0] for chunk in chat(client, messages, tools=[WEATHER], stream=True)]
-    calls = [call for delta in deltas for call in delta.delta.tool_calls or []]
-    assert [call.index for call in calls] == [0]
-    assert calls[0].function.model_dump() == whole.message.tool_calls[0].function.model_dump()
-    assert not any(delta.delta.content for delta in deltas)
-    assert deltas[-1].finish_reason == "tool_calls"
-
-
 def test_several_replies_and_seeds(served: Served) -> None:
     def texts(client: openai.OpenAI, **options: Any) -> list[str]:
         reply = client.chat.completions.create(model="tiny", messages=HELLO, n=3, max_completion_tokens=12, **options)

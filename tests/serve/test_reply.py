@@ -31,12 +31,15 @@ PARTS = st.sampled_from(
 
 
 def read(texts, reads_calls=True, thinking=False, channels=False):
-    reader = ReplyReader(reads_calls=reads_calls, thinking=thinking, channels=channels)
+    reader = ReplyReader(reads_calls=reads_calls, thinking=thinking, channels=channels, tools={"now": {}})
     pieces = [piece for text in texts for piece in reader.push(text)] + reader.finish()
     assert "".join(piece.content for piece in pieces) == reader.content
     assert "".join(piece.thinking for piece in pieces) == reader.thinking
-    assert [piece.call for piece in pieces if piece.call] == reader.calls
-    assert [piece.number for piece in pieces if piece.call] == list(range(len(reader.calls)))
+    deltas = [piece.call for piece in pieces if piece.call]
+    assert [delta.call for delta in deltas if delta.call] == reader.calls
+    assert [delta.number for delta in deltas if delta.opens] == list(range(len(reader.calls)))
+    for number, call in enumerate(reader.calls):
+        assert "".join(delta.arguments for delta in deltas if delta.number == number) == call.text
     assert len({call.id for call in reader.calls}) == len(reader.calls)
     return reader.content, reader.thinking, [(call.name, call.arguments) for call in reader.calls]
 

@@ -208,11 +208,12 @@ def streaming(url: str, tokens: int) -> Iterator[Iterator[str]]:
 
 
 @pytest.mark.long
-def test_the_command_serves_until_it_is_told_to_stop():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_command_serves_until_it_is_told_to_stop(number):
     """After a real signal, the running stream ends complete, and the process exits with 0 and without a message."""
     with command() as (process, url):
         with streaming(url, 60) as lines:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             text = "\n".join(lines)
         assert text.rstrip().endswith("[DONE]")
         assert process.wait(60) == 0

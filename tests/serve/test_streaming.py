@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import selectors
 import socket
 import threading
+from contextlib import ExitStack
+from itertools import pairwise
 
 import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.serve import Settings
+from radixkv.serve import Settings, responses
+from radixkv.serve.responses import EventStream
 from tests.engine.fakes import check
 from tests.serve.served import CHAT, Hosted, ask, events, hosted, says, served, texts, until
 
@@ -198,6 +203,74 @@ def test_who_never_reads_is_left(caplog):
         leave(dawdler)
         check(host.engine)
     assert "client=stopped reading" in caplog.text
+
+
+class Clock(selectors.DefaultSelector):
+    """The time of an event loop that passes at once."""
+
+    now = 0.0
+
+    def select(self, timeout=None):
+        self.now += (timeout or 0) + 1e-9  # time never stands still
+        return super().select(0)
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.SelectorEventLoop(self)
+        loop.time = lambda: self.now
+        return loop
+
+
+SECONDS = st.sampled_from([0.0, 0.1, 1.0, 14.9, 15.0, 40.0])
+
+
+@settings(deadline=None)
+@given(st.lists(SECONDS, max_size=40), st.lists(SECONDS, max_size=3))
+def test_no_stream_is_silent_for_longer_than_15_seconds(waits, sends):
+    """Each event comes after a wait, and the first ones take a while to send."""
+    clock, begun, ended = Clock(), [], []
+
+    async def events():
+        for wait in waits:
+            await asyncio.sleep(wait)
+            yield b"event"
+
+    async def send(message):
+        begun.append((clock.now, message.get("body")))
+        await asyncio.sleep(sends[len(begun) - 1] if len(begun) <= len(sends) else 0)
+        ended.append(clock.now)
+
+    async def main():
+        stream = EventStream(events(), 30.0, ExitStack(), keep_alive=b"ping")
+        await stream({"state": {"log_fields": {}}}, asyncio.Event().wait, send)
+
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=clock.loop) as runner:
+        patch.setattr(responses, "monotonic", lambda: clock.now)
+        runner.run(main())
+    assert all(after - before <= 15 + 1e-6 for before, (after, _) in zip(ended, begun[1:], strict=False)), begun
+    assert all(after - before >= 15 - 1e-6 for (before, _), (after, body) in pairwise(begun) if body == b"ping"), begun
+    if 40.0 not in sends:  # else the client stopped reading
+        assert [body for _, body in begun if body != b"ping"] == [None, *[b"event"] * len(waits), b""]
+        assert begun[-1][1] == b""
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+def test_a_stream_is_kept_alive_before_and_between_tokens(path: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(responses, "KEEP_ALIVE", 0.01)
+    field = {"completions": "prompt", "responses": "input"}.get(path, "messages")
+    body = {"model": "fake", "stream": True, field: CHAT["messages"] if field == "messages" else "Hello!"}
+    body |= {"max_output_tokens" if field == "input" else "max_tokens": 6, "ignore_eos": True}
+    ping = "event: ping" if path == "messages" else ": keep-alive"
+    with hosted(brain=lambda _: 300) as host:
+        host.runner.gate, parts, pings, released = threading.Semaphore(0), [], [], -1
+        with httpx.stream("POST", f"{host.url}/v1/{path}", json=body, timeout=20) as answer:
+            for part in answer.iter_text():
+                parts += part.strip().split("\n\n")
+                pings = [each.startswith(ping) for each in parts]
+                if all(pings[-2:]) and pings.count(False) > released:  # not again for pings sent before the last tokens
+                    released = pings.count(False)
+                    host.runner.gate.release(3)
+    shape = [kind for at, kind in enumerate(pings) if at == 0 or kind != pings[at - 1]]
+    assert sum(shape) >= 2 and not pings[-1], parts
 
 
 def test_an_error_in_the_middle_is_an_event():

@@ -9,10 +9,10 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixkv.chat.tool_call_formats import HERMES
+from radixkv.chat.calls.formats import HERMES
 from radixkv.serve.errors import ApiError
 from radixkv.serve.reply import Piece
-from radixkv.serve.responses import sse_event
+from radixkv.serve.responses import COMMENT, sse_event
 from radixkv.serve.schemas import read_chat
 from radixkv.serve.service import Service
 from radixkv.serve.turn import End, Turn, TurnUsage, respond
@@ -25,6 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ci
 class Noted:
     """An encoder that records the neutral events or the whole replies of a turn."""
 
+    keep_alive = COMMENT
     seen: list[Any]
     turn: Turn
 
@@ -71,8 +72,10 @@ def test_events_are_pieces_and_one_end(server: Any) -> None:
         world.service.call_format = HERMES
         seen = ask(world, stream=True, tools=TOOLS, model="any-name")
         pieces = [each for _, each in seen if isinstance(each, Piece)]
-        (call,) = [piece.call for piece in pieces if piece.call]
+        deltas = [piece.call for piece in pieces if piece.call]
+        call = deltas[-1].call
         assert (call.name, call.arguments) == ("weather", {"city": "Oslo"})
+        assert "".join(delta.arguments for delta in deltas) == call.text
         assert "".join(piece.content for piece in pieces).strip() == "Wait."
         assert "".join(piece.thinking for piece in pieces).strip() == "hm"
         assert ends() == [(0, End("tool_calls"))] and seen[-1] == ends()[0]

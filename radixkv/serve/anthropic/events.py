@@ -6,7 +6,6 @@ closes it before the next one opens.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
 from base64 import b64encode
@@ -15,6 +14,7 @@ from contextlib import aclosing
 from hashlib import blake2b
 from secrets import token_bytes
 
+from radixkv.chat.calls.block import CallDelta
 from radixkv.chat.messages import ToolCall
 from radixkv.serve.anthropic.errors import error_body
 from radixkv.serve.anthropic.schemas import MessageRequest
@@ -24,14 +24,31 @@ from radixkv.serve.reply import Piece
 from radixkv.serve.responses import TurnUsage
 from radixkv.serve.turn import End, Turn
 
-PING_INTERVAL = 15.0  # seconds between pings until the first token; after it, almost each token is an event
 _KEY = token_bytes(32)  # of this process: the signatures of another server are as good as no signatures
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+_BLOCKS = {
+    "text": {"type": "text", "text": ""},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
+def event(body: JsonObject) -> bytes:
+    """Encode one event, whose name is the `type` of its JSON."""
+    return f"event: {body['type']}\ndata: {_encode(body)}\n\n".encode()
+
+
+_STOP = event({"type": "message_stop"})
 
 
 class MessageEncoder:
     """Write the response to one request; an `Encoder` of turn.py."""
+
+    keep_alive = event({"type": "ping"})
 
     def __init__(self, turn: Turn, request_id: str) -> None:
         """Write the responses of `turn`; errors contain `request_id`."""
@@ -48,7 +65,7 @@ class MessageEncoder:
             blocks.append({"type": "thinking", "thinking": thinking, "signature": signature(reply.thinking)})
         if reply.content:
             blocks.append({"type": "text", "text": reply.content})
-        blocks += [{**_opened(call), "input": call.arguments} for call in reply.calls]
+        blocks += [{**_tool_use(call), "input": call.arguments} for call in reply.calls]
         reason, stop = stop_reason(reply.end)
         message = {**self._head(self._usage(self._turn.usage)), "content": blocks}
         return _encode({**message, "stop_reason": reason, "stop_sequence": stop}).encode()
@@ -59,19 +76,12 @@ class MessageEncoder:
         yield event({"type": "message_start", "message": self._head(self._usage(begun))})
         blocks = BlockEvents(omits_thinking=self._request.omits_thinking)
         async with aclosing(self._turn.steps()) as steps:
-            first = asyncio.ensure_future(anext(steps))
-            try:
-                while not (await asyncio.wait([first], timeout=PING_INTERVAL))[0]:
-                    yield _PING
-            finally:
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
-            step = first.result()
-            while step.end is None:
-                if written := blocks.pieces(step.pieces):
+            async for step in steps:
+                written = blocks.pieces(step.pieces)
+                if step.end is not None:
+                    written += blocks.close() + self._last(step.end)
+                if written:
                     yield written
-                step = await anext(steps)
-        yield blocks.pieces(step.pieces) + blocks.close() + self._last(step.end)
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the last event of a stream that failed."""
@@ -136,12 +146,20 @@ class BlockEvents:
         if piece.call is not None:
             return self._call(piece.call)
         kind, text = ("thinking", piece.thinking) if piece.thinking else ("text", piece.content)
-        opened = b"" if kind == self._open else self._begin(kind)
+        opened = b"" if kind == self._open else self._begin(kind, _BLOCKS[kind])
         if kind == "thinking":
             self._thinking.append(text)
             if self._omits_thinking:
                 return opened
-        return b"".join((opened, self._front, json.dumps(text).encode(), self._back))
+        return opened + self._text(text)
+
+    def _call(self, call: CallDelta) -> bytes:
+        opened = self._begin("tool_use", _tool_use(call)) if call.opens else b""
+        more = self._text(call.arguments) if call.arguments else b""
+        return opened + more if call.call is None else opened + more + self.close()
+
+    def _text(self, text: str) -> bytes:
+        return b"".join((self._front, json.dumps(text).encode(), self._back))
 
     def _closed(self) -> Iterator[bytes]:
         if self._open == "thinking":
@@ -151,35 +169,16 @@ class BlockEvents:
             yield event({"type": "content_block_stop", "index": self._index})
         self._open = ""
 
-    def _begin(self, kind: str) -> bytes:
-        """Open a block of text or thinking, and prepare its deltas."""
+    def _begin(self, kind: str, block: JsonObject) -> bytes:
+        """Open a block, and prepare its deltas."""
+        closed = self.close()
+        self._index, self._open = self._index + 1, kind
         delta, field = _DELTAS[kind]
-        block = {"type": kind, field: "", **({"signature": ""} if kind == "thinking" else {})}
-        opened = self.close() + self._started(kind, block)
-        empty = self._delta({"type": delta, field: ""})
-        self._front, _, self._back = empty.rpartition(b'""')
-        return opened
-
-    def _call(self, call: ToolCall) -> bytes:
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
-        opened = self.close() + self._started("tool_use", _opened(call))
-        return opened + self._delta({"type": "input_json_delta", "partial_json": arguments}) + self.close()
-
-    def _started(self, kind: str, block: JsonObject) -> bytes:
-        self._index += 1
-        self._open = kind
-        return event({"type": "content_block_start", "index": self._index, "content_block": block})
+        self._front, _, self._back = self._delta({"type": delta, field: ""}).rpartition(b'""')
+        return closed + event({"type": "content_block_start", "index": self._index, "content_block": block})
 
     def _delta(self, delta: JsonObject) -> bytes:
         return event({"type": "content_block_delta", "index": self._index, "delta": delta})
-
-
-def event(body: JsonObject) -> bytes:
-    """Encode one event, whose name is the `type` of its JSON."""
-    return f"event: {body['type']}\ndata: {_encode(body)}\n\n".encode()
-
-
-_PING, _STOP = event({"type": "ping"}), event({"type": "message_stop"})
 
 
 def stop_reason(end: End) -> tuple[str, str | None]:
@@ -203,6 +202,6 @@ def signature(thinking: str) -> str:
     return b64encode(blake2b(thinking.encode(errors="replace"), key=_KEY, digest_size=48).digest()).decode()
 
 
-def _opened(call: ToolCall) -> JsonObject:
-    """Return a block of a tool call without its input, which arrives as a delta."""
+def _tool_use(call: ToolCall | CallDelta) -> JsonObject:
+    """Return a block of a tool call without its input, which arrives in deltas."""
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.constrained import CallRule
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, thinking_option
-from radixkv.chat.tool_call_formats import tool_names
 from radixkv.serve.anthropic.message_blocks import AnyMessage, Text, Texts, texts_of
 from radixkv.serve.bodies import (
     Anything,
@@ -241,7 +241,7 @@ def _call_rule(
     kind = "auto" if choice is None else choice.type
     strict = frozenset(tool.name for tool in body.tools or () if isinstance(tool, MessageTool) and tool.strict)
     rule = CallRule(kind in ("any", "tool"), several, only, strict)
-    rule = checked_rule(rule, tool_names(tools), ignored, parallel="tool_choice.disable_parallel_tool_use")
+    rule = checked_rule(rule, tools_by_name(tools), ignored, parallel="tool_choice.disable_parallel_tool_use")
     return rule, bool(tools) and kind != "none"
 
 

@@ -13,6 +13,7 @@ from typing import NoReturn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from radixkv.chat.calls.block import CallDelta
 from radixkv.errors import RequestCancelled
 from radixkv.serve.access import SALT, namespace
 from radixkv.serve.errors import TOO_LONG, ApiError
@@ -21,6 +22,7 @@ from radixkv.serve.openai_responses.events import ResponseEvents, Status
 from radixkv.serve.openai_responses.schemas import ResponseRequest, read_response
 from radixkv.serve.openai_responses.store import Items, Running, StoredResponse
 from radixkv.serve.reply import Piece
+from radixkv.serve.responses import COMMENT
 from radixkv.serve.service import Caller, Service
 from radixkv.serve.turn import End, Step, Turn, respond
 
@@ -102,6 +104,8 @@ async def input_items(service: Service, request: Request) -> Response:
 class ResponseAnswer:
     """Build the response to one turn, whole or as events; an `Encoder` of turn.py."""
 
+    keep_alive = COMMENT
+
     def __init__(self, turn: Turn, caller: Caller) -> None:
         """The turn's request is a ResponseRequest."""
         assert isinstance(turn.request, ResponseRequest)
@@ -127,9 +131,10 @@ class ResponseAnswer:
                     self._push(step)
         (reply,) = await self._turn.replies()
         if not self._parts.output:
-            calls = [Piece(call=call) for call in reply.calls]
-            for piece in (Piece(thinking=reply.thinking), Piece(content=reply.content), *calls):
-                self._parts.push(piece)
+            self._parts.push(Piece(thinking=reply.thinking))
+            self._parts.push(Piece(content=reply.content))
+            for at, call in enumerate(reply.calls):
+                self._parts.push(Piece(call=CallDelta(at, call.id, call.name, call.text, call, opens=True)))
         await self._finish(reply.end)
         return json.dumps(self._parts.whole(), ensure_ascii=False, separators=(",", ":")).encode()
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from radixkv.chat.messages import ToolCall
+from radixkv.chat.calls.block import CallDelta
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.openai_responses.items import seal
@@ -74,6 +74,7 @@ class ResponseEvents:
         self._reasoning = SUMMARY if request.summary else REASONING
         self._sequence = 0
         self._text: _OpenText | None = None
+        self._call: _Deltas | None = None
 
     def whole(self) -> JsonObject:
         """Return the response object."""
@@ -86,8 +87,8 @@ class ResponseEvents:
     def push(self, piece: Piece, logprobs: Sequence[JsonObject] = ()) -> bytes:
         """Add a piece of the reply, with the log probabilities of its last token if it is content. O(characters)."""
         if piece.call is not None:
-            self.logprobs.clear()
-            return self._close_text() + self._call(piece.call)
+            self.logprobs.clear()  # of tokens of calls
+            return self._of_call(piece.call)
         form, text = (self._reasoning, piece.thinking) if piece.thinking else (MESSAGE, piece.content)
         if not text:
             return b""
@@ -101,9 +102,11 @@ class ResponseEvents:
         return events + self._text.delta(text, self._next(), scored)
 
     def finish(self, status: Status, usage: JsonObject | None, reason: str | None = None) -> bytes:
-        """End the response; `reason` says why it is incomplete."""
+        """End the response; `reason` says why it is incomplete. One with an incomplete call is incomplete."""
         cut = status in ("incomplete", "cancelled")
-        events = self._close_text("incomplete" if cut else "completed")
+        events = self._close_text("incomplete" if cut else "completed") + self._close_call("incomplete")
+        if any(item["status"] == "incomplete" for item in self.output) and not cut:
+            status = "incomplete"
         if status == "completed" and not any(item["type"] in ("message", "function_call") for item in self.output):
             events += self._open_text(MESSAGE) + self._close_text()  # an empty reply, as clients expect a message
         self._end(status, usage)
@@ -113,7 +116,7 @@ class ResponseEvents:
 
     def fail(self, error: ApiError) -> bytes:
         """End the response with an error: an event of the error, then the failed response."""
-        self._text = None
+        self._text = self._call = None
         shown = error.body()["error"]
         event = self._event("error", code=error.code, message=shown["message"], param=error.param)
         self._end("failed", None)
@@ -169,25 +172,34 @@ class ResponseEvents:
             item["encrypted_content"] = seal(text.text) if parts else None
         return item
 
-    def _call(self, call: ToolCall) -> bytes:
-        namespace, name = self._request.names.get(call.name, (None, call.name))
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
+    def _of_call(self, delta: CallDelta) -> bytes:
+        """Return the events for more of a call. A call ends before anything else begins."""
+        events = self._close_text() + self._open_call(delta) if delta.opens else b""
+        assert self._call is not None, "the first piece of a call opens it"
+        if delta.arguments:
+            events += self._call.add(delta.arguments, self._next())
+        if delta.call is None:
+            return events
+        return events + self._close_call("completed" if delta.call.complete else "incomplete")
+
+    def _open_call(self, delta: CallDelta) -> bytes:
+        namespace, name = self._request.names.get(delta.name, (None, delta.name))
         at, number = len(self.output), f"fc_{uuid.uuid4().hex}"
-        item: JsonObject = {"id": number, "type": "function_call", "call_id": call.id, "name": name}
+        item: JsonObject = {"id": number, "type": "function_call", "call_id": delta.id, "name": name}
         if namespace is not None:
             item["namespace"] = namespace
-        begun = {**item, "status": "in_progress", "arguments": ""}
-        done = {**item, "status": "completed", "arguments": arguments}
-        self.output.append(done)
-        place = {"item_id": number, "output_index": at}
-        return b"".join(
-            [
-                self._event("response.output_item.added", output_index=at, item=begun),
-                self._event("response.function_call_arguments.delta", **place, delta=arguments),
-                self._event("response.function_call_arguments.done", **place, arguments=arguments),
-                self._event("response.output_item.done", output_index=at, item=done),
-            ]
-        )
+        item |= {"status": "in_progress", "arguments": ""}
+        self.output.append(item)
+        self._call = _Deltas("response.function_call_arguments.delta", {"item_id": number, "output_index": at})
+        return self._event("response.output_item.added", output_index=at, item=item)
+
+    def _close_call(self, status: Status) -> bytes:
+        call, self._call = self._call, None
+        if call is None:
+            return b""
+        item = self.output[-1] = {**self.output[-1], "status": status, "arguments": call.text}
+        done = self._event("response.function_call_arguments.done", **call.fields, arguments=call.text)
+        return done + self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
 
     def _of_response(self, kind: str) -> bytes:
         """Return an event with the whole response. Its fields that repeat the request are encoded once."""
@@ -207,23 +219,39 @@ class ResponseEvents:
         return number
 
 
-class _OpenText:
-    """The item of a text that is still arriving, with the bytes that all its deltas share."""
+class _Deltas:
+    """The text of an item so far, with the bytes that all its deltas share: they are the most frequent events."""
 
-    def __init__(self, form: TextForm, at: int) -> None:
-        self.form, self.at = form, at
-        self.id = f"{form.prefix}_{uuid.uuid4().hex}"
-        self.place = {"item_id": self.id, "output_index": at, form.index: 0}
-        self._texts: list[str] = []
-        self.logprobs: list[JsonObject] = []
-        kind = f"{form.text_event}.delta"
-        shared = _encode({"type": kind, **self.place, **form.extra})[:-1]
+    def __init__(self, kind: str, fields: JsonObject) -> None:
+        self.fields, self.texts = fields, list[str]()
+        shared = _encode({"type": kind, **fields})[:-1]
         self._front = f'event: {kind}\ndata: {shared},"sequence_number":'
 
     @property
     def text(self) -> str:
         """The text so far."""
-        return "".join(self._texts)
+        return "".join(self.texts)
+
+    def add(self, text: str, sequence: int) -> bytes:
+        """Add text, and return its event."""
+        self.texts.append(text)
+        return f'{self._front}{sequence},"delta":{_encode(text)}}}\n\n'.encode()
+
+
+class _OpenText:
+    """The item of a text that is still arriving."""
+
+    def __init__(self, form: TextForm, at: int) -> None:
+        self.form, self.at = form, at
+        self.id = f"{form.prefix}_{uuid.uuid4().hex}"
+        self.place = {"item_id": self.id, "output_index": at, form.index: 0}
+        self.logprobs: list[JsonObject] = []
+        self._deltas = _Deltas(f"{form.text_event}.delta", {**self.place, **form.extra})
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._deltas.text
 
     @property
     def extra(self) -> JsonObject:
@@ -231,15 +259,15 @@ class _OpenText:
         return {"logprobs": _for_event(self.logprobs)} if self.form is MESSAGE else {}
 
     def delta(self, text: str, sequence: int, logprobs: list[JsonObject]) -> bytes:
-        """Add text with log probabilities, and return its event: the most frequent one, usually without any."""
-        self._texts.append(text)
-        if logprobs:
-            self.logprobs += logprobs
-            kind = f"{self.form.text_event}.delta"
-            event = {"type": kind, **self.place, "logprobs": _for_event(logprobs)}
-            event |= {"sequence_number": sequence, "delta": text}
-            return f"event: {kind}\ndata: {_encode(event)}\n\n".encode()
-        return f'{self._front}{sequence},"delta":{_encode(text)}}}\n\n'.encode()
+        """Add text with log probabilities, usually without any, and return its event."""
+        if not logprobs:
+            return self._deltas.add(text, sequence)
+        self._deltas.texts.append(text)
+        self.logprobs += logprobs
+        kind = f"{self.form.text_event}.delta"
+        event = {"type": kind, **self.place, "logprobs": _for_event(logprobs)}
+        event |= {"sequence_number": sequence, "delta": text}
+        return f"event: {kind}\ndata: {_encode(event)}\n\n".encode()
 
 
 def _for_event(logprobs: list[JsonObject]) -> list[JsonObject]:

@@ -35,7 +35,9 @@ def answers() -> JsonObject:
     item: JsonObject = answer({"type": TEXT})
     usage = {
         "input_tokens": COUNT,
-        "input_tokens_details": answer({"cached_tokens": COUNT, "cache_write_tokens": COUNT}, host_tokens=COUNT),
+        "input_tokens_details": answer(
+            {"cached_tokens": COUNT, "cache_write_tokens": COUNT}, host_tokens=COUNT, disk_tokens=COUNT
+        ),
         "output_tokens": COUNT,
         "output_tokens_details": answer({"reasoning_tokens": COUNT}),
         "total_tokens": COUNT,

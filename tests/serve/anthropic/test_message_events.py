@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from typing import Any
 
 import httpx
 import pytest
 
+from radixkv.chat.calls.block import CallDelta
 from radixkv.chat.messages import ToolCall
-from radixkv.serve.anthropic import events as module
 from radixkv.serve.anthropic.events import BlockEvents, signature
 from radixkv.serve.reply import Piece
-from tests.engine.fakes import check
 from tests.serve.anthropic.messages import BODY, CALL, LOOK, MARK, assembled, events, message, prompt_tokens, stream
 from tests.serve.served import fake_model, hosted, says, served
 
@@ -65,8 +63,10 @@ def test_a_stream_and_a_whole_message_are_equal(said: str, kinds: list[str]):
 
 def test_blocks_follow_the_order_in_which_the_model_wrote_them():
     call = ToolCall("c1", "look", {"path": "ä"})
+    begun, ended = CallDelta(0, "c1", "look", '{"path"', opens=True), CallDelta(0, "c1", "look", ': "ä"}', call)
     blocks = BlockEvents(omits_thinking=False)
-    written = blocks.pieces([Piece(content="a"), Piece(call=call), Piece(content='b"\n')])
+    written = blocks.pieces([Piece(content="a"), Piece(call=begun)])
+    written += blocks.pieces([Piece(call=ended), Piece(content='b"\n')])
     written += blocks.pieces([Piece(thinking="x"), Piece(thinking="y"), Piece(content="c")]) + blocks.close()
     start = {
         "type": "message_start",
@@ -141,22 +141,6 @@ def test_counts_add_up_for_clients_that_keep_a_first_count_where_the_last_is_0(m
             kept = {name: count if count > 0 else first[name] for name, count in last.items()}
             assert prompt_tokens(kept) == prompt_tokens(last) == prompt_tokens(first)
             assert kept["cache_read_input_tokens"] == last["cache_read_input_tokens"]
-
-
-def test_a_request_that_waits_has_pings_and_then_its_events(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "PING_INTERVAL", 0.01)
-    with hosted(brain=says("Well.")) as host:
-        host.runner.gate = threading.Semaphore(0)
-        with httpx.stream("POST", f"{host.url}/v1/messages", json={**BODY, "stream": True}, timeout=20) as answer:
-            text = ""
-            for part in answer.iter_text():
-                text += part
-                if text.count("event: ping") == 3:
-                    host.runner.gate.release(100)
-        kinds = [each["type"] for each in events(text)]
-        check(host.engine)
-    assert kinds[:4] == ["message_start", "ping", "ping", "ping"]
-    assert assembled(events(text))["content"] == [{"type": "text", "text": "Well."}]
 
 
 def test_an_error_in_the_middle_is_an_event():

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from radixkv.chat.calls.block import CallDelta
 from radixkv.serve import Settings
 from radixkv.serve.access import NAMESPACE_HEADER
+from radixkv.serve.openai_responses.events import ResponseEvents
 from radixkv.serve.openai_responses.store import Items, ResponseStore, StoredResponse
+from radixkv.serve.reply import Piece
 from tests.serve.openai_responses.served_responses import ASKED, PATH, checked, client_of, stream, whole
 from tests.serve.served import hosted, says, served
 
@@ -85,6 +89,14 @@ def test_responses_and_hits_stay_with_their_tenant_and_namespace() -> None:
         assert whole(server, ASKED, headers=bearer("bob"))["usage"]["input_tokens_details"]["cached_tokens"] == 0
         assert server.client.get(paths[0]).status_code == 401
         assert server.client.get(paths[0], headers=bearer("ada")).json() == own
+
+
+def test_a_call_that_is_open_when_its_response_is_cancelled_is_incomplete() -> None:
+    request: Any = SimpleNamespace(echo={}, names={}, summary=False)
+    events = ResponseEvents("fake", request)
+    events.push(Piece(call=CallDelta(0, "c", "now", '{"a": ', opens=True)))
+    events.finish("cancelled", None)
+    assert [(item["status"], item["arguments"]) for item in events.output] == [("incomplete", '{"a": ')]
 
 
 def test_a_running_response_can_be_cancelled_and_read() -> None:
