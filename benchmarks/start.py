@@ -11,6 +11,7 @@ into a folder that all share, and the files are in the page cache.
   first   CPU time of the same process to the first token, of its exit, and its peak memory. The peer is llama.cpp in
           node-llama-cpp (benchmarks/llama_cpp.py --install-peer installs it), which loads the same file with room for
           equally many tokens, in the same round. Without it the row has our figure only.
+  new     The same with verify="always": the first load ever of a file tests it whole.
   chat    `radixkv chat` on a pipe with one line, from its start to its end.
   serve   `radixkv serve`, until /v1/models answers 200.
   again   A second load of the same file in one process; the first engine is closed.
@@ -22,6 +23,7 @@ Ends in one JSON line.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -49,7 +51,7 @@ parts = {}
 import numpy; mark("numpy")
 import torch; mark("torch")
 from radixkv import Engine, SamplingParams; mark("radixkv")
-engine = Engine.load(sys.argv[1], num_blocks=int(sys.argv[2]) // 16, monitor=False); mark("load")
+engine = Engine.load(sys.argv[1], num_blocks=int(sys.argv[2]) // 16, verify=sys.argv[3], monitor=False); mark("load")
 engine.generate("Hello", SamplingParams(max_tokens=1, temperature=0)); mark("first token")
 print(json.dumps(parts))
 """
@@ -86,10 +88,11 @@ def measure(model: str, environ: dict[str, str], options: argparse.Namespace) ->
     """Measure all rows of a model, and print them."""
     python = [sys.executable, "-c"]
     commands = {
-        "first": [*python, PARTS, model, str(TOKENS)],
+        "first": [*python, PARTS, model, str(TOKENS), "auto"],
+        "new": [*python, PARTS, model, str(TOKENS), "always"],
         "chat": [sys.executable, "-m", "radixkv", "chat", model, "--max-tokens", "1"],
     }
-    found: dict[str, list[Run]] = {"first": [], "chat": [], "serve": []}
+    found: dict[str, list[Run]] = {name: [] for name in (*commands, "serve")}
     theirs: list[Run] = []
     for number in range(options.rounds + 1):  # the first one compiles bytecode
         runs = {name: run(command, environ) for name, command in commands.items()}
@@ -101,15 +104,16 @@ def measure(model: str, environ: dict[str, str], options: argparse.Namespace) ->
                 theirs.append(peer)
     rows: dict[str, Any] = {name: middle(runs) for name, runs in found.items()}
     rows["parts"] = json.loads(found["first"][0].output)
-    token = statistics.median(json.loads(each.output)["first token"][0] for each in found["first"])
-    rows["first"] |= {"cpu_s": token, "exit_s": rows["first"]["cpu_s"] - token}
+    for name in ("first", "new"):
+        token = statistics.median(json.loads(each.output)["first token"][0] for each in found[name])
+        rows[name] |= {"cpu_s": token, "exit_s": rows[name]["cpu_s"] - token}
     loads = json.loads(run([*python, LOADS, model, str(TOKENS), str(options.loads)], environ).output)
     rows["again"] = {"cpu_s": loads[1][0]}
     rows["loads"] = {"first_mb": loads[0][1], "last_mb": loads[-1][1], "ratio": loads[-1][1] / (loads[0][1] or 1)}
     if theirs:
         rows["llama.cpp"] = middle(theirs)
-        for field in ("cpu_s", "peak_mb"):
-            rows["first"][f"{field} ratio"] = rows["first"][field] / rows["llama.cpp"][field]
+        for name, field in itertools.product(("first", "new"), ("cpu_s", "peak_mb")):
+            rows[name][f"{field} ratio"] = rows[name][field] / rows["llama.cpp"][field]
     print(f"\n{model}; {load_average()}")
     for name, row in rows.items():
         print(f"  {name:10}", ", ".join(f"{key} {shown(value)}" for key, value in row.items()), flush=True)

@@ -117,12 +117,14 @@ def compiled(job: tuple[str, Case, str]) -> Row:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return Row(target, case.name, name, launch.kind, 0.0, None, [f"does not compile: {reason[:200]}"])
     seconds = round(time.perf_counter() - start, 2)
-    kernel, code = seen[-1], read(seen[-1])
+    kernel = [each for each in seen if launch.kernel in (None, each.metadata.name)][-1]
+    code = read(kernel)
     threads = kernel.metadata.num_warps * GPUS[target].target.warp_size
     found = faults(code, case, name, launch.kind, GPUS[target], threads)
     per_kib = 0.0
     if (kind := launch.kind) is not None:
-        per_kib = kind.warps * 1024 / (kind.keys * (case.key_dim + case.value_dim) * case.dtype.itemsize)
+        width = (case.stored or case.dtype).itemsize
+        per_kib = kind.warps * 1024 / (kind.keys * (case.key_dim + case.value_dim) * width)
     return Row(target, case.name, name, launch.kind, seconds, code, found, per_kib)
 
 
@@ -141,7 +143,8 @@ def faults(code: Code, case: Case, name: str, kind: Kind | None, gpu: Gpu, threa
             found.append(f"{load} is loaded {min(narrow)} bits wide, not {bits}")
     if kind is not None:
         found += unlike(kind, code, gpu, threads)
-        most = attention.shared_bytes(kind, case.key_dim, case.value_dim, case.dtype, gpu.generation)
+        sizes = case.key_dim, case.value_dim, case.dtype, gpu.generation, case.stored
+        most = attention.shared_bytes(kind, *sizes)
         if code.shared > most and gpu.target.backend == "cuda":
             found.append(f"{code.shared} bytes of shared memory, not {most}")
         if case.dtype.itemsize < 4 and not code.tensor_cores:
@@ -156,15 +159,19 @@ def widths(code: Code, load: str) -> set[int]:
 
 def needed(case: Case, name: str, kind: Kind | None, threads: int) -> dict[str, int]:
     """Return the width at which each tile must be loaded: 128 bits, or a thread's share of the tile if it is less."""
-    element = 8 * case.dtype.itemsize
+    element = 8 * (case.stored or case.dtype).itemsize
     if kind is not None:
-        keys, values = head_parts(case.key_dim), head_parts(case.value_dim)
+        keys, wide = head_parts(case.key_dim), case.dtype.itemsize * 8 // element  # of a query's number
+        values = head_parts(case.value_dim, attention.PAIRS if case.stored == torch.int8 else attention.LEAST)
         numbers = {f"key{i}": kind.keys * width for i, width in enumerate(keys) if width}
         numbers |= {f"value{i}": kind.keys * width for i, width in enumerate(values) if width}
-        numbers |= {f"query{i}": kind.rows * width for i, width in enumerate(keys) if width}
+        numbers |= {f"query{i}": kind.rows * width * wide for i, width in enumerate(keys) if width}
     elif name == "merge":
         numbers, element = {"parts": 16 * triton.next_power_of_2(case.value_dim)}, 32
+    elif name == "spread":
+        numbers, element = {"numbers": attention.NUMBERS}, 8 * case.dtype.itemsize
     elif name == "write":
+        element = 8 * case.dtype.itemsize
         heads, *widths = map(triton.next_power_of_2, (case.kv_heads, case.key_dim, case.value_dim))
         tokens = max(1, blocks.ENOUGH // (heads * max(widths) * case.dtype.itemsize))
         numbers = {load: tokens * heads * width for load, width in zip(("keys", "values"), widths, strict=True)}
@@ -172,6 +179,7 @@ def needed(case: Case, name: str, kind: Kind | None, threads: int) -> dict[str, 
         numbers = dict.fromkeys(("numbers", "added", "factors"), triton.next_power_of_2(case.heads * case.key_dim))
     elif name == "rotate":
         numbers = dict.fromkeys(("low", "high", "cosine", "sine"), layers.HALVES)
+        element = 8 * case.dtype.itemsize
     elif name == "silu":
         numbers = dict.fromkeys(("gate", "factor"), layers.COLUMNS)
     elif name == "draw":  # one number at a time where rows are not aligned

@@ -33,6 +33,7 @@ class Case:
     sinks: bool = False
     wide: bool = False
     vocab: int | None = None  # for which the draw of tokens is compiled
+    stored: torch.dtype | None = None  # of the pools, if not `dtype`; int8 with scales
 
 
 def _everywhere() -> list[Case]:
@@ -62,6 +63,10 @@ CASES = [
     Case("192/128", 192, 128, 16, 16),
     Case("gqa 128, fp32", 128, 128, 32, 8, torch.float32),
     Case("gqa 256, fp32", 256, 256, 8, 4, torch.float32),
+    *(Case(f"gqa {dim}, int8", dim, dim, 32, 8, stored=torch.int8) for dim in (64, 80, 128, 256)),
+    Case("gqa 128, fp16, int8", 128, 128, 32, 8, torch.float16, stored=torch.int8),
+    Case("gqa 128, fp32, int8", 128, 128, 32, 8, torch.float32, stored=torch.int8),
+    Case("gqa 128, fp32 in fp16", 128, 128, 32, 8, torch.float32, stored=torch.float16),
     *_everywhere(),
 ]
 
@@ -73,11 +78,13 @@ _HOPPER = {
     "gqa 256, window, softcap": {"tails"},
     "192/128": {"sharers"},
     "gqa 128, 64-bit offsets": {"tails"},
+    "gqa 128, int8": {"tails", "chunks", "write", "rotate", "spread"},
 }
 _AMPERE = {
     "gqa 128": {"tails", "sharers", "chunks", "merge", "write", "copy", "norm", "rotate", "silu"},
     "mha 96, window": {"sharers"},
     "gqa 256, window, softcap": {"tails"},
+    "gqa 128, int8": {"tails"},
 }
 _DESKTOP = {"gqa 128": {"tails"}, "gqa 256, window, softcap": {"sharers"}}
 
@@ -91,11 +98,13 @@ class Launch:
 
     call: Callable[[], object]
     kind: Kind | None = None
+    kernel: str | None = None  # the one to look at, if there are several
 
 
 def launches(case: Case, generation: int, shared: int) -> dict[str, Launch]:
     """Return the wrappers' calls, by name, with the kinds of tile of a GPU; the arguments are those of `kinds`."""
     key_pool, value_pool = _pool(case, case.key_dim), _pool(case, case.value_dim)
+    scales = [_pool(case, 1, torch.float16) for _ in range(2)] if case.stored == torch.int8 else []
     query = torch.zeros(2, case.heads, case.key_dim, dtype=case.dtype).transpose(0, 1)
     new = [
         torch.zeros(2, case.kv_heads, dim, dtype=case.dtype).transpose(0, 1) for dim in (case.key_dim, case.value_dim)
@@ -110,22 +119,25 @@ def launches(case: Case, generation: int, shared: int) -> dict[str, Launch]:
             work, heads=case.heads, kv_heads=case.kv_heads, chosen=(kind,), device=torch.device("cpu"), processors=132
         )
         return attention.attend(
-            query[:, :rows], key_pool, value_pool, step, scale=0.1, softcap=case.softcap, sinks=sinks
-        )
+            query[:, :rows], key_pool, value_pool, step,
+            scale=0.1, softcap=case.softcap, sinks=sinks, scales=scales,
+        )  # fmt: skip
 
-    chosen = kinds(case.key_dim, case.value_dim, case.dtype, generation=generation, shared=shared)
+    chosen = kinds(case.key_dim, case.value_dim, case.dtype, generation=generation, shared=shared, stored=case.stored)
     found = {
-        name: Launch(lambda kind=kind: attend(kind), kind)  # type: ignore[misc]
+        name: Launch(lambda kind=kind: attend(kind), kind, "attend_tiles")  # type: ignore[misc]
         for name, kind in zip(KINDS, chosen, strict=False)
         if kind.rows >= case.heads // case.kv_heads
     }
-    found["merge"] = Launch(lambda: attend(chosen[-1], rows=2))
-    found["write"] = Launch(lambda: blocks.write(*new, key_pool, value_pool, torch.zeros(2, dtype=torch.int64)))
+    if scales:
+        found["spread"] = Launch(lambda: attend(chosen[-1]), kernel="spread_heads")
+    found["merge"] = Launch(lambda: attend(chosen[-1], rows=2), kernel="merge_partials")
+    found["write"] = Launch(lambda: blocks.write(*new, key_pool, value_pool, torch.zeros(2, dtype=torch.int64), scales))
     pairs = torch.zeros(2, 2, dtype=torch.int64)
     found["copy"] = Launch(lambda: blocks.copy(blocks.regions([key_pool, value_pool]), pairs))
     if case.vocab:
         found["draw"] = Launch(partial(_draw, case.vocab))
-    return found | (_fused(case, key_pool, value_pool) if case.key_dim == case.value_dim else {})
+    return found | (_fused(case, key_pool, value_pool, scales) if case.key_dim == case.value_dim else {})
 
 
 def _draw(vocab: int) -> object:
@@ -135,7 +147,9 @@ def _draw(vocab: int) -> object:
     return sampling.draw(logits, best, *integers, temperature, torch.ones(2, dtype=torch.float64), least)
 
 
-def _fused(case: Case, key_pool: torch.Tensor, value_pool: torch.Tensor) -> dict[str, Launch]:
+def _fused(
+    case: Case, key_pool: torch.Tensor, value_pool: torch.Tensor, scales: list[torch.Tensor]
+) -> dict[str, Launch]:
     """Return the calls of the operators of fused layers, with norms of heads."""
     dim, slots = case.key_dim, torch.zeros(2, dtype=torch.int64)
     rows = torch.zeros(2, (case.heads + 2 * case.kv_heads) * dim, dtype=case.dtype)
@@ -144,15 +158,15 @@ def _fused(case: Case, key_pool: torch.Tensor, value_pool: torch.Tensor) -> dict
 
     def rotate() -> object:
         return layers.rotate_and_write(
-            rows, case.heads, key_pool, value_pool, slots,
+            rows, case.heads, key_pool, value_pool, slots, scales,
             cosines=angles[0], sines=angles[1], query_weight=weights[0], key_weight=weights[1], epsilon=1e-6,
         )  # fmt: skip
 
-    return {
+    found = {
         "norm": Launch(lambda: layers.add_norm(hidden, residual[0], 1e-6, residual)),
-        "rotate": Launch(rotate),
         "silu": Launch(lambda: layers.silu_multiply(torch.zeros(2, 8 * case.heads * dim, dtype=case.dtype))),
     }
+    return found | ({"rotate": Launch(rotate)} if not scales or dim.bit_count() == 1 else {})
 
 
 def _one_tile(case: Case) -> WorkList:
@@ -164,7 +178,8 @@ def _one_tile(case: Case) -> WorkList:
     )  # fmt: skip
 
 
-def _pool(case: Case, dim: int) -> torch.Tensor:
+def _pool(case: Case, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return [kv_heads, blocks, block_size, dim] in a GPU's layout; it is never written, so it takes no memory."""
     count = 3 + (1 << 31) // (case.kv_heads * case.block_size * dim) if case.wide else 2
-    return torch.empty(count, case.kv_heads, case.block_size, dim, dtype=case.dtype).transpose(0, 1)
+    dtype = dtype or case.stored or case.dtype
+    return torch.empty(count, case.kv_heads, case.block_size, dim, dtype=dtype).transpose(0, 1)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from radixkv_kernels import launches
 from radixkv_kernels import tiles as tiling
-from radixkv_kernels.launches import Bound
-from radixkv_kernels.triton_kernels import attend_tiles, merge_partials
+from radixkv_kernels.launches import Bound, Launcher
+from radixkv_kernels.triton_kernels import attend_tiles, merge_partials, spread_heads
 from radixkv_kernels.work_list import Int32, WorkList
 
 
@@ -50,10 +50,17 @@ RESERVED = 1024
 
 @cache
 def kinds(
-    key_dim: int, value_dim: int, dtype: torch.dtype, *, generation: int = 9, shared: int = 0
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    *,
+    generation: int = 9,
+    shared: int = 0,
+    stored: torch.dtype | None = None,
 ) -> tuple[Kind, ...]:
     """Return the kinds of tile for heads of this size: for private tails, for few rows, and for many rows and prefills.
 
+    Products are computed in `dtype`; pools are `stored` in another one, or as codes in int8.
     `generation` is the major number of a GPU's compute capability. From 9 to 11, products read their operands from
     shared memory, which leaves registers for larger tiles. `shared` is the number of bytes of shared memory that a
     processor has; 0 takes the usual number of the generation. All kinds compile without spills and fit `resident` times
@@ -68,26 +75,38 @@ def kinds(
     elif not half:
         shapes = _float32(size, generation, shared)
     elif _reads_shared(generation):
-        shapes = _hopper(size, generation)
+        shapes = _hopper(size, generation, coded=stored == torch.int8)
     else:
         shapes = _ampere(size, shared)
     found = []
     for shape in shapes:
         kind = Kind(*shape, resident=1)
-        needed = shared_bytes(kind, key_dim, value_dim, dtype, generation) + RESERVED
+        needed = shared_bytes(kind, key_dim, value_dim, dtype, generation, stored) + RESERVED
         # A processor has registers for eight warps of any kernel.
         resident = 1 if generation == AMD else max(1, min(8 // kind.warps, shared // needed))
         found.append(replace(kind, resident=resident))
     return tuple(found)
 
 
-def shared_bytes(kind: Kind, key_dim: int, value_dim: int, dtype: torch.dtype, generation: int) -> int:
-    """Return the most bytes of shared memory that a program of this kind takes: keys, values and queries."""
-    key, value = sum(head_parts(key_dim)), sum(head_parts(value_dim))
+def shared_bytes(
+    kind: Kind, key_dim: int, value_dim: int, dtype: torch.dtype, generation: int, stored: torch.dtype | None = None
+) -> int:
+    """Return the most bytes of shared memory that a program of this kind takes: keys, values and queries.
+
+    Numbers of another dtype are copied ahead as they are stored, and converted in registers. Operands that a product
+    reads from shared memory are then written there again. Sums of codes are joined there, when all keys are read.
+    """
+    stored = stored or dtype
+    values = head_parts(value_dim, PAIRS if stored == torch.int8 else LEAST)
+    key, value = sum(head_parts(key_dim)), sum(values)
     from_shared = _reads_shared(generation) and kind.rows >= 64
-    buffers = kind.stages if from_shared else kind.stages - 1
+    buffers = kind.stages if from_shared and stored == dtype else kind.stages - 1
+    again = stored != dtype and (from_shared or dtype.itemsize == 4)
+    converted = kind.keys * max(key, value) * dtype.itemsize if again else 0
+    joined = 4 * kind.rows * values[0] if stored == torch.int8 else 0
     barriers = 2048 if from_shared and generation >= 10 else 0
-    return (buffers * kind.keys * (key + value) + kind.rows * key) * dtype.itemsize + barriers
+    held = buffers * kind.keys * (key + value) * stored.itemsize
+    return max(joined, held + converted + kind.rows * key * dtype.itemsize + barriers)
 
 
 _SHARED = {AMD: 64, 8: 164, 9: 228, 10: 228, 11: 228}
@@ -112,12 +131,13 @@ def _float32(size: int, generation: int, shared: int) -> _Shapes:
     return (tails, (32, 16, 8 if spills and 128 <= size <= 192 else 16, 2))
 
 
-def _hopper(size: int, generation: int) -> _Shapes:
+def _hopper(size: int, generation: int, *, coded: bool) -> _Shapes:
     """Return tiles for generations 9 to 11; from 10 on, products need more warps or fewer keys to fit."""
     if size > 128:
-        return ((16, 32, 4, 3), (64, 32, 8, 2), (128, 32, 8, 2))
+        sharers = (16, 32, 4, 3), (64, 32, 8, 2)
+        return sharers if coded else (*sharers, (128, 32, 8, 2))  # codes are converted in registers, and would spill
     in_parts = 64 < size < 128
-    tails = (16, 32, 4, 4) if in_parts else (16, 64, 4, 3)
+    tails = (16, 16 if coded else 32, 4, 4) if in_parts else (16, 64, 4, 3)
     if generation >= 10:
         return (tails, (64, 32 if in_parts else 64, 8, 3), (128, 32, 8, 3))
     return (tails, (64, 32, 4, 4) if in_parts else (64, 64, 4, 3), (128, 64, 8, 3))
@@ -153,15 +173,25 @@ MERGES_AT_ONCE = 8
 """Programs of the merge that a processor is given: a recorded step launches as many even if no row has partials."""
 
 
-def head_parts(dim: int) -> tuple[int, int]:
+NUMBERS = 1024
+"""Numbers that one program of `spread_heads` rotates."""
+
+LEAST = 16
+"""Numbers of a part of a head, at least: of a product's columns."""
+
+PAIRS = 32
+"""The same for values in 8 bits, which are read in pairs."""
+
+
+def head_parts(dim: int, least: int = LEAST) -> tuple[int, int]:
     """Split a head's size into a power of two and the rest, both as the kernels load them; the rest may be 0.
 
     >>> head_parts(128), head_parts(80), head_parts(192), head_parts(5)
     ((128, 0), (64, 16), (128, 64), (16, 0))
     """
-    main = max(16, 1 << (dim.bit_length() - 1))
+    main = max(least, 1 << (dim.bit_length() - 1))
     rest = dim - main
-    return main, 0 if rest <= 0 else max(16, triton.next_power_of_2(rest))
+    return main, 0 if rest <= 0 else max(least, triton.next_power_of_2(rest))
 
 
 @dataclass(frozen=True)
@@ -282,23 +312,56 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     output: Tensor | None = None,
+    scales: Sequence[Tensor] = (),
     order: Order = in_turn,
 ) -> Tensor:
     """Attention of query [heads, T, dk], the rows of all sequences in turn -> [T, heads, dv], in the query's dtype.
 
     The pools are [kv_heads, blocks, block_size, dk or dv] in any order of memory that keeps a head's numbers of one
-    token together; `sinks` is [heads]. Writes to `output` if it is given. `order` launches the kinds of tile. Costs one
-    launch for each kind in the step and one for the merge, and `step.num_partials * heads * (dv + 1)` floats.
+    token together; `sinks` is [heads]. Products are computed in the query's dtype. With `scales` of keys and values,
+    [kv_heads, blocks, block_size, 1] in the order of the pools, these hold codes of rotated heads. Writes to `output`
+    if it is given. `order` launches the kinds of tile. Costs one launch for each kind in the step, one for the merge,
+    two for rotations, and `step.num_partials * heads * (dv + 1)` floats; with `scales` also the output in float32.
     """
     heads, rows, _ = query.shape
     if output is None:
         output = query.new_empty(rows, heads, value_pool.shape[3])
     assert query.stride(2) == key_pool.stride(3) == value_pool.stride(3) == output.stride(2) == 1
-    call = _Call(query, key_pool, value_pool, step, scale, softcap, sinks, output)
+    for pool, each in zip((key_pool, value_pool), scales, strict=bool(scales)):
+        assert pool.stride() == (*(pool.shape[3] * stride for stride in each.stride()[:3]), 1)
+    result = output
+    if scales:
+        output = torch.empty_like(output, dtype=torch.float32)
+        query = _spread(query.transpose(0, 1), query.new_empty(rows, heads, key_pool.shape[3]), 1 / HEADROOM)
+        query, scale = query.transpose(0, 1), scale * HEADROOM
+    call = _Call(query, key_pool, value_pool, step, scale, softcap, sinks, output, scales)
     order([partial(call.launch, index) for index, count in enumerate(step.counts) if count])
     if step.num_merges:
         call.merge()
-    return output
+    return _spread(output, result) if scales else output
+
+
+SPREAD_HEADS = Launcher(spread_heads)
+
+HEADROOM = 16.0
+"""The divisor of rotated queries, which a rotation of 128 numbers grows by up to 11.3: so they fit into float16."""
+
+
+def _spread(source: Tensor, target: Tensor, factor: float = 1.0) -> Tensor:
+    """Rotate heads [T, heads, dim] as the stored ones are rotated, times `factor`; returns `target`."""
+    tokens, heads, dim = source.shape
+    padded = triton.next_power_of_2(dim)
+    at_once = max(1, NUMBERS // padded)
+    if tokens:
+        SPREAD_HEADS(
+            -(-tokens * heads // at_once),
+            (source, target),
+            (tokens * heads,),
+            (*source.stride()[:2], *target.stride()[:2]),
+            {"HEADS": heads, "DIM": dim, "DIM_PADDED": padded, "AT_ONCE": at_once, "FACTOR": factor},
+            num_warps=2,
+        )
+    return target
 
 
 _BOUND: dict[tuple[Any, ...], dict[Kind | None, Bound]] = {}
@@ -318,6 +381,7 @@ class _Call:
         softcap: float | None,
         sinks: Tensor | None,
         output: Tensor,
+        scales: Sequence[Tensor],
     ) -> None:
         """Allocate the partials, in one piece: all outputs, then all log-sum-exps, on a boundary of 16 bytes."""
         heads, dv = query.shape[0], value_pool.shape[3]
@@ -325,6 +389,7 @@ class _Call:
         self._offset = -(-step.num_partials * heads * dv // 4) * 4
         partials = query.new_empty(self._offset + step.num_partials * heads, dtype=torch.float32)
         self._tensors = query, key_pool, value_pool, sinks, output, partials
+        self._scales = scales or (key_pool, value_pool)
         device = launches.device()
         self._bound: dict[Kind | None, Bound] | None = None
         if device is not None:
@@ -336,7 +401,8 @@ class _Call:
         query, key_pool, value_pool, sinks, output, partials = self._tensors
         q, k, v = query.data_ptr(), key_pool.data_ptr(), value_pool.data_ptr()
         s, o, p = q if sinks is None else sinks.data_ptr(), output.data_ptr(), partials.data_ptr()
-        if (q | k | v | s | o | p | step.addresses.joined) % launches.ALIGNMENT:
+        ks, vs = (each.data_ptr() for each in self._scales)
+        if (q | k | v | ks | vs | s | o | p | step.addresses.joined) % launches.ALIGNMENT:
             return
         key = (
             device, step.block_size, step.window, self._scale, self._softcap,
@@ -346,7 +412,7 @@ class _Call:
         bound = _BOUND.get(key)
         if bound is None:
             bound = launches.remember(_BOUND, key, {})
-        self._bound, self._device, self._addresses = bound, device, (q, k, v, s, o, p, p + 4 * self._offset)
+        self._bound, self._device, self._addresses = bound, device, (q, k, v, ks, vs, s, o, p, p + 4 * self._offset)
 
     def launch(self, index: int) -> None:
         """Launch all tiles of one kind."""
@@ -355,17 +421,18 @@ class _Call:
         programs = step.processors * kind.resident
         bound = None if self._bound is None else self._bound.get(kind)
         if bound is not None:
-            q, k, v, s, o, p, lse = self._addresses
-            bound(self._device, programs, q, k, v, step.addresses.tiles[index], *step.addresses.rows, s, o, p, lse)
+            *first, s, o, p, lse = self._addresses
+            bound(self._device, programs, *first, step.addresses.tiles[index], *step.addresses.rows, s, o, p, lse)
             return
         query, key_pool, value_pool, sinks, output, partials = self._tensors
         softcap, dk, dv = self._softcap, key_pool.shape[3], value_pool.shape[3]
-        (dk0, dk1), (dv0, dv1) = head_parts(dk), head_parts(dv)
+        scaled = key_pool.dtype == torch.int8
+        (dk0, dk1), (dv0, dv1) = head_parts(dk), head_parts(dv, PAIRS if scaled else LEAST)
         self._keep(kind, launches.first(
             attend_tiles,
             (programs,),
             (
-                query, key_pool, value_pool, step.tiles[index], *step.rows,
+                query, key_pool, value_pool, *self._scales, step.tiles[index], *step.rows,
                 query if sinks is None else sinks, output, partials, partials[self._offset :],
             ),
             (
@@ -389,8 +456,9 @@ class _Call:
                 "WINDOWED": step.window is not None,
                 "CAPPED": softcap is not None,
                 "SINKS": sinks is not None,
+                "SCALED": scaled,
                 "WIDE": _reach(key_pool) > 2**31 or _reach(value_pool) > 2**31,
-                "UPCAST": INTERPRETED and key_pool.dtype == torch.bfloat16,
+                "UPCAST": INTERPRETED and (query.dtype == torch.bfloat16 or scaled),
             },
             num_warps=kind.warps,
             num_stages=kind.stages,
@@ -402,7 +470,7 @@ class _Call:
         programs = min(step.num_merges * self._heads, step.processors * MERGES_AT_ONCE)
         bound = None if self._bound is None else self._bound.get(None)
         if bound is not None:
-            _, _, _, s, o, p, lse = self._addresses
+            *_, s, o, p, lse = self._addresses
             bound(self._device, programs, p, lse, *step.addresses.merges, s, o)
             return
         *_, value_pool, sinks, output, partials = self._tensors

@@ -31,11 +31,14 @@ SPAN = 1024
 WRITE_SLOTS = Launcher(write_slots)
 
 
-def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor) -> None:
+def write(
+    key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor, scales: Sequence[Tensor] = ()
+) -> None:
     """Store key [kv_heads, T, dk] and value [kv_heads, T, dv] in slots int64 [T] of one layer's pools.
 
     The pools are [kv_heads, blocks, block_size, dk or dv], in any order of memory that keeps a head's numbers of one
-    token together. Slots are all different, except -1, which is a row that is not stored. Costs one launch.
+    token together. With `scales`, as in `attention.attend`, heads are rotated and stored as codes. Slots are all
+    different, except -1, which is a row that is not stored. Costs one launch.
     """
     assert key.stride(2) == value.stride(2) == key_pool.stride(3) == value_pool.stride(3) == 1
     (heads, tokens, key_dim), value_dim = key.shape, value.shape[2]
@@ -44,7 +47,7 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
     padded, at_once, warps = _write_shape(heads, key_dim, value_dim, key.dtype.itemsize)
     WRITE_SLOTS(
         -(-tokens // at_once),
-        (key, value, key_pool, value_pool, slots),
+        (key, value, key_pool, value_pool, *(scales or (key_pool, value_pool)), slots),
         (tokens,),
         (*key.stride()[:2], *value.stride()[:2], *key_pool.stride()[:3], *value_pool.stride()[:3]),
         {
@@ -56,6 +59,7 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
             "DV_PADDED": padded[2],
             "BLOCK_SIZE": key_pool.shape[2],
             "TOKENS": at_once,
+            "SCALED": bool(scales),
         },
         num_warps=warps,
     )

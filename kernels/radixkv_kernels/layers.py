@@ -10,12 +10,15 @@ except for their results, so a CUDA graph can record them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from radixkv_kernels.launches import Launcher
+from radixkv_kernels.triton_kernels import encoded, kept
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
@@ -111,6 +114,8 @@ def rotate_and_write_rows(
     key_weight,
     key_pool,  # [KV_HEADS, blocks, BLOCK_SIZE, DIM], any strides but of the last
     value_pool,
+    key_scales,  # [KV_HEADS, blocks, BLOCK_SIZE, 1], if SCALED: the pools hold codes of heads rotated once more
+    value_scales,
     slots,  # int64 [T], -1: a padded row
     tokens,  # T
     epsilon,
@@ -130,6 +135,7 @@ def rotate_and_write_rows(
     AT_ONCE: tl.constexpr,  # heads of one program
     ROTATED: tl.constexpr,
     NORMED: tl.constexpr,
+    SCALED: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """Normalise and rotate some heads of queries and keys; write keys and values to their slots.
@@ -178,16 +184,27 @@ def rotate_and_write_rows(
     slot = tl.load(slots + token, mask=there, other=-1)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     is_key = there & (head >= HEADS) & (head < HEADS + KV_HEADS) & (slot >= 0)
-    start = block * key_block + offset * key_token + (head - HEADS) * key_head
-    target = key_pool + start[:, None] + column
-    stored: tl.constexpr = key_pool.dtype.element_ty
-    tl.store(target, low.to(stored), mask=is_key[:, None] & narrow)
-    tl.store(target + half, high.to(stored), mask=is_key[:, None] & narrow)
-    start = block * value_block + offset * value_token + (head - HEADS - KV_HEADS) * value_head
-    target = value_pool + start[:, None] + column
-    written = (is_value & (slot >= 0))[:, None] & narrow
-    tl.store(target, value_low.to(stored), mask=written)
-    tl.store(target + half, value_high.to(stored), mask=written)
+    key_start = block * key_block + offset * key_token + (head - HEADS) * key_head
+    value_start = block * value_block + offset * value_token + (head - HEADS - KV_HEADS) * value_head
+    is_value &= slot >= 0
+    if SCALED:
+        low = tl.where(is_value[:, None], value_low, low)
+        high = tl.where(is_value[:, None], value_high, high)
+        heads = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [AT_ONCE, DIM])
+        codes, scales = encoded(heads, DIM)
+        tl.store(key_scales + key_start // DIM, scales, mask=is_key)
+        tl.store(value_scales + value_start // DIM, scales, mask=is_value)
+        whole = tl.arange(0, DIM)[None, :]
+        tl.store(key_pool + key_start[:, None] + whole, codes, mask=is_key[:, None])
+        tl.store(value_pool + value_start[:, None] + whole, codes, mask=is_value[:, None])
+    else:
+        stored: tl.constexpr = key_pool.dtype.element_ty
+        target = key_pool + key_start[:, None] + column
+        tl.store(target, kept(low, dtype, stored), mask=is_key[:, None] & narrow)
+        tl.store(target + half, kept(high, dtype, stored), mask=is_key[:, None] & narrow)
+        target = value_pool + value_start[:, None] + column
+        tl.store(target, kept(value_low, dtype, stored), mask=is_value[:, None] & narrow)
+        tl.store(target + half, kept(value_high, dtype, stored), mask=is_value[:, None] & narrow)
 
 
 ROTATE_AND_WRITE_ROWS = Launcher(rotate_and_write_rows)
@@ -199,6 +216,7 @@ def rotate_and_write(
     key_pool: Tensor,
     value_pool: Tensor,
     slots: Tensor,
+    scales: Sequence[Tensor] = (),
     *,
     cosines: Tensor | None = None,
     sines: Tensor | None = None,
@@ -211,14 +229,16 @@ def rotate_and_write(
     `rows` [T, (heads + 2 * kv_heads) * dim] hold the heads of queries, keys and values of each token. The result is a
     view of its queries, which are overwritten. Cosines and sines [T, dim] rotate halves of heads; without, nothing is
     rotated. The weights [dim] scale normalised heads; without, no head is normalised. The pools are
-    [kv_heads, blocks, block_size, dim] of the dtype of `rows`, in any order of memory that keeps a head's numbers
-    of one token together. Slots int64 [T] are all different, except for -1, a row that is not stored.
+    [kv_heads, blocks, block_size, dim] in any order of memory that keeps a head's numbers of one token together. With
+    `scales`, as in `attention.attend`, they are stored as codes, and `dim` is a power of two. Slots int64 [T] are all
+    different, except for -1, a row that is not stored.
     """
     kv_heads, _, block_size, dim = key_pool.shape
     tokens, every = len(rows), heads + 2 * kv_heads
     assert rows.shape[1] == every * dim and dim % 2 == 0 and rows.stride(1) == 1
     assert key_pool.shape == value_pool.shape and key_pool.stride(3) == value_pool.stride(3) == 1
-    assert key_pool.dtype == value_pool.dtype == rows.dtype
+    assert key_pool.dtype == value_pool.dtype and (key_pool.dtype == torch.int8) == bool(scales)
+    assert not scales or dim.bit_count() == 1
     if cosines is not None:
         assert sines is not None and cosines.shape == sines.shape == (tokens, dim) and cosines.dtype == rows.dtype
         assert cosines.stride() == sines.stride() and cosines.stride(1) == 1
@@ -228,7 +248,7 @@ def rotate_and_write(
         optional = [rows if each is None else each for each in (cosines, sines, query_weight, key_weight)]
         ROTATE_AND_WRITE_ROWS(
             -(-tokens * every // at_once),
-            (rows, *optional, key_pool, value_pool, slots),
+            (rows, *optional, key_pool, value_pool, *(scales or (key_pool, value_pool)), slots),
             (tokens,),
             (
                 epsilon,
@@ -246,6 +266,7 @@ def rotate_and_write(
                 "AT_ONCE": at_once,
                 "ROTATED": cosines is not None,
                 "NORMED": query_weight is not None,
+                "SCALED": bool(scales),
                 "EXACT": _cuts(rows.dtype),
             },
             num_warps=2,

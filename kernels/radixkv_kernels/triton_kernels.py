@@ -15,11 +15,19 @@ from radixkv_kernels.tiles import FIELDS, HEADER
 MASKED_ROWS = 16
 """Tiles of at most so many stacked rows have one loop over keys; taller tiles have one more, without masks."""
 
+_LARGEST_ROTATION = 128  # as in `kv_formats`
 _FIELDS = tl.constexpr(FIELDS)
 _HEADER = tl.constexpr(HEADER)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MASKED_ROWS = tl.constexpr(MASKED_ROWS)
+_NEAREST = tl.constexpr(1.5 * 2.0**23)  # added to a small number, its last byte is the nearest integer
 _NEVER = tl.constexpr((1 << 31) - 1)  # a slot after every row
+
+
+@triton.constexpr_function
+def _rotation_bits(dim):
+    """Return the binary logarithm of the numbers that are rotated together: of a power of two that divides `dim`."""
+    return min(dim & -dim, _LARGEST_ROTATION).bit_length() - 1
 
 
 @triton.jit
@@ -37,6 +45,14 @@ def _part(pointers, first, inside, MASKED: tl.constexpr, FROM: tl.constexpr, WID
 
 
 @triton.jit
+def _cast(numbers, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """Return numbers or codes in another dtype."""
+    if UPCAST:  # the interpreter takes the bits of an integer for a bfloat16
+        numbers = numbers.to(tl.float32)
+    return numbers.to(dtype)
+
+
+@triton.jit
 def _product(a, b, total, UPCAST: tl.constexpr):
     """Return `total` + a @ b in float32."""
     if UPCAST:  # the interpreter multiplies bfloat16 as if its bits were integers
@@ -45,15 +61,67 @@ def _product(a, b, total, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def spread(numbers, DIM: tl.constexpr):
+    """Multiply the groups of heads of DIM numbers, float32 [rows, width], by the normalised Hadamard matrix.
+
+    A stage adds and subtracts the halves of each group, and shuffles the results, so that all stages are alike.
+    """
+    bits: tl.constexpr = _rotation_bits(DIM)
+    rows: tl.constexpr = numbers.shape[0]
+    width: tl.constexpr = numbers.shape[1]
+    groups: tl.constexpr = (rows * width) >> bits
+    for _ in tl.static_range(bits):
+        low, high = tl.split(tl.permute(tl.reshape(numbers, [groups, 2, 1 << (bits - 1)]), (0, 2, 1)))
+        numbers = tl.join(low + high, low - high)
+    return tl.reshape(numbers, [rows, width]) * (2.0 ** (-0.5 * bits))
+
+
+@triton.jit
+def encoded(numbers, DIM: tl.constexpr):
+    """Return codes and float16 scales of heads [n, width] in float32: rotated, and rounded as `kv_formats.Int8` does.
+
+    A head with a NaN gets an infinite scale.
+    """
+    numbers = spread(numbers, DIM)
+    exact = tl.max(tl.where(numbers == numbers, tl.abs(numbers), float("inf")), 1) / 127.0
+    scale = exact.to(tl.float16)
+    below = (scale.to(tl.float32) < exact).to(tl.int16)
+    scale = (scale.to(tl.int16, bitcast=True) + below).to(tl.float16, bitcast=True)
+    divisor = scale.to(tl.float32)[:, None]
+    steps = tl.where((divisor > 0.0) & (divisor < float("inf")), numbers / divisor, 0.0)
+    return (steps + _NEAREST).to(tl.int32, bitcast=True).to(tl.int8), scale
+
+
+@triton.jit
+def _add_pairs(even, odd, weights, pairs, fade, UPCAST: tl.constexpr):
+    """Add weighted codes to the faded sums of the even and of the odd columns; `pairs` int16 [n, columns] has both."""
+    even = _product(weights, _cast(pairs.to(tl.int8), weights.dtype, UPCAST), even * fade[:, None], UPCAST)
+    odd = _product(weights, _cast((pairs >> 8).to(tl.int8), weights.dtype, UPCAST), odd * fade[:, None], UPCAST)
+    return even, odd
+
+
+@triton.jit
+def _scales(scales, start, inside, MASKED: tl.constexpr, DIM: tl.constexpr):
+    """Load the scale of each head that starts at `start` [n] in its pool; scales are in the order of the heads."""
+    if MASKED:
+        return tl.load(scales + start // DIM, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(scales + start // DIM).to(tl.float32)
+
+
+@triton.jit
 def _fold(
     highest,
     weight,
     sum0,
     sum1,
+    odd0,
+    odd1,
     query0,
     query1,
     key_pool,
     value_pool,
+    key_scales,
+    value_scales,
     key_start,  # [n] where each key starts in its pool
     value_start,
     inside,  # [n] is there a key?
@@ -62,6 +130,7 @@ def _fold(
     cap_scale,
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SCALED: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     DK0: tl.constexpr,
@@ -71,13 +140,20 @@ def _fold(
     UPCAST: tl.constexpr,
 ):
     """Add a run of n keys to each row's running maximum and sum of weights, and to its weighted values."""
-    key0 = _part(key_pool, key_start, inside, MASKED, 0, DK0, DK)
+    dtype: tl.constexpr = query0.dtype
+    if SCALED:
+        key_scale = _scales(key_scales, key_start, inside, MASKED, DK)
+        value_scale = _scales(value_scales, value_start, inside, MASKED, DV)
+    key0 = _cast(_part(key_pool, key_start, inside, MASKED, 0, DK0, DK), dtype, UPCAST)
     scores = tl.zeros([query0.shape[0], key_start.shape[0]], tl.float32)
     scores = _product(query0, tl.trans(key0), scores, UPCAST)
     if DK1 > 0:
-        key1 = _part(key_pool, key_start, inside, MASKED, DK0, DK1, DK)
+        key1 = _cast(_part(key_pool, key_start, inside, MASKED, DK0, DK1, DK), dtype, UPCAST)
         scores = _product(query1, tl.trans(key1), scores, UPCAST)
-    scores *= score_scale
+    if SCALED:
+        scores *= (key_scale * score_scale)[None, :]
+    else:
+        scores *= score_scale
     if CAPPED:
         scores = cap_scale - 2.0 * cap_scale / (tl.exp2(scores) + 1.0)  # cap * tanh(score / cap)
     if MASKED:
@@ -90,13 +166,23 @@ def _fold(
     fade = tl.exp2(highest - origin)
     weights = tl.exp2(scores - origin[:, None])
     weight = weight * fade + tl.sum(weights, 1)
-    weights = weights.to(value_pool.dtype.element_ty)
-    value0 = _part(value_pool, value_start, inside, MASKED, 0, DV0, DV)
-    sum0 = _product(weights, value0, sum0 * fade[:, None], UPCAST)
-    if DV1 > 0:
-        value1 = _part(value_pool, value_start, inside, MASKED, DV0, DV1, DV)
-        sum1 = _product(weights, value1, sum1 * fade[:, None], UPCAST)
-    return higher, weight, sum0, sum1
+    if SCALED:
+        # Shared memory can be read by columns in 16 bits, but not in 8.
+        pairs = value_pool.to(tl.pointer_type(tl.int16), bitcast=True)
+        scaled = (weights * value_scale[None, :]).to(tl.bfloat16 if dtype == tl.float16 else dtype)
+        value0 = _part(pairs, value_start // 2, inside, MASKED, 0, DV0 // 2, DV // 2)
+        sum0, odd0 = _add_pairs(sum0, odd0, scaled, value0, fade, UPCAST)
+        if DV1 > 0:
+            value1 = _part(pairs, value_start // 2, inside, MASKED, DV0 // 2, DV1 // 2, DV // 2)
+            sum1, odd1 = _add_pairs(sum1, odd1, scaled, value1, fade, UPCAST)
+    else:
+        weights = weights.to(dtype)
+        value0 = _cast(_part(value_pool, value_start, inside, MASKED, 0, DV0, DV), dtype, UPCAST)
+        sum0 = _product(weights, value0, sum0 * fade[:, None], UPCAST)
+        if DV1 > 0:
+            value1 = _cast(_part(value_pool, value_start, inside, MASKED, DV0, DV1, DV), dtype, UPCAST)
+            sum1 = _product(weights, value1, sum1 * fade[:, None], UPCAST)
+    return higher, weight, sum0, sum1, odd0, odd1
 
 
 @triton.jit
@@ -121,6 +207,8 @@ def attend_tiles(
     query,  # [heads, T, DK], any strides of heads and rows
     key_pool,  # [kv_heads, blocks, BLOCK_SIZE, DK], any strides but of the last
     value_pool,  # [kv_heads, blocks, BLOCK_SIZE, DV]
+    key_scales,  # [kv_heads, blocks, BLOCK_SIZE, 1], if SCALED: the pools hold codes of rotated heads
+    value_scales,
     tiles,  # int32 [HEADER + tiles * FIELDS] number of tiles, then the tiles
     block_ids,  # int32
     row_ids,  # int32, the tiles' rows
@@ -156,6 +244,7 @@ def attend_tiles(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
     WIDE: tl.constexpr,  # whether offsets into the pools need 64 bits
     UPCAST: tl.constexpr,
 ):
@@ -189,16 +278,19 @@ def attend_tiles(
             head = kv_head * GROUP + stacked % GROUP
             row = tl.load(row_ids + row_offset + row_in_tile, mask=taken, other=0).to(tl.int64)
             query_start = head.to(tl.int64) * query_head + row * query_row
-            query0 = _part(query, query_start, taken, True, 0, DK0, DK).to(key_pool.dtype.element_ty)
+            query0 = _part(query, query_start, taken, True, 0, DK0, DK)
             query1 = query0
             if DK1 > 0:
-                query1 = _part(query, query_start, taken, True, DK0, DK1, DK).to(key_pool.dtype.element_ty)
+                query1 = _part(query, query_start, taken, True, DK0, DK1, DK)
             highest = tl.full([ROWS], float("-inf"), tl.float32)
             weight = tl.zeros([ROWS], tl.float32)
-            sum0 = tl.zeros([ROWS, DV0], tl.float32)
-            sum1 = weight
+            # Of scaled values, the even columns are summed apart from the odd ones.
+            sum0 = tl.zeros([ROWS, DV0 // 2 if SCALED else DV0], tl.float32)
+            sum1, odd0, odd1 = weight, weight, weight
             if DV1 > 0:
-                sum1 = tl.zeros([ROWS, DV1], tl.float32)
+                sum1 = tl.zeros([ROWS, DV1 // 2 if SCALED else DV1], tl.float32)
+            if SCALED:
+                odd0, odd1 = sum0, sum1
             ids = block_ids + block_offset
 
             whole = 0  # iterations without a mask
@@ -212,10 +304,10 @@ def attend_tiles(
                     value_start = _starts(kv_head, block, slot, value_head, value_block, value_token, BLOCK_SIZE, WIDE)
                     at += KEYS
                     block = tl.load(ids + (at + slot_in_run) // BLOCK_SIZE)
-                    highest, weight, sum0, sum1 = _fold(
-                        highest, weight, sum0, sum1, query0, query1, key_pool, value_pool, key_start, value_start,
-                        taken, taken, score_scale, cap_scale,
-                        False, CAPPED, DK, DV, DK0, DK1, DV0, DV1, UPCAST,
+                    highest, weight, sum0, sum1, odd0, odd1 = _fold(
+                        highest, weight, sum0, sum1, odd0, odd1, query0, query1, key_pool, value_pool,
+                        key_scales, value_scales, key_start, value_start, taken, taken, score_scale, cap_scale,
+                        False, CAPPED, SCALED, DK, DV, DK0, DK1, DV0, DV1, UPCAST,
                     )  # fmt: skip
 
             row_slot = tl.load(positions + row, mask=taken, other=0) - position
@@ -232,12 +324,16 @@ def attend_tiles(
                     visible &= slot[None, :] > (row_slot - window)[:, None]
                 at += tl.where(step + 1 == clear_from, whole + 1, 1) * KEYS
                 block = tl.load(ids + (at + slot_in_run) // BLOCK_SIZE)
-                highest, weight, sum0, sum1 = _fold(
-                    highest, weight, sum0, sum1, query0, query1, key_pool, value_pool, key_start, value_start,
-                    inside, visible, score_scale, cap_scale,
-                    True, CAPPED, DK, DV, DK0, DK1, DV0, DV1, UPCAST,
+                highest, weight, sum0, sum1, odd0, odd1 = _fold(
+                    highest, weight, sum0, sum1, odd0, odd1, query0, query1, key_pool, value_pool,
+                    key_scales, value_scales, key_start, value_start, inside, visible, score_scale, cap_scale,
+                    True, CAPPED, SCALED, DK, DV, DK0, DK1, DV0, DV1, UPCAST,
                 )  # fmt: skip
 
+            if SCALED:
+                sum0 = tl.reshape(tl.join(sum0, odd0), [ROWS, DV0])
+                if DV1 > 0:
+                    sum1 = tl.reshape(tl.join(sum1, odd1), [ROWS, DV1])
             if partial_offset < 0:
                 if ROWS >= 128:  # registers are scarcest here: these are read again from the L1 cache, not kept
                     taken = row_in_tile < tl.load(tile + 5, cache_modifier=".ca")
@@ -311,20 +407,59 @@ def merge_partials(
         pair += tl.num_programs(0)
 
 
+@triton.jit(do_not_specialize=["heads"])
+def spread_heads(
+    source,  # [heads of all tokens, DIM] by token and head
+    target,  # the same
+    heads,
+    source_token,
+    source_head,
+    target_token,
+    target_head,
+    HEADS: tl.constexpr,  # of a token
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # heads of one program
+    FACTOR: tl.constexpr,
+):
+    """Rotate some heads, as they are rotated before they are stored in 8 bits, and multiply them by FACTOR."""
+    item = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
+    token, head, inside = item // HEADS, item % HEADS, item < heads
+    numbers = _rows(source, token, head, inside, source_token, source_head, DIM, DIM_PADDED)
+    column = tl.arange(0, DIM_PADDED)[None, :]
+    place = target + token * target_token + head * target_head + column
+    found = spread(numbers.to(tl.float32), DIM) * FACTOR
+    tl.store(place, found.to(target.dtype.element_ty), mask=inside & (column < DIM))
+
+
 @triton.jit
 def _rows(source, token, head, inside, token_stride, head_stride, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
     """Load the numbers of (token, head) pairs [n, 1] -> [n, DIM_PADDED], where `inside` [n, 1] is true."""
     column = tl.arange(0, DIM_PADDED)[None, :]
-    return tl.load(source + token * token_stride + head * head_stride + column, mask=inside & (column < DIM))
+    return tl.load(source + token * token_stride + head * head_stride + column, mask=inside & (column < DIM), other=0.0)
 
 
 @triton.jit
-def _store_slots(pool, numbers, slot, head, inside, block_stride, slot_stride, head_stride,
-                 DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+def kept(numbers, dtype: tl.constexpr, stored: tl.constexpr):
+    """Return numbers of a model in `dtype` as a pool in `stored` holds them; in fewer bits, infinity becomes NaN."""
+    found = numbers.to(stored)
+    if stored != dtype:
+        found = tl.where(tl.abs(found) == float("inf"), float("nan"), found)
+    return found
+
+
+@triton.jit
+def _store_slots(pool, scales, numbers, slot, head, inside, block_stride, slot_stride, head_stride,
+                 DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     """Store numbers [n, DIM_PADDED] at (slot, head) pairs [n, 1] of a pool, where `inside` [n, 1] is true."""
     column = tl.arange(0, numbers.shape[1])[None, :]
-    place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + head * head_stride + column
-    tl.store(pool + place, numbers.to(pool.dtype.element_ty), mask=inside & (column < DIM))
+    place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + head * head_stride
+    if SCALED:
+        stored, scale = encoded(numbers.to(tl.float32), DIM)
+        tl.store(scales + place // DIM, scale[:, None], mask=inside)
+    else:
+        stored = kept(numbers, numbers.dtype, pool.dtype.element_ty)
+    tl.store(pool + place + column, stored, mask=inside & (column < DIM))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -333,18 +468,12 @@ def write_slots(
     value,  # [kv_heads, T, DV]
     key_pool,  # [kv_heads, blocks, BLOCK_SIZE, DK], any strides but of the last
     value_pool,  # [kv_heads, blocks, BLOCK_SIZE, DV]
+    key_scales,  # [kv_heads, blocks, BLOCK_SIZE, 1], if SCALED
+    value_scales,
     slots,  # int64 [T], -1: a padded row
     tokens,  # T
-    key_head,
-    key_token,
-    value_head,
-    value_token,
-    key_pool_head,
-    key_pool_block,
-    key_pool_token,
-    value_pool_head,
-    value_pool_block,
-    value_pool_token,
+    key_head, key_token, value_head, value_token,
+    key_pool_head, key_pool_block, key_pool_token, value_pool_head, value_pool_block, value_pool_token,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
     DK: tl.constexpr,
@@ -353,7 +482,8 @@ def write_slots(
     DV_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,  # tokens of one program
-):
+    SCALED: tl.constexpr,  # as codes of rotated heads
+):  # fmt: skip
     """Write all heads of some tokens' keys and values to their slots."""
     pair = tl.arange(0, TOKENS * HEADS_PADDED)[:, None]
     token = tl.program_id(0).to(tl.int64) * TOKENS + pair // HEADS_PADDED
@@ -362,10 +492,14 @@ def write_slots(
     inside = (slot >= 0) & (head < HEADS)
     keys = _rows(key, token, head, inside, key_token, key_head, DK, DK_PADDED)
     values = _rows(value, token, head, inside, value_token, value_head, DV, DV_PADDED)
-    _store_slots(key_pool, keys, slot, head, inside, key_pool_block, key_pool_token, key_pool_head, DK, BLOCK_SIZE)
     _store_slots(
-        value_pool, values, slot, head, inside, value_pool_block, value_pool_token, value_pool_head, DV, BLOCK_SIZE
-    )
+        key_pool, key_scales, keys, slot, head, inside, key_pool_block, key_pool_token, key_pool_head,
+        DK, BLOCK_SIZE, SCALED,
+    )  # fmt: skip
+    _store_slots(
+        value_pool, value_scales, values, slot, head, inside, value_pool_block, value_pool_token, value_pool_head,
+        DV, BLOCK_SIZE, SCALED,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -121,6 +121,24 @@ class HostStore:
             if rest.any():
                 self._transfers.load_slots(sources[rest], slots[rest])
 
+    def image(self, block: int) -> NDArray[np.uint8]:
+        """Return a copy of the image in a host block: all layers, keys and values, in one piece. Waits for a GPU."""
+        self._wait()
+        image = np.empty(self.bytes_per_block, np.uint8)
+        at = 0
+        for part in self._transfers.image_parts(block):
+            image[at : at + part.nbytes].reshape(part.shape)[...] = part
+            at += part.nbytes
+        return image
+
+    def put_image(self, block: int, image: NDArray[np.uint8]) -> None:
+        """Set the image of a host block, which no copy reads or writes meanwhile. Any thread may; waits as `image`."""
+        self._wait()
+        at = 0
+        for part in self._transfers.image_parts(block):
+            part[...] = image[at : at + part.nbytes].reshape(part.shape)
+            at += part.nbytes
+
     def measure(self) -> float:
         """Return the bytes per second of a load; overwrites the images of some blocks, and leaves the pool as it is.
 
@@ -167,10 +185,15 @@ class DirectTransfers:
     def __init__(self, store: KVStore, num_blocks: int) -> None:
         """Allocate the second pool; the system maps a page when it is first written."""
         images = KVStore(
-            store.layers, num_blocks, store.block_size, dtype=store.dtype, blocks_first=not store.runs_are_views
+            store.layers,
+            num_blocks,
+            store.block_size,
+            dtype=store.dtype,
+            blocks_first=not store.runs_are_views,
+            kv_dtype=store.format.name,
         )
         self._block_size = store.block_size
-        pools = list(zip((*store.keys, *store.values), (*images.keys, *images.values), strict=True))
+        pools = list(zip(store.tensors, images.tensors, strict=True))
         self._blocks = [(_items(pool.flatten(2)), _items(image.flatten(2))) for pool, image in pools]
         self._tokens = [(_items(pool), _items(image)) for pool, image in pools]
 
@@ -187,6 +210,10 @@ class DirectTransfers:
         for pool, image in self._blocks:
             for there, here in runs:
                 pool[:, here] = image[:, there]
+
+    def image_parts(self, image: int) -> list[NDArray[np.uint8]]:
+        """View the bytes of an image, by tensor of the pool: each [heads, bytes]."""
+        return [image_of[:, image, None].view(np.uint8) for _, image_of in self._blocks]
 
     def load_slots(self, sources: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Copy tokens of images to slots of the pool."""
@@ -220,22 +247,22 @@ class StagedTransfers:
         """Allocate the stage, then the images: pinned if the pool is on CUDA."""
         assert not store.runs_are_views, "a block is one piece of a stored tensor"
         self._store = store
-        numbers = store.bytes_per_block // store.dtype.itemsize
+        nbytes = store.bytes_per_block
         with torch.inference_mode(False):
-            rows = max(1, min(num_blocks, STAGE // store.bytes_per_block))
-            self._stage = torch.empty(rows, numbers, dtype=store.dtype, device=store.device)
-            self._per_piece = max(1, PIECE // store.bytes_per_block)
-            self._pieces = self._allocate(num_blocks, numbers)
-        pools = (*store.keys, *store.values)
-        widths = [pool.shape[0] * pool.shape[2] * pool.shape[3] for pool in pools]
-        self._parts = list(zip(pools, self._stage.split_with_sizes(widths, 1), strict=True))
+            rows = max(1, min(num_blocks, STAGE // nbytes))
+            self._stage = torch.empty(rows, nbytes, dtype=torch.uint8, device=store.device)
+            self._per_piece = max(1, PIECE // nbytes)
+            self._pieces = self._allocate(num_blocks, nbytes)
+        widths = [pool.nbytes // store.num_blocks for pool in store.tensors]
+        parts = zip(store.tensors, self._stage.split_with_sizes(widths, 1), strict=True)
+        self._parts = [(pool, part.view(pool.dtype)) for pool, part in parts]
 
-    def _allocate(self, num_blocks: int, numbers: int) -> list[Tensor]:
-        """Return the images [blocks, numbers] in pieces of about a GiB, and show the progress of pinning many."""
-        dtype, device = self._store.dtype, device_of(self._store.device)
+    def _allocate(self, num_blocks: int, nbytes: int) -> list[Tensor]:
+        """Return the images [blocks, bytes] in pieces of about a GiB, and show the progress of pinning many."""
+        device = device_of(self._store.device)
         counts = [min(self._per_piece, num_blocks - at) for at in range(0, num_blocks, self._per_piece)]
         shown = device.is_gpu and num_blocks * self._store.bytes_per_block >= _SHOWN
-        return [device.pinned((count, numbers), dtype) for count in _shown(counts, shown)]
+        return [device.pinned((count, nbytes), torch.uint8) for count in _shown(counts, shown)]
 
     def offload(self, blocks: NDArray[np.int64], images: NDArray[np.int64]) -> None:
         """Copy blocks of the pool to images."""
@@ -268,18 +295,22 @@ class StagedTransfers:
                 new = part.view(-1, heads, size, dim).transpose(0, 1)
                 pool[:, block, place] = new[:, row, offset]
 
+    def image_parts(self, image: int) -> list[NDArray[np.uint8]]:
+        """View the bytes of an image, which is one piece."""
+        return [self._image(image).view(torch.uint8).numpy()]
+
     def _fill(self, images: NDArray[np.int64]) -> None:
         """Copy images to the first rows of the stage."""
         for row, image in enumerate(images.tolist()):
             self._stage[row].copy_(self._image(image), non_blocking=True)
 
     def _image(self, image: int) -> Tensor:
-        """View an image [numbers]."""
+        """View an image [bytes]."""
         return self._pieces[image // self._per_piece][image % self._per_piece]
 
     def _table(self, pool: Tensor) -> Tensor:
         """View a tensor of the pool as [blocks, numbers]."""
-        return self._store.table(pool).view(self._store.num_blocks, -1)
+        return pool.transpose(0, 1).view(self._store.num_blocks, -1)
 
     def _send(self, index: NDArray[np.int64]) -> Tensor:
         return device_of(self._store.device).upload(index)

@@ -111,7 +111,30 @@ class _ListBuilder:
     def work_list(self) -> WorkList:
         pieces = [piece for index in np.flatnonzero(self.queries > 1).tolist() for piece in self._chunk(index)]
         owner, start, stop, rows, row_ids = self._arrays(pieces)
-        return self._finish(owner, start, stop, rows, row_ids)
+        positions = np.repeat(self.first - self.row_start[:-1], self.queries) + np.arange(self.row_start[-1])
+        row_offset = np.cumsum(rows) - rows
+        seen_from = positions[row_ids]
+        lowest, highest = (f.reduceat(seen_from, row_offset) if len(rows) else rows for f in (np.minimum, np.maximum))
+        visible = stop - 1 <= lowest
+        if self.window is not None:
+            visible &= highest - self.window < start
+        counts = np.bincount(row_ids, minlength=len(positions))
+        return WorkList(
+            block_size=self.block_size,
+            window=self.declared_window,
+            block_offset=(self.grouping.table_offset[owner] + start // self.block_size).astype(np.int32),
+            kv_start=start.astype(np.int32),
+            tokens=(stop - start).astype(np.int32),
+            row_offset=row_offset.astype(np.int32),
+            rows=rows.astype(np.int32),
+            fully_visible=visible,
+            block_ids=self.grouping.block_ids,
+            row_ids=row_ids.astype(np.int32),
+            positions=positions.astype(np.int32),
+            merge_offset=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+            merge_ids=np.lexsort((np.repeat(start, rows), row_ids)).astype(np.int32),
+            origin=self.grouping,
+        )
 
     def _shared(self) -> tuple[Int, Int]:
         """Return shared runs stacked as in `_arrays`, and the rows of their members whose window reaches them."""
@@ -176,32 +199,6 @@ class _ListBuilder:
         copies = [row_ids[row_offset[i] : row_offset[i] + rows[i]] for i in item]
         return owner[item], first, np.minimum(first + most, stop[item]), rows[item], np.concatenate(copies)
 
-    def _finish(self, owner: Int, start: Int, stop: Int, rows: Int, row_ids: Int) -> WorkList:
-        positions = np.repeat(self.first - self.row_start[:-1], self.queries) + np.arange(self.row_start[-1])
-        row_offset = np.cumsum(rows) - rows
-        seen_from = positions[row_ids]
-        lowest, highest = (f.reduceat(seen_from, row_offset) if len(rows) else rows for f in (np.minimum, np.maximum))
-        visible = stop - 1 <= lowest
-        if self.window is not None:
-            visible &= highest - self.window < start
-        counts = np.bincount(row_ids, minlength=len(positions))
-        return WorkList(
-            block_size=self.block_size,
-            window=self.declared_window,
-            block_offset=(self.grouping.table_offset[owner] + start // self.block_size).astype(np.int32),
-            kv_start=start.astype(np.int32),
-            tokens=(stop - start).astype(np.int32),
-            row_offset=row_offset.astype(np.int32),
-            rows=rows.astype(np.int32),
-            fully_visible=visible,
-            block_ids=self.grouping.block_ids,
-            row_ids=row_ids.astype(np.int32),
-            positions=positions.astype(np.int32),
-            merge_offset=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
-            merge_ids=np.lexsort((np.repeat(start, rows), row_ids)).astype(np.int32),
-            origin=self.grouping,
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class SharedRuns:
@@ -239,15 +236,11 @@ class Grouping:
         if (kv_lengths < self.kv_lengths).any():
             return None
         block_ids, offset = _flat(tables)
-        if not self._has_rows(query_lengths) or not self._is_prefix(block_ids, offset):
+        had, has = self.query_lengths, query_lengths  # counts, if the rows of runs are bounded
+        same_rows = np.array_equal(had > 0, has > 0) if max_shared_rows is None else np.array_equal(had, has)
+        if not same_rows or not self._is_prefix(block_ids, offset):
             return None
         return Grouping(self.runs, self.private_start, block_ids, offset, kv_lengths, query_lengths, *limits)
-
-    def _has_rows(self, query_lengths: Int) -> bool:
-        """Return whether the same sequences have query rows; as many of them, if the rows of runs are bounded."""
-        if self.max_shared_rows is not None:
-            return np.array_equal(query_lengths, self.query_lengths)
-        return np.array_equal(query_lengths > 0, self.query_lengths > 0)
 
     def _is_prefix(self, block_ids: Table, offset: Int) -> bool:
         """Return whether each of the new tables begins with the old one."""

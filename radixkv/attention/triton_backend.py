@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from radixkv.attention import torch_backend
-from radixkv.attention.kv_store import KVStore, LayerShape
+from radixkv.attention.kv_store import KVStore, LayerShape, kv_format
 from radixkv.device import Device, Stream, device_of
 from radixkv_kernels.work_list import WorkList
 
@@ -53,11 +53,13 @@ def layer_obstacle(store: KVStore, heads: int, layer: int = 0) -> str | None:
     found = _OBSTACLES.setdefault(store, {})
     key = heads, layer
     if key not in found:
-        found[key] = shape_obstacle(store.layers[layer], heads, store.dtype, store.device)
+        found[key] = shape_obstacle(store.layers[layer], heads, store.dtype, store.device, store.format.name)
     return found[key]
 
 
-def shape_obstacle(shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def shape_obstacle(
+    shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device, kv_dtype: str = "auto"
+) -> str | None:
     """Return the same as `layer_obstacle` for a layer that has no store yet."""
     if reason := device_obstacle(device):
         return reason
@@ -65,7 +67,7 @@ def shape_obstacle(shape: LayerShape, heads: int, dtype: torch.dtype, device: to
         return f"the kernels do not store {dtype}"
     if max(shape.key_dim, shape.value_dim) > LARGEST:
         return f"heads of {max(shape.key_dim, shape.value_dim)} numbers do not fit into a tile, at most {LARGEST} do"
-    most = _chosen(shape, dtype, device)[-1].rows
+    most = _chosen(shape, dtype, device, kv_dtype)[-1].rows
     if heads // shape.kv_heads > most:
         return f"{heads // shape.kv_heads} query heads share a kv head, at most {most} fit into a tile"
     return None
@@ -91,7 +93,8 @@ def attend(
     reason.
     """
     if _falls_back(layer_obstacle(store, len(query), layer)):
-        return torch_backend.attend(store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
+        own = store.format.attending(partial(torch_backend.attend, store))
+        return own(layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
     step = _plan(store, layer, len(query), work, split)
     return follow(store, layer, query, step, scale=scale, softcap=softcap, sinks=sinks)
 
@@ -111,10 +114,28 @@ def follow(
 
     `order` launches the kinds of tile, by default one after the other.
     """
-    query = query if query.stride(2) == 1 else query.contiguous()
-    pools, options = (store.keys[layer], store.values[layer]), {} if order is None else {"order": order}
-    output: Tensor = _kernels().attend(query, *pools, step, scale=scale, softcap=softcap, sinks=sinks, **options)
+    rows = query if query.stride(2) == 1 else query.contiguous()
+    options: dict[str, Any] = {} if order is None else {"order": order}
+    keys, values, scales = pools(store, layer)
+    if query.dtype != store.dtype:  # products are computed in the dtype of their rows
+        rows = rows.to(store.dtype)
+        options["output"] = query.new_empty(query.shape[1], len(query), values.shape[3])
+    output: Tensor = _kernels().attend(
+        rows, keys, values, step, scale=scale, softcap=softcap, sinks=sinks, scales=scales, **options
+    )
     return output
+
+
+def pools(store: KVStore, layer: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return the pools of a layer's keys and values, and the scales of both if they hold codes."""
+    (keys, *of_keys), (values, *of_values) = store.key_parts[layer].tensors, store.value_parts[layer].tensors
+    return keys, values, (*of_keys, *of_values)
+
+
+def rotates(store: KVStore) -> bool:
+    """Return whether `layers.rotate_and_write` serves every layer: codes only of heads whose size is a power of two."""
+    sizes = enumerate(shape.key_dim for shape in store.layers)
+    return all(size.bit_count() == 1 or not pools(store, layer)[2] for layer, size in sizes)
 
 
 class ForkedStreams:
@@ -157,7 +178,8 @@ def write(store: KVStore, layer: int, slots: Tensor, key: Tensor, value: Tensor)
     from radixkv_kernels import blocks
 
     key, value = (new if new.stride(2) == 1 else new.contiguous() for new in (key, value))
-    blocks.write(key, value, store.keys[layer], store.values[layer], slots)
+    keys, values, scales = pools(store, layer)
+    blocks.write(key, value, keys, values, slots, scales)
 
 
 def copy(store: KVStore, pairs: Sequence[tuple[int, int]]) -> None:
@@ -174,7 +196,7 @@ def copy(store: KVStore, pairs: Sequence[tuple[int, int]]) -> None:
 
     upload = device_of(store.device).upload  # the host does not wait for these copies
     if store not in _REGIONS:
-        _REGIONS[store] = blocks.regions([*store.keys, *store.values], upload)
+        _REGIONS[store] = blocks.regions(store.tensors, upload)
     blocks.copy(_REGIONS[store], upload(np.array(pairs, dtype=np.int64)))
 
 
@@ -186,11 +208,12 @@ def _kernels() -> ModuleType:
     return attention
 
 
-def _chosen(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+def _chosen(shape: LayerShape, dtype: torch.dtype, device: torch.device, kv_dtype: str) -> tuple[Any, ...]:
     """Return the kinds of tile for a layer of this shape."""
     _, generation, shared = _device(device)
+    (_, stored), *_ = kv_format(kv_dtype, dtype).columns(shape.key_dim)
     kinds: tuple[Any, ...] = _kernels().kinds(
-        shape.key_dim, shape.value_dim, dtype, generation=generation, shared=shared
+        shape.key_dim, shape.value_dim, dtype, generation=generation, shared=shared, stored=stored
     )
     return kinds
 
@@ -221,7 +244,7 @@ def tiling(store: KVStore, shape: LayerShape, heads: int) -> dict[str, Any]:
     return {
         "heads": heads,
         "kv_heads": shape.kv_heads,
-        "chosen": _chosen(shape, store.dtype, store.device),
+        "chosen": _chosen(shape, store.dtype, store.device, store.format.name),
         "processors": _device(store.device)[0],
     }
 

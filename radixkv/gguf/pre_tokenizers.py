@@ -39,7 +39,7 @@ _CAPITALS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 
 _GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+|{_SIGNS}|{_SPACES}"
 _LLAMA3 = rf"{_ANY_CASE}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}[\r\n]*|{_LINES}|{_SPACES}"
-_QWEN2 = rf"{_ANY_CASE}|{_WORD}|\p{{N}}|{_SIGNS}[\r\n]*|{_LINES}|{_SPACES}"
+QWEN2 = rf"{_ANY_CASE}|{_WORD}|\p{{N}}|{_SIGNS}[\r\n]*|{_LINES}|{_SPACES}"
 _QWEN35 = (
     rf"{_ANY_CASE}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}|{_SPACES}"
@@ -58,7 +58,7 @@ _CJK_CODER = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _gpt2 = PreTokenizer((_GPT2,))
 _single_digits = PreTokenizer((_DIGIT, _GPT2))
 _llama3 = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
-_qwen2 = PreTokenizer((_QWEN2,), nfc=True)
+_qwen2 = PreTokenizer((QWEN2,), nfc=True)
 _gpt4o = PreTokenizer((_GPT4O,), ignore_merges=True)
 
 PRE_TOKENIZERS = {

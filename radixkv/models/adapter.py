@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +30,13 @@ from radixkv.models.native.places import is_fused, should_fuse, use_operators
 from radixkv.models.probe import Probed, probe
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.quantized.layers import check_weights, quantize, quantized_weights, replaceable
-from radixkv.models.quantized.norms import fuse_norms
 from radixkv.models.recurrent.mixers import has_mixers, install
 from radixkv.models.verdicts import tested
+from radixkv.sizing.kv_size import check_kv_dtype
 
 __all__ = ["LayerSpec", "LoadedModel", "load"]
 
+Look = Callable[[Any], Probed]
 _log = logging.getLogger(__name__)
 _LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # whether transformers has warned
 _taken: weakref.WeakKeyDictionary[Any, weakref.ref[LoadedModel]] = weakref.WeakKeyDictionary()  # built models
@@ -53,6 +55,7 @@ def load(
     fuse: bool = True,
     model_code: str = "auto",
     verify: str = "always",
+    kv_dtype: str = "auto",
 ) -> LoadedModel:
     """Load `model`: "tiny" (bundled), a folder, a GGUF file, a hub name, or a transformers model that is already built.
 
@@ -62,20 +65,22 @@ def load(
     is float32 on a CPU, on other devices the dtype of the saved weights; a built model keeps its own. Large float32
     layers are packed for the CPU; a built model also keeps its own weights. `weights` "int8" and "int4" quantise the
     linear layers for float32 on a CPU; "auto" keeps the bits of a quantised GGUF file there, and quantises nothing
-    else. `attention` is "torch", "triton", or
-    "auto": Triton on CUDA if it serves the model (else one warning), torch elsewhere. With "auto", a model whose
-    attention cannot be replaced runs by the fallback, with one warning that gives the reason. With `fuse`, the layers
-    of Llama-like models are fused around attention in Triton on a GPU (`native.fused`). Raises InvalidInput if
-    there is no whole model to load, or no such attention, and UnsupportedModel with the reason if the model cannot run
-    exactly. Costs the reading of the weights and a self-test (0.1 s for small models).
+    else. `attention` is "torch", "triton", or "auto": Triton on CUDA if it serves the model (else one warning), torch
+    elsewhere. With "auto", a model whose attention cannot be replaced runs by the fallback, with one warning that gives
+    the reason. With `fuse`, the layers of Llama-like models are fused around attention in Triton on a GPU
+    (`native.fused`). `kv_dtype` is the format of the pool. Raises InvalidInput if there is no whole model to load, no
+    such attention or no such format, and UnsupportedModel with the reason if the model cannot run exactly. Costs the
+    reading of the weights and a self-test (0.1 s for small models).
     """
     place = place_of(device)
     attention_interface.check_backend(attention, place)
+    check_kv_dtype(kv_dtype)
     if tokenizer is not None:
         tokenizer = loader.given_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
     built = not isinstance(model, str | os.PathLike)
     if built:
-        module, name = _built(model, place, dtype), _name_of(model)
+        module = _built(model, place, dtype)
+        name = getattr(module.config, "name_or_path", "") or type(model).__name__
         small = check_weights(weights, module.dtype, place)
         loader.check_tokens(module, tokenizer, name)
         module = _borrowed(module, model_code)
@@ -97,9 +102,9 @@ def load(
             module.sources = ()
     keep = built and not isinstance(module, NativeModel)
     own = _quantized(module.eval(), small, name, keep=keep)
-    if quantized_weights(own) and not isinstance(own, NativeModel):  # transformers' model, but a copy
-        fuse_norms(own)
-    loaded = _take_over(own, tokenizer, name, keep=keep and own is module, attention=attention, fuse=fuse)
+    loaded = _take_over(
+        own, tokenizer, name, keep=keep and own is module, attention=attention, fuse=fuse, kv_dtype=kv_dtype
+    )
     if built:
         _taken[model] = weakref.ref(loaded)
     return loaded
@@ -136,7 +141,14 @@ def _quantized(module: Any, weights: str, name: str, *, keep: bool) -> Any:
 
 
 def _take_over(
-    module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str = "auto", fuse: bool = True
+    module: Any,
+    tokenizer: Any | None,
+    name: str,
+    *,
+    keep: bool,
+    attention: str = "auto",
+    fuse: bool = True,
+    kv_dtype: str = "auto",
 ) -> LoadedModel:
     """Freeze, replace attention, probe, test; raises UnsupportedModel and leaves the model with its own attention."""
     own = module.config._attn_implementation
@@ -144,21 +156,24 @@ def _take_over(
     try:
         _freeze(module, name)
         install(module)
-        loaded, error = _paged_or_own(module, tokenizer, name, keep=keep, attention=attention, fuse=fuse)
+        inspect = partial(_inspect, module, tokenizer, name, kv_dtype)
+        loaded, error = _paged_or_own(module, inspect, name, keep=keep, attention=attention, fuse=fuse)
     except BaseException:
         select(module, own)
         raise
-    _log.info("%s: %d layers, context %d, self-test error %.1e", name, len(loaded.layers), loaded.max_length, error)
+    kept = "" if kv_dtype == "auto" else f", KV in {kv_dtype}"
+    said = "%s: %d layers, context %d, self-test error %.1e%s"
+    _log.info(said, name, len(loaded.layers), loaded.max_length, error, kept)
     return loaded
 
 
 def _paged_or_own(
-    module: Any, tokenizer: Any | None, name: str, *, keep: bool, attention: str, fuse: bool
+    module: Any, inspect: Callable[[Look], LoadedModel], name: str, *, keep: bool, attention: str, fuse: bool
 ) -> tuple[LoadedModel, float]:
     """Return the model over the pool, or with attention "auto" by its own attention; and its self-test's error."""
     try:
         select(module, IMPLEMENTATION)
-        return _proven(_inspect(module, tokenizer, name, probe), attention, keep=keep, fuse=fuse)
+        return _proven(inspect(probe), attention, keep=keep, fuse=fuse)
     except UnsupportedModel as reason:
         if attention != "auto" or has_mixers(module):  # the fallback has no states
             raise
@@ -166,7 +181,7 @@ def _paged_or_own(
         from radixkv.models import fallback  # imports transformers, which not every model needs
 
         try:
-            own = replace(_inspect(module, tokenizer, name, fallback.probe), attention="fallback")
+            own = replace(inspect(fallback.probe), attention="fallback")
             proven = _packed(own, keep=keep)
         except UnsupportedModel as second:
             if str(second) == str(reason):  # the model itself fails, with any attention
@@ -190,9 +205,14 @@ def _freeze(module: Any, name: str) -> None:
 
 
 def _proven(loaded: LoadedModel, attention: str, *, keep: bool, fuse: bool) -> tuple[LoadedModel, float]:
-    """Return the model with the requested attention, and the error of its self-test, which it has passed."""
+    """Return the model with the requested attention, and the error of its self-test, which it has passed.
+
+    What fails is replaced by torch: fused layers, and with "auto" attention.
+    """
     small = bool(quantized_weights(loaded.model))
-    backend = attention_interface.choose_backend(attention, loaded.layers, loaded.dtype, loaded.device, small)
+    backend = attention_interface.choose_backend(
+        attention, loaded.layers, loaded.dtype, loaded.device, small, loaded.kv_dtype
+    )
     loaded = replace(loaded, attention=backend)
     if isinstance(loaded.model, NativeModel):
         use_operators(loaded, fuse=fuse and should_fuse(loaded))
@@ -202,11 +222,6 @@ def _proven(loaded: LoadedModel, attention: str, *, keep: bool, fuse: bool) -> t
         except UnsupportedModel as reason:
             use_operators(loaded, fuse=False)
             _log.warning("%s: its layers run in torch: fused, %s", loaded.name, reason)
-    return _attending(loaded, attention, keep=keep)
-
-
-def _attending(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[LoadedModel, float]:
-    """Return the model with the chosen attention, or with "auto" by torch if that fails; and its self-test's error."""
     try:
         return _packed(loaded, keep=keep)
     except UnsupportedModel as reason:
@@ -217,12 +232,17 @@ def _attending(loaded: LoadedModel, attention: str, *, keep: bool) -> tuple[Load
         return _packed(replace(loaded, attention="torch"), keep=keep)
 
 
-def _inspect(module: Any, tokenizer: Any | None, name: str, look: Callable[[Any], Probed]) -> LoadedModel:
-    """Collect the properties of the model that running it needs, found by a probe."""
+def _inspect(module: Any, tokenizer: Any | None, name: str, kv_dtype: str, look: Look) -> LoadedModel:
+    """Collect the properties of the model that running it needs, found by a probe.
+
+    Raises InvalidInput if its pool cannot have the format.
+    """
     length = max_length(module)
     # Our own errors name the limit; a warning of transformers says that the model would fail.
     getattr(tokenizer, "deprecation_warnings", {})[_LENGTH_WARNING] = True
     layers, width, state = look(module)
+    dims = [(layer.key_dim, layer.value_dim) for layer in layers]
+    check_kv_dtype(kv_dtype, str(module.dtype).removeprefix("torch."), dims)
     vocab_size = min(width, module.get_input_embeddings().num_embeddings)
     return LoadedModel(
         model=module,
@@ -236,6 +256,7 @@ def _inspect(module: Any, tokenizer: Any | None, name: str, look: Callable[[Any]
         dtype=module.dtype,
         device=module.device,
         state=state,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -320,11 +341,6 @@ def _give_own_config(model: Any) -> None:
         config = getattr(module, "config", None)
         if id(config) in copies:
             module.config = copies[id(config)]
-
-
-def _name_of(model: Any) -> str:
-    """Return the name from which a built model was loaded, else its class."""
-    return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
 
 
 def _stop_token_ids(module: Any, tokenizer: Any | None) -> set[int]:

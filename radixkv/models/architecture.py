@@ -1,79 +1,22 @@
-"""Read from a transformers model's class and configuration how to call it, and its limits.
+"""Read the limits of a transformers model from its class and configuration.
 
-`ForwardSignature` calls a forward on one row of tokens with the arguments that the architecture takes. `max_length`,
-`window_limit` and `num_experts` read the configuration. `check_supported` refuses models that keep other things than
+`max_length` and `window_limit` read the configuration. `check_supported` refuses models that keep other things than
 keys, values and recurrent states. Nothing here runs a model to find out whether it keeps to its configuration: `probe`
 and `selftest` do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from radixkv.errors import UnsupportedModel
+from radixkv.models.attention_interface import ForwardSignature
 from radixkv.models.recurrent.mixers import has_mixers
-
-
-@dataclass(frozen=True)
-class ForwardSignature:
-    """The arguments of one architecture's forward.
-
-    `positions`: it takes the tokens' positions, and numbers the first one `first_position`. `counts`: it also reads the
-    number of tokens in its cache. `keeps`: it takes the rows that need logits; else it computes logits of all rows.
-    """
-
-    positions: bool
-    counts: bool
-    keeps: bool
-    first_position: int = 0
-
-    @classmethod
-    def of(cls, model: Any) -> ForwardSignature:
-        """Inspect signatures and embeddings, and look for scores that grow with the position, as in Llama 4."""
-        takes = [signature(part.forward).parameters for part in (model, model.base_model)]
-        positions = any("position_ids" in parameters for parameters in takes)
-        counts = not positions or bool(getattr(model.config.get_text_config(), "attn_temperature_tuning", False))
-        counts = counts and (not has_mixers(model) or any("past_key_values" in each for each in takes))
-        return cls(positions, counts, "logits_to_keep" in takes[0], _first_position(model) if positions else 0)
-
-    def logits(self, model: Any, tokens: Tensor, rows: Tensor, *, positions: Tensor | None = None, **more: Any) -> Any:
-        """Return logits [len(rows), vocab] of the rows `rows` of tokens [T]; `more` is passed on to the model.
-
-        `positions` [T] count from 0; without them the model counts by itself. Costs T * vocab if it keeps all rows.
-        """
-        if positions is not None and self.positions:
-            more["position_ids"] = (positions + self.first_position if self.first_position else positions)[None]
-        if positions is not None and self.counts and "past_key_values" not in more:
-            more = more | self._counted(positions, len(tokens))
-        if self.keeps:
-            return model(input_ids=tokens[None], logits_to_keep=rows, **more).logits[0]
-        return model(input_ids=tokens[None], **more).logits[0].index_select(0, rows)
-
-    def _counted(self, positions: Tensor, count: int) -> dict[str, Any]:
-        """Return arguments with which a model that counts positions by itself starts at the right one."""
-        from radixkv.models.counted_cache import Before  # imports transformers, which not every model needs
-
-        counted: dict[str, Any] = {"past_key_values": Before(positions)}
-        if not self.positions:  # its own mask would need one length, and each token has another
-            counted["attention_mask"] = positions.new_ones(1, count)
-        return counted
-
-
-def _first_position(model: Any) -> int:
-    """Return the number of the first position; decoders made from encoders start after their padding id."""
-    for module in model.modules():
-        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(module.padding_idx, int):
-            return module.padding_idx + 1
-    return 0
-
 
 _UNLIMITED = 1 << 30  # the context of a model that names no limit
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # a model has one of them, or none
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _REACHES = ("sliding_window", "attention_chunk_size", "window_size")
 
 
@@ -107,12 +50,6 @@ def unlisted_window(config: Any, listed: set[int]) -> int | None:
     kinds = set(getattr(config, "layer_types", None) or ())
     limit = None if kinds else window_limit(config)
     return None if limit in listed else limit
-
-
-def num_experts(config: Any) -> int:
-    """Return the number of experts to which a layer routes its tokens; 0 without routing."""
-    parts = (config, getattr(config, "ffn_config", None))
-    return max(getattr(part, name, None) or 0 for part in parts for name in _EXPERTS)
 
 
 # The attention of each layer type; None for layers without. Other types select keys by an index, or compress them.

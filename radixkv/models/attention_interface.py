@@ -1,8 +1,9 @@
-"""Replace the attention of a transformers model, and choose the backend that computes it.
+"""Call a transformers model, replace its attention, and choose the backend that computes it.
 
-transformers' layers call the registered attention function, which passes each call to the handler of the current
-thread; `handled_by` sets it while a forward runs. (Keyword arguments to the model could also carry the handler, but
-some architectures drop them.) The backends are torch, on any device, and the Triton kernels.
+`ForwardSignature` calls a forward on one row of tokens with the arguments that the architecture takes. transformers'
+layers call the registered attention function, which passes each call to the handler of the current thread; `handled_by`
+sets it while a forward runs. (Keyword arguments to the model could also carry the handler, but some architectures drop
+them.) The backends are torch, on any device, and the Triton kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +27,7 @@ from radixkv.device import device_of
 from radixkv.errors import InvalidInput
 from radixkv.models import compiled_attention
 from radixkv.models.loaded import LayerSpec, LoadedModel
+from radixkv.models.recurrent.mixers import CACHES, has_mixers
 
 # transformers treats names with "flash", "sdpa", "flex_attention", "paged|" or a slash specially. It builds no mask for
 # a name without a mask function, as intended here.
@@ -32,6 +35,62 @@ IMPLEMENTATION = "radixkv"
 # Applies softcaps and sinks, which transformers' other implementations leave out.
 OWN = "eager"
 _transformers_log = logging.getLogger("transformers.modeling_utils")
+
+
+@dataclass(frozen=True)
+class ForwardSignature:
+    """The arguments of one architecture's forward.
+
+    `positions`: it takes the tokens' positions, and numbers the first one `first_position`. `counts`: it also reads the
+    number of tokens in its cache. `keeps`: it takes the rows that need logits; else it computes logits of all rows.
+    `cache` is the name of the argument that holds its cache.
+    """
+
+    positions: bool
+    counts: bool
+    keeps: bool
+    cache: str
+    first_position: int = 0
+
+    @classmethod
+    def of(cls, model: Any) -> ForwardSignature:
+        """Inspect signatures and embeddings, and look for scores that grow with the position, as in Llama 4."""
+        takes = [signature(part.forward).parameters for part in (model, model.base_model)]
+        positions = any("position_ids" in parameters for parameters in takes)
+        counts = not positions or bool(getattr(model.config.get_text_config(), "attn_temperature_tuning", False))
+        counts = counts and not (has_mixers(model) and getattr(model.config, "num_attention_heads", None) is None)
+        cache = next((name for name in CACHES if name in takes[0]), "past_key_values")
+        return cls(positions, counts, "logits_to_keep" in takes[0], cache, _first_position(model) if positions else 0)
+
+    def logits(self, model: Any, tokens: Tensor, rows: Tensor, *, positions: Tensor | None = None, **more: Any) -> Any:
+        """Return logits [len(rows), vocab] of the rows `rows` of tokens [T]; `more` is passed on to the model.
+
+        `positions` [T] count from 0; without them the model counts by itself. Costs T * vocab if it keeps all rows.
+        """
+        if positions is not None and self.positions:
+            more["position_ids"] = (positions + self.first_position if self.first_position else positions)[None]
+        if positions is not None and self.counts and self.cache not in more:
+            more = more | self._counted(positions, len(tokens))
+        if self.keeps:
+            return model(input_ids=tokens[None], logits_to_keep=rows, **more).logits[0]
+        return model(input_ids=tokens[None], **more).logits[0].index_select(0, rows)
+
+    def _counted(self, positions: Tensor, count: int) -> dict[str, Any]:
+        """Return arguments with which a model that counts positions by itself starts at the right one."""
+        from radixkv.models.counted_cache import Before  # imports transformers, which not every model needs
+
+        counted: dict[str, Any] = {self.cache: Before(positions)}
+        if not self.positions:  # its own mask would need one length, and each token has another
+            counted["attention_mask"] = positions.new_ones(1, count)
+        return counted
+
+
+def _first_position(model: Any) -> int:
+    """Return the number of the first position; decoders made from encoders start after their padding id."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(module.padding_idx, int):
+            return module.padding_idx + 1
+    return 0
 
 
 @dataclass(slots=True)
@@ -71,7 +130,7 @@ class RotaryCall:
     key_weight: Tensor | None = None
     epsilon: float = 0.0
 
-    def rotate_and_write(self, key_pool: Tensor, value_pool: Tensor, slots: Tensor) -> Tensor:
+    def rotate_and_write(self, key_pool: Tensor, value_pool: Tensor, scales: Sequence[Tensor], slots: Tensor) -> Tensor:
         """Store keys and values in slots [T] of one layer's pools, and return the queries [heads, T, dim], a view."""
         from radixkv_kernels import layers  # needs Triton
 
@@ -81,6 +140,7 @@ class RotaryCall:
             key_pool,
             value_pool,
             slots,
+            scales,
             cosines=self.cosines,
             sines=self.sines,
             query_weight=self.query_weight,
@@ -97,17 +157,36 @@ class Handler(Protocol):
         """Return the attention output [T, heads, dv] of `call`."""
 
 
-_current = threading.local()
+class _NoHandler:
+    """Refuses attention calls of models whose attention radixkv has replaced."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            "this model's attention now lives in a radixkv pool: run it through radixkv, or load another"
+        )
+
+
+NO_HANDLER = _NoHandler()
+"""Answers where no forward of radixkv runs."""
+
+
+class _Current(threading.local):
+    handler: Handler = NO_HANDLER
+
+
+current = _Current()
+"""The handler of calls on this thread."""
 
 
 @contextmanager
 def handled_by(handler: Handler) -> Iterator[None]:
     """Pass the attention calls of forwards on this thread to `handler` while this is open."""
-    _current.handler = handler
+    before, current.handler = current.handler, handler
     try:
         yield
     finally:
-        _current.handler = None
+        current.handler = before
 
 
 def attention(
@@ -128,23 +207,7 @@ def attention(
     if torch.compiler.is_compiling():
         return _attend(query, key, value, s_aux, scale).unsqueeze(0), None
     call = AttentionCall(module, query, key, value, attention_mask, scale, sliding_window, softcap, s_aux, extra)
-    return _handler().attend(call).unsqueeze(0), None
-
-
-def handler_or_none() -> Handler | None:
-    """Return the handler of calls on this thread; None where no forward of radixkv runs."""
-    handler: Handler | None = getattr(_current, "handler", None)
-    return handler
-
-
-def _handler() -> Handler:
-    """Return the handler of calls on this thread. Raises RuntimeError without one."""
-    handler: Handler | None = getattr(_current, "handler", None)
-    if handler is None:
-        raise RuntimeError(
-            "this model's attention now lives in a radixkv pool: run it through radixkv, or load another"
-        )
-    return handler
+    return current.handler.attend(call).unsqueeze(0), None
 
 
 def _call_handler(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
@@ -153,7 +216,7 @@ def _call_handler(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | Non
     The handler takes a layer's window and softcap from the probe.
     """
     call = AttentionCall(None, query, key, value, None, scale, None, None, sinks, {})
-    return _handler().attend(call)
+    return current.handler.attend(call)
 
 
 def _output_shape(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
@@ -225,6 +288,7 @@ class AttentionBackend:
 
 def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = False) -> AttentionBackend:
     """Return the backend that this model was tested with, over `store`, which has a layer for each stored one."""
+    around = store.format.attending
     if loaded.attention == "triton":
         attend = partial(triton_backend.attend, store, split=keys_per_tile(deterministic))
         backend = _kernels_over(store, attend)
@@ -232,7 +296,7 @@ def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = Fal
         compiled = compiled_attention.CompiledAttention(store)
         backend = AttentionBackend(store.copy, compiled.write, compiled.attend)
     else:
-        backend = AttentionBackend(store.copy, store.write, partial(torch_backend.attend, store))
+        backend = AttentionBackend(store.copy, store.write, around(partial(torch_backend.attend, store)))
     return _storing_once(backend, loaded.layers)
 
 
@@ -250,9 +314,10 @@ def _kernels_over(store: KVStore, attend: Callable[..., Tensor]) -> AttentionBac
     """Return the kernels that copy and write, and `attend`."""
 
     def rotate(layer: int, slots: Tensor, call: RotaryCall) -> Tensor:
-        return call.rotate_and_write(store.keys[layer], store.values[layer], slots)
+        return call.rotate_and_write(*triton_backend.pools(store, layer), slots)
 
-    return AttentionBackend(partial(triton_backend.copy, store), partial(triton_backend.write, store), attend, rotate)
+    copy, write = partial(triton_backend.copy, store), partial(triton_backend.write, store)
+    return AttentionBackend(copy, write, attend, rotate if triton_backend.rotates(store) else None)
 
 
 def _storing_once(backend: AttentionBackend, layers: Sequence[LayerSpec]) -> AttentionBackend:
@@ -299,24 +364,34 @@ def check_backend(asked: str, device: torch.device) -> None:
 
 
 def choose_backend(
-    asked: str, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, small_weights: bool = False
+    asked: str,
+    layers: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    small_weights: bool = False,
+    kv_dtype: str = "auto",
 ) -> str:
     """Return "torch", "triton" or "compiled", for all layers of a model.
 
     "auto" is Triton on CUDA, or torch with a warning. On a CPU it is the compiled functions for a model with
-    `small_weights`, whose products are compiled too, and torch for others. Raises InvalidInput with the reason if the
-    backend that was asked for cannot serve a layer.
+    `small_weights`, whose products are compiled too, and for a pool of 8 or 16 bits, which they read as it is; torch
+    for others. Raises InvalidInput with the reason if the backend that was asked for cannot serve a layer.
     """
     shapes = [layer.shape for layer in layers]
     if asked == "auto" and not device_of(device).is_gpu:
-        served = small_weights and compiled_attention.obstacle(shapes, dtype, device) is None
-        return "compiled" if served else "torch"
+        if not small_weights and kv_dtype == "auto":
+            return "torch"
+        reason = compiled_attention.obstacle(shapes, dtype, device)
+        if reason is not None and kv_dtype != "auto":
+            _log.warning("attention over %s KV runs in torch, which expands it: %s", kv_dtype, reason)
+        return "compiled" if reason is None else "torch"
     if asked == "torch":
         return "torch"
     if asked == "compiled":
         _refuse(asked, compiled_attention.obstacle(shapes, dtype, device))
         return "compiled"
-    reasons = [triton_backend.shape_obstacle(layer.shape, layer.heads, dtype, device) for layer in layers]
+    obstacle = triton_backend.shape_obstacle
+    reasons = [obstacle(layer.shape, layer.heads, dtype, device, kv_dtype) for layer in layers]
     reason = next((reason for reason in reasons if reason is not None), None)
     if asked == "triton":
         _refuse(asked, reason)

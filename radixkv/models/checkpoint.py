@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from radixkv.errors import InvalidInput, UnsupportedModel
+from radixkv.models.identity import Piece
 
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 INDEX, ADAPTER = f"{WEIGHTS}.index.json", "adapter_config.json"
@@ -29,10 +30,11 @@ _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file: its dtype as safetensors calls it ("BF16"), and its shape."""
+    """One tensor: its dtype as safetensors calls it ("BF16"), its shape, and its place in a file."""
 
     dtype: str
     shape: tuple[int, ...]
+    piece: Piece = field(compare=False)
 
     @property
     def bits(self) -> int:
@@ -212,13 +214,20 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             if file.read(len(_LFS)) == _LFS:
                 raise InvalidInput(f"{path} stands in for the weights (Git LFS): run git lfs pull")
-        with safe_open(path, framework="pt") as tensors:
-            parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - it is no mapping
-            return {name: StoredTensor(part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+            with safe_open(path, framework="pt"):  # checks the header
+                file.seek(0)
+            size = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(size))
     except SafetensorError as error:
         raise InvalidInput(f"{path} is not whole ({error}): fetch or copy it again") from error
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error}") from error
+    entries.pop("__metadata__", None)
+    found = {}
+    for name, entry in entries.items():
+        start, end = entry["data_offsets"]
+        found[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), Piece(path, 8 + size + start, end - start))
+    return found
 
 
 def _check_integers(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
@@ -277,11 +286,12 @@ def check_fields(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, S
             )
 
 
-def check_numbers(folder: Path, most_weights: int, place: str, options: Mapping[str, Any]) -> None:
-    """Raise InvalidInput if the model would have several times `most_weights`. Allocates no weights.
+def described(found: Checkpoint, place: str, options: Mapping[str, Any]) -> Any | None:
+    """Return transformers' model in float32 on the meta device; None if it cannot be built, and reading gives the
+    reason.
 
-    `place` and `options` are transformers' own for the configuration in `folder`. Costs about a tenth of a second.
-    A model that cannot be built is left to the reading, which gives the reason.
+    `place` and `options` are transformers' own for the configuration. Costs about a tenth of a second. Raises
+    InvalidInput if the model would have several times the weights that the files hold.
     """
     import torch  # here, because `check_fields` also runs before torch is imported, which takes seconds
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -289,15 +299,21 @@ def check_numbers(folder: Path, most_weights: int, place: str, options: Mapping[
     try:
         config = AutoConfig.from_pretrained(place, **options)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=options["trust_remote_code"])
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=options["trust_remote_code"],
+            )
     except Exception:  # transformers and the model's own code raise any class
-        return
+        return None
     wanted = sum(parameter.numel() for parameter in model.parameters())
-    if wanted > _MOST_TIMES * most_weights + _MOST_MORE:
+    if wanted > _MOST_TIMES * found.most_weights + _MOST_MORE:
         raise InvalidInput(
-            f"{folder / 'config.json'} describes a model of {wanted:,} weights, and the files have {most_weights:,}: "
-            "the two do not belong together"
+            f"{found.folder / 'config.json'} describes a model of {wanted:,} weights, and the files have "
+            f"{found.most_weights:,}: the two do not belong together"
         )
+    return model
 
 
 def _integers(config: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, str, int]]:

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from radixkv.models.checkpoint import INDEX, WEIGHTS
+from radixkv.models.safetensors_files import DTYPES
 
 SHARD_BYTES = 5 * 10**9
 _PIECE = 1 << 24  # bytes of one write
 _ALIGNMENT = 64  # bytes; products of matrices round differently on numbers that are not aligned as torch's are
 _LENGTH = 8  # bytes of the number that precedes the header
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_model(
@@ -111,7 +109,7 @@ def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
     offset = 0
     for name, tensor in tensors:
         end = offset + tensor.nbytes
-        fields[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        fields[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(fields, separators=(",", ":")).encode()
     return text + b" " * (-(_LENGTH + len(text)) % _ALIGNMENT)

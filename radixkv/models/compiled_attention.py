@@ -1,4 +1,4 @@
-"""Attention of single query rows and writes to the pool by compiled functions, for float32 on a CPU.
+"""Attention of single query rows and writes to the pool by compiled functions, for float32 on a CPU, over any format.
 
 In a decode step of a small model, the operators of torch take as long as the products: each layer's attention has about
 a dozen. Here two calls take their place. Query rows that share a run of keys are computed by torch.
@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention import torch_backend
-from radixkv.attention.kv_store import KVStore, LayerShape
-from radixkv.attention.private_attention import QueryRows
+from radixkv.attention.kv_store import KVStore, LayerShape, Part
+from radixkv.attention.torch_backend import QueryRows
 from radixkv.models.quantized.kernels import Kernels, kernels
+from radixkv.sizing.kv_size import LARGEST_HEAD
 from radixkv_kernels.work_list import WorkList
-
-LARGEST = 512
-"""Numbers per head, at most."""
 
 Int = NDArray[np.int64]
 
@@ -34,9 +32,10 @@ def obstacle(shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.dev
     """
     if device.type != "cpu" or dtype != torch.float32:
         return f"the functions are for float32 on a CPU, not for {str(dtype).removeprefix('torch.')} on {device.type}"
-    odd = next((dim for each in shapes for dim in (each.key_dim, each.value_dim) if dim % 16 or dim > LARGEST), None)
+    dims = (dim for each in shapes for dim in (each.key_dim, each.value_dim))
+    odd = next((dim for dim in dims if dim % 16 or dim > LARGEST_HEAD), None)
     if odd is not None:
-        return f"a head of {odd} numbers is no multiple of 16 up to {LARGEST}"
+        return f"a head of {odd} numbers is no multiple of 16 up to {LARGEST_HEAD}"
     return "nothing is compiled on this machine" if kernels() is None else None
 
 
@@ -44,10 +43,13 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
+        ("key_scales", ctypes.c_void_p),
+        ("value_scales", ctypes.c_void_p),
         ("kv_heads", ctypes.c_int64),
         ("key_dim", ctypes.c_int64),
         ("value_dim", ctypes.c_int64),
         ("slots", ctypes.c_int64),
+        ("stored", ctypes.c_int64),
     )
 
 
@@ -67,18 +69,19 @@ class CompiledAttention:
     """Writes to one store, and attends over it."""
 
     def __init__(self, store: KVStore) -> None:
-        """Serve a store of float32 on a CPU, for which `obstacle` is None."""
+        """Serve a store on a CPU, in any format, for which `obstacle` is None."""
         library = kernels()
         assert library is not None and store.runs_are_views
         self._store, self._library = store, library
         slots = store.num_blocks * store.block_size
         self._layers = [
-            _Layer(keys.data_ptr(), values.data_ptr(), shape.kv_heads, shape.key_dim, shape.value_dim, slots)
-            for shape, keys, values in zip(store.layers, store.keys, store.values, strict=True)
+            _Layer(*_addresses(key, value), shape.kv_heads, shape.key_dim, shape.value_dim, slots, _stored(key))
+            for shape, key, value in zip(store.layers, store.key_parts, store.value_parts, strict=True)
         ]
         self._addresses = [ctypes.addressof(layer) for layer in self._layers]
         # One object, as the plans of a list are found by it; no bound method, whose cycle would keep the pool.
         self._tails = partial(_tails, library, self._addresses)
+        self._attend_all = store.format.attending(partial(torch_backend.attend, store, tails=self._tails))
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key [kv_heads, T, key_dim] and value [kv_heads, T, value_dim] in slots int64 [T], all different."""
@@ -106,19 +109,29 @@ class CompiledAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend as `torch_backend.attend`: query [heads, T, dk] -> [T, heads, dv]."""
-        tails = self._tails
         if sinks is None and query.dtype is torch.float32 and query.stride(2) == 1:
             heads, rows, _ = query.shape
             shape = self._store.layers[layer]
             group = heads // shape.kv_heads
-            plan = torch_backend.plan_of(self._store, work, shape.kv_heads, group, tails)
+            plan = torch_backend.plan_of(self._store, work, shape.kv_heads, group, self._tails)
             if plan.plain and isinstance(single := plan.operations[0], _SingleRows):  # a step of decodes
                 output = query.new_empty(rows, heads, shape.value_dim)
-                single.compute(layer, query, query.stride(1), query.stride(0), group, scale, softcap, output, None)
+                single.compute(
+                    layer, query, query.stride(1), query.stride(0), group, scale, softcap, output, None, rotates=True
+                )
                 return output
-        return torch_backend.attend(
-            self._store, layer, query, work, scale=scale, softcap=softcap, sinks=sinks, tails=tails
-        )
+        return self._attend_all(layer, query, work, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _addresses(key: Part, value: Part) -> list[int | None]:
+    """Return the addresses of keys, values, and the scales of both if there are any."""
+    numbers, *scales = ([each.data_ptr() for each in pair] for pair in zip(key.tensors, value.tensors, strict=True))
+    return [*numbers, *(scales[0] if scales else (None, None))]
+
+
+def _stored(part: Part) -> int:
+    """Return how numbers are stored, an entry of `Stored` in step.cpp."""
+    return {torch.float32: 0, torch.float16: 1, torch.int8: 2}[part.tensors[0].dtype]
 
 
 def _tails(
@@ -175,8 +188,13 @@ class _SingleRows:
         softcap: float | None,
         output: Tensor,
         lse: Tensor | None,
+        *,
+        rotates: bool = False,
     ) -> None:
-        """Fill output [n, heads, dv] and lse [n, heads] for queries with strides `row` and `head`."""
+        """Fill output [n, heads, dv] and lse [n, heads] for queries with strides `row` and `head`.
+
+        If the pool has rotated heads, `rotates` says whether queries and outputs are those of the model.
+        """
         library = self._library
         library.attend(
             self._layers[layer],
@@ -189,6 +207,7 @@ class _SingleRows:
             softcap or 0.0,
             output.data_ptr(),
             None if lse is None else lse.data_ptr(),
+            rotates,
             library.instructions,
             torch.get_num_threads(),
             library.parallel,

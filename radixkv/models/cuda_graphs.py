@@ -146,7 +146,7 @@ def _replays_the_same(graphs: StepGraphs, computed: PoolForward, block_size: int
         work = computed.planner.lists(inputs, bucket.shared_rows)
         replayed = graphs.run(inputs, work, bucket)
         assert replayed is not None, "a step of one sequence does not fit its graph"
-        if not agree(replayed.clone(), computed.compute(inputs, work), dtype):
+        if not agree(replayed.clone(), computed.run(inputs, work=work), dtype):
             _log.warning("steps run without CUDA graphs: this model's replay does not compute the same")
             return False
         position += 1 + bucket.chunks
@@ -174,7 +174,7 @@ class ReplayedForward:
             if logits is not None:
                 return logits.clone()  # in the stream's order: the next replay overwrites them
         self._eager.add(self._reason(inputs, bucket))
-        return self.computed.compute(inputs, work, sampled, None if self._padded else bucket)
+        return self.computed.run(inputs, sampled, work, None if self._padded else bucket)
 
     def _reason(self, inputs: Sequence[SequenceInput], bucket: Bucket | None) -> str:
         chunks = has_chunks(inputs)

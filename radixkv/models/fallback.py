@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicLayer
 from radixkv.attention.kv_store import KVStore
 from radixkv.device import device_of
 from radixkv.errors import UnsupportedModel
-from radixkv.models.architecture import ForwardSignature, short_error, window_limit
-from radixkv.models.attention_interface import OWN, own_attention
+from radixkv.models.architecture import short_error, window_limit
+from radixkv.models.attention_interface import OWN, ForwardSignature, own_attention
 from radixkv.models.loaded import LayerSpec, LoadedModel, SequenceInput
 from radixkv.models.probe import Probed
 from radixkv.models.rounding import agree
@@ -129,9 +129,8 @@ def _logits(
     forward: ForwardSignature, model: Any, tokens: Tensor, positions: Tensor, rows: Tensor, cache: DynamicCache
 ) -> Tensor:
     """Return logits [len(rows), vocab] of rows of tokens [T] at `positions` [T], which follow the tokens in `cache`."""
-    found: Tensor = forward.logits(
-        model, tokens, rows, positions=positions, past_key_values=cache, use_cache=True, return_dict=True
-    )
+    held = {forward.cache: cache}
+    found: Tensor = forward.logits(model, tokens, rows, positions=positions, use_cache=True, return_dict=True, **held)
     return found
 
 

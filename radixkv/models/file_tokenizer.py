@@ -15,6 +15,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
+from radixkv.gguf.pre_tokenizers import QWEN2
+
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")  # in its order
 
 _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")  # classes of transformers that take tokenizer.json as it is
@@ -27,6 +29,9 @@ _KNOWN = {
     "spaces_between_special_tokens", "split_special_tokens", "tokenizer_class", "truncation_side",
     "use_default_system_prompt",
 }  # fmt: skip
+_QWEN = ("Qwen2Tokenizer", "Qwen2TokenizerFast")  # a class that splits texts by a pattern of its own
+_QWEN_SPLIT = {"type": "Split", "pattern": {"Regex": QWEN2}, "behavior": "Isolated", "invert": False}
+_QWEN_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 _LARGE = 100_000  # tokens; with more, transformers examines the split of mistral models
 
 _log = logging.getLogger(__name__)
@@ -156,7 +161,8 @@ def _read(folder: Path, make: Callable[..., Any]) -> FileTokenizer:
     settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     kind = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
     named = settings["tokenizer_class"]
-    _demand(kind in _ALWAYS_PLAIN or (kind in _AS_NAMED and named in _PLAIN), f"{kind} has the class {named}")
+    qwen = (kind == "qwen2" and named in (*_PLAIN, *_QWEN)) or (kind == "qwen3" and named in _QWEN)
+    _demand(qwen or kind in _ALWAYS_PLAIN or (kind in _AS_NAMED and named in _PLAIN), f"{kind} has the class {named}")
     _demand(settings.keys() <= _KNOWN, f"settings {settings.keys() - _KNOWN}")
     others = ["tekken.json", "additional_chat_templates"]
     if "added_tokens_decoder" not in settings:  # else transformers does not read them
@@ -171,18 +177,38 @@ def _read(folder: Path, make: Callable[..., Any]) -> FileTokenizer:
     added = backend.get_added_tokens_decoder()
     for id_, token in settings.get("added_tokens_decoder", {}).items():
         _demand(AddedToken(**token).__getstate__() == added[int(id_)].__getstate__(), f"token {id_} differs")
+    if qwen:
+        settings = {**dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"), **settings}
+        _demand_qwen(backend, settings)
     by_text = {token.content: token for token in added.values()}
     special = {name: _text(settings[name]) for name in SPECIAL if settings.get(name) is not None}
     _demand(all(by_text[token].special for token in special.values()), "a named token is not special")
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     extra = [_text(token) for token in extra if isinstance(extra, list)]
     _demand(by_text.keys() >= set(extra), "tokens are added")
+    if qwen and settings.keys() & {"add_bos_token", "add_eos_token"}:
+        add_special(backend, special, add_bos=settings.get("add_bos_token"), add_eos=settings.get("add_eos_token"))
     file, templates = folder / "chat_template.jinja", settings.get("chat_template")
     if file.is_file():
         templates = file.read_text("utf-8")
     elif isinstance(templates, list):
         templates = {each["name"]: each["template"] for each in templates}
     return FileTokenizer(backend, special, templates, make, extra)
+
+
+def _demand_qwen(backend: Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if transformers' class for Qwen would make another tokenizer of the vocabulary and merges."""
+    model, added = backend.model, backend.get_added_tokens_decoder()
+    split = json.loads(backend.pre_tokenizer.__getstate__()).get("pretokenizers", [{}])
+    split[-1].pop("trim_offsets", None)  # has no effect before the merges
+    parts = type(backend.normalizer).__name__, type(backend.decoder).__name__, type(model).__name__
+    plain = not (model.ignore_merges or model.byte_fallback or model.dropout or model.unk_token)
+    _demand(parts == ("NFC", "ByteLevel", "BPE") and split == [_QWEN_SPLIT, _QWEN_BYTES] and plain, "another split")
+    _demand(not settings.get("add_prefix_space"), "a space before each text")
+    listed = settings.get("added_tokens_decoder")
+    _demand(listed is None or {*map(int, listed)} == added.keys(), "unlisted added tokens")
+    special = [AddedToken(token.content, special=True).__getstate__() for token in added.values() if token.special]
+    _demand(special == [token.__getstate__() for token in added.values() if token.special], "options of tokens")
 
 
 def _demand(met: bool, reason: str) -> None:

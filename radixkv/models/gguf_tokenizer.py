@@ -169,8 +169,12 @@ def _respelled(vocabulary: Vocabulary) -> list[str]:
 
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges of the file, each as two tokens."""
-    return [(merge[:at], merge[at + 1 :]) for merge in vocabulary.list_of("merges", str) for at in [merge.find(" ", 1)]]
+    """Return the merges of the file, each as two tokens: the same objects, as new ones would fragment memory."""
+    own = {token: token for token in vocabulary.tokens}
+    pairs = (
+        (merge[:at], merge[at + 1 :]) for merge in vocabulary.list_of("merges", str) for at in [merge.find(" ", 1)]
+    )
+    return [(own.get(one, one), own.get(other, other)) for one, other in pairs]
 
 
 def _merges_of_scores(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from radixkv.models.identity import Piece
 from radixkv.models.native.files import fill
 from radixkv.models.native.layers import NativeModel
 from radixkv.models.quantized.kernels import BLOCKS, GROUP, Format, QuantizedWeights, kernels, stored_bytes
-from radixkv.models.quantized.layers import Replaceable, replace_layers, replaceable
+from radixkv.models.quantized.layers import replace_layers, replaceable
 
 _CHUNK = 1 << 18  # numbers dequantised at once: a megabyte in float32, which stays in the cache of a core
 _LARGE = 64 << 20  # bytes of a file that takes more than a second to load
@@ -74,61 +74,46 @@ def read_model(
     dtype: torch.dtype,
     formats: Formats | None = None,
     check_memory: Callable[[int], None] = lambda _: None,
+    native: NativeModel | None = None,
 ) -> Any:
-    """Return transformers' model of a file on the CPU, with parameters in `dtype` and eager attention.
+    """Return the model of a file on the CPU, with parameters in `dtype`: `native`, or transformers' model.
 
-    `config` is `config_of` the header. Costs and errors are those of `read_native`, and building the model twice.
-    """
-    empty = _empty_model(header, config, dtype)
-    weights, small, modules = _read_weights(empty, header, config, formats or {}, check_memory)
-    small_parameters = {name: _without_memory(empty.get_parameter(name)) for name in small}
-    model = _with_weights(empty, {**weights, **small_parameters}, header)
-    replace_layers(model, small, modules)
-    return model
-
-
-def read_native(
-    empty: NativeModel,
-    header: GGUFHeader,
-    config: Mapping[str, Any],
-    formats: Formats,
-    check_memory: Callable[[int], None] = lambda _: None,
-) -> NativeModel:
-    """Return `empty`, a model on the meta device, with the weights of a file, on the CPU.
-
-    Tensors in `formats` that belong to plain linear layers or embeddings are stored in their format, in modules of
-    `quantized.layers`. Blocks of the same format are copied, other types are dequantised and rounded again.
-    `check_memory` gets the bytes of all weights before the first is read, and may raise.
+    `config` is `config_of` the header, and `native` a model of it on the meta device. transformers' has eager
+    attention, and is built twice. Tensors in `formats` that belong to plain linear layers or embeddings are stored in
+    their format, in modules of `quantized.layers`. Blocks of the same format are copied, other types are dequantised
+    and rounded again. `check_memory` gets the bytes of all weights before the first is read, and may raise.
     A progress bar is shown on a terminal if the file is large. Raises UnsupportedModel for an architecture, a tensor or
     a tensor type that radixkv does not read. Raises InvalidInput for tensors that do not fit the metadata, and for a
     file that changed after its header was read. Costs one reading of the file and the dequantisation of its weights by
     numpy, about 10 ns of CPU time per weight.
     """
-    weights, small, modules = _read_weights(empty, header, config, formats, check_memory)
-    fill(empty, weights)
-    replace_layers(empty, small, modules)
-    empty.sources = tuple(Piece(each.file, each.offset, each.nbytes) for each in header.tensors.values())
-    return empty
+    empty: Any = _empty_model(header, config, dtype) if native is None else native
+    places, parameters = placements(header, config), dict(empty.named_parameters())
+    _check_fit(header, places, parameters)
+    modules = replaceable(empty) if formats else {}
+    kept = _kept(formats or {}, places, modules)
+    check_memory(bytes_of(header, kept, dtype.itemsize))
+    small = {}
+    for name, format in kept.items():
+        outputs, inputs = header.tensors[name].shape
+        small[places[name].parameter] = QuantizedWeights(outputs, inputs, format)
+    weights = {
+        name: torch.empty(each.shape, dtype=each.dtype) for name, each in parameters.items() if name not in small
+    }
+    _read_weights(header, places, weights, small)
+    model = _with_weights(empty, weights, small, header)
+    replace_layers(model, small, modules)
+    return model
 
 
 def _read_weights(
-    empty: Any,
     header: GGUFHeader,
-    config: Mapping[str, Any],
-    formats: Formats,
-    check_memory: Callable[[int], None],
-) -> tuple[dict[str, Tensor], dict[str, QuantizedWeights], dict[str, Replaceable]]:
-    """Return the parameters of `empty` by name, quantised weights by parameter, and the modules that can take them."""
-    places = placements(header, config)
-    _check_fit(header, places, dict(empty.named_parameters()))
-    modules = replaceable(empty) if formats else {}
-    kept = _kept(formats, places, modules)
-    check_memory(bytes_of(header, kept, empty.dtype.itemsize))
-    small = {places[name].parameter: _blocks(header.tensors[name], format) for name, format in kept.items()}
+    places: Mapping[str, Placement],
+    weights: Mapping[str, Tensor],
+    small: Mapping[str, QuantizedWeights],
+) -> None:
+    """Read the tensors of a file into parameters and quantised weights, both by the parameter's name."""
     dequantise = _dequantisers(header, [name for name in places if not _is_copied(header, places[name], name, small)])
-    weights = {
-        name: torch.empty(each.shape, dtype=each.dtype) for name, each in empty.named_parameters() if name not in small
-    }
 
     def read(file: BufferedReader, tensor: GGUFTensor) -> None:
         place = places[tensor.name]
@@ -138,12 +123,6 @@ def _read_weights(
             _fill(weights[place.parameter], file, tensor, place, dequantise[tensor.type_name])
 
     _read_files(header, [header.tensors[name] for name in places], read)
-    return weights, small, modules
-
-
-def _blocks(tensor: GGUFTensor, format: Format) -> QuantizedWeights:
-    """Return memory for the blocks of a matrix."""
-    return QuantizedWeights(tensor.shape[0], tensor.shape[1], format)
 
 
 def _kept(formats: Formats, places: Mapping[str, Placement], modules: Collection[str]) -> Formats:
@@ -215,12 +194,20 @@ def _check_fit(header: GGUFHeader, places: Mapping[str, Placement], parameters: 
         )
 
 
-def _with_weights(empty: Any, weights: dict[str, Tensor], header: GGUFHeader) -> Any:
-    """Return a model of the class and configuration of `empty` around these tensors, which are not copied."""
+def _with_weights(empty: Any, weights: Mapping[str, Tensor], small: Collection[str], header: GGUFHeader) -> Any:
+    """Return a model around these tensors, which are not copied: `empty`, or another one of its class for transformers.
+
+    There the parameters `small` get zeros that take no memory.
+    """
+    if isinstance(empty, NativeModel):
+        fill(empty, weights)
+        empty.sources = tuple(Piece(each.file, each.offset, each.nbytes) for each in header.tensors.values())
+        return empty
+    zeros = {name: torch.zeros((), dtype=empty.dtype).expand(empty.get_parameter(name).shape) for name in small}
     model, info = type(empty).from_pretrained(
         None,
         config=empty.config,
-        state_dict=weights,
+        state_dict={**weights, **zeros},
         dtype=empty.dtype,
         attn_implementation="eager",
         output_loading_info=True,
@@ -229,11 +216,6 @@ def _with_weights(empty: Any, weights: dict[str, Tensor], header: GGUFHeader) ->
     if wrong:
         raise UnsupportedModel(f"{header.path}: this release of transformers does not accept {some(wrong)}")
     return model
-
-
-def _without_memory(parameter: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype whose numbers are all one zero in memory."""
-    return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
 
 
 # ---- its weights

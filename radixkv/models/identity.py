@@ -1,7 +1,7 @@
 """Identify the content of model files by few bytes: headers, sizes, times of change, and samples of each tensor.
 
-This is no proof of equal content, as a full digest is. It serves records of self-tests, which do not depend on the
-values of the weights.
+This is no proof of equal content. It serves records of self-tests, which do not depend on the values of the weights.
+KV does: `files_of` and `digest_of_tensors` are for a full digest.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _SAMPLE = 64  # bytes, at the beginning, in the middle and at the end of a tensor
 
@@ -42,3 +45,35 @@ def identity_of(pieces: Iterable[Piece]) -> str:
                 for start in (0, piece.nbytes // 2, piece.nbytes - _SAMPLE):
                     digest.update(os.pread(file.fileno(), _SAMPLE, piece.offset + max(start, 0)))
     return digest.hexdigest()
+
+
+def files_of(model: nn.Module) -> tuple[Path, ...]:
+    """Return the files that all weights of a model come from; none if that is unknown, or if they were changed."""
+    sources: tuple[Piece, ...] = getattr(model, "sources", ())
+    return tuple(sorted({piece.file for piece in sources}))
+
+
+def digest_of_tensors(model: nn.Module) -> str:
+    """Return a digest of all bytes of a model's parameters, buffers, and packed or quantised weights."""
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        own: dict[str, Any] = dict(module.named_parameters(recurse=False))
+        own |= dict(module.named_buffers(recurse=False))
+        own["stored"] = getattr(module, "stored", None)
+        for key, tensor in own.items():
+            if tensor is not None:
+                digest.update(f"{name}.{key} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+                digest.update(_bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def versions_of_tensors(model: nn.Module) -> list[int]:
+    """Return how often each parameter and buffer was changed in place, as far as torch counts that."""
+    tensors = (*model.parameters(), *model.buffers())
+    return [-1 if each.is_inference() else each._version for each in tensors]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    import torch
+
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -13,7 +13,10 @@ from torch import nn
 
 from radixkv.attention.kv_store import LayerShape
 from radixkv.models.file_tokenizer import of_transformers
+from radixkv.sizing.kv_size import LayerKV
 from radixkv.sizing.recurrent_state import StateStep
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class AttentionWindow(NamedTuple):
@@ -85,7 +88,7 @@ class LoadedModel:
     transformers; None for a model that came without one. `attention` is the backend that it was tested with: "torch",
     "triton", "compiled", or "fallback", the model's own attention for each
     sequence. `state` are the recurrent states of a hybrid model, empty for others; `layers` then has its attention
-    layers only.
+    layers only. `kv_dtype` is the format of the pool, a name of `KV_DTYPES`.
     """
 
     model: nn.Module
@@ -100,6 +103,7 @@ class LoadedModel:
     device: torch.device
     attention: str = "torch"
     state: tuple[StateSpec, ...] = ()
+    kv_dtype: str = "auto"
 
     def without_weights(self) -> LoadedModel:
         """Return the same record with an empty model, which keeps no memory."""
@@ -111,6 +115,13 @@ class LoadedModel:
         return of_transformers(self.codec)
 
     @property
+    def num_experts(self) -> int:
+        """The number of experts to which a layer routes its tokens; 0 without routing."""
+        config = self.config.get_text_config()
+        parts = (config, getattr(config, "ffn_config", None))
+        return max(getattr(part, name, None) or 0 for part in parts for name in _EXPERTS)
+
+    @property
     def stored_layers(self) -> tuple[LayerSpec, ...]:
         """The layers that store keys and values of their own, in the order of the pool's layers."""
         return tuple(layer for layer in self.layers if layer.source is None)
@@ -118,8 +129,8 @@ class LoadedModel:
     @property
     def bytes_per_token(self) -> int:
         """The bytes that the pool stores per token, over all layers."""
-        numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.stored_layers)
-        return numbers * self.dtype.itemsize
+        layers = [LayerKV(each.kv_heads, each.key_dim, each.value_dim) for each in self.stored_layers]
+        return sum(layer.bytes_per_token(self.dtype.itemsize, self.kv_dtype) for layer in layers)
 
     @property
     def state_bytes(self) -> int:

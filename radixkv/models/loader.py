@@ -11,7 +11,9 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,27 +61,56 @@ def read(
     has layers of our own if `native.switches` lists it, else transformers'. Raises InvalidInput if there is no usable
     model of this name or its weights do not fit into memory, UnsupportedModel if radixkv cannot run the model.
     """
-    folder, place = model_path.find(name), name
+    wanted = _Wanted(name, dtype, device, weights)
+    folder = model_path.find(name)
+    local = folder is not None
     if folder is None:
         folder = _fetched(name, revision)
         revision = folder.name  # its commit: nothing changes between two files
     elif revision is not None:
         raise InvalidInput(f"revision={revision!r} is for models on the hub, and {name!r} is here")
     elif model_path.is_gguf(folder):
-        return _read_gguf(folder, name, tokenizer, dtype, device, weights, model_code)
-    else:
-        place = str(folder)
-    options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": place == str(folder)}
+        return _read_gguf(folder, wanted, tokenizer, own_layers=model_code == "auto")
+    place = str(folder) if local else name
+    options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local}
     with _room_for(name), readable():
         found = checkpoint.examine(folder)
-        model = _read_native(found, name, dtype, device, weights) if model_code == "auto" else None
-        if model is None:
-            model = _read_by_transformers(found, name, place, dtype, device, weights, options)
+        model = _read_native(found, wanted) if model_code == "auto" else None
+        model = (model or _read_by_transformers(found, wanted, place, options)).to(device)
     if tokenizer is None:
         tokenizer = _read_tokenizer(place, folder, options)
     check_tokens(model, tokenizer, name)
     _keep_named_stops(model, tokenizer, found)
     return model, tokenizer
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The name of a model, and how its weights are to be held; dtype "auto" is the dtype of the saved ones."""
+
+    name: str
+    dtype: torch.dtype | str
+    device: torch.device
+    weights: str
+
+    def check_memory(self, needed: int, half: int) -> None:
+        """Refuse weights that do not fit into memory, before the machine starts to swap: they are read, then moved.
+
+        They take `needed` bytes in this form, and `half` in a dtype of 16 bits.
+        """
+        places = {"cpu": free_memory()}
+        if device_of(self.device).is_gpu:
+            places[str(self.device)] = device_of(self.device).memory()[0]
+        kind = str(self.dtype).removeprefix("torch.") if isinstance(self.dtype, torch.dtype) else "they are saved"
+        for place, free in places.items():
+            if needed > free:
+                advice = f"; with dtype='bfloat16' they take {size_text(half)}" if half <= free else ""
+                if self.weights in ("int8", "int4"):
+                    kind, advice = self.weights, ""
+                raise InvalidInput(
+                    f"the weights of {self.name!r} take {size_text(needed)} as {kind}, and {size_text(free)} are free "
+                    f"on {place}{advice}"
+                )
 
 
 # ---- files
@@ -116,64 +147,33 @@ def _fetched(name: str, revision: str | None) -> Path:
 # ---- weights
 
 
-def _check_memory(
-    name: str, needed: int, half: int, dtype: torch.dtype | str, device: torch.device, weights: str = "float32"
-) -> None:
-    """Refuse weights that do not fit into memory, before the machine starts to swap: they are read, then moved.
-
-    They take `needed` bytes in `dtype` with `weights`, and `half` in a dtype of 16 bits.
-    """
-    places = {"cpu": free_memory()}
-    if device_of(device).is_gpu:
-        places[str(device)] = device_of(device).memory()[0]
-    for place, free in places.items():
-        if needed > free:
-            kind = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "they are saved"
-            advice = f"; with dtype='bfloat16' they take {size_text(half)}" if half <= free else ""
-            if weights in ("int8", "int4"):
-                kind, advice = weights, ""
-            raise InvalidInput(
-                f"the weights of {name!r} take {size_text(needed)} as {kind}, and {size_text(free)} are free on "
-                f"{place}{advice}"
-            )
-
-
-def _read_native(
-    found: Checkpoint, name: str, dtype: torch.dtype | str, device: torch.device, weights: str
-) -> Any | None:
+def _read_native(found: Checkpoint, wanted: _Wanted) -> Any | None:
     """Load the weights into layers of our own; None if `files` does not read them."""
-
-    def check_memory(needed: int) -> None:
-        _check_memory(name, needed, found.bytes_in(2), dtype, device, weights)
-
-    model = files.read_model(found, dtype, weights, check_memory)
-    return None if model is None else model.to(device)
+    check_memory = partial(wanted.check_memory, half=found.bytes_in(2))
+    return files.read_model(found, wanted.dtype, wanted.weights, check_memory)
 
 
-def _read_by_transformers(
-    found: Checkpoint,
-    name: str,
-    place: str,
-    dtype: torch.dtype | str,
-    device: torch.device,
-    weights: str,
-    options: dict[str, Any],
-) -> Any:
+def _read_by_transformers(found: Checkpoint, wanted: _Wanted, place: str, options: dict[str, Any]) -> Any:
     """Load the weights into transformers' model."""
-    with _own_reports(silent=name in BUNDLED or threading.current_thread() is not threading.main_thread()):
-        checkpoint.check_numbers(found.folder, found.most_weights, place, options)
-        model = _read_quantised(found, name, weights) if weights in ("int8", "int4") else None
-        return _read_whole(found, name, place, dtype, device, options) if model is None else model
+    with _own_reports(silent=wanted.name in BUNDLED or threading.current_thread() is not threading.main_thread()):
+        empty = checkpoint.described(found, place, options)
+        model = _read_quantised(empty, found, wanted) if wanted.weights in ("int8", "int4") else None
+        if model is not None:
+            return model
+        itemsize = wanted.dtype.itemsize if isinstance(wanted.dtype, torch.dtype) else None
+        replace(wanted, weights="float32").check_memory(found.bytes_in(itemsize), found.bytes_in(2))
+        return _read_model(found, wanted, place, options)
 
 
-def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:
-    """Load the weights; errors of transformers become errors of ours, with their text."""
+def _read_model(found: Checkpoint, wanted: _Wanted, place: str, options: dict[str, Any]) -> Any:
+    """Load the weights as they are; errors of transformers become errors of ours, with their text."""
     from transformers import AutoModelForCausalLM
 
+    name = wanted.name
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             place,
-            dtype=dtype,
+            dtype=wanted.dtype,
             use_safetensors=True,
             attn_implementation="eager",
             output_loading_info=True,
@@ -195,75 +195,48 @@ def _read_model(found: Checkpoint, name: str, place: str, dtype: torch.dtype | s
     return model
 
 
-def _read_quantised(found: Checkpoint, name: str, weights: str) -> Any | None:
-    """Load the weights for a CPU and quantise each when it is read; None if they must be loaded in float32 first.
+def _read_quantised(empty: Any | None, found: Checkpoint, wanted: _Wanted) -> Any | None:
+    """Load the weights and quantise each when it is read; None if they must be loaded in float32 first.
 
     Errors of files, which the second way reports, are a reason for None, too.
     """
-    if kernels() is None:
+    if empty is None or kernels() is None:
         return None
-
-    def check_memory(needed: int) -> None:
-        _check_memory(name, needed, found.bytes_in(2), torch.float32, torch.device("cpu"), weights)
-
+    check_memory = partial(wanted.check_memory, half=found.bytes_in(2))
     try:
         from radixkv.models.quantized import on_load  # extends transformers, which may change
 
-        model, info, quantised = on_load.read(found, weights, check_memory)
-        check_weights(model, info, name, found.tensors)
-        quantised.finish(model)
+        return on_load.read(empty, found, wanted.name, wanted.weights, check_memory)
     except Exception as error:
         if isinstance(error, RadixKVError) or _no_memory(error):
             raise
-        _log.debug("%s: weights are loaded in float32, then quantised: %s: %s", name, type(error).__name__, error)
+        said = "%s: weights are loaded in float32, then quantised: %s: %s"
+        _log.debug(said, wanted.name, type(error).__name__, error)
         return None
-    return model
 
 
-def _read_whole(
-    found: Checkpoint, name: str, place: str, dtype: torch.dtype | str, device: torch.device, options: dict[str, Any]
-) -> Any:
-    """Return the model with its weights as they are, in `dtype`. Raises InvalidInput if they do not fit into memory."""
-    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else None
-    _check_memory(name, found.bytes_in(itemsize), found.bytes_in(2), dtype, device)
-    return _read_model(found, name, place, dtype, options).to(device)
-
-
-def _read_gguf(
-    file: Path,
-    name: str,
-    tokenizer: Any | None,
-    dtype: torch.dtype | str,
-    device: torch.device,
-    weights: str,
-    model_code: str,
-) -> tuple[Any, Any | None]:
+def _read_gguf(file: Path, wanted: _Wanted, tokenizer: Any | None, *, own_layers: bool) -> tuple[Any, Any | None]:
     """Return the model and tokenizer of a GGUF file; all checks precede the reading of weights."""
     from radixkv.models.gguf_tokenizer import stop_token_ids, tokenizer_of
 
-    with _room_for(name), readable():
+    with _room_for(wanted.name), readable():
         header = read_header(file)
         config = config_of(header)
-        wanted: torch.dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, config["dtype"])
-        formats = gguf_weights.formats(header, weights)
-
-        def check_memory(needed: int) -> None:
-            _check_memory(name, needed, header.bytes_in(2), wanted, device)
-
+        dtype = wanted.dtype if isinstance(wanted.dtype, torch.dtype) else getattr(torch, config["dtype"])
+        formats = gguf_weights.formats(header, wanted.weights)
+        # Blocks may keep their format, so the sizes are of the numbers in `dtype`, whatever `weights` says.
+        check_memory = partial(replace(wanted, dtype=dtype, weights="float32").check_memory, half=header.bytes_in(2))
         # At least these bytes. Which layers keep their format is certain when the model exists.
-        check_memory(gguf_weights.bytes_of(header, formats, wanted.itemsize))
+        check_memory(gguf_weights.bytes_of(header, formats, dtype.itemsize))
         if tokenizer is None:
             tokenizer, stops = tokenizer_of(header), stop_token_ids(header)
         else:
             stops = _stops_without_tokenizer(header, config)
-        empty = files.empty_model(config, wanted) if model_code == "auto" else None
-        if empty is not None:
-            model = gguf_weights.read_native(empty, header, config, formats, check_memory).to(device)
-        else:
-            with _own_reports(silent=True):
-                model = gguf_weights.read_model(header, config, wanted, formats, check_memory).to(device)
+        native = files.empty_model(config, dtype) if own_layers else None
+        with _own_reports(silent=True) if native is None else nullcontext():
+            model = gguf_weights.read_model(header, config, dtype, formats, check_memory, native).to(wanted.device)
     model.generation_config.eos_token_id = stops or None
-    check_tokens(model, tokenizer, name)
+    check_tokens(model, tokenizer, wanted.name)
     return model, tokenizer
 
 

@@ -47,6 +47,12 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(plain, _EXPECTED_ROWS)
 
     @property
+    def stored(self) -> Tensor:
+        """A copy of the weight in torch's layout, for a digest."""
+        weight: Tensor = self._packed.to_dense()
+        return weight
+
+    @property
     def weight(self) -> Tensor:
         """The weight in torch's layout, bit for bit; each read copies it, so `unpack` layers whose weight is read."""
         self.was_asked = True
@@ -89,7 +95,7 @@ def unpack(model: nn.Module, *, asked_only: bool = False) -> int:
     packed = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
     chosen = [(name, module) for name, module in packed if module.was_asked or not asked_only]
     for name, module in chosen:
-        model.set_submodule(name, _unpacked(module) if isinstance(module, PackedLinear) else dense_layer(module))
+        model.set_submodule(name, dense_layer(module))
     if chosen and isinstance(model, NativeModel):
         model.operators.refresh(model)
     return len(chosen)
@@ -140,12 +146,3 @@ def _agree(linear: nn.Linear, packed: PackedLinear, rows: int) -> bool:
     if linear.bias is not None:
         scale = scale + linear.bias.abs()
     return bool(((packed(draw) - expected).abs() <= _TOLERANCE * scale).all())  # NaN is no agreement
-
-
-@torch.no_grad()
-def _unpacked(packed: PackedLinear) -> nn.Linear:
-    """Return the plain layer from which `packed` was made."""
-    linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(packed.weight, requires_grad=False)
-    linear.bias = packed.bias  # type: ignore[assignment]  # a parameter, or None
-    return linear.train(packed.training)

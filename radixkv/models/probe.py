@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import UnsupportedModel
-from radixkv.models.architecture import ForwardSignature, attention_kinds, kind_of, short_error
-from radixkv.models.attention_interface import AttentionCall, handled_by
+from radixkv.models.architecture import attention_kinds, kind_of, short_error
+from radixkv.models.attention_interface import AttentionCall, ForwardSignature, handled_by
 from radixkv.models.loaded import LayerSpec, StateSpec
 from radixkv.models.recurrent.mixers import mixed_by
 from radixkv.models.recurrent.state_probe import StateProbe

@@ -24,8 +24,14 @@ from radixkv.attention.host_store import HostCosts, HostStore
 from radixkv.attention.kv_store import KVStore
 from radixkv.device import device_of
 from radixkv.models import kv_recompute
-from radixkv.models.architecture import ForwardSignature
-from radixkv.models.attention_interface import AttentionBackend, AttentionCall, RotaryCall, backend_of, handled_by
+from radixkv.models.attention_interface import (
+    AttentionBackend,
+    AttentionCall,
+    ForwardSignature,
+    RotaryCall,
+    backend_of,
+    handled_by,
+)
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import AttentionWindow, LayerSpec, LoadedModel, SequenceInput
 from radixkv.models.recurrent.forward import RecurrentForward, StateArena
@@ -102,6 +108,7 @@ class Runner:
             device=loaded.device,
             dtype=loaded.dtype,
             always_gather=deterministic,
+            kv_dtype=loaded.kv_dtype,
         )
         self.host = HostStore(self.store, host_blocks) if host_blocks else None
         self.backend = backend_of(loaded, self.store, deterministic=deterministic)
@@ -244,21 +251,19 @@ class PoolForward:
         self._backend, self._layers, self._device = backend, loaded.layers, device_of(loaded.device)
         self._windows = [layer.attention_window for layer in loaded.layers]
 
-    def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
-        """Plan and compute a step; return logits as `Runner.run` does, in the model's dtype."""
-        return self.compute(inputs, self.planner.lists(inputs), sampled)
-
-    def compute(
+    def run(
         self,
         inputs: Sequence[SequenceInput],
-        work: WorkLists,
         sampled: Tensor | None = None,
+        work: WorkLists | None = None,
         bucket: Bucket | None = None,
     ) -> Tensor:
-        """Compute a planned step, padded to a bucket's size if there is one, which only the Triton backend can.
+        """Compute a step along its `work`, which is planned here by default; return logits as `Runner.run` does.
 
-        Returns logits as `Runner.run` does, in the model's dtype. A bucket's step has no additional rows.
+        They are in the model's dtype. The step is padded to a bucket's size if there is one, which only the Triton
+        backend can, and has no additional rows then.
         """
+        work = self.planner.lists(inputs) if work is None else work
         rows, sequences = (0, 0) if bucket is None else (bucket.tokens, bucket.sequences)
         batch = StepBatch(inputs, self._device, sampled, rows=rows, sequences=sequences)
         if rows:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -18,8 +16,8 @@ from torch import Tensor
 
 from radixkv.device import device_of
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models.architecture import ForwardSignature, kind_of, num_experts, short_error, unlisted_window
-from radixkv.models.attention_interface import own_attention
+from radixkv.models.architecture import kind_of, short_error, unlisted_window
+from radixkv.models.attention_interface import ForwardSignature, own_attention
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.native.layers import NativeModel
 from radixkv.models.rounding import TOLERANCE, relative_error, widened, widened_by_layers
@@ -72,14 +70,14 @@ def brief_test(loaded: LoadedModel) -> float:
 def _prove(loaded: LoadedModel, length: int) -> bool:
     """Compare in float32, by the worst row; return False if the model is too large or cannot be widened by layers."""
     if _weights(loaded) <= _WEIGHTS_TO_WIDEN:
-        with _widened(loaded) as exact:
-            _compare(exact, length)
+        with widened(each for each in loaded.model.parameters() if each.dtype == loaded.dtype):
+            _compare(_as_float32(loaded), length)
         return True
-    if num_experts(loaded.config.get_text_config()) <= 1:
+    if loaded.num_experts <= 1:
         return False
     with widened_by_layers(loaded.model, loaded.dtype):
         if not _runs(loaded):
-            _log.info("%s is not tested in float32: it reads weights outside of their layers", _kind(loaded))
+            _log.info("%s is not tested in float32: it reads weights outside of their layers", kind_of(loaded.model))
             return False
         _compare(_as_float32(loaded), length)
     return True
@@ -110,39 +108,34 @@ def _compare(loaded: LoadedModel, length: int, *, proven: bool = False, brief: b
     counts, and its error may be large if the algorithm is `proven` in float32. Raises InvalidInput if the model's own
     logits are not finite: another attention would not help.
     """
-    routed = loaded.dtype.itemsize < 4 and num_experts(loaded.config.get_text_config()) > 1
+    kind = kind_of(loaded.model)
+    routed = loaded.dtype.itemsize < 4 and loaded.num_experts > 1
     allowed = _ROUTED if routed and proven else TOLERANCE.get(loaded.dtype, 1e-1)
     try:
         cases = RecurrentSelfTestCases if loaded.state else SelfTestCases
-        prompts = cases(loaded, length)
+        prompts = cases(replace(loaded, kv_dtype="auto"), length)  # `rounded_kv` tests the pool's format
         results = prompts.brief_results() if brief else prompts.results()
     except Exception as error:
-        raise UnsupportedModel(f"{_kind(loaded)} failed in its self-test: {short_error(error)}") from error
+        raise UnsupportedModel(f"{kind} failed in its self-test: {short_error(error)}") from error
     if not all(own.isfinite().all() for _, _, own in results):
         raise InvalidInput(
-            f"{_kind(loaded)} gives nan or infinity by its own forward: its weights are damaged, or too large for "
-            f"{loaded.dtype}"
+            f"{kind} gives nan or infinity by its own forward: its weights are damaged, or too large for {loaded.dtype}"
         )
-    found, name = _judged(results, middle=routed)
+    found, name = judged(results, middle=routed)
     if not found <= allowed:  # "not <=" also catches NaN
         where, why = _PLACES["fallback" if loaded.attention == "fallback" else "recurrent" if loaded.state else "pool"]
         raise UnsupportedModel(
-            f"{_kind(loaded)} does not compute the same over {where}: {name} differs from the model's own forward "
+            f"{kind} does not compute the same over {where}: {name} differs from the model's own forward "
             f"by {found:.1e} of the logits' spread ({loaded.dtype}). It keeps state outside of its {why}"
         )
     return found
 
 
-def _judged(results: list[tuple[str, Tensor, Tensor]], *, middle: bool) -> tuple[float, str]:
+def judged(results: list[tuple[str, Tensor, Tensor]], *, middle: bool) -> tuple[float, str]:
     """Return error and name of the row that counts: the worst, or the `middle` one if none has a NaN."""
     errors = [(relative_error(ours, own), name) for name, ours, own in results]
     errors.sort(key=lambda pair: (math.isnan(pair[0]), pair[0]))
     return errors[len(errors) // 2 if middle and not math.isnan(errors[-1][0]) else -1]
-
-
-def _kind(loaded: LoadedModel) -> str:
-    """Return the architecture's name, for messages."""
-    return kind_of(loaded.model)
 
 
 def _weights(loaded: LoadedModel) -> int:
@@ -150,17 +143,12 @@ def _weights(loaded: LoadedModel) -> int:
     return sum(parameter.numel() for parameter in loaded.model.parameters())
 
 
-@contextmanager
-def _widened(loaded: LoadedModel) -> Iterator[LoadedModel]:
-    """Hold the model's weights in float32 while this is open; afterwards they lie where they were."""
-    with widened(each for each in loaded.model.parameters() if each.dtype == loaded.dtype):
-        yield _as_float32(loaded)
-
-
 def _prompt_length(loaded: LoadedModel) -> int:
     """Return a length beyond the longest window if the budget allows it, but within the context."""
     if loaded.max_length < SHORTEST:
-        raise UnsupportedModel(f"{_kind(loaded)} has a context of {loaded.max_length} tokens, too short to be tested")
+        raise UnsupportedModel(
+            f"{kind_of(loaded.model)} has a context of {loaded.max_length} tokens, too short to be tested"
+        )
     spent = _TOKEN_WEIGHTS_ON_GPU if device_of(loaded.device).is_gpu else _TOKEN_WEIGHTS
     budget = int(spent / max(_weights(loaded), 1))
     passed = {limit for layer in loaded.layers for limit in layer.attention_window if limit is not None}
@@ -174,18 +162,19 @@ def _prompt_length(loaded: LoadedModel) -> int:
 
 def _refuse_unseen(loaded: LoadedModel, unseen: list[int], unlisted: int | None) -> None:
     """Raise UnsupportedModel if a window is neither tested nor compared with the configuration."""
+    kind = kind_of(loaded.model)
     foreign = not type(loaded.model).__module__.startswith("transformers.")
     if loaded.attention == "fallback" and foreign and unseen:
-        raise UnsupportedModel(f"{_kind(loaded)} has a window of {unseen[0]} tokens, which is too long to be tested")
+        raise UnsupportedModel(f"{kind} has a window of {unseen[0]} tokens, which is too long to be tested")
     passed = [layer.window for layer in loaded.layers if layer.window in unseen]
     if loaded.attention != "fallback" and passed and not _masks_windows(loaded):
         raise UnsupportedModel(
-            f"{_kind(loaded)} passes a window of {passed[0]} tokens to attention that its own mask does not "
+            f"{kind} passes a window of {passed[0]} tokens to attention that its own mask does not "
             "seem to have, and that is too long to be tested"
         )
     if loaded.attention != "fallback" and unlisted in unseen:
         raise UnsupportedModel(
-            f"{_kind(loaded)} is configured with a window of {unlisted} tokens that it does not pass to attention, and "
+            f"{kind} is configured with a window of {unlisted} tokens that it does not pass to attention, and "
             "that is too long to be tested"
         )
 

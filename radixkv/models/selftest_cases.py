@@ -5,22 +5,23 @@ Models with recurrent state have cases of their own: chunks, decodes in a row, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixkv.models.architecture import ForwardSignature
-from radixkv.models.attention_interface import own_attention
+from radixkv.models.attention_interface import ForwardSignature, own_attention
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from radixkv.sizing.recurrent_state import EMPTY, StateRow, StateSnapshot, StateStep
 
 BLOCK = 4  # small blocks: more of them are shared, copied and part-filled in a short prompt
 SHORTEST = 8
+OwnLogits = Callable[[Tensor, Tensor], Tensor]  # of one forward of tokens [T]: the logits of some rows
 
 
 @dataclass
@@ -41,8 +42,9 @@ class SelfTestCases:
 
     state_slots = 0
 
-    def __init__(self, loaded: LoadedModel, length: int) -> None:
+    def __init__(self, loaded: LoadedModel, length: int, own: OwnLogits | None = None) -> None:
         self._loaded = loaded
+        self._own = own or partial(own_logits, loaded)
         self._branch = length // 2 | 1  # odd: inside a block, so that the branch copies it
         random = np.random.default_rng(20)
         tokens = self._tokens(random, length)
@@ -110,14 +112,25 @@ class SelfTestCases:
         slots = prompt.table[positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
         return SequenceInput(prompt.tokens[start:end], start, slots, prompt.table[: -(-end // BLOCK)])
 
-    @torch.inference_mode()
+    def largest(self) -> float:
+        """Return the largest key or value in the pool, without its sign; NaN if one is."""
+        largest = [float(each.abs().max()) for each in self._runner.store.tensors]
+        return float(torch.tensor([0.0, *largest]).max())
+
     def _compared(self, prompt: Prompt) -> list[tuple[str, Tensor, Tensor]]:
         """Pair each of our logits with the logits of one forward of the whole prompt by the model alone."""
         rows = torch.tensor(sorted(prompt.computed), device=self._loaded.device)
         tokens = torch.from_numpy(prompt.tokens.astype(np.int64)).to(self._loaded.device)
-        with own_attention(self._loaded.model):
-            own = ForwardSignature.of(self._loaded.model).logits(self._loaded.model, tokens, rows, use_cache=False)
+        own = self._own(tokens, rows)
         return [(*prompt.computed[int(row)], logits) for row, logits in zip(rows, own, strict=True)]
+
+
+@torch.inference_mode()
+def own_logits(loaded: LoadedModel, tokens: Tensor, rows: Tensor) -> Tensor:
+    """Return logits [len(rows), vocab] of one forward of tokens [T] by the model alone."""
+    with own_attention(loaded.model):
+        found: Tensor = ForwardSignature.of(loaded.model).logits(loaded.model, tokens, rows, use_cache=False)
+    return found
 
 
 # ---- with recurrent state
@@ -136,8 +149,8 @@ class RecurrentSelfTestCases(SelfTestCases):
 
     state_slots = _SLOTS
 
-    def __init__(self, loaded: LoadedModel, length: int) -> None:
-        super().__init__(loaded, length)
+    def __init__(self, loaded: LoadedModel, length: int, own: OwnLogits | None = None) -> None:
+        super().__init__(loaded, length, own)
         self._rows = {id(prompt): StateRow(row) for row, prompt in enumerate(self._prompts)}
 
     def results(self) -> list[tuple[str, Tensor, Tensor]]:

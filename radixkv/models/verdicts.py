@@ -12,15 +12,15 @@ import json
 import logging
 import os
 import platform
-import secrets
 import time
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 import radixkv_kernels
 from radixkv import private_files
@@ -32,6 +32,7 @@ from radixkv.models.native.layers import NativeModel
 from radixkv.models.quantized.build import cpu_features
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.quantized.layers import quantized_weights
+from radixkv.models.rounded_kv import format_test
 from radixkv.models.selftest import brief_test, self_test
 from radixkv.version import __version__
 
@@ -43,35 +44,35 @@ _UNUSED_S = 90 * 86_400.0
 def tested(loaded: LoadedModel) -> float:
     """Return the relative error of a model's self-test, from its record if there is one; records a new result.
 
-    Runs the whole test for models that are not of layers of our own with `sources`. Raises as `self_test` does.
+    Runs the whole test for models that are not of layers of our own with `sources`. Raises as `self_test` does. A pool
+    in another format is tested in addition, at each load, and the larger error counts.
     """
-    key = _key(loaded)
-    if key is None:
+    if loaded.kv_dtype != "auto":
+        return max(tested(replace(loaded, kv_dtype="auto")), format_test(loaded))
+    record = _record(loaded)
+    if record is None:
         return self_test(loaded)
-    if (recorded := _attempt(_read, key)) is not None:
+    if (recorded := _read(record)) is not None:
         try:
             return max(recorded, brief_test(loaded))
         except (InvalidInput, UnsupportedModel) as reason:
             _log.debug("%s: the whole test runs, as a short one failed: %s", loaded.name, reason)
     error = self_test(loaded)
-    _attempt(lambda folder, name: _write(folder, name, error), key)
+    _write(record, error)
     return error
 
 
-# ---- the key
-
-
-def _key(loaded: LoadedModel) -> str | None:
-    """Return the name of a model's record; None for a model that has none."""
+def _record(loaded: LoadedModel) -> Path | None:
+    """Return the file of a model's record; None for a model that has none, and without a folder to trust."""
     model = loaded.model
     if not isinstance(model, NativeModel) or not model.sources:
         return None
     try:
+        os.close(private_files.open_cache(_FOLDER))  # no other user may write there
         files = identity_of(model.sources)
-    except OSError as error:
-        _log.debug("%s: its files cannot be identified: %s", loaded.name, error)
+    except (OSError, RuntimeError) as error:  # the second: there is no home
+        _log.debug("%s: the result of its self-test is not recorded: %s", loaded.name, error)
         return None
-    modules = [(name, type(part).__name__, _format(part)) for name, part in model.named_modules()]
     settings = loaded.attention, loaded.layers, loaded.dtype, loaded.device, loaded.max_length, loaded.vocab_size
     library = kernels() if quantized_weights(model) else None
     place = device_of(loaded.device)
@@ -85,9 +86,14 @@ def _key(loaded: LoadedModel) -> str | None:
         model.switches,
         type(model.operators).__name__,
         settings,
-        modules,
+        module_kinds(model),
     )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    return private_files.cache_path(_FOLDER) / hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def module_kinds(model: nn.Module) -> list[tuple[str, str, object]]:
+    """Return name, class and weight format of each module, which decide the rounding of a forward."""
+    return [(name, type(part).__name__, _format(part)) for name, part in model.named_modules()]
 
 
 def _format(part: object) -> object:
@@ -109,48 +115,34 @@ def _machine() -> tuple[object, ...]:
 # ---- records
 
 
-def _attempt(act: Callable[[int, str], float | None], key: str) -> float | None:
-    """Call `act` with the folder of records and a name in it; None if that fails, with a line in the log."""
+def _read(record: Path) -> float | None:
+    """Return the recorded error; None without a record, and for a damaged one."""
     try:
-        folder = private_files.open_cache(_FOLDER)
-    except (OSError, RuntimeError) as error:  # the second: there is no home
-        _log.debug("results of self-tests are not recorded: %s", error)
-        return None
-    try:
-        return act(folder, key)
-    except (OSError, ValueError, TypeError) as error:
-        _log.debug("the record %s of a self-test cannot be used: %s", key, error)
-        return None
-    finally:
-        os.close(folder)
-
-
-def _read(folder: int, key: str) -> float | None:
-    """Return the recorded error; None without a record. Raises ValueError for a damaged one."""
-    try:
-        found = os.open(key, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+        with open(record, "rb", opener=_no_link) as file:
+            named, error = json.loads(file.read(1000))
+            os.utime(file.fileno())
+        if named != record.name or not 0.0 <= error < 1.0:
+            raise ValueError(f"{named!r} {error!r}")
     except FileNotFoundError:
         return None
-    with open(found, "rb") as file:
-        named, error = json.loads(file.read(1000))
-        os.utime(found)
-    if named != key or not 0.0 <= error < 1.0:
-        raise ValueError(f"{named!r} {error!r}")
+    except (OSError, ValueError, TypeError, RecursionError) as reason:
+        _log.debug("the record %s of a self-test cannot be used: %s", record, reason)
+        return None
     return float(error)
 
 
-def _write(folder: int, key: str, error: float) -> None:
-    """Record a result in one step, and remove the records that were not used for 90 days."""
-    fresh = f"{secrets.token_hex(8)}.new"
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder), "wb") as file:
-        try:
-            file.write(json.dumps([key, error]).encode())
-            file.flush()
-            os.rename(fresh, key, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            os.unlink(fresh, dir_fd=folder)
-            raise
-    for name in os.listdir(folder):
-        with suppress(FileNotFoundError):  # another process has removed it
-            if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < time.time() - _UNUSED_S:
-                os.unlink(name, dir_fd=folder)
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # the second: a pipe of this name would block
+
+
+def _write(record: Path, error: float) -> None:
+    """Record a result, and remove the records that were not used for 90 days."""
+    try:
+        private_files.write(record, json.dumps([record.name, error]).encode())
+    except OSError as reason:
+        _log.debug("the result %s of a self-test is not recorded: %s", record, reason)
+        return
+    for each in record.parent.iterdir():
+        with suppress(OSError):  # another process has removed it
+            if each.lstat().st_mtime < time.time() - _UNUSED_S:
+                each.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from radixkv.errors import InvalidInput
@@ -14,8 +15,43 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "m
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per number, by the name of the dtype."""
 
+KV_DTYPES: dict[str, tuple[int, int] | None] = {"auto": None, "float16": (2, 0), "int8": (1, 2)}
+"""The formats of a pool: bytes of a number, and of the scale of each token and head; "auto" has the model's width."""
+
 ASSUMED_DTYPE = "bfloat16"
 """The dtype of weights whose config has none."""
+
+
+LARGEST_HEAD = 512
+"""Numbers of a head, at most, in a pool of 8 bits."""
+
+
+def check_kv_dtype(kv_dtype: object, dtype: str = "float32", heads: Iterable[tuple[int, int]] = ()) -> None:
+    """Raise InvalidInput, with the remedy, if the pool of a model cannot have the format `kv_dtype`.
+
+    `dtype` is that in which the model computes, and `heads` are the dims of keys and values in each layer.
+    """
+    if kv_dtype not in KV_DTYPES:
+        raise InvalidInput(f"kv_dtype={kv_dtype!r}: allowed are {', '.join(map(repr, KV_DTYPES))}")
+    if kv_dtype == "float16" and WIDTHS.get(dtype, 1) < 4:
+        raise InvalidInput(f"kv_dtype='float16': the model computes in {dtype}, and 'auto' stores these 16 bits")
+    for number, dims in enumerate(heads if kv_dtype == "int8" else ()):
+        for part, dim in zip(("keys", "values"), dims, strict=True):
+            if dim % 16 or dim > LARGEST_HEAD:
+                raise InvalidInput(
+                    f"kv_dtype='int8': the {part} of layer {number} have {dim} numbers, no multiple of 16 up to "
+                    f"{LARGEST_HEAD}; 'auto' and 'float16' store them"
+                )
+
+
+def head_bytes(dim: int, width: int, kv_dtype: str = "auto") -> int:
+    """Return the bytes in which a pool stores `dim` numbers of a token's head; `width` is that of the model's numbers.
+
+    >>> head_bytes(64, 4), head_bytes(64, 4, "float16"), head_bytes(64, 4, "int8")
+    (256, 128, 66)
+    """
+    number, scale = KV_DTYPES[kv_dtype] or (width, 0)
+    return dim * number + scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +66,10 @@ class LayerKV:
     def numbers(self) -> int:
         """Numbers stored per token in this layer."""
         return self.kv_heads * (self.key_dim + self.value_dim)
+
+    def bytes_per_token(self, width: int, kv_dtype: str = "auto") -> int:
+        """Return the bytes stored per token in this layer, as `head_bytes`."""
+        return self.kv_heads * sum(head_bytes(dim, width, kv_dtype) for dim in (self.key_dim, self.value_dim))
 
     def of_rank(self, ranks: int) -> LayerKV:
         """Return the share of the fullest of `ranks` tensor-parallel ranks: whole heads, at least one per rank."""
@@ -64,10 +104,10 @@ class KVShape:
         width = WIDTHS[self._dtype(dtype)]
         return sum(each.convolution * width + each.recurrent * WIDTHS["float32"] for each in self.states)
 
-    def bytes_per_token(self, dtype: str | None = None, ranks: int = 1) -> int:
-        """Return the bytes of a token in all layers, on one of `ranks`.
+    def bytes_per_token(self, dtype: str | None = None, ranks: int = 1, kv_dtype: str = "auto") -> int:
+        """Return the bytes of a token in all layers, on one of `ranks`, in the pool's format `kv_dtype`.
 
-        Raises InvalidInput for an unsupported dtype and for less than one rank.
+        Raises InvalidInput for an unsupported dtype or format and for less than one rank.
 
         >>> KVShape("70B", (LayerKV(8, 128, 128),) * 80).bytes_per_token("float16")
         327680
@@ -75,7 +115,8 @@ class KVShape:
         width = WIDTHS[self._dtype(dtype)]
         if ranks < 1:
             raise InvalidInput(f"{ranks} tensor-parallel ranks: there must be at least 1")
-        return sum(layer.of_rank(ranks).numbers for layer in self.layers) * width
+        check_kv_dtype(kv_dtype, heads=[(layer.key_dim, layer.value_dim) for layer in self.layers])
+        return sum(layer.of_rank(ranks).bytes_per_token(width, kv_dtype) for layer in self.layers)
 
     def _dtype(self, dtype: str | None) -> str:
         """Return the dtype to count with. Raises InvalidInput for an unsupported one."""

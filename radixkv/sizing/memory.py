@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from radixkv.disk import BATCH, slots_in
 from radixkv.errors import InvalidInput
 from radixkv.sizing.kv_size import parse_bytes, size_text
 
@@ -23,6 +24,7 @@ _M_ARENA_MAX = -8  # a parameter of mallopt, in malloc.h
 
 
 _FREE_BLOCKS = 1 << 16  # of a model without attention, whose blocks take no memory
+_DISK_HOST = 256 << 20
 _LEAST_HOST_BLOCKS = 2  # no load takes fewer
 _STATE_SHARE = 3
 _STATES_PER_ROW = 16
@@ -153,6 +155,34 @@ def _host_bytes(host_memory: str | int | None, pool: int) -> int:
     return given
 
 
+def host_for_disk(host_memory: str | int | None, pool: int, bytes_per_block: int) -> str | int:
+    """Return `host_memory`; if it is None or 0, the memory that a disk needs, which is logged.
+
+    That is half of the `pool` bytes, at most 256 MiB, or an eighth if that is more: one read must fit into it.
+    """
+    if host_memory == "auto" or (host_memory is not None and parse_bytes(host_memory, "host_memory")):
+        return host_memory
+    given = max(min(pool // 2, _DISK_HOST), pool // 8, _LEAST_HOST_BLOCKS * bytes_per_block)
+    _log.info("host_memory: %s, for the disk cache", size_text(given))
+    return given
+
+
+def disk_blocks(memory: str | int, bytes_per_block: int, block_size: int, bytes_per_state: int = 0) -> int:
+    """Return how many blocks fit into `disk_memory`; raises InvalidInput for too few, and for recurrent states."""
+    given = parse_bytes(memory, "disk_memory", automatic=False)
+    blocks = slots_in(given, bytes_per_block, block_size)
+    if bytes_per_state:
+        raise InvalidInput(
+            "disk_cache: this model has recurrent state. Snapshots stay in memory, and KV without one cannot be used"
+        )
+    if blocks < BATCH:
+        raise InvalidInput(
+            f"disk_memory of {size_text(given)} has room for {blocks} blocks, and {BATCH} are the least: "
+            f"one of this model takes {size_text(bytes_per_block)}"
+        )
+    return blocks
+
+
 class PoolSize(NamedTuple):
     """The blocks of a pool and the slots of recurrent states, and the bytes of both; and what host memory holds."""
 
@@ -174,10 +204,11 @@ def pool_size(
     state_memory: str | int = "auto",
     host_memory: str | int | None = None,
     reserved: int = 0,
+    disk: bool = False,
 ) -> PoolSize:
     """Return the size of the pool, of the states and of the host memory that an engine with these settings allocates.
 
-    `reserved` as in `pool_memory`.
+    `reserved` as in `pool_memory`. With a `disk` and without `host_memory`, see `host_for_disk`.
     Raises InvalidInput with the numbers if the memory is too small, or is not free.
     """
     slots = StateSlots(0, 0)
@@ -188,6 +219,8 @@ def pool_size(
     if num_blocks is None:
         num_blocks = blocks_for(memory - states, bytes_per_block, device)
     memory = num_blocks * bytes_per_block + states
+    if disk:
+        host_memory = host_for_disk(host_memory, memory, bytes_per_block)
     beside = memory if device.partition(":")[0] == "cpu" else 0
     host = host_size(host_memory, bytes_per_block, bytes_per_state, max_sequences, pool=beside)
     if host.blocks:

@@ -24,6 +24,9 @@ class, with random weights in float64, and loads it into a real engine. These ar
 {faults}Each model is also tested when you load it, and that test decides whether it runs. `radixkv doctor MODEL` shows
 the result for your model.
 
+"Calls" has the [formats of tool calls](chats.md#formats-of-tool-calls) of well-known chat models with these classes.
+A model's chat template decides, and without one of these formats, calls stay text.
+
 A model type stands in parentheses if the name of the class does not show it. Some results depend on the configuration:
 such variants have a "with" after the name of the class, and the counts leave them out.
 
@@ -118,8 +121,27 @@ def _section(result: str, verdicts: Sequence[Verdict]) -> list[str]:
     if not rows:
         return []
     title = "attention" if result == "paged" else "reason"
-    lines = (_line(found, ", ".join(names)) for found, names in sorted(rows.items()))
-    return [f"## {result.capitalize()}", "", _MEANINGS.get(result, ""), "", *_row(title, "architectures"), *lines, ""]
+    titles = [title, "architectures", *(["calls"] if result in ("paged", "fallback") else [])]
+    lines = (_line(*(found, ", ".join(names), _calls(names))[: len(titles)]) for found, names in sorted(rows.items()))
+    return [f"## {result.capitalize()}", "", _MEANINGS.get(result, ""), "", *_row(*titles), *lines, ""]
+
+
+# The beginning of a class's name, and the formats of calls of the chat models that have this class.
+CALLS = {
+    "Apertus": "apertus", "Cohere": "cohere", "Deepseek": "deepseek-v3, deepseek-v3.1, deepseek-v3.2",
+    "Gemma4": "gemma4", "Glm4Moe": "glm", "GptOss": "gpt-oss", "Granite": "granite, hermes", "HYV3": "hunyuan",
+    "Laguna": "glm", "Lfm2": "lfm2", "Llama4": "llama4", "Llama": "llama, hermes", "MiniMaxM2": "minimax-m2",
+    "Ministral3": "mistral", "Mistral": "mistral", "Mixtral": "mistral", "NemotronH": "nemotron, qwen3-coder",
+    "Olmo3": "olmo3", "Phi3": "phi-4-mini", "Qwen2": "hermes", "Qwen3Next": "hermes, qwen3-coder",
+    "Qwen3_5": "qwen3-coder", "Qwen3": "hermes, qwen3-coder", "SeedOss": "seed-oss", "SmolLM3": "hermes",
+    "SolarOpen": "solar",
+}  # fmt: skip
+
+
+def _calls(names: Iterable[str]) -> str:
+    """Return the formats of calls of some classes, each once."""
+    found = (next((CALLS[each] for each in CALLS if name.startswith(each)), "") for name in names)
+    return ", ".join(dict.fromkeys(form for forms in found for form in forms.split(", ") if form))
 
 
 def _found(each: Verdict) -> str:

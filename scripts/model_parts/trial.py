@@ -61,6 +61,8 @@ def attempt(model: Any) -> Found:
             check_dependence(model)
     except RuntimeError:  # it adds float64 to float32 results of its own
         return _in_float32(model)
+    except ValueError:  # its forward needs more than tokens, for which it is to be refused
+        pass
     with exact():
         return _loaded(model, EXACT)
 

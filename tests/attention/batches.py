@@ -24,7 +24,7 @@ class Batch:
     query: Tensor
 
     def expected_output(self, **options: object) -> Tensor:
-        pools = self.store.keys[0], self.store.values[0]
+        pools = numbers(self.store)
         return reference.attend(
             self.query,
             *pools,
@@ -33,6 +33,13 @@ class Batch:
             self.query_lengths,
             **options,  # type: ignore[arg-type]
         )
+
+
+def numbers(store: KVStore, layer: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of all blocks, as far as the store's format has kept those of the model."""
+    parts = store.key_parts[layer], store.value_parts[layer]
+    key, value = (store.format.restored(store.format.decode(part.tensors)) for part in parts)
+    return key, value
 
 
 class BlocksFirst(KVStore):
@@ -49,8 +56,9 @@ def fill(store: KVStore, tables: list[list[int]], kv_lengths: list[int], seed: i
     slots = {table[i // size] * size + i % size for table, n in zip(tables, kv_lengths, strict=True) for i in range(n)}
     index = torch.tensor(sorted(slots), dtype=torch.long)
     for layer, shape in enumerate(store.layers):
-        store.keys[layer].fill_(torch.nan)
-        store.values[layer].fill_(torch.nan)
+        for pool in (*store.key_parts[layer].tensors, *store.value_parts[layer].tensors):
+            if pool.is_floating_point():  # scales, too
+                pool.fill_(torch.nan)
         key, value = (
             torch.randn(shape.kv_heads, len(index), dim, generator=generator, dtype=torch.float64)
             for dim in (shape.key_dim, shape.value_dim)
@@ -94,6 +102,7 @@ def random_batch(
     decode: bool,
     adjacent: bool,
     kind: type[KVStore] = KVStore,
+    kv_dtype: str = "auto",
 ) -> Batch:
     """Draw a batch in float64: decodes only, or also chunks of any length and sequences without query rows."""
     rng = random.Random(seed)
@@ -101,7 +110,7 @@ def random_batch(
     choices = [1] if decode else [0, 1, 1, 2, 7, 40, 10**6]
     query_lengths = [min(length, rng.choice(choices)) for length in kv_lengths]
     blocks = 1 + max([-1, *(block for table in tables for block in table)])
-    store = kind([shape], blocks + 1, block_size, dtype=torch.float64)
+    store = kind([shape], blocks + 1, block_size, dtype=torch.float64, kv_dtype=kv_dtype)
     fill(store, tables, kv_lengths, seed)
     generator = torch.Generator().manual_seed(seed)
     heads = shape.kv_heads * group

@@ -29,7 +29,7 @@ SHAPES = {
     "latent attention": [LayerShape(3, 7, 5), LayerShape(3, 7, 5)],  # keys and values of unequal sizes
     "layers of two kinds": [LayerShape(4, 4, 4), LayerShape(1, 16, 16)],
 }
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, "int8"]
 KINDS = [(KVStore, False), (BlocksFirst, False), (BlocksFirst, True)]
 NAMES = ["CPU", "blocks outermost", "through a stage"]
 
@@ -42,7 +42,7 @@ class Load(NamedTuple):
 
 
 def tensors(store: KVStore) -> list[Tensor]:
-    return [*store.keys, *store.values]
+    return list(store.tensors)
 
 
 def bits(store: KVStore) -> list[NDArray[np.uint8]]:
@@ -51,12 +51,13 @@ def bits(store: KVStore) -> list[NDArray[np.uint8]]:
     return [each.reshape(each.shape[0], -1, each.shape[3]) for each in found]
 
 
-def filled(kind: type[KVStore], shapes: list[LayerShape], dtype: torch.dtype, seed: int = 0) -> KVStore:
+def filled(kind: type[KVStore], shapes: list[LayerShape], dtype: torch.dtype | str, seed: int = 0) -> KVStore:
     """A store of random bits: NaN, infinities and denormals among them."""
-    store, rng = kind(shapes, BLOCKS, SIZE, dtype=dtype), np.random.default_rng(seed)
+    given: dict[str, Any] = {"kv_dtype": dtype} if isinstance(dtype, str) else {"dtype": dtype}
+    store, rng = kind(shapes, BLOCKS, SIZE, **given), np.random.default_rng(seed)
     for pool in tensors(store):
-        raw = rng.integers(0, 256, (*pool.shape[:3], pool.shape[3] * dtype.itemsize), np.uint8)
-        pool.copy_(torch.from_numpy(raw).view(dtype))
+        raw = rng.integers(0, 256, (*pool.shape[:3], pool.shape[3] * pool.itemsize), np.uint8)
+        pool.copy_(torch.from_numpy(raw).view(pool.dtype))
     return store
 
 
@@ -75,7 +76,7 @@ def load(images: list[int], blocks: list[int], start: int = 0, end: int | None =
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_a_loaded_run_has_the_bits_that_were_offloaded(
-    kind: type[KVStore], staged: bool, dtype: torch.dtype, shapes: list[LayerShape]
+    kind: type[KVStore], staged: bool, dtype: torch.dtype | str, shapes: list[LayerShape]
 ) -> None:
     store = filled(kind, shapes, dtype)
     host = HostStore(store, HOST, staged=staged)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.errors import InvalidInput
 from tests.attention.batches import BlocksFirst
 
+PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # of 2 MB
 SHAPES = [LayerShape(2, 3, 5), LayerShape(1, 4, 4)]
 
 
@@ -64,6 +67,17 @@ def test_sizes() -> None:
     assert store.nbytes == sum(tensor.nbytes for tensor in (*store.keys, *store.values))
 
 
+@pytest.mark.skipif(not PAGES.is_file() or "[never]" in PAGES.read_text(), reason="of a kernel that has none")
+def test_a_token_takes_small_pages() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    store, before = KVStore([LayerShape(4, 64, 64)] * 8, num_blocks=1024), resident()
+    for pool in (*store.keys, *store.values):
+        pool[:, 5] = 1.0
+    assert resident() - before < 8e6  # with pages of 2 MB more than 32
+
+
 def test_write_casts_to_the_stores_dtype() -> None:
     store = KVStore([LayerShape(1, 2, 2)], 2, 4)
     store.write(
@@ -93,3 +107,18 @@ def test_a_gather_is_not_overwritten_by_the_next() -> None:
 def test_what_makes_no_store_is_refused(make: object) -> None:
     with pytest.raises(InvalidInput):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("num_blocks", [2**40, 2**60])
+def test_a_pool_that_does_not_fit_is_a_memory_error(num_blocks: int) -> None:
+    with pytest.raises(MemoryError, match="bytes of KV do not fit into memory"):
+        KVStore([LayerShape(8, 128, 128)], num_blocks)
+
+
+def test_a_forked_process_writes_into_a_pool_of_its_own() -> None:
+    store = KVStore([LayerShape(1, 2, 2)], 2, 4)
+    if (child := os.fork()) == 0:
+        store.keys[0].numpy()[:] = 1.0
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not store.keys[0].any()

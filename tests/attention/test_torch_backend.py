@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.attention import plan, private_attention, shared_attention, torch_backend
+from radixkv.attention import plan, torch_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
 from tests.attention.batches import Batch, BlocksFirst, fill, random_batch
 
@@ -31,6 +33,7 @@ def batches(draw: st.DrawFn) -> Batch:
         decode=draw(st.booleans()),
         adjacent=draw(st.booleans()),
         kind=draw(st.sampled_from([KVStore, KVStore, BlocksFirst])),
+        kv_dtype=draw(st.sampled_from(["auto", "auto", "float16", "int8"])),
     )
 
 
@@ -43,7 +46,8 @@ def attend(batch: Batch, window: int | None = None, min_saving: int = 1, **optio
         block_size=batch.store.block_size,
         min_saving=min_saving,
     )
-    return torch_backend.attend(batch.store, 0, batch.query, work, **options)  # type: ignore[arg-type]
+    attend = batch.store.format.attending(partial(torch_backend.attend, batch.store))
+    return attend(0, batch.query, work, **options)
 
 
 windows = st.sampled_from([None, None, 1, 2, 7, 16, 100])
@@ -65,7 +69,7 @@ def test_equals_the_reference(
 @settings(max_examples=60, deadline=None)
 def test_along_the_tree_equals_sequence_by_sequence(batch: Batch) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(private_attention, "VIEW_BLOCKS", 2)  # tails that overlap in memory
+        patch.setattr(torch_backend, "VIEW_BLOCKS", 2)  # tails that overlap in memory
         flat = attend(batch, min_saving=10**9, scale=0.4)
     torch.testing.assert_close(attend(batch, min_saving=1, scale=0.4), flat, rtol=0, atol=1e-12)
 
@@ -76,9 +80,10 @@ def test_the_open_arithmetic_cuts_rows_and_changes_nothing(
     batch: Batch, window: int | None, softcap: float | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_attention, "SCORE_CELLS", 50)
-        patch.setattr(private_attention, "SCORE_CELLS", 50)
-        patch.setattr(private_attention, "VIEW_BLOCKS", 2)
+        patch.setattr(torch_backend, "SCORE_CELLS", 50)
+        patch.setattr(torch_backend, "TAIL_CELLS", 50)
+        patch.setattr(torch_backend, "VIEW_BLOCKS", 2)
+        patch.setattr(batch.store.format, "piece", 5)  # keys are expanded piece by piece
         patch.setattr(plan, "BAND", 64)
         output = attend(batch, window, scale=0.4, softcap=softcap)
     torch.testing.assert_close(

@@ -188,18 +188,21 @@ WRITE = {
     "key_stored": (BF16, FP32),
     "value_stored": (BF16, FP32),
     "slots_offset": (0, 1, 2),
+    "scaled": (False, True),
 }
 
 
 def writing(tokens: int, heads: int, block_size: int, **of: Any) -> Any:
     """Return a call of `blocks.write` with these properties."""
-    new, pools = [], []
+    new, pools, scales = [], [], []
     for one in ("key", "value"):
         dim = of[f"{one}_dim"]
         new.append(rows(of[one], heads, tokens, dim, of[f"{one}_dtype"], of[f"{one}_offset"]))
-        pools.append(pool(of[f"{one}_pool"], heads, dim, of[f"{one}_stored"], block_size))
+        stored = torch.int8 if of["scaled"] else of[f"{one}_stored"]
+        pools.append(pool(of[f"{one}_pool"], heads, dim, stored, block_size))
+        scales.append(pool(of[f"{one}_pool"], heads, 1, torch.float16, block_size))
     slots = torch.empty(tokens + 2, dtype=torch.int64)[of["slots_offset"] :][:tokens]
-    return lambda: blocks.write(*new, *pools, slots)
+    return lambda: blocks.write(*new, *pools, slots, scales if of["scaled"] else ())
 
 
 ROTATION = {
@@ -220,6 +223,7 @@ ROTATION = {
     "key_pool": ("blocks first", "heads first"),
     "value_pool": ("blocks first", "heads first"),
     "slots_offset": (0, 1, 2),
+    "scaled": (False, True),
 }
 
 
@@ -231,12 +235,14 @@ def rotating(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtyp
     angles = torch.empty(tokens * dim + 1, dtype=dtype)[of["angles_offset"] :]
     angles = angles.as_strided((tokens, dim), (of["angles_stride"] * dim, 1), angles.storage_offset())
     weight = torch.empty(dim + 1, dtype=dtype)[of["weight_offset"] :][:dim]
-    pools = [pool(of[f"{one}_pool"], kv_heads, dim, dtype, of["block_size"]) for one in ("key", "value")]
+    layouts, stored = (of["key_pool"], of["value_pool"]), torch.int8 if of["scaled"] else dtype
+    pools = [pool(layout, kv_heads, dim, stored, of["block_size"]) for layout in layouts]
+    scales = [pool(layout, kv_heads, 1, torch.float16, of["block_size"]) for layout in layouts if of["scaled"]]
     slots = torch.empty(tokens + 2, dtype=torch.int64)[of["slots_offset"] :][:tokens]
     options = {"cosines": angles, "sines": angles} if of["rotated"] else {}
     options |= {"query_weight": weight, "key_weight": weight} if of["normed"] else {}
     rows = product.view(tokens, stride)[:, :width]
-    return lambda: layers.rotate_and_write(rows, heads, *pools, slots, epsilon=of["epsilon"], **options)
+    return lambda: layers.rotate_and_write(rows, heads, *pools, slots, scales, epsilon=of["epsilon"], **options)
 
 
 ROWS = {
@@ -291,7 +297,7 @@ def comparable(launch: tuple[Any, ...]) -> tuple[Any, ...]:
     A merge without sinks reads no address for them.
     """
     (name, _), _, _, values = launch
-    partials = 0 if name.endswith("merge_partials") else 9
+    partials = 0 if name.endswith("merge_partials") else 11
     found = [*values[:partials], values[partials + 1] - values[partials], *values[partials + 2 :]]
     if partials == 0 and not values[-1]:
         found[4] = None

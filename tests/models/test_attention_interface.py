@@ -1,12 +1,14 @@
-"""Selecting the implementation of attention: transformers' warning about it, and its log."""
+"""Selecting the implementation of attention, transformers' warning about it, and the handler of a thread."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
-from radixkv.models.attention_interface import OWN, select
+from radixkv.models.attention_interface import NO_HANDLER, OWN, current, handled_by, select
 
 LOG = logging.getLogger("transformers.modeling_utils")
 
@@ -49,3 +51,13 @@ def test_selecting_in_two_threads_leaves_the_log_as_it_was() -> None:
         LOG.removeHandler(listener)
     assert (LOG.level, LOG.filters) == (level, filters)
     assert messages == ["after both"]
+
+
+def test_a_forward_within_another_leaves_its_handler() -> None:
+    """Also if it fails, as a load in a hook of a model may."""
+    outer: Any = object()
+    with handled_by(outer):
+        with suppress(ZeroDivisionError), handled_by(NO_HANDLER):
+            _ = 1 / 0
+        assert current.handler is outer
+    assert current.handler is NO_HANDLER

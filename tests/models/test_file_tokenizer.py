@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from radixkv import Engine
 from radixkv.engine.input_processor import encode_chat
@@ -146,6 +147,36 @@ def test_types_for_which_transformers_reads_the_file_as_it_is(tmp_path: Path, ki
     check(written(tmp_path, MADE["bytes"](), kind, tokenizer_class=named))
 
 
+QWEN = [("qwen2", "PreTrainedTokenizerFast"), ("qwen2", "Qwen2Tokenizer"), ("qwen3", "Qwen2TokenizerFast")]
+
+
+def of_qwen(folder: Path, kind: str, named: str, split: str = "qwen2", **settings: Any) -> Path:
+    made = published_bytes(split)
+    made.add_special_tokens(CONTROLS)
+    made.post_processor = processors.ByteLevel(trim_offsets=False)
+    return written(folder, made, kind, tokenizer_class=named, **settings)
+
+
+@pytest.mark.parametrize(("kind", "named"), QWEN)
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": False, "bos_token": None, "pad_token": "<|endoftext|>"}])
+def test_folders_of_qwen(tmp_path: Path, kind: str, named: str, settings: dict[str, Any]) -> None:
+    folder = of_qwen(tmp_path, kind, named, **settings)
+    ours = file_tokenizer.read(folder, partial(AutoTokenizer.from_pretrained, folder))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert ours is not None and type(theirs) is Qwen2Tokenizer
+    same(ours, theirs)
+    same(ours, ours.of_transformers())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"split": "llama-bpe"}, {"add_prefix_space": True}, {"named": "GPT2Tokenizer"}, {"added_tokens_decoder": {}}],
+)
+def test_other_folders_of_qwen_are_read_by_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = of_qwen(tmp_path, "qwen2", **{"named": "Qwen2Tokenizer", **settings})
+    assert file_tokenizer.read(folder, dict) is None
+
+
 def clean_up(folder: Path) -> None:
     written(folder, MADE["wordpiece"](), clean_up_tokenization_spaces=True)
 
@@ -201,15 +232,15 @@ ABSENT = {
 CHILD = """
 import sys
 from radixkv import Engine, SamplingParams
-with Engine.load(sys.argv[1], num_blocks=64, monitor=False) as engine:
+with Engine.load(sys.argv[1], weights=sys.argv[2], num_blocks=64, monitor=False) as engine:
     engine.generate(["Hello", [{"role": "user", "content": "Hi"}]], SamplingParams(max_tokens=1))
     engine.chat("Be brief.").send("Hi", SamplingParams(max_tokens=1))
 print(*sys.modules)
 """
 
 
-@pytest.mark.parametrize("name", ["tiny", "model.gguf"])
-def test_layers_of_our_own_import_what_runs(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "weights"), [("tiny", "auto"), ("tiny", "int8"), ("model.gguf", "auto")])
+def test_layers_of_our_own_import_what_runs(tmp_path: Path, name: str, weights: str) -> None:
     model = name if name == "tiny" else str(write_chat_model(tmp_path / name))
-    done = subprocess.run([sys.executable, "-c", CHILD, model], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", CHILD, model, weights], capture_output=True, text=True, check=True)
     assert "tokenizers" in done.stdout and not ABSENT & set(done.stdout.split())

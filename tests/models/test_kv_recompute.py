@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.models import adapter
-from radixkv.models.kv_recompute import TOLERANCE, Recheck
+from radixkv.models.kv_recompute import TOLERANCE, Recheck, compare
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from tests.selection import mostly_long
@@ -132,3 +133,21 @@ def test_nothing_that_is_cached_is_written(load: Callable[..., LoadedModel], exa
     before = [pool[:, :BLOCKS].clone() for pool in pools]
     path.all()
     assert all(torch.equal(pool[:, :BLOCKS], old) for pool, old in zip(pools, before, strict=True))
+
+
+@pytest.mark.parametrize(("layer", "by", "found"), [(0, 3, 0), (0, 5, 1), (1, 30, 0), (1, 70, 1)])
+def test_the_first_layer_of_codes_is_compared_more_strictly(layer: int, by: int, found: int) -> None:
+    """Healthy codes of deep layers may be 25 steps apart."""
+    store = KVStore([LayerShape(1, 64, 64)] * 2, 4, SIZE, kv_dtype="int8")
+    for each in range(2):
+        new = torch.randn(2, 1, 2 * SIZE, 64)
+        for first in (0, 2):
+            store.write(each, torch.arange(first * SIZE, (first + 2) * SIZE), *new)
+            codes = store.key_parts[each].tensors[0]
+            codes.clamp_(-50, 50)
+    store.key_parts[layer].tensors[0][0, 1, 2, 9] += by
+    mine, again = np.array([0, 1], np.int32), np.array([2, 3], np.int32)
+    result = compare(store, mine, again, 0, 2 * SIZE)
+    assert result.positions == (SIZE + 2,) * found
+    assert result.worst == pytest.approx(by)
+    assert compare(store, mine, again, 0, 2 * SIZE, exact=True).positions == (SIZE + 2,)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from radixkv.chat.calls.formats import FORMATS
 from tests.selection import mostly_long, sampled
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,6 @@ PAGED = {
 FALLBACK = {
     "BloomForCausalLM": "attention interface",
     "FalconForCausalLM": "attention interface",
-    "GPTJForCausalLM": "attention interface",
     "GPTNeoForCausalLM": "attention interface",
     "DogeForCausalLM": "mask",
 }
@@ -57,8 +57,8 @@ REFUSED = {
 }
 SAMPLE = [*PAGED, *FALLBACK, *REFUSED]
 MORE = (  # like others of their kind
-    "OPTForCausalLM", "GPTNeoXForCausalLM", "Gemma3nForCausalLM", "LongcatFlashForCausalLM", "GPTJForCausalLM",
-    "FalconForCausalLM", "JambaForCausalLM",
+    "OPTForCausalLM", "GPTNeoXForCausalLM", "Gemma3nForCausalLM", "LongcatFlashForCausalLM", "FalconForCausalLM",
+    "JambaForCausalLM",
 )  # fmt: skip
 QUICK = ("LlamaForCausalLM", "Gemma2ForCausalLM", "BloomForCausalLM", "DogeForCausalLM", "MambaForCausalLM")
 CLASSES = recipes.classes()
@@ -78,7 +78,7 @@ def test_an_architecture_says_what_it_says_alone_or_is_refused(name: str) -> Non
 
 
 def test_the_sample_has_every_kind() -> None:
-    assert len(SAMPLE) == len(set(SAMPLE)) == 25
+    assert len(SAMPLE) == len(set(SAMPLE)) == 24
 
 
 # ---- the trial finds faults
@@ -174,6 +174,7 @@ def test_the_page_is_what_the_data_says() -> None:
     run = page.from_json((ROOT / "docs/results/models.json").read_text())
     assert (ROOT / "docs/models.md").read_text() == page.render(run)
     assert page.from_json(page.to_json(run)) == run
+    assert {form for forms in page.CALLS.values() for form in forms.split(", ")} <= {form.name for form in FORMATS}
 
 
 def test_nothing_on_the_page_is_at_fault_and_every_refusal_has_a_reason() -> None:

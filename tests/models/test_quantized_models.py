@@ -25,6 +25,7 @@ from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear,
 from radixkv.models.rounding import relative_error
 from radixkv.models.runner import Runner
 from tests.models.gguf_files import CONFIGS, SIZES, made, write
+from tests.models.test_packed import Reader
 from tests.selection import mostly_long
 
 pytestmark = pytest.mark.skipif(kernels.kernels() is None, reason="no compiler, or a CPU without AVX2")
@@ -127,6 +128,9 @@ def test_the_file_needs_the_memory_of_its_blocks_only(tmp_path: Path, monkeypatc
     assert adapter.load(path).model is not None
     with pytest.raises(InvalidInput, match="as float32"):
         adapter.load(path, weights="float32")
+    monkeypatch.setattr(loader, "free_memory", lambda: stored - 1)
+    with pytest.raises(InvalidInput, match="as float32, and"):  # Q4_0 keeps its blocks, whatever is wanted
+        adapter.load(path, weights="int8")
 
 
 def test_files_of_kept_blocks_need_no_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,19 +143,6 @@ def test_files_of_kept_blocks_need_no_other_package(tmp_path: Path, monkeypatch:
 
 
 # ---- models that are quantised when they are loaded
-
-
-def test_a_folder_is_quantised_layer_by_layer(tmp_path: Path, build: Callable[..., Any]) -> None:
-    model = build(CONFIGS["llama, tied"]())
-    model.save_pretrained(tmp_path)
-    expected = own_logits(model)
-    for weights, format, error in (("int8", Format.INT8, 0.06), ("int4", Format.INT4_MIN, 0.6)):
-        loaded = adapter.load(str(tmp_path), weights=weights)
-        found = kinds(loaded.model)
-        assert found["lm_head"] == found["model.embed_tokens"] == Format.INT8
-        assert set(found.values()) == {format, Format.INT8}
-        assert 1e-4 < relative_error(paged(loaded, [70])[-1], expected[-1]) <= error
-    assert None in kinds(adapter.load(str(tmp_path)).model).values()
 
 
 def test_a_model_of_a_caller_stays_as_it_was(build: Callable[..., Any]) -> None:
@@ -224,18 +215,6 @@ def test_without_products_the_model_runs_in_float32(
 
 def build_error() -> Exception:
     return build.BuildError("there is no C++ compiler")
-
-
-class Reader(nn.Module):
-    """Casts to its layer's dtype first, as some architectures do."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.inner(given.to(self.inner.weight.dtype))  # type: ignore[arg-type]
-        return found
 
 
 def test_a_layer_whose_weight_is_read_in_a_forward_becomes_plain(build: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import adapter, loader, safetensors_files
+from radixkv.models import adapter, checkpoint, loader, safetensors_files
 from radixkv.models.quantized import kernels
 from radixkv.models.quantized.kernels import Format
 from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, quantize, quantized_weights
@@ -60,7 +61,7 @@ def assert_equal(found: Any, expected: Any) -> None:
     assert torch.equal(found(IDS).logits, expected(IDS).logits)
     assert found.config.to_dict() == expected.config.to_dict()
     assert found.generation_config.to_dict() == expected.generation_config.to_dict()
-    assert not hasattr(found, "hf_quantizer") and not found.is_quantized
+    assert not hasattr(found, "hf_quantizer")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,14 @@ def test_only_what_stays_and_one_tensor_must_fit(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(loader, "free_memory", lambda: small + norms + most - 1)
     with pytest.raises(InvalidInput, match=f"take {size_text(small + norms + most)} as int4, and .* free on cpu$"):
         adapter.load(tmp_path, weights="int4")
+
+
+def test_threads_of_transformers_may_read_tensors_at_once(tmp_path: Path) -> None:
+    made(CONFIGS["llama"]()).save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    with safetensors_files.file_tensors(checkpoint.examine(tmp_path)) as tensors, ThreadPoolExecutor(4) as pool:
+        for name, found in pool.map(lambda name: (name, tensors[name][...]), [*expected] * 40):
+            assert torch.equal(found, expected[name]), name
 
 
 def broken(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

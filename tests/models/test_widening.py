@@ -107,14 +107,14 @@ def test_one_wrong_row_is_found_in_a_large_model_with_experts(monkeypatch: pytes
 def test_every_kind_of_routing_is_judged_by_its_worst_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts in modules and in stacked tensors, shared experts, latent attention, states, layers that share KV."""
     judged: list[tuple[torch.dtype, bool]] = []
-    judge = selftest._judged
+    judge = selftest.judged
 
     def recorded(results: list[tuple[str, Tensor, Tensor]], *, middle: bool) -> tuple[float, str]:
         judged.append((results[0][2].dtype, middle))
         return judge(results, middle=middle)
 
     monkeypatch.setattr(selftest, "_WEIGHTS_TO_WIDEN", 0)
-    monkeypatch.setattr(selftest, "_judged", recorded)
+    monkeypatch.setattr(selftest, "judged", recorded)
     adapter.load(recipes.build(name, EVERY[name]).to(torch.bfloat16), dtype=torch.bfloat16)
     assert judged == [(torch.float32, False), (torch.bfloat16, True)]
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from radixkv.models.architecture import ForwardSignature, is_plain
-from radixkv.models.attention_interface import own_attention
+from radixkv.models.architecture import is_plain
+from radixkv.models.attention_interface import ForwardSignature, own_attention
 from radixkv.models.native.files import empty_model
 from radixkv.models.native.layers import NativeModel, Rotary
 from radixkv.models.rounding import agree
@@ -40,7 +41,7 @@ def borrowed(model: Any) -> NativeModel | None:
     for owner, key, name in _places(native):
         owner[key] = model.get_parameter(name)
     native.model.rotations.to(model.device, torch.promote_types(model.dtype, torch.float))
-    _take_frequencies(native, model)
+    _take_buffers(native, model)
     native.generation_config = model.generation_config
     vars(native.config).update({name: getattr(model.config, name) for name in _OWN_TOKENS})
     if not _agree(native.eval(), model):
@@ -63,14 +64,17 @@ def _places(native: NativeModel) -> Iterator[tuple[dict[str, Any], str, str]]:
                 yield module._parameters, key, f"{prefix}.{key}"
 
 
-def _take_frequencies(native: NativeModel, model: Any) -> None:
-    """Rotate by the model's own frequencies, which may have been rounded or changed since it was built.
+def _take_buffers(native: NativeModel, model: Any) -> None:
+    """Take the model's own frequencies and its scale of embeddings, which may have been rounded or changed.
 
     Five tokens would not show that. LongRoPE keeps the choice that was made here.
     """
-    held = model.base_model.rotary_emb._buffers
+    decoder = model.base_model
+    if (scale := decoder.embed_tokens._buffers.get("embed_scale")) is not None:
+        native.switches = replace(native.switches, embedding_scale=scale.item())
+    held = decoder.rotary_emb._buffers
     names = ("full_attention_inv_freq", "sliding_attention_inv_freq")
-    for own, name in zip(native.model.rotations, names, strict=False):
+    for own, name in zip(native.model.rotations.values(), names, strict=False):
         found = held.get("inv_freq", held.get(name))
         if isinstance(own, Rotary) and own.rotation.kind != "longrope" and found is not None:
             own.frequencies = found

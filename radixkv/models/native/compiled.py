@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from radixkv.models.attention_interface import AttentionCall, Handler, handler_or_none
-from radixkv.models.native.layers import MLP, Attention, Norm
-from radixkv.models.native.operators import TORCH, Rotation
+from radixkv.models.attention_interface import AttentionCall, current
+from radixkv.models.native.layers import MLP, TORCH, Angles, Attention, Norm
 from radixkv.models.quantized.kernels import Kernels, SiblingWeights, rows_of
 from radixkv.models.quantized.layers import QuantizedLinear
 
@@ -30,20 +29,10 @@ class CompiledOperators:
         self._factors = {
             each: (each.weight.detach() + each.offset).contiguous() for each in modules if isinstance(each, Norm)
         }
-        self._projections = {
-            each: found for each in modules if isinstance(each, Attention) and (found := _siblings(each.projections))
-        }
-        self._mlps = {
-            each: found
-            for each in modules
-            if isinstance(each, MLP)
-            and not each.stacked
-            and (found := _siblings([each.gate_proj, each.up_proj, each.down_proj]))
-        }
-
-    def serving(self, handler: Handler) -> CompiledOperators:
-        """Return these operators, which serve every handler."""
-        return self
+        parts: dict[nn.Module, list[str]] = {each: each.inputs for each in modules if isinstance(each, Attention)}
+        mlps = [each for each in modules if isinstance(each, MLP) and len(each.inputs) == 2]
+        parts |= {each: [*each.inputs, "down_proj"] for each in mlps}
+        self._weights = {each: found for each, names in parts.items() if (found := _siblings(each, names))}
 
     def norm(self, module: Any, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the norm of the sum of both, and the sum."""
@@ -58,7 +47,7 @@ class CompiledOperators:
 
     def mlp(self, module: Any, normed: Tensor) -> Tensor:
         """Return the output of an MLP. Raises MemoryError, and RuntimeError for rows of another width."""
-        weights = self._mlps.get(module)
+        weights = self._weights.get(module)
         if weights is None:
             return TORCH.mlp(module, normed)
         library, given = self._library, rows_of(normed, module.down_proj.out_features)
@@ -78,12 +67,12 @@ class CompiledOperators:
             raise MemoryError("no memory is left for the activations of an MLP")
         return found
 
-    def attention(self, module: Any, normed: Tensor, rotation: Rotation) -> Tensor:
+    def attention(self, module: Any, normed: Tensor, angles: Angles) -> Tensor:
         """Return the output of an attention. Raises MemoryError, and RuntimeError for rows of another width."""
-        weights, handler = self._projections.get(module), handler_or_none()
-        if weights is None or handler is None:
-            return TORCH.attention(module, normed, rotation)
-        rows = self._projected(module, weights, normed, rotation)
+        weights = self._weights.get(module)
+        if weights is None:
+            return TORCH.attention(module, normed, angles)
+        rows = self._projected(module, weights, normed, angles)
         count, dim, total = len(rows), module.head_dim, weights.outputs
         keys, values = module.heads * dim, (module.heads + module.kv_heads) * dim
         strides = count * total, dim, total, 1
@@ -99,10 +88,10 @@ class CompiledOperators:
             None,
             {},
         )
-        output: Tensor = module.o_proj(handler.attend(call).reshape(count, -1))
+        output: Tensor = module.o_proj(current.handler.attend(call).reshape(count, -1))
         return output
 
-    def _projected(self, module: Any, weights: SiblingWeights, normed: Tensor, rotation: Rotation) -> Tensor:
+    def _projected(self, module: Any, weights: SiblingWeights, normed: Tensor, angles: Angles) -> Tensor:
         """Return queries, keys and values side by side, [T, outputs], with norms and rotation."""
         library, threads = self._library, torch.get_num_threads()
         given = rows_of(normed, module.o_proj.out_features)
@@ -116,24 +105,25 @@ class CompiledOperators:
         if failed:
             raise MemoryError(f"{given.numel() * 4:,} bytes of packed rows do not fit into memory")
         rotated = 0
-        angles: tuple[int | None, int | None] = None, None
-        if rotation is not None:
-            rotated, angles = rotation[0].shape[1], (rotation[0].data_ptr(), rotation[1].data_ptr())
+        tables: tuple[int | None, int | None] = None, None
+        if angles is not None:
+            rotated, tables = angles[0].shape[1], (angles[0].data_ptr(), angles[1].data_ptr())
         passes: list[tuple[int, int, Any]] = [(0, module.heads + module.kv_heads, None)]
         if module.has_norms:
             passes = [(0, module.heads, module.q_norm), (module.heads * dim, module.kv_heads, module.k_norm)]
-        elif rotation is None:
+        elif angles is None:
             passes = []
         for first, heads, norm in passes:
             scaling = (None, 0.0) if norm is None else (self._factors[norm].data_ptr(), norm.epsilon)
             library.rotate(
-                start + 4 * first, count, total, heads, dim, *scaling, *angles, rotated, threads, library.parallel
+                start + 4 * first, count, total, heads, dim, *scaling, *tables, rotated, threads, library.parallel
             )
         return found
 
 
-def _siblings(layers: list[Any]) -> SiblingWeights | None:
-    """Return the weights of quantised layers; None if not all of them are."""
-    if not all(isinstance(each, QuantizedLinear) for each in layers):
+def _siblings(module: nn.Module, names: list[str]) -> SiblingWeights | None:
+    """Return the weights of quantised layers of a module; None if not all of them are."""
+    layers = [each for name in names if isinstance(each := getattr(module, name), QuantizedLinear)]
+    if len(layers) < len(names):
         return None
     return SiblingWeights([each.quantized for each in layers], [each.bias for each in layers])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 
 from radixkv.models import safetensors_files
 from radixkv.models.checkpoint import GENERATION, Checkpoint, read_object
-from radixkv.models.identity import Piece
 from radixkv.models.native.layers import NativeModel
 from radixkv.models.native.switches import TYPES, NotListed, switches_of
-from radixkv.models.quantized.kernels import QuantizedWeights, kernels
-from radixkv.models.quantized.layers import chosen_format, replace_layers, replaceable, store
+from radixkv.models.quantized.kernels import kernels
+from radixkv.models.quantized.layers import allocated, peak_bytes, replace_layers, replaceable, store
+from radixkv.models.safetensors_files import file_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -65,47 +64,28 @@ def read_model(
     if model is None or not _fit(model, found):
         return None
     places = replaceable(model) if weights in ("int8", "int4") and kernels() is not None else {}
-    shapes = {name: model.get_parameter(name).shape for name in places}
-    small = {
-        name: QuantizedWeights(shape[0], shape[1], chosen_format(weights, places[name]))
-        for name, shape in shapes.items()
-    }
+    small = {name: allocated(model.get_parameter(name), weights, place) for name, place in places.items()}
+    check_memory(peak_bytes(model, small))
     large = {name: each for name, each in model.named_parameters() if name not in small}
-    held = sum(each.nbytes for each in large.values()) + sum(each.nbytes for each in small.values())
-    check_memory(held + (4 * max(each.numel() for each in model.parameters()) if small else 0))
     filled = {name: torch.empty(each.shape, dtype=dtype, device="cpu") for name, each in large.items()}
-    model.sources = _read_tensors(found, small, filled)
+    with file_tensors(found) as tensors:
+        for name, tensor in tensors.items():
+            if name in small:
+                store(tensor[...], small[name])
+            elif name in filled:
+                tensor.read_into(filled[name])
+    model.sources = tuple(each.piece for each in found.tensors.values())
     fill(model, filled)
     replace_layers(model, small, places)
-    model.generation_config = SimpleNamespace(**_generation_settings(found))
+    settings = found.folder / GENERATION
+    model.generation_config = SimpleNamespace(**(read_object(settings) if settings.is_file() else {}))
     model.config.name_or_path = str(found.folder)
     return model
-
-
-def _read_tensors(
-    found: Checkpoint, small: Mapping[str, QuantizedWeights], filled: Mapping[str, Tensor]
-) -> tuple[Piece, ...]:
-    """Read the files' tensors into quantised weights and into tensors, and return their places in the files."""
-    sources = []
-    with ExitStack() as stack:
-        for file in found.files:
-            for name, tensor in safetensors_files.file_tensors(found.folder / file, stack):
-                if name in small:
-                    store(tensor[...], small[name])
-                elif name in filled:
-                    tensor.read_into(filled[name])
-                sources.append(Piece(found.folder / file, *tensor.place))
-    return tuple(sources)
 
 
 def _fit(model: NativeModel, found: Checkpoint) -> bool:
     """Return whether the files have each parameter of a model, and nothing else but frequencies, which it computes."""
     wanted = {name: tuple(each.shape) for name, each in model.named_parameters()}
     stored = {name: each.shape for name, each in found.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    kinds = {safetensors_files.DTYPES.get(each.dtype, None) for each in found.tensors.values()}
+    kinds = {safetensors_files.DTYPES.get(each.dtype) for each in found.tensors.values()}
     return wanted == stored and all(each is not None and each.is_floating_point for each in kinds)
-
-
-def _generation_settings(found: Checkpoint) -> dict[str, Any]:
-    path = found.folder / GENERATION
-    return read_object(path) if path.is_file() else {}

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from radixkv.models.attention_interface import Handler, RotaryCall, handler_or_none
-from radixkv.models.native.layers import MLP, Attention, NativeModel
-from radixkv.models.native.operators import TORCH, Operators, Rotation
+from radixkv.models.attention_interface import RotaryCall, current
+from radixkv.models.native.layers import MLP, TORCH, Angles, Attention, NativeModel
 from radixkv.models.native.switches import Switches
 
 
@@ -39,12 +38,11 @@ class FusedOperators:
         from radixkv_kernels.layers import add_norm, silu_multiply  # needs Triton
 
         self._add_norm, self._silu_multiply = add_norm, silu_multiply
-        self._stacks: dict[nn.Module, StackedLinear] = {}
-        for module in model.modules():
-            if isinstance(module, Attention):
-                self._stacks[module] = StackedLinear(module.projections)
-            elif isinstance(module, MLP):
-                self._stacks[module] = StackedLinear(module.gate_and_up)
+        self._stacks = {
+            each: StackedLinear([getattr(each, name) for name in each.inputs])
+            for each in model.modules()
+            if isinstance(each, Attention | MLP)
+        }
         self.refresh(model)
 
     def refresh(self, model: nn.Module) -> None:
@@ -53,24 +51,22 @@ class FusedOperators:
             if not each.stacked:
                 each.stack()
 
-    def serving(self, handler: Handler) -> Operators:
-        """Return these operators for a handler that attends along rows, else those of torch."""
-        return TORCH if getattr(handler, "attend_rows", None) is None else self
-
     def norm(self, module: Any, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the norm of the sum of both, and the sum, in the memory of `hidden`."""
         return self._add_norm(hidden, module.weight, module.epsilon, residual), hidden
 
-    def attention(self, module: Any, normed: Tensor, rotation: Rotation) -> Tensor:
-        """Return the output of an attention."""
-        handler: Any = handler_or_none()
+    def attention(self, module: Any, normed: Tensor, angles: Angles) -> Tensor:
+        """Return the output of an attention, by torch if the handler does not attend along rows."""
+        attend_rows = getattr(current.handler, "attend_rows", None)
+        if attend_rows is None:
+            return TORCH.attention(module, normed, angles)
         call = RotaryCall(module, self._stacks[module](normed), module.heads, module.scale)
-        if rotation is not None:
-            call.cosines, call.sines = rotation
+        if angles is not None:
+            call.cosines, call.sines = angles
         if module.has_norms:
             call.query_weight, call.key_weight = module.q_norm.weight, module.k_norm.weight
             call.epsilon = module.q_norm.epsilon
-        output: Tensor = module.o_proj(handler.attend_rows(call).flatten(1))
+        output: Tensor = module.o_proj(attend_rows(call).flatten(1))
         return output
 
     def mlp(self, module: Any, normed: Tensor) -> Tensor:

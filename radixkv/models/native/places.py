@@ -8,8 +8,7 @@ from radixkv.device import device_of
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.native import fused
 from radixkv.models.native.compiled import CompiledOperators
-from radixkv.models.native.layers import NativeModel
-from radixkv.models.native.operators import TORCH
+from radixkv.models.native.layers import TORCH, NativeModel
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.quantized.layers import quantized_weights
 

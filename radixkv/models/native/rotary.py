@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS: Mapping[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-    "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor"}),
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
 }
-"""The parameters of each kind of scaling."""
+"""The parameters of each kind of scaling, in an order: the names of records depend on it."""
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ field, or with a value that no test has compared with transformers' model, has n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any
 
 from radixkv.models.native.rotary import KINDS, Rotation
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,10 @@ class Switches:
     kv_heads: int
     head_dim: int
     epsilon: float
-    activation: str
     tied: bool
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
-    head_norms: bool
-    stacked: bool
-    sandwich: bool
-    norm_offset: bool
     scale: float
     embedding_scale: float
     residual_scale: float
@@ -50,6 +44,11 @@ class Switches:
     windows: tuple[int | None, ...]
     rotations: tuple[Rotation, ...]
     rotation_of: tuple[int | None, ...]
+    activation: str = "silu"
+    head_norms: bool = False
+    stacked: bool = False
+    sandwich: bool = False
+    norm_offset: bool = False
 
 
 class NotListed(Exception):
@@ -128,11 +127,39 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {
     "attn_logit_softcapping": (None,),
 }  # fmt: skip
 """Fields that no listed type reads, and with which values. None: with any value."""
-_STRICT: Mapping[str, tuple[type, ...]] = {
-    "use_cache": (bool,), "initializer_range": (float,), "pretraining_tp": (int,), "rms_norm_eps": (float,),
-    "bos_token_id": (int, NoneType), "rope_parameters": (dict, NoneType), "rope_scaling": (dict, NoneType),
-}  # fmt: skip
-"""Fields whose values of other types transformers refuses: it reports them."""
+_GEMMA_LAYERS = {"activation": "gelu_pytorch_tanh", "norm_offset": True}
+_LAYERS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": {"head_norms": True},
+    "phi3": {"stacked": True},
+    "gemma": _GEMMA_LAYERS,
+    "gemma2": {**_GEMMA_LAYERS, "sandwich": True},
+    "gemma3_text": {**_GEMMA_LAYERS, "sandwich": True, "head_norms": True},
+}
+"""The switches that all models of a type share, unless they have their defaults."""
+
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window", "original_max_position_embeddings")
+_OTHER_SIZES = ("sliding_window_pattern", "no_rope_layer_interval")
+_NUMBERS = (
+    "rms_norm_eps", "embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier",
+    "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping", "rope_theta", "rope_local_base_freq",
+    "partial_rotary_factor",
+)  # fmt: skip
+_VALUE_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys((*_SIZES, *_OTHER_SIZES, "max_window_layers", "pretraining_tp"), (int,)),
+    **dict.fromkeys((*_OPTIONAL_SIZES, "bos_token_id", "pad_token_id"), (int, NoneType)),
+    **dict.fromkeys(_NUMBERS, (float, int, NoneType)),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range"), (float,)),
+    **dict.fromkeys(("tie_word_embeddings", "use_cache"), (bool,)),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), (bool, NoneType)),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), (dict, NoneType)),
+    **dict.fromkeys(("layer_types", "no_rope_layers"), (list, NoneType)),
+}
+"""The types of the fields' values; transformers reports others."""
+_LIMITS = {
+    **dict.fromkeys((*_SIZES, *_OPTIONAL_SIZES, *_OTHER_SIZES), 2**31),
+    **dict.fromkeys(_NUMBERS, math.inf),
+}
+"""Fields whose values are above 0, and below this."""
 
 
 def switches_of(config: Mapping[str, Any]) -> Switches:
@@ -145,119 +172,67 @@ def switches_of(config: Mapping[str, Any]) -> Switches:
         allowed = _WITHOUT_EFFECT.get(name, ())
         if name not in usual and allowed is not None and value not in allowed:
             raise NotListed(f"{name}={value!r}")
-        if type(value) not in _STRICT.get(name, (type(value),)):
-            raise NotListed(f"{name}={value!r}")
     try:
-        return _read(kind, _Fields({**usual, **config}))
+        return _read(kind, {name: _checked(name, value) for name, value in {**usual, **config}.items()})
     except (
         TypeError,
         ValueError,
         AttributeError,
         LookupError,
         ArithmeticError,
+        RuntimeError,
     ) as error:  # of values of another kind than usual
-        raise NotListed(str(error)) from error
+        raise NotListed(f"{type(error).__name__}: {error}") from error
 
 
-class _Fields:
-    """The fields of a configuration, checked when they are read."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
-
-    def get(self, name: str, kind: type[T], usual: Any = None) -> T:
-        """Return a field of this type, or `usual` in place of None. An int is also a float, but a bool is no int."""
-        value = self._config.get(name)
-        value = usual if value is None else value
-        if kind is float and type(value) is int:
-            return float(value)  # type: ignore[return-value]
-        if type(value) is not kind:
-            raise NotListed(f"{name}={value!r}")
-        return value
-
-    def size(self, name: str, usual: int | None = None) -> int:
-        """Return a whole number of at least 1 and below 2**31."""
-        if not 0 < (found := self.get(name, int, usual)) < 2**31:
-            raise NotListed(f"{name}={found}")
-        return found
-
-    def positive(self, name: str, usual: float | None = None) -> float:
-        """Return a number above 0."""
-        if not (found := self.get(name, float, usual)) > 0.0:
-            raise NotListed(f"{name}={found}")
-        return found
-
-    def optional(self, name: str) -> float | None:
-        """Return a number above 0, or None."""
-        return None if self._config.get(name) is None else self.positive(name)
-
-    def raw(self, name: str) -> Any:
-        """Return a field as it is; None without it."""
-        return self._config.get(name)
+def _checked(name: str, value: Any) -> Any:
+    """Return the value of a field, as a float where it is a number; raises NotListed for another type or range."""
+    if name in _VALUE_TYPES and type(value) not in _VALUE_TYPES[name]:
+        raise NotListed(f"{name}={value!r}")
+    if name in _LIMITS and value is not None and not 0 < value < _LIMITS[name]:
+        raise NotListed(f"{name}={value!r}")
+    return float(value) if name in _NUMBERS and value is not None else value
 
 
-def _read(kind: str, fields: _Fields) -> Switches:
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    if not -1 <= fields.get("pad_token_id", int, -1) < fields.size("vocab_size"):
+def _read(kind: str, fields: Mapping[str, Any]) -> Switches:
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    padding = fields["pad_token_id"]
+    if padding is not None and not -1 <= padding < fields["vocab_size"]:
         raise NotListed("a padding token beyond the vocabulary")
-    kv_heads = fields.size("num_key_value_heads", heads)
-    head_dim = fields.size("head_dim", hidden // heads)
+    kv_heads = fields["num_key_value_heads"] or heads
+    head_dim = fields["head_dim"] or hidden // heads
     if hidden % heads or heads % kv_heads or head_dim % 2:
         raise NotListed(f"{heads} heads and {kv_heads} KV heads of {head_dim} numbers, of {hidden}")
-    bias = fields.get("attention_bias", bool, False)
+    layers = _LAYERS.get(kind, {})
+    activation = fields["hidden_activation" if "sandwich" in layers else "hidden_act"]
+    if activation != layers.get("activation", "silu"):
+        raise NotListed(f"hidden_act={activation!r}")
     windows = _windows(kind, fields)
     rotations, rotation_of = _rotations(kind, fields, head_dim, windows)
+    bias = fields.get("attention_bias") or False
     return Switches(
-        vocabulary=fields.size("vocab_size"),
+        vocabulary=fields["vocab_size"],
         hidden=hidden,
-        intermediate=fields.size("intermediate_size"),
+        intermediate=fields["intermediate_size"],
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        epsilon=fields.positive("rms_norm_eps"),
-        tied=fields.get("tie_word_embeddings", bool),
+        epsilon=fields["rms_norm_eps"],
+        tied=fields["tie_word_embeddings"],
         qkv_bias=bias or kind == "qwen2",
         out_bias=bias,
-        mlp_bias=fields.get("mlp_bias", bool, False),
+        mlp_bias=fields.get("mlp_bias") or False,
+        scale=fields.get("attention_multiplier") or (fields.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        embedding_scale=hidden**0.5 if kind.startswith("gemma") else fields.get("embedding_multiplier") or 1.0,
+        residual_scale=fields.get("residual_multiplier") or 1.0,
+        logits_divisor=fields.get("logits_scaling") or 1.0,
+        softcap=fields.get("attn_logit_softcapping"),
+        logits_softcap=fields.get("final_logit_softcapping"),
         windows=windows,
         rotations=rotations,
         rotation_of=rotation_of,
-        **_of_type(kind),
-        **_scales(kind, fields, head_dim),
+        **layers,
     )
-
-
-def _of_type(kind: str) -> dict[str, Any]:
-    """Return the switches that all models of a type share."""
-    gemma = kind.startswith("gemma")
-    return {
-        "activation": "gelu_pytorch_tanh" if gemma else "silu",
-        "head_norms": kind in ("qwen3", "gemma3_text"),
-        "stacked": kind == "phi3",
-        "sandwich": kind in _SANDWICH,
-        "norm_offset": gemma,
-    }
-
-
-_SANDWICH = ("gemma2", "gemma3_text")
-
-
-def _scales(kind: str, fields: _Fields, head_dim: int) -> dict[str, Any]:
-    """Return the scales and caps of a model; refuse another activation than its type's."""
-    gemma = kind.startswith("gemma")
-    activation = fields.raw("hidden_activation" if kind in _SANDWICH else "hidden_act")
-    if activation != _of_type(kind)["activation"]:
-        raise NotListed(f"hidden_act={activation!r}")
-    multiplier = fields.size("hidden_size") ** 0.5 if gemma else fields.positive("embedding_multiplier", 1.0)
-    scale = fields.positive("query_pre_attn_scalar", head_dim) ** -0.5
-    return {
-        "scale": fields.positive("attention_multiplier", scale),
-        "embedding_scale": multiplier,
-        "residual_scale": fields.positive("residual_multiplier", 1.0),
-        "logits_divisor": fields.positive("logits_scaling", 1.0),
-        "softcap": fields.optional("attn_logit_softcapping"),
-        "logits_softcap": fields.optional("final_logit_softcapping"),
-    }
 
 
 # ---- options of single layers
@@ -266,25 +241,20 @@ def _scales(kind: str, fields: _Fields, head_dim: int) -> dict[str, Any]:
 _MOST_LAYERS = 4096
 
 
-def _windows(kind: str, fields: _Fields) -> tuple[int | None, ...]:
+def _windows(kind: str, fields: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the window of each layer, None for layers that see all tokens."""
-    layers = range(fields.size("num_hidden_layers"))
-    if len(layers) > _MOST_LAYERS:
-        raise NotListed(f"{len(layers)} layers")
-    window = None if fields.raw("sliding_window") is None else fields.size("sliding_window")
-    if kind in ("mistral", "phi3"):
-        return (window,) * len(layers)
-    sliding = [False for _ in layers]
-    if kind == "gemma2":
-        sliding = [(layer + 1) % 2 > 0 for layer in layers]
-    elif kind == "gemma3_text":
-        sliding = [(layer + 1) % fields.size("sliding_window_pattern") > 0 for layer in layers]
-    elif not fields.get("use_sliding_window", bool, False):
-        window = None
+    count, window = fields["num_hidden_layers"], fields.get("sliding_window")
+    if count > _MOST_LAYERS:
+        raise NotListed(f"{count} layers")
+    if pattern := 2 if kind == "gemma2" else fields.get("sliding_window_pattern"):
+        sliding = [number % pattern > 0 for number in range(1, count + 1)]
+    elif kind in ("mistral", "phi3"):
+        sliding = [window is not None] * count
     else:
-        sliding = [window is not None and layer >= fields.get("max_window_layers", int) for layer in layers]
-    if (kinds := fields.raw("layer_types")) is not None:
-        if len(kinds) != len(layers) or not {*kinds} <= {"full_attention", "sliding_attention"}:
+        window = window if fields.get("use_sliding_window") else None
+        sliding = [window is not None and layer >= fields["max_window_layers"] for layer in range(count)]
+    if (kinds := fields.get("layer_types")) is not None:
+        if len(kinds) != count or not {*kinds} <= {"full_attention", "sliding_attention"}:
             raise NotListed(f"layer_types={kinds!r}")
         sliding = [each == "sliding_attention" for each in kinds]
     if any(sliding) and window is None:
@@ -293,66 +263,54 @@ def _windows(kind: str, fields: _Fields) -> tuple[int | None, ...]:
 
 
 def _rotations(
-    kind: str, fields: _Fields, head_dim: int, windows: Sequence[int | None]
+    kind: str, fields: Mapping[str, Any], head_dim: int, windows: Sequence[int | None]
 ) -> tuple[tuple[Rotation, ...], tuple[int | None, ...]]:
     """Return the distinct rotations of a model, and the number of each layer's."""
-    stated = fields.raw("rope_scaling") or fields.raw("rope_parameters") or {}
-    if not isinstance(stated, Mapping):
-        raise NotListed(f"rope_parameters={stated!r}")
-    base = fields.raw("rope_theta")
+    stated, older, base = fields["rope_parameters"], fields["rope_scaling"] or {}, fields["rope_theta"]
     if kind == "gemma3_text":
-        nested, older = fields.raw("rope_parameters"), fields.raw("rope_scaling") or {}
         # transformers merges both, ignores the older name of a type there, and does not find `truncate`.
-        if older and (nested is not None or "rope_type" not in older):
+        if older and (stated is not None or "rope_type" not in older):
             raise NotListed(f"rope_scaling={older!r}")
-        nested = nested or {"full_attention": older}
-        if not {*nested} <= {"full_attention", "sliding_attention"} or any(
-            "truncate" in (each or {}) for each in nested.values()
+        stated = stated or {"full_attention": older}
+        if not {*stated} <= {"full_attention", "sliding_attention"} or any(
+            "truncate" in (each or {}) for each in stated.values()
         ):
-            raise NotListed(f"rope_parameters={nested!r}")
-        local = nested.get("sliding_attention") or {}
-        full = _rotation(kind, fields, head_dim, nested.get("full_attention") or {}, base)
-        near = _rotation(kind, fields, head_dim, local, fields.raw("rope_local_base_freq"))
+            raise NotListed(f"rope_parameters={stated!r}")
+        full = _rotation(kind, fields, head_dim, stated.get("full_attention") or {}, base)
+        local = stated.get("sliding_attention") or {}
+        near = _rotation(kind, fields, head_dim, local, fields["rope_local_base_freq"])
         return (full, near), tuple(0 if window is None else 1 for window in windows)
-    rotation = _rotation(kind, fields, head_dim, stated, base)
-    layers = range(len(windows))
+    rotations = (_rotation(kind, fields, head_dim, older or stated or {}, base),)
     if kind != "smollm3":
-        return (rotation,), (0,) * len(layers)
-    interval = fields.size("no_rope_layer_interval")
-    rotates = fields.raw("no_rope_layers")
-    rotates = [(layer + 1) % interval for layer in layers] if rotates is None else rotates
-    if len(rotates) < len(layers):
-        raise NotListed(f"no_rope_layers={rotates!r}")
-    return (rotation,), tuple(0 if rotates[layer] else None for layer in layers)
+        return rotations, (0,) * len(windows)
+    rotates = fields["no_rope_layers"]
+    if rotates is None:
+        rotates = [number % fields["no_rope_layer_interval"] for number in range(1, len(windows) + 1)]
+    return rotations, tuple(0 if rotates[layer] else None for layer in range(len(windows)))
 
 
-def _rotation(kind: str, fields: _Fields, head_dim: int, stated: Mapping[str, Any], base: Any) -> Rotation:
+def _rotation(kind: str, fields: Mapping[str, Any], head_dim: int, stated: Mapping[str, Any], base: float) -> Rotation:
     """Return a rotation from `rope_parameters`, completed from other fields as transformers does."""
-    context = fields.size("max_position_embeddings")
-    scaling = _Fields({"rope_theta": base, **stated})
-    name = scaling.raw("rope_type") or scaling.raw("type") or "default"
+    scaling = {name: _checked(name, value) for name, value in {"rope_theta": base, **stated}.items()}
+    name = scaling.get("rope_type") or scaling.get("type") or "default"
     if (
         not isinstance(stated.get("rope_type", ""), str)
         or name not in KINDS
         or ((kind == "phi3") != (name == "longrope") and name != "default")
     ):
         raise NotListed(f"rope_type={name!r}")
-    unknown = stated.keys() - KINDS[name] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    if unknown - {"original_max_position_embeddings"}:
+    others = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+    if unknown := stated.keys() - {*KINDS[name]} - others:
         raise NotListed(f"rope_parameters with {min(unknown)}")
-    part = scaling.get("partial_rotary_factor", float, fields.raw("partial_rotary_factor") or 1.0)
+    part = scaling.get("partial_rotary_factor") or fields["partial_rotary_factor"] or 1.0
     dim = int(head_dim * part)
     if (part != 1.0 and kind != "phi3") or dim % 2 or not 0 < dim <= head_dim:
         raise NotListed(f"partial_rotary_factor={part}")
-    original = fields.raw("original_max_position_embeddings")
-    if original is None:
-        original = scaling.size("original_max_position_embeddings", context)
-    values = {each: scaling.raw(each) for each in KINDS[name] if scaling.raw(each) is not None}
-    rotation = Rotation(name, scaling.positive("rope_theta"), dim, context, original, values)
-    try:
-        found, _ = rotation.frequencies()
-    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise NotListed(f"{name} frequencies: {error}") from error
+    context, original = fields["max_position_embeddings"], "original_max_position_embeddings"
+    before = fields.get(original) or scaling.get(original) or context
+    values = {each: scaling[each] for each in KINDS[name] if scaling.get(each) is not None}
+    rotation = Rotation(name, scaling["rope_theta"], dim, context, before, values)
+    found, _ = rotation.frequencies()
     if found.shape != (dim // 2,) or not found.isfinite().all():
         raise NotListed(f"{name} frequencies that are not {dim // 2} finite numbers")
     return rotation

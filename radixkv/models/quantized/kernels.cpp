@@ -181,11 +181,15 @@ void radixkv_store_blocks(const Weights* weights, const uint8_t* blocks, int64_t
             memcpy(record + 2 * column, blocks, 2);
             if (format == INT4_MIN) memcpy(record + 2 * (PANEL + column), blocks + 2, 2);
             blocks += format == INT4_MIN ? 4 : 2;
-            for (long k = 0; k < GROUP; k++) {
-                if (format == INT8)
-                    codes[k * PANEL + column] = blocks[k];
-                else  // the second half of a group is in the upper four bits
-                    put_number(codes, k, column, blocks[k % 16] >> (k < 16 ? 0 : 4) & 15);
+            for (long k = 0; format == INT8 && k < GROUP; k++) codes[k * PANEL + column] = blocks[k];
+            for (long eighth = 0; format != INT8 && eighth < 4; eighth++) {
+                uint64_t bits;  // a number in each byte; the second half of a group is in the upper four bits
+                memcpy(&bits, blocks + 8 * (eighth % 2), 8);
+                bits = bits >> 4 * (eighth / 2) & 0x0f0f0f0f0f0f0f0f;
+                bits = (bits | bits >> 4) & 0x00ff00ff00ff00ff;
+                bits = (bits | bits >> 8) & 0x0000ffff0000ffff;
+                const uint32_t word = (uint32_t)(bits | bits >> 16);
+                memcpy(codes + 4 * (eighth * PANEL + column), &word, 4);
             }
             blocks += format == INT8 ? GROUP : GROUP / 2;
         }

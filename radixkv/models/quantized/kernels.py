@@ -98,7 +98,7 @@ class Kernels:
         self.store.restype = self.attend.restype = None
         self.store.argtypes = pointer, pointer, number, pointer, number, number, pointer, number, number
         self.attend.argtypes = (
-            *[pointer] * 3, *[number] * 3, ctypes.c_float, ctypes.c_float, pointer, pointer, *spread
+            *[pointer] * 3, *[number] * 3, ctypes.c_float, ctypes.c_float, pointer, pointer, number, *spread
         )  # fmt: skip
         self.instructions = int(library.radixkv_instructions())
         if not self.instructions:

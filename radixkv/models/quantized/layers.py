@@ -35,6 +35,11 @@ class QuantizedLinear(nn.Module):
         self.was_asked = False
 
     @property
+    def stored(self) -> Tensor:
+        """The bytes of the weights, for a digest."""
+        return torch.from_numpy(self.quantized.content())
+
+    @property
     def weight(self) -> Tensor:
         """The weights in float32; each read expands them, so `unpack` layers whose weight is read."""
         self.was_asked = True
@@ -54,6 +59,11 @@ class QuantizedEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = weights.outputs, weights.inputs
         self.quantized = weights
         self.was_asked = False
+
+    @property
+    def stored(self) -> Tensor:
+        """The bytes of the weights, for a digest."""
+        return torch.from_numpy(self.quantized.content())
 
     @property
     def weight(self) -> Tensor:
@@ -160,16 +170,24 @@ def quantize(model: nn.Module, weights: str) -> int:
     places = replaceable(model)
     for name, place in places.items():
         dense = model.get_parameter(name)
-        small = QuantizedWeights(dense.shape[0], dense.shape[1], chosen_format(weights, place))
+        small = allocated(dense, weights, place)
         store(dense, small)
         del dense
         replace_layers(model, {name: small}, places)
     return len(places)
 
 
-def chosen_format(weights: str, place: Replaceable) -> Format:
-    """Return the format of a parameter for `weights` "int8" or "int4"."""
-    return Format.INT8 if weights == "int8" or place.outer else Format.INT4_MIN
+def allocated(dense: Tensor, weights: str, place: Replaceable) -> QuantizedWeights:
+    """Return memory for a parameter in its format for `weights` "int8" or "int4"."""
+    format = Format.INT8 if weights == "int8" or place.outer else Format.INT4_MIN
+    return QuantizedWeights(dense.shape[0], dense.shape[1], format)
+
+
+def peak_bytes(model: nn.Module, small: Mapping[str, QuantizedWeights]) -> int:
+    """Return the most bytes that a model takes while its weights `small` are read one by one in float32."""
+    rest = [each.nbytes for name, each in model.named_parameters() if name not in small]
+    largest = max(4 * each.numel() for each in model.parameters()) if small else 0
+    return sum(rest) + sum(each.nbytes for each in small.values()) + largest
 
 
 def requantized(weights: QuantizedWeights, dense: Tensor) -> QuantizedWeights:
@@ -188,13 +206,13 @@ def store(dense: Tensor, small: QuantizedWeights) -> None:
 
 
 @torch.no_grad()
-def dense_layer(module: QuantizedLinear | QuantizedEmbedding) -> nn.Module:
-    """Return a plain layer of torch with the same weights in float32."""
-    weight = nn.Parameter(module.quantized.dense(), requires_grad=False)
+def dense_layer(module: Any) -> nn.Module:
+    """Return a plain layer of torch with the weights of a packed or quantised one, in float32."""
+    weight = nn.Parameter(module.weight, requires_grad=False)
     if isinstance(module, QuantizedEmbedding):
         embedding = nn.Embedding(module.num_embeddings, module.embedding_dim, _weight=weight, _freeze=True)
         return embedding.train(module.training)
     linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
     linear.weight = weight
-    linear.bias = module.bias  # type: ignore[assignment]  # a parameter, or None
+    linear.bias = module.bias
     return linear.train(module.training)

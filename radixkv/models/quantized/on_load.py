@@ -1,69 +1,104 @@
-"""Quantise the weights of safetensors files one by one while transformers loads them.
+"""Quantise the weights of safetensors files one by one, before transformers builds its model around the others.
 
-transformers chooses the place of each tensor, renames it and joins experts, as without quantisation. `OnLoad` hooks
-into that: it rounds each finished weight of a plain layer, and returns a parameter without memory in its place. So the
-peak of memory is the finished model and one tensor. Files are read, not mapped, because the pages of a map count as
-memory of the process.
+transformers gets a number without memory in place of each quantised weight. It renames tensors, joins experts and
+ties weights as without quantisation. So the peak of memory is the finished model and one tensor. Files are read, not
+mapped, because the pages of a map count as memory of the process.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.core_model_loading import ConversionOps
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from radixkv.models.checkpoint import Checkpoint
 from radixkv.models.quantized.kernels import QuantizedWeights
-from radixkv.models.quantized.layers import chosen_format, replace_layers, replaceable, store
+from radixkv.models.quantized.layers import allocated, peak_bytes, replace_layers, replaceable, store
 from radixkv.models.safetensors_files import file_tensors
-
-_METHOD = "radixkv-on-load"
-
-
-class CannotQuantise(Exception):
-    """These files must be loaded in float32 first; the message has the reason."""
+from radixkv.models.weights.check import check_weights
 
 
-def read(found: Checkpoint, weights: str, check_memory: Callable[[int], None]) -> tuple[Any, Any, OnLoad]:
-    """Return a float32 model whose plain layers have no memory, transformers' loading info, and the `OnLoad`.
+def read(empty: Any, found: Checkpoint, name: str, weights: str, check_memory: Callable[[int], None]) -> Any:
+    """Return a float32 model with plain layers in `weights` "int8" or "int4"; `empty` is it on the meta device.
 
-    Call `finish` on the last after the loading info was checked. `weights` is "int8" or "int4". `check_memory` gets the
-    bytes of the peak before a weight is read, and may raise. Raises CannotQuantise for a model with code of its own,
-    for files that are quantised already and for unusual dtypes.
+    Layers whose weights transformers computes from those in the files keep float32. `check_memory` gets the bytes of
+    the peak before a weight is read, and may raise. Raises the errors of `check_weights`. Raises ValueError for code of
+    the model's own, quantised files, and a weight that is used elsewhere, and KeyError for unusual dtypes: such models
+    must be loaded in float32 first.
     """
-    folder = found.folder
     if "auto_map" in found.config or "quantization_config" in found.config:
-        raise CannotQuantise("it has code of its own, or is quantised")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    on_load = OnLoad(empty, weights)
-    check_memory(on_load.peak_bytes)
-    with ExitStack() as stack:
-        tensors = {name: tensor for file in found.files for name, tensor in file_tensors(folder / file, stack)}
+        raise ValueError("it has code of its own, or is quantised")
+    sources, small = _allocated(empty, found, weights)
+    check_memory(peak_bytes(empty, small))
+    with file_tensors(found) as tensors:
+        state: dict[str, Any] = dict(tensors)
+        for key, tensor in tensors.items():
+            if (own := sources.get(key, "")) in small:
+                store(tensor[...], small[own])
+                state[key] = _stand_in(small[own])
         model, info = type(empty).from_pretrained(
             None,
             config=empty.config,
-            state_dict=tensors,
+            state_dict=state,
             dtype=torch.float32,
             attn_implementation="eager",
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            quantization_config=on_load,
         )
-    model.config.name_or_path = str(folder)
-    model.generation_config = _generation_config(folder)
-    return model, info, on_load
+    model.config.name_or_path = str(found.folder)
+    model.generation_config = _generation_config(found.folder)
+    check_weights(model, info, name, found.tensors)
+    places = replaceable(model)
+    if wrong := {each for each, value in model.named_parameters() if _has_no_memory(value) and each not in places}:
+        raise ValueError(f"{min(wrong)} is also used by another module")
+    replace_layers(model, {each: small[each] for each in places if each in small}, places)
+    return model
+
+
+def _allocated(empty: Any, found: Checkpoint, weights: str) -> tuple[dict[str, str], dict[str, QuantizedWeights]]:
+    """Return the names in the model of the tensors that are quantised, by their names in the files, and their memory.
+
+    A head that shares its weights with the embedding may have weights of its own in the files.
+    """
+    places = replaceable(empty)
+    users = {f"{module}.weight": name for name, place in places.items() for module in place.modules}
+    sources = {key: own for key, own in _plainly_named(empty, found).items() if own in users}
+    small = {}
+    for key, own in sources.items():
+        dense = empty.get_parameter(users[own])
+        if found.tensors[key].shape == dense.shape:
+            small[own] = allocated(dense, weights, places[users[own]])
+    return sources, small
+
+
+def _plainly_named(empty: Any, found: Checkpoint) -> dict[str, str]:
+    """Return the name in the model of each tensor that transformers only renames, by its name in the files."""
+    changes = get_model_conversion_mapping(empty)
+    converters = [each for each in changes if isinstance(each, WeightConverter)]
+    renamings = [each for each in changes if not isinstance(each, WeightConverter)]
+    prefix, parameters = empty.base_model_prefix, empty.state_dict()
+    names = {key: rename_source_key(key, renamings, converters, prefix, parameters) for key in sorted(found.tensors)}
+    return {key: name for key, (name, converter) in names.items() if converter is None}
+
+
+def _stand_in(small: QuantizedWeights) -> Tensor:
+    """Return a tensor of the same shape without memory.
+
+    transformers compares a head with the embedding whose weights it should share: equal weights have equal numbers.
+    """
+    content = zlib.crc32(small.content().data) % (1 << 24)
+    return torch.tensor(float(content)).expand(small.outputs, small.inputs)
+
+
+def _has_no_memory(parameter: Tensor) -> bool:
+    return parameter.untyped_storage().nbytes() < parameter.nbytes
 
 
 def _generation_config(folder: Path) -> Any:
@@ -74,99 +109,3 @@ def _generation_config(folder: Path) -> Any:
         return GenerationConfig.from_pretrained(
             folder, config_file_name="config.json", local_files_only=True, _from_model_config=True
         )
-
-
-@register_quantization_config(_METHOD)
-class OnLoad(QuantizationConfigMixin):  # type: ignore[misc]  # transformers shows no types
-    """The weights that are quantised while a model is loaded: by name before, by parameter afterwards."""
-
-    def __init__(self, empty: nn.Module, weights: str) -> None:
-        """Choose the weights of `empty`, a float32 model on the meta device."""
-        self.quant_method = _METHOD
-        places = replaceable(empty)
-        shapes = {name: empty.get_parameter(name).shape for name in places}
-        self._allocated = {
-            name: QuantizedWeights(shape[0], shape[1], chosen_format(weights, places[name]))
-            for name, shape in shapes.items()
-        }
-        self._chosen = {f"{module}.weight": name for name, place in places.items() for module in place.modules}
-        self._stored: dict[int, tuple[nn.Parameter, QuantizedWeights]] = {}  # by id of the parameter
-        rest = [4 * each.numel() for name, each in empty.named_parameters() if name not in places]
-        self.peak_bytes = sum(rest) + sum(each.nbytes for each in self._allocated.values())
-        self.peak_bytes += 4 * max(each.numel() for each in empty.parameters())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OnLoad:
-        """Return the same object: transformers copies the configuration that holds it."""
-        return self
-
-    def chosen(self, name: str) -> bool:
-        """Return whether the parameter of this name is quantised."""
-        return name in self._chosen
-
-    def convert(self, name: str, dense: Tensor) -> Tensor:
-        """Quantise the weights of a parameter; return a parameter of the same shape that takes no memory.
-
-        Weights of another shape than the model's are returned as they are, and transformers reports them.
-        """
-        small = self._allocated[self._chosen[name]]
-        if dense.shape != (small.outputs, small.inputs):
-            del self._chosen[name]
-            return dense
-        if any(small is each for _, each in self._stored.values()):  # a head with weights of its own
-            small = QuantizedWeights(small.outputs, small.inputs, small.format)
-        store(dense, small)
-        # transformers compares a head with the embedding whose weights it should share: equal weights, equal numbers
-        content = zlib.crc32(small.content().data) % (1 << 24)
-        stand_in = nn.Parameter(torch.tensor(float(content)).expand(dense.shape), requires_grad=False)
-        self._stored[id(stand_in)] = stand_in, small
-        return stand_in
-
-    def finish(self, model: nn.Module) -> None:
-        """Replace the layers of quantised weights. Raises CannotQuantise if another module uses such a weight."""
-        places = replaceable(model)
-        found = {
-            name: self._stored.pop(id(parameter))[1]
-            for name, parameter in model.named_parameters()
-            if name in places and id(parameter) in self._stored
-        }
-        used = {id(each) for each in model.parameters()}
-        if used & self._stored.keys():
-            raise CannotQuantise("a weight of a plain layer is also used by another module")
-        self._stored.clear()
-        self._allocated.clear()
-        replace_layers(model, found, places)
-
-
-@register_quantizer(_METHOD)
-class _Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers shows no types
-    """Passes weights to the `OnLoad` that it was made for, and leaves no trace on the model."""
-
-    is_trainable = False
-
-    def is_serializable(self) -> bool:
-        return False
-
-    def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
-        """Change nothing: layers are replaced when all weights are there."""
-
-    def postprocess_model(self, model: Any, **kwargs: Any) -> None:
-        """Remove the marks of a quantised model, which is none for transformers."""
-        self.remove_quantization_config(model)
-
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        return bool(self.quantization_config.chosen(param_name))
-
-    def get_quantize_ops(self) -> _Operation:
-        return _Operation(self.quantization_config)
-
-
-class _Operation(ConversionOps):  # type: ignore[misc]  # transformers shows no types
-    def __init__(self, on_load: OnLoad) -> None:
-        self._on_load = on_load
-
-    def convert(self, input_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        tensors = {name: each[0] if isinstance(each, list) else each for name, each in input_dict.items()}
-        return {
-            name: self._on_load.convert(name, each) if self._on_load.chosen(name) else each
-            for name, each in tensors.items()
-        }

@@ -42,25 +42,48 @@ TARGET void activate(const float* row, float* y, long width, Activation activati
     }
 }
 
+// LANES numbers from `index` on of a part of the pool.
+template <int STORED>
+INLINE Floats stored_at(const uint8_t* part, long index) {
+    if (STORED == CODES) return bytes(part + index);
+    if (STORED == FLOAT16) return halves(part + 2 * index);
+    return load((const float*)part + index);
+}
+
+// Multiply numbers[G, PIECE], `count` of each row, by the scales of these slots.
+template <int G>
+TARGET void scale_by(float* numbers, const uint16_t* scales, const int32_t* slots, long count) {
+    uint16_t found[PIECE];
+    for (long t = 0; t < count; t++) found[t] = scales[slots[t]];
+    for (long t = count; t % LANES; t++) found[t] = 0;
+    for (long t = 0; t < count; t += LANES) {
+        const Floats factors = halves((const uint8_t*)(found + t));
+        for (int g = 0; g < G; g++) {
+            float* at = numbers + g * PIECE + t;
+            store(at, times(load(at), factors));
+        }
+    }
+}
+
 // The products of G query rows q[G, key_dim] and the keys in `count` slots, in scores[G, PIECE]; up to 7 more are written.
 // The values in these slots are fetched meanwhile: they are the next to be read.
-template <int G>
-TARGET void score(const float* q, const Layer& layer, const float* keys, const float* values, const int32_t* slots,
+template <int G, int STORED>
+TARGET void score(const float* q, const Layer& layer, const uint8_t* keys, const uint8_t* values, const int32_t* slots,
                   long count, float* scores) {
-    const long dim = layer.key_dim, value_dim = layer.value_dim;
+    const long dim = layer.key_dim, value_bytes = layer.value_dim * STORED_BYTES[STORED];
     for (long t = 0; t < count; t += 8) {
         __m256 sums[G][8];
         for (long j = 0; j < 8; j++) {
-            const float* key = keys + (long)slots[t + j < count ? t + j : count - 1] * dim;
+            const long key = (long)slots[t + j < count ? t + j : count - 1] * dim;
             if (t + j < count)
-                for (long k = 0; k < value_dim; k += 16)
-                    _mm_prefetch((const char*)(values + (long)slots[t + j] * value_dim + k), _MM_HINT_T1);
+                for (long k = 0; k < value_bytes; k += 64)
+                    _mm_prefetch((const char*)(values + (long)slots[t + j] * value_bytes + k), _MM_HINT_T1);
             Floats sum[G][PARTS];
             for (int g = 0; g < G; g++)
                 for (int p = 0; p < PARTS; p++) sum[g][p] = zeros();
             for (long k = 0; k < dim; k += 16)
                 for (int p = 0; p < PARTS; p++) {
-                    const Floats numbers = load(key + k + p * LANES);
+                    const Floats numbers = stored_at<STORED>(keys, key + k + p * LANES);
                     for (int g = 0; g < G; g++)
                         sum[g][p] = fused(numbers, load(q + g * dim + k + p * LANES), sum[g][p]);
                 }
@@ -95,16 +118,16 @@ TARGET float weigh(float* scores, long count, float softcap, float* total) {
 }
 
 // The sums of the values in `count` slots by weights[G, PIECE], in columns [column, column + C * LANES) of found[G, WIDEST].
-template <int G, int C>
-TARGET void sum_values(const float* weights, const float* values, const int32_t* slots, long count, long dim, long column,
-                       float* found) {
+template <int G, int C, int STORED>
+TARGET void sum_values(const float* weights, const uint8_t* values, const int32_t* slots, long count, long dim,
+                       long column, float* found) {
     Floats sum[G][C];
     for (int g = 0; g < G; g++)
         for (int c = 0; c < C; c++) sum[g][c] = zeros();
     for (long t = 0; t < count; t++) {
-        const float* at = values + (long)slots[t] * dim + column;
+        const long at = (long)slots[t] * dim + column;
         for (int c = 0; c < C; c++) {
-            const Floats numbers = load(at + c * LANES);
+            const Floats numbers = stored_at<STORED>(values, at + c * LANES);
             for (int g = 0; g < G; g++) sum[g][c] = fused(all(weights[g * PIECE + t]), numbers, sum[g][c]);
         }
     }
@@ -113,17 +136,21 @@ TARGET void sum_values(const float* weights, const float* values, const int32_t*
 }
 
 // Attention of G query heads from `head` on of one item.
-template <int G>
+template <int G, int STORED>
 TARGET void attend_heads(const Attention& job, long item, long kv_head, long head) {
     alignas(64) float q[G * WIDEST], scores[G * PIECE + 16], piece[G * WIDEST], sum[G * WIDEST];
     int32_t slots[PIECE];
     const Layer& layer = *job.layer;
     const Items& items = *job.items;
     const long key_dim = layer.key_dim, dim = layer.value_dim, size = items.block_size;
-    const float *keys = layer.keys + kv_head * layer.slots * key_dim, *values = layer.values + kv_head * layer.slots * dim;
+    const long before = kv_head * layer.slots;
+    const uint8_t *keys = layer.keys + before * key_dim * STORED_BYTES[STORED],
+                  *values = layer.values + before * dim * STORED_BYTES[STORED];
     const float* from = job.query.at + items.rows[item] * job.query.row + (kv_head * job.group + head) * job.query.head;
     for (int g = 0; g < G; g++)
         for (long k = 0; k < key_dim; k++) q[g * key_dim + k] = from[g * job.query.head + k] * job.scale;
+    if (job.rotates)
+        for (int g = 0; g < G; g++) hadamard(q + g * key_dim, key_dim);
     const int32_t* blocks = items.blocks + items.block_offset[item];
     const long skip = items.start[item] % size, end = skip + items.tokens[item];
     float highest[G] = {}, total[G] = {};
@@ -133,13 +160,16 @@ TARGET void attend_heads(const Attention& job, long item, long kv_head, long hea
             slots[t] = (int32_t)(blocks[block] * size + slot);
             if (++slot == size) slot = 0, block++;
         }
-        score<G>(q, layer, keys, values, slots, count, scores);
+        score<G, STORED>(q, layer, keys, values, slots, count, scores);
+        if (STORED == CODES) scale_by<G>(scores, layer.key_scales + before, slots, count);
         float here[G], weight[G];
         for (int g = 0; g < G; g++) here[g] = weigh(scores + g * PIECE, count, job.softcap, weight + g);
+        if (STORED == CODES) scale_by<G>(scores, layer.value_scales + before, slots, count);
         long column = 0;
         for (; column + 4 * 16 <= dim && LANES == 16; column += 4 * 16)
-            sum_values<G, 4>(scores, values, slots, count, dim, column, piece);
-        for (; column < dim; column += 16) sum_values<G, PARTS>(scores, values, slots, count, dim, column, piece);
+            sum_values<G, 4, STORED>(scores, values, slots, count, dim, column, piece);
+        for (; column < dim; column += 16)
+            sum_values<G, PARTS, STORED>(scores, values, slots, count, dim, column, piece);
         for (int g = 0; g < G; g++) {
             const bool only = first == skip;
             const float top = only || here[g] > highest[g] ? here[g] : highest[g];
@@ -155,18 +185,28 @@ TARGET void attend_heads(const Attention& job, long item, long kv_head, long hea
     for (int g = 0; g < G; g++) {
         const long place = (item * layer.kv_heads + kv_head) * job.group + head + g;
         for (long k = 0; k < dim; k++) job.output[place * dim + k] = sum[g * WIDEST + k] / total[g];
+        if (job.rotates) hadamard(job.output + place * dim, dim);
         if (job.lse) job.lse[place] = highest[g] + std::log(total[g]);
     }
 }
 
 // Attention of one item's query heads that share a kv head.
-TARGET void attend(const Attention& job, long item, long kv_head) {
+template <int STORED>
+TARGET void attend_over(const Attention& job, long item, long kv_head) {
     for (long head = 0; head < job.group; head += HEADS) switch (job.group - head) {
-            case 1: attend_heads<1>(job, item, kv_head, head); break;
-            case 2: attend_heads<2>(job, item, kv_head, head); break;
-            case 3: attend_heads<3>(job, item, kv_head, head); break;
-            default: attend_heads<4>(job, item, kv_head, head);
+            case 1: attend_heads<1, STORED>(job, item, kv_head, head); break;
+            case 2: attend_heads<2, STORED>(job, item, kv_head, head); break;
+            case 3: attend_heads<3, STORED>(job, item, kv_head, head); break;
+            default: attend_heads<4, STORED>(job, item, kv_head, head);
         }
+}
+
+TARGET void attend(const Attention& job, long item, long kv_head) {
+    switch (job.layer->stored) {
+        case CODES: attend_over<CODES>(job, item, kv_head); break;
+        case FLOAT16: attend_over<FLOAT16>(job, item, kv_head); break;
+        default: attend_over<FLOAT32>(job, item, kv_head);
+    }
 }
 
 }  // namespace avx512 or avx2

@@ -18,10 +18,16 @@ constexpr long WORTH_THREADS = 1 << 18;  // products of two numbers, or the time
 
 enum Activation { SILU, GELU_TANH };
 
-// The pool of one layer: keys[kv_heads, slots, key_dim] and values[kv_heads, slots, value_dim].
+// How the pool stores numbers: as they are, in 16 bits, or as codes of 8 bits of rotated heads, with scales in float16.
+enum Stored { FLOAT32, FLOAT16, CODES };
+constexpr long STORED_BYTES[] = {4, 2, 1};
+
+// The pool of one layer: keys[kv_heads, slots, key_dim] and values[kv_heads, slots, value_dim], and for codes the scales
+// [kv_heads, slots] of both.
 struct Layer {
-    float *keys, *values;
-    int64_t kv_heads, key_dim, value_dim, slots;
+    uint8_t *keys, *values;
+    uint16_t *key_scales, *value_scales;
+    int64_t kv_heads, key_dim, value_dim, slots, stored;
 };
 
 // Query row `rows[i]` reads `tokens[i]` keys from position `start[i]` on. Position p lies in slot p % block_size of block
@@ -45,7 +51,30 @@ struct Attention {
     long group;  // query heads of a kv head
     float scale, softcap;
     float *output, *lse;  // [items, kv_heads, group, value_dim], and without the last or null
+    bool rotates;         // queries and outputs, if the pool has codes
 };
+
+// Multiply a head by the Hadamard matrix, in parts of the largest power of two that divides `dim`, 16 to 128.
+AVX2 void hadamard(float* x, long dim) {
+    const long most = dim & -dim, size = most < 128 ? most : 128;
+    const __m256 fours = _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), twos = _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1);
+    const __m256 ones = _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), factor = _mm256_set1_ps(1.0f / std::sqrt((float)size));
+    for (float* part = x; part < x + dim; part += size) {
+        for (long half = size / 2; half >= 8; half /= 2)
+            for (long k = 0; k < size; k += (k + 8) % half ? 8 : 8 + half) {
+                const __m256 a = _mm256_loadu_ps(part + k), b = _mm256_loadu_ps(part + k + half);
+                _mm256_storeu_ps(part + k, _mm256_add_ps(a, b));
+                _mm256_storeu_ps(part + k + half, _mm256_sub_ps(a, b));
+            }
+        for (long k = 0; k < size; k += 8) {
+            __m256 v = _mm256_loadu_ps(part + k);
+            v = _mm256_fmadd_ps(v, fours, _mm256_permute2f128_ps(v, v, 1));
+            v = _mm256_fmadd_ps(v, twos, _mm256_permute_ps(v, 0x4E));
+            v = _mm256_fmadd_ps(v, ones, _mm256_permute_ps(v, 0xB1));
+            _mm256_storeu_ps(part + k, _mm256_mul_ps(v, factor));
+        }
+    }
+}
 
 // The sums of the lanes of eight vectors.
 __attribute__((always_inline)) AVX2 inline __m256 sums_of(const __m256* eight) {
@@ -93,6 +122,57 @@ AVX2 void rotate(float* x, const float* cosines, const float* sines, long width)
         x[k] = a * cosines[k] + -b * sines[k];
         x[k + half] = b * cosines[k + half] + a * sines[k + half];
     }
+}
+
+// Round `dim` numbers to 16 bits, infinity to NaN; `dim` is a multiple of 16.
+AVX2 void store_halves(const float* x, uint8_t* at, long dim) {
+    const __m128i sizes = _mm_set1_epi16(0x7fff), infinity = _mm_set1_epi16(0x7c00);
+    for (long k = 0; k < dim; k += 8) {
+        const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(x + k), _MM_FROUND_TO_NEAREST_INT);
+        const __m128i infinite = _mm_cmpeq_epi16(_mm_and_si128(halves, sizes), infinity);
+        _mm_storeu_si128((__m128i*)(at + 2 * k), _mm_or_si128(halves, infinite));
+    }
+}
+
+// Rotate a head, and round it to steps of a scale, which is rounded up so that no code exceeds 127. With a NaN or an
+// infinity, the scale is one, too. `dim` is a multiple of 16, at most WIDEST.
+AVX2 void store_codes(const float* x, uint8_t* at, uint16_t* scale, long dim) {
+    alignas(32) float rotated[WIDEST];
+    memcpy(rotated, x, 4 * dim);
+    hadamard(rotated, dim);
+    uint32_t bits[WIDEST], most = 0;  // without their signs, numbers are ordered as their bits are, and NaN is the last
+    memcpy(bits, rotated, 4 * dim);
+    for (long k = 0; k < dim; k++) {
+        const uint32_t here = bits[k] & 0x7fffffffu;
+        most = here > most ? here : most;
+    }
+    float largest;
+    memcpy(&largest, &most, 4);
+    *scale = (uint16_t)_cvtss_sh(largest / 127.0f, _MM_FROUND_TO_POS_INF);
+    const float step = _cvtsh_ss(*scale);
+    if (!(step > 0.0f && step < INFINITY)) {
+        memset(at, 0, dim);
+        return;
+    }
+    const __m256 steps = _mm256_set1_ps(step);
+    for (long k = 0; k < dim; k += 16) {
+        const __m256i low = _mm256_cvtps_epi32(_mm256_div_ps(_mm256_load_ps(rotated + k), steps));
+        const __m256i high = _mm256_cvtps_epi32(_mm256_div_ps(_mm256_load_ps(rotated + k + 8), steps));
+        const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
+        const __m128i codes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+        _mm_storeu_si128((__m128i*)(at + k), codes);
+    }
+}
+
+// Store one head of `dim` numbers in a slot of a part of the pool.
+AVX2 void store_head(int64_t stored, const float* x, uint8_t* part, uint16_t* scales, long slot, long dim) {
+    uint8_t* at = part + slot * dim * STORED_BYTES[stored];
+    if (stored == CODES)
+        store_codes(x, at, scales + slot, dim);
+    else if (stored == FLOAT16)
+        store_halves(x, at, dim);
+    else
+        memcpy(at, x, 4 * dim);
 }
 
 }  // namespace
@@ -151,17 +231,20 @@ void radixkv_store(const Layer* layer, const int64_t* slots, int64_t rows, const
     for (long head = 0; head < layer->kv_heads; head++)
         for (long row = 0; row < rows; row++) {
             const long slot = head * layer->slots + slots[row];
-            memcpy(layer->keys + slot * layer->key_dim, keys + row * key_row + head * key_head, 4 * layer->key_dim);
-            memcpy(layer->values + slot * layer->value_dim, values + row * value_row + head * value_head,
-                   4 * layer->value_dim);
+            store_head(layer->stored, keys + row * key_row + head * key_head, layer->keys, layer->key_scales, slot,
+                       layer->key_dim);
+            store_head(layer->stored, values + row * value_row + head * value_head, layer->values, layer->value_scales,
+                       slot, layer->value_dim);
         }
 }
 
-// Attention of single query rows, each over its own keys. `softcap` is 0 for none, and `lse` may be null.
+// Attention of single query rows, each over its own keys. `softcap` is 0 for none, and `lse` may be null. For a pool of
+// codes, queries are rotated already and outputs stay so, unless `rotates`.
 void radixkv_attend(const Layer* layer, const Items* items, const float* query, int64_t query_row, int64_t query_head,
-                    int64_t group, float scale, float softcap, float* output, float* lse, int64_t instructions,
-                    int64_t threads, Parallel parallel) {
-    const Attention job = {layer, items, {query, query_row, query_head}, group, scale, softcap, output, lse};
+                    int64_t group, float scale, float softcap, float* output, float* lse, int64_t rotates,
+                    int64_t instructions, int64_t threads, Parallel parallel) {
+    const Attention job = {layer,   items,  {query, query_row, query_head}, group, scale, softcap, output, lse,
+                           rotates && layer->stored == CODES};
     const auto attend = instructions == 2 ? avx512::attend : avx2::attend;
     long tokens = 0;
     for (long i = 0; i < items->count; i++) tokens += items->tokens[i];

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 _STATE_CALLS = frozenset({"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"})
-_CACHES = ("cache_params", "past_key_values")  # names of the argument that holds the cache
+CACHES = ("cache", "past_key_values", "cache_params")
+"""Names of the argument that holds the cache: the first one since transformers 5.24, the others in earlier versions."""
 
 
 class MixerHandler(Protocol):
@@ -61,7 +62,7 @@ class Mixer:
         declared = inspect.signature(type(module).forward).parameters.values()
         self._names = [each.name for each in declared if each.kind is not each.VAR_KEYWORD][1:]
         self.hidden = self._names[0]
-        self.cache = next(name for name in self._names if name in _CACHES)
+        self.cache = next(name for name in self._names if name in CACHES)
         self.others = frozenset(self._names) - {self.hidden, self.cache}
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -104,7 +105,7 @@ def _keeps_state(kind: type[nn.Module]) -> bool:
     code = getattr(forward, "__code__", None)
     if code is None or not _STATE_CALLS.intersection(code.co_names):
         return False
-    return any(name in _CACHES for name in inspect.signature(forward).parameters)
+    return any(name in CACHES for name in inspect.signature(forward).parameters)
 
 
 # ---- time steps

@@ -1,7 +1,7 @@
 """Take new weights into a model that an engine runs, without loading it again.
 
 `ModelWeights` watches the weights with a `WeightGuard`, writes new values into them, and computes the copies again that
-radixkv made of them: packed and quantised layers, and factors of norms.
+radixkv made of them: packed and quantised layers, and factors of norms of our own layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from radixkv.models.native.layers import NativeModel
 from radixkv.models.packed import PackedLinear
 from radixkv.models.quantized.kernels import QuantizedWeights
 from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, requantized
-from radixkv.models.quantized.norms import FusedNorm
+from radixkv.models.rounded_kv import format_test
 from radixkv.models.runner import Runner
 from radixkv.models.selftest import self_test
 from radixkv.models.weights.watch import WatchedForward, WeightGuard, WeightWatch, weight_places
@@ -59,7 +59,7 @@ class ModelWeights:
         this = weakref.ref(self)
         owner = self._owner
         self._kinds, self._slots = _kinds(owner), _slots(owner)
-        self._guard = WeightGuard(loaded.name, owner)
+        self._guard = WeightGuard(loaded.name, owner, loaded.model)
         self.check, self.check_step = self._guard.check, self._guard.check_step
         self._recorded = self._guard.watch.pointers  # that recorded steps read
 
@@ -67,7 +67,7 @@ class ModelWeights:
         """Record the present weights as the engine's."""
         owner = self._owner
         self._kinds, self._slots = _kinds(owner), _slots(owner)
-        self._guard.watch = WeightWatch(owner)
+        self._guard.watch = WeightWatch(owner, self._loaded.model)
 
     @property
     def _owner(self) -> nn.Module:
@@ -136,7 +136,7 @@ class ModelWeights:
         self.watch()  # before anything is read
         _copy_again(own, owner, state)
         self._refresh()
-        error = self_test(self._loaded)
+        error = max(self_test(self._loaded), format_test(self._loaded))
         if self._guard.watch.changed():
             raise WeightsChanged(f"{self._guard.watch.first_change()} changed meanwhile")
         return error
@@ -252,9 +252,6 @@ def _copy_again(own: nn.Module, source: nn.Module, state: State | None) -> None:
 
     Without both, packed layers stay as they are.
     """
-    for module in own.modules():
-        if isinstance(module, FusedNorm):
-            module.refresh()
     again: dict[int, tuple[QuantizedWeights, QuantizedWeights]] = {}  # old and new by the id of the old
     for name, layer in _copied(own):
         if source is own and state is None:

@@ -27,7 +27,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # c
 
 
 class WeightWatch:
-    """The weights of a model as they were at one moment: its parameters and its saved buffers.
+    """The weights of a model as they were at one moment: its parameters, saved buffers, frequencies and scales.
 
     `moved` costs about 0.4 microseconds per tensor, `changed` about 3. Both find replaced tensors, moved memory and
     all updates that torch counts (`Tensor._version`). torch counts neither updates through `.data` nor updates by its
@@ -38,9 +38,12 @@ class WeightWatch:
     torch does not count and that the GPU has not done yet is found by a later call.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Record the present weights; holds their tensors and the modules."""
-        places = list(weight_places(model))
+    def __init__(self, model: nn.Module, running: nn.Module | None = None) -> None:
+        """Record the present weights; holds their tensors and the modules.
+
+        Frequencies and scales are those of `running`, by default `model`: the model of a caller may change its own.
+        """
+        places = [*weight_places(model), *_unsaved(model if running is None else running)]
         self._names = [name for name, _, _ in places]
         self._owners = [(owner, key) for _, owner, key in places]
         self._users: list[Tensor] = [owner[key] for _, owner, key in places]
@@ -101,6 +104,14 @@ def weight_places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]
                     yield f"{prefix}.{key}" if prefix else key, owner, key
 
 
+def _unsaved(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield unsaved buffers as `weight_places` does: single numbers and rows, as models may extend their tables."""
+    for prefix, module in model.named_modules():
+        for key in module._non_persistent_buffers_set:
+            if (tensor := module._buffers.get(key)) is not None and tensor.is_floating_point() and tensor.ndim <= 1:
+                yield f"{prefix}.{key}", module._buffers, key
+
+
 def _views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return views of a few numbers of each contiguous tensor as integers, in groups that can be concatenated."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -116,9 +127,9 @@ def _views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 class WeightGuard:
     """Refuses requests and steps while a model's weights are not as `watch` recorded them, or there is a `problem`."""
 
-    def __init__(self, name: str, model: nn.Module) -> None:
-        """Record the present weights of `model`; `name` is for messages."""
-        self.watch = WeightWatch(model)
+    def __init__(self, name: str, model: nn.Module, running: nn.Module | None = None) -> None:
+        """Record the present weights as `WeightWatch` does; `name` is for messages."""
+        self.watch = WeightWatch(model, running)
         self.problem = ""  # why there are no weights at all
         self.reloading = False
         self._name = name

@@ -209,7 +209,7 @@ def test_new_weights_count(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(logits(loaded), as_written(loaded), rtol=0, atol=1e-3)
         weights.reload()
     layer: Any = loaded.model.get_submodule("model.layers.0")
-    parts = [each.weight for each in (*layer.self_attn.projections, *layer.mlp.gate_and_up)]
+    parts = [getattr(owner, name).weight for owner in (layer.self_attn, layer.mlp) for name in owner.inputs]
     assert len({each.untyped_storage().data_ptr() for each in parts}) == 2
     torch.testing.assert_close(logits(loaded), as_written(loaded), rtol=0, atol=1e-3)
     assert not torch.allclose(logits(loaded), before, atol=0.1)

@@ -129,7 +129,7 @@ def test_slots_beyond_two_gigabytes_are_reached() -> None:
 
 @pytest.mark.parametrize("wrong", ["an odd head", "another dtype", "another width"])
 def test_rows_of_another_shape_are_refused(wrong: str) -> None:
-    dim, dtype = (15 if wrong == "an odd head" else 16), torch.float16 if wrong == "another dtype" else torch.float32
+    dim, dtype = (15 if wrong == "an odd head" else 16), torch.int8 if wrong == "another dtype" else torch.float32
     rows = torch.randn(1, 3 * dim + (wrong == "another width"))
     pools = torch.zeros(2, 1, 1, 4, dim, dtype=dtype).unbind(0)
     with pytest.raises(AssertionError):

@@ -60,3 +60,18 @@ def test_an_engine_waits_for_downloads_alone_and_survives_all_but_a_lost_device(
         with pytest.raises((DeviceLost, EngineClosed), match=r"the device failed"):
             engine.generate([[1, 2, 3]])
         assert gpu.counts["launch"] == launched and not gpu.findings
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float16"])
+def test_an_engine_replays_over_kv_in_fewer_bits(kv_dtype: str) -> None:
+    """Hits and forks copy codes and scales; the answers are those of torch on the CPU."""
+    with load("cpu", kv_dtype=kv_dtype) as engine:
+        expected = answers(engine)
+    gpu = VirtualGpu(0)
+    with installed(gpu), load(gpu.place, attention="triton", max_batch_tokens=16, kv_dtype=kv_dtype) as engine:
+        replays = gpu.counts["replay"]
+        with gpu.serving():
+            assert answers(engine) == expected
+            assert answers(engine) == expected
+        assert engine.core.runner.store.format.name == kv_dtype
+        assert gpu.counts["replay"] > replays and engine.core.runner.eager.count == 0 and not gpu.findings

@@ -36,7 +36,7 @@ def test_a_card_is_asked_for_its_memory_too(one: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
     saved = checkpoint.examine(one).bytes_in(None)
     with pytest.raises(InvalidInput, match=r"as they are saved, and 1000 B are free on cuda:1$"):
-        loader._check_memory("it", saved, saved // 2, "auto", torch.device("cuda:1"))
+        loader._Wanted("it", "auto", torch.device("cuda:1"), "float32").check_memory(saved, saved // 2)
 
 
 @pytest.mark.parametrize(
