@@ -15,7 +15,7 @@ from typing import Any, TypedDict, cast
 from radixkv.argument_names import explained
 from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv.sampling.params import is_int
-from radixkv.sizing.kv_size import parse_bytes
+from radixkv.sizing.kv_size import KV_DTYPES, parse_bytes
 
 ATTENTION = ("auto", "torch", "triton", "compiled")
 WEIGHTS = ("auto", "float32", "int8", "int4")
@@ -33,12 +33,15 @@ class EngineConfigFields(TypedDict, total=False):
     num_blocks: int | None
     state_memory: str | int
     host_memory: str | int | None
+    disk_cache: str | os.PathLike[str] | None
+    disk_memory: str | int
     block_size: int
     eviction: str
     namespace_limits: Mapping[Any, float] | None
     device: str
     dtype: Any
     attention: str
+    kv_dtype: str
     weights: str
     model_code: str
     verify: str
@@ -57,6 +60,7 @@ class EngineConfigFields(TypedDict, total=False):
     record: str | os.PathLike[str] | None
     seed: int
     logits_processors: Sequence[Any]
+    tool_format: str
     revision: str | None
     trust_remote_code: bool
 
@@ -78,6 +82,10 @@ _MONITOR: _Rule = (
         or (isinstance(value, str) and (value == "rw" or value.startswith(("tcp://", "rw+tcp://"))))
     ),
     "{name} must be True, False, 'rw' or an address such as 'tcp://127.0.0.1:7777', got {value!r}",
+)
+_FOLDER: _Rule = (
+    lambda value: value is None or (isinstance(value, str | os.PathLike) and bool(os.fspath(value))),
+    "{name} names a folder, got {value!r}",
 )
 _RECORD: _Rule = (
     lambda value: value is None or isinstance(value, str | os.PathLike),
@@ -137,6 +145,13 @@ class EngineConfig:
         "quarter of the memory that is free beside the pool). A hit in it is loaded instead of computed. None and 0 "
         "switch it off. Of hybrid models, a third of it at most holds recurrent states",
     )
+    disk_cache: str | os.PathLike[str] | None = _setting(  # noqa: RUF009 - it returns a field
+        None,
+        "private folder for KV that leaves host memory: an engine that is started again finds it. It is text of users, "
+        "in a form that a model can read. It needs host_memory, by default half of the pool up to 256 MiB or an eighth",
+        _FOLDER,
+    )
+    disk_memory: str | int = _setting("10GiB", "size of the disk cache of one model: bytes, or a size such as 50GiB")
     block_size: int = _setting(16, "tokens per block", least=1)
     eviction: str = _setting("lru", "eviction policy, a name of radixkv.cache.POLICIES (an unknown name lists them)")
     namespace_limits: Mapping[Any, float] | None = _setting(
@@ -154,6 +169,13 @@ class EngineConfig:
         "supports the model, compiled with int8 or int4 weights, else torch; the model's own attention if none is "
         "correct)",
         choices=ATTENTION,
+    )
+    kv_dtype: str = _setting(
+        "auto",
+        "format of the KV pool and of host memory: float16 or int8, which hold two and nearly four times the "
+        "tokens of float32, or auto (as the model computes). With either, a hit may change an answer unless "
+        "deterministic",
+        choices=tuple(KV_DTYPES),
     )
     weights: str = _setting(
         "auto",
@@ -221,6 +243,12 @@ class EngineConfig:
     logits_processors: Sequence[Any] = _setting(
         (), "objects that change logits before sampling, applied in order: see radixkv.LogitsProcessor", _PROCESSORS
     )
+    tool_format: str = _setting(
+        "auto",
+        "name of the format of the model's tool calls (an unknown name lists all); auto is the format that the chat "
+        "template writes",
+        (lambda value: isinstance(value, str), "{name} must be a name, got {value!r}"),
+    )
     revision: str | None = _setting(None, "revision of a model on the hub")
     trust_remote_code: bool = _setting(False, "run code that comes with the model")
 
@@ -235,14 +263,16 @@ class EngineConfig:
             raise UnknownPolicy(f"eviction={self.eviction!r}: allowed are {', '.join(_policies())}")
         if self.namespace_limits is not None:
             _check_limits(self.namespace_limits)
-        for name in ("kv_memory", "state_memory", "host_memory"):
+        for name in ("kv_memory", "state_memory", "host_memory", "disk_memory"):
             value = getattr(self, name)
-            if value != "auto" and not (name == "host_memory" and value is None):
-                parse_bytes(value, name)
+            if (value != "auto" or name == "disk_memory") and not (name == "host_memory" and value is None):
+                parse_bytes(value, name, automatic=name != "disk_memory")
         if self.scrub and not self.prefix_cache:
             raise InvalidInput(
                 "scrub recomputes cached blocks, and prefix_cache=False caches none: leave one of them out"
             )
+        if self.disk_cache is not None and not self.prefix_cache:
+            raise InvalidInput("disk_cache keeps cached text, and prefix_cache=False has none: leave one of them out")
         if self.max_batch_tokens < self.max_sequences:
             raise InvalidInput(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}): "

@@ -138,12 +138,17 @@ def open_folder(path: str | os.PathLike[str]) -> int:
 
 
 def open_cache(name: str) -> int:
-    """Open the folder `name` of radixkv in the user's cache as `open_folder` does; XDG_CACHE_HOME sets another cache.
+    """Open the folder `cache_path` as `open_folder` does, and raise as it does."""
+    return open_folder(cache_path(name))
 
-    Raises as `open_folder`, and RuntimeError where there is no home.
+
+def cache_path(name: str) -> Path:
+    """Return the folder `name` of radixkv in the user's cache; XDG_CACHE_HOME sets another cache.
+
+    Raises RuntimeError where there is no home.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return open_folder((Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "radixkv" / name)
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "radixkv" / name
 
 
 def close(file: IO[bytes]) -> None:

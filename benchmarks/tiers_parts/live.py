@@ -27,15 +27,15 @@ def model() -> Path | None:
     return next(Path(found.origin).parent.glob("*.gguf")) if found is not None and found.origin else None
 
 
-def load(path: Path, tokens: int, *, host_tokens: int) -> Engine:
+def load(path: Path, tokens: int, *, host_tokens: int, disk: str | None = None) -> Engine:
     """Load an engine with KV memory for these numbers of tokens; `host_tokens` 0 is no host tier."""
     options: dict[str, Any] = {"num_blocks": -(-tokens // BLOCK), "block_size": BLOCK, "monitor": False}
     if host_tokens:
-        options["host_memory"] = host_tokens * _bytes_per_token(path)
-    return Engine.load(str(path), **options)
+        options["host_memory"] = host_tokens * bytes_per_token(path)
+    return Engine.load(str(path), **options, disk_cache=disk)
 
 
-def _bytes_per_token(path: Path) -> int:
+def bytes_per_token(path: Path) -> int:
     from radixkv.sizing.kv_shapes import kv_shape
 
     return kv_shape(str(path)).bytes_per_token("float32")
@@ -64,24 +64,21 @@ def ttft(path: Path, rounds: int) -> dict[str, Any]:
     room = CONTEXT + 8 * SUFFIX
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in OPENED}
     with load(path, room, host_tokens=3 * room) as engine:
-        before = _tokens(draw, CONTEXT)
-        _first_token(engine, before)
+        before = tokens(draw, CONTEXT)
+        first_token(engine, before)
         for _ in range(rounds):
-            session = _tokens(draw, CONTEXT)
+            session = tokens(draw, CONTEXT)
             for name, prompt in zip(OPENED, (session, session, before), strict=True):
-                times, usage = _first_token(engine, prompt + _tokens(draw, SUFFIX))
+                times, usage = first_token(engine, prompt + tokens(draw, SUFFIX))
                 loaded, cached = usage.host_tokens, usage.cached_tokens
                 expected = {"computed": cached < BLOCK, "device": not loaded, "host": loaded > CONTEXT - 8 * SUFFIX}
                 assert expected[name] and (name == "computed" or cached > CONTEXT - 2 * BLOCK), (name, usage)
                 found[name].append(times)
             before = session
-    row: dict[str, Any] = {"tokens": CONTEXT + SUFFIX}
-    for name, times in found.items():
-        row |= {f"{name}_cpu_ms": _median(cpu for cpu, _ in times), f"{name}_ms": _median(wall for _, wall in times)}
-    return row
+    return {"tokens": CONTEXT + SUFFIX} | medians(found)
 
 
-def _first_token(engine: Engine, prompt: list[int]) -> tuple[tuple[float, float], Any]:
+def first_token(engine: Engine, prompt: list[int]) -> tuple[tuple[float, float], Any]:
     clock = Clock()
     handle = engine.submit(prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
     next(iter(handle))
@@ -95,12 +92,12 @@ def _first_token(engine: Engine, prompt: list[int]) -> tuple[tuple[float, float]
 def round_robin(engine: Engine, seed: int) -> dict[str, Any]:
     """Let SESSIONS sessions take turns, one request at a time; each turn sends the whole history again."""
     draw = random.Random(seed)
-    histories = [_tokens(draw, PROMPT) for _ in range(SESSIONS)]
+    histories = [tokens(draw, PROMPT) for _ in range(SESSIONS)]
     clock, usages = Clock(), []
     for _ in range(TURNS):
         for history in histories:
-            history += _tokens(draw, MESSAGE)
-            completion = engine.submit(list(history), _greedy(REPLY)).result()
+            history += tokens(draw, MESSAGE)
+            completion = engine.submit(list(history), greedy(REPLY)).result()
             history += completion.token_ids
             usages.append(completion.usage)
     return _work(clock, usages)
@@ -109,11 +106,11 @@ def round_robin(engine: Engine, seed: int) -> dict[str, Any]:
 def at_once(engine: Engine, seed: int) -> dict[str, Any]:
     """Run SESSIONS requests with long replies at once, which preempts some of them."""
     draw = random.Random(seed)
-    prompts = [_tokens(draw, LONG_PROMPT) for _ in range(SESSIONS)]
+    prompts = [tokens(draw, LONG_PROMPT) for _ in range(SESSIONS)]
     clock = Clock()
     with ThreadPoolExecutor(SESSIONS) as pool:
         ended = list(
-            pool.map(lambda each: each.result(), [engine.submit(each, _greedy(LONG_REPLY)) for each in prompts])
+            pool.map(lambda each: each.result(), [engine.submit(each, greedy(LONG_REPLY)) for each in prompts])
         )
     return _work(clock, [each.usage for each in ended])
 
@@ -149,12 +146,20 @@ def _work(clock: Clock, usages: Sequence[Any]) -> dict[str, Any]:
     return {"cpu_ms": cpu, "ms": wall, **totals}
 
 
-def _tokens(draw: random.Random, count: int) -> list[int]:
+def tokens(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(1000, 40_000) for _ in range(count)]
 
 
-def _greedy(tokens: int) -> SamplingParams:
+def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+
+
+def medians(found: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
+    """Return the median CPU time and wall time of each name."""
+    row = {}
+    for name, times in found.items():
+        row |= {f"{name}_cpu_ms": _median(cpu for cpu, _ in times), f"{name}_ms": _median(wall for _, wall in times)}
+    return row
 
 
 def _median(values: Any) -> float:

@@ -81,6 +81,10 @@ class ChangeTracker(Follower):
         assert node.parent is not None
         self._mark(node.parent)
 
+    def arrived(self, node: Node) -> None:
+        """Mark the leaf and its parent."""
+        self.appended(node)
+
     def grown(self, node: Node, tokens: int) -> None:
         """Mark the leaf."""
         self._mark(node)

@@ -1,7 +1,8 @@
 """The events of a cache: those of its own followers, and those of a caller's observer.
 
 The tree and the sequences send each event once. Followers receive it in a fixed order: the snapshots of recurrent
-state, the change log, the observer. Pool, index and nodes are consistent by then; only `covered` precedes its change.
+state, the change log, the observer. Pool, index and nodes are consistent by then; only `covered` and `leaving`
+precede their change.
 """
 
 from __future__ import annotations
@@ -89,6 +90,9 @@ class TierObserver(Observer, Protocol):
     def loaded(self, sequence: int, tokens: int) -> None:
         """A sequence has committed `tokens` that it loaded from the host."""
 
+    def arrived(self, host_node: int, start: int, tokens: int) -> None:
+        """A new host node has `tokens` from token `start` on, which were read from a disk."""
+
 
 class Follower:
     """Is notified of changes by the methods that it overrides; the others cost nothing. It must not call the cache."""
@@ -118,6 +122,12 @@ class Follower:
 
         They are the first tokens of `host` now, and `images` of its blocks are to be written.
         """
+
+    def arrived(self, node: Node) -> None:
+        """A host leaf was made of images that arrived from elsewhere."""
+
+    def leaving(self, node: Node, blocks: int) -> None:
+        """The last blocks of a leaf, or all, leave the last tier in memory next."""
 
     def covered(self, host: Node, node: Node, end: int) -> None:
         """The tokens of `host` up to `end` are on the device, on the path to `node`; they leave the host next."""
@@ -182,6 +192,8 @@ class Events:
     cut: tuple[Callable[[Node, int, int], None], ...]
     removed: tuple[Callable[[Node, int], None], ...]
     moved: tuple[Callable[[Node, Node, int, int, int, int, bool], None], ...]
+    arrived: tuple[Callable[[Node], None], ...]
+    leaving: tuple[Callable[[Node, int], None], ...]
     covered: tuple[Callable[[Node, Node, int], None], ...]
     marked: tuple[Callable[[Node], None], ...]
     rooted: tuple[Callable[[Node], None], ...]
@@ -223,6 +235,9 @@ _SENT_AS = {"joined": ("merged",), "appended": ("inserted",), "cut": ("trimmed",
 """The methods of an observer that an event calls, where their names differ."""
 
 
+_OF_TIERS = ("offloaded", "loaded", "arrived")
+
+
 class ObserverFollower(Follower):
     """Passes events on to a caller's observer as plain numbers, until it raises: that is logged, and ends it."""
 
@@ -231,18 +246,18 @@ class ObserverFollower(Follower):
     def __init__(self, observer: Observer, events: Events) -> None:
         """Connect the observer, in place of an earlier one."""
         self._observer = observer
-        self._offloaded = getattr(observer, "offloaded", ignore)  # a TierObserver's
-        self._loaded = getattr(observer, "loaded", ignore)
+        self._tier = {name: getattr(observer, name, ignore) for name in _OF_TIERS}  # a TierObserver's
         self._events = events
         events.connect(self)
 
     def receivers(self) -> dict[str, Callable[..., None]]:
         """Return the methods of the events that the observer does not ignore."""
         found = super().receivers()
-        if self._loaded is ignore:
-            del found["loaded"]
+        for name in ("loaded", "arrived"):
+            if self._tier[name] is ignore:
+                del found[name]
         wanted = {name for name in vars(Observer) if getattr(self._observer, name, None) is not ignore}
-        sent = {name: _SENT_AS.get(name, (name,)) for name in found if name not in ("moved", "loaded")}
+        sent = {name: _SENT_AS.get(name, (name,)) for name in found if name not in ("moved", "loaded", "arrived")}
         return {name: call for name, call in found.items() if name not in sent or wanted.intersection(sent[name])}
 
     def _fail(self, event: str) -> None:
@@ -348,16 +363,23 @@ class ObserverFollower(Follower):
         """Pass on `trimmed`, then `offloaded`."""
         try:
             self._observer.trimmed(node.id, tokens, freed, gone)
-            self._offloaded(node.id, host.id, start, tokens, images)
+            self._tier["offloaded"](node.id, host.id, start, tokens, images)
         except Exception:
             self._fail("offloaded")
 
     def loaded(self, sequence: OpenSequence, start: int, tokens: int, path: list[Node]) -> None:
         """Pass on `loaded`."""
         try:
-            self._loaded(sequence.id, tokens)
+            self._tier["loaded"](sequence.id, tokens)
         except Exception:
             self._fail("loaded")
+
+    def arrived(self, node: Node) -> None:
+        """Pass on `arrived`."""
+        try:
+            self._tier["arrived"](node.id, node.start, node.end - node.start)
+        except Exception:
+            self._fail("arrived")
 
     def evicted(
         self, number: int, node: Node, start: int, tokens: int, blocks: int, gone: bool, now: float, pressure: Pressure

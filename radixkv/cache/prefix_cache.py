@@ -7,6 +7,7 @@ recurrent state shortens it to the last snapshot.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from random import Random
@@ -292,6 +293,37 @@ class PrefixCache:
         """Confirm that the copies that `moves` returned last were run: their tokens can be loaded. O(nodes)."""
         if self.state.host is not None:
             self.state.host.confirm()
+
+    # ---- text that arrives from elsewhere, such as a disk
+
+    def take_host_blocks(self, tokens: Tokens, namespace: Hashable, count: int) -> array[int]:
+        """Take up to `count` host blocks for a text whose images will arrive, and evict other text for them.
+
+        Each image is of a full block of the text. The caller owns the blocks until `arrive`. There are none for a text
+        that branches off inside a run on the host, nor without a host tier. O(log leaves) for each evicted block.
+        """
+        state, raw = self.state, as_bytes(tokens)
+        if state.host is None:
+            return array("i")
+        _, node, at = self._find(raw, namespace)
+        lent, lost = state.host.lend(node, raw, at, count, self.clock())
+        state.counters.evicted_tokens += lost
+        return lent
+
+    def arrive(self, tokens: Tokens, namespace: Hashable, blocks: array[int], arrived: int) -> int:
+        """Make the text resident whose last full blocks have their images in the first `arrived` of these host blocks.
+
+        Returns how many of its tokens were in no tier. It is 0, and all blocks are free again, if others have published
+        the text meanwhile, if the text before it was evicted, or if it branches off inside a run on the host.
+        """
+        state, raw = self.state, as_bytes(tokens)
+        assert state.host is not None
+        space, node, at = self._find(raw, namespace)
+        if not state.host.arrive(node, raw, at, blocks, arrived):
+            return 0
+        if node is None:
+            node = state.tree.add_root(state.tree.add_namespace(namespace) if space is None else space)
+        return state.host.attach(node, raw, at, blocks[:arrived])
 
     # ---- holding
 

@@ -107,7 +107,8 @@ class Explanation:
     recurrent state. `reason` says why the match ends; with "no_state", `kv_reason` says why the cached KV ends.
     `diverged_at` is the first token that differs from the cached text. `evicted_tokens` more would have matched before
     an eviction, which began `evicted_ago` seconds ago for the request for blocks that `pressure` names. `host` tokens
-    after `length` could be loaded from host memory, and `reached` tokens have cached KV in any tier.
+    after `length` could be loaded from host memory, and `reached` tokens have cached KV in memory. An engine with a
+    disk could read `disk` more tokens from it.
     """
 
     tokens: int
@@ -121,11 +122,14 @@ class Explanation:
     kv_reason: KVReason | None = None
     host: int = 0
     reached: int = 0
+    disk: int = 0
 
     def __str__(self) -> str:
         head = f"{self.length} of {self.tokens} tokens are cached"
         if self.host:
             head += f", and {self.host} more on the host"
+        if self.disk:
+            head += f", and {self.disk} more on disk"
         match self.reason:
             case "full":
                 return f"{head}: the whole prompt."

@@ -303,4 +303,6 @@ def _cost(reply: Reply, context_limit: int) -> str:
     found = f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
     if usage.host_tokens:
         found += f", {usage.host_tokens} tokens loaded from host memory"
+    if usage.disk_tokens:
+        found += f", {usage.disk_tokens} of them read from disk"
     return f"{found}, first token after {usage.ttft_s * 1000:.0f} ms{ended}"

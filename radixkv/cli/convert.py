@@ -22,12 +22,12 @@ from typing import Any
 
 from radixkv import model_path
 from radixkv.cli import model_check
+from radixkv.cli.entry_point import STOP_SIGNALS, handled
 from radixkv.errors import InvalidInput
 from radixkv.gguf import header as gguf
 from radixkv.sizing.kv_size import size_text
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SMALL_FILES = 32 << 20  # bytes, ample for a tokenizer and its settings
 
@@ -183,7 +183,6 @@ def _deferred_signals() -> Iterator[Callable[[], None]]:
     """Defer SIGINT, SIGTERM and SIGHUP; yield a function that raises StoppedError after one of them.
 
     An exception that a handler raises can arise anywhere, also where a library drops it or while files are removed.
-    Signals that were ignored at the start, as under nohup, stay ignored.
     """
     arrived: list[int] = []
 
@@ -191,11 +190,5 @@ def _deferred_signals() -> Iterator[Callable[[], None]]:
         if arrived:
             raise StoppedError(arrived[0])
 
-    before = {each: signal.getsignal(each) for each in _ENDINGS if signal.getsignal(each) is not signal.SIG_IGN}
-    for each in before:
-        signal.signal(each, lambda number, _: arrived.append(number))
-    try:
+    with handled((signal.SIGINT, *STOP_SIGNALS), arrived.append, once=False):
         yield check
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +25,14 @@ from radixkv.sizing.kv_size import size_text
 if TYPE_CHECKING:
     import torch
 
+    from radixkv.attention.host_store import HostCosts
     from radixkv.gguf.header import GGUFHeader
     from radixkv.models.loaded import LayerSpec, LoadedModel
     from radixkv.sizing.memory import PoolSize
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _HOST_TOKENS = 512  # of the prefill and of the load that are measured
+_SESSION = 4096  # tokens of a session that a disk has
 _UNLIMITED = 1 << 30  # tokens; the checkpoint of a model with a longer context states no limit
 
 
@@ -81,9 +84,10 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield _file(header)
     yield doctor_weights.formats(loaded, arguments.weights, header)
     yield _pool(loaded, arguments)
-    if arguments.host_memory is not None:
-        yield _host_memory(loaded, arguments)
+    yield from _lower_tiers(loaded, arguments)
     yield _self_test(loaded)
+    if loaded.kv_dtype != "auto":
+        yield doctor_weights.of_kv(loaded, arguments.block_size)
     yield from language(loaded)
     yield doctor_weights.speed(loaded, arguments.block_size)
     yield from doctor_weights.accuracy(loaded, arguments.weights, header, lambda: _in_float32(arguments))
@@ -107,8 +111,8 @@ def _in_float32(arguments: argparse.Namespace) -> LoadedModel:
 def _load(arguments: argparse.Namespace) -> LoadedModel:
     from radixkv.models.adapter import load
 
-    names = "tokenizer", "device", "dtype", "weights", "model_code", "attention", "revision", "trust_remote_code"
-    return load(arguments.model, **{name: getattr(arguments, name) for name in names})
+    names = "tokenizer device dtype kv_dtype weights model_code attention revision trust_remote_code"
+    return load(arguments.model, **{name: getattr(arguments, name) for name in names.split()})
 
 
 @contextmanager
@@ -234,11 +238,15 @@ def _obstacle(loaded: LoadedModel) -> str | None:
     """Return the reason why the Triton kernels cannot serve this model on this machine; None if they can."""
     from radixkv.attention.triton_backend import shape_obstacle
 
-    reasons = (shape_obstacle(spec.shape, spec.heads, loaded.dtype, loaded.device) for spec in loaded.layers)
+    reasons = (
+        shape_obstacle(spec.shape, spec.heads, loaded.dtype, loaded.device, loaded.kv_dtype) for spec in loaded.layers
+    )
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _size(loaded: LoadedModel, arguments: argparse.Namespace, host_memory: str | None = None) -> PoolSize:
+def _size(
+    loaded: LoadedModel, arguments: argparse.Namespace, host_memory: str | None = None, disk: bool = False
+) -> PoolSize:
     """Return the size of the pool that `Engine.load` would make. Raises InvalidInput."""
     from radixkv.config import EngineConfig
     from radixkv.models.step_memory import step_memory
@@ -252,7 +260,7 @@ def _size(loaded: LoadedModel, arguments: argparse.Namespace, host_memory: str |
     return pool_size(
         arguments.kv_memory, str(loaded.device), bytes_per_block=loaded.bytes_per_token * arguments.block_size,
         bytes_per_state=loaded.state_bytes, max_sequences=arguments.max_sequences,
-        state_memory=arguments.state_memory, host_memory=host_memory, reserved=int(reserved),
+        state_memory=arguments.state_memory, host_memory=host_memory, reserved=int(reserved), disk=disk,
     )  # fmt: skip
 
 
@@ -280,31 +288,72 @@ def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
     return ok("pool", f"{text}, {tokens // loaded.max_length:,} whole contexts")
 
 
-def _host_memory(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
-    """Describe the host memory that `Engine.load` would allocate in addition to the pool, and measure its loads."""
+def _lower_tiers(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Describe the host memory and the disk that `Engine.load` would add to the pool, and measure loads and reads."""
     from radixkv.models.runner import Runner
+    from radixkv.sizing.memory import disk_blocks
 
-    block_size = arguments.block_size
+    block_size, disk = arguments.block_size, 0
     try:
-        blocks = _size(loaded, arguments, arguments.host_memory).host_blocks
+        if arguments.disk_cache is not None:
+            block = loaded.bytes_per_token * block_size
+            disk = disk_blocks(arguments.disk_memory, block, block_size, loaded.state_bytes)
+    except InvalidInput as error:
+        yield problem("disk", str(error))
+    if arguments.host_memory is None and not disk:
+        return
+    try:
+        blocks = _size(loaded, arguments, arguments.host_memory, disk > 0).host_blocks
         if not blocks:
-            return ok("host memory", "0: KV that leaves the pool is computed again")
+            yield ok("host memory", "0: KV that leaves the pool is computed again")
+            return
         tried = -(-_HOST_TOKENS // block_size)
         slots = int(bool(loaded.state))
         runner = Runner(loaded, tried, block_size, state_slots=slots, host_blocks=min(blocks, tried))
         costs = runner.host_costs(_HOST_TOKENS)
     except InvalidInput as error:
-        return problem("host memory", str(error))
+        yield problem("host memory", str(error))
+        return
     tokens = blocks * block_size
     text = f"{blocks:,} more blocks, {tokens:,} tokens: {size_text(tokens * loaded.bytes_per_token)}"
     load, prefill = (f"{seconds * 1e6:,.3g} us" for seconds in costs)
     speed = f"{loaded.bytes_per_token / costs.load_seconds_per_token / 1e9:.1f} GB/s"
     text = f"{text}; loading a token takes {load} ({speed}), computing it {prefill}"
     if costs.load_seconds_per_token >= costs.prefill_seconds_per_token:
-        return note("host memory", f"{text}: nothing would be loaded")
-    if loaded.device.type == "cpu":
-        return note("host memory", f"{text}; a larger --kv-memory holds as much in the same memory, without copies")
-    return ok("host memory", text)
+        yield note("host memory", f"{text}: nothing would be loaded")
+    elif loaded.device.type == "cpu" and not disk:
+        yield note("host memory", f"{text}; a larger --kv-memory holds as much in the same memory, without copies")
+    else:
+        yield ok("host memory", text)
+    if disk:
+        session = min(_SESSION, blocks * block_size)  # one read brings no more than host memory holds
+        yield _disk(arguments.disk_cache, disk * block_size, session, loaded.bytes_per_token, costs)
+
+
+def _disk(path: str, tokens: int, session: int, size: int, costs: HostCosts) -> Finding:
+    """Measure the folder of a disk cache, and compare reading a session with computing it."""
+    from radixkv.disk.folder import DiskFolder, speed
+    from radixkv.disk.store import LEAST_FREE, LEAST_SHARE
+
+    try:
+        folder = DiskFolder(path)
+        try:
+            written, read = speed(folder.path)
+            place = shutil.disk_usage(folder.path)
+        finally:
+            folder.close()
+    except (InvalidInput, OSError) as error:
+        return problem("disk", str(error))
+    found, computed = (session * each for each in (size / read + costs[0], costs[1]))
+    text = (
+        f"room for {tokens:,} tokens; it writes {written / 1e6:,.0f} MB/s and reads "
+        f"{read / 1e6:,.0f} MB/s; {session:,} tokens take {found:.2f} s, computing them at least {computed:.2f} s"
+    )
+    if found >= computed:
+        return note("disk", f"{text}: nothing would be read")
+    if place.free < max(LEAST_FREE, LEAST_SHARE * place.total):
+        return note("disk", f"{text}; only {size_text(place.free)} are free: nothing would be written")
+    return ok("disk", text)
 
 
 def _self_test(loaded: LoadedModel) -> Finding:
@@ -316,8 +365,9 @@ def _self_test(loaded: LoadedModel) -> Finding:
         error = self_test(loaded)
     except RadixKVError as failed:
         return problem("self-test", str(failed))
-    allowed = f"{TOLERANCE.get(loaded.dtype, 1e-1):.0e} is allowed"
-    return ok("self-test", f"paged, chunked and shared logits equal the model's own within {error:.1e} ({allowed})")
+    stored = "" if loaded.kv_dtype == "auto" else ", with KV as computed"
+    allowed = f"({TOLERANCE.get(loaded.dtype, 1e-1):.0e} is allowed){stored}"
+    return ok("self-test", f"paged, chunked and shared logits equal the model's own within {error:.1e} {allowed}")
 
 
 # ---- faster settings

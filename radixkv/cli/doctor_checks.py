@@ -159,6 +159,10 @@ def _chat(loaded: LoadedModel) -> Iterator[Finding]:
             "chat template", f"with tools, chat() renders histories again: appending would lose something: {lost}"
         )
     yield from _untaken(found)
+    if found.tool_format is None:
+        yield note("tool calls", "the chat template writes them in no known format, so they stay text")
+    else:
+        yield ok("tool calls", f"read in the format {found.tool_format}")
 
 
 def _growing(found: Histories) -> Finding:

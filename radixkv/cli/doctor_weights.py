@@ -1,7 +1,8 @@
 """Describe the weights of a model for `radixkv doctor`: their formats with the reason, the speed, and the accuracy.
 
 Speed means the model's steps, without an engine around them. The accuracy of weights of 8 and 4 bits is the KL
-divergence of the next token's distribution from the one that the same weights give in float32.
+divergence of the next token's distribution from the one that the same weights give in float32. The accuracy of KV is
+measured alike.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,6 +239,42 @@ def accuracy(
         yield note("accuracy", f"the KL divergence from float32 was not measured: {error}")
 
 
+def of_kv(loaded: LoadedModel, block_size: int) -> Finding:
+    """Compare the pool's format with KV as computed over the text, and with itself in short chunks, as a hit does."""
+    try:
+        ids = _text_ids(loaded)[: min(_PREFILL, _MOST_LOGITS // loaded.vocab_size, loaded.max_length)]
+        if len(ids) < _LEAST or loaded.state:
+            raise InvalidInput("it has recurrent state" if loaded.state else "there is no tokenizer for the text")
+        with _busy("comparing the formats of KV"):
+            true = _pool_logits(replace(loaded, kv_dtype="auto"), ids, len(ids), block_size)
+            mine = _pool_logits(loaded, ids, len(ids), block_size)
+            cut = _pool_logits(loaded, ids, _LEAST, block_size)
+    except (RadixKVError, MemoryError, RuntimeError) as error:
+        return note("KV", f"the KL divergence of {loaded.kv_dtype} was not measured: {error}")
+    (loss, same), (by_hit, same_hit) = _divergence(mine, true), _divergence(cut, mine)
+    text = f"{len(ids)} positions: mean KL divergence {loss:.1e} nats from KV as computed, same most probable token in"
+    hits = f"in chunks of {_LEAST}, as after hits, {by_hit:.1e} and {same_hit:.1%}"
+    return (ok if loss <= _CLOSE else note)("KV", f"{loaded.kv_dtype}, {text} {same:.1%}; {hits}")
+
+
+def _pool_logits(loaded: LoadedModel, ids: Sequence[int], chunk: int, block_size: int) -> Tensor:
+    """Return the logits [len(ids), vocab] of a text that is computed over a pool, in chunks."""
+    import numpy as np
+    import torch
+
+    from radixkv.models.loaded import SequenceInput
+    from radixkv.models.runner import Runner
+
+    tokens, count = np.array(ids, np.int32), len(ids)
+    table = np.arange(-(-count // block_size), dtype=np.int32)
+    runner, rows = Runner(loaded, len(table), block_size), []
+    for start in range(0, count, chunk):
+        end = min(start + chunk, count)
+        given = tokens[start:end], start, np.arange(start, end), table[: -(-end // block_size)]
+        rows.append(runner.run([SequenceInput(*given, logit_rows=end - start)]).roll(-1, 0))  # the last row came first
+    return torch.cat(rows)[:, : loaded.vocab_size]
+
+
 def _check_memory(needed: int, *, kept: bool) -> None:
     """Raise InvalidInput if weights in float32 do not fit, or would take long to load."""
     from radixkv.sizing.memory import free_memory
@@ -278,8 +316,7 @@ def _logits(loaded: LoadedModel, ids: Sequence[int]) -> Tensor:
     """Return the logits [len(ids), vocab] of one forward by the model's own attention."""
     import torch
 
-    from radixkv.models.architecture import ForwardSignature
-    from radixkv.models.attention_interface import own_attention
+    from radixkv.models.attention_interface import ForwardSignature, own_attention
 
     tokens = torch.tensor(ids)
     with torch.inference_mode(), own_attention(loaded.model):

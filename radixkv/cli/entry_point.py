@@ -1,4 +1,4 @@
-"""Run a command: options that all commands share, errors in one line, and the exit status.
+"""Run a command: options that several commands share, errors in one line, the exit status, and tables.
 
 `radixkv` and `radixkv-replay` share this module.
 """
@@ -7,29 +7,92 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import Field, fields
 from importlib import import_module
+from typing import Any
 
+from radixkv.config import EngineConfig
 from radixkv.errors import RadixKVError
+from radixkv.server_settings import Settings
 from radixkv.version import __version__
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command, in addition to Ctrl-C."""
+_METAVARS = {
+    **dict.fromkeys(
+        ("kv_memory", "state_memory", "host_memory", "disk_memory", "max_body", "history_bytes", "response_bytes"),
+        "SIZE",
+    ),
+    "eviction": "POLICY",
+    "record": "FILE",
+    "disk_cache": "FOLDER",
+    "model_name": "NAME",
+    "history": "MODE",
+    "tool_format": "NAME",
+}
+
+AddCommand = Callable[..., argparse.ArgumentParser]
 
 
-def parsers(
-    program: str, about: str
-) -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser], argparse.ArgumentParser]:
-    """Return the parser of a program, its subparsers, and the parent parser of each command."""
+def parser(program: str, about: str) -> tuple[argparse.ArgumentParser, AddCommand]:
+    """Return the parser of a program, and a function that adds a command by its name, its help and its module.
+
+    That function passes other arguments to argparse, and returns the command's parser.
+    """
     common = argparse.ArgumentParser(add_help=False)
     # Suppressed unless given, so that it may precede or follow the command.
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
-    parser = argparse.ArgumentParser(prog=program, description=about, parents=[common])
-    parser.add_argument("--version", action="version", version=f"radixkv {__version__}")
-    return parser, parser.add_subparsers(title="commands", metavar="COMMAND", required=True), common
+    made = argparse.ArgumentParser(prog=program, description=about, parents=[common])
+    made.add_argument("--version", action="version", version=f"radixkv {__version__}")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, about: str, module: str, **options: Any) -> argparse.ArgumentParser:
+        described = {"help": about, "description": f"{about[0].upper()}{about[1:]}."}
+        command = commands.add_parser(name, parents=[common], **(described | options))
+        command.set_defaults(module=module)
+        return command
+
+    return made, add
+
+
+def add_settings(
+    group: argparse._ActionsContainer, *names: str, of: type[EngineConfig] | type[Settings] = EngineConfig
+) -> None:
+    """Add an option for each of these settings, with its default and its help."""
+    for setting in fields(of):
+        if setting.name not in names:
+            continue
+        declared = setting.metadata
+        name, default = declared.get("option") or setting.name, declared.get("size", setting.default)
+        option = f"--{name.replace('_', '-')}"
+        if default is False:
+            group.add_argument(option, action="store_true", help=declared["help"])
+            continue
+        is_number = isinstance(default, int) or declared["least"] is not None
+        kind = declared.get("kind") or (int if is_number else str)
+        shown = "" if default in (None, "auto") else f" (default {default})"
+        group.add_argument(
+            option,
+            dest=setting.name,
+            default=default,
+            type=kind,
+            metavar=_METAVARS.get(setting.name, {int: "N", float: "S"}.get(kind)),
+            help=_named_as_options(declared["help"].replace("%", "%%"), fields(of)) + shown,
+        )
+
+
+def _named_as_options(text: str, settings: Iterable[Field[Any]]) -> str:
+    """Return a help text in which names of settings are those of their options."""
+    for name in (each.name for each in settings if "_" in each.name):
+        text = re.sub(rf"\b{name}\b", f"--{name.replace('_', '-')}", text)
+    return text
 
 
 def run(program: str, arguments: argparse.Namespace) -> int:
@@ -42,7 +105,7 @@ def run(program: str, arguments: argparse.Namespace) -> int:
     try:
         if "check" in arguments:
             arguments.check(arguments)
-        with _exit_on_signals():
+        with exit_on_signals():
             status = int(import_module(arguments.module).run(arguments))
         sys.stdout.flush()
         return status
@@ -78,26 +141,55 @@ def reason(error: Exception) -> str:
     return str(error)
 
 
-@contextmanager
-def _exit_on_signals() -> Iterator[None]:
+def exit_on_signals() -> AbstractContextManager[None]:
     """Leave the command by SystemExit on SIGTERM and SIGHUP, so that it restores the terminal and removes its files.
 
-    A second signal ends the process at once. Signals that are ignored, as under nohup, stay ignored.
+    A second signal ends the process at once.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def leave(number: int, _: object) -> None:
-        for each in changed:
-            signal.signal(each, signal.SIG_DFL)
+    def leave(number: int) -> None:
         raise SystemExit(128 + number)
 
-    changed = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
-    for each in changed:
-        signal.signal(each, leave)
+    return handled([each for each in STOP_SIGNALS if signal.getsignal(each) is signal.SIG_DFL], leave)
+
+
+@contextmanager
+def handled(numbers: Iterable[int], handle: Callable[[int], object], *, once: bool = True) -> Iterator[None]:
+    """Call `handle` for these signals while the block runs; with `once`, a second one ends the process at once.
+
+    Signals that are ignored, as under nohup, stay ignored. Does nothing on another thread than the main one.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {each: signal.getsignal(each) for each in numbers if is_main}
+    before = {each: handler for each, handler in before.items() if handler is not signal.SIG_IGN}
+
+    def take(number: int, _: object) -> None:
+        for each in before if once else ():
+            signal.signal(each, signal.SIG_DFL)
+        handle(number)
+
     try:
+        for each in before:
+            signal.signal(each, take)
         yield
     finally:
-        for each in changed:
-            signal.signal(each, signal.SIG_DFL)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Format a table, without a newline at the end; the columns in `left` are left-aligned, all others right-aligned.
+
+    >>> print(table(("name", "n"), [("one", "1"), ("ten", "10")]))
+    name   n
+    one    1
+    ten   10
+    """
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (columns, *rows)
+    )

@@ -6,30 +6,15 @@ The module of a command is imported when the command runs, so `--help` loads nei
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 
 from radixkv.cli import entry_point
-from radixkv.config import EngineConfig
+from radixkv.cli.entry_point import AddCommand, add_settings
 from radixkv.server_settings import Settings
 
 _PROGRAM = "radixkv"
 _MODEL = "tiny (bundled), a local folder, a GGUF file, or a name on the hub"
-_METAVARS = {
-    **dict.fromkeys(
-        ("kv_memory", "state_memory", "host_memory", "max_body", "history_bytes", "response_bytes"), "SIZE"
-    ),
-    "eviction": "POLICY",
-    "record": "FILE",
-    "model_name": "NAME",
-    "history": "MODE",
-}
 _MONITOR_MODES = {"on": True, "off": False}
-
-
-_Parser = argparse.ArgumentParser
-_Add = Callable[..., _Parser]
-_Check = Callable[[argparse.Namespace], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,23 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     about = "A prefix-caching inference engine that lives inside your Python process."
-    parser, commands, common = entry_point.parsers(_PROGRAM, about)
-
-    def add(name: str, about: str, *, module: str = "", epilog: str | None = None, **defaults: _Check) -> _Parser:
-        """Add a command that `module` runs."""
-        described = about[0].upper() + about[1:] + "."
-        command = commands.add_parser(name, help=about, description=described, parents=[common], epilog=epilog)
-        command.set_defaults(module=module or f"radixkv.cli.{name}", **defaults)
-        return command
-
-    for add_command in (_add_chat, _add_demo, _add_ps, _add_plan, _add_doctor, _add_serve, _add_convert):
+    parser, add = entry_point.parser(_PROGRAM, about)
+    for add_command in (_add_chat, _add_demo, _add_ps, _add_plan, _add_disk, _add_doctor, _add_serve, _add_convert):
         add_command(add)
     return parser
 
 
-def _add_chat(add: _Add) -> None:
+def _add_chat(add: AddCommand) -> None:
     about = "chat with a model; fork, rewind and edit the conversation"
-    chat = add("chat", about, check=_check_model)
+    chat = add("chat", about, "radixkv.cli.chat")
+    chat.set_defaults(check=_check_model)
     model = chat.add_mutually_exclusive_group()
     default = "default: SmolLM2 if `make real` has installed it, else tiny"
     model.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{_MODEL} ({default})")
@@ -64,28 +42,39 @@ def _add_chat(add: _Add) -> None:
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
-    _add_settings(chat, "seed", "kv_memory", "host_memory", "device", "dtype", "weights", "model_code", "record")
+    add_settings(chat, "seed", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype", "kv_dtype")
+    add_settings(chat, "weights", "model_code", "record")
     _add_monitor(chat)
 
 
-def _add_demo(add: _Add) -> None:
+def _add_demo(add: AddCommand) -> None:
     about = "show conversations and branches that share one KV pool, and compare each answer with an uncached run"
-    add("demo", about).add_argument(
+    add("demo", about, "radixkv.cli.demo").add_argument(
         "--model",
         metavar="MODEL",
         help="model of the conversation (default: SmolLM2 if `make real` has installed it, else tiny)",
     )
 
 
-def _add_ps(add: _Add) -> None:
+def _add_ps(add: AddCommand) -> None:
     about = "list the running engines of this user: pool, hit rate, requests; radixkv-monitor shows one in detail"
-    add("ps", about).add_argument("--json", action="store_true", help="print a JSON list, for scripts")
+    add("ps", about, "radixkv.cli.ps").add_argument(
+        "--json", action="store_true", help="print a JSON list, for scripts"
+    )
 
 
-def _add_plan(add: _Add) -> None:
+def _add_disk(add: AddCommand) -> None:
+    about = "list the models whose text the folder of a disk cache has, or delete the text of one"
+    disk = add("disk", about, "radixkv.cli.disk")
+    disk.add_argument("folder", metavar="FOLDER", help="the folder that engines have as disk_cache")
+    disk.add_argument("--delete", metavar="NAME", help="delete the folder of this name; no engine may use FOLDER")
+    disk.add_argument("--json", action="store_true", help="print a JSON list, for scripts")
+
+
+def _add_plan(add: AddCommand) -> None:
     about = "compute the KV size of a model, and the number of sequences that fit into a memory; loads no model"
     epilog = "A well-known model can be given by name; an unknown name lists them. See docs/sizing.md."
-    plan = add("plan", about, epilog=epilog)
+    plan = add("plan", about, "radixkv.cli.plan", epilog=epilog)
     plan.add_argument(
         "model", metavar="MODEL", help="a config.json or GGUF file, a folder with one, tiny, or a well-known name"
     )
@@ -95,49 +84,53 @@ def _add_plan(add: _Add) -> None:
     plan.add_argument(
         "--context", type=int, metavar="N", help="longest sequence in tokens (default: the context of the model)"
     )
-    _add_settings(plan, "state_memory", "block_size", "max_sequences")
+    add_settings(plan, "state_memory", "block_size", "max_sequences", "kv_dtype")
     plan.add_argument("--dtype", help="float32, bfloat16, float16, ... (default: the dtype of the weights)")
     plan.add_argument(
         "--host-memory",
         metavar="SIZE",
         help="host memory of each rank for KV that leaves the pool, such as 64GiB (default: none)",
     )
+    plan.add_argument("--disk-memory", metavar="SIZE", help="size of a disk cache of each rank (default: none)")
     plan.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the KV heads")
     plan.add_argument("--json", action="store_true", help="print one JSON object with all sizes, for scripts")
 
 
-def _add_doctor(add: _Add) -> None:
+def _add_doctor(add: AddCommand) -> None:
     about = "check whether radixkv works on this machine with a model, and suggest settings that would make it faster"
     epilog = (
         "Loads the model as an engine does; a model on the hub is downloaded if necessary. A line begins with "
         "'+ ok', '~ note' or '! problem'. The exit status is 1 if there is a problem."
     )
-    doctor = add("doctor", about, epilog=epilog)
+    doctor = add("doctor", about, "radixkv.cli.doctor", epilog=epilog)
     doctor.add_argument("model", metavar="MODEL", nargs="?", default="tiny", help=f"{_MODEL} (default tiny)")
     _add_tokenizer(doctor)
-    _add_settings(doctor, "kv_memory", "state_memory", "host_memory", "max_sequences", "block_size", "device", "dtype")
-    _add_settings(doctor, "weights", "model_code", "attention", "revision", "trust_remote_code")
+    add_settings(doctor, "kv_memory", "state_memory", "host_memory", "disk_cache", "disk_memory", "max_sequences")
+    add_settings(doctor, "block_size", "device", "dtype", "kv_dtype", "weights", "model_code", "attention", "revision")
+    add_settings(doctor, "trust_remote_code")
     doctor.add_argument("--json", action="store_true", help="print one JSON object with all findings, for scripts")
 
 
-def _add_serve(add: _Add) -> None:
+def _add_serve(add: AddCommand) -> None:
     about = "serve OpenAI's and Anthropic's HTTP APIs and metrics from one engine; needs radixkv[serve]"
-    serve = add("serve", about, module="radixkv.serve.command", check=_check_model)
+    serve = add("serve", about, "radixkv.serve.command")
+    serve.set_defaults(check=_check_model)
     serve.add_argument("model", metavar="MODEL", help=_MODEL)
     _add_tokenizer(serve)
     access, limits = serve.add_argument_group("address and access"), serve.add_argument_group("limits")
     _add_keys(access)
-    _add_settings(access, "host", "port", "model_name", of=Settings)
-    _add_settings(access, "strict_fields", "keep_billing_header", "vllm_metrics", of=Settings)
+    add_settings(access, "host", "port", "model_name", of=Settings)
+    add_settings(access, "strict_fields", "keep_billing_header", "vllm_metrics", of=Settings)
     access.add_argument("--quiet", action="store_true", help="do not log a line per request; logs never contain text")
-    _add_settings(limits, "max_waiting", "max_per_key", "max_connections", "max_body", "max_prompt_tokens", of=Settings)
-    _add_settings(limits, "timeout", "drain_timeout", "history_bytes", "response_bytes", "history", of=Settings)
+    add_settings(limits, "max_waiting", "max_per_key", "max_connections", "max_body", "max_prompt_tokens", of=Settings)
+    add_settings(limits, "timeout", "drain_timeout", "history_bytes", "response_bytes", "history", of=Settings)
     engine = serve.add_argument_group("the engine")
-    _add_settings(engine, "max_sequences", "kv_memory", "host_memory", "device", "dtype", "weights", "attention")
-    _add_settings(
+    add_settings(engine, "max_sequences", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype")
+    add_settings(engine, "weights", "attention")
+    add_settings(
         engine, "model_code", "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes", "deterministic"
     )
-    _add_settings(engine, "verify", "seed", "record", "revision", "trust_remote_code")
+    add_settings(engine, "kv_dtype", "verify", "tool_format", "seed", "record", "revision", "trust_remote_code")
     _add_monitor(engine)
 
 
@@ -179,13 +172,13 @@ def _add_keys(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_convert(add: _Add) -> None:
+def _add_convert(add: AddCommand) -> None:
     about = "write a GGUF model as a folder of safetensors, which loads without dequantisation; needs radixkv[gguf]"
     epilog = (
         "The folder has the weights as numbers of 32 bits, which give the same answers as the file, and is several "
         "times larger. --dtype bfloat16 halves it; it rounds the weights, which changes answers a little."
     )
-    convert = add("convert", about, epilog=epilog)
+    convert = add("convert", about, "radixkv.cli.convert", epilog=epilog)
     convert.add_argument("file", metavar="FILE.gguf", help="the file, one of its shards, or a folder with one model")
     convert.add_argument("folder", metavar="FOLDER", help="a new or empty folder; nothing is overwritten")
     _add_tokenizer(convert)
@@ -208,29 +201,3 @@ def _check_model(arguments: argparse.Namespace) -> None:
     from radixkv.cli import model_check
 
     model_check.check_arguments(arguments)
-
-
-def _add_settings(
-    group: argparse._ActionsContainer, *names: str, of: type[EngineConfig] | type[Settings] = EngineConfig
-) -> None:
-    """Add an option for each of these settings, with its default and its help."""
-    for setting in fields(of):
-        if setting.name not in names:
-            continue
-        declared = setting.metadata
-        name, default = declared.get("option") or setting.name, declared.get("size", setting.default)
-        option = f"--{name.replace('_', '-')}"
-        if default is False:
-            group.add_argument(option, action="store_true", help=declared["help"])
-            continue
-        is_number = isinstance(default, int) or declared["least"] is not None
-        kind = declared.get("kind") or (int if is_number else str)
-        shown = "" if default in (None, "auto") else f" (default {default})"
-        group.add_argument(
-            option,
-            dest=setting.name,
-            default=default,
-            type=kind,
-            metavar=_METAVARS.get(setting.name, {int: "N", float: "S"}.get(kind)),
-            help=declared["help"].replace("%", "%%") + shown,
-        )

@@ -8,15 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from radixkv.errors import InvalidInput
 from radixkv.sizing.kv_shapes import kv_shape
-from radixkv.sizing.kv_size import ASSUMED_DTYPE, KVShape, parse_bytes, parse_size, size_text
-from radixkv.sizing.memory import HostSize, StateSlots, host_size, state_slots
+from radixkv.sizing.kv_size import ASSUMED_DTYPE, KVShape, check_kv_dtype, parse_bytes, parse_size, size_text
+from radixkv.sizing.memory import HostSize, StateSlots, disk_blocks, host_for_disk, host_size, state_slots
 
 _SHARES = (16, 4, 2, 1)  # a sequence that ends after one n-th of the context
 
@@ -34,11 +34,18 @@ class Plan:
     max_sequences: int = 64
     state_memory: str = "auto"
     host_memory: str | None = None  # of a rank
+    kv_dtype: str = "auto"
+    disk_memory: str | None = None  # of a rank
 
     @cached_property
     def bytes_per_token(self) -> int:
         """Bytes of a token in all layers."""
-        return self.shape.bytes_per_token(self.dtype, self.ranks)
+        return self.shape.bytes_per_token(self.dtype, self.ranks, self.kv_dtype)
+
+    @cached_property
+    def whole_token(self) -> int:
+        """Bytes of a token in all layers and heads."""
+        return self.shape.bytes_per_token(self.dtype, kv_dtype=self.kv_dtype)
 
     @property
     def bytes_per_block(self) -> int:
@@ -80,9 +87,19 @@ class Plan:
     def host(self) -> HostSize:
         """Offloaded blocks, and snapshots of recurrent states, that fit into the host memory; none without it.
 
-        Raises InvalidInput with the numbers for too little memory.
+        With a disk, an engine has host memory anyway. Raises InvalidInput with the numbers for too little memory.
         """
-        return host_size(self.host_memory, self.bytes_per_block, self.bytes_per_state, self.max_sequences)
+        given: str | int | None = self.host_memory
+        if self.disk and self.memory is not None:
+            given = host_for_disk(given, self.blocks * self.bytes_per_block, self.bytes_per_block)
+        return host_size(given, self.bytes_per_block, self.bytes_per_state, self.max_sequences)
+
+    @cached_property
+    def disk(self) -> int:
+        """Blocks that fit on the disk; 0 without one. Raises InvalidInput for too few, and for recurrent states."""
+        if self.disk_memory is None:
+            return 0
+        return disk_blocks(self.disk_memory, self.bytes_per_block, self.block_size, self.bytes_per_state)
 
     def blocks_of(self, tokens: int) -> int:
         """Return the number of blocks of a sequence; the last one may be partly filled."""
@@ -133,6 +150,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             raise InvalidInput(f"--{option.replace('_', '-')} {value}: it must be at least 1")
     memory = None if arguments.memory is None else parse_size(arguments.memory)
     dtype = arguments.dtype or shape.dtype or ASSUMED_DTYPE
+    check_kv_dtype(arguments.kv_dtype, dtype)
     if arguments.state_memory != "auto":
         parse_bytes(arguments.state_memory, "state_memory")
         if not shape.states:
@@ -141,7 +159,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             raise InvalidInput(f"--state-memory {arguments.state_memory} is a part of the KV memory: give --memory too")
     plan = Plan(
         shape, dtype, context, arguments.block_size, arguments.tensor_parallel, memory,
-        arguments.max_sequences, arguments.state_memory, arguments.host_memory,
+        arguments.max_sequences, arguments.state_memory, arguments.host_memory, arguments.kv_dtype,
+        arguments.disk_memory,
     )  # fmt: skip
     if memory is not None and not plan.blocks:
         raise InvalidInput(
@@ -166,6 +185,8 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(f"{min(heads)} KV heads do not go evenly into {plan.ranks} ranks: the numbers are the fullest's")
     if plan.shape.context is not None and plan.context > plan.shape.context:
         notes.append(f"a context of {plan.context:,} tokens is more than the model's own {plan.shape.context:,}")
+    if plan.disk and plan.host_memory is None:
+        notes.append("without --host-memory, an engine with a disk takes half of its pool up to 256 MiB, or an eighth")
     if plan.memory is not None and (most := plan.fitting().context) < plan.context:
         notes.append(f"no sequence of {plan.context:,} tokens fits; --context {most} is the largest that does")
     return notes
@@ -188,13 +209,13 @@ def _text(plan: Plan) -> str:
     slab = plan.context * plan.bytes_per_token
     rows = [
         ("layers", _shortened(layers_text(plan.shape))),
-        ("dtype", plan.dtype),
+        ("dtype", plan.dtype if plan.kv_dtype == "auto" else f"{plan.dtype}, KV in {plan.kv_dtype}"),
         (f"a token{of_rank}", size_text(plan.bytes_per_token)),
         (f"a block of {plan.block_size} tokens{of_rank}", size_text(plan.bytes_per_block)),
         (f"a sequence of {plan.context:,} tokens{of_rank}", size_text(slab)),
     ]
     if plan.ranks > 1:
-        rows.insert(2, ("a token, all layers and heads", size_text(plan.shape.bytes_per_token(plan.dtype))))
+        rows.insert(2, ("a token, all layers and heads", size_text(plan.whole_token)))
     if plan.bytes_per_state:
         tokens = plan.bytes_per_state // plan.bytes_per_token
         state = f"{size_text(plan.bytes_per_state)} in {len(plan.shape.states)} layers"
@@ -210,17 +231,24 @@ def _text(plan: Plan) -> str:
             (f"{size_text(plan.memory)}{of_rank}", f"{plan.blocks:,} blocks, {plan.blocks * plan.block_size:,} tokens"),
             (f"sequences of {plan.context:,} tokens that fit", f"{full:,}"),
         ]
-    if plan.host.blocks:
-        states = plan.host.snapshots
-        memory = size_text(plan.host.blocks * plan.bytes_per_block + states * plan.bytes_per_state)
-        tokens = plan.host.blocks * plan.block_size
-        more = f", {states:,} snapshots of recurrent states" if states else ""
-        rows.append((f"host memory of {memory}{of_rank}", f"{plan.host.blocks:,} more blocks, {tokens:,} tokens{more}"))
+    rows += _lower_tiers(plan, of_rank)
     width = max(len(name) for name, _ in rows)
     lines = [plan.shape.name, *(f"  {name:<{width}}  {text}" for name, text in rows)]
     if plan.memory is not None:
         lines += ["", *_lengths_text(plan.fitting()), ""]
     return "\n".join([*lines, *(f"note: {note}" for note in _notes(plan))]).rstrip()
+
+
+def _lower_tiers(plan: Plan, of_rank: str) -> Iterator[tuple[str, str]]:
+    """Describe what host memory and a disk hold."""
+    if plan.host.blocks:
+        states, tokens = plan.host.snapshots, plan.host.blocks * plan.block_size
+        memory = size_text(plan.host.blocks * plan.bytes_per_block + states * plan.bytes_per_state)
+        more = f", {states:,} snapshots of recurrent states" if states else ""
+        yield f"host memory of {memory}{of_rank}", f"{plan.host.blocks:,} more blocks, {tokens:,} tokens{more}"
+    if plan.disk_memory is not None:
+        memory, tokens = size_text(parse_bytes(plan.disk_memory)), plan.disk * plan.block_size
+        yield f"disk of {memory}{of_rank}", f"{plan.disk:,} blocks, {tokens:,} tokens"
 
 
 def _shortened(lines: list[str], most: int = 4) -> str:
@@ -259,8 +287,9 @@ def _plain(plan: Plan) -> Mapping[str, Any]:
         "context": plan.context,
         "block_size": plan.block_size,
         "tensor_parallel": plan.ranks,
-        "bytes_per_token": plan.shape.bytes_per_token(plan.dtype),
-        "bytes_per_block": plan.shape.bytes_per_token(plan.dtype) * plan.block_size,
+        "kv_dtype": plan.kv_dtype,
+        "bytes_per_token": plan.whole_token,
+        "bytes_per_block": plan.whole_token * plan.block_size,
         "bytes_per_state": plan.bytes_per_state,
         "rank": {
             "bytes_per_token": plan.bytes_per_token,
@@ -272,6 +301,7 @@ def _plain(plan: Plan) -> Mapping[str, Any]:
                 "tokens": plan.host.blocks * plan.block_size,
                 "state_snapshots": plan.host.snapshots,
             },
+            "disk": {"blocks": plan.disk, "tokens": plan.disk * plan.block_size},
         },
         "notes": _notes(plan),
     }

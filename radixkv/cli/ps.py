@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from radixkv.cli.entry_point import table
 from radixkv.errors import ProtocolError, TelemetryError
 from radixkv.telemetry.discovery import FoundEngine, connect, engines
 from radixkv.telemetry.mirror import Mirror
@@ -22,7 +23,7 @@ from radixkv.telemetry.records import EngineFacts
 _TIMEOUT = 2.0  # seconds for all engines together
 _CHUNK = 256 * 1024
 _HEAD = ("PID", "MODEL", "DEVICE", "POOL", "HIT RATE", "RUNNING", "WAITING", "SESSIONS", "UP", "SOCKET")
-_NUMBERS = {"PID", "POOL", "HIT RATE", "RUNNING", "WAITING", "SESSIONS", "UP"}  # aligned to the right
+_TEXTS = [_HEAD.index(name) for name in ("MODEL", "DEVICE", "SOCKET")]  # aligned to the left
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif not looks:
         print("No engine is running. An engine is listed here from radixkv.Engine.load(...) until it is closed.")
     else:
-        print("\n".join(_table(looks)))
+        print(table(_HEAD, [_row(look) for look in looks], left=_TEXTS))
     return 0
 
 
@@ -133,19 +134,6 @@ def _look(found: Sequence[FoundEngine]) -> list[Look]:
         for look in looks:
             look.close()
     return looks
-
-
-def _table(looks: Sequence[Look]) -> list[str]:
-    rows = [_HEAD, *(_row(look) for look in looks)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_cells(row, widths)).rstrip() for row in rows]
-
-
-def _cells(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [
-        cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
-        for name, cell, width in zip(_HEAD, row, widths, strict=True)
-    ]
 
 
 def _row(look: Look) -> tuple[str, ...]:

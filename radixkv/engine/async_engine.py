@@ -184,8 +184,9 @@ class AsyncRequestEngine:
         return await asyncio.wrap_future(self.client.audit(blocks))
 
     async def clear_cache(self) -> None:
-        """Drop every cached prefix that no request and no pin holds."""
-        await asyncio.wrap_future(self.client.clear_cache())
+        """Drop every cached prefix that no request and no pin holds: see `Engine.clear_cache`."""
+        cleared = await asyncio.wrap_future(self.client.clear_cache())
+        await asyncio.wrap_future(cleared)
 
     async def reload_weights(self, state: State | None = None) -> None:
         """Use the model's present weights from now on, or the weights of `state`: see `Engine.reload_weights`."""

@@ -154,13 +154,13 @@ class Auditor:
     # ---- one piece
 
     def _audit_piece(self, job: _Job | None) -> bool:
-        """Audit the next piece of a walk, or a random one; returns False if nothing is cached."""
+        """Audit the next piece of a walk, or a random one; False if nothing is cached, nor being read."""
         if self._walk is not None:
             self._walk_on(self._walk, job)
             return True
         run = self._runs.random(self._rng)
         if run is None:
-            return False
+            return self._core.records.is_read
         length = self._runner.recheck_tokens
         start = self._rng.randrange(run.start, len(run.tokens)) // length * length
         if not self._is_comparable(len(run.tokens) - start):  # eviction has cut this piece: the one before it is whole
@@ -266,6 +266,7 @@ def drop_wrong(core: Core, tokens: TokenIds, namespace: Hashable, wrong: int) ->
     Pins on it are released, and all kept scores of prompts are dropped. Between two steps only.
     """
     core.forget_scores()
+    core.records.discard(tokens, namespace, wrong)
     cache, scheduler = core.cache, core.scheduler
     free = _free_blocks(cache)
     start, block = _owned_from(cache, tokens, namespace, wrong)

@@ -26,7 +26,10 @@ class CachedRuns:
         self._core = core
 
     def random(self, rng: Random) -> CachedRun | HostRun | None:
-        """Return a random run of cached tokens of any tier; None if nothing is cached."""
+        """Return a random run of cached tokens of any tier, or of text read from a disk; None if there is none."""
+        read = self._core.records.random_run(rng)
+        if read is not None and self._fits(read.tokens, read.namespace):
+            return read
         cache, stats = self._core.cache, self._core.cache.stats()
         on_host, on_device = stats.host_blocks - stats.host_free_blocks, stats.num_blocks - stats.free_blocks
         if on_host and rng.random() * (on_host + on_device) < on_host:

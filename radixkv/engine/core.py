@@ -29,6 +29,7 @@ import heapq
 import logging
 import time
 from collections.abc import Hashable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -47,7 +48,15 @@ from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import NO_LOADS, reuse_policy
 from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.stats import Counters
-from radixkv.engine.transfers import HostMemory, HostTransfer, StateMemory, StateTransfer, Transfer, load_limits
+from radixkv.engine.transfers import (
+    HostMemory,
+    HostTransfer,
+    Records,
+    StateMemory,
+    StateTransfer,
+    Transfer,
+    load_limits,
+)
 from radixkv.errors import EngineError, InvalidInput, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import SequenceInput
 from radixkv.sampling.sampler import HostSampler, Pending, Sampler, finite_rows
@@ -177,6 +186,7 @@ class Core:
         self.admission = self.scheduler.admission
         self.host = self._host_transfer()
         self._transfers: list[Transfer] = [each for each in (self._state_transfer(), self.host) if each is not None]
+        self.records = Records()  # of a disk
         self._own_forwards = OwnForwards(self._preempt, overlaps=depth > 0) if cache.state_rows else None
         self._draws = Draws(sampler or HostSampler(), config, self.counters, self.token_times, self._fail_alone)
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; requests that ended are skipped
@@ -206,11 +216,12 @@ class Core:
     def idle_for(self) -> float | None:
         """Return the seconds for which a step would have nothing to do: 0.0 for none, None until the next call.
 
-        While there are requests, only paused ones and deadlines let the engine rest. A step in flight is due at once.
+        While there are requests, only paused and held ones and deadlines let the engine rest. A step in flight is due
+        at once.
         """
         if self.flight is not None:
             return 0.0
-        if any(not each.channel.paused for each in chain(self.scheduler.running, self.scheduler.waiting)):
+        if any(not each.channel.paused for each in chain(self.scheduler.running, self.scheduler.waiting.unheld())):
             return 0.0
         waits = [task.due_in(busy=self.busy) for task in self.background]
         if self._deadlines and self.busy:
@@ -272,16 +283,22 @@ class Core:
         begun = [each for each in self.scheduler.waiting if each.scheduling.admitted]
         for request in [*self.scheduler.running, *begun]:
             self.end(request, error)
-        self.clear_cache(pins=True)
-
-    def clear_cache(self, *, pins: bool = False) -> None:
-        """Drop all cached KV that no request and no pin holds, with `pins` also pinned KV, and all kept scores."""
-        self.cache.clear(pins=pins)
+        self.cache.clear(pins=True)
         self.forget_scores()
+
+    def clear_cache(self) -> Future[None]:
+        """Drop all cached KV that no request and no pin holds, all kept scores, and all records of cached text.
+
+        The future ends when no record is left on a disk.
+        """
+        self.cache.clear()
+        self.forget_scores()
+        return self.records.clear()
 
     def clear_namespace(self, namespace: Hashable) -> None:
         """Drop the cached KV of a namespace that no request and no pin holds, and the kept scores of its prompts."""
         self.cache.clear_namespace(namespace)
+        self.records.clear_namespace(namespace)
         self._reuse.kept_scores.drop(namespace)
         self._reset_scores(each for each in self.scheduler.waiting if each.namespace == namespace)
 

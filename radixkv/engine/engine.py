@@ -24,6 +24,7 @@ from radixkv.cache import Explanation, PrefixCache
 from radixkv.cache.recurrent import Spacing
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.device import device_of
+from radixkv.disk import SCRATCH
 from radixkv.engine.audit import Auditor, piece_tokens
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
@@ -161,6 +162,10 @@ class RequestEngine:
         refuse_unknown(f"{cls.__name__}.load", known, fields)
         config = replace(config or EngineConfig(), **fields)
         check_path(config.record)  # before the model is loaded, which takes longer
+        if config.disk_cache is not None:
+            from radixkv.engine.disk_cache import connect, refuse_busy
+
+            refuse_busy(config.disk_cache)
         device = place_of(config.device)
         fused = wanted(config.compile, device, deterministic=config.deterministic)
         loaded = load(
@@ -175,6 +180,7 @@ class RequestEngine:
             fuse=config.compile is not False,
             model_code=config.model_code,
             verify=config.verify,
+            kv_dtype=config.kv_dtype,
         )
         bytes_per_block = loaded.bytes_per_token * config.block_size
         reserved = 0
@@ -196,6 +202,7 @@ class RequestEngine:
             state_memory=config.state_memory,
             host_memory=config.host_memory if config.prefix_cache else None,
             reserved=reserved,
+            disk=config.disk_cache is not None,
         )
         config, cache = _cache(loaded, config, size)
         again = config.prefill_chunk if config.deterministic else piece_tokens(config.block_size)
@@ -206,7 +213,7 @@ class RequestEngine:
             deterministic=config.deterministic,
             recheck_tokens=again,
             state_slots=cache.stats().state_rows + cache.stats().state_slots,
-            host_blocks=size.host_blocks,
+            host_blocks=size.host_blocks and size.host_blocks + SCRATCH * (config.disk_cache is not None),
             host_states=size.host_snapshots,
         )
         if fused:
@@ -214,6 +221,12 @@ class RequestEngine:
         record_graphs(runner, config.max_sequences, config.max_batch_tokens)
         weights = watch_weights(runner, None if isinstance(model, str | os.PathLike) else model)
         engine = cls(loaded, runner, cache, config, bytes_per_block=bytes_per_block, weights=weights)
+        if config.disk_cache is not None:
+            try:
+                connect(engine.client, config, loaded, runner.host)
+            except BaseException:
+                engine.close()
+                raise
         trim()
         return engine
 
@@ -366,8 +379,11 @@ class RequestEngine:
             raise
 
     def clear_cache(self) -> None:
-        """Drop every cached prefix that no request and no pin holds."""
-        self.client.clear_cache().result()
+        """Drop every cached prefix that no request and no pin holds, and return when none is left on a disk.
+
+        Raises EngineError if the disk cannot delete its records.
+        """
+        self.client.clear_cache().result().result()
 
     def reload_weights(self, state: State | None = None) -> None:
         """Use the model's present weights from now on, or the weights of `state`, which has the names of its
@@ -492,6 +508,7 @@ def _facts(
         prefill_chunk=config.prefill_chunk,
         exposes_text=exposes_text,
         host_blocks=cache.stats().host_blocks,
+        kv_dtype=model.kv_dtype,
     )
 
 
@@ -507,6 +524,11 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
     Snapshots of a deterministic engine lie on its chunk grid.
     """
     shares, slots = config.namespace_limits, size.slots
+    if loaded.kv_dtype != "auto" and config.prefix_cache and not config.deterministic:
+        _log.warning(
+            "%s: with kv_dtype=%r a hit may change an answer, as KV computed in other chunks may round otherwise; "
+            "deterministic=True prevents that", loaded.name, loaded.kv_dtype,
+        )  # fmt: skip
     if not loaded.state and config.state_memory != "auto":
         _log.warning("%s: state_memory has no effect: the model has no recurrent state", loaded.name)
     if config.host_memory is not None and not config.prefix_cache:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
@@ -255,7 +255,12 @@ class CoreClient:
     def probe(self, prompt: Prompt, namespace: Hashable) -> Future[Explanation]:
         """Explain how much of a prompt is cached."""
         ids, number = self.inputs.encode(prompt), self.inputs.namespaces.number(namespace)
-        return self.thread.call(lambda: self.core.cache.explain(ids, number))
+
+        def explained() -> Explanation:
+            found = self.core.cache.explain(ids, number)
+            return replace(found, disk=max(0, self.core.records.reach(ids, number) - found.reached))
+
+        return self.thread.call(explained)
 
     def demote(self, prompt: Prompt, keep: int, namespace: Hashable) -> None:
         """Make cached blocks of a prompt the first to be evicted, except its first `keep` tokens."""
@@ -271,9 +276,9 @@ class CoreClient:
         self.thread.post(lambda: self._auditor.begin(blocks, report), begins=True)
         return report
 
-    def clear_cache(self) -> Future[None]:
-        """Drop every cached prefix that no request or pin holds."""
-        return self.thread.call(lambda: self.core.clear_cache())
+    def clear_cache(self) -> Future[Future[None]]:
+        """Drop every cached prefix that no request or pin holds; the inner future ends when none is left on a disk."""
+        return self.thread.call(self.core.clear_cache)
 
     def reload_weights(self, state: State | None) -> Future[None]:
         """Make the model's present weights, or the weights of a state, count from the next step on."""
@@ -283,6 +288,7 @@ class CoreClient:
         def reload() -> None:  # without the KV of the old weights, and the requests that use it
             self.core.forget(WeightsChanged("the weights were reloaded while the request ran: send it again"))
             weights.reload(checked)
+            self.core.records.weights_changed()
 
         return self.thread.call(reload)
 
@@ -308,6 +314,8 @@ class CoreClient:
             running=len(core.scheduler.running),
             cache=core.cache.stats(),
             namespace_usage=core.cache.namespace_usage(),
+            kv_dtype=facts.kv_dtype,
+            disk=core.records.stats(),
             **asdict(core.counters),
             **core.runner.stats(),
         )

@@ -42,7 +42,8 @@ class Usage:
     are measured from `submit`: `ttft_s` to the first token, `total_s` to the end.
     `preemptions` counts how often the request was preempted. `recomputed_tokens` are tokens that were computed again
     because of that; `computed_tokens` counts them once. `host_tokens` were loaded from host memory in place of being
-    computed: cached tokens, and tokens that a preempted request would otherwise compute again.
+    computed: cached tokens, and tokens that a preempted request would otherwise compute again. `disk_tokens` were read
+    from a disk into host memory while the request waited.
     """
 
     prompt_tokens: int
@@ -54,6 +55,7 @@ class Usage:
     preemptions: int = 0
     recomputed_tokens: int = 0
     host_tokens: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +157,12 @@ class OutputChannel:
         if self._chunk_listeners:
             self._notify()
 
-    def finish(self, completion: Completion) -> None:
-        """End with a result."""
-        self._end(completion, None)
-
     def fail(self, error: Exception) -> None:
         """End with an error."""
-        self._end(None, error)
+        self.finish(None, error)
 
-    def _end(self, completion: Completion | None, error: Exception | None) -> None:
+    def finish(self, completion: Completion | None, error: Exception | None = None) -> None:
+        """End with a result, or with an error."""
         assert not self.ended, "a channel ends once"
         self._result, self._error = completion, error
         self._end_event.set()

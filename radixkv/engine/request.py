@@ -287,7 +287,8 @@ class Scheduling:
     none any more, and `coalesced` that it hit more after a wait. `guaranteed` means that all blocks that it may need
     were promised to it. `publish_late` means that it publishes nothing until a stream ends, which takes no block beyond
     its own. `counted` means that its prompt is in the engine's counters. `started_at` is the time of its first
-    admission. `miss` explains why it did not hit all.
+    admission. `miss` explains why it did not hit all. `disk_reads` counts the reads that it waited for, and
+    `disk_tokens` the tokens that they brought into host memory.
     """
 
     number: int = 0
@@ -302,6 +303,8 @@ class Scheduling:
     counted: bool = False
     started_at: float | None = None
     miss: Explanation | None = None
+    disk_reads: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -438,6 +441,7 @@ class Stream:
             preemptions=request.scheduling.preemptions,
             recomputed_tokens=counts.recomputed_tokens,
             host_tokens=counts.host_tokens,
+            disk_tokens=request.scheduling.disk_tokens,
         )
         logprobs = tuple(self.logprobs) if self.logprobs else None
         text = self.text

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from radixkv.cache import CacheStats
 from radixkv.cache.quotas import NamespaceUsage
+from radixkv.disk import NO_DISK, DiskStats
 
 
 @dataclass
@@ -37,18 +38,19 @@ class Counters:
     scored_tokens: int = 0
     reused_scores: int = 0
     decode_tokens: int = 0
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """One moment of an engine: `waiting` and `running` requests now, all other numbers since it was loaded.
 
-    `model`, `device`, `dtype`, `attention`, `max_length` (tokens of the model's context) and `kv_bytes` (memory of the
-    pool) do not change. `uptime_s` are seconds since the load. `finished`, `cancelled` and `failed` count requests.
-    `prompt_tokens` and `cached_tokens` are counted once per request, when its first step is committed,
-    `computed_tokens` when their step is committed, and `output_tokens` when they are sampled. `forced_tokens` are
-    output tokens that were not sampled, since a constraint left no choice. `preemptions` counts requests that were
-    preempted when blocks ran out.
+    `model`, `device`, `dtype`, `attention`, `max_length` (tokens of the model's context), `kv_bytes` (memory of the
+    pool) and `kv_dtype` (its format) do not change. `uptime_s` are seconds since the load. `finished`, `cancelled` and
+    `failed` count requests. `prompt_tokens` and `cached_tokens` are counted once per request, when its first step is
+    committed, `computed_tokens` when their step is committed, and `output_tokens` when they are sampled.
+    `forced_tokens` are output tokens that were not sampled, since a constraint left no choice. `preemptions` counts
+    requests that were preempted when blocks ran out.
     `recomputed_tokens` were computed again because of that; `computed_tokens` counts them once.
     `coalesced_requests` waited while another request computed their prefix, and hit `coalesced_tokens` more because of
     that. `failed` includes requests that `timed_out`. `audited_blocks` were recomputed by audits, which count nowhere
@@ -62,7 +64,8 @@ class EngineStats:
     left out of a step, because the host must read its last token first to constrain the next one.
     `eager_steps` are forwards that no CUDA graph served, on an engine that has graphs. `scored_tokens` are tokens of
     prompts, and continuations of them, with a computed score; `reused_scores` were taken from other requests.
-    `decode_tokens` are the computed tokens that are not of a prompt; `computed_tokens` include them.
+    `decode_tokens` are the computed tokens that are not of a prompt; `computed_tokens` include them. `disk_tokens` were
+    read from a disk into host memory, and `disk` has the numbers of its folder.
     """
 
     model: str
@@ -104,6 +107,9 @@ class EngineStats:
     scored_tokens: int = 0
     reused_scores: int = 0
     decode_tokens: int = 0
+    kv_dtype: str = "auto"
+    disk_tokens: int = 0
+    disk: DiskStats = NO_DISK
 
     @property
     def requests(self) -> int:

@@ -15,17 +15,21 @@ computes those tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from radixkv.cache import PrefixCache
 from radixkv.cache import Sequence as CacheSequence
+from radixkv.cache.host import HostRun
 from radixkv.cache.types import Load
 from radixkv.config import EngineConfig
 from radixkv.device import refuse_fatal
+from radixkv.disk import NO_DISK, DiskStats
 from radixkv.engine.fault_isolation import Fail
 from radixkv.engine.request import Request, TokenIds
 from radixkv.engine.reuse_policy import NO_LOADS, LoadLimits, ReusePolicy
@@ -67,6 +71,41 @@ class StateTransfer:
         """Drain the queue once in a step: from then on the plans of this step count as executed."""
         self._memory.run(self._queue.drain())
         return work
+
+
+class Records:
+    """The records of cached text that outlive an engine; without a disk there are none."""
+
+    def clear(self) -> Future[None]:
+        """Delete all records; the future ends when that is durable. It gets EngineError if that failed."""
+        cleared: Future[None] = Future()
+        cleared.set_result(None)
+        return cleared
+
+    def clear_namespace(self, namespace: Hashable) -> None:
+        """Delete the records of a namespace."""
+
+    def discard(self, tokens: TokenIds, namespace: Hashable, start: int) -> None:
+        """Delete the records of a text from `start` on, which are wrong, and all after them."""
+
+    def random_run(self, rng: Random) -> HostRun | None:
+        """Return a text whose last tokens were read for an audit, or begin to read one."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a text is being read for an audit."""
+        return False
+
+    def reach(self, tokens: TokenIds, namespace: Hashable) -> int:
+        """Return how far the records that one read can bring continue the cached text, in tokens; 0 if none do."""
+        return 0
+
+    def stats(self) -> DiskStats:
+        """Return their numbers."""
+        return NO_DISK
+
+    def weights_changed(self) -> None:
+        """Leave the records of the old weights alone, and use those of the present ones."""
 
 
 class HostMemory(Protocol):

@@ -6,6 +6,8 @@ a part of the answer. Then `WaitQueue` goes by arrival, and `LongestPrefixQueue`
 Sixteen agents that start together with one system prompt would compute it sixteen times: at their start it is not
 cached. So a request is delayed while a running request is about to compute a prefix of its prompt, and hits that prefix
 then. The wait for each running request is bounded: twice the steps that the shared part takes, plus eight.
+
+A request whose cached prefix is being read from a disk is held, and others overtake it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class WaitQueue:
         """Start empty. A prefix is worth a wait if the request saves two blocks."""
         self._ready: SortedKeyList = SortedKeyList(key=_RANK)
         self._delayed: SortedKeyList = SortedKeyList(key=_RANK)
+        self._held: SortedKeyList = SortedKeyList(key=_RANK)  # until another part of the engine releases them
         self._reuse = reuse
         self._min_saving = 2 * block_size
         self._prefill_chunk = config.prefill_chunk
@@ -40,14 +43,14 @@ class WaitQueue:
         self._step = 0
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._delayed)
+        return len(self._ready) + len(self._delayed) + len(self._held)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield all requests by priority, then by arrival."""
-        return merge(self._ready, self._delayed, key=_RANK)
+        return merge(self._ready, self._delayed, self._held, key=_RANK)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._ready or request in self._delayed
+        return request in self._ready or request in self._delayed or request in self._held
 
     def add(self, request: Request) -> None:
         """Queue a request at the place of its arrival."""
@@ -55,7 +58,23 @@ class WaitQueue:
 
     def remove(self, request: Request) -> None:
         """Take out a request that ended or was admitted."""
-        (self._ready if request in self._ready else self._delayed).remove(request)
+        next(each for each in (self._ready, self._delayed, self._held) if request in each).remove(request)
+
+    def unheld(self) -> Iterator[Request]:
+        """Yield the requests that wait for blocks or for other requests, in no order."""
+        return chain(self._ready, self._delayed)
+
+    # ---- waiting for a read
+
+    def hold(self, request: Request) -> None:
+        """Hold a request back until `release`."""
+        self.remove(request)
+        self._held.add(request)
+
+    def release(self, request: Request) -> None:
+        """Offer a request again that is held."""
+        self._held.remove(request)
+        self._ready.add(request)
 
     def admitted(self, request: Request) -> None:
         """Take out a request that was admitted."""

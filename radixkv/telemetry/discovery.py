@@ -6,7 +6,6 @@ client to another socket.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import socket
@@ -184,14 +183,6 @@ def tcp_address(text: str) -> tuple[str, int]:
     if parts.scheme != "tcp" or not host or port is None or parts.path.strip("/"):
         raise InvalidInput(advice)
     return host, port
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the address is reachable from this machine only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _known_token(port: int) -> str:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from radixkv.errors import InvalidInput, UnsafeFolder
-from radixkv.telemetry.discovery import advertise, is_loopback, tcp_address
+from radixkv.server_settings import is_loopback
+from radixkv.telemetry.discovery import advertise, tcp_address
 from radixkv.telemetry.records import EngineFacts
 from radixkv.telemetry.socket_paths import claim, is_claimed, is_trusted_peer, release
 

@@ -63,8 +63,8 @@ class EngineFacts(Record):
     """The constant facts of a loaded engine; `engine` is a name that is new with every load.
 
     `num_blocks` are the blocks of the pool, and `host_blocks` the blocks of the second tier in host memory, 0 without
-    one. Both have `block_size` tokens and `bytes_per_block` bytes. `control` is True if the engine executes the
-    commands of this connection; never for clients over TCP.
+    one. Both have `block_size` tokens and `bytes_per_block` bytes, in the format `kv_dtype`. `control` is True if the
+    engine executes the commands of this connection; never for clients over TCP.
     """
 
     engine: str
@@ -86,6 +86,7 @@ class EngineFacts(Record):
     exposes_text: bool = False
     host_blocks: int = 0
     control: bool = False
+    kv_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ class RequestRecord(Record):
     times of the newest preemptions, at most `PREEMPTIONS`, in milliseconds since the submission: begin, end, begin,
     end, ...; without the last end while the request is preempted. `request_id` is the id of the API request, which the
     server's log has too; it, `tenant` and `label` are the names that the sender gave the request.
+    `disk_tokens` were read from a disk into host memory while it waited.
     """
 
     number: int
@@ -185,6 +187,7 @@ class RequestRecord(Record):
     request_id: str | None = None
     tenant: str | None = None
     label: str | None = None
+    disk_tokens: int = 0
 
     @property
     def live(self) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from radixkv.disk.tier import DiskTier
+
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # the most frequent atoms, found by their exact type
@@ -40,6 +42,8 @@ def freeze(*roots: object) -> list[object]:
 
 
 def _parts(thing: Any) -> list[Any]:
+    if isinstance(thing, DiskTier):  # its threads change what it has seen
+        return []
     contents, slots = _shape(type(thing))  # type: ignore[arg-type]  # a class is hashable
     parts = [] if contents is None else contents(thing)
     parts += [getattr(thing, name, _ABSENT) for name in slots]

@@ -67,15 +67,19 @@ def test_runs_reach_each_verb_and_each_kind_of_event() -> None:
         {"shares": True},
         {"watched": True},
         {"host": True, "states": True, "ample": True},
+        {"host": True, "disk": True},
     )
+    arrived = 0
     for seed, choices in enumerate(runs):
         machine = Machine(Options(**choices), seed)
         for number in range(STEPS):
             machine.step(number)
         run |= {each.split()[1] for each in machine.done}
+        arrived += machine.world.disk.arrived if machine.world.disk else 0
         stats = machine.world.cache.stats()
         least = {name: count + getattr(stats, name) for name, count in least.items()}
     assert run == {verb.run.__name__ for verb in VERBS}
+    assert arrived, "no text came from the disk"
     assert min(least.values()) > 0, least
 
 

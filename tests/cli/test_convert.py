@@ -46,8 +46,9 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def read(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    return loader.read(str(path), dtype=dtype, device=torch.device("cpu"), revision=None, trust_remote_code=False)
+def read(path: Path, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Any, Any]:
+    options: dict[str, Any] = {"device": torch.device("cpu"), "revision": None, "trust_remote_code": False}
+    return loader.read(str(path), dtype=dtype, **options, **more)
 
 
 @torch.no_grad()
@@ -63,12 +64,13 @@ def logits(model: Any) -> torch.Tensor:
 def test_every_architecture_has_the_same_weights_and_logits(family: str, out: Path) -> None:
     path = write(made(CONFIGS[family]()), out / "model.gguf", "Q8_0")
     assert main(["convert", str(path), str(out / "folder")]) == 0
-    (ours, _), (again, _) = read(path), read(out / "folder")
-    assert type(again) is type(ours) and same(again, ours)
-    assert torch.equal(logits(again), logits(ours))
-    assert [(name, each.tolist()) for name, each in again.named_buffers()] == [
-        (name, each.tolist()) for name, each in ours.named_buffers()
-    ]
+    for code in ("auto", "transformers"):
+        (ours, _), (again, _) = read(path, model_code=code), read(out / "folder", model_code=code)
+        assert type(again) is type(ours) and same(again, ours)
+        assert torch.equal(logits(again), logits(ours))
+        assert [(name, each.tolist()) for name, each in again.named_buffers()] == [
+            (name, each.tolist()) for name, each in ours.named_buffers()
+        ]
 
 
 def test_a_chat_with_the_folder_is_the_chat_with_the_file(

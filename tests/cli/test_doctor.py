@@ -90,6 +90,14 @@ def test_the_bundled_model_is_well(examine: Any, tiny: LoadedModel) -> None:
     assert 0 < float(said.partition("within ")[2].partition(" ")[0]) < 1e-4
 
 
+def test_a_format_of_kv_is_compared_and_the_self_test_is_not_its_own(examine: Any) -> None:
+    status, found = examine("--kv-dtype", "float16", "--device", "cpu")
+    [(_, compared)], [(_, tested)] = found["KV"], found["self-test"]
+    assert status == 0
+    assert compared.startswith("float16, ") and "mean KL divergence" in compared
+    assert tested.endswith("is allowed), with KV as computed")
+
+
 @pytest.mark.skipif(kernels() is None, reason="no compiler, or a CPU without AVX2")
 def test_weights_of_8_and_4_bits_are_counted(examine: Any) -> None:
     _, found = examine("--weights", "int4", "--device", "cpu")
@@ -215,6 +223,9 @@ def test_states_of_a_hybrid_model_have_the_memory_that_an_engine_would_give_them
     status, found = examine(*command, "--state-memory", "1536")
     assert (status, found["pool"][0][0]) == (1, "problem")
     assert "holds 4 states, and max_sequences=4 needs a row each and one snapshot" in found["pool"][0][1]
+    examined = examine(*command, "--state-memory", "3840", "--disk-cache", str(tmp_path / "disk"))
+    assert found_kind(examined, "this model has recurrent state") == "problem"
+    assert "host memory" not in examined[1] and not (tmp_path / "disk").exists()
 
 
 def test_host_memory_is_measured_with_a_prefill(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +252,42 @@ def test_host_memory_that_does_not_fit_is_a_problem(examine: Any) -> None:
     status, found = examine("--kv-memory", "96MiB", "--host-memory", "100TB")
     assert (status, found["pool"][0][0], found["host memory"][0][0]) == (1, "ok", "problem")
     assert "do not fit together" in found["host memory"][0][1]
+
+
+def test_a_disk_is_measured_and_compared_with_computing(
+    examine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    command = ("--kv-memory", "96MiB", "--disk-cache", str(tmp_path / "disk"), "--disk-memory", "1GiB")
+    monkeypatch.setattr("radixkv.models.runner.Runner.host_costs", lambda *_: HostCosts(1e-6, 1e-3))
+    a_session = 6144 * 4096.0  # bytes
+    monkeypatch.setattr("radixkv.disk.folder.speed", lambda *_: (1e8, a_session))
+    monkeypatch.setattr("radixkv.disk.store.LEAST_FREE", 0)
+    monkeypatch.setattr("radixkv.disk.store.LEAST_SHARE", 0.0)
+    status, found = examine(*command)
+    [(kind, text)] = found["disk"]
+    assert found["host memory"][0][1].startswith("512 more blocks, 8,192 tokens: 48 MiB; ")
+    assert (status, kind) == (0, "ok")
+    assert text == (
+        "room for 173,632 tokens; it writes 100 MB/s and reads 25 MB/s; "
+        "4,096 tokens take 1.00 s, computing them at least 4.10 s"
+    )
+    monkeypatch.setattr("radixkv.disk.store.LEAST_SHARE", 1.1)
+    assert found_kind(examine(*command), "are free: nothing would be written") == "note"
+    monkeypatch.setattr("radixkv.models.runner.Runner.host_costs", lambda *_: HostCosts(1e-6, 2e-4))
+    assert found_kind(examine(*command), "computing them at least 0.82 s: nothing would be read") == "note"
+    assert found_kind(examine(*command, "--host-memory", "6MiB"), "1,024 tokens take 0.25 s, computing them") == "note"
+    (tmp_path / "file").touch()
+    for wrong, why in (
+        (("--disk-cache", str(tmp_path / "file")), "disk_cache="),
+        (("--disk-memory", "1MB"), "and 64 are the least"),
+    ):
+        assert found_kind(examine(*command, *wrong), why) == "problem"
+
+
+def found_kind(examined: tuple[int, dict[str, list[tuple[str, str]]]], end: str) -> str:
+    [(kind, text)] = examined[1]["disk"]
+    assert end in text and examined[0] == (kind == "problem")
+    return kind
 
 
 def test_a_pool_that_does_not_fit_is_a_problem(examine: Any) -> None:

@@ -41,10 +41,12 @@ def test_wrong_usage_is_status_2(argv, capsys):
 
 
 @pytest.mark.parametrize("command", ["chat", "serve", "doctor", "plan"])
-def test_host_memory_is_an_option_of_each_command_that_sizes_a_pool(command, capsys):
+def test_host_memory_and_a_disk_are_options_of_each_command_that_sizes_a_pool(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    assert "--host-memory SIZE" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "--host-memory SIZE" in told and "--disk-memory SIZE" in told
+    assert ("--disk-cache FOLDER" in told) == (command != "plan")
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixkv import Engine
 from radixkv.cli import main
 from radixkv.cli.plan import Plan
 from radixkv.errors import InvalidInput
-from radixkv.models.attention_interface import IMPLEMENTATION
+from radixkv.models.attention_interface import IMPLEMENTATION, select
 from radixkv.models.probe import probe
 from radixkv.models.recurrent.mixers import install
 from radixkv.sizing.kv_shapes import _DEFAULTS, kv_shape
@@ -125,7 +126,7 @@ def test_the_file_says_what_the_model_writes(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]()
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.set_attn_implementation(IMPLEMENTATION)
+    select(model, IMPLEMENTATION)
     config.save_pretrained(tmp_path)
     assert kinds(kv_shape(str(tmp_path))) == stored(model)
 
@@ -142,7 +143,7 @@ HYBRID: dict[str, Any] = {
 def test_the_file_of_a_hybrid_model_says_what_its_layers_keep(kind: str, tmp_path: Path) -> None:
     model = hybrid(kind)
     install(model)
-    model.set_attn_implementation(IMPLEMENTATION)
+    select(model, IMPLEMENTATION)
     found = probe(model)
     model.config.save_pretrained(tmp_path)
     shape = kv_shape(str(tmp_path))
@@ -220,6 +221,28 @@ def test_a_plan_counts_host_memory_as_an_engine_does(tmp_path: Path, capsys: pyt
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
     assert main(["plan", str(tmp_path), "--host-memory", "1GB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rank"]["host"]["state_snapshots"] > 0
+
+
+def test_a_plan_counts_a_disk_and_its_host_memory_as_an_engine_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool, given = ["--dtype", "float32", "--memory", "24MiB"], {"kv_memory": "24MiB", "disk_memory": "1GiB"}
+    assert main(["plan", "tiny", *pool, "--disk-memory", "1GiB", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    with Engine.load("tiny", disk_cache=tmp_path / "disk", monitor=False, **given) as engine:
+        stats = engine.stats()
+    assert planned["rank"]["host"]["blocks"] == stats.cache.host_blocks == 128
+    assert planned["rank"]["disk"] == {"blocks": stats.disk.slots, "tokens": 16 * stats.disk.slots}
+    assert planned["notes"][-1].endswith("an engine with a disk takes half of its pool up to 256 MiB, or an eighth")
+    assert main([*SEVENTY, "--memory", "8GiB", "--host-memory", "64GiB", "--disk-memory", "1TiB"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"  host memory of 64 GiB, each of 2 ranks +26,214 more blocks", told)
+    assert re.search(r"  disk of 1 TiB, each of 2 ranks +[\d,]+ blocks, [\d,]+ tokens\n", told)
+    assert main(["plan", "tiny", "--disk-memory", "1MB"]) == 2
+    assert "has room for 20 blocks, and 64 are the least" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    assert main(["plan", str(tmp_path), "--disk-memory", "1GB"]) == 2
+    assert "disk_cache: this model has recurrent state" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", _DEFAULTS)
@@ -464,6 +487,7 @@ def test_notes_on_ranks_and_context(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--block-size", "-1"], "--block-size -1"),
         (["--tensor-parallel", "0"], "--tensor-parallel 0"),
         (["--dtype", "int8"], "int8"),
+        (["--dtype", "bfloat16", "--kv-dtype", "float16"], "computes in bfloat16"),
         (["--memory", "lots"], "lots"),
         (["--memory", "1kB"], "one block of this model takes 48 KiB"),
     ],
@@ -475,6 +499,16 @@ def test_wrong_numbers_are_one_line_and_status_2(
     said = capsys.readouterr()
     assert why in said.err
     assert (said.err.count("\n"), said.out) == (1, "")
+
+
+def test_a_plan_counts_the_format_of_kv_or_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, head_dim=64)
+    for name, size in (("auto", 256), ("float16", 128), ("int8", 66)):
+        assert main(["plan", path, "--dtype", "float32", "--kv-dtype", name, "--tensor-parallel", "2", "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert (plan["bytes_per_token"], plan["rank"]["bytes_per_token"]) == (4 * 8 * 2 * size, 4 * 4 * 2 * size)
+    assert main(["plan", written(tmp_path), "--kv-dtype", "int8"]) == 2
+    assert "the keys of layer 0 have 8 numbers, no multiple of 16" in capsys.readouterr().err
 
 
 def test_a_model_without_a_longest_sequence_needs_a_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

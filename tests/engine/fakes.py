@@ -63,6 +63,7 @@ class FakeModel:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     model: Any = None
+    kv_dtype: str = "auto"
 
     @property
     def codec(self) -> Any:

@@ -50,6 +50,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"monitor": "udp://x"},
         "monitor must be True, False, 'rw' or an address such as 'tcp://127.0.0.1:7777', got 'udp://x'",
     ),
+    ({"tool_format": None}, "tool_format must be a name, got None"),
     ({"expose_text": None}, "expose_text must be True or False, got None"),
     ({"record": 3}, "record names a file to be written, got 3"),
     (

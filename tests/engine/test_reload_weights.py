@@ -23,6 +23,7 @@ from torch import nn
 from radixkv import AsyncEngine, Engine, SamplingParams
 from radixkv.errors import InvalidInput, RequestFailed, UnsupportedModel, WeightsChanged
 from radixkv.models import packed
+from radixkv.models.native.layers import NativeModel
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.weights.watch import WeightWatch
 from tests.engine.fakes import check, make_engine
@@ -102,11 +103,29 @@ def replace_data(model: Any) -> None:
         parameter.data = state[name]
 
 
-UPDATES = [optimizer_step, fused_step, load_state, assign_state, copy_data, replace_data]
+def merge_adapter(model: Any) -> None:
+    """Add the product of two thin matrices to a projection in place, as a merged adapter does."""
+    draw = torch.Generator().manual_seed(5)
+    for layer in model.model.layers:
+        weight = layer.self_attn.v_proj.weight
+        outer, inner = (torch.randn(size, generator=draw) for size in ((len(weight), 2), (2, weight.shape[1])))
+        with torch.no_grad():
+            weight.add_((outer @ inner).to(weight.dtype))
+
+
+def turn_faster(model: Any) -> None:
+    """Change the rotary frequencies, which no state has."""
+    model.model.rotary_emb.inv_freq.mul_(1.5)
+
+
+UPDATES = [
+    optimizer_step, fused_step, load_state, assign_state, copy_data, replace_data, merge_adapter, turn_faster,
+]  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     "packed": {},
     "bfloat16": {"dtype": "bfloat16"},
     "float64": {"dtype": "float64"},
+    "transformers": {"model_code": "transformers"},
     "int8": {"weights": "int8"},
     "int4": {"weights": "int4"},
 }
@@ -114,6 +133,7 @@ PAIRS = [  # each update with packed weights, and two or three of them with each
     *(("packed", update) for update in UPDATES),
     ("bfloat16", fused_step), ("bfloat16", replace_data), ("float64", optimizer_step), ("float64", assign_state),
     ("int8", load_state), ("int8", assign_state), ("int8", replace_data), ("int4", fused_step), ("int4", copy_data),
+    ("int8", merge_adapter), ("transformers", merge_adapter), ("int8", turn_faster), ("transformers", turn_faster),
 ]  # fmt: skip
 
 
@@ -126,6 +146,7 @@ def model_for(form: str, family: str = "llama") -> Any:
     mostly_long(
         sampled(product(FORMS, UPDATES), *PAIRS),
         ("packed", optimizer_step), ("packed", copy_data), ("bfloat16", fused_step), ("int8", assign_state),
+        ("int8", merge_adapter), ("packed", turn_faster), ("transformers", turn_faster),
     ),
 )  # fmt: skip
 def test_an_update_is_refused_until_the_weights_are_reloaded(form: str, update: Callable[[Any], None]) -> None:
@@ -133,6 +154,7 @@ def test_an_update_is_refused_until_the_weights_are_reloaded(form: str, update: 
         pytest.skip("no compiler, or a CPU without AVX2")
     model = model_for(form)
     with Engine.load(model, **OPTIONS, **FORMS[form]) as engine:
+        assert isinstance(engine.model.model, NativeModel) is (form != "transformers")
         before = answer(engine)
         update(model)
         with pytest.raises(WeightsChanged, match=r"changed after they were loaded.*reload_weights"):

@@ -24,10 +24,16 @@ def model_file() -> Path:
     return file
 
 
+@pytest.fixture(scope="session", params=["auto", "transformers"])
+def model_code(request: pytest.FixtureRequest) -> str:
+    """Layers of radixkv, and transformers' model: tests with an engine run with both."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
-def engine(model_file: Path) -> Iterator[Engine]:
+def engine(model_file: Path, model_code: str) -> Iterator[Engine]:
     """An engine with room for every test that does not need a small pool."""
-    with Engine.load(str(model_file), num_blocks=600, dtype="float32", monitor=False) as engine:
+    with Engine.load(str(model_file), num_blocks=600, dtype="float32", model_code=model_code, monitor=False) as engine:
         yield engine
 
 

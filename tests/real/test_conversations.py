@@ -17,10 +17,10 @@ POOL = 80  # blocks of 16 tokens; the longest conversation needs 40, and the sto
 
 
 @pytest.fixture(scope="module")
-def crowded(model_file: Path) -> Iterator[Engine]:
+def crowded(model_file: Path, model_code: str) -> Iterator[Engine]:
     """An engine whose pool holds the running conversations only in part."""
     settings = {"num_blocks": POOL, "prefill_chunk": 128, "dtype": "float32", "monitor": False}
-    with Engine.load(str(model_file), **settings) as engine:
+    with Engine.load(str(model_file), model_code=model_code, **settings) as engine:
         yield engine
 
 

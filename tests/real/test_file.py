@@ -6,6 +6,7 @@ import torch
 
 from radixkv import Engine
 from radixkv.cli.demo_agents import MANUAL
+from radixkv.models.attention_interface import own_attention
 from radixkv.models.rounding import relative_error
 from tests.real.conversations import HANDBOOK, QUESTIONS
 from tests.real.reference import Reference
@@ -34,20 +35,22 @@ def test_weights_are_equal_bit_for_bit(engine: Engine, reference: Reference) -> 
     assert len(expected) == 273  # 272 tensors of the file, one of which is embedding and head
 
 
-def test_rotary_frequencies_and_sizes_are_equal(engine: Engine, reference: Reference) -> None:
+def test_rotary_frequencies_and_sizes_are_equal(engine: Engine, reference: Reference, model_code: str) -> None:
     own, expected = engine.model.model, reference.model
     frequencies = expected.get_buffer("model.rotary_emb.inv_freq")
-    torch.testing.assert_close(own.get_buffer("model.rotations.0.frequencies"), frequencies, atol=0, rtol=1e-6)
+    name = {"auto": "rotations.0.frequencies", "transformers": "rotary_emb.inv_freq"}[model_code]
+    torch.testing.assert_close(own.get_buffer(f"model.{name}"), frequencies, atol=0, rtol=1e-6)
     assert engine.model.max_length == expected.config.max_position_embeddings == 8192
     assert engine.model.vocab_size == expected.config.vocab_size
     assert torch.equal(*(torch.tensor(model.config.rms_norm_eps) for model in (own, expected)))
 
 
 @torch.inference_mode()
-def test_layers_of_radixkv_give_the_logits_of_transformers(engine: Engine, reference: Reference) -> None:
-    assert type(engine.model.model).__name__ == "NativeModel"
+def test_logits_are_those_of_transformers(engine: Engine, reference: Reference, model_code: str) -> None:
+    assert type(engine.model.model).__name__ == {"auto": "NativeModel", "transformers": "LlamaForCausalLM"}[model_code]
     ids = torch.tensor([reference.tokenizer.encode(HANDBOOK)[:500]])
-    found, expected = (model(ids, use_cache=False).logits for model in (engine.model.model, reference.model))
+    with own_attention(engine.model.model):
+        found, expected = (model(ids, use_cache=False).logits for model in (engine.model.model, reference.model))
     assert relative_error(found, expected) <= 1e-5
 
 

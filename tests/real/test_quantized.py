@@ -12,6 +12,7 @@ import torch
 
 from radixkv import Engine, SamplingParams
 from radixkv.models import adapter, loader
+from radixkv.models.file_tokenizer import of_transformers
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.quantized import kernels
 from radixkv.models.quantized.kernels import Format
@@ -33,8 +34,9 @@ def read(file: Path, weights: str) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def plain(model_file: Path) -> tuple[Any, Any]:
-    """The model with its weights in float32, and the tokenizer."""
-    return read(model_file, "float32")
+    """The model with its weights in float32, and transformers' tokenizer."""
+    model, tokenizer = read(model_file, "float32")
+    return model, of_transformers(tokenizer)
 
 
 def text_ids(tokenizer: Any, windows: int) -> list[torch.Tensor]:

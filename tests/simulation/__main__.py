@@ -40,12 +40,14 @@ def main() -> int:
     parser.add_argument("--overlap", action="store_true", help="of an engine that launches steps ahead")
     parser.add_argument("--gpu", action="store_true", help="the same, on a simulated GPU")
     parser.add_argument("--host", action="store_true", help="of an engine with a host tier")
+    parser.add_argument("--disk", action="store_true", help="with a disk below the host tier")
     chosen = parser.parse_args()
 
     def drawn(seed: int) -> Scenario:
         life = with_limits(draw(seed)) if chosen.limits else draw(seed)
         life = replace(life, overlap=chosen.overlap or chosen.gpu)
-        life = with_host(life) if chosen.host else life
+        life = with_host(life) if chosen.host or chosen.disk else life
+        life = replace(life, disk=chosen.disk and life.reuse)
         return with_states(life) if chosen.states else life
 
     run: Life = live_on_gpu if chosen.gpu else live_on_host

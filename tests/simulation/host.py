@@ -16,6 +16,7 @@ import numpy as np
 from radixkv.attention.host_store import HostCosts
 from radixkv.cache import PrefixCache
 from radixkv.cache.types import Load
+from radixkv.disk import SCRATCH
 from tests.simulation.model import SlotModel, digest_of, follow
 
 _GARBAGE = 0xBAD_0FF10AD
@@ -68,7 +69,7 @@ class HostSlots:
     """The host memory; `fault(kind, part)` is called at part 0 and 1 of 1 of a transfer and may raise."""
 
     def __init__(self, model: HostSlotModel, cache: PrefixCache) -> None:
-        shape = (cache.host_blocks, cache.block_size)
+        shape = (cache.host_blocks + SCRATCH, cache.block_size)  # with the blocks of a disk
         self.digests, self.tokens = np.full(shape, _GARBAGE, np.uint64), np.full(shape, -3, np.int64)
         self.origins = np.full((*shape, 3), -3, np.int64)
         self.fault: Callable[[str, int], None] = lambda kind, part: None

@@ -44,6 +44,8 @@ class OrderChecks:
                 customer = self.world.customer_of(other)
                 if customer.channel.in_span or customer.shaken or self._waits_for_prefix(other, before):
                     continue
+                if self.world.is_held(other) or other.scheduling.disk_reads:
+                    continue  # it waits for the disk, or did
                 assert admitted.priority >= other.priority, (
                     f"{self.world.name_of(admitted)} went before {self.world.name_of(other)}"
                 )

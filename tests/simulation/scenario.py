@@ -184,6 +184,7 @@ class Scenario:
     states: States | None = None
     limits: tuple[tuple[Hashable, float], ...] = ()  # namespaces and their shares
     host: Host | None = None
+    disk: bool = False  # a disk below the host
     overlap: bool = False  # whether a step is launched before the results of the preceding one are read
 
     @property

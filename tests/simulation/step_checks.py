@@ -41,6 +41,7 @@ class StepChecks:
         tokens = sum(ask.streams * (len(ask.prompt) + ask.max_tokens) for ask in world.scenario.asks)
         self.most = world.scenario.last + 4 * tokens + 20 * len(world.scenario.asks)
         self.most *= 1 + world.scenario.overlap
+        self.most += 1000 * world.scenario.disk  # pieces that an idle engine writes
         self.most += sum(audit.blocks + 1 for audit in world.scenario.audits)
 
     def before(self) -> Before:
@@ -108,10 +109,12 @@ class StepChecks:
         self._deadlines()
         if self._progress() == before.progress:
             left = [customer for customer in self.world.customers.values() if not customer.channel.ended]
+            left = [customer for customer in left if not self.world.is_held(customer.request)]
             away = [customer.channel.in_span for customer in left]
             undecided = any(customer.channel.in_span and customer.ask.flickers for customer in left)
             begins = self.in_flight and not before.in_flight  # its results come with the next step
-            assert all(away) or undecided or begins, "a step without progress"
+            waited = self.world.disk is not None and self.world.disk.gave_up()
+            assert all(away) or undecided or begins or waited, "a step without progress"
         assert self.count <= self.most, "too many steps"
 
     def _budget(self, work: list[Work]) -> None:
@@ -256,11 +259,12 @@ class StepChecks:
         if idle == 0:
             resting = left and all(customer.channel.is_away for customer in left)
             due = any(c.ask.timeout is not None for c in self.world.customers.values())
-            busy = self.world.auditor.pending or self.in_flight
+            busy = self.world.auditor.pending or self.in_flight or self.world.scenario.disk
             assert not resting or due or busy, "a step is due, though all readers are away"
             return
         assert not self.in_flight, "idle, though a step is in flight"
-        assert all(customer.channel.in_span for customer in left), "idle, though a request could run"
+        unheld = [customer for customer in left if not self.world.is_held(customer.request)]
+        assert all(customer.channel.in_span for customer in unheld), "idle, though a request could run"
         deadlines = [c.request.deadline for c in left if c.request.deadline is not None]
         if deadlines:  # it may be earlier: the deadline of a request that has ended
             assert idle is not None and idle <= min(deadlines) - self.world.clock.now, f"idle for {idle}: {deadlines}"

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -36,6 +36,7 @@ from radixkv.sampling.sampler import HostSampler, Sampler
 from tests.simulation.accounting import Accounting
 from tests.simulation.channel import ScriptedChannel
 from tests.simulation.constraint import RuleMatcher
+from tests.simulation.disk import SimulatedDisk
 from tests.simulation.faults import Faults, FaultySampler, Listener
 from tests.simulation.final_checks import FinalChecks
 from tests.simulation.host import HostSlotModel
@@ -62,7 +63,7 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    monotonic = perf_counter
+    monotonic = time = perf_counter
 
 
 @dataclass
@@ -140,6 +141,7 @@ class World:
         sampler = FaultySampler(self._sampler(), self.faults.in_sampler)
         self.core = Core(self.cache, self.model, config, sampler=sampler, depth=int(scenario.overlap))
         self.auditor = Auditor(self.core)
+        self.disk = SimulatedDisk(self) if scenario.disk else None
         self._wrap_scheduler()
         self.accounting, self.final_checks = Accounting(self), FinalChecks(self)
         self.step_checks, self.order_checks = StepChecks(self), OrderChecks(self)
@@ -172,16 +174,20 @@ class World:
 
     def run(self) -> World:
         """Live from the first event to the end of the last request."""
-        with self._virtual():
+        with self._virtual(), self.disk.patched() if self.disk else nullcontext():
             while not self._is_over():
                 if self.step == self.scenario.close:
                     self.core.close(EngineClosed("the engine was closed"))
                     self._note_ends()
                     break
                 self._events()
+                if self.disk:
+                    self.disk.deliver()
                 self._perhaps_step()
                 self.step += 1
                 self.clock.now += 1
+            if self.disk:
+                self.disk.end()
             self.final_checks.check()
         return self
 
@@ -216,6 +222,7 @@ class World:
             "host_tokens",
             "failed_loads",
             "failed_offloads",
+            "disk_tokens",
         )
         names += ("wasted_tokens", "host_bound_rows", "scored_tokens", "reused_scores")
         seen = Counter({name: getattr(counters, name) for name in names})
@@ -223,6 +230,9 @@ class World:
         seen |= Counter(closed=sum(isinstance(c.channel.error, EngineClosed) for c in self.customers.values()))
         seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.order_checks.overtaken)
         seen |= Counter(self.stages)
+        if self.disk:
+            disk = self.disk.store.stats()
+            seen |= Counter(abandoned_reads=disk.abandoned_reads, failed_writes=disk.failed_writes)
         seen.update(c.ask.flaw.kind for c in self.customers.values() if c.ask.flaw and c.channel.error)
         seen |= Counter(evicted_states=stats.evicted_states)
         seen.update(bad_words=sum(bool(c.ask.bad_words and c.channel.completion) for c in self.customers.values()))
@@ -335,6 +345,11 @@ class World:
     def customer_of(self, request: Request) -> Customer:
         """Return the customer of a request."""
         return self.customers[request.channel.ask.number]  # type: ignore[attr-defined]
+
+    def is_held(self, request: Request) -> bool:
+        """Return whether a request waits for a read of the disk."""
+        waiting = self.core.scheduler.waiting
+        return request in waiting and request not in list(waiting.unheld())
 
     def name_of(self, request: Request) -> str:
         """Return the name of a request for messages."""

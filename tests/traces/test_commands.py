@@ -193,6 +193,8 @@ def test_times_that_look_wrong_are_warned_about(say: Say, tmp_path: Path) -> Non
         (("simulate", "sample:chat", "--policy", "unheard-of"), "clairvoyant"),
         (("simulate", "sample:chat", "--capacity", "much"), "capacity 'much'"),
         (("simulate", "sample:chat", "--capacity", "1GB"), "--model"),
+        (("simulate", "sample:chat", "--kv-dtype", "int8"), "--kv-dtype int8 is a format of --model"),
+        (("simulate", "sample:chat", "--model", "tiny", "--kv-bytes", "9", "--kv-dtype", "int8"), "without --kv-bytes"),
         (("simulate", "sample:chat", "--capacity", "0%"), "not even one block"),
         (("simulate", "sample:chat", "--start", "1000"), "no request"),
         (("simulate", "sample:conversation", "--tokenizer", "tiny"), "block ids"),
@@ -224,6 +226,9 @@ def test_fragmentation_as_a_table_and_as_json(say: Say) -> None:
     assert said["memory_tokens"] == 32 * said["max_length"]
     by_bytes = rows(say("fragmentation", "sample:cc_agent", "--memory", "64GiB", "--model", "llama-3.1-8b", "--json"))
     assert by_bytes["memory_tokens"] == 64 * 2**30 // 131072
+    in_codes = ("--memory", "64GiB", "--model", "llama-3.1-8b", "--kv-dtype", "int8", "--json")
+    in_codes_tokens = rows(say("fragmentation", "sample:cc_agent", *in_codes))["memory_tokens"]
+    assert in_codes_tokens == 64 * 2**30 // (32 * 8 * 2 * 130)
     roomy = say("fragmentation", "sample:chat", "--memory", "1Mtok")[1]
     assert "smaller --memory" in roomy and "in no row" not in roomy
 

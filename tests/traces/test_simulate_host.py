@@ -39,7 +39,7 @@ class TwoLists:
         """Return the hits on the device, and of both tiers."""
         chain = list(blocks[: self.sizes[0]])
         found = next((i for i, block in enumerate(chain) if block not in self.device), len(chain))
-        hit = next((i for i in range(found, len(chain)) if chain[i] not in self.host), len(chain))
+        hit = self.arrive(chain, next((i for i in range(found, len(chain)) if chain[i] not in self.host), len(chain)))
         for block in reversed(chain[:hit]):
             (self.device if block in self.device else self.host).move_to_end(block)
         for start in range(found, hit, self.piece):
@@ -51,6 +51,14 @@ class TwoLists:
         self.insert(chain, set())
         return found, hit
 
+    def arrive(self, chain: list[int], hit: int) -> int:
+        """Return the hit of all tiers, of which the host then has the end."""
+        return hit
+
+    def evict(self, block: int) -> None:
+        del self.host[block]
+        self.evicted += 1
+
     def insert(self, path: list[int], sources: set[int]) -> None:
         """Make room for a path, which is then the most recently used; `sources` stay on the host."""
         kept = set(path)
@@ -59,8 +67,7 @@ class TwoLists:
         for block in leaving:
             del self.device[block]
         while len(self.host) + len(leaving) > self.sizes[1]:
-            del self.host[next(block for block in self.host if block not in sources)]
-            self.evicted += 1
+            self.evict(next(block for block in self.host if block not in sources))
         self.host.update(dict.fromkeys(leaving))
         self.written += len(leaving)
         for block in reversed(path):
@@ -80,7 +87,7 @@ def test_lru_equals_two_lists(
     expected = [lists.serve(request.blocks) for request in trace.requests]
     result = replay(trace, device, host_blocks=times * device)
     assert result.host is not None
-    assert list(result.host.device_hits) == [found for found, _ in expected]
+    assert list(result.host.hits_above) == [found for found, _ in expected]
     assert list(result.hits) == [hit for _, hit in expected]
     traffic = (result.host.read_blocks, result.host.written_blocks, result.evicted_blocks)
     assert traffic == (lists.read, lists.written, lists.evicted)
@@ -92,7 +99,7 @@ def test_a_host_tier_leaves_the_device_as_it_is() -> None:
     device = trace.unique_blocks // 5
     alone, tiered = replay(trace, device), replay(trace, device, host_blocks=4 * device)
     assert tiered.host is not None and alone.host is None
-    assert list(tiered.host.device_hits) == list(alone.hits)
+    assert list(tiered.host.hits_above) == list(alone.hits)
     assert tiered.hit_tokens - tiered.host_hit_tokens == alone.hit_tokens
     assert alone.host_hit_tokens == 0 < tiered.host_hit_tokens
     assert all(both >= one for both, one in zip(tiered.hits, alone.hits, strict=True))
@@ -101,7 +108,7 @@ def test_a_host_tier_leaves_the_device_as_it_is() -> None:
 def test_blocks_go_to_the_host_and_come_back() -> None:
     result = replay(workload([[1, 2], [3, 4], [1, 2], [1, 2]]), 2, host_blocks=4)
     assert result.host is not None
-    assert (list(result.hits), list(result.host.device_hits)) == ([0, 0, 2, 2], [0, 0, 0, 2])
+    assert (list(result.hits), list(result.host.hits_above)) == ([0, 0, 2, 2], [0, 0, 0, 2])
     assert (result.host.written_blocks, result.host.read_blocks, result.host_hit_tokens) == (4, 2, 20)
 
 

@@ -131,9 +131,7 @@ def turns(
     `open_start`, an assistant message without a prompt is no request; otherwise it raises TraceError.
     """
     messages = _messages(line, field)
-    tools = line.fields.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise line.wrong("tools", f"{short_repr(tools)} is not a list of objects")
+    tools = line.objects("tools") if line.fields.get("tools") else []
     namespace = line.namespace()
     turn, now = 0, start
     for at, message in enumerate(messages):
@@ -201,7 +199,7 @@ def sharegpt(objects: Iterator[Named]) -> Iterator[ChatRequest]:
     Many begin with an answer, because they were cut: it is part of later prompts, and no request.
     """
     for name, line in objects:
-        messages = [_sharegpt_message(line, at, each) for at, each in enumerate(_list(line, "conversations"))]
+        messages = [_sharegpt_message(line, at, each) for at, each in enumerate(line.objects("conversations"))]
         session = line.name("id") or name
         yield from turns(_with(line, messages=messages), "messages", session, 0.0, open_start=True)
 
@@ -222,7 +220,7 @@ def chat_logs(objects: Iterator[Named]) -> Iterator[ChatRequest]:
 def _chat_line(line: Line) -> Line:
     """Return a line of WildChat or LMSYS-Chat-1M as one of `chats`, with milliseconds since 1970."""
     messages: list[Any] = []
-    for at, each in enumerate(_list(line, "conversation")):
+    for at, each in enumerate(line.objects("conversation")):
         said = {key: each.get(key) for key in ("role", "content")}
         if each.get("timestamp") is not None:
             said["timestamp"] = unix_milliseconds(line, f"conversation[{at}].timestamp", each["timestamp"])
@@ -273,13 +271,6 @@ def _sharegpt_message(line: Line, at: int, said: dict[str, Any]) -> Message:
     if not isinstance(text, str):
         raise line.wrong(f"conversations[{at}].value", f"{short_repr(text)} is not a string")
     return {"role": role, "content": text}
-
-
-def _list(line: Line, field: str) -> list[dict[str, Any]]:
-    values = line.required(field)
-    if not isinstance(values, list) or not all(isinstance(each, dict) for each in values):
-        raise line.wrong(field, f"{short_repr(values)} is not a list of objects")
-    return values
 
 
 def _with(line: Line, **fields: Any) -> Line:

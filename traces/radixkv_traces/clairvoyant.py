@@ -22,7 +22,7 @@ class ClairvoyantPool:
     At most `longest` blocks of each prompt enter (default: `capacity`), as in a device that has a host tier.
     """
 
-    host = None  # one pool has no traffic
+    tiers = ()  # one pool has no traffic
 
     def __init__(self, workload: Workload, capacity: int, longest: int | None = None) -> None:
         self._workload = workload

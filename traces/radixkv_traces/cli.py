@@ -1,4 +1,4 @@
-"""The commands of `radixkv-replay`, and the options, sizes, progress and tables that they share."""
+"""The commands of `radixkv-replay`, and the options, sizes and progress that they share."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import argparse
 import re
 import signal
 import sys
-import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Self, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from radixkv.cli import entry_point
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.sizing.kv_shapes import kv_shape
-from radixkv.sizing.kv_size import UNITS
+from radixkv.sizing.kv_size import KV_DTYPES, UNITS
 from radixkv_traces.formats import FORMATS, SAMPLES, ChatRequest, Request, Source, TraceRequest, open_trace, sample
 from radixkv_traces.text_blocks import estimate, text_blocks, tokenizer
 from radixkv_traces.time_checks import warnings
@@ -36,14 +36,11 @@ MAX_BLOCKS = 1 << 26
 TEXT_BLOCK_TOKENS = 16
 """The default block size of text traces."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a command early, in addition to Ctrl-C."""
-
 PROGRAM = "radixkv-replay"
 COMMANDS = (
     "simulate_command", "fragmentation", "generate", "import_command", "live.command", "report_command",
 )  # fmt: skip
-"""Modules of this package with `add(commands, common)`, which sets the default `module`, and `run(arguments)`."""
+"""Modules of this package with `add(add_command)`, which adds the command, and `run(arguments)`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     about = "Simulate a cache on recorded workloads, or replay them against an engine."
-    parser, commands, common = entry_point.parsers(PROGRAM, about)
+    parser, add = entry_point.parser(PROGRAM, about)
     for name in COMMANDS:
-        import_module(f"radixkv_traces.{name}").add(commands, common)
+        import_module(f"radixkv_traces.{name}").add(add)
     return parser
 
 
@@ -198,17 +195,17 @@ def parse_capacity(
     return Capacity(text.strip(), max(1, blocks))
 
 
-def kv_bytes_per_token(model: str) -> int:
+def kv_bytes_per_token(model: str, kv_dtype: str = "auto") -> int:
     """Return the bytes of keys and values of a token in all layers of a model: its folder or file, or a name.
 
-    They are counted as `radixkv plan` counts them, in the dtype of the saved weights. Raises InvalidInput where nothing
-    says so; --kv-bytes gives the figure directly.
+    They are counted as `radixkv plan` counts them, in the dtype of the saved weights or in the format `kv_dtype`.
+    Raises InvalidInput where nothing says so; --kv-bytes gives the figure directly.
 
     >>> kv_bytes_per_token("llama-3.1-8b")
     131072
     """
     try:
-        return kv_shape(model).bytes_per_token()
+        return kv_shape(model).bytes_per_token(kv_dtype=kv_dtype)
     except (InvalidInput, UnsupportedModel) as error:
         raise InvalidInput(f"{error}; or give --kv-bytes") from error
 
@@ -218,40 +215,40 @@ def add_kv_bytes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--model", metavar="NAME", help="model that defines the bytes of a token: a folder, a config.json, or a name"
     )
+    group.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), default="auto", help="format of KV, for --model")
     group.add_argument("--kv-bytes", type=positive, metavar="N", help="bytes of KV for each token, instead of --model")
 
 
 def kv_bytes_of(arguments: argparse.Namespace) -> int | None:
-    """Return the bytes of a token that the options state; None without them."""
-    return arguments.kv_bytes or (kv_bytes_per_token(arguments.model) if arguments.model else None)
+    """Return the bytes of a token that the options state; None without them. Raises InvalidInput for a lone format."""
+    if arguments.kv_bytes or not arguments.model:
+        if arguments.kv_dtype != "auto":
+            raise InvalidInput(f"--kv-dtype {arguments.kv_dtype} is a format of --model, without --kv-bytes")
+        return arguments.kv_bytes or None
+    return kv_bytes_per_token(arguments.model, arguments.kv_dtype)
 
 
-class StopSignals:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt while results can still be printed; a second one ends the process.
+@dataclass
+class Stop:
+    """The exit status after an interrupt: 130, or 128 plus the number of the signal."""
 
-    `status` is the exit status after an interrupt: 130, or 128 plus the number of the signal.
+    status: int = entry_point.INTERRUPTED
+
+
+@contextmanager
+def interrupted_by_signals() -> Iterator[Stop]:
+    """Interrupt the block on SIGTERM and SIGHUP as Ctrl-C does, so that results are printed; a second one ends the
+    process.
     """
+    stop = Stop()
 
-    def __init__(self) -> None:
-        self.status = entry_point.INTERRUPTED
-        self._before: dict[int, Any] = {}
+    def interrupt(number: int) -> None:
+        stop.status = 128 + number
+        handler = signal.getsignal(signal.SIGINT)  # asyncio has its own
+        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
 
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for each in STOP_SIGNALS:
-                if signal.getsignal(each) is not signal.SIG_IGN:
-                    self._before[each] = signal.signal(each, self._stop)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _stop(self, number: int, _: object) -> None:
-        for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
-        self.status = 128 + number
-        raise KeyboardInterrupt
+    with entry_point.handled(entry_point.STOP_SIGNALS, interrupt):
+        yield stop
 
 
 class Progress:
@@ -264,13 +261,13 @@ class Progress:
         self._drawn = 0.0 if self._drawn_over else time.monotonic()
         self._width = 0
 
-    def __call__(self, done: int, total: int | None = None) -> None:
-        """Report that `done` of `total` are done. O(1); drawn at most ten times a second."""
+    def __call__(self, done: int, total: int | None = None, figures: Iterable[str] = ()) -> None:
+        """Report that `done` of `total` are done, and some figures. O(1); drawn at most ten times a second."""
         if (now := time.monotonic()) - self._drawn < (_PERIOD if self._drawn_over else _LINE_PERIOD):
             return
         self._drawn = now
         share = f"{done:,}" if not total else f"{done:,} of {total:,} ({done / total:.0%})"
-        line = f"{self._name}: {share} requests"
+        line = " · ".join((f"{self._name}: {share} requests", *figures))
         if self._drawn_over:
             self._stream.write("\r" + line.ljust(self._width))
             self._width = len(line)
@@ -291,21 +288,3 @@ class Progress:
         if self._width:
             self._stream.write("\r" + " " * self._width + "\r")
             self._stream.flush()
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Format a table, without a newline at the end; the columns in `left` are left-aligned, all others right-aligned.
-
-    >>> print(table(("name", "n"), [("one", "1"), ("ten", "10")]))
-    name   n
-    one    1
-    ten   10
-    """
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if at in left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in (columns, *rows)
-    )

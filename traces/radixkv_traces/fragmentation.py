@@ -18,8 +18,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.cli.entry_point import AddCommand, table
 from radixkv.errors import InvalidInput
-from radixkv_traces.cli import add_kv_bytes, add_trace, kv_bytes_of, load, name_of, parse_capacity, positive, table
+from radixkv_traces.cli import add_kv_bytes, add_trace, kv_bytes_of, load, name_of, parse_capacity, positive
 
 Lengths: TypeAlias = npt.NDArray[np.int64]
 
@@ -318,14 +319,11 @@ def _ceilings(lengths: Lengths, size: int) -> Lengths:
 _SLABS = 32  # slabs in the default memory
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def add(add_command: AddCommand) -> None:
     """Add the command to the parser."""
     about = "simulate the memory wasted by slabs, buddy blocks and pages on a trace; loads no model"
-    parser = commands.add_parser(
-        "fragmentation", help=about, description=about.capitalize() + ".", parents=[common],
-        epilog="Requests run in the order of their times while they fit in the memory; prefixes are not shared.",
-    )  # fmt: skip
-    parser.set_defaults(module=__name__)
+    epilog = "Requests run in the order of their times while they fit in the memory; prefixes are not shared."
+    parser = add_command("fragmentation", about, __name__, epilog=epilog)
     add_trace(parser)
     pool = parser.add_argument_group("memory")
     pool.add_argument(

@@ -20,6 +20,7 @@ from itertools import accumulate, count
 from random import Random
 from typing import NamedTuple
 
+from radixkv.cli.entry_point import AddCommand
 from radixkv.errors import InvalidInput
 from radixkv_traces.cli import positive
 from radixkv_traces.mooncake import to_line
@@ -317,15 +318,12 @@ def _length(prompt: list[Segment]) -> int:
     return sum(segment.tokens for segment in prompt)
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def add(add_command: AddCommand) -> None:
     """Add the command to the parser."""
     about = "print a workload made up from a seed; the same arguments give the same bytes"
-    parser = commands.add_parser(
-        "generate", help=about, description=textwrap.fill(about.capitalize() + ".", _width()), parents=[common],
-        epilog=_epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.set_defaults(module="radixkv_traces.generate")
+    raw = argparse.RawDescriptionHelpFormatter
+    described = textwrap.fill(about.capitalize() + ".", _width())
+    parser = add_command("generate", about, __name__, description=described, epilog=_epilog(), formatter_class=raw)
     parser.add_argument("kind", choices=KINDS, help="kind of the sessions; see below")
     parser.add_argument("--sessions", type=positive, default=100, metavar="N", help="number of sessions; default 100")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed; default 0")

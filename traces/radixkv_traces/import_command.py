@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from radixkv.cli.entry_point import AddCommand
 from radixkv_traces.cli import add_trace, load, name_of, source
 from radixkv_traces.formats import FORMAT_TABLE, ChatRequest, Request, open_trace
 from radixkv_traces.mooncake import to_line
@@ -21,14 +22,13 @@ from radixkv_traces.workload import Workload
 _ABOUT = "convert a trace of any format to lines of block ids, and list the facts that it lacks; loads no model"
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def add(add_command: AddCommand) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "import", help=_ABOUT, description=f"{_ABOUT.capitalize()}.", parents=[common],
+    parser = add_command(
+        "import", _ABOUT, __name__,
         epilog=f"Formats: {', '.join(FORMAT_TABLE)}. The output has lengths, times and numbers of blocks, no text. It "
         "is sorted by time, and its times begin at 0.",
     )  # fmt: skip
-    parser.set_defaults(module="radixkv_traces.import_command")
     add_trace(parser)
 
 

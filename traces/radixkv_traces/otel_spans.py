@@ -146,20 +146,13 @@ def _nanoseconds(line: Line, span: Span) -> int:
 
 
 def _spans(line: Line) -> Iterator[Span]:
-    for resource in _objects(line, line.fields, "resourceSpans"):
-        for scope in _objects(line, resource, "scopeSpans"):
-            yield from _objects(line, scope, "spans")
-
-
-def _objects(line: Line, fields: dict[str, Any], field: str) -> list[dict[str, Any]]:
-    values = fields.get(field, [])
-    if not isinstance(values, list) or not all(isinstance(each, dict) for each in values):
-        raise line.wrong(field, f"{short_repr(values)} is not a list of objects")
-    return values
+    for resource in line.objects("resourceSpans", line.fields):
+        for scope in line.objects("scopeSpans", resource):
+            yield from line.objects("spans", scope)
 
 
 def _attributes(line: Line, span: Span) -> dict[str, Any]:
-    found = {str(each.get("key")): _value(each.get("value")) for each in _objects(line, span, "attributes")}
+    found = {str(each.get("key")): _value(each.get("value")) for each in line.objects("attributes", span)}
     for name, older in _OLDER_NAMES.items():
         if name not in found and older in found:
             found[name] = found[older]

@@ -53,7 +53,7 @@ def _of_run(found: Run) -> Iterator[tuple[str, Figure | None]]:
 
 
 def hit_rate(found: Simulation) -> Figure:
-    """Draw token hit rate against capacity, a line for each policy and host tier, with the clairvoyant optimum and the
+    """Draw token hit rate against capacity, a line for each policy and lower tier, with the clairvoyant optimum and the
     infinite cache.
 
     Rows that Ctrl-C interrupted are left out: they cover another part of the trace.

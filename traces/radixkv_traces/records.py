@@ -67,6 +67,13 @@ class Line:
             raise self.wrong(field, f"{short_repr(value)} is not an int >= 0")
         return int(value)
 
+    def objects(self, field: str, within: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Return a list of objects, which may be missing `within` an object."""
+        values = self.required(field) if within is None else within.get(field, [])
+        if not isinstance(values, list) or not all(isinstance(each, dict) for each in values):
+            raise self.wrong(field, f"{short_repr(values)} is not a list of objects")
+        return values
+
     def text(self, field: str) -> str | None:
         """Return a string, or None if there is none."""
         value = self.fields.get(field)

@@ -9,8 +9,8 @@ import argparse
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
+from radixkv.cli.entry_point import AddCommand
 from radixkv.errors import InvalidInput
 from radixkv_traces.live.results import folder
 from radixkv_traces.saved_results import Run, Simulation, read
@@ -19,10 +19,9 @@ _KINDS = ("svg", "png", "pdf")
 _ABOUT = "draw the results of simulate --json or of run --out"
 
 
-def add(commands: Any, common: argparse.ArgumentParser) -> None:
+def add(add_command: AddCommand) -> None:
     """Add the command to a parser's commands."""
-    parser = commands.add_parser("report", help=_ABOUT, description=f"{_ABOUT.capitalize()}.", parents=[common])
-    parser.set_defaults(module=__name__)
+    parser = add_command("report", _ABOUT, __name__)
     parser.add_argument(
         "results",
         nargs="+",

@@ -102,9 +102,9 @@ def _is_row(row: object) -> bool:
 
 
 def row_name(row: Mapping[str, Any]) -> str:
-    """Return the policy of a row, with its host tier if it has one: the name of a line in a picture, or of a column.
+    """Return the policy of a row, with its lower tiers if it has any: the name of a line in a picture, or of a column.
 
     >>> row_name({"policy": "lru", "host": "2x"}), row_name({"policy": "lru"})
     ('lru, host 2x', 'lru')
     """
-    return f"{row['policy']}, host {row['host']}" if row.get("host") else str(row["policy"])
+    return ", ".join([row["policy"], *(f"{tier} {row[tier]}" for tier in ("host", "disk") if row.get(tier))])

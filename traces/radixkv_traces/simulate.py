@@ -7,7 +7,8 @@ the upper bound of all policies, and "infinite".
 
 With a host tier, blocks that leave the pool are offloaded, and hits on the host are loaded. A request's hit on the host
 begins where its hit on the device ends. Loads and offloads take no time, and a load is always taken: the engine
-computes a hit instead where loading it is slower.
+computes a hit instead where loading it is slower. With a disk below, the real tier, a request first reads what the disk
+has after its hit in memory. Reads and writes end at once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from radixkv.cache import POLICIES, Hint, PrefixCache, Sequence
@@ -23,6 +24,7 @@ from radixkv.cache.tokens import check_int
 from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv_traces.clairvoyant import ClairvoyantPool
 from radixkv_traces.records import TraceRequest
+from radixkv_traces.simulated_disk import SimulatedDisk
 from radixkv_traces.workload import Workload, prepare
 
 BOUNDS = ("clairvoyant", "infinite")
@@ -35,12 +37,12 @@ _STRIDE = 64  # requests between two calls of `progress`
 
 
 @dataclass(frozen=True, slots=True)
-class HostTraffic:
-    """The blocks that moved between the device and the host tier during a replay."""
+class Traffic:
+    """The blocks that were copied to and from a tier during a replay."""
 
-    device_hits: array[int]  # for each request, the blocks that hit on the device
-    read_blocks: int  # copied from the host
-    written_blocks: int  # copied to the host
+    hits_above: array[int]  # for each request, the blocks that hit in the tiers above
+    read_blocks: int
+    written_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,11 @@ class ReplayResult:
     hits: array[int]  # for each request, the blocks that hit
     cached: array[int]  # for each request, the blocks in the pool after it
     host_blocks: int = 0
-    host: HostTraffic | None = None  # None for bounds, and without a host tier
+    host: Traffic | None = None  # None for bounds, and without a host tier
     host_hit_tokens: int = 0  # part of hit_tokens: loaded from the host in place of a prefill
+    disk_blocks: int = 0
+    disk: Traffic | None = None
+    disk_hit_tokens: int = 0  # part of hit_tokens: read from the disk first
 
     @property
     def token_hit_rate(self) -> float:
@@ -79,11 +84,11 @@ class Pool(Protocol):
 
     @property
     def evicted_blocks(self) -> int:
-        """Blocks evicted so far; with a host tier, from the host or directly from the device."""
+        """Blocks evicted from memory so far; with a host tier, from the host or directly from the device."""
 
     @property
-    def host(self) -> HostTraffic | None:
-        """The traffic of a host tier so far."""
+    def tiers(self) -> tuple[Traffic, ...]:
+        """The traffic of a host tier and of a disk so far."""
 
     def serve(self, index: int) -> int:
         """Serve one request; returns its hit in blocks."""
@@ -112,11 +117,13 @@ def replay(
     progress: Progress | None = None,
     *,
     host_blocks: int = 0,
+    disk_blocks: int = 0,
 ) -> ReplayResult:
     """Serve the requests in order from a pool of `capacity_blocks` blocks; a Workload has its own `block_tokens`.
 
     With `host_blocks`, blocks that leave the pool move to a host tier of that size, and hits on the host are loaded.
-    "clairvoyant" is then one pool of both sizes, and a prompt takes at most `capacity_blocks` of it: the upper bound.
+    With `disk_blocks`, blocks that leave the host have records on a disk, and hits on the disk are read to the host.
+    "clairvoyant" is then one pool of all sizes, and a prompt takes at most `capacity_blocks` of it: the upper bound.
 
     A request's hit is its longest cached chain of blocks, at most its input length. The request holds these blocks
     while victims are evicted for the rest of its prompt. Of a chain longer than the pool, the head stays cached.
@@ -128,7 +135,7 @@ def replay(
     [0.611, 0.686, 0.943]
     """
     workload = trace if isinstance(trace, Workload) else prepare(trace, block_tokens)
-    pool = _pool(workload, capacity_blocks, policy, host_blocks)
+    pool = _pool(workload, capacity_blocks, policy, host_blocks, disk_blocks)
     hits, cached = array("i"), array("i")
     begin = time.process_time()
     try:
@@ -140,34 +147,38 @@ def replay(
     except KeyboardInterrupt:
         del hits[len(cached) :]
     seconds = time.process_time() - begin
-    return _result(workload, policy, capacity_blocks, host_blocks, pool, hits, cached, seconds)
+    result = _result(workload, policy, capacity_blocks, pool, hits, cached, seconds)
+    return replace(result, host_blocks=host_blocks, disk_blocks=disk_blocks)
 
 
-def _pool(workload: Workload, capacity: int, policy: str, host: int) -> Pool:
+def _pool(workload: Workload, capacity: int, policy: str, host: int, disk: int) -> Pool:
     check_policy(policy)
-    for name, blocks, least in (("capacity_blocks", capacity, 1), ("host_blocks", host, 0)):
+    for name, blocks, least in (("capacity_blocks", capacity, 1), ("host_blocks", host, 0), ("disk_blocks", disk, 0)):
         check_int(name, blocks)
         if blocks < least:
             raise InvalidInput(f"{name}={blocks}: allowed is an int of at least {least}")
+    if disk and not host:
+        raise InvalidInput("disk_blocks: a disk needs a tier in host memory: host_blocks")
     if policy == "infinite":
         return _InfinitePool(workload)
     if policy == "clairvoyant":
-        return ClairvoyantPool(workload, capacity + host, longest=capacity)
-    return _CachePool(workload, capacity, policy, host)
+        return ClairvoyantPool(workload, capacity + host + disk, longest=capacity)
+    return _CachePool(workload, capacity, policy, host, disk)
 
 
 def _result(
     workload: Workload,
     policy: str,
     capacity: int,
-    host_blocks: int,
     pool: Pool,
     hits: array[int],
     cached: array[int],
     seconds: float,
 ) -> ReplayResult:
     hit_tokens = _tokens(workload, hits)
-    on_device = hits if pool.host is None else pool.host.device_hits[: len(hits)]
+    above = [_tokens(workload, tier.hits_above[: len(hits)]) for tier in pool.tiers]
+    on_device, in_memory = (*above, hit_tokens, hit_tokens)[:2]
+    host, disk = (*pool.tiers, None, None)[:2]
     return ReplayResult(
         policy=policy,
         capacity_blocks=workload.unique_blocks if policy == "infinite" else capacity,
@@ -182,9 +193,10 @@ def _result(
         finished=len(hits) == len(workload.requests),
         hits=hits,
         cached=cached,
-        host_blocks=host_blocks,
-        host=pool.host,
-        host_hit_tokens=hit_tokens - _tokens(workload, on_device),
+        host=host,
+        host_hit_tokens=in_memory - on_device,
+        disk=disk,
+        disk_hit_tokens=hit_tokens - in_memory,
     )
 
 
@@ -193,15 +205,16 @@ def _tokens(workload: Workload, hits: Iterable[int]) -> int:
 
 
 class _CachePool:
-    """The real cache, with a host tier of `host_blocks` blocks if there are any."""
+    """The real cache, with a host tier and a disk of these numbers of blocks if there are any."""
 
-    def __init__(self, workload: Workload, capacity: int, policy: str, host_blocks: int) -> None:
+    def __init__(self, workload: Workload, capacity: int, policy: str, host_blocks: int, disk_blocks: int) -> None:
         self._workload = workload
         self._now = 0.0
         self._cache = PrefixCache(capacity, 1, policy, clock=lambda: self._now, host_blocks=host_blocks)
         self._has_host = host_blocks > 0
+        self._disk = SimulatedDisk(self._cache, disk_blocks) if disk_blocks else None
         self._loaded_at_once = max(1, LOAD_TOKENS // workload.block_tokens)
-        self._device_hits = array("i")
+        self._device_hits, self._memory_hits = array("i"), array("i")
 
     @property
     def cached_blocks(self) -> int:
@@ -212,19 +225,24 @@ class _CachePool:
         return self._cache.stats().evicted_blocks
 
     @property
-    def host(self) -> HostTraffic | None:
+    def tiers(self) -> tuple[Traffic, ...]:
         stats = self._cache.stats()
-        traffic = HostTraffic(self._device_hits, stats.loaded_tokens, stats.offloaded_blocks)
-        return traffic if self._has_host else None
+        host = Traffic(self._device_hits, stats.loaded_tokens, stats.offloaded_blocks)
+        if self._disk is None:
+            return (host,) if self._has_host else ()
+        return host, Traffic(self._memory_hits, self._disk.read_blocks, self._disk.written_blocks)
 
     def serve(self, index: int) -> int:
         request, cache = self._workload.requests[index], self._cache
         self._now = self._workload.times[index]
+        chain = request.blocks[: cache.num_blocks]
+        in_memory = len(chain) if self._disk is None else self._disk.read(chain, request.namespace)
         sequence = cache.open(request.blocks, request.namespace)
         if self._has_host:
-            self._load(sequence, request.blocks[: cache.num_blocks])
+            self._load(sequence, chain)
         hit = sequence.length
-        sequence.extend(request.blocks[hit : cache.num_blocks])
+        self._memory_hits.append(min(hit, in_memory))
+        sequence.extend(chain[hit:])
         if self._has_host:
             self._run_moves()
         sequence.commit()
@@ -249,7 +267,7 @@ class _InfinitePool:
     """A pool that never evicts."""
 
     evicted_blocks = 0
-    host = None
+    tiers = ()
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload

@@ -1,4 +1,4 @@
-"""`radixkv-replay simulate`: policies side by side on one trace, with or without a host tier, as a table or as JSON."""
+"""`radixkv-replay simulate`: policies side by side on one trace, with or without lower tiers, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from radixkv.cache import POLICIES
+from radixkv.cli.entry_point import AddCommand, table
 from radixkv.errors import InvalidInput
 from radixkv_traces.cli import (
     MAX_BLOCKS,
     Capacity,
     Progress,
-    StopSignals,
     add_kv_bytes,
     add_trace,
+    interrupted_by_signals,
     kv_bytes_of,
     load,
     name_of,
     parse_capacity,
-    table,
 )
 from radixkv_traces.saved_results import row_name
 from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
@@ -37,15 +37,14 @@ _COSTS = ("evicted blocks", "regret tokens", "seconds")  # the last columns
 _GROUPS_SHOWN = 20  # rows of a table; JSON has all
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+def add(add_command: AddCommand) -> None:
     """Add the command to the parser."""
     about = "simulate hit rates of cache sizes and eviction policies on a trace; loads no model"
-    parser = commands.add_parser(
-        "simulate", help=about, description=about.capitalize() + ".", parents=[common],
+    parser = add_command(
+        "simulate", about, __name__,
         epilog="Requests run one at a time, in the order of their times, through the real prefix cache; only prompts "
         "enter. Ctrl-C prints the results so far.",
     )  # fmt: skip
-    parser.set_defaults(module="radixkv_traces.simulate_command")
     add_trace(parser)
     pools = parser.add_argument_group("pools")
     pools.add_argument(
@@ -58,7 +57,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], common: a
         help=f"policies: {', '.join([*sorted(POLICIES), *BOUNDS])}; default lru,clairvoyant",
     )  # fmt: skip
     add_kv_bytes(pools)
-    add_host(pools)
+    add_tiers(pools)
     add_queue(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument("--by", choices=GROUPINGS, help="add a row for each session, tenant or stop reason")
@@ -85,57 +84,71 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if arguments.order is not None:
         return _run_queue(arguments, workload, capacities, policies)
-    pools = [
-        Pools(capacity, host)
-        for capacity in capacities
-        for host in host_sizes(arguments.host, capacity, workload.unique_blocks, workload.block_tokens, kv_bytes)
-    ]
-    tiers = arguments.host is not None
-    with StopSignals() as signals:
+    pools = _pools(arguments, workload, capacities, kv_bytes)
+    tiers = [tier for tier in TIERS if getattr(arguments, tier) is not None]
+    with interrupted_by_signals() as stop:
         found = list(_replays(workload, pools, policies))
         doubled = {} if tiers else _doubled(workload, found)
     rows = [_row(workload, each, result, arguments.by) for each, result in found]
     for row, (each, result) in zip(rows, found, strict=True):
         row["token_hit_rate_twice"] = doubled.get((row["policy"], row["capacity_blocks"]))
-        row |= host_fields(each.host, result) if tiers else {}
+        for tier in tiers:
+            row |= tier_fields(tier, each, result)
     _compare(rows)
     finished = len(found) == len(pools) * len(policies) and (
-        tiers or all(row["token_hit_rate_twice"] is not None for row in rows)
+        bool(tiers) or all(row["token_hit_rate_twice"] is not None for row in rows)
     )
     summary = _summary(arguments.trace, workload, finished=finished)
     print(json.dumps({**summary, "rows": rows}) if arguments.json else _text(summary, rows, arguments.by))
-    return 0 if summary["finished"] and all(row["finished"] for row in rows) else signals.status
+    return 0 if summary["finished"] and all(row["finished"] for row in rows) else stop.status
+
+
+def _pools(
+    arguments: argparse.Namespace, workload: Workload, capacities: Sequence[Capacity], kv_bytes: int | None
+) -> list[Pools]:
+    """Return all sizes to simulate: of each capacity without lower tiers first. Raises InvalidInput."""
+    if arguments.disk is not None and arguments.host is None:
+        raise InvalidInput("--disk needs a tier in host memory: --host")
+    units = workload.unique_blocks, workload.block_tokens, kv_bytes
+
+    def with_tier(tier: str, above: Pools) -> list[Pools]:
+        texts = [] if getattr(arguments, tier) is None else getattr(arguments, tier).split(",")
+        sizes = [_size(each, tier, above.device, *units) for each in texts]
+        return [above, *(Pools(above.device, above.lower | {tier: size}) for size in sizes)]
+
+    with_host = [each for device in capacities for each in with_tier("host", Pools(device, {}))]
+    return [pools for each in with_host for pools in (with_tier("disk", each) if each.lower else [each])]
 
 
 def _run_queue(
     arguments: argparse.Namespace, workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str]
 ) -> int:
     """Simulate each policy with each order of waiting requests, and print hit rates and waits."""
-    for option in ("by", "host"):
+    for option in ("by", *TIERS):
         if getattr(arguments, option) is not None:
             raise InvalidInput(f"--{option} needs a replay without a queue: leave out --order")
     if arguments.policy == _POLICIES:
         policies = [policy for policy in policies if policy not in BOUNDS]
     service, orders = service_of(arguments), [each.strip() for each in arguments.order.split(",")]
-    with StopSignals() as signals:
+    with interrupted_by_signals() as stop:
         rows = list(queue_rows(workload, capacities, policies, orders, service))
     finished = len(rows) == len(capacities) * len(policies) * len(orders) and all(row["finished"] for row in rows)
     summary = _summary(arguments.trace, workload, finished=finished)
     parts = [_head(summary), queue_text(service, rows), *([] if finished else [_INTERRUPTED])]
     said = {**summary, "service": asdict(service), "rows": rows}
     print(json.dumps(said) if arguments.json else "\n\n".join(parts))
-    return 0 if finished else signals.status
+    return 0 if finished else stop.status
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The sizes of one simulation: the device's, and a host tier's or None."""
+    """The sizes of one simulation: the device's, and those of the lower tiers that it has."""
 
     device: Capacity
-    host: Capacity | None
+    lower: dict[str, Capacity]
 
     def __str__(self) -> str:
-        return self.device.text + ("" if self.host is None else f", host {self.host.text}")
+        return ", ".join([self.device.text, *(f"{tier} {size.text}" for tier, size in self.lower.items())])
 
 
 def _replays(
@@ -143,11 +156,11 @@ def _replays(
 ) -> Iterator[tuple[Pools, ReplayResult]]:
     """Replay every policy at all sizes, until Ctrl-C or SIGTERM."""
     for sizes in pools:
-        host_blocks = 0 if sizes.host is None else sizes.host.blocks
+        blocks = {f"{tier}_blocks": size.blocks for tier, size in sizes.lower.items()}
         for policy in policies:
             try:
                 with Progress(f"{policy} at {sizes}") as progress:
-                    result = replay(workload, sizes.device.blocks, policy, progress=progress, host_blocks=host_blocks)
+                    result = replay(workload, sizes.device.blocks, policy, progress=progress, **blocks)
             except KeyboardInterrupt:  # before its first request
                 return
             yield sizes, result
@@ -211,11 +224,9 @@ def _row(workload: Workload, sizes: Pools, result: ReplayResult, grouping: str |
 
 def _compare(rows: list[dict[str, Any]]) -> None:
     """Add the share of the gap between LRU and the clairvoyant optimum that each policy closes, where both were run."""
-    rates = {
-        (row["capacity"], row.get("host"), row["policy"]): row["token_hit_rate"] for row in rows if row["finished"]
-    }
+    rates = {(*map(row.get, SIZES), row["policy"]): row["token_hit_rate"] for row in rows if row["finished"]}
     for row in rows:
-        lru, best = (rates.get((row["capacity"], row.get("host"), policy)) for policy in ("lru", "clairvoyant"))
+        lru, best = (rates.get((*map(row.get, SIZES), policy)) for policy in ("lru", "clairvoyant"))
         if (
             lru is not None
             and best is not None
@@ -249,8 +260,9 @@ def _head(summary: dict[str, Any]) -> str:
 
 
 def _text(summary: dict[str, Any], rows: list[dict[str, Any]], grouping: str | None) -> str:
-    tiers = any("host" in row for row in rows)
-    sizes, found = (("host blocks",), HOST_COLUMNS) if tiers else ((), ("2x memory",))
+    tiers = [tier for tier in TIERS if any(tier in row for row in rows)]
+    found = [column for tier in tiers for column in TIERS[tier]] or ["2x memory"]
+    sizes = [f"{tier} blocks" for tier in tiers]
     columns = ("capacity", "blocks", *sizes, "policy", "hit rate", *found, "gap closed", *_COSTS)
     lines = [_cells(row) for row in rows]
     parts = [_head(summary), table(columns, lines, left=(0, columns.index("policy")))]
@@ -263,13 +275,14 @@ def _text(summary: dict[str, Any], rows: list[dict[str, Any]], grouping: str | N
 
 def _cells(row: dict[str, Any]) -> list[str]:
     rate, twice = f"{row['token_hit_rate']:.4f}", row["token_hit_rate_twice"]
+    tiers = [tier for tier in TIERS if tier in row]
     return [
         row["capacity"],
         f"{row['capacity_blocks']:,}",
-        *([f"{row['host_blocks']:,}"] if "host" in row else []),
+        *(f"{row[f'{tier}_blocks']:,}" for tier in tiers),
         row["policy"],
         rate if row["finished"] else f"{rate} of {row['requests']:,} requests",
-        *(host_cells(row) if "host" in row else ["" if twice is None else f"{twice:.4f}"]),
+        *([cell for tier in tiers for cell in tier_cells(tier, row)] or ["" if twice is None else f"{twice:.4f}"]),
         "" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}",
         f"{row['evicted_blocks']:,}",
         f"{row['regret_tokens']:,}",
@@ -293,66 +306,67 @@ def _groups(rows: list[dict[str, Any]], grouping: str) -> Iterator[str]:
         yield table(columns, lines, left=(0,)) + (f"\nand {more:,} more: --json has them" if more > 0 else "")
 
 
-# ---- the host tier
+# ---- the lower tiers
+
+TIERS = {"host": ("from host", "written", "read"), "disk": ("from disk", "disk written", "disk read", "w/hit")}
+"""The columns of a table for each tier: a hit rate, blocks, and tokens written for each token that hits in any tier."""
+
+SIZES = ("capacity", *TIERS)
 
 
-HOST_COLUMNS = ("from host", "written", "read")
-"""The columns of a table with host tiers: a hit rate, and blocks."""
-
-
-def add_host(pools: Any) -> None:
-    """Add the option to the group of options of the pools."""
+def add_tiers(pools: Any) -> None:
+    """Add the options to the group of options of the pools."""
     pools.add_argument(
         "--host", metavar="LIST",
         help="sizes of a tier in host memory, in addition to rows without it: multiples of the capacity (2x), or as "
-        "for --capacity. clairvoyant is then one pool of both sizes",
+        "for --capacity. clairvoyant is then one pool of all sizes",
     )  # fmt: skip
+    pools.add_argument("--disk", metavar="LIST", help="sizes of a disk below the host, in the same forms")
 
 
-def host_sizes(
-    host: str | None, capacity: Capacity, unique_blocks: int, block_tokens: int, kv_bytes: int | None
-) -> list[Capacity | None]:
-    """Return the sizes of the host tier for one capacity, first None for a device alone. Raises InvalidInput."""
-    texts = [] if host is None else host.split(",")
-    return [None, *(_size(each, capacity, unique_blocks, block_tokens, kv_bytes) for each in texts)]
+def _size(
+    text: str, tier: str, capacity: Capacity, unique_blocks: int, block_tokens: int, kv_bytes: int | None
+) -> Capacity:
+    """Parse a size of a lower tier. Raises InvalidInput.
 
-
-def _size(text: str, capacity: Capacity, unique_blocks: int, block_tokens: int, kv_bytes: int | None) -> Capacity:
-    """Parse a size of the host tier.
-
-    >>> _size("2.5x", Capacity("10%", 100), 1000, 512, None)
+    >>> _size("2.5x", "host", Capacity("10%", 100), 1000, 512, None)
     Capacity(text='2.5x', blocks=250)
     """
     if (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[xX]\s*", text)) is None:
         try:
             return parse_capacity(text, unique_blocks, block_tokens, kv_bytes)
         except InvalidInput as error:
-            raise InvalidInput(f"--host: {error}; or a multiple of the capacity (2x)") from error
+            raise InvalidInput(f"--{tier}: {error}; or a multiple of the capacity (2x)") from error
     blocks = int(capacity.blocks * float(match[1]))
     if not 1 <= blocks <= MAX_BLOCKS:
         raise InvalidInput(
-            f"--host {text.strip()!r}: {blocks:,} blocks for a capacity of {capacity.blocks:,}; allowed are 1 to "
+            f"--{tier} {text.strip()!r}: {blocks:,} blocks for a capacity of {capacity.blocks:,}; allowed are 1 to "
             f"{MAX_BLOCKS:,}"
         )
     return Capacity(text.strip(), blocks)
 
 
-def host_fields(host: Capacity | None, result: ReplayResult) -> dict[str, Any]:
-    """Return the fields that `--host` adds to a row of JSON; None where a policy has no tiers."""
-    traffic, bound = result.host, host is not None and result.host is None
-    nothing = None if bound else 0
-    return {
-        "host": None if host is None else host.text,
-        "host_blocks": result.host_blocks,
-        "host_hit_tokens": None if bound else result.host_hit_tokens,
-        "written_blocks": nothing if traffic is None else traffic.written_blocks,
-        "read_blocks": nothing if traffic is None else traffic.read_blocks,
-    }
+def tier_fields(tier: str, sizes: Pools, result: ReplayResult) -> dict[str, Any]:
+    """Return the fields that the option of a tier adds to a row of JSON; None where a policy has no tiers."""
+    size, traffic = sizes.lower.get(tier), getattr(result, tier)
+    fields: dict[str, Any] = dict.fromkeys(_names(tier), None if size else 0)
+    if traffic is not None:
+        per_hit = traffic.written_blocks * result.block_tokens / max(result.hit_tokens, 1)
+        found = getattr(result, f"{tier}_hit_tokens"), traffic.written_blocks, traffic.read_blocks, round(per_hit, 4)
+        fields = dict(zip(_names(tier), found, strict=True))
+    return {tier: size and size.text, f"{tier}_blocks": getattr(result, f"{tier}_blocks"), **fields}
 
 
-def host_cells(row: Mapping[str, Any]) -> list[str]:
-    """Format the cells of HOST_COLUMNS."""
-    if row["host_hit_tokens"] is None:
-        return ["", "", ""]
-    rate = row["host_hit_tokens"] / row["input_tokens"] if row["input_tokens"] else 0.0
-    return [f"{rate:.4f}", f"{row['written_blocks']:,}", f"{row['read_blocks']:,}"]
+def tier_cells(tier: str, row: Mapping[str, Any]) -> list[str]:
+    """Format the cells of the columns of a tier."""
+    hit, written, read, per_hit = (row[name] for name in _names(tier))
+    if hit is None:
+        return [""] * len(TIERS[tier])
+    cells = [f"{hit / max(row['input_tokens'], 1):.4f}", f"{written:,}", f"{read:,}", f"{per_hit:.3f}"]
+    return cells[: len(TIERS[tier])]
+
+
+def _names(tier: str) -> list[str]:
+    """Return the names of the figures of a tier in a row of JSON; the host's were the first ones."""
+    prefix = "" if tier == "host" else f"{tier}_"
+    return [f"{tier}_hit_tokens", *(f"{prefix}{each}" for each in ("written_blocks", "read_blocks", "written_per_hit"))]

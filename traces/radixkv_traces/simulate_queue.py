@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 
 from radixkv.cache import POLICIES, Hint, PrefixCache
+from radixkv.cli.entry_point import table
 from radixkv.config import ORDERS
 from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv_traces import cli
-from radixkv_traces.cli import Capacity, positive, table
+from radixkv_traces.cli import Capacity, positive
 from radixkv_traces.simulate import Progress
 from radixkv_traces.workload import Workload
 

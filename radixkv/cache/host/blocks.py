@@ -2,7 +2,7 @@
 
 A block of the host is the image of a whole logical block: where a run starts inside a block, its first image also holds
 the tokens before it. Each image belongs to one node. A host block is free, reserved for a move that is not confirmed,
-resident, or deferred: its node is gone, but a pending load still reads it.
+resident, lent for an image that will arrive, or deferred: its node is gone, but a pending load still reads it.
 
 Moves are gathered until `drain`. They are pairs of blocks, so splitting, cutting or removing nodes does not affect the
 others.
@@ -24,23 +24,34 @@ class HostBlocks:
     ([0, 1], [(7, 0), (5, 1)], 2)
     """
 
-    __slots__ = ("deferred", "free", "moves", "num_blocks", "reading")
+    __slots__ = ("deferred", "free", "lent", "moves", "num_blocks", "reading")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.free = array("i", np.arange(num_blocks - 1, -1, -1, dtype=np.int32).tobytes())
         self.moves: dict[int, int] = {}  # host block -> the device block that is to be copied there
         self.reading: dict[int, int] = {}  # host block -> pending loads that read it
+        self.lent: set[int] = set()  # for images that will arrive from elsewhere
         self.deferred: set[int] = set()  # without a node: freed when the last load that reads them ends
 
     def reserve(self, blocks: Iterable[int]) -> array[int]:
         """Take a free block, last freed first, for the image of each of these device blocks, and plan the moves."""
         blocks = [*blocks]
-        kept = len(self.free) - len(blocks)
+        taken = self._take(len(blocks))
+        self.moves.update(zip(taken, blocks, strict=True))
+        return taken
+
+    def lend(self, count: int) -> array[int]:
+        """Take free blocks for images that will arrive."""
+        taken = self._take(count)
+        self.lent.update(taken)
+        return taken
+
+    def _take(self, count: int) -> array[int]:
+        kept = len(self.free) - count
         taken = self.free[kept:]
         del self.free[kept:]
         taken.reverse()
-        self.moves.update(zip(taken, blocks, strict=True))
         return taken
 
     def give_back(self, blocks: array[int]) -> None:

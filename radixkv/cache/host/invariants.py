@@ -48,7 +48,7 @@ def _check_child(parent: Node, first: bytes, each: Node) -> None:
 
 
 def _check_blocks(tier: HostTier, nodes: list[Node]) -> None:
-    owned = [*tier.blocks.free, *tier.blocks.deferred]
+    owned = [*tier.blocks.free, *tier.blocks.deferred, *tier.blocks.lent]
     for node in nodes:
         owned += node.blocks
     check_partition("host blocks", owned, range(tier.blocks.num_blocks))

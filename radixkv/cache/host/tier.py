@@ -129,6 +129,8 @@ class HostTier:
         blocks = min(blocks, len(node.blocks))
         room, lost = self.make_room(node, blocks, now, pressure)
         if blocks > room:
+            for call in () if node.done else self._tree.events.leaving:
+                call(node, blocks - room)
             lost += self._tree.evict_tail(node, blocks - room, now, pressure)
         if room:
             self.take(node, room, pressure)
@@ -243,6 +245,97 @@ class HostTier:
             del self.planned[node]
             self._add_leaf(node)
 
+    # ---- text that arrives from elsewhere
+
+    def places(self, path: list[Node]) -> list[tuple[bool, int]]:
+        """Return where the image of each full block of a text is: whether it is on the device, and its block there.
+
+        The text is the path from its root. It ends before a node whose moves were drained and are not confirmed.
+        """
+        size = self._tree.pool.block_size
+        found: list[tuple[bool, int]] = []
+        for node in path:
+            if node in self.drained:
+                break
+            blocks = node.blocks[: node.end // size - node.start // size]
+            if node.residence == "device":
+                found += [(True, block) for block in blocks]
+            else:
+                moves = self.blocks.moves
+                found += [(block in moves, moves.get(block, block)) for block in blocks]
+        return found
+
+    def lend(self, node: Node | None, raw: bytes, at: int, count: int, now: float) -> tuple[array[int], int]:
+        """Take up to `count` blocks for images of a text that will arrive; returns them, and the tokens evicted for it.
+
+        Bytes `raw[:at]` match on the device, and end in `node`. Other leaves are evicted, but not the run that the text
+        continues. There are no blocks for a text that branches off inside a host run.
+        """
+        above, inside = self._end_of(node, raw, at)[0::2]
+        free, lost = self.blocks.free, 0
+        if above is not None and above.residence == "host":
+            self.touch([above])  # else others evict it before the text arrives
+        while not inside and (missing := count - len(free)) > 0:
+            leaves = (self.index.at(number) for number in range(len(self.index)))
+            unread = (leaf for leaf in leaves if leaf is not above and not self.blocks.are_read(leaf.blocks))
+            if (victim := next(unread, None)) is None:
+                break
+            lost += self._evict(victim, missing, now, Pressure(count, len(free)))
+        return self.blocks.lend(0 if inside else min(count, len(free))), lost
+
+    def arrive(self, node: Node | None, raw: bytes, at: int, lent: array[int], arrived: int) -> bool:
+        """Give back lent blocks; returns whether the first `arrived` of them can be attached by `attach` instead.
+
+        These are the last full blocks of a text, whose bytes `raw[:at]` match on the device, up to `node`.
+        """
+        _, reach, inside = self._end_of(node, raw, at)
+        size = self._tree.pool.block_size
+        end = len(raw) // WIDTH
+        fits = not inside and end - arrived * size <= reach < end
+        self.blocks.lent.difference_update(lent)
+        self.blocks.give_back(lent[arrived:] if fits else lent)
+        return fits
+
+    def attach(self, node: Node, raw: bytes, at: int, images: array[int]) -> int:
+        """Make the end of a text resident, which `arrive` accepts; returns its tokens that were in no tier."""
+        tree, size = self._tree, self._tree.pool.block_size
+        above, reach, _ = self._end_of(node, raw, at)
+        assert above is not None
+        skipped = reach // size - (len(raw) // WIDTH // size - len(images))
+        self.blocks.give_back(images[:skipped])
+        if above.residence == "device" and reach < above.end:
+            above = tree.split(above, reach - above.start)
+        number, rest = tree.next_id(), raw[reach * WIDTH :]
+        owner = tree.ghosts.adopt(above.ghost_owner, reach, rest, number)
+        host = Node(number, above, reach, bytearray(rest), images[skipped:], owner, NO_CHILDREN, NO_CHILDREN)
+        host.residence = "host"
+        tree.index.touch(host)
+        host.born, host.born_at = host.tick, host.used_at
+        self.count += 1
+        if above.residence == "host":
+            self._remove_leaf(above)
+            above.children = {**above.children, rest[:WIDTH]: host}
+            tree.mark(above)
+        else:
+            above.below = {**above.below, rest[:WIDTH]: host}
+        self._add_leaf(host)
+        for call in tree.events.arrived:
+            call(host)
+        return len(rest) // WIDTH
+
+    def _end_of(self, node: Node | None, raw: bytes, at: int) -> tuple[Node | None, int, bool]:
+        """Return the last node of a text in both tiers, its length there, and whether it ends inside a host run.
+
+        Bytes `raw[:at]` match on the device, and end in `node`.
+        """
+        if node is None or at < node.end * WIDTH:
+            return node, at // WIDTH, False
+        path = self.follow(node, raw, at, pending=True)
+        if not path:
+            return node, at // WIDTH, False
+        last, count = path[-1]
+        return last, last.start + count, last.start + count < last.end
+
     # ---- the order of eviction
 
     def touch(self, path: list[Node]) -> None:
@@ -342,6 +435,9 @@ class HostTier:
 
     def _evict(self, node: Node, most: int, now: float, pressure: Pressure) -> int:
         """Evict up to `most` blocks off the tail of a leaf, and add a ghost. Returns the tokens evicted."""
+        for call in self._tree.events.leaving:
+            if self.is_resident(node):
+                call(node, min(most, len(node.blocks)))
         self.evicted_blocks += min(most, len(node.blocks))
         return self._tree.evict_tail(node, most, now, pressure)
 

@@ -10,11 +10,12 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from radixkv.cache import Explanation, Sequence
+from radixkv.disk import DiskStats
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Origin, Request, TokenIds
 from radixkv.errors import RequestCancelled
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from radixkv.telemetry.recorder import Recorder
 
 
+_DISK_STATS = tuple((each.name, f"disk.{each.name}") for each in fields(DiskStats))
 LONGEST_NAME = 128
 """The characters of a name of a request's sender."""
 _log = logging.getLogger(__name__)
@@ -143,10 +145,11 @@ class RequestRecorder(EngineObserver):
     # ---- inside
 
     def _stats(self) -> dict[str, float]:
-        core, counters = self._core, self._core.counters
+        core, counters, disk = self._core, self._core.counters, self._core.records.stats()
         self._steps = counters.steps
         return {
             **vars(counters),
+            **{sent_name: getattr(disk, name) for name, sent_name in _DISK_STATS if disk.slots},
             "prefill_tokens": counters.computed_tokens + counters.recomputed_tokens - counters.decode_tokens,
             **dict(zip(ITL_NAMES, core.token_times.histogram.counts, strict=True)),
             **core.runner.stats(),
@@ -200,6 +203,7 @@ class RequestRecorder(EngineObserver):
             miss_pressure=None if miss is None else miss.pressure,
             miss_without_state=0 if miss is None else _without_state(miss),
             host_tokens=streams[0].counts.host_hits if streams else 0,
+            disk_tokens=request.scheduling.disk_tokens,
             preempted_ms=tuple(round((at - request.submitted) * 1e3) for at in self._preempted.get(request, ())),
             **_names(request.origin),
         )

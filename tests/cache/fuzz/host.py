@@ -13,6 +13,7 @@ import numpy as np
 
 from radixkv.cache import CacheStats, WritePlan
 from radixkv.cache.types import Load
+from radixkv.disk import SCRATCH
 from radixkv.errors import InvalidInput, PrefixHeld
 from tests.cache.fuzz import inside
 from tests.cache.fuzz.options import Sizes
@@ -34,7 +35,7 @@ class HostModel:
         self.world = world
         few = world.rng.choice((1, 3, world.num_blocks, 4 * world.num_blocks))
         self.num_blocks = ROOM if world.options.ample else few
-        self.blocks = np.full((self.num_blocks, world.block_size), GARBAGE)
+        self.blocks = np.full((self.num_blocks + SCRATCH, world.block_size), GARBAGE)
         self.batch: list[tuple[int, int]] = []  # moves that ran and are not confirmed yet
         self.intact = True  # whether they may be confirmed
         self.faults = True
@@ -281,11 +282,12 @@ class HostModel:
     def assert_empty(self) -> None:
         stats = self.world.cache.stats()
         assert (stats.host_nodes, self.pending_moves()) == (0, 0)
-        assert stats.host_free_blocks == self.num_blocks - len(self.read_blocks())
+        lent = sum(len(each.blocks) for each in self.world.disk.arriving) if self.world.disk else 0
+        assert stats.host_free_blocks == self.num_blocks - len(self.read_blocks()) - lent
 
     def assert_little_is_stranded(self) -> None:
         """Check that each block of cached text has one image, and one more for each node."""
-        if self.loads:
+        if self.loads or (self.world.disk and self.world.disk.arriving):
             return
         world, size, images = self.world, self.world.block_size, set()
         for namespace, texts in world.texts.items():

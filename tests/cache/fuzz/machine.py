@@ -44,7 +44,11 @@ class Machine:
         """Run some steps, by their numbers, and end the world."""
         for number in steps:
             self.step(number)
+        if self.world.disk:
+            self.world.disk.restart()
         self.world.wind_down()
+        if self.world.disk:
+            self.world.disk.wind_down()
 
     def step(self, number: int) -> None:
         """Draw a verb, run it, and check everything."""
@@ -245,6 +249,24 @@ def run_the_copies(machine: Machine) -> None:
     machine.world.states.run_copies()
 
 
+# Steps of the disk
+
+
+def read_the_disk(machine: Machine) -> None:
+    if machine.world.disk:
+        machine.world.disk.read(machine.namespace(), machine.earlier())
+
+
+def let_a_read_arrive(machine: Machine) -> None:
+    if machine.world.disk and machine.world.disk.arriving:
+        machine.world.disk.arrive()
+
+
+def restart_the_disk(machine: Machine) -> None:
+    if machine.world.disk:
+        machine.world.disk.restart()
+
+
 # Reads
 
 
@@ -295,8 +317,11 @@ def demote(machine: Machine) -> None:
 
 
 def discard(machine: Machine) -> None:
-    said = machine.earlier()
-    machine.world.discard(machine.namespace(), said, machine.rng.randrange(len(said) + 1))
+    said, namespace = machine.earlier(), machine.namespace()
+    start = machine.rng.randrange(len(said) + 1)
+    machine.world.discard(namespace, said, start)
+    if machine.world.disk:
+        machine.world.disk.forget(namespace, said, start)
 
 
 def evict(machine: Machine) -> None:
@@ -309,10 +334,15 @@ def drain(machine: Machine) -> None:
 
 def clear(machine: Machine) -> None:
     machine.world.clear(pins=machine.rng.random() < 0.5)
+    if machine.world.disk:
+        machine.world.disk.clear()
 
 
 def clear_namespace(machine: Machine) -> None:
-    machine.world.clear_namespace(machine.namespace())
+    namespace = machine.namespace()
+    machine.world.clear_namespace(namespace)
+    if machine.world.disk:
+        machine.world.disk.forget_namespace(namespace)
 
 
 def close_all(machine: Machine) -> None:
@@ -367,6 +397,9 @@ VERBS = (
     Verb(2, run_the_moves, ("host",)),
     Verb(2, confirm_the_moves, ("host",)),
     Verb(1, run_the_copies, ("states",)),
+    Verb(12, read_the_disk, ("disk",)),
+    Verb(10, let_a_read_arrive, ("disk",)),
+    Verb(0.5, restart_the_disk, ("disk",)),
     Verb(4, ask),
     Verb(1, look_at_a_run),
     Verb(1, look_at_the_host, ("host",)),

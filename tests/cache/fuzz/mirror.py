@@ -86,6 +86,10 @@ class Events(Observer):
         self.on_host.add(host_node)
         self.check_victim(node, blocks)
 
+    def arrived(self, host_node: int, start: int, tokens: int) -> None:
+        assert host_node not in self.parents and host_node not in self.on_host and tokens > 0
+        self.on_host.add(host_node)
+
     def loaded(self, sequence: int, tokens: int) -> None:
         assert sequence in self.open
         self.counted["loaded_tokens"] += tokens

@@ -25,6 +25,7 @@ class Options:
     block_size: int = 4
     eviction: str = "lru"
     host: bool = False  # a host tier
+    disk: bool = False  # a disk below the host tier; without one it has no effect
     states: bool = False  # recurrent state
     shares: bool = False  # limits of namespaces
     aligned: bool = False  # as in a deterministic engine: hits and snapshots end on multiples of GRID
@@ -39,6 +40,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "block_size": (1, 3, 4, 16),
     "eviction": tuple(POLICIES),
     "host": (False, True),
+    "disk": (False, True),
     "states": (False, True),
     "shares": (False, True),
     "aligned": (False, True),
@@ -49,7 +51,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "audits": (False, True),
 }
 
-EXCLUSIVE: dict[tuple[str, str], str] = {}
+EXCLUSIVE: dict[tuple[str, str], str] = {("disk", "states"): "snapshots stay in memory"}
 """Pairs of options that do not combine yet, and why."""
 
 

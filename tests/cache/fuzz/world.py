@@ -1,7 +1,8 @@
 """The cache and its naive model side by side: every verb runs on both, then asserts the promises of the contract.
 
 The model is the set of published texts. Each slot holds a value that derives from the whole history of its token. The
-options of the cache have a model each: `HostModel`, `StateModel`, `ShareModel` and `Mirror`, which are None without it.
+options of the cache have a model each: `HostModel`, `DiskModel`, `StateModel`, `ShareModel` and `Mirror`, which are
+None without it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from radixkv.cache.types import Purpose
 from radixkv.errors import InvalidInput, InvalidTokens, OutOfBlocks, PlanPending, SequenceClosed, UnknownToken
 from tests.cache.freeze import freeze
 from tests.cache.fuzz import checks, lookups, plans, upkeep
+from tests.cache.fuzz.disk import DiskModel
 from tests.cache.fuzz.host import HostModel
 from tests.cache.fuzz.mirror import Events, Mirror
 from tests.cache.fuzz.options import Options, Sizes, new_cache
@@ -43,6 +45,7 @@ class World:
         self.cache = new_cache(options, self.sizes(), lambda: self.now, events)
         self.mirror = Mirror(self, events) if options.watched else None
         self.pool = Pool(num_blocks, self.block_size, self.rng)
+        self.disk = DiskModel(self) if options.disk and options.host else None
         self.texts: dict[Hashable, Texts] = {}
         self.live: list[Tracked] = []
         self.pins: list[Pinned] = []

@@ -377,6 +377,19 @@ def test_learning_counts_the_reuse_of_host_text() -> None:
     assert record.start == record.end, "the access of A took the claim of the earlier one"
 
 
+def test_text_that_is_continued_from_elsewhere_is_as_recent_as_that() -> None:
+    cache = PrefixCache(8, 4, host_blocks=8)
+    put(cache, A[:16])
+    put(cache, B)
+    run_moves(cache)
+    blocks = cache.take_host_blocks(A[:24], None, 2)
+    put(cache, list(range(300, 332)))  # offloads B, which would take the blocks of A
+    run_moves(cache)
+    assert cache.arrive(A[:24], None, blocks, 2) == 8
+    assert reach(cache, A) == (0, 24)
+    cache.check()
+
+
 def test_events_of_the_host_are_optional() -> None:
     class Deaf:
         def __getattr__(self, event: str) -> object:

@@ -10,22 +10,20 @@ import argparse
 import asyncio
 import json
 import os
-import signal
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixkv.cli.entry_point import INTERRUPTED
-from radixkv.config import ORDERS, settings_in
+from radixkv.cli.entry_point import AddCommand, add_settings
+from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
-from radixkv_traces.cli import STOP_SIGNALS, add_trace, name_of, positive, source, warn, window
+from radixkv_traces.cli import Progress, add_trace, interrupted_by_signals, name_of, positive, source, warn, window
 from radixkv_traces.formats import Request, TraceRequest, open_trace
 from radixkv_traces.live import results
-from radixkv_traces.live.display import Progress, show
+from radixkv_traces.live.display import Tally, show
 from radixkv_traces.live.player import Pace, Player, ReplayRun
-from radixkv_traces.live.requests import PlannedRequest, PromptMaker, plan_requests
+from radixkv_traces.live.requests import Outcome, PlannedRequest, PromptMaker, plan_requests
 from radixkv_traces.live.results import Figures, compared, parse_goodput, summary
 from radixkv_traces.workload import block_tokens_of, interleave
 
@@ -38,11 +36,9 @@ _ASAP_CONCURRENCY = 64
 _ABOUT = "replay a trace against a live engine, or any server with OpenAI's HTTP API"
 
 
-def add(commands: Any, common: argparse.ArgumentParser) -> None:
+def add(add_command: AddCommand) -> None:
     """Add the command to a parser's commands."""
-    parser = commands.add_parser("run", help=_ABOUT, description=f"{_ABOUT[0].upper()}{_ABOUT[1:]}.", parents=[common])
-    parser.set_defaults(module=__name__)
-    _add_options(parser)
+    _add_options(add_command("run", _ABOUT, __name__))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns 0, or 1 if a request failed, or 130 after Ctrl-C, or 128 plus the number of a signal.
     """
+    EngineConfig(**_engine_options(arguments))  # wrong settings are refused before the trace is read
     replay = Replay(
         arguments,
         _requests(arguments),
@@ -58,14 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
         None if arguments.out is None else results.folder(arguments.out, fresh=True),
     )
     status = 0
-    try:
-        asyncio.run(replay.play_until_signal())
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    except asyncio.CancelledError:
-        status = 128 + replay.signal
-    finally:
-        found = replay.written()
+    with interrupted_by_signals() as stop:
+        try:
+            asyncio.run(replay.play())
+        except KeyboardInterrupt:
+            status = stop.status
+        finally:
+            found = replay.written()
     if not replay.runs:
         return status
     print(json.dumps(found)) if arguments.json else show(found)
@@ -83,30 +79,6 @@ class Replay:
     out: Path | None
     runs: list[ReplayRun] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    signal: int = 0  # that ended the replay
-
-    async def play_until_signal(self) -> None:
-        """Do as `play`; SIGTERM and SIGHUP cancel it, and a second one ends the process."""
-        if threading.current_thread() is not threading.main_thread():
-            await self.play()
-            return
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        caught = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-
-        def stop(number: int) -> None:
-            for each in caught:
-                loop.remove_signal_handler(each)
-            self.signal = number
-            assert task is not None
-            task.cancel()
-
-        for each in caught:
-            loop.add_signal_handler(each, stop, each)
-        try:
-            await self.play()
-        finally:
-            for each in caught:
-                loop.remove_signal_handler(each)
 
     async def play(self) -> None:
         """Replay the trace against each target in turn."""
@@ -160,8 +132,14 @@ class Replay:
         prompt_maker = self._prompt_maker(target)
         todo = plan_requests(self.requests, prompt_maker, self.arguments.max_output)
         ahead, todo = todo[: self.arguments.warmup], todo[self.arguments.warmup :]
-        with Progress(target.name, len(ahead) + len(todo)) as progress:
-            player = Player(target, prompt_maker, self.pace, progress.add)
+        tally, total = Tally(), len(ahead) + len(todo)
+        with Progress(target.name) as progress:
+
+            def count(outcome: Outcome) -> None:
+                tally.add(outcome)
+                progress(tally.done, total, tally.figures())
+
+            player = Player(target, prompt_maker, self.pace, count)
             self.runs.append(player.result)
             await player.warm(ahead)
             await player.play(_from_now(todo))
@@ -210,9 +188,8 @@ def _pace(arguments: argparse.Namespace) -> Pace:
 
 
 def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that were given, for `Engine.load`; `--seed` is for token ids, not for the engine."""
-    given = settings_in(arguments).items()
-    return {name: value for name, value in given if value is not None and name != "seed"}
+    """Return the settings for `Engine.load`; `--seed` is for token ids, not for the engine."""
+    return {name: value for name, value in settings_in(arguments).items() if name != "seed"}
 
 
 def _extra_body(arguments: argparse.Namespace) -> Mapping[str, Any]:
@@ -265,16 +242,8 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="'tiny' (bundled, the default), a local folder, a GGUF file, or a hub name")
-    group.add_argument("--kv-memory", metavar="SIZE", help="memory of the KV pool, such as 512MB (default: auto)")
-    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the KV pool, instead of --kv-memory")
-    group.add_argument("--host-memory", metavar="SIZE", help="host memory for KV that leaves the pool (default: none)")
-    group.add_argument("--block-size", type=int, metavar="N", help="tokens of a block of the pool (default: 16)")
-    group.add_argument("--eviction", metavar="POLICY", help="eviction policy (default: lru)")
-    group.add_argument("--max-sequences", type=int, metavar="N", help="most requests that run at once (default: 64)")
-    group.add_argument("--order", choices=ORDERS, help="order of waiting requests (default: fcfs)")
-    group.add_argument("--attention", help="torch, triton or auto")
-    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: auto)")
-    group.add_argument("--dtype", help="float32, bfloat16, ... (default: auto)")
+    add_settings(group, "kv_memory", "num_blocks", "host_memory", "block_size", "eviction", "max_sequences", "order")
+    add_settings(group, "attention", "device", "dtype")
     group.add_argument("--compare", choices=("off",), help="off: replay again with the prefix cache off, and compare")
 
 

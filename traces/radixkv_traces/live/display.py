@@ -1,21 +1,17 @@
-"""The screen of `radixkv-replay run`: progress on stderr while it runs, tables on stdout at its end."""
+"""The figures of `radixkv-replay run`: a line of progress while it runs, tables on stdout at its end."""
 
 from __future__ import annotations
 
-import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from statistics import median
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-import rich.progress
-from rich.console import Console
-from rich.table import Table
-
+from radixkv.cli.entry_point import table
 from radixkv_traces.live.requests import TOO_LONG, Outcome
 from radixkv_traces.live.results import Figures
 
-_REDRAW_INTERVAL = 0.2  # seconds between two drawings
-_LINE_INTERVAL = 10.0  # seconds between two lines in a file
 _ROWS = {
     "requests": "requests",
     "finished": "answered",
@@ -40,113 +36,71 @@ _TIMES = {
 }
 
 
-class Progress:
-    """A line on stderr with the progress of a replay; a new line every ten seconds if stderr is not a terminal."""
+@dataclass
+class Tally:
+    """Counts the finished requests of a replay, for its line of progress."""
 
-    def __init__(self, name: str, total: int) -> None:
-        """`name` is the target, `total` the number of requests."""
-        console = Console(stderr=True)
-        self._bar = rich.progress.Progress(
-            rich.progress.BarColumn(20),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._console = console
-        self._name = name
-        self._total = total
-        self._task = self._bar.add_task(f"{name}: the first request", total=total)
-        self._drawn = 0.0 if console.is_terminal else time.monotonic()
-        self._done = self._failed = self._prompt = self._cached = 0
-        self._ttfts: list[float] = []
+    done: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=100))
 
     def add(self, outcome: Outcome) -> None:
         """Count one more finished request."""
-        self._done += 1
-        self._failed += outcome.error not in (None, TOO_LONG)
+        self.done += 1
+        self.failed += outcome.error not in (None, TOO_LONG)
         if outcome.answer is not None:
-            self._prompt += outcome.answer.prompt_tokens or 0
-            self._cached += outcome.answer.cached_tokens or 0
+            self.prompt_tokens += outcome.answer.prompt_tokens or 0
+            self.cached_tokens += outcome.answer.cached_tokens or 0
         if outcome.ttft is not None:
-            self._ttfts = [*self._ttfts[-99:], outcome.ttft]
-        now = time.monotonic()
-        if now - self._drawn < (_REDRAW_INTERVAL if self._console.is_terminal else _LINE_INTERVAL):
-            return
-        self._drawn = now
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=self._done, description=self._line())
-        else:
-            self._console.print(f"{self._done:,} of {self._total:,} requests · {self._line()}", highlight=False)
+            self.ttfts.append(outcome.ttft)
 
-    def __enter__(self) -> Self:
-        """Begin to draw."""
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Restore the terminal."""
-        self._bar.stop()
-
-    def _line(self) -> str:
-        parts = [self._name]
-        if self._prompt:
-            parts.append(f"{self._cached / self._prompt:.1%} hit")
-        if self._ttfts:
-            parts.append(f"TTFT {median(self._ttfts) * 1e3:.0f} ms")
-        if self._failed:
-            parts.append(f"{self._failed:,} failed")
-        return " · ".join(parts)
+    def figures(self) -> Iterator[str]:
+        """Yield the hit rate, the median TTFT of the newest requests, and the failures, if there are any."""
+        if self.prompt_tokens:
+            yield f"{self.cached_tokens / self.prompt_tokens:.1%} hit"
+        if self.ttfts:
+            yield f"TTFT {median(self.ttfts) * 1e3:.0f} ms"
+        if self.failed:
+            yield f"{self.failed:,} failed"
 
 
 def show(found: Figures) -> None:
-    """Print the figures as two tables, a column for each run."""
-    console = Console(highlight=False)
+    """Print the figures as two tables: counts with a column for each run, and latencies."""
     runs = found["runs"]
     if not all(figures["whole"] for figures in runs.values()):
-        console.print("[bold]Stopped early[/]: these are the figures so far.")
+        print("Stopped early: these are the figures so far.")
     for name, figures in runs.items():
         if figures["requests"] and figures["too_long"] == figures["requests"]:
-            console.print(f"Every request was too long for {name}: --shrink makes recorded blocks shorter.")
-    console.print(_counts(runs))
+            print(f"Every request was too long for {name}: --shrink makes recorded blocks shorter.")
+    print(_counts(runs))
     if any(figures[key] is not None for figures in runs.values() for key in _TIMES):
-        console.print(_latencies(runs))
+        print(_latencies(runs))
     for name, figures in runs.items():
         for error, count in figures["errors"].items():
-            console.print(f"{count:,} x {error}", markup=False)
+            print(f"{count:,} x {error}")
         if figures["goodput"] is not None:
-            console.print(_goodput(name, figures["goodput"]))
+            print(_goodput(name, figures["goodput"]))
     if "cache_is_worth" in found:
-        console.print(_cache_value(found["cache_is_worth"]))
+        print(_cache_value(found["cache_is_worth"]))
 
 
-def _counts(runs: dict[str, Figures]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=len(runs) > 1)
-    table.add_column("")
-    for name in runs:
-        table.add_column(name, justify="right")
-    for key, label in _ROWS.items():
-        values = [figures[key] for figures in runs.values()]
-        if any(values) or key in ("requests", "hit_rate"):
-            table.add_row(label, *(_number(key, value) for value in values))
-    return table
+def _counts(runs: dict[str, Figures]) -> str:
+    shown = [key for key in _ROWS if key in ("requests", "hit_rate") or any(run[key] for run in runs.values())]
+    rows = [[_ROWS[key], *(_number(key, figures[key]) for figures in runs.values())] for key in shown]
+    head, *rest = rows if len(runs) == 1 else [["", *runs], *rows]
+    return table(head, rest)
 
 
-def _latencies(runs: dict[str, Figures]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("ms")
-    for name in ("mean", "median", "p90", "p99"):
-        table.add_column(name, justify="right")
-    for run, figures in runs.items():
-        for key, label in _TIMES.items():
-            if figures[key] is not None:
-                shown = label if len(runs) == 1 else f"{label}, {run}"
-                table.add_row(shown, *(f"{value:,.1f}" for value in figures[key].values()))
-    return table
+def _latencies(runs: dict[str, Figures]) -> str:
+    rows = [
+        [label if len(runs) == 1 else f"{label}, {run}", *(f"{value:,.1f}" for value in figures[key].values())]
+        for run, figures in runs.items()
+        for key, label in _TIMES.items()
+        if figures[key] is not None
+    ]
+    return table(("ms", "mean", "median", "p90", "p99"), rows)
 
 
 def _goodput(name: str, goodput: Figures) -> str:

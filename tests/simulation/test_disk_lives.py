@@ -1,0 +1,35 @@
+"""Simulated lives of an engine with a disk: 15 in `make test`, more in `make test-all`.
+
+`python -m tests.simulation --disk --seed N --verbose` replays one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.draw import draw, with_host, with_limits
+from tests.simulation.scenario import Scenario
+from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
+
+SIGHTS = ("disk_tokens", "host_tokens", "cancelled: waiting", "preemptions", "failed_writes")
+
+
+def life(seed: int) -> Scenario:
+    scenario = draw(seed)
+    scenario = with_host(with_limits(scenario) if seed % 4 == 3 else scenario)
+    return replace(scenario, disk=scenario.reuse, overlap=seed % 3 == 2)
+
+
+def test_every_request_of_some_lives_ends_as_it_must() -> None:
+    seen = live(list(range(15)), life)
+    assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(15, LIVES, SHARD))
+def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
+    live(
+        [*range(first, min(first + SHARD, LIVES)), *(range(FRESH, FRESH + 100) if FRESH and first == 15 else ())], life
+    )
