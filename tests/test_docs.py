@@ -18,6 +18,7 @@ import radixkv_traces.cli
 from radixkv import AsyncEngine, Engine
 from radixkv.serve import Settings
 from radixkv.serve.server import Server, address, bind
+from tests.disk.stored import let_any_disk_do
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -86,6 +87,7 @@ def test_python_snippets_run(
     They run in this process, so that torch and transformers are imported once for all pages.
     """
     monkeypatch.chdir(tmp_path)
+    let_any_disk_do(monkeypatch)
     code = "\n".join(snippets(page, "python"))
     with tutorial_server(monkeypatch) if page.name == "server.md" else nullcontext():
         exec(compile(code, str(page), "exec"), {"__name__": "__main__"})

@@ -14,7 +14,7 @@ from tests import ratchets
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "triton", "numpy", "rich", "jinja2", "tokenizers", "safetensors")
 
-WALK = {"functions": 218, "files": 31, "returns": 95}
+WALK = {"functions": 218, "files": 31, "returns": 92}
 """How much of the product one request of one token may visit: `python -m tests.walk` prints it."""
 
 MOST = {
@@ -66,15 +66,6 @@ def test_the_files_of_a_model_are_checked_without_torch() -> None:
 def test_importing_the_cache_imports_numpy_and_sortedcontainers_only() -> None:
     ours = imported_by("import radixkv.cache") - imported_by("pass") - set(sys.stdlib_module_names)
     assert ours == {"radixkv", "numpy", "sortedcontainers"}
-
-
-def test_former_names_of_modules_warn() -> None:
-    for name, function in (("kv_shapes", "kv_shape"), ("kv_size", "parse_size")):
-        sys.modules.pop(f"radixkv.{name}", None)  # its doctests import it
-        with pytest.warns(DeprecationWarning, match=rf"radixkv\.sizing\.{name}"):
-            former = importlib.import_module(f"radixkv.{name}")
-        assert getattr(former, function) is getattr(importlib.import_module(f"radixkv.sizing.{name}"), function)
-        del sys.modules[former.__name__]
 
 
 def test_the_public_names_of_the_cache() -> None:

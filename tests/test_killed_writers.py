@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -24,15 +25,17 @@ import pytest
 
 from radixkv import private_files
 from radixkv.chat import saved
+from radixkv.disk import records, slabs, store
 from radixkv.engine.observers import trace_writer
 from radixkv.errors import InvalidInput
 from radixkv.telemetry import recording
 from radixkv.telemetry.protocol import Bye, Delta, Hello, encode
 from radixkv.telemetry.records import Changes
 from radixkv_traces import formats
+from tests.disk import stored
 from tests.telemetry.wire import FACTS, node
 
-WRITERS = {module.__file__ for module in (private_files, saved, recording, trace_writer)}
+WRITERS = {module.__file__ for module in (private_files, saved, recording, trace_writer, records, slabs, store)}
 DELTAS = [Delta(Changes(float(at), nodes=(node(at),)), seq=at) for at in range(1, 4)]
 MODEL, VOCABULARY = "tiny", 100
 LINES, BYTES = (1, 1) if os.environ.get("RADIXKV_LONG") == "1" else (8, 26)  # from one death to the next
@@ -88,17 +91,17 @@ def killed_at_byte(size: int) -> Callable[[], None]:
     return setting
 
 
-def every_death(write: Callable[[], object], check: Callable[[], object], size: int) -> None:
+def every_death(write: Callable[[], object], check: Callable[[], object], size: int, rarer: int = 1) -> None:
     """Kill `write` at its lines, then at the bytes of a file of `size`, and check the files each time."""
-    for line in range(0, 10_000, LINES):
+    for line in range(0, 10_000, LINES * rarer):
         if not lives(write, killed_at_line(line)):
             break
         check()
     assert line > 20  # it was killed at many places, and has lived at last
-    for at in range(0, size, BYTES):
+    for at in range(0, size, BYTES * 20 * rarer):
         assert lives(write, killed_at_byte(at)) == signal.SIGXFSZ
         check()
-    assert lives(write, killed_at_byte(size + 10_000)) == 0
+    assert lives(write, killed_at_byte(size + 100_000)) == 0
 
 
 def strays(folder: Path) -> None:
@@ -231,3 +234,35 @@ def test_a_save_that_was_cut_is_refused(tmp_path: Path) -> None:
             saved.read(path, MODEL, VOCABULARY)
     path.write_bytes(whole)
     assert saved.read(path, MODEL, VOCABULARY).token_ids[0] == 7
+
+
+def test_a_disk_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that writes, evicts and deletes leaves a folder in which all that is found is right."""
+    monkeypatch.setattr(store, "LEAST_FREE", 0)
+    monkeypatch.setattr(store, "LEAST_SHARE", 0.0)
+    folder, found = tmp_path / "folder", set[tuple[int, ...]]()
+
+    def begin() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        stored.write(folder, [1, 2])
+
+    def write() -> None:
+        with stored.opened(folder, slots=14) as opened:
+            opened.offer(stored.run(3, 6))
+            opened.offer(stored.run(4, 6))  # evicts
+            assert opened.settle(stored.WAIT)
+            opened.drop(b"n", stored.blocks(1, 3))
+
+    def check() -> None:
+        with stored.opened(folder, slots=14) as opened:
+            found.add(tuple(stored.arrived(opened, text) for text in (1, 2, 3, 4)))
+            opened.offer(stored.run(5, 6))
+            assert opened.settle(stored.WAIT)
+            assert stored.arrived(opened, 5) == 6
+            assert not opened.stats().failed_writes
+        begin()
+
+    begin()
+    every_death(write, check, 32_000, rarer=10)
+    assert len(found) > 3

@@ -22,7 +22,9 @@ print(time.process_time() - time.thread_time() - before)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="threads never spin on one core")
-@pytest.mark.parametrize(("setting", "spins"), [({}, False), ({"OMP_WAIT_POLICY": "active"}, True)])
+@pytest.mark.parametrize(
+    ("setting", "spins"), [({}, False), pytest.param({"OMP_WAIT_POLICY": "active"}, True, marks=pytest.mark.long)]
+)
 def test_a_waiting_thread_sleeps_unless_the_user_decides_otherwise(setting: dict[str, str], spins: bool) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     command = [sys.executable, "-c", _WAITS]

@@ -23,11 +23,9 @@ from typing import Any, NamedTuple
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: on a GPU, another backend runs
 
-from transformers import AutoTokenizer
-
 import radixkv
 import radixkv_kernels
-from radixkv import Engine, SamplingParams, model_path
+from radixkv import Engine, SamplingParams
 
 PACKAGES = tuple(str(Path(each.__path__[0])) + os.sep for each in (radixkv, radixkv_kernels))
 PROMPT = "Hello there, my name is Nora and I live in Oslo. What is my name? " * 3
@@ -83,9 +81,7 @@ def walk() -> Walk:
     """Generate a token, and return the functions that this called."""
     found = Walk()
     threading.setprofile(found.profile)
-    # Neither the layers of a model nor its tokenizer are the engine's: transformers' own do not count.
-    tokenizer = AutoTokenizer.from_pretrained(model_path.find("tiny"))
-    with Engine.load("tiny", tokenizer=tokenizer, monitor=False, num_blocks=256, model_code="transformers") as engine:
+    with Engine.load("tiny", monitor=False, num_blocks=256) as engine:
         params = SamplingParams(temperature=0, max_tokens=1)
         engine.generate([PROMPT], params)
         gc.disable()  # a finalizer is a function, too

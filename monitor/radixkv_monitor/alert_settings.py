@@ -49,9 +49,9 @@ class Thresholds:
 DEFAULTS = Thresholds()
 """The thresholds of a monitor without a file of its own."""
 
-UNCONDITIONAL = ("crashed", "differing", "host", "silent", "stale")
-"""The reasons of a verdict that have no threshold: the engine crashed, audited blocks differ, transfers to or from the
-host failed, the engine sends nothing, or it cannot be reached.
+UNCONDITIONAL = ("crashed", "differing", "disk", "host", "silent", "stale")
+"""The reasons of a verdict that have no threshold: the engine crashed, audited blocks differ, the disk cache had
+faults, transfers to or from the host failed, the engine sends nothing, or it cannot be reached.
 """
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from radixkv import private_files
 from radixkv.errors import InvalidInput
@@ -159,20 +157,6 @@ def watch(feed: Feed, settings: AlertSettings, fail_on: Level | None, *, as_json
         return None
     finally:
         feed.close()
-
-
-def exit_on_signals() -> None:
-    """End the process on SIGTERM and SIGHUP with 128 plus their number, also as the first process of a container.
-
-    A signal that was ignored at the start, as under nohup, stays ignored.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _leave)
-
-
-def _leave(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _report(sentence: str) -> None:

@@ -260,15 +260,16 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _watch(arguments: argparse.Namespace) -> int:
     """Print the changes of the verdict's level until a signal comes, or until the level reaches --fail-on."""
-    from radixkv_monitor.alerts import exit_on_signals, watch
+    from radixkv.cli.entry_point import exit_on_signals
+    from radixkv_monitor.alerts import watch
     from radixkv_monitor.replay import FileFeed
 
     settings = _alert_settings(arguments)
     feed = choose_feed(arguments)
     if isinstance(feed, FileFeed):
         return _failed(f"{feed.title} is a recording: --watch goes with a running engine", MISUSED)
-    exit_on_signals()
-    last = watch(feed, settings, arguments.fail_on, as_json=arguments.json)
+    with exit_on_signals():
+        last = watch(feed, settings, arguments.fail_on, as_json=arguments.json)
     if last is None:
         return _failed(feed.status.sentence, FAILED)
     return _status_of(arguments.fail_on, last.level, last.reasons)

@@ -1,7 +1,8 @@
 """A demo without an engine: a made-up workload over the real prefix cache, reported as an engine reports.
 
 Tokens are made up and nothing is computed. The real cache makes hits, sharing, evictions and misses. A step
-takes a fixed time and more for each token, so requests that find less in the cache take longer.
+takes a fixed time and more for each token, so requests that find less in the cache take longer. With a host tier,
+blocks that leave the pool are offloaded, and loaded when a prompt needs them again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import count
@@ -37,6 +38,10 @@ from radixkv_monitor.live import HZ
 
 STEP_SECONDS, TOKENS_PER_SECOND = 0.025, 4000.0
 """The seconds of a step, and the rate at which its tokens add to them."""
+LOADED_PER_SECOND = 20 * TOKENS_PER_SECOND
+"""Tokens that are loaded per second of a step."""
+LEAST_BLOCKS = 2
+"""A shorter run is computed, as in an engine."""
 MAX_SEQUENCES, MAX_BATCH_TOKENS, CHUNK = 32, 1024, 512
 PIN_SECONDS = 300.0
 """The seconds that an agent's system prompt stays pinned after it was computed."""
@@ -101,8 +106,16 @@ class DemoSource:
     The same seed gives the same changes, however often `step` is called. A minute takes about 0.4 s of one core.
     """
 
-    def __init__(self, seed: int = 7, *, num_blocks: int = 2304, sessions: int = 40, started: float = 0.0) -> None:
-        """Start at `started` (seconds since 1970) with an empty cache."""
+    def __init__(
+        self,
+        seed: int = 7,
+        *,
+        num_blocks: int = 2304,
+        host_blocks: int = 0,
+        sessions: int = 40,
+        started: float = 0.0,
+    ) -> None:
+        """Start at `started` (seconds since 1970) with an empty cache, and a host tier if it has `host_blocks`."""
         self.facts = EngineFacts(
             engine=f"demo-{seed}",
             pid=os.getpid(),
@@ -120,28 +133,27 @@ class DemoSource:
             max_sequences=MAX_SEQUENCES,
             max_batch_tokens=MAX_BATCH_TOKENS,
             prefill_chunk=CHUNK,
+            host_blocks=host_blocks,
         )
         self._now = started
         self._recorder = Recorder(clock=lambda: self._now)
-        self._cache = self._new_cache()
+        self._cache = PrefixCache(num_blocks, self.facts.block_size, clock=lambda: self._now, host_blocks=host_blocks)
         self._recorder.attach(self._cache)
         self._workload = Workload(seed, sessions, started)
         self._waiting: deque[DemoRequest] = deque()
         self._running: list[DemoRequest] = []
         self._batch: list[tuple[DemoRequest, int]] = []
+        self._loads: dict[DemoRequest, int] = {}  # tokens to load in this step
         self._takes, self._ends = 0.0, started
         self._pins: dict[bytes, Pin] = {}
         self._counts = dict.fromkeys(
             ("finished", "prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens", "recomputed_tokens"), 0
         )
         self._counts |= dict.fromkeys(("steps", "preemptions", "step_tokens", "cancelled", "failed", "timed_out"), 0)
-        self._counts |= dict.fromkeys(("prefill_tokens", "decode_tokens", *ITL_NAMES), 0)
+        self._counts |= dict.fromkeys(("prefill_tokens", "decode_tokens", "host_tokens", *ITL_NAMES), 0)
         self._step_seconds = 0.0
         self._requests = 0
         self._sessions: dict[int, SessionRecord] = {}
-
-    def _new_cache(self) -> PrefixCache:
-        return PrefixCache(self.facts.num_blocks, self.facts.block_size, clock=lambda: self._now)
 
     def step(self, now: float) -> Changes:
         """Advance to `now`, by at most a minute."""
@@ -174,6 +186,11 @@ class DemoSource:
             "process_cpu_seconds": self._step_seconds + IDLE_CPU * (self._now - self.facts.started),
             "process_rss_bytes": MODEL_BYTES + used_blocks * self.facts.bytes_per_block,
         }
+        if self.facts.host_blocks:
+            gauges |= {
+                "load_seconds_per_token": 1 / LOADED_PER_SECOND,
+                "prefill_seconds_per_token": 1 / TOKENS_PER_SECOND,
+            }
         return {name: float(value) for name, value in (self._counts | gauges).items()}
 
     # ---- the simulated step
@@ -192,29 +209,38 @@ class DemoSource:
             self._run(batch)
 
     def _schedule(self) -> None:
-        """Start a step: decoding requests first, then prompts while there is room."""
-        room = MAX_BATCH_TOKENS
-        for request in sorted(self._computing(), key=lambda each: each.prefills):
+        """Start a step: loads, then decoding requests, then prompts while there is room."""
+        found = ((request, self._loadable(request)) for request in self._running if request.prefills)
+        least = LEAST_BLOCKS * self.facts.block_size
+        self._loads = {request: tokens for request, tokens in found if tokens >= least}
+        self._batch, room = [*self._loads.items()], MAX_BATCH_TOKENS
+        computing = (request for request in self._running if request not in self._loads)
+        for request in sorted(computing, key=lambda each: each.prefills):
             wanted = len(request.prompt) - request.computed if request.prefills else len(request.answers)
             tokens = min(wanted, CHUNK, room)
             if tokens:
                 self._batch.append((request, tokens))
                 room -= tokens
         self._takes = STEP_SECONDS + (MAX_BATCH_TOKENS - room) / TOKENS_PER_SECOND
+        self._takes += sum(self._loads.values()) / LOADED_PER_SECOND
         self._ends = self._now + self._takes
 
-    def _computing(self) -> Iterable[DemoRequest]:
-        """Return the requests that may compute in this step."""
-        return self._running
+    def _loadable(self, request: DemoRequest) -> int:
+        """Count the tokens of the prompt, except its last, that could be loaded now."""
+        return request.sequences[0].loadable(request.prompt[request.computed : -1])
 
     def _run(self, batch: list[tuple[DemoRequest, int]]) -> None:
-        """End a step: commit its tokens."""
+        """End a step: offload the blocks that left the pool since the last one, and load or commit its tokens."""
+        self._cache.moves()
+        self._cache.moves_done()
         self._counts["steps"] += 1
         self._step_seconds += self._takes
         for request, tokens in batch:
             if request not in self._running:
                 continue  # an earlier request of the batch preempted it
-            if request.prefills:
+            if request in self._loads:
+                self._load(request, tokens)
+            elif request.prefills:
                 self._prefill(request, tokens)
             else:
                 self._decode(request)
@@ -288,6 +314,33 @@ class DemoSource:
             miss_pressure=why.pressure,
         )
         self._count_session(request, prompt_tokens=len(request.prompt), cached_tokens=sequence.length)
+
+    def _load(self, request: DemoRequest, count: int) -> None:
+        """Load tokens of a prompt, unless they were evicted from the host since they were scheduled."""
+        sequence = request.sequences[0]
+        tokens = request.prompt[request.computed : request.computed + count]
+        while self._loadable(request) >= count:
+            try:
+                sequence.load(tokens)
+            except OutOfBlocks:
+                if self._preempt_newest() is request:
+                    return
+            else:
+                sequence.commit()
+                self._count_loaded(request, count)
+                return
+
+    def _count_loaded(self, request: DemoRequest, count: int) -> None:
+        request.computed += count
+        gained = max(0, request.computed - request.reached)
+        request.reached += gained
+        self._counts["step_tokens"] += count
+        self._counts["host_tokens"] += count
+        self._counts["cached_tokens"] += gained
+        if gained:  # a preempted request also loads tokens that it had computed
+            cached, host = request.record.cached_tokens + gained, request.record.host_tokens + gained
+            self._publish(request, cached_tokens=cached, host_tokens=host)
+            self._count_session(request, cached_tokens=gained)
 
     def _prefill(self, request: DemoRequest, tokens: int) -> None:
         chunk = request.prompt[request.computed : request.computed + tokens]

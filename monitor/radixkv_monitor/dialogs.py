@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from textual.app import ComposeResult
 from textual.await_complete import AwaitComplete
@@ -27,6 +27,8 @@ from radixkv_monitor.print_once import to_text
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.views import VIEWS, View
+
+Result = TypeVar("Result")
 
 WORDS = (
     ("free", "blocks without content"),
@@ -68,39 +70,49 @@ WORDS = (
 """The meaning of the words on the screens."""
 
 
-class TextScreen(ModalScreen[None]):
-    """A text to read, in a box that scrolls."""
+class TextDialog(ModalScreen[Result]):
+    """A text in a box that scrolls, and keys that close it with a result."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,enter", "close", "Close"),
         Binding("down,j", "scroll(1)", "down", show=False),
         Binding("up,k", "scroll(-1)", "up", show=False),
     ]
 
-    def action_close(self) -> None:
-        """Return to the view."""
-        self.dismiss()
+    def text(self) -> Content:
+        """Return the text."""
+        raise NotImplementedError
+
+    def compose(self) -> ComposeResult:
+        """Lay out the text."""
+        with VerticalScroll(id="dialog"):
+            yield Static(self.text(), markup=False)
+
+    def action_answer(self, answer: Result | None = None) -> None:
+        """Close with this result."""
+        self.dismiss(answer)
 
     def action_scroll(self, lines: int) -> None:
         """Scroll by `lines`."""
         self.query_one("#dialog").scroll_relative(y=lines, animate=False)
 
 
+class TextScreen(TextDialog[None]):
+    """A text to read."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "answer", "Close")]
+
+
 class HelpScreen(TextScreen):
     """Show all keys, and the words that the screens use."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "close", "Close")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "answer", "Close")]
 
     def __init__(self, sections: Sequence[tuple[str, Iterable[Binding]]]) -> None:
         super().__init__()
         self._sections = sections
 
-    def compose(self) -> ComposeResult:
-        """Lay out one long text in a box that scrolls."""
-        with VerticalScroll(id="dialog"):
-            yield Static(self._text(), markup=False)
-
-    def _text(self) -> Content:
+    def text(self) -> Content:
+        """List the keys by section, then the words."""
         parts = [
             Content.styled("radixkv-monitor", "bold $primary"),
             Content("  shows a running engine. Only an engine with monitor='rw' executes commands.\n"),
@@ -113,72 +125,52 @@ class HelpScreen(TextScreen):
         return Content("").join(parts)
 
 
-class ExportScreen(ModalScreen[str | None]):
+class ExportScreen(TextDialog[str]):
     """Ask for a format; the result is "json", "csv", "svg" or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j", "choose('json')", "JSON"),
-        Binding("c", "choose('csv')", "CSV"),
-        Binding("s", "choose('svg')", "SVG"),
-        Binding("escape,q,e", "choose('')", "Cancel"),
+        Binding("j", "answer('json')", "JSON"),
+        Binding("c", "answer('csv')", "CSV"),
+        Binding("s", "answer('svg')", "SVG"),
+        Binding("escape,q,e", "answer", "Cancel"),
     ]
 
-    def compose(self) -> ComposeResult:
-        """Lay out the question."""
-        with VerticalScroll(id="dialog"):
-            yield Static(self._text(), markup=False)
-
-    def action_choose(self, kind: str) -> None:
-        """Close with this answer."""
-        self.dismiss(kind or None)
-
-    def _text(self) -> Content:
-        lines = (
-            ("j", "[@click=screen.choose('json')]JSON: the rows of this view[/]"),
-            ("c", "[@click=screen.choose('csv')]CSV: the rows of this view[/]"),
-            ("s", "[@click=screen.choose('svg')]SVG: a picture of the screen[/]"),
-            ("esc", "[@click=screen.choose('')]cancel[/]"),
-        )
-        parts = [Content.styled("Write a file into the current folder\n\n", "bold")]
-        parts += [
-            Content.assemble((f"{key:>5}  ", "bold $accent"), Content.from_markup(text), "\n") for key, text in lines
+    def text(self) -> Content:
+        """Ask the question, and list the answers."""
+        parts = [
+            Content.styled("Write a file into the current folder\n\n", "bold"),
+            _answer("j", "answer('json')", "JSON: the rows of this view"),
+            _answer("c", "answer('csv')", "CSV: the rows of this view"),
+            _answer("s", "answer('svg')", "SVG: a picture of the screen"),
+            _answer("esc", "answer()", "cancel"),
         ]
         return Content("").join(parts)
 
 
-class ConfirmScreen(ModalScreen[bool]):
+class ConfirmScreen(TextDialog[bool]):
     """Ask for the confirmation of a command, with its consequences; every key but `y` declines."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes"),
         Binding("n,escape,q,enter", "answer(False)", "No"),
-        Binding("down,j", "scroll(1)", "down", show=False),
-        Binding("up,k", "scroll(-1)", "up", show=False),
     ]
 
     def __init__(self, title: str, consequences: Sequence[str]) -> None:
         super().__init__()
         self._question, self._consequences = title, consequences
 
-    def compose(self) -> ComposeResult:
-        """Lay out the question."""
-        with VerticalScroll(id="dialog"):
-            yield Static(self._text(), markup=False)
-
-    def action_answer(self, answer: bool) -> None:
-        """Close with this answer."""
-        self.dismiss(answer)
-
-    def action_scroll(self, lines: int) -> None:
-        """Scroll by `lines`."""
-        self.query_one("#dialog").scroll_relative(y=lines, animate=False)
-
-    def _text(self) -> Content:
+    def text(self) -> Content:
+        """Ask the question, and list the consequences and the answers."""
         parts = [Content.styled(f"{self._question}\n\n", "bold $error")]
         parts += [Content(f"{each}\n") for each in self._consequences if each]
-        for key, text in (("y", "[@click=screen.answer(True)]yes[/]"), ("n esc", "[@click=screen.answer(False)]no[/]")):
-            parts.append(Content.assemble((f"\n{key:>5}  ", "bold $accent"), Content.from_markup(text)))
-        return Content("").join(parts)
+        parts += [Content("\n"), _answer("y", "answer(True)", "yes"), _answer("n esc", "answer(False)", "no")]
+        return Content("").join(parts).rstrip()
+
+
+def _answer(key: str, action: str, text: str) -> Content:
+    """Write a key and its answer, which can be clicked too."""
+    link = Content.from_markup(f"[@click=screen.{action}]{text}[/]\n")
+    return Content.assemble((f"{key:>5}  ", "bold $accent"), link)
 
 
 NAMES = {

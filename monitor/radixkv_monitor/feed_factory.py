@@ -52,15 +52,9 @@ def feed_of_found(found: FoundEngine) -> SocketFeed:
 
 def demo(host_blocks: int = 0) -> ThreadFeed:
     """Return the feed of the demo's engine. The workload is imported here, since only the demo needs it."""
-
-    def source() -> DemoSource:
-        started = time.time() - DEMO_PAST
-        return HostDemoSource(host_blocks=host_blocks, started=started) if host_blocks else DemoSource(started=started)
-
     from radixkv_monitor.demo import DemoFeed, DemoSource
-    from radixkv_monitor.demo_host import HostDemoSource
 
-    return DemoFeed(source)
+    return DemoFeed(lambda: DemoSource(host_blocks=host_blocks, started=time.time() - DEMO_PAST))
 
 
 def describe(found: FoundEngine, now: float) -> str:

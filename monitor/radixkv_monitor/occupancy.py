@@ -1,13 +1,15 @@
-"""Count what an engine occupies: the blocks of its pool, recurrent states, the host tier, and its process."""
+"""Count what an engine occupies: the blocks of its pool, recurrent states, the host tier, the disk, and its process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from radixkv_monitor.formatting import share
+from radixkv_monitor.formatting import plural, share, size
 from radixkv_monitor.history import MINUTE, LastMinute, grown, of_one_engine, per_second, sampled
 from radixkv_monitor.state import Sample, State
+
+_FAULTS = ("disk.failed_reads", "disk.failed_writes", "disk.damaged_records", "disk.abandoned_reads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,25 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class Disk:
+    """The disk cache. `blocks` counts the blocks on disk of all that fit there, and `bytes` is the size of all.
+
+    `read_bytes_per_second` is measured by the engine. `faults` counts failed and late reads, failed writes and damaged
+    records since load, and `faults_minute` the faults of the last minute.
+    """
+
+    blocks: Part
+    bytes: int
+    read_bytes_per_second: int
+    faults: int
+    faults_minute: int
+
+    def __str__(self) -> str:
+        speed = f"read at {self.read_bytes_per_second / 1e6:,.0f} MB/s"
+        return f"{self.blocks.counts} blocks, {size(self.bytes)}, {speed}, {plural(self.faults, 'fault')}"
+
+
+@dataclass(frozen=True, slots=True)
 class Process:
     """The process of the engine: the mean share of a core over the last `cpu_window` seconds, at most ten, and bytes.
 
@@ -179,4 +200,21 @@ def host_of(state: State, history: Sequence[Sample], moment: Sequence[Sample], m
         loaded_per_second=per_second(state, moment, "cache.loaded_tokens"),
         evicted_blocks=total("cache.host_evicted_blocks"),
         failed_minute=round(sum(failed)),
+    )
+
+
+def disk_of(state: State, history: Sequence[Sample]) -> Disk | None:
+    """Count the blocks of the disk cache, and its faults; None for an engine without one.
+
+    `history` are the samples of sums over a minute.
+    """
+    stats, slots = state.stats, int(state.stats.get("disk.slots", 0))
+    if not slots:
+        return None
+    return Disk(
+        blocks=Part(stats.get("disk.records", 0.0), slots),
+        bytes=slots * state.facts.bytes_per_block,
+        read_bytes_per_second=int(stats.get("disk.read_bytes_per_s", 0)),
+        faults=int(sum(stats.get(name, 0) for name in _FAULTS)),
+        faults_minute=round(sum(grown(history, name, state.now, MINUTE) for name in _FAULTS)),
     )

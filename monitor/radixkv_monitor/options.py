@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from radixkv.telemetry.discovery import is_loopback
+from radixkv.server_settings import is_loopback
 
 OK, FAILED, MISUSED, THRESHOLD, DAMAGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 

@@ -144,6 +144,8 @@ def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
         lines.insert(place, f"states      {summary.states}, {count(summary.states.copies)} copies between slots")
     if summary.host is not None:
         lines[place:place] = [f"host        {summary.host}", f"prompts     {summary.host.sources}"]
+    if summary.disk is not None:
+        lines.insert(place + 2 * (summary.host is not None), f"disk        {summary.disk}")
     return "\n".join(lines)
 
 

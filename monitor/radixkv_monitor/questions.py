@@ -196,14 +196,9 @@ class ControlledView(View):
         """Return the question for a command to the selected item; None without one. Raises ImpossibleError."""
         raise NotImplementedError
 
-    @property
-    def controlled_state(self) -> State | None:
-        """The state that is on screen."""
-        raise NotImplementedError
-
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Hide the keys of commands while none is offered."""
-        return can_control(self.controlled_state) if action == "control" else super().check_action(action, parameters)
+        return can_control(self._state) if action == "control" else super().check_action(action, parameters)
 
     def action_control(self, verb: str) -> None:
         """Ask the app to confirm a command, or show the reason why it is not possible."""

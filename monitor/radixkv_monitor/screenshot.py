@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from rich.cells import cell_len
@@ -136,16 +137,9 @@ def _grounds(runs: Sequence[StyledRun], common: str) -> Iterator[str]:
 
 def _one_ground(runs: Sequence[StyledRun]) -> Iterator[StyledRun]:
     """Yield the runs, with neighbours on the same background joined."""
-    pending: StyledRun | None = None
-    for run in runs:
-        if pending is not None and pending.y == run.y and pending.style.ground == run.style.ground:
-            pending = StyledRun(pending.x, run.y, pending.cells + run.cells, "", pending.style)
-        else:
-            if pending is not None:
-                yield pending
-            pending = run
-    if pending is not None:
-        yield pending
+    for (y, _), joined in groupby(runs, key=lambda run: (run.y, run.style.ground)):
+        first, *others = joined
+        yield StyledRun(first.x, y, first.cells + sum(run.cells for run in others), "", first.style)
 
 
 def _rectangle(key: tuple[int, int, str], first: int, last: int) -> str:

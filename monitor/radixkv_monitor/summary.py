@@ -10,6 +10,7 @@ from typing import Any, Literal
 from radixkv.telemetry.protocol import CRASHED
 from radixkv.telemetry.records import RequestRecord
 from radixkv_monitor import history as counters
+from radixkv_monitor import occupancy
 from radixkv_monitor.alert_settings import DEFAULTS, Thresholds
 from radixkv_monitor.formatting import clock, count, duration, plural, share
 from radixkv_monitor.history import (
@@ -22,7 +23,7 @@ from radixkv_monitor.history import (
     samples_since_start,
 )
 from radixkv_monitor.latency import Percentiles, latencies, time_text
-from radixkv_monitor.occupancy import Host, Part, Pool, Process, States, host_of, pool, process_of, states
+from radixkv_monitor.occupancy import Disk, Host, Part, Pool, Process, States
 from radixkv_monitor.state import Sample, State
 
 Level = Literal["good", "idle", "warn", "bad"]
@@ -40,13 +41,14 @@ class Summary:
     until a second was sampled; the times of prefill and decode are also None if an older engine does not count them.
     `missed_tokens` are the computed prompt tokens of the last minute's requests by the reason of the miss, most first.
     `failed` requests exclude the `timed_out` ones, and `waiting` requests the `preempted` ones. `states` is None for a
-    model without recurrent state, `host` for an engine without a host tier, and `itl` and `process` for an older
-    engine.
+    model without recurrent state, `host` and `disk` for an engine without that tier, and `itl` and `process` for
+    an older engine.
     """
 
     pool: Pool
     states: States | None
     host: Host | None
+    disk: Disk | None
     hit_minute: Part
     hit_run: Part
     hit_lifetime: Part
@@ -106,10 +108,11 @@ class Summary:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON, with a `share` next to each part and whole, and without absent fields."""
         plain = asdict(self)
-        if self.host is None:
-            del plain["host"]
-        else:
-            plain["host"]["blocks"]["share"] = self.host.blocks.share
+        for name, tier in (("host", self.host), ("disk", self.disk)):
+            if tier is None:
+                del plain[name]
+            else:
+                plain[name]["blocks"]["share"] = tier.blocks.share
         for name in ("ttft", "ttft_hit", "ttft_miss", "queue_time", "itl", "e2e"):
             times = getattr(self, name)
             plain[name] = None if times is None else times.as_dict()
@@ -164,9 +167,10 @@ def summarise(state: State) -> Summary:
     preempted = sum(each.phase == "preempted" for each in state.live.values())
     seconds, steps, tokens = (_recent(history, name, now) for name in ("step_seconds", "steps", "step_tokens"))
     return Summary(
-        pool=pool(stats, state.facts.num_blocks),
-        states=states(stats),
-        host=host_of(state, history, moment, minute),
+        pool=occupancy.pool(stats, state.facts.num_blocks),
+        states=occupancy.states(stats),
+        host=occupancy.host_of(state, history, moment, minute),
+        disk=occupancy.disk_of(state, history),
         hit_minute=Part(minute.cached_tokens, minute.prompt_tokens),
         hit_run=Part(_since(state.baseline, stats, "cached_tokens"), _since(state.baseline, stats, "prompt_tokens")),
         hit_lifetime=Part(total("cached_tokens"), total("prompt_tokens")),
@@ -210,7 +214,7 @@ def summarise(state: State) -> Summary:
         telemetry_share=_of_life(state, "monitor_ns") / 1e9 if telemetry is None else telemetry / 1e9,
         watched=minute.watched,
         covered=minute.covered,
-        process=process_of(state),
+        process=occupancy.process_of(state),
         missed_tokens=missed_tokens((*state.ended.values(), *state.live.values()), now),
     )
 
@@ -315,6 +319,8 @@ def _warnings(summary: Summary, thresholds: Thresholds, until: str) -> Iterable[
     if summary.host is not None and summary.host.failed_minute:
         failed = plural(summary.host.failed_minute, "transfer")
         yield Reason("host", "warn", f"{failed} to or from the host failed in {minute}")
+    if summary.disk is not None and summary.disk.faults_minute:
+        yield Reason("disk", "warn", f"{plural(summary.disk.faults_minute, 'fault')} of the disk cache in {minute}")
     held = Part(summary.pool.active + summary.pool.pinned, summary.pool.total)
     if thresholds.held is not None and held.whole and (held.share or 0) >= thresholds.held:
         yield Reason("held", "warn", f"{held} of the pool is held")

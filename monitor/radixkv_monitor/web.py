@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from radixkv.telemetry.discovery import is_loopback
+from radixkv.server_settings import is_loopback
 
 if TYPE_CHECKING:
     from aiohttp import web

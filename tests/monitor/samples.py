@@ -26,6 +26,14 @@ HOST = {
     "host_tokens": 1600.0,
 }
 """Gauges and counters of an engine with a host tier of HOST_BLOCKS blocks."""
+DISK = {
+    "disk.slots": 2000.0,
+    "disk.records": 500.0,
+    "disk.read_bytes_per_s": 1.25e9,
+    "disk.failed_reads": 1.0,
+    "disk.damaged_records": 2.0,
+}
+"""Gauges and counters of an engine with a disk cache."""
 
 
 def request(**values: Any) -> RequestRecord:

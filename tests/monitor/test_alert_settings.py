@@ -103,7 +103,7 @@ def test_a_path_starts_at_the_file_or_at_home(monkeypatch: pytest.MonkeyPatch) -
         ("[notify]\nignore = 'held'", ("notify.ignore = 'held' is not a list of these names: held, regret",)),
         (
             "[notify]\nignore = ['held', 'x']",
-            ("is not a list of these names", "crashed, differing, host, silent, stale"),
+            ("is not a list of these names", "crashed, differing, disk, host, silent, stale"),
         ),
         ("[notify]\nignore = [[1]]", ("is not a list of these names",)),
         ("[notify]\nsound = true", ("the key notify.sound is unknown; allowed are bell, osc9, log, after, ignore",)),

@@ -248,7 +248,7 @@ def test_help_names_every_key(size: tuple[int, int]) -> None:
     async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
         await pilot.press("question_mark")
         assert isinstance(app.screen, HelpScreen)
-        text = str(app.screen._text())
+        text = str(app.screen.text())
         for key in ("space", "[", "]", "{", "}", "<", ">", "?", "b", "r", "e", "m", "q", "regret", "1", "6"):
             assert f" {key}  " in text
         dialog = app.screen.query_one("#dialog")

@@ -155,6 +155,7 @@ ABSENCES: dict[str, Change] = {
 }
 
 
+@pytest.mark.long
 def test_keys_are_neither_shown_nor_active_unless_the_present_can_be_changed() -> None:
     async def script(pilot: Pilot[None], app: MonitorApp, feed: ControlledFeed) -> None:
         await select(app, pilot, 2)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.records import ITL_NAMES, PREEMPTIONS
 from radixkv_monitor.demo import DemoSource
-from radixkv_monitor.demo_host import HostDemoSource
 
 BEGAN = 1_790_000_000.0  # a float of this size resolves a quarter of a microsecond
 
@@ -17,8 +14,8 @@ BEGAN = 1_790_000_000.0  # a float of this size resolves a quarter of a microsec
 def played(
     seed: int, seconds: int, every: float = 1.0, num_blocks: int = 1024, sessions: int = 30, host_blocks: int = 0
 ) -> Mirror:
-    make = partial(HostDemoSource, host_blocks=host_blocks) if host_blocks else DemoSource
-    source, mirror = make(seed, num_blocks=num_blocks, sessions=sessions, started=BEGAN), Mirror()
+    sizes = {"num_blocks": num_blocks, "host_blocks": host_blocks}
+    source, mirror = DemoSource(seed, **sizes, sessions=sessions, started=BEGAN), Mirror()
     for tick in range(1, int(seconds / every) + 1):
         mirror.apply(source.step(BEGAN + tick * every))
         source._cache.check()

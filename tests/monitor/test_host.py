@@ -17,19 +17,22 @@ from radixkv.telemetry.records import NodeRecord, RequestRecord
 from radixkv_monitor import detail, tree_branch
 from radixkv_monitor.block_map import CACHED, FREE, PINNED, BlockMap
 from radixkv_monitor.block_modes import Blocks
+from radixkv_monitor.formatting import size
 from radixkv_monitor.print_once import to_dict, to_text
 from radixkv_monitor.state import Sample, State
 from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.views import HostBlockSelected, NodeSelected, Selection, View
+from radixkv_monitor.views.overview import OverviewView
 from radixkv_monitor.views.pool import PoolView
+from radixkv_monitor.views.requests import miss_sentence
 from radixkv_monitor.views.tree import TreeView
 from radixkv_monitor.widgets import heat_map
 from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.heat_map import GUTTER
 from tests.monitor.fake_feed import FACTS
 from tests.monitor.random_cache import STEPS, RandomCache
-from tests.monitor.samples import HOST, HOST_BLOCKS, node, request
+from tests.monitor.samples import DISK, HOST, HOST_BLOCKS, node, request
 from tests.monitor.view_host import hosted, screen, state
 
 both_sizes = pytest.mark.parametrize(
@@ -260,3 +263,31 @@ def test_failed_transfers_are_a_warning() -> None:
     shown = engine({**STATS, "failed_loads": 1.0, "failed_offloads": 2.0})
     judged = verdict(shown, summarise(shown))
     assert judged.level == "warn" and judged.sentence.startswith("3 transfers to or from the host failed in the last")
+
+
+def test_a_disk_is_one_line_and_its_faults_are_a_warning() -> None:
+    shown = engine({**STATS, **DISK})
+    line = f"500/2,000 blocks, {size(2000 * FACTS.bytes_per_block)}, read at 1,250 MB/s, 3 faults"
+    assert to_text(shown).splitlines()[5] == f"disk        {line}"
+    disk = to_dict(shown)["summary"]["disk"]
+    assert (disk["blocks"], disk["faults_minute"]) == ({"part": 500.0, "whole": 2000, "share": 0.25}, 3)
+    judged = verdict(shown, summarise(shown))
+    assert judged.level == "warn" and judged.sentence.startswith("3 faults of the disk cache in the last")
+    assert any(row.startswith("disk ") and line in row for row in overview(shown))
+    assert "disk" not in to_dict(engine())["summary"] and not any("disk" in row for row in overview(engine()))
+
+
+def overview(shown: State) -> list[str]:
+    rows: list[str] = []
+
+    async def script(pilot: Pilot[None]) -> None:
+        await pilot.pause()
+        rows.extend(row.strip() for row in screen(pilot.app))
+
+    hosted(OverviewView(), shown, script, (120, 30))
+    return rows
+
+
+def test_a_request_names_the_tokens_that_were_read_from_disk() -> None:
+    text = miss_sentence(replace(REQUEST, disk_tokens=16))
+    assert "60 of 100 prompt tokens (60%) were cached, 16 of them on the host. 16 were read from disk." in text

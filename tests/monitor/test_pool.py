@@ -82,7 +82,7 @@ def small_cells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 def test_few_blocks_grow_to_fill_the_map() -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
-        heat = view.map
+        heat = view.pane.map
         rows = -(-64 // heat.columns)
         tall = heat.tall
         assert tall > 1 and heat.virtual_size.height == tall * rows <= heat.size.height
@@ -100,6 +100,15 @@ def test_few_blocks_grow_to_fill_the_map() -> None:
     run(script, small(), (160, 48))
 
 
+@pytest.mark.parametrize(("name", "shows"), [("auto", False), ("int8", True)])
+def test_the_headline_names_a_format_of_kv(name: str, shows: bool) -> None:
+    async def script(pilot: Pilot[None], view: PoolView) -> None:
+        assert (f" · {name}" in screen(pilot.app)[0]) == shows
+
+    shown = small()
+    run(script, replace(shown, facts=replace(shown.facts, kv_dtype=name)))
+
+
 @both_sizes
 def test_states_are_on_screen_with_signs_and_counts(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
@@ -107,7 +116,7 @@ def test_states_are_on_screen_with_signs_and_counts(size: tuple[int, int]) -> No
         assert "64 blocks" in lines[0] and "by state" in lines[0] and "(fits)" in lines[0]
         for part in ("free 54", "cached 4", "active 3", "private 1", "pinned 2"):
             assert part in text(view, ".legend")
-        cells = "".join(line[GUTTER : GUTTER + view.map.columns] for line in lines[2:4])
+        cells = "".join(line[GUTTER : GUTTER + view.pane.map.columns] for line in lines[2:4])
         assert cells[:10] == "░░░░····▓▓" and cells[20] == "▓" and cells[30] == "▒" and cells[50:52] == "██"
 
     run(script, small(), size)
@@ -150,11 +159,11 @@ def test_c_and_s_go_through_the_modes(size: tuple[int, int]) -> None:
 
 def test_a_click_chooses_a_block_and_a_second_one_shows_its_node() -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
-        await pilot.click(view.map, offset=(GUTTER + 9, 0))
+        await pilot.click(view.pane.map, offset=(GUTTER + 9, 0))
         assert view.block == 9 and "active" in description(view)
-        await pilot.click(view.map, offset=(GUTTER + 9, 0))
-        await pilot.click(view.map, offset=(2, 0))
-        await pilot.click(view.map, offset=(GUTTER + 5, 9))
+        await pilot.click(view.pane.map, offset=(GUTTER + 9, 0))
+        await pilot.click(view.pane.map, offset=(2, 0))
+        await pilot.click(view.pane.map, offset=(GUTTER + 5, 9))
         assert view.block == 9
 
     selections = run(script, small())
@@ -166,12 +175,12 @@ def test_what_others_select_is_lit_and_found() -> None:
         view.select(Selection(node=3, block=20))
         await pilot.pause()
         assert view.block == 20 and "node 3 is highlighted" in text(view, ".headline")
-        assert np.flatnonzero(view.map._shown & 0x40).tolist() == [8, 9, 20]
+        assert np.flatnonzero(view.pane.map._shown & 0x40).tolist() == [8, 9, 20]
         view.select(Selection(node=4, block=20))
         await pilot.pause()
         assert view.block == 50, "the node was selected after the block"
         view.select(Selection(node=99))
-        assert not (view.map._shown & 0x40).any()
+        assert not (view.pane.map._shown & 0x40).any()
 
     run(script, small())
 
@@ -204,7 +213,7 @@ def test_token_spans_and_owners_of_a_block() -> None:
 
 def test_halves_show_two_cells_in_one_sign_and_the_cursor_and_lit_cells_stand_out() -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
-        heat = view.map
+        heat = view.pane.map
         heat.set_zoom(1, False)
         width = heat.columns
         cells = np.zeros(2 * width, np.uint8)
@@ -220,7 +229,7 @@ def test_halves_show_two_cells_in_one_sign_and_the_cursor_and_lit_cells_stand_ou
 
 def cells_of(view: PoolView) -> str:
     """Return the characters of the map, in reading order."""
-    room, columns = view.map.region, view.map.columns
+    room, columns = view.pane.map.region, view.pane.map.columns
     lines = screen(view.app)[room.y : room.bottom]
     return "".join(f"{line[GUTTER : GUTTER + columns]:<{columns}}" for line in lines).rstrip()
 
@@ -234,11 +243,11 @@ def test_a_cell_of_several_blocks_shows_the_sign_of_most_of_them(
         monkeypatch.setenv("NO_COLOR", "1")
 
     async def script(pilot: Pilot[None], view: PoolView) -> None:
-        per = view.map.per
+        per = view.pane.map.per
         assert per > 1 and "majority" in text(view, ".headline")
         assert ("■" in text(view, ".legend")) is not no_colour, "the legend shows what the cells show"
-        signs = "".join(meaning.shade.sign for meaning in MODES[0].legend(view.blocks))
-        states = view.blocks.map.states().tolist()
+        signs = "".join(meaning.shade.sign for meaning in MODES[0].legend(view.pane.blocks))
+        states = view.pane.blocks.map.states().tolist()
         groups = [states[first : first + per] for first in range(0, len(states), per)]
         expected = [signs[max(range(len(signs)), key=lambda s, g=group: (g.count(s), s))] for group in groups]
         if no_colour:

@@ -192,6 +192,7 @@ def test_the_page_asks_for_nothing_and_has_a_picture_of_every_view() -> None:
     assert [label.split(":")[0] for label in labels] == [each.title for each in VIEWS]
 
 
+@pytest.mark.long
 def test_the_light_pictures_have_nothing_of_the_dark_theme() -> None:
     """A view, shown or hidden while the theme changes, looks as in an app that began with the theme."""
     _, light = asyncio.run(all_views(Moment(), SCREEN))

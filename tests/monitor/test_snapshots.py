@@ -36,7 +36,7 @@ from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS
 from scripts.draw_monitor import FOLDER, PICTURES, RECORDING, Moment, draw
 from scripts.record_demo import BEGAN, SECONDS, frames
-from tests.monitor.samples import HOST, STATES
+from tests.monitor.samples import DISK, HOST, STATES
 from tests.selection import mostly_long
 
 DREW = {"textual": "8.2.8", "rich": "15.0.0"}
@@ -151,6 +151,16 @@ def test_a_view_of_an_engine_with_a_host_tier(looks: Looks, name: str, size: tup
     assert feed.latest is not None
     feed._shown = on_host(feed.latest)
     looks(watching(name, feed), size)
+
+
+@pictured
+@SIZES
+def test_an_engine_with_a_disk(looks: Looks, size: tuple[int, int]) -> None:
+    feed = Moment()
+    assert feed.latest is not None
+    shown = on_host(feed.latest)
+    feed._shown = replace(shown, stats={**shown.stats, **DISK})
+    looks(watching("overview", feed), size)
 
 
 def on_host(shown: State) -> State:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from radixkv.errors import EngineNotFound, UnsafeFolder
+from radixkv.server_settings import is_loopback
 from radixkv.telemetry import socket_paths
-from radixkv.telemetry.discovery import FoundEngine, advertise, connect, engines, is_loopback, tcp_address
+from radixkv.telemetry.discovery import FoundEngine, advertise, connect, engines, tcp_address
 from radixkv.telemetry.protocol import Attach, Decoder
 from radixkv.telemetry.socket_paths import claim, is_listening, own_folder, process_start, release
 from tests.telemetry.served import runtime_folder

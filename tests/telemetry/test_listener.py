@@ -96,7 +96,8 @@ def test_a_removed_folder_is_made_again_and_clients_stay(rounds):
         engine.change(node(1))
         old = Reader(publisher.path)
         old.until_current(engine)
-        shutil.rmtree(publisher.path.parent)
+        folder = publisher.path.parent
+        shutil.rmtree(folder.rename(folder.with_name("removed")))  # at once: it is made again meanwhile
         turned(publisher, lambda: found_at(publisher))
         fresh = Reader(publisher.path)
         engine.change(node(2))

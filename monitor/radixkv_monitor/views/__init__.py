@@ -106,6 +106,8 @@ class View(Widget, can_focus=False):
 
     thresholds: Thresholds = DEFAULTS
     """Those of the verdict. The app sets them before the first state."""
+    _state: State | None = None
+    """The state that is on screen."""
 
     def update(self, state: State) -> None:
         """Draw this state. Called on the app's thread while the view is on screen, at most five times a second."""

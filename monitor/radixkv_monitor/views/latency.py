@@ -53,7 +53,6 @@ class LatencyView(View, can_focus=True):
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
         self.window: float | None = WINDOWS[0]
-        self._state: State | None = None
         self._found: Mapping[str, Distribution] = {}
 
     def compose(self) -> ComposeResult:

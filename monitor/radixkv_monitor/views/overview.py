@@ -13,7 +13,7 @@ from textual.containers import Grid
 from radixkv_monitor import history as counters
 from radixkv_monitor import theme
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
-from radixkv_monitor.occupancy import Host, Part, States
+from radixkv_monitor.occupancy import Disk, Host, Part, States
 from radixkv_monitor.state import State
 from radixkv_monitor.summary import Summary, summarise, verdict
 from radixkv_monitor.views import Table, View
@@ -23,7 +23,7 @@ from radixkv_monitor.widgets.panel import Panel, stacked
 SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
 POOL = (("active", theme.ACTIVE), ("pinned", theme.PINNED), ("cached", theme.CACHED), ("free", theme.FREE))
 GAUGE = 10
-"""Cells of a bar of used rows, snapshots or host blocks."""
+"""Cells of a bar of used rows, snapshots, or blocks of a tier."""
 SOURCES = (
     ("from_device", "device", theme.CACHED),
     ("from_host", "host", theme.HOST),
@@ -47,6 +47,7 @@ class OverviewView(View):
     #cards { grid-size: 2 3; grid-gutter: 0 3; height: 1fr; }
     OverviewView.-states { #pool-bar { height: 4; } }
     OverviewView.-host { #pool-bar { height: 5; } }
+    OverviewView.-disk { #pool-bar { height: 6; } }
     OverviewView.-wide {
         #cards { grid-size: 3 2; grid-gutter: 1 4; }
         #verdict { margin: 1 0; }
@@ -54,6 +55,7 @@ class OverviewView(View):
     }
     OverviewView.-wide.-states { #pool-bar { height: 6; } }
     OverviewView.-wide.-host { #pool-bar { height: 7; } }
+    OverviewView.-wide.-disk { #pool-bar { height: 8; } }
     OverviewView.-low {
         #cards { grid-size: 1 6; grid-gutter: 0 0; }
         #verdict { margin: 0; max-height: 1; }
@@ -64,7 +66,6 @@ class OverviewView(View):
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._state: State | None = None
         self._summary: Summary | None = None
 
     def compose(self) -> ComposeResult:
@@ -100,6 +101,7 @@ class OverviewView(View):
             return
         self._make_room("-states", self._summary.states is not None)
         self._make_room("-host", self._summary.host is not None)
+        self._make_room("-disk", self._summary.disk is not None)
         self._draw_verdict(self._state, self._summary)
         self._panel("facts").show([Text(facts_line(self._state), self._panel("facts").style_of("dim"), no_wrap=True)])
         self._panel("pool-bar").show(self._pool(self._panel("pool-bar"), self._state, self._summary))
@@ -115,7 +117,7 @@ class OverviewView(View):
         return self.query_one(f"#{name}", Panel)
 
     def _make_room(self, name: str, needed: bool) -> None:
-        """Give the pool more lines if the model has recurrent state, or the engine a host tier."""
+        """Give the pool more lines if the model has recurrent state, or the engine a lower tier."""
         if self.has_class(name) != needed:
             self.set_class(needed, name)
             self.call_after_refresh(self._draw)
@@ -144,6 +146,7 @@ class OverviewView(View):
         below = [legend]
         below += [] if summary.states is None else [states_line(panel, summary.states)]
         below += [] if summary.host is None else host_lines(panel, summary.host, rate_window(summary))
+        below += [] if summary.disk is None else [disk_line(panel, summary.disk)]
         return [panel.title("Pool", aside), *([bar] * max(1, panel.size.height - 1 - len(below))), *below]
 
 
@@ -181,6 +184,13 @@ def host_lines(panel: Panel, host: Host, window: str) -> list[Text]:
     used.append(next((form for form in forms if len(form) <= room), f" {host.blocks}"), strong)
     used.append_text(moved)
     return [used, _sources_line(panel, host)]
+
+
+def disk_line(panel: Panel, disk: Disk) -> Text:
+    """Draw the used blocks of the disk as a short bar, with its numbers."""
+    line = Text("disk    ", panel.style_of("title"), no_wrap=True, overflow="ellipsis")
+    line.append_text(_gauge(disk.blocks, theme.CACHED, panel.app.current_theme.dark))
+    return line.append(f" {disk}", panel.style_of("strong"))
 
 
 def _sources_line(panel: Panel, host: Host) -> Text:

@@ -18,7 +18,7 @@ from textual.widgets import Static
 
 from radixkv_monitor import detail, theme
 from radixkv_monitor.block_map import is_node
-from radixkv_monitor.block_modes import HOST_LEGEND, MODES, STATE_NAMES, Blocks, ColourMode, LegendEntry, host_mode
+from radixkv_monitor.block_modes import HOST_LEGEND, MODES, STATE_NAMES, ColourMode, LegendEntry, host_mode
 from radixkv_monitor.formatting import share, size
 from radixkv_monitor.occupancy import states
 from radixkv_monitor.state import State
@@ -28,22 +28,15 @@ from radixkv_monitor.views import (
     HostBlockSelected,
     NodeSelected,
     Selection,
-    SlicedWork,
     Table,
-    View,
 )
 from radixkv_monitor.widgets.block_pane import BlockPane
-from radixkv_monitor.widgets.detail_pane import DETAIL_KEYS, DetailPane, Headline
-from radixkv_monitor.widgets.heat_map import HeatMap
+from radixkv_monitor.widgets.detail_pane import DETAIL_KEYS, DetailPane, DetailView, Headline
 
-WIDE, LOW = 120, 14
-"""The width from which the description is at the right of the map, and the height from which there is room for it
-below.
-"""
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
-class PoolView(View):
+class PoolView(DetailView):
     """The block maps. O(blocks) an update, in numpy; only lines that differ are drawn.
 
     The keys act on the map that has the focus.
@@ -83,8 +76,6 @@ class PoolView(View):
         self.mode = 0
         self._node: int | None = None
         self._wanted: Selection | None = None  # what to show after loading
-        self._state: State | None = None
-        self._loading = SlicedWork(self)
         self._legend: tuple[object, ...] = ()
 
     def compose(self) -> ComposeResult:
@@ -104,39 +95,14 @@ class PoolView(View):
         return self.host if self.host.is_mounted and self.host.map.has_focus else self.device
 
     @property
-    def map(self) -> HeatMap:
-        """The cells of the pane that the keys act on."""
-        return self.pane.map
-
-    @property
-    def blocks(self) -> Blocks:
-        """The blocks of the pane that the keys act on."""
-        return self.pane.blocks
-
-    @property
     def block(self) -> int:
         """The first block of the cell under the cursor of the pane that the keys act on."""
         return self.pane.block
-
-    @property
-    def zoom_level(self) -> int:
-        """The zoom of the pane that the keys act on, an index in its `zoom_levels`."""
-        return self.pane.zoom_level
 
     def on_mount(self) -> None:
         """Draw a state that arrived before the widget was mounted."""
         if self._state is not None:
             self.update(self._state)
-
-    def on_resize(self, event: events.Resize) -> None:
-        """Move the description to where there is room, or hide it."""
-        self.set_class(event.size.width >= WIDE, "-wide")
-        self.set_class(event.size.width < WIDE and event.size.height < LOW, "-low")
-
-    @property
-    def is_loading(self) -> bool:
-        """Return whether a large tree is read in slices now."""
-        return self._loading.is_running
 
     def take_focus(self) -> None:
         """Focus the map that has the selected node."""
@@ -187,9 +153,11 @@ class PoolView(View):
         legend = self.device.show(mode, self._node)
         counts = self.device.counts(len(legend))
         tier = "Device: " if state.facts.host_blocks else ""
+        stored = "" if state.facts.kv_dtype == "auto" else f" · {state.facts.kv_dtype}"
         marked = "" if self._node is None else f" · node {self._node} is highlighted"
         self._show_headline(
-            "device", f"{tier}{_use(self.device, counts[0])}{_states_text(state)} · {_scale(self.device, mode)}{marked}"
+            "device",
+            f"{tier}{_use(self.device, counts[0])}{stored}{_states_text(state)} · {_scale(self.device, mode)}{marked}",
         )
         if state.facts.host_blocks:
             counts += self._draw_host(state)
@@ -309,10 +277,6 @@ class PoolView(View):
     def action_run(self, by: int) -> None:
         """Move to the next or previous block with another owner."""
         self.pane.go_to_run(by)
-
-    def action_scroll_detail(self, lines: int) -> None:
-        """Scroll the description."""
-        self.query_one(DetailPane).scroll_relative(y=lines, animate=False)
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Describe the block under the cursor of the map that has the focus now."""

@@ -202,11 +202,6 @@ class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the 
         """Return the number of the selected request."""
         return selection.request
 
-    @property
-    def controlled_state(self) -> State | None:
-        """The state that is on screen."""
-        return self._state
-
     def question(self, verb: str) -> Question | None:
         """Return the question for cancelling the request under the cursor."""
         state = self._state
@@ -337,6 +332,8 @@ def miss_sentence(request: RequestRecord) -> str:
     head = f"{cached:,} of {plural(asked, 'prompt token')} ({share(cached, asked)}) were cached."
     if request.host_tokens:
         head = f"{head.removesuffix('.')}, {request.host_tokens:,} of them on the host."
+    if request.disk_tokens:
+        head += f" {request.disk_tokens:,} were read from disk."
     return f"{head} {_rest(request)}".rstrip()
 
 

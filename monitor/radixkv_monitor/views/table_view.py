@@ -55,7 +55,6 @@ class TableView(FilteredView, Generic[Row]):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._order = 0
-        self._state: State | None = None
         self._all: Sequence[Row] = ()
         self._words: Sequence[str] = ()  # of the filter
         self._detail_text = Content("")  # of the row under the cursor

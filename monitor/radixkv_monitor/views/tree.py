@@ -7,7 +7,7 @@ from functools import partial
 from itertools import islice
 from typing import ClassVar
 
-from textual import events, on
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
@@ -28,11 +28,10 @@ from radixkv_monitor.views import (
     HostBlockSelected,
     NodeSelected,
     Selection,
-    SlicedWork,
     Table,
     focus_now,
 )
-from radixkv_monitor.widgets.detail_pane import DETAIL_KEYS, DetailPane, Headline
+from radixkv_monitor.widgets.detail_pane import DETAIL_KEYS, DetailPane, DetailView, Headline
 from radixkv_monitor.widgets.flat_tree import FlatTree
 from radixkv_monitor.widgets.tree_row import RowContext
 
@@ -40,16 +39,12 @@ MIN_INTERVALS = ((1000, 0.39), (LARGE, 0.95))
 """From this many nodes on, a tree is drawn at most once in this many seconds."""
 OLD_SORTS = {"hits": "ended-here"}
 """Former names of orders, which `--sort` still takes."""
-WIDE = 120
-"""The width from which the description is at the right of the tree, not below it."""
-LOW = 14
-"""The height from which there is room for it below."""
 
 ASK = {"pin": questions.pin, "unpin": questions.unpin, "demote": questions.demote, "clear": questions.clear}
 """The questions for commands to a node, by their verbs."""
 
 
-class TreeView(ControlledView, FilteredView):
+class TreeView(DetailView, ControlledView, FilteredView):
     """The radix tree. O(changes) an update, and O(rows) if rows moved."""
 
     DEFAULT_CSS = """
@@ -81,8 +76,6 @@ class TreeView(ControlledView, FilteredView):
         self.rows = TreeRows()
         self.is_following = False
         self._sessions = SessionTracker()
-        self._state: State | None = None
-        self._loading = SlicedWork(self)
         self._wanted: int | None = None  # the node to show after loading
         self._filter: NodeFilter | None = None
         self._filter_error = ""
@@ -105,16 +98,6 @@ class TreeView(ControlledView, FilteredView):
         state, self._state = self._state, None
         if state is not None:
             self.update(state)
-
-    def on_resize(self, event: events.Resize) -> None:
-        """Move the description to where there is room, or hide it."""
-        self.set_class(event.size.width >= WIDE, "-wide")
-        self.set_class(event.size.width < WIDE and event.size.height < LOW, "-low")
-
-    @property
-    def is_loading(self) -> bool:
-        """Return whether a large tree is read in slices now."""
-        return self._loading.is_running
 
     def take_focus(self) -> None:
         """Focus the tree."""
@@ -240,11 +223,6 @@ class TreeView(ControlledView, FilteredView):
 
     # ---- commands
 
-    @property
-    def controlled_state(self) -> State | None:
-        """The state that is on screen."""
-        return self._state
-
     def question(self, verb: str) -> Question | None:
         """Return the question for a command to the node under the cursor."""
         branch = self.lines.cursor
@@ -271,10 +249,6 @@ class TreeView(ControlledView, FilteredView):
         found = self.rows.next_match(at, by)
         if found is not None:
             self.lines.go_to(self.rows.rows[found].number, by_hand=True)
-
-    def action_scroll_detail(self, lines: int) -> None:
-        """Scroll the description."""
-        self.query_one(DetailPane).scroll_relative(y=lines, animate=False)
 
     def action_follow(self) -> None:
         """Keep the most recently used path in view, or stop following it."""

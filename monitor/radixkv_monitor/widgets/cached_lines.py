@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from rich.style import Style
+from textual.binding import Binding
 from textual.geometry import Region
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
@@ -18,6 +19,8 @@ from radixkv_monitor.theme import Shade
 Key = TypeVar("Key", bound=Hashable)
 
 MOST_STRIPS = 2048
+LAST = 1 << 62
+"""A place after all lines."""
 
 
 class CachedLines(ScrollView, Generic[Key], can_focus=True):
@@ -139,3 +142,36 @@ class CachedLines(ScrollView, Generic[Key], can_focus=True):
             known = self.base_style + Style.parse(look) + colours
             self._styles[ink, paper, look] = known
         return known
+
+
+CURSOR_KEYS = (
+    Binding("up,k", "move(-1)", "up", show=False),
+    Binding("down,j", "move(1)", "down", show=False),
+    Binding("pageup", "page(-1)", "page up", show=False),
+    Binding("pagedown", "page(1)", "page down", show=False),
+    Binding("home", "edge(0)", "first", show=False),
+    Binding("end", "edge(-1)", "last", show=False),
+)
+"""The keys of lines with a cursor."""
+
+
+class CursorLines(CachedLines[Key]):
+    """Lines with a cursor, `at`, that CURSOR_KEYS move."""
+
+    at = 0
+
+    def move_to(self, place: int) -> None:
+        """Move the cursor to this line, or to the nearest one."""
+        raise NotImplementedError
+
+    def action_move(self, by: int) -> None:
+        """Move the cursor by `by` lines."""
+        self.move_to(self.at + by)
+
+    def action_page(self, by: int) -> None:
+        """Move the cursor by `by` screens."""
+        self.move_to(self.at + by * max(1, self.body - 1))
+
+    def action_edge(self, place: int) -> None:
+        """Move the cursor to the first (0) or the last (-1) line."""
+        self.move_to(LAST if place else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 
 from rich.cells import cell_len
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
@@ -12,6 +13,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from radixkv_monitor.detail import Detail
+from radixkv_monitor.views import SlicedWork, View
 
 SHORT = 24
 """The longest fact that shares a line with others, in characters."""
@@ -21,6 +23,10 @@ TALL = 20
 """The screen's height from which a headline may take more than a line."""
 MOST_LINES = 3
 """The most lines of a headline."""
+WIDE, LOW = 120, 14
+"""The width from which the description is at the right, and the height from which there is room for it below."""
+
+
 DETAIL_KEYS = (
     Binding("J,shift+down", "scroll_detail(1)", "Scroll the description", show=False),
     Binding("K,shift+up", "scroll_detail(-1)", "Scroll it back", show=False),
@@ -96,6 +102,28 @@ class DetailPane(VerticalScroll, can_focus=False):
             return
         self._drawn = (self._detail, width)
         self.query_one(Static).update(_text(self._detail, width))
+
+
+class DetailView(View):
+    """A view with a DetailPane, at the right or below, that may read a large tree in slices."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._loading = SlicedWork(self)
+
+    @property
+    def is_loading(self) -> bool:
+        """Return whether a large tree is read in slices now."""
+        return self._loading.is_running
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Move the description to where there is room, or hide it."""
+        self.set_class(event.size.width >= WIDE, "-wide")
+        self.set_class(event.size.width < WIDE and event.size.height < LOW, "-low")
+
+    def action_scroll_detail(self, lines: int) -> None:
+        """Scroll the description."""
+        self.query_one(DetailPane).scroll_relative(y=lines, animate=False)
 
 
 def _text(detail: Detail, width: int) -> Content:

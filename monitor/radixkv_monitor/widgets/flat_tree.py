@@ -21,11 +21,11 @@ from textual.strip import Strip
 
 from radixkv_monitor.tree_branch import Branch
 from radixkv_monitor.tree_rows import TreeRows
-from radixkv_monitor.widgets.cached_lines import CachedLines
+from radixkv_monitor.widgets.cached_lines import CURSOR_KEYS, CursorLines
 from radixkv_monitor.widgets.tree_row import RowContext, RowRenderer, idle, lead_of, left_width
 
 
-class FlatTree(CachedLines[tuple[Any, ...]]):
+class FlatTree(CursorLines[tuple[Any, ...]]):
     """The rows of a TreeRows. O(visible rows) an update."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"flat-tree--header", "flat-tree--dim", "flat-tree--cursor"}
@@ -35,12 +35,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     FlatTree > .flat-tree--cursor { background: $primary 30%; text-style: bold; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", "up", show=False),
-        Binding("down,j", "move(1)", "down", show=False),
-        Binding("pageup", "page(-1)", "page up", show=False),
-        Binding("pagedown", "page(1)", "page down", show=False),
-        Binding("home", "edge(0)", "first", show=False),
-        Binding("end", "edge(-1)", "last", show=False),
+        *CURSOR_KEYS,
         Binding("right,l", "open", "open", show=False),
         Binding("left,h", "close", "close", show=False),
         Binding("o", "turn", "open or close", show=False),
@@ -69,7 +64,6 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         super().__init__(id=id)
         self.rows = rows
         self._row_context = RowContext()
-        self._at = 0
         self._node: int | None = (
             None  # the node that the user or `go_to` selected; None: the cursor stays in the first row
         )
@@ -82,7 +76,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     def cursor(self) -> Branch | None:
         """The branch under the cursor."""
         rows = self.rows.rows
-        return rows[self._at] if self._at < len(rows) else None
+        return rows[self.at] if self.at < len(rows) else None
 
     def show(self, context: RowContext, before: Sequence[Branch] | None = None) -> None:
         """Draw the lines that differ. `before` are the rows of the last call, if they moved since."""
@@ -103,12 +97,12 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
     def _stay(self, before: Sequence[Branch]) -> None:
         """Keep the cursor on its node, and the view at its anchor, after the rows moved."""
         top, visible = self.top, range(self.top, self.top + self.body)
-        anchor = self._at if self._node is not None and self._at in visible else top
+        anchor = self.at if self._node is not None and self.at in visible else top
         stays = self._survivor(before, anchor) if top or self._node is not None else None
         if self._node is not None:
-            found = self._survivor(before, self._at)
-            self._at = 0 if found is None else found
-        self._at = min(self._at, max(0, len(self.rows.rows) - 1))
+            found = self._survivor(before, self.at)
+            self.at = 0 if found is None else found
+        self.at = min(self.at, max(0, len(self.rows.rows) - 1))
         self.virtual_size = Size(self.line_width, len(self.rows.rows) + self.header)
         if stays is not None and (matching := max(0, stays - (anchor - top))) != top:
             self.scroll_to(y=matching, animate=False)
@@ -131,22 +125,10 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         if self.rows.rows is not before:
             self.virtual_size = Size(self.line_width, len(self.rows.rows) + self.header)
             self.refresh()
-        self._move_to(self.rows.index[node], by_hand=by_hand)
+        self.move_to(self.rows.index[node], by_hand=by_hand)
         return True
 
     # ---- keys and mouse
-
-    def action_move(self, by: int) -> None:
-        """Move the cursor by `by` rows."""
-        self._move_to(self._at + by)
-
-    def action_page(self, by: int) -> None:
-        """Move the cursor by `by` screens."""
-        self._move_to(self._at + by * max(1, self.body - 1))
-
-    def action_edge(self, place: int) -> None:
-        """Move the cursor to the first (0) or the last (-1) row."""
-        self._move_to(len(self.rows.rows) - 1 if place else 0)
 
     def action_open(self) -> None:
         """Open the node; if it is open, move to its first child."""
@@ -155,7 +137,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             if branch.node.id in self.rows.closed:
                 self._open(branch, True)
             else:
-                self._move_to(self._at + 1)
+                self.move_to(self.at + 1)
 
     def action_close(self) -> None:
         """Close the node; if it is closed, or a leaf, move to its parent."""
@@ -165,7 +147,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         if branch.children and branch.node.id not in self.rows.closed:
             self._open(branch, False)
         elif (parent := self.rows.index.get(branch.node.parent)) is not None:
-            self._move_to(parent)
+            self.move_to(parent)
 
     def action_turn(self) -> None:
         """Open or close the node."""
@@ -181,10 +163,10 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         self.rows.open(self.rows.closed.copy() if is_open else closable, is_open)
         if not is_open and self._node is not None and self._node not in self.rows.index:
             self._node = self._first_shown_above(self._node)
-            self._at = self.rows.index.get(self._node, 0) if self._node is not None else 0
+            self.at = self.rows.index.get(self._node, 0) if self._node is not None else 0
             before = self.rows.rows
         self._stay(before)
-        self.bring_into_view(self._at)
+        self.bring_into_view(self.at)
 
     def action_choose(self) -> None:
         """Choose the node under the cursor."""
@@ -198,8 +180,8 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             return
         left = left_width(self.line_width, self._row_context.sends_reused)
         on_sign = event.x == cell_len(lead_of(self.rows, self.rows.rows[place], left))
-        again = place == self._at and self._node is not None
-        self._move_to(place)
+        again = place == self.at and self._node is not None
+        self.move_to(place)
         if again or on_sign:
             self.action_turn()
 
@@ -222,14 +204,15 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
         self.rows.open([branch.node.id], is_open)
         self._stay(before)
 
-    def _move_to(self, place: int, *, by_hand: bool = True) -> None:
+    def move_to(self, place: int, *, by_hand: bool = True) -> None:
+        """Move the cursor to this row, or to the nearest one."""
         if not self.rows.rows:
             return
-        self._at = min(max(place, 0), len(self.rows.rows) - 1)
-        self.bring_into_view(self._at, margin=2)
+        self.at = min(max(place, 0), len(self.rows.rows) - 1)
+        self.bring_into_view(self.at, margin=2)
         if self._node is None:
             self._hold_cursor()
-            self.post_message(self.Moved(self.rows.rows[self._at].number, by_hand))
+            self.post_message(self.Moved(self.rows.rows[self.at].number, by_hand))
         self._note(by_hand)
         self.repaint()
 
@@ -263,7 +246,7 @@ class FlatTree(CachedLines[tuple[Any, ...]]):
             idle(self._row_context.now - branch.newest),
             bool(branch.children) + (node.id in self.rows.closed),
             self.rows.is_filtered and branch.is_match,
-            line == self._at and self.has_focus,
+            line == self.at and self.has_focus,
             node.id in self._path,
         )
 

@@ -19,7 +19,7 @@ from textual.geometry import Size
 from textual.message import Message
 from textual.strip import Strip
 
-from radixkv_monitor.widgets.cached_lines import CachedLines
+from radixkv_monitor.widgets.cached_lines import CURSOR_KEYS, CursorLines
 
 Row = TypeVar("Row")
 Cell = Sequence[tuple[str, str]]
@@ -87,7 +87,7 @@ class Column(Generic[Row]):
         return value if isinstance(value, str) else ""
 
 
-class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
+class RowTable(CursorLines[tuple[Any, ...]], Generic[Row]):
     """Rows below a header. O(visible rows) to draw, O(rows) to replace."""
 
     header = 1
@@ -108,12 +108,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
     RowTable > .row-table--cursor { background: $primary 30%; text-style: bold; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", "up", show=False),
-        Binding("down,j", "move(1)", "down", show=False),
-        Binding("pageup", "page(-1)", "page up", show=False),
-        Binding("pagedown", "page(1)", "page down", show=False),
-        Binding("home", "edge(0)", "first", show=False),
-        Binding("end", "edge(-1)", "last", show=False),
+        *CURSOR_KEYS,
         Binding("enter", "select", "open", show=False),
     ]
 
@@ -145,7 +140,6 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         super().__init__(id=id)
         self._columns, self._key, self._empty = tuple(columns), key, empty
         self._rows: Sequence[Row] = ()
-        self._at = 0
         self._cursor_key: Hashable = None
         self._is_held = False  # whether the cursor stays with its row; else it stays on the first row
         self.has_lost_row = False
@@ -162,7 +156,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
     @property
     def cursor(self) -> Row | None:
         """The row under the cursor."""
-        return self._rows[self._at] if self._at < len(self._rows) else None
+        return self._rows[self.at] if self.at < len(self._rows) else None
 
     def show(self, rows: Sequence[Row], *, rearranged: bool = False) -> None:
         """Show these rows. The cursor stays on the first row until the user moves it, and then on its row.
@@ -170,17 +164,17 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         That row stays where it is on the screen. If it is gone, the cursor stays in its place and `has_lost_row` is
         set; after the rows were `rearranged` by another filter or order, it moves to the first row instead.
         """
-        before, self._rows = self._at, rows
+        before, self._rows = self.at, rows
         self._choose_columns()
         self.virtual_size = Size(self.line_width, len(rows) + self.header)
         found = next((index for index, row in enumerate(rows) if self._key(row) == self._cursor_key), None)
         if not self._is_held or (found is None and rearranged):
-            self._at, self._is_held, self.has_lost_row = 0, False, False
+            self.at, self._is_held, self.has_lost_row = 0, False, False
         elif found is None:
-            self._at = min(self._at, max(len(rows) - 1, 0))
+            self.at = min(self.at, max(len(rows) - 1, 0))
             self.has_lost_row = bool(rows)
         else:
-            self._at = found
+            self.at = found
             if rearranged:
                 self.bring_into_view(found)
             elif self.top <= before < self.top + self.body:
@@ -198,23 +192,15 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         """Move the cursor to the row of this key; return whether it is shown."""
         for index, row in enumerate(self._rows):
             if self._key(row) == key:
-                self._move_to(index)
+                self.move_to(index)
                 return True
         return False
 
     # ---- keys and mouse
 
-    def action_move(self, by: int) -> None:
-        """Move the cursor by `by` rows."""
-        self._move_to(self._at + by)
-
-    def action_page(self, by: int) -> None:
-        """Move the cursor by `by` screens."""
-        self._move_to(self._at + by * max(1, self.size.height - 2))
-
     def action_edge(self, place: int) -> None:
         """Move the cursor to the first (0) or the last (-1) row; it stays on the first one when rows come."""
-        self._move_to(len(self._rows) - 1 if place else 0)
+        super().action_edge(place)
         self._is_held = bool(place)
 
     def action_select(self) -> None:
@@ -227,21 +213,22 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
         row = event.y - 1 + int(self.scroll_offset.y)
         if event.y < 1 or not 0 <= row < len(self._rows):
             return
-        if row == self._at:
+        if row == self.at:
             self.action_select()
-        self._move_to(row)
+        self.move_to(row)
 
-    def _move_to(self, index: int) -> None:
+    def move_to(self, place: int) -> None:
+        """Move the cursor to this row, or to the nearest one."""
         if not self._rows:
             return
-        self._at = min(max(index, 0), len(self._rows) - 1)
+        self.at = min(max(place, 0), len(self._rows) - 1)
         self._is_held, self.has_lost_row = True, False
-        self.bring_into_view(self._at)
+        self.bring_into_view(self.at)
         self._note_cursor()
         self.repaint()
 
     def _note_cursor(self) -> None:
-        key = self._key(self._rows[self._at]) if self._rows else None
+        key = self._key(self._rows[self.at]) if self._rows else None
         if key != self._cursor_key:
             self._cursor_key = key
             self.post_message(self.Moved(self, key))
@@ -268,7 +255,7 @@ class RowTable(CachedLines[tuple[Any, ...]], Generic[Row]):
             return False, [[(column.title, "header")] for column, _ in self._shown]
         if line < len(self._rows):
             row = self._rows[line]
-            return line == self._at and self.has_focus, [column.draw(row, size) for column, size in self._shown]
+            return line == self.at and self.has_focus, [column.draw(row, size) for column, size in self._shown]
         return (self._empty,) if line == 1 and not self._rows else ()
 
     def draw(self, line: int, key: tuple[Any, ...]) -> Strip:
