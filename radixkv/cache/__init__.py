@@ -13,6 +13,7 @@ eviction, policies       the order of eviction; the table of policies
 ghosts, pins             evicted runs; prefixes that are protected from eviction
 events                   the events of a cache, and their followers
 change_tracker, reuse    two records for a mirror: nodes that changed, and how often they were found
+block_events             the full blocks that were stored and removed, for a router of several engines
 invariants, partition    all rules in one place, which tests recount
 
 Options are parts in folders of their own, and all of them combine. `host` is a residence: a tier in host memory for
