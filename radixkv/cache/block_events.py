@@ -1,9 +1,9 @@
 """The full blocks that a cache has: which ones were stored and removed since the last look, for a router of requests.
 
 Blocks lie on the absolute grid of `block_size` tokens. A block is announced by the node that holds its last token, so a
-split or a merge announces nothing. It is stored while the device or the host has it, so a move between the two announces
-nothing either; what is on disk alone is removed. Routers of several engines read such events (vLLM and SGLang send them
-too, Dynamo and llm-d index them).
+a split or a merge announces nothing. It is stored while the device or the host has it, so a move between the two
+announces nothing either; what is on disk alone is removed. Routers of several engines read such events (vLLM and SGLang
+send them too, Dynamo and llm-d index them).
 """
 
 from __future__ import annotations
