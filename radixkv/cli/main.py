@@ -6,6 +6,7 @@ The module of a command is imported when the command runs, so `--help` loads nei
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from radixkv.cli import entry_point
@@ -25,7 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     about = "A prefix-caching inference engine that lives inside your Python process."
     parser, add = entry_point.parser(_PROGRAM, about)
-    for add_command in (_add_chat, _add_demo, _add_ps, _add_plan, _add_disk, _add_doctor, _add_serve, _add_convert):
+    for add_command in (
+        _add_chat,
+        _add_demo,
+        _add_ps,
+        _add_plan,
+        _add_disk,
+        _add_doctor,
+        _add_serve,
+        _add_worker,
+        _add_convert,
+    ):
         add_command(add)
     return parser
 
@@ -124,14 +135,58 @@ def _add_serve(add: AddCommand) -> None:
     access.add_argument("--quiet", action="store_true", help="do not log a line per request; logs never contain text")
     add_settings(limits, "max_waiting", "max_per_key", "max_connections", "max_body", "max_prompt_tokens", of=Settings)
     add_settings(limits, "timeout", "drain_timeout", "history_bytes", "response_bytes", "history", of=Settings)
-    engine = serve.add_argument_group("the engine")
+    engine = _add_engine(serve)
+    add_settings(engine, "tool_format")
+
+
+def _add_engine(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the settings of an engine that serves; return their group."""
+    engine = command.add_argument_group("the engine")
     add_settings(engine, "max_sequences", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype")
     add_settings(engine, "weights", "attention")
     add_settings(
         engine, "model_code", "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes", "deterministic"
     )
-    add_settings(engine, "kv_dtype", "verify", "tool_format", "seed", "record", "revision", "trust_remote_code")
+    add_settings(engine, "kv_dtype", "verify", "seed", "record", "revision", "trust_remote_code")
     _add_monitor(engine)
+    return engine
+
+
+def _add_worker(add: AddCommand) -> None:
+    about = "serve one engine as a worker of a Dynamo fleet: several processes behind one frontend"
+    epilog = (
+        "The frontend has the HTTP API: python -m dynamo.frontend --router-mode kv. See docs/fleet.md, which also says "
+        "how to install Dynamo. Token ids travel between the processes; all addresses are of this machine, unless "
+        "DYN_TCP_RPC_HOST and DYN_EVENT_PLANE_HOST name others."
+    )
+    worker = add("worker", about, "radixkv.fleet.command", epilog=epilog)
+    worker.set_defaults(check=_check_model)
+    worker.add_argument("model", metavar="MODEL", help=_MODEL)
+    _add_tokenizer(worker)
+    fleet = worker.add_argument_group("the fleet, as in Dynamo's own workers")
+    fleet.add_argument(
+        "--namespace", default=_dynamos("NAMESPACE", "dynamo"), metavar="NAME", help="its fleet (default dynamo)"
+    )
+    fleet.add_argument("--component", default="radixkv", metavar="NAME", help="its kind of worker (default radixkv)")
+    fleet.add_argument(
+        "--discovery-backend",
+        choices=("etcd", "file", "kubernetes", "mem"),
+        default=_dynamos("DISCOVERY_BACKEND", "etcd"),
+        help="how frontend and workers find each other (default etcd); file is for one machine",
+    )
+    fleet.add_argument("--served-model-name", metavar="NAME", help="name of the model in the API (default: its own)")
+    fleet.add_argument(
+        "--dyn-tool-call-parser", dest="tool_call_parser", metavar="NAME", help="the frontend's parser of tool calls"
+    )
+    fleet.add_argument(
+        "--dyn-reasoning-parser", dest="reasoning_parser", metavar="NAME", help="the frontend's parser of thinking"
+    )
+    add_settings(worker.add_argument_group("limits"), "max_waiting", "drain_timeout", of=Settings)
+    _add_engine(worker)
+
+
+def _dynamos(name: str, default: str) -> str:
+    return os.environ.get(f"DYN_{name}", default)
 
 
 def _add_monitor(parser: argparse._ActionsContainer) -> None:

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 Ids: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 Prompt: TypeAlias = str | Ids | Sequence[Message]
+_SPARE = 32  # tokens per stream, for a block that a fork copies, and for a partly filled one
+
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -69,6 +71,13 @@ class EncodedPrompt:
 
     ids: Ids
     reply_start: int = 0
+
+
+def unbounded(params: SamplingParams, room: int) -> SamplingParams:
+    """Return parameters whose replies share the rest of the context. Each reply has at least one token."""
+    if params.width > 1:
+        room = room // params.width - _SPARE
+    return params.but(max_tokens=max(room, params.min_tokens, 1))
 
 
 def start_of_reply(reply_start: int | None) -> int:

@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises InvalidInput for arguments that are wrong or unsafe, OSError for an address in use, and UnsupportedModel.
     """
-    with _naming_options():
+    with naming_options():
         settings = read_settings(arguments, os.environ)
-        config = _engine_config(arguments, read_shares(arguments.key_share, settings.api_keys))
+        config = engine_config(arguments, read_shares(arguments.key_share, settings.api_keys))
     limit_arenas()
     with bind(settings.host, settings.port) as sock, LoadingServer(sock, settings.connection_limit) as waiting:
         _log_to_stderr(arguments.quiet)
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         from radixkv.serve.server import Server
 
         waiting.phase = "loading the model"
-        with _naming_options():
+        with naming_options():
             format_named(config.tool_format)  # an unknown one is refused now
             engine = Engine.load(arguments.model, config, tokenizer=arguments.tokenizer)
         with engine:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             # time with all threads stopped.
             gc.collect()
             gc.freeze()
-            with _naming_options():
+            with naming_options():
                 server = Server(AsyncEngine(engine), settings, lambda: _print(f"{name} at {where}/v1"), _exit_soon)
             waiting.stop()
             server.run(sockets=[sock])
@@ -85,9 +85,9 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
     return Settings(**{**given, **sizes}, api_keys=keys, max_running=arguments.max_sequences)
 
 
-def _engine_config(arguments: argparse.Namespace, shares: Mapping[str, float]) -> EngineConfig:
+def engine_config(arguments: argparse.Namespace, shares: Mapping[str, float] | None = None) -> EngineConfig:
     """Return the engine's settings; a step always has a token for each sequence. Raises InvalidInput."""
-    limits = {tenant_namespace(tenant): share for tenant, share in shares.items()} or None
+    limits = {tenant_namespace(tenant): share for tenant, share in (shares or {}).items()} or None
     if arguments.max_batch_tokens < 1:
         raise InvalidInput(f"max_batch_tokens must be a number, at least 1, got {arguments.max_batch_tokens}")
     most = max(arguments.max_batch_tokens, arguments.max_sequences)
@@ -95,7 +95,7 @@ def _engine_config(arguments: argparse.Namespace, shares: Mapping[str, float]) -
 
 
 @contextmanager
-def _naming_options() -> Iterator[None]:
+def naming_options() -> Iterator[None]:
     """In an InvalidInput that starts with a setting's name, replace the name by the command-line option."""
     try:
         yield

@@ -58,7 +58,13 @@ class ServerMetrics:
 
     async def scrape(self) -> bytes:
         """Return all metrics between two steps, in Prometheus' text format; raise EngineClosed."""
-        stats, requests = await wrap_future(self._engine.client.thread.call(self._look))
+        return self._text(*await wrap_future(self._engine.client.thread.call(self._look)))
+
+    def text(self) -> str:
+        """Return what `scrape` does, and wait for that."""
+        return self._text(*self._engine.client.thread.call(self._look).result()).decode()
+
+    def _text(self, stats: EngineStats, requests: RequestCounts) -> bytes:
         history = None if self._history is None else self._history()
         snapshot = _Snapshot(stats, requests, history, self._model, self._refused())
         families = [*_own(snapshot), *(_vllms(snapshot) if self._vllm else ())]

@@ -11,14 +11,12 @@ from typing import Any
 from starlette.requests import Request
 
 from radixkv.engine import AsyncHandle, Chunk, Origin
-from radixkv.engine.input_processor import EncodedPrompt
+from radixkv.engine.input_processor import EncodedPrompt, unbounded
 from radixkv.errors import PromptTooLong
-from radixkv.sampling.params import SamplingParams
 from radixkv.serve.middleware import label_of
 from radixkv.serve.schemas import RequestOptions
 from radixkv.serve.service import Caller, Service
 
-_SPARE = 32  # tokens per stream, for a block that a fork copies, and for a partly filled one
 _AHEAD = 64  # chunks that may wait to be sent
 
 
@@ -67,13 +65,6 @@ def origin_of(request: Request, tenant: str | None) -> Origin:
     names = {"tenant": tenant, "label": label_of(request.headers)}
     request.state.log_fields.update({name: value for name, value in names.items() if value is not None})
     return Origin(request.state.request_id, names["tenant"], names["label"])
-
-
-def unbounded(params: SamplingParams, room: int) -> SamplingParams:
-    """Return parameters whose replies share the rest of the context. Each reply has at least one token."""
-    if params.width > 1:
-        room = room // params.width - _SPARE
-    return params.but(max_tokens=max(room, params.min_tokens, 1))
 
 
 async def chunks(handles: Sequence[AsyncHandle]) -> AsyncGenerator[tuple[int, Chunk], None]:

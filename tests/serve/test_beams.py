@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from radixkv import SamplingParams
+from radixkv.engine.input_processor import unbounded
 from radixkv.serve import Settings
-from radixkv.serve.submit import unbounded
 from tests.serve.served import ASKED, CHAT, Served, fake_model, served, texts
 
 PROMPT = "Once upon a time"

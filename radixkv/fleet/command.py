@@ -1,0 +1,69 @@
+"""`radixkv worker MODEL`: load the engine, and serve it to a fleet until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from radixkv.errors import RadixKVError
+from radixkv.serve.command import engine_config, naming_options
+from radixkv.sizing.memory import limit_arenas
+
+DYNAMO = "1.6.1"
+_PACKAGES = ("ai-dynamo", "ai-dynamo-runtime")
+_HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal; return 0. Raises RadixKVError without the version of Dynamo, and as `Engine.load`."""
+    check_version()
+    with naming_options():
+        config = engine_config(arguments)
+    for host in _HOSTS:  # Dynamo would take the machine's address
+        os.environ.setdefault(host, "127.0.0.1")
+    limit_arenas()
+    print(f"radixkv: loading {arguments.model}", file=sys.stderr, flush=True)
+    import uvloop
+    from dynamo.common.backend.worker import Worker as DynamosWorker
+    from dynamo.common.backend.worker import WorkerConfig
+
+    from radixkv.chat import AsyncEngine, Engine
+    from radixkv.fleet.model_folder import files_of
+    from radixkv.fleet.worker import Limits, Worker
+
+    with naming_options():
+        engine = Engine.load(arguments.model, config, tokenizer=arguments.tokenizer)
+    with engine, TemporaryDirectory(prefix="radixkv-worker-") as empty:
+        own = arguments.tokenizer is None
+        folder = files_of(arguments.model, engine.model, Path(empty), own_tokenizer=own)
+        name = arguments.served_model_name or engine.model.name
+        limits = Limits(config.max_sequences + arguments.max_waiting, arguments.drain_timeout)
+        settings = WorkerConfig(
+            namespace=arguments.namespace,
+            component=arguments.component,
+            model_name=str(folder),
+            served_model_name=name,
+            discovery_backend=arguments.discovery_backend,
+            event_plane=os.environ.get("DYN_EVENT_PLANE", "zmq"),
+            tool_call_parser=arguments.tool_call_parser,
+            reasoning_parser=arguments.reasoning_parser,
+        )
+        uvloop.run(DynamosWorker(Worker(AsyncEngine(engine), folder, name, limits), settings).run())
+    return 0
+
+
+def check_version() -> None:
+    """Raise RadixKVError unless the version of Dynamo is installed that the worker is made for."""
+    for package in _PACKAGES:
+        try:
+            found = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found = "none"
+        if found != DYNAMO:
+            raise RadixKVError(
+                f"`radixkv worker` needs {package} {DYNAMO}, and {found} is installed: docs/fleet.md says how"
+            )
