@@ -60,8 +60,10 @@ def test_concurrency_is_never_exceeded_and_the_wait_shows_as_lateness(loop, most
     played = play(target, recorded(*[(None, 0)] * 9), loop=loop, concurrency=most)
     assert target.most == most
     assert sorted(target.ended) == list(range(9))
-    assert target.sent == list(range(9))  # in order
-    assert played.outcomes[-1].late >= 0.005 * (9 - most) / most
+    assert sorted(target.sent) == list(range(9))
+    if most == 1:  # prompts are made on threads: requests of one moment may overtake each other
+        assert target.sent == list(range(9))
+    assert max(outcome.late for outcome in played.outcomes) >= 0.005 * (9 - most) / most
 
 
 def test_an_outcome_says_what_the_client_saw():
