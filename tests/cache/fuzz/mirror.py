@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from radixkv.cache import Observer
 from radixkv.cache.reuse import total
 from radixkv.cache.types import Node, Purpose
 from tests.cache.fuzz import inside
+from tests.cache.fuzz.block_index import BlockIndex
 from tests.cache.fuzz.tracked import Tracked
 
 if TYPE_CHECKING:
@@ -114,6 +116,7 @@ class Mirror:
     def __init__(self, world: World, events: Events) -> None:
         self.world, self.events = world, events
         self.tracker = world.cache.watch()
+        self.router = BlockIndex(world.cache)
         self.seen: dict[int, Facts] = {}
         self.prefixes: dict[tuple[int, object], int] = {}  # (the prefix before a token, the token) -> this prefix
         self.requests: Counter[int] = Counter()  # that found the last token of a prefix
@@ -122,6 +125,7 @@ class Mirror:
     def verify(self) -> None:
         self.assert_events()
         self.assert_changes()
+        self.assert_blocks()
         self.forget_uncounted()
         for number, count in self.cached_prefixes().items():
             assert count == self.requests[number]
@@ -149,6 +153,21 @@ class Mirror:
             for each in inside.nodes(self.world.cache)
         }
         assert self.seen == expected
+
+    def assert_blocks(self) -> None:
+        """Check, in some steps, that a router's index is the tree, and sees what a prompt would find; or attach anew."""
+        world, rng = self.world, random.Random(len(self.prefixes) + self.events.counted["query_tokens"])
+        if rng.random() < 0.5:
+            self.router.read()
+            for one in world.live:
+                reached = world.cache.explain(one.tokens, one.namespace).reached
+                assert self.router.overlap(one.tokens, one.namespace) == reached // world.block_size
+        if rng.random() < 0.02:
+            self.router.read()
+            self.router.events.disconnect()
+            known, self.router = self.router.blocks, BlockIndex(world.cache)
+            self.router.read()
+            assert self.router.blocks == known
 
     # Reuse
 
