@@ -12,6 +12,7 @@ import numpy as np
 
 from radixkv.engine.beams import BeamSearch
 from radixkv.engine.request import Request
+from tests.cache.fuzz.block_index import BlockIndex
 from tests.cache.naive import Texts
 from tests.simulation.host import HostSlotModel
 
@@ -27,6 +28,8 @@ class Accounting:
     def __init__(self, world: World) -> None:
         self.world, self.core, self.cache = world, world.core, world.cache
         self._rng = random.Random(world.scenario.seed)
+        self._router: BlockIndex | None = None
+        self._routers = random.Random(world.scenario.seed)
 
     def check(self) -> None:
         """Check the cache's invariants; only running streams and pins hold blocks, and there are no open plans."""
@@ -47,6 +50,17 @@ class Accounting:
         if self._rng.random() < READ_ALL:
             self.contents()
             self.core._reuse.kept_scores.check()
+        if self._routers.random() < READ_ALL:
+            self._read_blocks()
+
+    def _read_blocks(self) -> None:
+        """Compare a router's index with the tree; attach one, or detach it."""
+        if self._router is None:
+            self._router = BlockIndex(self.cache)
+        self._router.read()
+        if self._routers.random() < READ_ALL:
+            self._router.events.disconnect()
+            self._router = None
 
     def _beams(self, request: Request) -> None:
         """Beams hold the prompt once, private blocks after their last common ancestor, and at most one copy each.

@@ -155,7 +155,7 @@ class Mirror:
         assert self.seen == expected
 
     def assert_blocks(self) -> None:
-        """Check, in some steps, that a router's index is the tree, and sees what a prompt would find; or attach anew."""
+        """Check, in some steps, that a router's index is the tree, and sees what a prompt finds; or attach anew."""
         world, rng = self.world, random.Random(len(self.prefixes) + self.events.counted["query_tokens"])
         if rng.random() < 0.5:
             self.router.read()
