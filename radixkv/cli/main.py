@@ -167,7 +167,7 @@ def _add_worker(add: AddCommand) -> None:
     fleet.add_argument(
         "--namespace", default=_dynamos("NAMESPACE", "dynamo"), metavar="NAME", help="its fleet (default dynamo)"
     )
-    fleet.add_argument("--component", default="radixkv", metavar="NAME", help="its kind of worker (default radixkv)")
+    fleet.add_argument("--component", metavar="NAME", help="its kind of worker, one for each model (default: its name)")
     fleet.add_argument(
         "--discovery-backend",
         choices=("etcd", "file", "kubernetes", "mem"),

@@ -6,5 +6,5 @@ command.py       `radixkv worker`: options, checks, the model's load
 worker.py        Dynamo's interface of an engine
 requests.py      Dynamo's requests and chunks, and those of the engine
 publisher.py     tells the router which blocks are cached, and how busy the pool is
-model_folder.py  the files of a model that a frontend needs
+model_folder.py  the files of a model that a frontend reads
 """

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import signal
 import sys
 from importlib import metadata
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryFile
 
 from radixkv.errors import RadixKVError
 from radixkv.serve.command import engine_config, naming_options
@@ -25,6 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
         config = engine_config(arguments)
     for host in _HOSTS:  # Dynamo would take the machine's address
         os.environ.setdefault(host, "127.0.0.1")
+    if arguments.discovery_backend == "file" and (place := os.environ.get("DYN_FILE_KV")):
+        os.makedirs(place, exist_ok=True)  # an error names the folder
+        TemporaryFile(dir=place).close()
     limit_arenas()
     print(f"radixkv: loading {arguments.model}", file=sys.stderr, flush=True)
     import uvloop
@@ -32,26 +36,27 @@ def run(arguments: argparse.Namespace) -> int:
     from dynamo.common.backend.worker import WorkerConfig
 
     from radixkv.chat import AsyncEngine, Engine
-    from radixkv.fleet.model_folder import files_of
+    from radixkv.fleet.model_folder import write_files
     from radixkv.fleet.worker import Limits, Worker
 
     with naming_options():
         engine = Engine.load(arguments.model, config, tokenizer=arguments.tokenizer)
-    with engine, TemporaryDirectory(prefix="radixkv-worker-") as empty:
-        own = arguments.tokenizer is None
-        folder = files_of(arguments.model, engine.model, Path(empty), own_tokenizer=own)
+    with engine:
+        folder = str(write_files(arguments.model, engine.model, own_tokenizer=arguments.tokenizer is None))
         name = arguments.served_model_name or engine.model.name
         limits = Limits(config.max_sequences + arguments.max_waiting, arguments.drain_timeout)
         settings = WorkerConfig(
             namespace=arguments.namespace,
-            component=arguments.component,
-            model_name=str(folder),
+            component=arguments.component or re.sub(r"[^a-z0-9]+", "-", name.lower()),
+            model_name=folder,
             served_model_name=name,
             discovery_backend=arguments.discovery_backend,
             event_plane=os.environ.get("DYN_EVENT_PLANE", "zmq"),
             tool_call_parser=arguments.tool_call_parser,
             reasoning_parser=arguments.reasoning_parser,
         )
+        for number in (signal.SIGINT, signal.SIGTERM):  # Dynamo's from now on: it drains first
+            signal.signal(number, signal.SIG_DFL)
         uvloop.run(DynamosWorker(Worker(AsyncEngine(engine), folder, name, limits), settings).run())
     return 0
 

@@ -6,12 +6,12 @@ running ones, and calls `cleanup`.
 
 from __future__ import annotations
 
+import sys
 from asyncio import to_thread
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistration
@@ -19,7 +19,7 @@ from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.publisher import ComponentSnapshot, PushSource
 from dynamo.common.backend.worker import WorkerConfig
 from dynamo.common.utils.token_ids import normalize_request_token_ids
-from dynamo.llm.exceptions import Cancelled, EngineShutdown, InvalidArgument, Unknown, WorkerUnavailable
+from dynamo.llm.exceptions import Cancelled, EngineShutdown, HttpError, InvalidArgument, Unknown
 
 from radixkv.chat import AsyncEngine
 from radixkv.engine import AsyncHandle, Origin
@@ -43,7 +43,7 @@ class Limits:
 class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
     """Serves one engine, which it closes at its end."""
 
-    def __init__(self, engine: AsyncEngine, folder: Path, name: str, limits: Limits) -> None:
+    def __init__(self, engine: AsyncEngine, folder: str, name: str, limits: Limits) -> None:
         """`folder` has the model's files for the frontend, which clients call `name`."""
         self._engine, self._folder, self._name, self._limits = engine, folder, name, limits
         self._handles: dict[str, AsyncHandle] = {}
@@ -60,9 +60,10 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
     async def start(self, worker_id: int) -> EngineConfig:
         """Return what the frontend and its router need to know; the engine is loaded."""
         await self._metrics.watch()
+        print(f"radixkv: {self._name} is worker {worker_id}", file=sys.stderr, flush=True)
         cache, config = self._engine.core.cache, self._engine.config
         return EngineConfig(
-            model=str(self._folder),
+            model=self._folder,
             served_model_name=self._name,
             llm=LlmRegistration(
                 context_length=self._engine.context_limit,
@@ -106,9 +107,10 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
 
     @contextmanager
     def _admitted(self, replies: int) -> Iterator[None]:
-        """Count the replies of a request. Raises WorkerUnavailable if there are too many."""
+        """Count the replies of a request. Raises HttpError 503 if there are too many."""
         if self._replies + replies > self._limits.replies:
-            raise WorkerUnavailable(f"{self._replies} replies run or wait: at most {self._limits.replies} may")
+            message = f"{self._replies} replies run or wait, and at most {self._limits.replies} may: try again soon"
+            raise HttpError(503, message)
         self._replies += replies
         try:
             yield

@@ -38,7 +38,13 @@ def write_model(
     Weights that share memory, as a tied head does, are written once. Files of weights have at most `shard_bytes`,
     except for a single larger weight. `progress` is called with the bytes of each write. Raises OSError.
     """
-    write_settings(folder, model, tokenizer)
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
     shards = list(_shards(_distinct(model.state_dict()), shard_bytes))
     names = [f"model-{at:05}-of-{len(shards):05}.safetensors" for at in range(1, len(shards) + 1)]
     if len(shards) == 1:
@@ -47,17 +53,6 @@ def write_model(
         _write_index(folder / INDEX, dict(zip(names, shards, strict=True)))
     for name, tensors in zip(names, shards, strict=True):
         _write_tensors(folder / name, tensors, progress)
-
-
-def write_settings(folder: Path, model: Any, tokenizer: Any | None) -> None:
-    """Write all but the weights. Raises OSError."""
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
 
 
 def bytes_of(model: Any) -> int:

@@ -1,0 +1,216 @@
+"""What clients see when processes of a fleet die, hang, come and go."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from radixkv.model_path import BUNDLED
+from tests.fleet.processes import Fleet, Process, Reply, until
+
+STORY = "Tell me a story about boats and kites."
+LONG = STORY * 5
+DETAILS: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "stop": ["never in it"]}
+
+
+def by_instance(fleet: Fleet, number: int | None) -> Process:
+    return next(each for each in fleet.processes if each.instance == number)
+
+
+def killer(fleet: Fleet, after: int, killed: list[Process]) -> Any:
+    """Return a callback that kills the worker of a stream after some chunks."""
+
+    def on_chunk(reply: Reply) -> None:
+        if len(reply.chunks) == after:
+            (busy,) = [each for each in fleet.processes if each.instance and _serves(fleet, each)]
+            busy.signal(signal.SIGKILL)
+            killed.append(busy)
+
+    return on_chunk
+
+
+def _serves(fleet: Fleet, worker: Process) -> bool:
+    """Whether a worker has received a request that it has not completed."""
+    received, completed = worker.output.count("request received"), worker.output.count("request completed")
+    return received > completed
+
+
+def test_a_stream_goes_on_at_another_worker_byte_for_byte(two: Fleet) -> None:
+    calm, killed = two.stream(STORY, 300, **DETAILS), list[Process]()
+    moved = two.stream(STORY, 300, killer(two, 60, killed), **DETAILS)
+    assert killed
+    assert moved.error is None
+    assert moved.text == calm.text
+    assert moved.finish == "length"
+    assert moved.usage["completion_tokens"] == 300
+    assert [each["token"] for each in moved.logprobs] == [each["token"] for each in calm.logprobs]
+    pairs = zip(moved.logprobs, calm.logprobs, strict=True)
+    assert all(one["logprob"] == pytest.approx(other["logprob"], abs=1e-3) for one, other in pairs)
+
+
+def test_a_worker_that_dies_before_the_first_token_is_not_seen(two: Fleet) -> None:
+    """The router learns of the death by its first request."""
+    workers = [each for each in two.processes if each.instance]
+    calm = two.stream(STORY, 20)
+    by_instance(two, calm.worker).signal(signal.SIGKILL)  # which the router prefers: it has the prompt
+    replies = [two.stream(STORY, 20) for _ in range(2)]
+    assert [(each.error, each.text) for each in replies] == [(None, calm.text)] * 2
+    assert len(workers) == 2
+
+
+@pytest.mark.parametrize("more", [{"guided_regex": "[a-z ]{900}"}, {"n": 2, "temperature": 0.5}])
+def test_a_stream_that_cannot_move_ends_with_an_error(two: Fleet, more: dict[str, Any]) -> None:
+    """Another worker would begin the constraint again, or only one of two replies."""
+    killed: list[Process] = []
+    cut = two.stream(STORY, 300, killer(two, 15, killed), **more)
+    assert killed
+    assert cut.error["error"]["code"] == 503
+    assert two.stream(STORY, 5).error is None
+
+
+def test_without_a_worker_there_is_an_error_until_one_starts(empty: Fleet) -> None:
+    empty.frontend()
+    only, killed = empty.worker(), list[Process]()
+    empty.joined(only)
+    cut = empty.stream(STORY, 300, killer(empty, 30, killed))
+    assert killed == [only]
+    assert cut.error["error"]["code"] == 503
+    until(lambda: (empty.stream(STORY, 5).error or (0,))[0] == 503, "an error before the first token")
+    empty.joined(empty.worker())
+    assert len(empty.stream(STORY, 5).chunks) > 5
+
+
+def test_sigterm_under_load_fails_no_request(two: Fleet) -> None:
+    leaving = next(each for each in two.processes if each.instance)
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(two.stream, f"Story {number}: {STORY}", 300) for number in range(8)]
+        until(lambda: _serves(two, leaving), "the worker serves")
+        leaving.signal(signal.SIGTERM)
+        running += [pool.submit(two.stream, f"Later {number}: {STORY}", 20) for number in range(8)]
+        replies = [each.result() for each in running]
+    assert [each.error for each in replies] == [None] * 16
+    assert [each.usage["completion_tokens"] for each in replies] == [300] * 8 + [20] * 8
+    assert leaving.ended() == 0
+
+
+def test_ctrl_c_ends_a_worker(two: Fleet) -> None:
+    leaving = next(each for each in two.processes if each.instance)
+    leaving.signal(signal.SIGINT)
+    assert leaving.ended() == 0
+    assert two.stream(STORY, 5).error is None
+
+
+def test_a_stopped_worker_gets_no_requests_until_it_goes_on(two: Fleet) -> None:
+    stopped, other = (each for each in two.processes if each.instance)
+    stopped.signal(signal.SIGSTOP)
+    replies = [two.stream(f"{number} stories", 3) for number in range(12)]
+    assert [each.error for each in replies] == [None] * 12
+    waited = [each.arrivals[0] - before.arrivals[-1] for before, each in pairwise(replies)]
+    assert sum(seconds > 4 for seconds in waited) <= 1, waited  # Dynamo tries a worker for five seconds
+    stopped.signal(signal.SIGCONT)
+    numbers = iter(range(1000))
+    until(lambda: two.stream(f"{next(numbers)} boats", 3).worker == stopped.instance, "it serves again")
+    assert {other.instance, stopped.instance} <= two.instances()
+
+
+def test_a_new_frontend_knows_the_trees_and_a_new_worker_is_empty(two: Fleet) -> None:
+    """Neither needs a request for that: `overlap` is what the router believed before it routed."""
+    workers = [each for each in two.processes if each.instance]
+    first, again = (two.stream(LONG, 5) for _ in range(2))
+    assert (first.overlap, again.overlap) == (0, pytest.approx(0.8))  # four of five blocks
+    front = two.processes[0]
+    front.signal(signal.SIGKILL)
+    front.ended()
+    two.frontend()
+    two.joined(*workers)
+    known = two.stream(LONG, 5)
+    assert (known.worker, known.overlap) == (again.worker, again.overlap)
+    by_instance(two, known.worker).signal(signal.SIGKILL)
+    added = two.worker()
+    two.joined(added)
+    until(lambda: known.worker not in two.instances(), "the dead worker is forgotten")
+    fresh = [two.stream(LONG, 5) for _ in range(2)]
+    assert [each.overlap for each in fresh] == [0, pytest.approx(0.8)]
+    numbers = iter(range(1000))
+    until(lambda: two.stream(f"{next(numbers)} kites", 3).worker == added.instance, "the new worker serves")
+
+
+def test_a_client_that_leaves_ends_its_request(two: Fleet) -> None:
+    class Left(Exception):
+        pass
+
+    def leave(reply: Reply) -> None:
+        if len(reply.chunks) == 20:
+            raise Left
+
+    with pytest.raises(Left):
+        two.stream(STORY, 3000, leave)
+    workers = [each for each in two.processes if each.instance]
+    until(lambda: not any(_serves(two, each) for each in workers), "the worker serves nothing")
+
+
+def test_requests_beyond_the_queue_and_wrong_requests(empty: Fleet) -> None:
+    empty.frontend()
+    empty.joined(empty.worker("--max-sequences", "1", "--max-waiting", "1"))
+    with ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda number: empty.stream(f"Story {number}", 200), range(6)))
+    refused = [each.error["error"]["code"] for each in replies if each.error]
+    assert len(refused) < 6
+    assert set(refused) == {503}
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"guided_regex": "(["}, "regex"),
+        ({"guided_json": {"type": 5}}, "json_schema"),
+        ({"guided_grammar": "root ::="}, "grammar"),
+        ({"messages": [{"role": "user", "content": "x " * 5000}]}, "10008 tokens"),
+        ({"nvext": {"max_thinking_tokens": 5}}, "max_thinking_tokens"),
+    ]
+    for change, named in wrong:
+        response = empty.post("/v1/chat/completions", **(chat | change))
+        assert response.status_code == 400, change
+        assert named in response.json()["message"]
+
+
+def test_models_are_separate_and_a_second_version_of_one_is_not_mixed_in(empty: Fleet, tmp_path: Path) -> None:
+    empty.frontend()
+    named = {name: empty.worker("--served-model-name", name, "--component", name) for name in ("one", "two")}
+    empty.joined(*named.values())
+    until(lambda: len(empty.models()) == 2, "both models")
+    for name, worker in named.items():
+        assert empty.stream(STORY, 3, model=name).worker == worker.instance
+    folder = shutil.copytree(BUNDLED["tiny"], tmp_path / "changed")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: each * 1.01 for name, each in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    changed = empty.worker("--served-model-name", "one", "--component", "one", model=str(folder))
+    replica = empty.worker("--served-model-name", "one", "--component", "one")
+    until(lambda: {changed.instance, replica.instance} <= empty.instances(), "both are there")
+    served = {empty.stream(f"{number} stories", 3, model="one").worker for number in range(16)}
+    assert served == {named["one"].instance, replica.instance}
+
+
+def test_discovery_that_cannot_be_used_and_a_used_port_are_named(empty: Fleet) -> None:
+    place = empty.folder / "discovery"
+    place.write_text("a file")
+    worker = empty.worker()
+    assert worker.ended() == 1
+    assert f"{place}: File exists" in worker.output
+    place.unlink()
+    empty.frontend()
+    empty.joined(empty.worker())
+    second = empty.frontend()
+    assert second.ended()
+    assert f"port {empty.port} already in use" in second.output
+
+
+def test_a_deleted_folder_of_discovery_is_named(two: Fleet) -> None:
+    shutil.rmtree(two.folder / "discovery")
+    workers = [each for each in two.processes if each.instance]
+    until(lambda: all("No such file" in each.output for each in workers), "the log says so")
+    assert str(two.folder / "discovery") in workers[0].output
