@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint types docs bench bench-gpu soak kernels models real harness clients templates clean
+.PHONY: help demo test test-all lint types docs bench bench-gpu soak kernels models real harness fleet clients templates clean
 help:            ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -78,5 +78,13 @@ harness: $(READY) ## install lm-evaluation-harness and SmolLM2, and compare both
 	.harness/bin/python -m pip install --disable-pip-version-check 'lm-eval[hf,api]==0.4.13'
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/real/test_harness.py
 
-clean:           ## remove .venv, .harness, .clients, .templates, the site and caches
-	rm -rf $(VENV) .harness .clients .templates site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+# --no-deps: Dynamo asks for a package that fetches from another index. It reads .venv as above.
+fleet: $(READY)  ## install Dynamo into .fleet (430 MB), and test workers, frontends and their deaths
+	$(BIN)/python -m venv .fleet
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('platlib'), sysconfig.get_path('purelib'), sep=chr(10))" > $$(echo .fleet/lib/python*/site-packages)/radixkv.pth
+	.fleet/bin/python -m pip install --disable-pip-version-check --no-deps 'ai-dynamo==1.6.1' 'ai-dynamo-runtime==1.6.1'
+	.fleet/bin/python -m pip install --disable-pip-version-check aiohttp 'kubernetes<33' msgspec prometheus-client pyzmq redis tqdm zstandard uvloop
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 .fleet/bin/python -m pytest -q -rs tests/fleet
+
+clean:           ## remove .venv, .harness, .fleet, .clients, .templates, the site and caches
+	rm -rf $(VENV) .harness .fleet .clients .templates site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,9 +1,9 @@
 """The full blocks that a cache has: which ones were stored and removed since the last look, for a router of requests.
 
 Blocks lie on the absolute grid of `block_size` tokens. A block is announced by the node that holds its last token, so a
-a split or a merge announces nothing. It is stored while the device or the host has it, so a move between the two
-announces nothing either; what is on disk alone is removed. Routers of several engines read such events (vLLM and SGLang
-send them too, Dynamo and llm-d index them).
+split or a merge announces nothing. It is stored while the device or the host has it, so a move between the two
+announces nothing either; a block that only a disk has is removed. Routers of several engines read such events: vLLM and
+SGLang send them too, Dynamo and llm-d index them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StoredBlocks(NamedTuple):
 
 
 class BlockChanges(NamedTuple):
-    """What changed between two looks: ids of removed blocks, and stored blocks; a block comes after its parent."""
+    """The changes between two looks: ids of removed blocks, and stored blocks; a block comes after its parent."""
 
     removed: list[int]
     stored: list[StoredBlocks]
@@ -143,7 +143,7 @@ class BlockEvents(Follower):
     # ---- reading
 
     def take(self) -> BlockChanges:
-        """Return what changed since the last look. O(changed blocks + depth of their nodes), on the cache's thread."""
+        """Return the changes since the last look. O(changed blocks + depth of their nodes), on the cache's thread."""
         stored: list[StoredBlocks] = []
         for node in sorted(self._marked, key=lambda each: each.start):  # parents first
             stored += self._stored(node)

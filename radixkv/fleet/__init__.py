@@ -1,10 +1,10 @@
-"""Serve an engine as a worker of a fleet: several processes behind one frontend, which routes by cached prefix.
+"""Serve an engine as a worker of a fleet: several processes and one frontend, which routes by cached prefix.
 
 The fleet is NVIDIA Dynamo's: discovery, routing, moving streams off dead workers. Only this package imports `dynamo`.
 
 command.py       `radixkv worker`: options, checks, the model's load
 worker.py        Dynamo's interface of an engine
 requests.py      Dynamo's requests and chunks, and those of the engine
-publisher.py     tells the router which blocks are cached, and how busy the pool is
+publisher.py     the events of cached blocks, and the use of the pool, for the router
 model_folder.py  the files of a model that a frontend reads
 """

@@ -32,7 +32,7 @@ _OF_TOKENIZER = (
 def write_files(name: str, model: LoadedModel, *, own_tokenizer: bool) -> Path:
     """Write the files to a folder in the user's cache, unless they are there; return it.
 
-    They are those of the model's folder; of a GGUF file, or with another tokenizer, what radixkv reads. Raises
+    They are those of the model's folder; for a GGUF file, or with another tokenizer, radixkv makes them. Raises
     UnsupportedModel for a model without a tokenizer that the frontend can read, or without a chat template; OSError.
     """
     codec: Any = model.codec

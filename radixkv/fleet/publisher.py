@@ -1,4 +1,4 @@
-"""Tell Dynamo's router which blocks an engine has cached, and how much of its pool is in use."""
+"""Publish the cached blocks of an engine, and the use of its pool, for Dynamo's router."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Publisher:
             self._thread.join()
 
     def _run(self, events: BlockEvents, to: Any) -> None:
-        waiting: list[dict[str, Any]] = []  # what could not be published yet
+        waiting: list[dict[str, Any]] = []  # to be published
         try:
             while not self._stopped.wait(INTERVAL):
                 if len(events):

@@ -58,7 +58,7 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
         raise InvalidInput("start a worker by the command `radixkv worker`")
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Return what the frontend and its router need to know; the engine is loaded."""
+        """Return the facts that the frontend and its router need; the engine is loaded."""
         await self._metrics.watch()
         print(f"radixkv: {self._name} is worker {worker_id}", file=sys.stderr, flush=True)
         cache, config = self._engine.core.cache, self._engine.config

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,15 @@ def free_port() -> int:
     with socket.socket() as each:
         each.bind(("127.0.0.1", 0))
         return int(each.getsockname()[1])
+
+
+def low_port() -> int:
+    """A free port below 32,768: Dynamo reads DYN_SYSTEM_PORT as a number of 16 bits with a sign."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_768):
+        with socket.socket() as each, suppress(OSError):
+            each.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no low port is free")
 
 
 @dataclass
@@ -103,10 +112,15 @@ class Fleet:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self, name: str, *command: str, **environment: str) -> Process:
+        """Run a module."""
+        return self.run(name, "-m", *command, **environment)
+
+    def run(self, name: str, *command: str, **environment: str) -> Process:
+        """Run Python with these arguments."""
         log = self.folder / f"{name}-{len(self.processes)}.log"
         with log.open("wb") as file:
             popen = subprocess.Popen(
-                [sys.executable, "-m", *command],
+                [sys.executable, *command],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -1,0 +1,68 @@
+"""`radixkv worker` without Dynamo, and the files that it gives to a frontend."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv import Engine
+from radixkv.cli import main
+from radixkv.errors import UnsupportedModel
+from radixkv.fleet import command
+from radixkv.fleet.model_folder import write_files
+from radixkv.model_path import BUNDLED
+
+
+@pytest.mark.parametrize("installed", [None, "1.4.2"])
+def test_another_version_of_dynamo_is_refused(installed: str | None, monkeypatch: Any, capsys: Any) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise command.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(command.metadata, "version", version)
+    assert main(["worker", "tiny"]) == 1
+    said = capsys.readouterr().err
+    assert f"ai-dynamo {command.DYNAMO}, and {installed or 'none'} is installed" in said
+
+
+def files(name: str, **options: Any) -> dict[str, str]:
+    with Engine.load(name) as engine:
+        folder = write_files(name, engine.model, **{"own_tokenizer": True, **options})
+        again = write_files(name, engine.model, **{"own_tokenizer": True, **options})
+    assert folder == again
+    return {each.name: each.read_text() for each in folder.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_folder_gives_its_own_files_and_the_version_of_its_weights() -> None:
+    found, own = files("tiny"), BUNDLED["tiny"]
+    assert found["tokenizer.json"] == (own / "tokenizer.json").read_text()
+    settings = json.loads(found["config.json"])
+    assert len(settings.pop("radixkv_weights")) == 64
+    assert settings == json.loads((own / "config.json").read_text())
+
+
+def test_another_tokenizer_is_written_as_it_is_read() -> None:
+    found = files("tiny", own_tokenizer=False)
+    assert "chat_template" in found["tokenizer_config.json"] or "chat_template.jinja" in found
+    assert json.loads(found["tokenizer.json"])["model"]["vocab"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"), [("tokenizer*.json", "no tokenizer.json"), ("chat_template.jinja", "no chat template")]
+)
+def test_a_model_that_a_frontend_cannot_read_is_refused(missing: str, named: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(BUNDLED["tiny"], tmp_path / "model")
+    for file in folder.glob(missing):
+        file.unlink()
+    with pytest.raises(UnsupportedModel, match=named):
+        files(str(folder))
