@@ -91,7 +91,7 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
                             made |= end_of(await handle.result(), call.tokens)
                         yield made
                 finally:
-                    del self._handles[context.id()]
+                    self._handles.pop(context.id(), None)
                     handle.cancel()
 
     async def _submit(self, call: Call, name: str) -> AsyncHandle:
@@ -173,4 +173,5 @@ def _dynamos_errors() -> Iterator[None]:
     except RequestCancelled as error:
         raise Cancelled(str(error)) from error
     except RadixKVError as error:
-        raise Unknown(str(error)) from error
+        wrong = isinstance(error.__cause__, InvalidInput)  # a constraint that the engine's thread has found
+        raise (InvalidArgument if wrong else Unknown)(str(error.__cause__ if wrong else error)) from error

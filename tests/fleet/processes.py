@@ -117,10 +117,14 @@ class Fleet:
 
     def run(self, name: str, *command: str, **environment: str) -> Process:
         """Run Python with these arguments."""
+        return self.spawn(name, sys.executable, *command, **environment)
+
+    def spawn(self, name: str, *command: str, **environment: str) -> Process:
+        """Run a program."""
         log = self.folder / f"{name}-{len(self.processes)}.log"
         with log.open("wb") as file:
             popen = subprocess.Popen(
-                [sys.executable, *command],
+                command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

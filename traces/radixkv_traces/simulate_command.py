@@ -28,6 +28,7 @@ from radixkv_traces.saved_results import row_name
 from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
 from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
 from radixkv_traces.simulate_queue import add_queue, queue_rows, queue_text, service_of
+from radixkv_traces.simulate_replicas import add_replicas, replica_cases, replica_rows, replicas_text
 from radixkv_traces.workload import Workload
 
 _POLICIES = "lru,clairvoyant"  # the default
@@ -59,6 +60,7 @@ def add(add_command: AddCommand) -> None:
     add_kv_bytes(pools)
     add_tiers(pools)
     add_queue(parser)
+    add_replicas(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument("--by", choices=GROUPINGS, help="add a row for each session, tenant or stop reason")
     shown.add_argument(
@@ -82,8 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
         parse_capacity(each, workload.unique_blocks, workload.block_tokens, kv_bytes)
         for each in arguments.capacity.split(",")
     ]
-    if arguments.order is not None:
-        return _run_queue(arguments, workload, capacities, policies)
+    if arguments.routing is not None and arguments.replicas is None:
+        raise InvalidInput("--routing needs --replicas, the numbers of engines")
+    if arguments.order is not None or arguments.replicas is not None:
+        return _run_in_time(arguments, workload, capacities, policies)
     pools = _pools(arguments, workload, capacities, kv_bytes)
     tiers = [tier for tier in TIERS if getattr(arguments, tier) is not None]
     with interrupted_by_signals() as stop:
@@ -120,21 +124,28 @@ def _pools(
     return [pools for each in with_host for pools in (with_tier("disk", each) if each.lower else [each])]
 
 
-def _run_queue(
+def _run_in_time(
     arguments: argparse.Namespace, workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str]
 ) -> int:
-    """Simulate each policy with each order of waiting requests, and print hit rates and waits."""
-    for option in ("by", *TIERS):
+    """Simulate each policy with each order of waiting requests, or with each router, and print hit rates and waits."""
+    needed = "--order" if arguments.replicas is None else "--replicas"
+    for option in ("by", *TIERS, *(["order"] if needed == "--replicas" else [])):
         if getattr(arguments, option) is not None:
-            raise InvalidInput(f"--{option} needs a replay without a queue: leave out --order")
+            raise InvalidInput(f"--{option} needs a replay without {needed}: leave one of them out")
     if arguments.policy == _POLICIES:
         policies = [policy for policy in policies if policy not in BOUNDS]
-    service, orders = service_of(arguments), [each.strip() for each in arguments.order.split(",")]
+    service = service_of(arguments)
     with interrupted_by_signals() as stop:
-        rows = list(queue_rows(workload, capacities, policies, orders, service))
-    finished = len(rows) == len(capacities) * len(policies) * len(orders) and all(row["finished"] for row in rows)
+        if arguments.replicas is None:
+            orders = [each.strip() for each in arguments.order.split(",")]
+            rows = list(queue_rows(workload, capacities, policies, orders, service))
+            cases, text = len(orders), queue_text(service, rows)
+        else:
+            rows = list(replica_rows(workload, capacities, policies, arguments))
+            cases, text = len(replica_cases(arguments)), replicas_text(rows)
+    finished = len(rows) == len(capacities) * len(policies) * cases and all(row["finished"] for row in rows)
     summary = _summary(arguments.trace, workload, finished=finished)
-    parts = [_head(summary), queue_text(service, rows), *([] if finished else [_INTERRUPTED])]
+    parts = [_head(summary), text, *([] if finished else [_INTERRUPTED])]
     said = {**summary, "service": asdict(service), "rows": rows}
     print(json.dumps(said) if arguments.json else "\n\n".join(parts))
     return 0 if finished else stop.status

@@ -287,15 +287,16 @@ def _row(capacity: Capacity, result: QueueResult) -> dict[str, Any]:
         "requests": len(result.ttfts),
         "input_tokens": result.input_tokens,
         "hit_tokens": result.hit_tokens,
-        "wait_s": _percentiles(result.waits),
-        "ttft_s": _percentiles(result.ttfts),
+        "wait_s": percentiles(result.waits),
+        "ttft_s": percentiles(result.ttfts),
         "duration_s": round(result.duration, 3),
         "seconds": round(result.seconds, 4),
         "finished": result.finished,
     }
 
 
-def _percentiles(values: array[float]) -> dict[str, float] | None:
+def percentiles(values: array[float]) -> dict[str, float] | None:
+    """Return mean, median, 90th and 99th percentile and maximum; None without values."""
     if not values:
         return None
     p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()

@@ -1,0 +1,324 @@
+"""Compare a fleet of two workers with one engine: hits by router, cost of frontend and adapter, deaths of workers.
+
+    .fleet/bin/python benchmarks/fleet.py [--only hits cost deaths] [--requests 300] [--kills 50] [--traces DIR]
+                                      [--smg PROGRAM]
+
+It needs the environment of `make fleet`. All processes run on this machine, with one thread of torch each, and the
+bundled model.
+
+  hits    Recorded traces (the samples; with --traces the two whole ones) and made-up sessions with one system prompt.
+          A block of a trace becomes a sentence, and a request a completion of one token. The pool has a third of all
+          blocks, and room for four of the longest prompts. One engine has the whole pool, each of two workers a half.
+          The share of prompt tokens that hit, and of the rate of the one engine, by router: with events, without
+          (approximate), round robin; with --smg, two `radixkv serve` behind that gateway. `busier` is the computed
+          tokens of the busier worker over the other's.
+  cost    The same chats of 8 clients, whole replies of 40 tokens, through a frontend and one worker, and through
+          `radixkv serve`: CPU time of all processes but the client's, and tokens a second.
+  deaths  A stream is read, its worker is killed after 15 tokens, and another worker is started: the time from the kill
+          to the next token, and the requests that failed or have another text.
+
+Bars: at least 0.95 of the one engine's hits with events, the busier worker computes at most 1.5 times as much, and no
+request is lost. The last line is JSON; the exit code is 1 if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' launcher
+
+from radixkv import Engine
+from radixkv_traces.formats import read, sample
+from tests.fleet.processes import Fleet, Process, Reply, free_port, until
+
+WHOLE = {"conversation": "mooncake_conversation_512.jsonl", "agents": "cc_agent_dev_512.jsonl"}
+SAMPLES = {"conversation": "conversation", "agents": "cc_agent"}
+MOST = 150  # sentences of a prompt
+CLIENTS = 8
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--requests", type=int, default=300, help="requests of each workload (default 300)")
+    parser.add_argument("--kills", type=int, default=50, help="workers to kill (default 50)")
+    parser.add_argument("--traces", type=Path, help="folder with the whole traces")
+    parser.add_argument("--smg", help="the program of the gateway, to compare with it")
+    options = parser.parse_args()
+    results = {name: PARTS[name](options) for name in options.only}
+    missed = [each for part in results.values() for each in part.pop("missed")]
+    print("bars missed:", "; ".join(missed) or "none")
+    print(json.dumps({"benchmark": "fleet", **results, "missed": missed}))
+    return bool(missed)
+
+
+# ---- hits
+
+
+def workloads(options: argparse.Namespace) -> dict[str, list[str]]:
+    """The prompts of each workload, in the order of the requests."""
+    found: dict[str, list[str]] = {}
+    for name, file in (WHOLE if options.traces else SAMPLES).items():
+        source: Any = options.traces / file if options.traces else sample(file)
+        ids = [list(each.blocks)[:MOST] for _, each in zip(range(options.requests), read(source), strict=False)]
+        found[name] = ["".join(f"Box {number} has a kite. " for number in each) for each in ids]
+    rng, sessions = random.Random(5), [f"Session {number}." for number in range(options.requests // 10)]
+    system, prompts = "You are Mira, and you know the shop by heart. " * 30, list[str]()
+    for turn in range(options.requests):
+        at = rng.randrange(len(sessions))
+        sessions[at] += f" Turn {turn} asks for boats, kites and clocks, and gets some. " * 6
+        prompts.append(system + sessions[at][:6000])
+    return found | {"sessions": prompts}
+
+
+def hits(options: argparse.Namespace) -> dict[str, Any]:
+    results: dict[str, Any] = {"missed": []}
+    print(f"{'workload':14}{'router':22}{'hit rate':>10}{'of one':>8}{'busier':>8}")
+    for name, prompts in workloads(options).items():
+        with Engine.load("tiny", monitor=False) as engine:
+            block = engine.stats().kv_bytes // engine.stats().cache.num_blocks
+            longest = max(len(engine.client.inputs.encode(each)) for each in prompts) // 16 + 4
+            blocks = max(blocks_of(engine, prompts) // 3, 4 * longest)
+        one = replay(prompts, 1, blocks * block)
+        rows = {"one engine": one}
+        modes = {
+            "events": (),
+            "approximate": ("--no-router-kv-events",),
+            "round robin": ("--router-mode", "round-robin"),
+        }
+        for router, arguments in modes.items():
+            rows[router] = replay(prompts, 2, blocks * block // 2, *arguments)
+        if options.smg:
+            rows["gateway"] = replay_gateway(prompts, blocks * block // 2, options.smg)
+        for router, (rate, busier) in rows.items():
+            print(f"{name:14}{router:22}{rate:10.3f}{rate / one[0]:8.3f}{busier:8.2f}", flush=True)
+        results[name] = {router: {"rate": rate, "busier": busier} for router, (rate, busier) in rows.items()}
+        if rows["events"][0] < 0.95 * one[0]:
+            results["missed"].append(f"{name}: {rows['events'][0] / one[0]:.3f} of the hits of one engine (0.95)")
+        if rows["events"][1] > 1.5:
+            results["missed"].append(f"{name}: the busier worker computes {rows['events'][1]:.2f} times as much (1.5)")
+    return results
+
+
+def blocks_of(engine: Engine, prompts: list[str]) -> int:
+    """The number of different blocks of 16 tokens."""
+    found: set[int] = set()
+    for prompt in prompts:
+        ids, number = engine.client.inputs.encode(prompt), 0
+        for at in range(0, len(ids) - 15, 16):
+            number = hash((number, *ids[at : at + 16]))
+            found.add(number)
+    return len(found)
+
+
+def replay(prompts: list[str], workers: int, size: int, *router: str) -> tuple[float, float]:
+    """Send the prompts, four at a time, and return the hit rate and how busy the busier worker was."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Fleet(Path(folder))
+        try:
+            made.frontend(*router)
+            made.joined(*[made.worker("--kv-memory", str(size)) for _ in range(workers)])
+            return send(prompts, made.url)
+        finally:
+            made.close()
+
+
+def replay_gateway(prompts: list[str], size: int, program: str) -> tuple[float, float]:
+    """As `replay`, by two servers behind a gateway that guesses by text."""
+    with tempfile.TemporaryDirectory() as folder:
+        made, urls = Fleet(Path(folder)), list[str]()
+        try:
+            for _ in range(2):
+                port = free_port()
+                made.start(
+                    "serve", "radixkv", "serve", "tiny", "--port", str(port), "--quiet", "--kv-memory", str(size)
+                )
+                urls.append(f"http://127.0.0.1:{port}")
+            for url in urls:
+                until(lambda url=url: is_ready(f"{url}/health"), "a server")
+            port = str(made.port)
+            where = ("--host", "127.0.0.1", "--port", str(made.port), "--policy", "cache_aware")
+            made.spawn("smg", program, "launch", "--worker-urls", *urls, *where)
+            until(lambda: is_ready(f"{made.url}/v1/models"), "the gateway")
+            rate, _ = send(prompts, made.url, workers=False)
+            computed = [counter(f"{url}/metrics", "radixkv:computed_tokens_total") for url in urls]
+            return rate, max(computed) / max(min(computed), 1)
+        finally:
+            made.close()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def counter(url: str, name: str) -> float:
+    lines = httpx.get(url, timeout=10).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def send(prompts: list[str], url: str, *, workers: bool = True) -> tuple[float, float]:
+    """Return the hit rate, and the computed tokens of the busier worker over those of the other."""
+    asked: Counter[str] = Counter()
+    computed: Counter[int] = Counter()
+    with httpx.Client(timeout=120) as client:
+
+        def ask(prompt: str) -> None:
+            body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
+            if workers:
+                body["nvext"] = {"extra_fields": ["worker_id"]}
+            response = client.post(f"{url}/v1/completions", json=body)
+            found = response.json()
+            assert response.status_code == 200, response.text[:500]
+            usage = found["usage"]
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            asked["prompt"] += usage["prompt_tokens"]
+            asked["cached"] += cached
+            worker = ((found.get("nvext") or {}).get("worker_id") or {}).get("decode_worker_id", 0)
+            computed[worker] += usage["prompt_tokens"] - cached
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(ask, prompts))
+    busier = max(computed.values()) / min(computed.values()) if len(computed) > 1 else float("inf")
+    return asked["cached"] / asked["prompt"], busier
+
+
+# ---- cost
+
+
+def cost(options: argparse.Namespace) -> dict[str, Any]:
+    rows: dict[str, list[dict[str, float]]] = {"fleet": [], "serve": []}
+    for _ in range(3):
+        for name in rows:
+            with server(name) as (made, processes):
+                rows[name].append(load(made.url, processes, options.requests))
+    print(f"{'':8}{'CPU ms a request':>18}{'CPU ms a token':>16}{'tokens/s':>10}")
+    found = {name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in rows.items()}
+    for name, row in found.items():
+        print(f"{name:8}{row['request']:18.2f}{row['token']:16.3f}{row['rate']:10.0f}")
+    return {**found, "missed": []}
+
+
+@contextmanager
+def server(name: str) -> Iterator[tuple[Fleet, list[Process]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Fleet(Path(folder))
+        try:
+            if name == "fleet":
+                made.frontend()
+                made.joined(made.worker())
+            else:
+                made.start("serve", "radixkv", "serve", "tiny", "--port", str(made.port), "--quiet")
+                until(lambda: is_ready(f"{made.url}/health"), "the server")
+            yield made, made.processes
+        finally:
+            made.close()
+
+
+def load(url: str, processes: list[Process], requests: int) -> dict[str, float]:
+    def ask(number: int) -> int:
+        messages = [{"role": "user", "content": f"Tell me story {number} about boats and kites."}]
+        body = {
+            "model": "tiny",
+            "messages": messages,
+            "max_tokens": 40,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        count = 0
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as response:
+            count = sum(line.startswith("data: {") for line in response.iter_lines())
+        return count
+
+    ask(-1)
+    before, began = cpu_seconds(processes), time.monotonic()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        list(pool.map(ask, range(requests)))
+    used, wall = cpu_seconds(processes) - before, time.monotonic() - began
+    return {"request": 1e3 * used / requests, "token": 1e3 * used / requests / 40, "rate": 40 * requests / wall}
+
+
+def cpu_seconds(processes: list[Process]) -> float:
+    stats = [Path(f"/proc/{each.popen.pid}/stat").read_text().rpartition(")")[2].split() for each in processes]
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / TICKS
+
+
+# ---- deaths
+
+
+def deaths(options: argparse.Namespace) -> dict[str, Any]:
+    waits: list[float] = []
+    lost = 0
+    with tempfile.TemporaryDirectory() as folder:
+        made = Fleet(Path(folder))
+        try:
+            made.frontend()
+            alive = [made.worker(), made.worker()]
+            made.joined(*alive)
+            calm = made.stream(STORY, 60).text
+            for _ in range(options.kills):
+                killed: list[tuple[Process, float]] = []
+
+                def kill(
+                    reply: Reply, alive: list[Process] = alive, killed: list[tuple[Process, float]] = killed
+                ) -> None:
+                    if len(reply.chunks) == 15:
+                        each = next(each for each in alive if serves(each))
+                        each.signal(signal.SIGKILL)
+                        killed.append((each, time.monotonic()))
+
+                reply = made.stream(STORY, 60, kill)
+                lost += reply.error is not None or reply.text != calm
+                ((dead, at),) = killed
+                gaps = [later - max(earlier, at) for earlier, later in pairwise(reply.arrivals) if later > at]
+                waits.append(max(gaps, default=0.0))
+                dead.ended()
+                alive = [each for each in alive if each is not dead] + [made.worker()]
+                made.joined(*alive)
+        finally:
+            made.close()
+    waits.sort()
+    print(
+        f"{len(waits)} kills: {lost} requests lost; to the next token {1e3 * statistics.median(waits):.0f} ms, at most "
+        f"{1e3 * waits[-1]:.0f} ms"
+    )
+    missed = [f"{lost} requests were lost (0)"] if lost else []
+    return {
+        "kills": len(waits),
+        "lost": lost,
+        "median_s": statistics.median(waits),
+        "most_s": waits[-1],
+        "missed": missed,
+    }
+
+
+def serves(worker: Process) -> bool:
+    return worker.output.count("request received") > worker.output.count("request completed")
+
+
+STORY = "Tell me a story about boats and kites."
+PARTS = {"hits": hits, "cost": cost, "deaths": deaths}
+
+if __name__ == "__main__":
+    sys.exit(main())

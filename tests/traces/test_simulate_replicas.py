@@ -1,0 +1,105 @@
+"""Several simulated engines: hits, balance and waits by each router, on traces that one can count by hand."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.errors import InvalidInput, UnknownPolicy
+from radixkv_traces.cli import main
+from radixkv_traces.records import TraceRequest
+from radixkv_traces.simulate import replay
+from radixkv_traces.simulate_replicas import ROUTINGS, replay_replicas
+from radixkv_traces.workload import Workload, prepare
+
+
+def workload(*requests: tuple[float, str, list[int]]) -> Workload:
+    """(seconds, session, block ids) as requests of 10 tokens a block."""
+    return prepare([TraceRequest(1e3 * at, 10 * len(ids), 1, array("q", ids), name) for at, name, ids in requests], 10)
+
+
+A, B = [1, 2, 3, 4], [5, 6, 7, 8]
+TURNS = workload((0, "a", A), (1, "b", B), (2, "b", B), (3, "a", A), (4, "c", A), (5, "d", B))
+
+
+@pytest.mark.parametrize(
+    ("routing", "hit_tokens", "computed"),
+    [
+        ("round-robin", 80, (80, 80)),  # a, b at 0, 1; b, a the other way round
+        ("sticky", 120, (80, 40)),
+        ("prefix", 160, (40, 40)),
+        ("expected-ttft", 160, (40, 40)),
+    ],
+)
+def test_hits_and_balance_of_two_replicas(routing: str, hit_tokens: int, computed: tuple[int, ...]) -> None:
+    result = replay_replicas(TURNS, 16, "lru", 2, routing, prefill_rate=100)
+    assert (result.hit_tokens, result.computed_tokens) == (hit_tokens, computed)
+    assert result.imbalance == 2 * max(computed) / sum(computed)
+
+
+def test_a_busy_replica_is_avoided_only_if_its_wait_is_longer_than_the_prompt() -> None:
+    """At 10 tokens a second, the first prompt takes 4 s and its repeat nothing."""
+    hot = workload((0, "a", A), (1, "b", A), (2, "c", A))
+    held = replay_replicas(hot, 16, "lru", 2, "prefix", prefill_rate=10)
+    assert held.computed_tokens == (40, 0)
+    assert list(held.ttfts) == [4, 3, 2]
+    spread = replay_replicas(workload((0, "a", [1, 2, 3, 4, 9, 9]), (1, "b", [1])), 16, "lru", 2, "expected-ttft", 10)
+    assert spread.computed_tokens == (60, 10)
+    assert list(spread.ttfts) == [6, 1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abc"), st.lists(st.integers(0, 4), max_size=6)), min_size=1),
+    st.sampled_from(sorted(ROUTINGS)),
+    st.integers(1, 4),
+)
+def test_every_token_hits_or_is_computed_once(turns: list[Any], routing: str, replicas: int) -> None:
+    made = workload(*sorted(turns, key=lambda turn: turn[0]))
+    result = replay_replicas(made, 12, "lru", replicas, routing)
+    assert result.hit_tokens + sum(result.computed_tokens) == made.input_tokens
+    assert len(result.ttfts) == len(made.requests)
+    assert min(result.ttfts) >= 0
+    if replicas == 1:
+        assert result.hit_tokens == replay(made, 12, "lru").hit_tokens
+
+
+def test_the_command_compares_with_one_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["simulate", "sample:cc_agent", "--limit", "60", "--capacity", "10%", "--replicas", "2,3"]
+    assert main([*base, "--routing", "sticky,prefix", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["replicas"], row["routing"]) for row in rows] == [
+        (1, None), (2, "sticky"), (2, "prefix"), (3, "sticky"), (3, "prefix")
+    ]  # fmt: skip
+    assert main(base) == 0
+    assert "expected-ttft" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--routing", "sticky"], "--replicas"),
+        (["--replicas", "two"], "--replicas 'two'"),
+        (["--replicas", "0"], "replicas=0"),
+        (["--replicas", "2", "--routing", "best"], "expected-ttft"),
+        (["--replicas", "2", "--order", "fcfs"], "--order"),
+        (["--replicas", "2", "--host", "2x"], "--host"),
+        (["--replicas", "2", "--policy", "clairvoyant"], "clairvoyant"),
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "sample:cc_agent", "--limit", "5", *options]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="routing"):
+        replay_replicas(TURNS, 16, "lru", 2, "best")
+    with pytest.raises(UnknownPolicy):
+        replay_replicas(TURNS, 16, "infinite", 2, "sticky")
+    with pytest.raises(InvalidInput, match="replicas=17"):
+        replay_replicas(TURNS, 16, "lru", 17, "sticky")
