@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from radixkv.telemetry.records import namespace_value
 
 INTERVAL = 0.1
 """Seconds between two looks at the cache."""
+_LOOKS_PER_LOAD = 10
 
 _log = logging.getLogger(__name__)
 
@@ -49,14 +51,17 @@ class Publisher:
     def _run(self, events: BlockEvents, to: Any) -> None:
         waiting: list[dict[str, Any]] = []  # to be published
         try:
-            while not self._stopped.wait(INTERVAL):
+            for look in itertools.count():
+                if self._stopped.wait(INTERVAL):
+                    return
                 if len(events):
                     waiting += batch_of(self._client.thread.call(events.take).result())
                 try:
                     if waiting:
                         to.publish_batch(waiting)
                         waiting = []
-                    self._publish_load()
+                    if look % _LOOKS_PER_LOAD == 0:
+                        self._publish_load()
                 except EngineClosed:
                     raise
                 except Exception:

@@ -90,6 +90,8 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
                         if not running:
                             made |= end_of(await handle.result(), call.tokens)
                         yield made
+                    if running:  # it was cancelled
+                        await handle.result()
                 finally:
                     self._handles.pop(context.id(), None)
                     handle.cancel()
