@@ -42,7 +42,7 @@ class BlockChanges(NamedTuple):
 
 
 class BlockEvents(Follower):
-    """Follows one cache, and tells which full blocks were stored and removed. Memory: 8 bytes for each stored block.
+    """Follows one cache, and tells which full blocks were stored and removed. Memory: 8 bytes a block, 160 a node.
 
     An id is a chain hash of the salt and all tokens up to the end of the block, equal in all processes.
     """
@@ -92,10 +92,8 @@ class BlockEvents(Follower):
             del ids[:count]
 
     def joined(self, node: Node, upper: Node) -> None:
-        """Give the blocks of both to the node."""
-        if upper in self._marked:
-            self._marked.discard(upper)
-            self._forget(node)
+        """Give the blocks of both to the node, which is marked if `upper` is: a marked node has marked children."""
+        self._marked.discard(upper)
         self._ids[node] = self._ids.pop(upper, array("q")) + self._ids.get(node, array("q"))
 
     def cut(self, node: Node, tokens: int, blocks: int) -> None:
@@ -121,15 +119,11 @@ class BlockEvents(Follower):
         if kept:
             self._ids[node] = ids[:kept]
         self._ids[host] = ids[kept:] + self._ids.get(host, array("q"))
-        if node in self._marked:
-            self._forget(host)
+        if node in self._marked:  # blocks without an id may come first: the next look numbers all again
+            self._leave(host, 0)
+            self._marked.add(host)
         if gone:
             self._marked.discard(node)
-
-    def _forget(self, node: Node) -> None:
-        """Note all blocks of a node as left, and mark it: the next look finds those again that are still there."""
-        self._leave(node, 0)
-        self._marked.add(node)
 
     def _leave(self, node: Node, kept: int) -> None:
         if ids := self._ids.get(node):
@@ -140,41 +134,41 @@ class BlockEvents(Follower):
         """The number of blocks whose last tokens are in [start, end)."""
         return end // self._size - start // self._size
 
+    def check(self) -> None:
+        """Check that unmarked nodes of the tree have the ids of all their blocks, and other objects none. O(nodes)."""
+        nodes = {node for node in self._tree.residents() if node.parent is not None}
+        assert self._marked <= nodes and self._ids.keys() <= nodes
+        counts = {node: self._count(node.start, node.end) for node in nodes - self._marked}
+        assert all(len(self._ids.get(node, ())) == count for node, count in counts.items())
+
     # ---- reading
 
     def take(self) -> BlockChanges:
         """Return the changes since the last look. O(changed blocks + depth of their nodes), on the cache's thread."""
-        stored: list[StoredBlocks] = []
-        for node in sorted(self._marked, key=lambda each: each.start):  # parents first
-            stored += self._stored(node)
+        parents_first = sorted(self._marked, key=lambda each: each.start)
+        stored = [run for node in parents_first if (run := self._number(node)).ids]
         self._marked.clear()
         removed = list(self._left)
         self._left.clear()
         return BlockChanges(removed, stored)
 
-    def _stored(self, node: Node) -> list[StoredBlocks]:
+    def _number(self, node: Node) -> StoredBlocks:
         """Number the new blocks of a node; return those that were not there at the last look."""
         ids = self._ids.setdefault(node, array("q"))
         first, last = node.start // self._size + len(ids), node.end // self._size
         if first >= last:
-            return []
+            return StoredBlocks(array("q"), array("i"), None, None)
         tokens, parent, salt = self._context(node, first * self._size, ids)
-        width = self._size * WIDTH
-        runs: list[StoredBlocks] = []
-        before = parent
+        width, before, numbers = self._size * WIDTH, parent, array("q")
         for at in range(0, (last - first) * width, width):
-            block = tokens[at : at + width]
-            number = _chained(before, salt, block)
-            ids.append(number)
-            if number in self._left:  # it left another node, and was never away
-                del self._left[number]
-            else:
-                if not runs or runs[-1].ids[-1] != before:
-                    runs.append(StoredBlocks(array("q"), array("i"), before, salt))
-                runs[-1].ids.append(number)
-                runs[-1].tokens.frombytes(block)
-            before = number
-        return runs
+            before = _chained(before, salt, tokens[at : at + width])
+            numbers.append(before)
+        ids += numbers
+        known = sum(number in self._left for number in numbers)  # the first ones left another node, and were never away
+        for number in numbers[:known]:
+            del self._left[number]
+        new = array("i", tokens[known * width : (last - first) * width])
+        return StoredBlocks(numbers[known:], new, numbers[known - 1] if known else parent, salt)
 
     def _context(self, node: Node, start: int, ids: array[int]) -> tuple[bytes, int | None, str | None]:
         """Return the tokens from `start` to the end of a node, the id of the block before, and the salt. O(depth)."""

@@ -26,7 +26,9 @@ class BlockIndex:
 
     def read(self) -> BlockChanges:
         """Take the changes, and compare the index with the tree."""
+        self.events.check()
         changes = self.events.take()
+        self.events.check()
         assert len(self.events) == 0
         self.apply(changes)
         assert sorted(self.blocks.values(), key=repr) == sorted(blocks_of(self.cache), key=repr)
