@@ -1,4 +1,4 @@
-"""Simulate several engines behind a router: what a division of one pool costs in hits, balance and waits.
+"""Simulate several engines and a router: what a division of one pool costs in hits, balance and waits.
 
 Each replica has an equal part of the pool: a real prefix cache with one token for each recorded block, as in simulate.
 Requests arrive at their recorded times, and are routed then. A replica computes one prompt at a time, in the order of
