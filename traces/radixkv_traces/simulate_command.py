@@ -128,10 +128,10 @@ def _run_in_time(
     arguments: argparse.Namespace, workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str]
 ) -> int:
     """Simulate each policy with each order of waiting requests, or with each router, and print hit rates and waits."""
-    needed = "--order" if arguments.replicas is None else "--replicas"
-    for option in ("by", *TIERS, *(["order"] if needed == "--replicas" else [])):
+    without = "a queue: leave out --order" if arguments.replicas is None else "replicas: leave out --replicas"
+    for option in ("by", *TIERS, *(["order"] if arguments.replicas is not None else [])):
         if getattr(arguments, option) is not None:
-            raise InvalidInput(f"--{option} needs a replay without {needed}: leave one of them out")
+            raise InvalidInput(f"--{option} needs a replay without {without}")
     if arguments.policy == _POLICIES:
         policies = [policy for policy in policies if policy not in BOUNDS]
     service = service_of(arguments)
