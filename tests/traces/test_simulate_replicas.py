@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.errors import InvalidInput, UnknownPolicy
-from radixkv_traces.cli import main
+from radixkv_traces import simulate_replicas
+from radixkv_traces.cli import Capacity, main
 from radixkv_traces.records import TraceRequest
 from radixkv_traces.simulate import replay
 from radixkv_traces.simulate_replicas import ROUTINGS, replay_replicas
@@ -82,10 +83,8 @@ def test_the_command_compares_with_one_engine(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--routing", "sticky"], "--replicas"),
-        (["--replicas", "two"], "--replicas 'two'"),
-        (["--replicas", "0"], "replicas=0"),
-        (["--replicas", "2", "--routing", "best"], "expected-ttft"),
+        (["--replicas", "2,9999999"], "no part for each"),
+        (["--replicas", "2", "--decode-rate", "9"], "--decode-rate"),
         (["--replicas", "2", "--order", "fcfs"], "--order"),
         (["--replicas", "2", "--host", "2x"], "--host"),
         (["--replicas", "2", "--policy", "clairvoyant"], "clairvoyant"),
@@ -94,6 +93,32 @@ def test_the_command_compares_with_one_engine(capsys: pytest.CaptureFixture[str]
 def test_wrong_options_are_refused(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "sample:cc_agent", "--limit", "5", *options]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--routing", "sticky"], "--replicas"),
+        (["--replicas", "two"], "--replicas 'two'"),
+        (["--replicas", "2,0"], "--replicas '2,0'"),
+        (["--replicas", "2", "--routing", "prefix,best"], "expected-ttft"),
+    ],
+)
+def test_wrong_lists_are_refused_before_the_trace_is_read(
+    options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "missing.jsonl", *options]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_sizes_are_refused_before_the_first_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_replicas, "replay_replicas", lambda *_: pytest.fail("a replay began"))
+    with pytest.raises(InvalidInput, match="replicas=17"):
+        list(simulate_replicas.replica_rows(TURNS, [Capacity("16", 16)], ["lru"], [(1, "prefix"), (17, "sticky")], 9.0))
+
+
+def test_one_engine_has_one_row() -> None:
+    assert simulate_replicas.replica_cases("1,2, 2", "sticky") == [(1, "prefix"), (2, "sticky")]
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -27,7 +27,7 @@ from radixkv_traces.cli import (
 from radixkv_traces.saved_results import row_name
 from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
 from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
-from radixkv_traces.simulate_queue import add_queue, queue_rows, queue_text, service_of
+from radixkv_traces.simulate_queue import Service, add_queue, queue_rows, queue_text, service_of
 from radixkv_traces.simulate_replicas import add_replicas, replica_cases, replica_rows, replicas_text
 from radixkv_traces.workload import Workload
 
@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     policies = [each.strip() for each in arguments.policy.split(",")]
     for policy in policies:
         check_policy(policy)
+    cases = replica_cases(arguments.replicas, arguments.routing)
     kv_bytes = kv_bytes_of(arguments)
     workload = load(arguments)
     if workload.lengths_only:
@@ -84,10 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         parse_capacity(each, workload.unique_blocks, workload.block_tokens, kv_bytes)
         for each in arguments.capacity.split(",")
     ]
-    if arguments.routing is not None and arguments.replicas is None:
-        raise InvalidInput("--routing needs --replicas, the numbers of engines")
-    if arguments.order is not None or arguments.replicas is not None:
-        return _run_in_time(arguments, workload, capacities, policies)
+    if arguments.order is not None or cases:
+        return _run_in_time(arguments, workload, capacities, policies, cases)
     pools = _pools(arguments, workload, capacities, kv_bytes)
     tiers = [tier for tier in TIERS if getattr(arguments, tier) is not None]
     with interrupted_by_signals() as stop:
@@ -125,25 +124,35 @@ def _pools(
 
 
 def _run_in_time(
-    arguments: argparse.Namespace, workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str]
+    arguments: argparse.Namespace,
+    workload: Workload,
+    capacities: Sequence[Capacity],
+    policies: Sequence[str],
+    cases: Sequence[tuple[int, str]],
 ) -> int:
-    """Simulate each policy with each order of waiting requests, or with each router, and print hit rates and waits."""
-    without = "a queue: leave out --order" if arguments.replicas is None else "replicas: leave out --replicas"
-    for option in ("by", *TIERS, *(["order"] if arguments.replicas is not None else [])):
+    """Simulate each policy with each order of waiting requests, or in each case of replicas and router, and print hit
+    rates and waits.
+    """
+    without = "replicas: leave out --replicas" if cases else "a queue: leave out --order"
+    for option in ("by", *TIERS, *(["order"] if cases else [])):
         if getattr(arguments, option) is not None:
             raise InvalidInput(f"--{option} needs a replay without {without}")
     if arguments.policy == _POLICIES:
         policies = [policy for policy in policies if policy not in BOUNDS]
     service = service_of(arguments)
+    if cases and service != Service(service.prefill_rate):
+        raise InvalidInput("--decode-rate and --max-sequences need --order: with --replicas, answers take no time")
     with interrupted_by_signals() as stop:
-        if arguments.replicas is None:
-            orders = [each.strip() for each in arguments.order.split(",")]
-            rows = list(queue_rows(workload, capacities, policies, orders, service))
-            cases, text = len(orders), queue_text(service, rows)
+        if cases:
+            count = len(cases)
+            rows = list(replica_rows(workload, capacities, policies, cases, service.prefill_rate))
+            text = replicas_text(rows)
         else:
-            rows = list(replica_rows(workload, capacities, policies, arguments))
-            cases, text = len(replica_cases(arguments)), replicas_text(rows)
-    finished = len(rows) == len(capacities) * len(policies) * cases and all(row["finished"] for row in rows)
+            orders = [each.strip() for each in arguments.order.split(",")]
+            count = len(orders)
+            rows = list(queue_rows(workload, capacities, policies, orders, service))
+            text = queue_text(service, rows)
+    finished = len(rows) == len(capacities) * len(policies) * count and all(row["finished"] for row in rows)
     summary = _summary(arguments.trace, workload, finished=finished)
     parts = [_head(summary), text, *([] if finished else [_INTERRUPTED])]
     said = {**summary, "service": asdict(service), "rows": rows}

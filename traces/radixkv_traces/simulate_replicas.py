@@ -14,6 +14,7 @@ expected-ttft the replica that is expected to answer first: its work, and the to
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from array import array
@@ -147,10 +148,9 @@ def replay_replicas(
         raise InvalidInput(f"routing {routing!r}: allowed are {', '.join(ROUTINGS)}")
     if policy not in POLICIES:
         raise UnknownPolicy(f"policy {policy!r} with --replicas: allowed are {', '.join(sorted(POLICIES))}")
-    if not 1 <= replicas <= capacity_blocks:
-        raise InvalidInput(f"replicas={replicas}: a pool of {capacity_blocks:,} blocks has no part for each")
+    part = _part(capacity_blocks, replicas)
     begin, now = time.process_time(), 0.0
-    made = [_Replica(capacity_blocks // replicas, policy, lambda: now) for _ in range(replicas)]
+    made = [_Replica(part, policy, lambda: now) for _ in range(replicas)]
     router, ttfts, input_tokens, hit_tokens = _Router(workload, made, prefill_rate), array("d"), 0, 0
     try:
         for index, request in enumerate(workload.requests):
@@ -170,26 +170,41 @@ def replay_replicas(
     return FleetResult(*facts, len(ttfts) == len(workload.requests))
 
 
+def _part(capacity_blocks: int, replicas: int) -> int:
+    """Return the blocks of each replica. A remainder is not used. Raises InvalidInput for a part without a block."""
+    if not 1 <= replicas <= capacity_blocks:
+        raise InvalidInput(f"replicas={replicas}: a pool of {capacity_blocks:,} blocks has no part for each")
+    return capacity_blocks // replicas
+
+
 # ---- the report
 
 
-def add_replicas(parser: Any) -> None:
+def add_replicas(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     group = parser.add_argument_group("replicas", "with --replicas, several engines have equal parts of the pool")
     group.add_argument(
-        "--replicas", metavar="LIST", help="numbers of engines, such as 2,4,16; --prefill-rate is of each"
-    )
+        "--replicas", metavar="LIST",
+        help="numbers of engines, such as 2,4,16, beside one with the whole pool; --prefill-rate is of each. "
+        "Imbalance: the computed tokens of the busiest over the mean",
+    )  # fmt: skip
     group.add_argument("--routing", metavar="LIST", help=f"routers: {', '.join(ROUTINGS)} (default: all)")
 
 
 def replica_rows(
-    workload: Workload, capacities: Sequence[Capacity], policies: Sequence[str], arguments: Any
+    workload: Workload,
+    capacities: Sequence[Capacity],
+    policies: Sequence[str],
+    cases: Sequence[tuple[int, str]],
+    prefill_rate: float,
 ) -> Iterator[dict[str, Any]]:
-    """Simulate each policy at each capacity: one engine, then each number of replicas by each router, until Ctrl-C."""
-    for capacity, policy, (replicas, routing) in product(capacities, policies, replica_cases(arguments)):
+    """Simulate each policy at each capacity in each case, until Ctrl-C. Checks all sizes before the first replay."""
+    for capacity, (replicas, _) in product(capacities, cases):
+        _part(capacity.blocks, replicas)
+    for capacity, policy, (replicas, routing) in product(capacities, policies, cases):
         try:
             with cli.Progress(f"{policy}, {replicas} by {routing} at {capacity.text}") as progress:
-                facts = capacity.blocks, policy, replicas, routing, arguments.prefill_rate
+                facts = capacity.blocks, policy, replicas, routing, prefill_rate
                 result = replay_replicas(workload, *facts, progress)
         except KeyboardInterrupt:  # before its first request
             return
@@ -198,14 +213,27 @@ def replica_rows(
             return
 
 
-def replica_cases(arguments: Any) -> list[tuple[int, str]]:
-    """Return one engine, then each number of replicas with each router. Raises InvalidInput."""
-    routings = [each.strip() for each in (arguments.routing or ",".join(ROUTINGS)).split(",")]
-    try:
-        numbers = [int(each) for each in arguments.replicas.split(",")]
-    except ValueError as error:
-        raise InvalidInput(f"--replicas {arguments.replicas!r}: numbers are expected, such as 2,4,16") from error
-    return [(1, "prefix"), *product(numbers, routings)]
+def replica_cases(replicas: str | None, routing: str | None) -> list[tuple[int, str]]:
+    """Return one engine, then each larger number of replicas with each router; nothing without `replicas`.
+
+    Raises InvalidInput.
+
+    >>> replica_cases("2,4", "sticky")
+    [(1, 'prefix'), (2, 'sticky'), (4, 'sticky')]
+    """
+    if replicas is None:
+        if routing is not None:
+            raise InvalidInput("--routing needs --replicas, the numbers of engines")
+        return []
+    numbers = replicas.split(",")
+    if not all(each.strip().isdecimal() and int(each) for each in numbers):
+        raise InvalidInput(f"--replicas {replicas!r}: numbers of engines are expected, such as 2,4,16")
+    routings = list(ROUTINGS) if routing is None else [each.strip() for each in routing.split(",")]
+    for each in routings:
+        if each not in ROUTINGS:
+            raise InvalidInput(f"--routing {each!r}: allowed are {', '.join(ROUTINGS)}")
+    larger = [number for number in map(int, numbers) if number > 1]  # with one, all routers do the same
+    return [(1, "prefix"), *dict.fromkeys(product(larger, routings))]
 
 
 def _row(capacity: Capacity, result: FleetResult) -> dict[str, Any]:
