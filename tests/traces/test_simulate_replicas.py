@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixkv.cache import PrefixCache
 from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv_traces import simulate_replicas
 from radixkv_traces.cli import Capacity, main
@@ -31,6 +32,7 @@ TURNS = workload((0, "a", A), (1, "b", B), (2, "b", B), (3, "a", A), (4, "c", A)
 @pytest.mark.parametrize(
     ("routing", "hit_tokens", "computed"),
     [
+        ("random", 120, (40, 80)),  # the seed gives replicas 1, 1, 0, 1, 1, 1
         ("round-robin", 80, (80, 80)),  # a, b at 0, 1; b, a the other way round
         ("sticky", 120, (80, 40)),
         ("prefix", 160, (40, 40)),
@@ -61,7 +63,17 @@ def test_a_busy_replica_is_avoided_only_if_its_wait_is_longer_than_the_prompt() 
 )
 def test_every_token_hits_or_is_computed_once(turns: list[Any], routing: str, replicas: int) -> None:
     made = workload(*sorted(turns, key=lambda turn: turn[0]))
-    result = replay_replicas(made, 12, "lru", replicas, routing)
+    caches: list[PrefixCache] = []
+
+    def cache(*arguments: Any, **named: Any) -> PrefixCache:
+        caches.append(PrefixCache(*arguments, **named))
+        return caches[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulate_replicas, "PrefixCache", cache)
+        patch.setattr(simulate_replicas, "_STRIDE", 1)
+        result = replay_replicas(made, 12, "lru", replicas, routing, progress=lambda *_: [c.check() for c in caches])
+    assert [each.num_blocks for each in caches] == [12 // replicas] * replicas
     assert result.hit_tokens + sum(result.computed_tokens) == made.input_tokens
     assert len(result.ttfts) == len(made.requests)
     assert min(result.ttfts) >= 0
