@@ -1,6 +1,6 @@
 """Compare a fleet of two workers with one engine: hits by router, cost of frontend and adapter, deaths of workers.
 
-    .fleet/bin/python benchmarks/fleet.py [--only hits cost deaths events] [--requests 300] [--kills 50] [--traces DIR]
+    .fleet/bin/python benchmarks/fleet.py [--only hits cost deaths] [--requests 300] [--kills 50] [--traces DIR]
                                       [--smg PROGRAM] [--workloads agents]
 
 It needs the environment of `make fleet`. All processes run on this machine, with one thread of torch each, and the
@@ -16,12 +16,9 @@ bundled model.
           `radixkv serve`: CPU time of all processes but the client's, and tokens a second.
   deaths  A stream is read, its worker is killed after 15 tokens, and another worker is started: the time from the kill
           to the next token, and the requests that failed or have another text.
-  events  Without Dynamo: a cache of 100,000 nodes in which 32 streams decode, ten steps of 10 ms between two looks. The
-          time of a look over that of the steps, the cost of the followed events, memory for each block of 16 tokens,
-          and bytes of an event for each cached token (an id of 8 bytes a block, 4 bytes a token).
 
-Bars: at least 0.95 of the one engine's hits with events, the busier worker computes at most 1.5 times as much, no
-request is lost, and a look takes at most 1% of the steps. The last line is JSON; the exit code is 1 if a bar is missed.
+Bars: at least 0.95 of the one engine's hits with events, the busier worker computes at most 1.5 times as much, and no
+request is lost. The last line is JSON; the exit code is 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ import statistics
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,8 +45,6 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' launcher
 
 from radixkv import Engine
-from radixkv.cache import PrefixCache
-from radixkv.cache.block_events import BlockEvents
 from radixkv_traces.formats import read, sample
 from tests.fleet.processes import Fleet, Process, Reply, free_port, until
 
@@ -330,63 +324,12 @@ def deaths(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# ---- events
-
-
-def events(options: argparse.Namespace) -> dict[str, Any]:
-    rng = random.Random(3)
-    cache = PrefixCache(200_000, 16)
-    for _ in range(100_000):
-        with cache.open([rng.randrange(30_000) for _ in range(24)]) as sequence:
-            sequence.extend([rng.randrange(30_000) for _ in range(24)])
-            sequence.commit()
-    tracemalloc.start()
-    followed = BlockEvents(cache, lambda _: None)
-    first = followed.take()
-    blocks = sum(len(run.ids) for run in first.stored)
-    del first
-    memory = tracemalloc.get_traced_memory()[0] / blocks
-    tracemalloc.stop()
-    looks, ratios = [], []
-    for _ in range(7):
-        steps = decode(cache, rng)
-        begun = time.thread_time()
-        followed.take()
-        looks.append(time.thread_time() - begun)
-        followed.disconnect()
-        ratios.append(steps / decode(cache, rng))
-        followed = BlockEvents(cache, lambda _: None)
-        followed.take()
-    look, share, more = statistics.median(looks), statistics.median(looks) / 0.1, statistics.median(ratios)
-    print(f"a look: {1e6 * look:.0f} us, {share:.2%} of ten steps of 10 ms; {memory:.0f} bytes a block")
-    print(f"the cache's part of a step: {more:.3f} of that without a follower; events: {4 + 8 / 16:.1f} bytes a token")
-    missed = [f"a look takes {share:.2%} of the steps (1%)"] if share > 0.01 else []
-    return {"look_s": look, "share": share, "followed": more, "bytes_a_block": memory, "missed": missed}
-
-
-def decode(cache: PrefixCache, rng: random.Random) -> float:
-    """Ten steps of 32 streams, after prompts of 40 tokens; return the CPU time of the cache in them."""
-    opened = [cache.open([]) for _ in range(32)]
-    for sequence in opened:
-        sequence.extend([rng.randrange(30_000) for _ in range(40)])
-        sequence.commit()
-    begun = time.thread_time()
-    for _ in range(10):
-        for sequence in opened:
-            sequence.extend([7])
-            sequence.commit()
-    used = time.thread_time() - begun
-    for sequence in opened:
-        sequence.close()
-    return used
-
-
 def serves(worker: Process) -> bool:
     return worker.output.count("request received") > worker.output.count("request completed")
 
 
 STORY = "Tell me a story about boats and kites."
-PARTS = {"hits": hits, "cost": cost, "deaths": deaths, "events": events}
+PARTS = {"hits": hits, "cost": cost, "deaths": deaths}
 
 if __name__ == "__main__":
     sys.exit(main())
