@@ -157,7 +157,7 @@ class Mirror:
     def assert_blocks(self) -> None:
         """Check, in some steps, that a router's index is the tree, and sees what a prompt finds; or attach anew."""
         world, rng = self.world, random.Random(len(self.prefixes) + self.events.counted["query_tokens"])
-        if rng.random() < 0.5:
+        if rng.random() < 0.2:
             self.router.read()
             for one in world.live:
                 reached = world.cache.explain(one.tokens, one.namespace).reached
