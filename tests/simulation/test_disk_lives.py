@@ -1,4 +1,4 @@
-"""Simulated lives of an engine with a disk: 15 in `make test`, more in `make test-all`.
+"""Simulated lives of an engine with a disk: 10 in `make test`, more in `make test-all`.
 
 `python -m tests.simulation --disk --seed N --verbose` replays one.
 """
@@ -23,13 +23,13 @@ def life(seed: int) -> Scenario:
 
 
 def test_every_request_of_some_lives_ends_as_it_must() -> None:
-    seen = live(list(range(15)), life)
+    seen = live(list(range(10)), life)
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(15, LIVES, SHARD))
+@pytest.mark.parametrize("first", range(10, LIVES, SHARD))
 def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
     live(
-        [*range(first, min(first + SHARD, LIVES)), *(range(FRESH, FRESH + 100) if FRESH and first == 15 else ())], life
+        [*range(first, min(first + SHARD, LIVES)), *(range(FRESH, FRESH + 100) if FRESH and first == 10 else ())], life
     )

@@ -1,4 +1,4 @@
-"""Simulated lives of an engine with a host tier: 40 in `make test`, more in `make test-all`.
+"""Simulated lives of an engine with a host tier: 25 in `make test`, more in `make test-all`.
 
 `python -m tests.simulation --host --seed N --verbose` replays one.
 """
@@ -34,13 +34,13 @@ def life(seed: int) -> Scenario:
 
 
 def test_every_request_of_some_lives_ends_as_it_must() -> None:
-    seen = live(list(range(40)), life)
+    seen = live(list(range(25)), life)
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(40, LIVES, SHARD))
+@pytest.mark.parametrize("first", range(25, LIVES, SHARD))
 def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
     live(
-        [*range(first, min(first + SHARD, LIVES)), *(range(FRESH, FRESH + 100) if FRESH and first == 40 else ())], life
+        [*range(first, min(first + SHARD, LIVES)), *(range(FRESH, FRESH + 100) if FRESH and first == 25 else ())], life
     )

@@ -268,21 +268,26 @@ def test_commands_at_random_moments_change_no_answer(kind: str) -> None:
         monitor = Monitor(engine.monitoring.publisher.path)
         monitor.until(lambda: monitor.frames, "the hello")
         running: list[tuple[list[int], Any]] = []
+        commands, submitted = ("cancel", "pin", "unpin", "demote", "clear"), 0
         verbs: Counter[tuple[str, bool]] = Counter()
         answers = {"right": 0, "cancelled": 0}
-        for turn in range(150):
+        turn = 0
+        while turn < 150 or running or not all(verbs[verb, True] for verb in commands):
+            turn += 1
             if len(running) < 6:
+                submitted += 1
                 prompt = [turn % 3, *(rng.randrange(3) for _ in range(rng.randrange(1, 20)))]
                 params = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=0, ignore_eos=True)
                 handle = engine.submit(prompt, params, namespace=rng.choice((None, "ann", "ben")))
                 running.append((prompt, handle))
-            verb = rng.choice(("cancel", "pin", "pin", "unpin", "demote", "clear"))
+            verb = rng.choice((*commands, "pin"))
             known = [each for each in monitor.mirror.nodes.values() if (each.parent == 0) == (verb == "clear")]
             if verb == "unpin":
                 known = [each for each in known if each.pins] or known
-            at = [each.id for each in known] if verb != "cancel" else list(monitor.mirror.live)
+            at = [each.id for each in known] if verb != "cancel" else [*monitor.mirror.live, submitted]
             verbs[verb, monitor.command(verb, rng.choice(at or [turn])).done] += 1
-            if len(running) == 6 or turn == 149:
+            assert turn < 3000, verbs
+            if len(running) == 6:
                 for prompt, handle in running:
                     try:
                         tokens = handle.result().token_ids
@@ -292,6 +297,5 @@ def test_commands_at_random_moments_change_no_answer(kind: str) -> None:
                         answers["cancelled"] += 1
                 running.clear()
                 engine.client.thread.ask(engine.core.cache.check)
-        assert all(verbs[verb, True] for verb in ("cancel", "pin", "unpin", "demote", "clear")), verbs
         assert answers["right"] > 20 and answers["cancelled"] == engine.stats().cancelled > 0
         monitor.close()
