@@ -62,7 +62,7 @@ class EngineStats:
     pool in a step were lost. An overlapped engine launches a step before it has the results of the preceding one.
     `wasted_tokens` were computed for streams that had ended or failed. `host_bound_rows` counts how often a stream was
     left out of a step, because the host must read its last token first to constrain the next one.
-    `eager_steps` are forwards that no CUDA graph served, on an engine that has graphs. `scored_tokens` are tokens of
+    `eager_steps` are forwards on a GPU that no CUDA graph served. `scored_tokens` are tokens of
     prompts, and continuations of them, with a computed score; `reused_scores` were taken from other requests.
     `decode_tokens` are the computed tokens that are not of a prompt; `computed_tokens` include them. `disk_tokens` were
     read from a disk into host memory, and `disk` has the numbers of its folder.

@@ -7,8 +7,10 @@ is an empty launch there. A step that no graph serves is computed as without gra
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,10 +20,12 @@ from torch import Tensor
 
 from radixkv.device import Device, device_of, refuse_fatal
 from radixkv.models.attention_interface import keys_per_tile, recordable_backend
+from radixkv.models.experts import MOST_TOKENS, grouped_mm_waits, recordable
 from radixkv.models.loaded import AttentionWindow, SequenceInput
 from radixkv.models.rounding import agree
-from radixkv.models.runner import EagerSteps, ForwardContext, PoolForward, Runner
+from radixkv.models.runner import EagerSteps, ForwardContext, PoolForward, Runner, StepForward
 from radixkv.models.step_batch import num_logit_rows
+from radixkv.sizing.kv_size import size_text
 from radixkv_kernels.graph_capacity import Bucket
 from radixkv_kernels.work_list import WorkList
 
@@ -72,24 +76,35 @@ def record_graphs(runner: Runner, sequences: int, tokens: int, recorder: Recorde
     """Replay steps of up to `sequences` inputs and `tokens` tokens from now on, if this device and model allow it.
 
     Records all graphs now and compares some replays with computed steps, so nothing may be cached yet. A model that
-    cannot be recorded runs as before, with one warning per reason. The graphs take up to `SHARE` of the device's
-    memory. A deterministic runner replays decodes only. Costs two forwards for each of about forty buckets.
+    cannot be recorded computes its steps, with one warning per reason; on a GPU they are counted. The graphs take up to
+    `SHARE` of the device's memory. A deterministic runner replays decodes only. Costs two forwards for each of about
+    forty buckets.
     """
     loaded, store, forward = runner.loaded, runner.store, runner.forward
-    device = device_of(store.device)
+    device, reason = device_of(store.device), "none could be recorded when the model was loaded"
     if loaded.state:
-        _log.info("steps run without CUDA graphs: its layers keep recurrent state")
-    elif loaded.attention == "triton" and (recorder is not None or device.is_gpu):
+        reason = "layers with recurrent state record none"
+    elif loaded.attention != "triton":
+        reason = f"attention={loaded.attention!r} records none"
+    elif recorder is not None or device.is_gpu:
         assert isinstance(forward, PoolForward)
         sizes = buckets(sequences, 0 if runner.deterministic else tokens)
         try:
             with torch.inference_mode(), device.current():
                 graphs = _graphs_of(runner, forward, sizes, recorder or DeviceRecorder(device))
+                if grouped_mm_waits(loaded):
+                    message = (
+                        "the experts' product waits for this GPU in each layer, except in bfloat16 on sm_90 and "
+                        "sm_100: steps of more than %d tokens run without CUDA graphs, and cost the host every launch"
+                    )
+                    _log.warning(message, MOST_TOKENS)
                 graphs.record()
                 if graphs.buckets and _replays_the_same(graphs, forward, store.block_size, loaded.dtype):
                     runner.forward = ReplayedForward(graphs, forward, runner.eager, padded=not runner.deterministic)
         except torch.OutOfMemoryError as error:  # for their inputs, or for the steps that are compared
             _log.warning("steps run without CUDA graphs: %s", error)
+    if device.is_gpu and runner.forward is forward:
+        runner.forward = UnrecordedForward(forward, runner.eager, reason)
 
 
 def buckets(sequences: int, tokens: int) -> list[Bucket]:
@@ -129,11 +144,10 @@ def _graphs_of(runner: Runner, computed: PoolForward, sizes: Sequence[Bucket], r
     def forward(bucket: Bucket) -> Tensor:
         tokens, positions, slots, logit_rows = inputs.columns(bucket)
         context = ForwardContext(backend, loaded.layers, slots, inputs.plans(bucket))
-        return computed.logits(context, tokens, positions, logit_rows)
+        with recordable(loaded, bucket.tokens):
+            return computed.logits(context, tokens, positions, logit_rows)
 
-    # A model that cannot be compiled can often not be recorded either: one warning is enough.
-    failure = logging.INFO if computed.uncompiled else logging.WARNING
-    return StepGraphs(inputs, forward, recorder, sizes, device_of(store.device), failure=failure)
+    return StepGraphs(inputs, forward, recorder, sizes, device_of(store.device))
 
 
 def _replays_the_same(graphs: StepGraphs, computed: PoolForward, block_size: int, dtype: torch.dtype) -> bool:
@@ -151,6 +165,19 @@ def _replays_the_same(graphs: StepGraphs, computed: PoolForward, block_size: int
             return False
         position += 1 + bucket.chunks
     return True
+
+
+class UnrecordedForward:
+    """Computes all steps, and counts them."""
+
+    def __init__(self, computed: StepForward, eager: EagerSteps, reason: str) -> None:
+        """Count in `eager`, with the `reason` why there are no graphs."""
+        self._computed, self._eager, self._reason = computed, eager, reason
+
+    def run(self, inputs: Sequence[SequenceInput], sampled: Tensor | None = None) -> Tensor:
+        """Return logits [len(inputs) + additional, vocab]; all as in `Runner.run`."""
+        self._eager.add(self._reason)
+        return self._computed.run(inputs, sampled)
 
 
 class ReplayedForward:
@@ -207,14 +234,11 @@ class StepGraphs:
         recorder: Recorder,
         sizes: Sequence[Bucket],
         device: Device,
-        *,
-        failure: int = logging.WARNING,
     ) -> None:
-        """Let `record` record `forward(bucket)`: logits [bucket.sequences, vocab] from `inputs`, for all `sizes`.
-
-        Failed recordings are logged at the level `failure`.
-        """
-        self.device, self._failure = device, failure
+        """Let `record` record `forward(bucket)`: logits [bucket.sequences, vocab] from `inputs`, for all `sizes`."""
+        self.device = device
+        self.missing: dict[str, int] = {}
+        """Buckets that are not recorded, by the reason."""
         self.inputs, self._forward, self._recorder, self._sizes = inputs, forward, recorder, sizes
         self._replays: dict[Bucket, Replay] = {}
         self._bytes: dict[Bucket, int] = {}  # that a step takes
@@ -241,29 +265,31 @@ class StepGraphs:
         """
         self._replays.clear()
         self._recorder.forget()
-        left, reasons = list(self._sizes), dict[str, int]()
+        left = list(self._sizes)
         for _ in range(ATTEMPTS):
-            reasons.clear()
-            ready = [bucket for bucket in left if self._try(self._warm_up, bucket, reasons)]
-            done = {bucket for bucket in ready if self._try(self._record, bucket, reasons)}
+            self.missing = {}
+            with _uncollected():
+                ready = [bucket for bucket in left if self._try(self._warm_up, bucket)]
+                done = {bucket for bucket in ready if self._try(self._record, bucket)}
             left = [bucket for bucket in left if bucket not in done]
-            if not reasons:
+            if not self.missing:
                 break
-        if left and not reasons:
-            message = "%d of %d CUDA graphs were left out, because all may take %.0f%% of the device's memory"
-            _log.info(message, len(left), len(self._sizes), 100 * SHARE)
-        for reason, count in reasons.items():
+        if left and not self.missing:
+            most = size_text(max(self._bytes[bucket] for bucket in left))
+            reason = f"a step takes up to {most}, and all graphs may take {SHARE:.0%} of the device's memory"
+            self.missing = {reason: len(left)}
+        for reason, count in self.missing.items():
             message = "%d of %d CUDA graphs could not be recorded; larger ones or launches serve their steps: %s"
-            _log.log(self._failure, message, count, len(self._sizes), reason)
+            _log.warning(message, count, len(self._sizes), reason)
 
-    def _try(self, operation: Callable[[Bucket], bool], bucket: Bucket, reasons: dict[str, int]) -> bool:
+    def _try(self, operation: Callable[[Bucket], bool], bucket: Bucket) -> bool:
         """Return the result of an operation; False, with its reason counted, if it raises."""
         try:
             return operation(bucket)
         except Exception as error:
             refuse_fatal(error)
             reason = f"{type(error).__name__}: {error}"
-            reasons[reason] = reasons.get(reason, 0) + 1
+            self.missing[reason] = self.missing.get(reason, 0) + 1
             return False
 
     def _warm_up(self, bucket: Bucket) -> bool:
@@ -327,6 +353,19 @@ class StepGraphs:
         return replay()[: num_logit_rows(inputs) if bucket.chunks else len(inputs)]
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect garbage now and none meanwhile: to free a tensor or a Triton kernel may end a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 SHARE = 0.03
 """Share of a GPU's memory that all graphs may take. The KV pool leaves a tenth of the memory to everything else."""
 
@@ -372,7 +411,9 @@ class DeviceRecorder:
         self._device.release_cached()
         before = self._device.memory()[0]
         pool = self._device.graph_pool() if self._pool is None else self._pool
-        graph = self._device.capture(step, stream=self._stream, pool=pool)
+        try:
+            graph = self._device.capture(step, stream=self._stream, pool=pool)
+        finally:  # the memory of a failed capture may stay taken, see `CudaDevice._abandon`
+            self._taken += max(0, before - self._device.memory()[0])
         self._pool = pool
-        self._taken += max(0, before - self._device.memory()[0])
         return graph.replay

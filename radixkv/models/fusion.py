@@ -48,20 +48,19 @@ def fuse(runner: Runner, backend: str = "inductor") -> None:
         _log.warning("the model runs uncompiled: %s", reason)
         return
     dtype, expected = runner.loaded.dtype, _probe(runner)
-    forward.model = fused = Fused(runner.loaded.model, backend)
+    forward.model = Fused(runner.loaded.model, backend)
     try:
         first, compiled = _probe(runner), compilations()
         again = _probe(runner)
         if compilations() > compiled:
             _log.warning("the model runs uncompiled: it would be compiled anew in each step")
         elif all(agree(found, expected, dtype) for found in (first, again)):
-            forward.uncompiled = fused.failed
             return
         else:
             _log.warning("the model runs uncompiled: compiled, it does not compute the same")
     except Exception as error:  # compilers raise exceptions of any type
         warn(error)
-    forward.model, forward.uncompiled = runner.loaded.model, True
+    forward.model = runner.loaded.model
 
 
 def obstacle(model: nn.Module) -> str | None:

@@ -25,11 +25,27 @@ def relative_error(logits: Tensor, expected: Tensor) -> float:
 
 
 def agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether both are equal up to the rounding of a model in `dtype`; NaN never is."""
+    """Return whether both are equal up to the rounding of a model in `dtype`; NaN never is.
+
+    Products of float32 that may round to TF32, which has as many bits as float16, are compared as float16.
+    """
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        dtype = torch.float16
     return relative_error(logits, expected) <= TOLERANCE.get(dtype, 1e-1)
 
 
-# ---- weights in float32
+# ---- weights and products in float32
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Round no product of float32 to TF32 while this is open: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 lets them all."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ WorkLists = dict[AttentionWindow, WorkList]
 
 @dataclass
 class EagerSteps:
-    """Counts the forwards that no CUDA graph served, on a runner that has graphs."""
+    """Counts the forwards that no CUDA graph served, on a GPU."""
 
     count: int = 0
 
@@ -246,7 +246,6 @@ class PoolForward:
         """Use the layers and the model of `loaded`."""
         self.model: Any = loaded.model
         self.planner = planner
-        self.uncompiled = False  # a compilation was tried and failed, with a warning
         self._signature = ForwardSignature.of(loaded.model)
         self._backend, self._layers, self._device = backend, loaded.layers, device_of(loaded.device)
         self._windows = [layer.attention_window for layer in loaded.layers]

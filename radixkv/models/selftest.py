@@ -20,7 +20,7 @@ from radixkv.models.architecture import kind_of, short_error, unlisted_window
 from radixkv.models.attention_interface import ForwardSignature, own_attention
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.native.layers import NativeModel
-from radixkv.models.rounding import TOLERANCE, relative_error, widened, widened_by_layers
+from radixkv.models.rounding import TOLERANCE, full_precision, relative_error, widened, widened_by_layers
 from radixkv.models.selftest_cases import SHORTEST, RecurrentSelfTestCases, SelfTestCases
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,8 @@ def _compare(loaded: LoadedModel, length: int, *, proven: bool = False, brief: b
     try:
         cases = RecurrentSelfTestCases if loaded.state else SelfTestCases
         prompts = cases(replace(loaded, kv_dtype="auto"), length)  # `rounded_kv` tests the pool's format
-        results = prompts.brief_results() if brief else prompts.results()
+        with full_precision():
+            results = prompts.brief_results() if brief else prompts.results()
     except Exception as error:
         raise UnsupportedModel(f"{kind} failed in its self-test: {short_error(error)}") from error
     if not all(own.isfinite().all() for _, _, own in results):

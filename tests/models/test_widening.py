@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter, selftest
-from radixkv.models.rounding import widened_by_layers
+from radixkv.models.rounding import agree, widened_by_layers
 from radixkv.models.selftest_cases import SelfTestCases
 from tests.models.conftest import GROUPED, make
 from tests.selection import mostly_long
@@ -133,3 +133,26 @@ def test_a_model_that_reads_weights_outside_of_their_layer_is_tested_in_16_bits_
     with caplog.at_level("INFO", "radixkv.models.selftest"):
         adapter.load(model, dtype=torch.bfloat16)
     assert "reads weights outside of their layers" in caplog.text
+
+
+def test_products_in_tf32_are_compared_as_float16_and_the_self_test_rounds_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which some images set, begins with the precision "high"."""
+    logits = torch.linspace(0, 1, 100)
+    close = logits + 3e-3 * torch.tensor([1.0, -1.0] * 50)
+    assert not agree(close, logits, torch.float32)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert agree(close, logits, torch.float32)
+        seen, results = list[str](), SelfTestCases.results
+
+        def recorded(cases: SelfTestCases) -> Any:
+            seen.append(torch.get_float32_matmul_precision())
+            return results(cases)
+
+        monkeypatch.setattr(SelfTestCases, "results", recorded)
+        adapter.load(make(transformers.LlamaConfig(**GROUPED)), attention="torch")
+        assert (seen, torch.get_float32_matmul_precision()) == (["highest"], "high")
+    finally:
+        torch.set_float32_matmul_precision("highest")
