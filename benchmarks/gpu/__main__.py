@@ -4,7 +4,7 @@
     python benchmarks/gpu --only decode tree      some of them (the ceilings are measured always)
     python benchmarks/gpu --peers FOLDER          also vLLM's and SGLang's Triton kernels, from unpacked wheels
     python benchmarks/gpu --list                  the parts, and the time that each may take
-    python benchmarks/gpu --first-contact         check a new GPU before anything is measured, and stop with advice
+    python benchmarks/gpu --first-contact         check a new GPU before anything is measured, in one table
 
 Each part runs in a process of its own and has a budget; rows that it has measured by then count. Before a kernel is
 timed, ours or a peer's, its output is compared with the plain-torch reference in float64, with NaN in all memory that

@@ -95,7 +95,9 @@ def build(sizes: Llama, device: Device) -> tuple[Any, Weights]:
 
 
 @contextmanager
-def serving(model: Any, device: Device, *, kv_tokens: int, sequences: int, batch_tokens: int) -> Iterator[Engine]:
+def serving(
+    model: Any, device: Device, *, kv_tokens: int, sequences: int, batch_tokens: int, **options: Any
+) -> Iterator[Engine]:
     """An engine over the model, closed at the end."""
     engine = Engine.load(
         model,
@@ -105,6 +107,7 @@ def serving(model: Any, device: Device, *, kv_tokens: int, sequences: int, batch
         max_sequences=sequences,
         max_batch_tokens=batch_tokens,
         prefill_chunk=batch_tokens,
+        **options,
     )
     try:
         yield engine

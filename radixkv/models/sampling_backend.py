@@ -42,7 +42,7 @@ def sampler_of(loaded: LoadedModel, processors: Sequence[LogitsProcessor] = ()) 
     if reason is None:
         try:
             reference, _ = _tried(loaded, batch_draw.draw, ())
-            tokens, sampler = _tried(loaded, _draw_by_kernel, processors)
+            tokens, sampler = _tried(loaded, draw_by_kernel, processors)
             if tokens == reference:
                 return sampler
             reason = "the kernel draws other tokens"
@@ -53,7 +53,8 @@ def sampler_of(loaded: LoadedModel, processors: Sequence[LogitsProcessor] = ()) 
     return _tried(loaded, batch_draw.draw, processors)[1]
 
 
-def _draw_by_kernel(logits: Tensor, best: Tensor, rows: DrawRows) -> Tensor:
+def draw_by_kernel(logits: Tensor, best: Tensor, rows: DrawRows) -> Tensor:
+    """Draw with the Triton kernel."""
     from radixkv_kernels import sampling  # imports Triton
 
     return sampling.draw(logits, best, rows.kinds, rows.keys, rows.top_k, rows.temperature, rows.top_p, rows.least)
