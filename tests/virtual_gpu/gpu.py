@@ -70,12 +70,20 @@ class VirtualGpu(CudaDevice):
 
     is_gpu: ClassVar[bool] = True
 
-    def __init__(self, seed: int = 0, *, lag: float | None = None, memory: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        lag: float | None = None,
+        memory: int = 1 << 30,
+        capability: tuple[int, int] = (9, 0),
+    ) -> None:
         """Draw the order of work from `seed`; `lag` is the probability that the device does nothing for a call.
 
         By default an even seed runs everything as late as possible, and an odd one runs some work early.
         """
         super().__init__(PLACE)
+        self.capability = capability
         random = Random(seed)
         self.scheduler = Scheduler(
             random, lag if lag is not None else (1.0 if seed % 2 == 0 else random.uniform(0.2, 0.9))
@@ -424,7 +432,7 @@ class VirtualGpu(CudaDevice):
 
     def properties(self) -> Properties:
         """Return the facts of a small GPU."""
-        return Properties("virtual", 2, 9, 228 << 10, self.total)
+        return Properties("virtual", 2, self.capability[0], 228 << 10, self.total)
 
 
 def _poisoning(values: Tensor) -> Callable[[], None]:

@@ -223,6 +223,34 @@ def test_synchronisation_is_refused_where_that_is_asked_for(gpu: VirtualGpu) -> 
     assert numbers(gpu, 2).tolist() == [0, 1] and not gpu.findings
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "waits"),
+    [
+        ((9, 0), torch.bfloat16, False),
+        ((10, 0), torch.bfloat16, False),
+        ((8, 0), torch.bfloat16, True),
+        ((12, 0), torch.bfloat16, True),
+        ((9, 0), torch.float16, True),
+        ((9, 0), torch.float32, True),
+    ],
+)
+def test_products_of_groups_wait_unless_cutlass_computes_them(
+    capability: tuple[int, int], dtype: torch.dtype, waits: bool
+) -> None:
+    with installed(VirtualGpu(1, capability=capability)) as gpu, torch.inference_mode():
+        rows, weights = (torch.ones(*shape, device=gpu.place, dtype=dtype) for shape in ((4, 16), (2, 16, 8)))
+        stops = gpu.upload(torch.tensor([1, 4], dtype=torch.int32))
+        assert gpu.properties().generation == capability[0]
+        for multiply in (torch._grouped_mm, torch.nn.functional.grouped_mm):
+            before = gpu.counts["synchronisation"]
+            assert multiply(rows, weights, offs=stops).tolist() == [[16] * 8] * 4
+            assert gpu.counts["synchronisation"] - before == waits + 1  # one is by `tolist`
+        with gpu.serving():
+            if waits:
+                finds(gpu, "synchronisation", lambda: torch._grouped_mm(rows, weights, offs=stops))
+            torch._grouped_mm(weights, weights.transpose(1, 2))  # without offsets
+
+
 def test_numbers_of_the_host_and_the_device_are_not_mixed(gpu: VirtualGpu) -> None:
     with pytest.raises(RuntimeError, match="on the same device"):
         numbers(gpu) + torch.arange(8)
