@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,6 +31,8 @@ def installed(gpu: VirtualGpu) -> Iterator[VirtualGpu]:
         _patch_skeletons(patch, gpu)
         _patch_factories(patch, gpu)
         _patch_threads(patch, gpu)
+        patch.setattr(torch.cuda, "get_sync_debug_mode", lambda: gpu.sync_debug_mode)
+        patch.setattr(torch.cuda, "set_sync_debug_mode", partial(setattr, gpu, "sync_debug_mode"))
         if find_spec("triton") is not None:
             _patch_launches(patch, gpu)
         yield gpu
