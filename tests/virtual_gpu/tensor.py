@@ -349,7 +349,10 @@ def _computation(
     new = [place >= len(operator.returned) or operator.returned[place] is None for place in range(len(results))]
 
     def run() -> None:
-        made = func(*host_args, **host_kwargs)
+        values = host_args
+        if operator.name == "histc":  # a CPU counts floats only
+            values = (host_args[0].double(), *host_args[1:])
+        made = func(*values, **host_kwargs)
         made = made if isinstance(made, tuple | list) else (made,)
         for place, (is_new, target, each) in enumerate(zip(new, targets, made, strict=True)):
             # A CPU's kernel may leave out a result for derivatives, as that of embedding bags does.

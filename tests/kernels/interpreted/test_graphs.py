@@ -471,6 +471,27 @@ def test_a_model_that_waits_for_the_device_is_never_recorded_and_runs_as_before_
     assert "called a synchronizing CUDA operation" in message
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "recorded"),
+    [((9, 0), torch.bfloat16, True), ((8, 0), torch.bfloat16, False), ((9, 0), torch.float16, False)],
+)
+def test_experts_are_recorded_only_where_their_grouped_products_wait_for_nothing(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    recorded: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    experts = {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    monkeypatch.setitem(CONFIGS, "mixtral", lambda: transformers.MixtralConfig(**SIZES, **experts))
+    gpu = VirtualGpu(capability=capability)
+    with installed(gpu):
+        runner = Runner(load("mixtral", gpu.place, lambda model: model.to(dtype)), BLOCKS, SIZE)
+        record_graphs(runner, 1, 0)
+    assert gpu.counts["capture"] == recorded and not gpu.findings
+    assert ["a copy of the offsets of groups" in message for message in caplog.messages] == [True] * (not recorded)
+
+
 def test_a_model_that_can_neither_be_compiled_nor_recorded_warns_once(
     virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
