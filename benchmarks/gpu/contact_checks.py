@@ -172,10 +172,10 @@ def capture(device: Device) -> Rows:
     yield Row.of("a later capture", replayed == 6 * numbers.numel(), "memory was released, and it replays")
 
 
-def recorded(model: Any, device: Device, sequences: int = 16, tokens: int = 256) -> Runner:
+def recorded(model: Any, device: Device, sequences: int, tokens: int, blocks: int = 0) -> Runner:
     """Return a runner over a pool of its own, with its graphs recorded, as an engine loads it."""
     loaded = adapter.load(model, device=device.torch, attention="torch" if device.torch.type == "cpu" else "triton")
-    runner = Runner(loaded, 8 * sequences + 2 * -(-tokens // BLOCK) + 640, BLOCK)
+    runner = Runner(loaded, blocks or 3 * sequences + 2 * -(-tokens // BLOCK), BLOCK)
     record_graphs(runner, sequences, tokens)
     return runner
 
@@ -249,8 +249,9 @@ def tree(device: Device, levels: int = 5) -> Rows:
     """Decode sequences that leave a path at each of five levels, long enough that each level is an item of its own."""
     run, members = 32 if device.interpreted else 320, 9 if device.interpreted else 2
     sequences, vocab = levels * members, 97
-    runner = recorded(small(device), device, sequences, 16 if device.interpreted else run)
-    path, per = token_ids(1, levels * run, vocab), run // BLOCK
+    per = run // BLOCK
+    runner = recorded(small(device), device, sequences, 0 if device.interpreted else run, levels * per + sequences + 1)
+    path = token_ids(1, levels * run, vocab)
     for level in range(levels):
         runner.run([_piece(path[level * run : (level + 1) * run], level * run, list(range((level + 1) * per)))])
     eager = runner.eager.count
@@ -264,7 +265,9 @@ def tree(device: Device, levels: int = 5) -> Rows:
     yield Row.of("levels of the tree", shared >= levels, said)
     logits = runner.run(step).cpu()
     flat = PoolForward(runner.loaded, runner.backend, AttentionPlanner(runner.loaded.layers, BLOCK, plan.NEVER_SHARE))
-    found, allowed = relative_error(logits, flat.run(step).float().cpu()), TOLERANCE[runner.loaded.dtype]
+    with device_of(runner.loaded.device).current():
+        expected = flat.run(step).float().cpu()
+    found, allowed = relative_error(logits, expected), TOLERANCE[runner.loaded.dtype]
     yield Row.of("tree against flat", found <= allowed, f"{found:.1e} of the logits' spread, {allowed:g} allowed")
     late = runner.eager.count - eager
     if runner.loaded.attention == "triton":

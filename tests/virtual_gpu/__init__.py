@@ -27,8 +27,8 @@ A mistake raises `VirtualGpuError` where it is found, and stays in `gpu.findings
 New memory and freed memory hold poison (NaN, or the byte A5), and so do pinned memory before its copy and a graph's
 memory before each replay. An operation that a capture does not allow raises torch.AcceleratorError and ends it, as by
 CUDA. `gpu.inject(kind, after)` lets the next "capture" or "allocation" fail, or a "launch" lose the device for good.
-`gpu.counts` has the number of launches, copies, synchronisations and more. Reads and writes of Triton's kernels are not
-known: a missing wait between two launches shows by poison for some seeds only.
+`gpu.counts` has the number of launches, copies, synchronisations and more. Loads and stores of Triton's kernels are
+found in their source: two launches that store to one tensor are no race, as they may store to different parts.
 """
 
 from tests.virtual_gpu.gpu import SERVING, Finding, VirtualGpu, VirtualGpuError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import weakref
@@ -70,12 +71,22 @@ class VirtualGpu(CudaDevice):
 
     is_gpu: ClassVar[bool] = True
 
-    def __init__(self, seed: int = 0, *, lag: float | None = None, memory: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        lag: float | None = None,
+        memory: int = 1 << 30,
+        capability: tuple[int, int] = (9, 0),
+        streams: int = 32,
+    ) -> None:
         """Draw the order of work from `seed`; `lag` is the probability that the device does nothing for a call.
 
-        By default an even seed runs everything as late as possible, and an odd one runs some work early.
+        By default an even seed runs everything as late as possible, and an odd one runs some work early. torch has
+        `streams` streams besides the default one, and returns them in turn.
         """
         super().__init__(PLACE)
+        self.capability = capability
         random = Random(seed)
         self.scheduler = Scheduler(
             random, lag if lag is not None else (1.0 if seed % 2 == 0 else random.uniform(0.2, 0.9))
@@ -90,14 +101,17 @@ class VirtualGpu(CudaDevice):
         self.total, self.allocated, self.reserved = memory, 0, 0
         self.host: Clock = {}  # all that the host has waited for
         self._most = 0
-        self._refusing = False
+        self.sync_debug_mode: str | int = 0
+        """torch's, which `refuse_synchronisation` sets; it sees no waits for events or for the whole device."""
         self.generator = torch.Generator().manual_seed(seed)
         self._faults: dict[str, set[int]] = {}
         self._freed: deque[Memory] = deque()
         self._late: list[VirtualGpuError] = []
         self._pinned: set[int] = set()
         self._local = threading.local()
-        self._default = self.stream()
+        self._default, *self._streams = (VirtualStream(self, number) for number in range(1 + streams))
+        self.scheduler.streams += [self._default, *self._streams]
+        self._next_stream = itertools.cycle(self._streams).__next__
 
     # ---- findings and faults
 
@@ -151,7 +165,7 @@ class VirtualGpu(CudaDevice):
         with self.lock:
             self.check_context()
             self.refuse_in_capture(what)
-            if self._refusing:
+            if self.sync_debug_mode == "error":
                 raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
             self.counts["synchronisation"] += 1
             self.forbid("synchronisation", what)
@@ -314,11 +328,9 @@ class VirtualGpu(CudaDevice):
         return VirtualEvent(self)
 
     def stream(self) -> VirtualStream:
-        """See `Device.stream`."""
+        """See `Device.stream`; one of those of torch's pool, which others may use, too."""
         with self.lock:
-            made = VirtualStream(self, len(self.scheduler.streams))
-            self.scheduler.streams.append(made)
-            return made
+            return self._next_stream()
 
     def current_stream(self) -> VirtualStream:
         """See `Device.current_stream`."""
@@ -363,15 +375,6 @@ class VirtualGpu(CudaDevice):
             if stream.capture is None:
                 join(clock, stream.clock)
         self.finish([each.pending[-1] for each in self.scheduler.streams if each.pending], clock)
-
-    @contextmanager
-    def refuse_synchronisation(self) -> Iterator[None]:
-        """See `Device.refuse_synchronisation`."""
-        before, self._refusing = self._refusing, True
-        try:
-            yield
-        finally:
-            self._refusing = before
 
     # ---- graphs
 
@@ -424,7 +427,7 @@ class VirtualGpu(CudaDevice):
 
     def properties(self) -> Properties:
         """Return the facts of a small GPU."""
-        return Properties("virtual", 2, 9, 228 << 10, self.total)
+        return Properties("virtual", 2, self.capability[0], 228 << 10, self.total)
 
 
 def _poisoning(values: Tensor) -> Callable[[], None]:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from radixkv.device import registered
 from tests.virtual_gpu.gpu import VirtualGpu
-from tests.virtual_gpu.memory import TOUCH, span_of
+from tests.virtual_gpu.kernel_arguments import Uses, uses_of
+from tests.virtual_gpu.memory import READ, STORE, Span, span_of
 from tests.virtual_gpu.tensor import OperatorMode, VirtualTensor, leaves_of, map_leaves
 
 
@@ -30,6 +32,8 @@ def installed(gpu: VirtualGpu) -> Iterator[VirtualGpu]:
         _patch_skeletons(patch, gpu)
         _patch_factories(patch, gpu)
         _patch_threads(patch, gpu)
+        patch.setattr(torch.cuda, "get_sync_debug_mode", lambda: gpu.sync_debug_mode)
+        patch.setattr(torch.cuda, "set_sync_debug_mode", partial(setattr, gpu, "sync_debug_mode"))
         if find_spec("triton") is not None:
             _patch_launches(patch, gpu)
         yield gpu
@@ -90,12 +94,19 @@ def _patch_launches(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:
             gpu.violation("other device", f"{getattr(kernel, '__name__', kernel)} is launched outside of `current`")
         if len(there) < len(leaves):
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
-        spans = [span for leaf in there for span in span_of(leaf.lease.memory, leaf.backing, TOUCH)]
+        spans = _spans(uses_of(kernel.fn), {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs})
         host_args, host_kwargs = map_leaves(_backing, args), map_leaves(_backing, kwargs)
         name = f"the launch of {getattr(kernel, '__name__', kernel)}"
         return gpu.enqueue(name, lambda: original(kernel, *host_args, **host_kwargs), spans)
 
     patch.setattr(InterpretedFunction, "run", run)
+
+
+def _spans(uses: Uses, given: Mapping[str, Any]) -> list[Span]:
+    """Return the accesses of a launch, of which any may be to a part of the span."""
+    kinds = [(name, READ) for name in uses.loads] + [(name, STORE) for name in uses.stores]
+    tensors = [(given[name], kind) for name, kind in kinds if isinstance(given.get(name), VirtualTensor)]
+    return [span for each, kind in tensors for span in span_of(each.lease.memory, each.backing, kind)]
 
 
 def _backing(leaf: Any) -> Any:

@@ -17,8 +17,8 @@ from tests.virtual_gpu.schedule import Clock, Node
 if TYPE_CHECKING:
     from tests.virtual_gpu.graphs import Capture
 
-READ, WRITE, TOUCH, FREE = "reads", "writes", "uses", "frees"
-"""Kinds of access; a Triton launch `uses` its tensors, as its reads and writes are not declared."""
+READ, WRITE, STORE, FREE = "reads", "writes", "stores to", "frees"
+"""Kinds of access; a Triton launch `stores to` parts of tensors, as any of its programs stores to others."""
 
 
 class Access(NamedTuple):
@@ -104,9 +104,9 @@ class QueuedBytes:
 
 
 def _conflict(one: str, other: str) -> bool:
-    """Return whether the order of two accesses matters."""
+    """Return whether the order of two accesses matters; two launches may store to different parts of a tensor."""
     kinds = {one, other}
-    return FREE in kinds or (TOUCH not in kinds and WRITE in kinds)
+    return FREE in kinds or WRITE in kinds or kinds == {READ, STORE}
 
 
 def add_access(accesses: list[Access], span: Span, node: Node, host: Clock) -> Access | None:

@@ -27,6 +27,7 @@ BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_conse
 FRESH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 WHOLE = {"linear"}  # composite operators of which each is one launch
 WITHOUT_VALUES = "a tensor was made where the simulated GPU was not installed, or for the meta device"
+OFF_META = {"_grouped_mm"}  # operators whose kernels for the meta device refuse dtypes that CUDA takes
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 
 
@@ -200,6 +201,8 @@ def run_operator(gpu: VirtualGpu, func: Any, args: tuple[Any, ...], kwargs: dict
         return _read_back(gpu, func, operator, args, kwargs)
     if operator.name in BY_VALUES or (operator.name in INDEXED and any(_is_mask(each) for each in args[1])):
         return _by_values(gpu, func, operator, args, kwargs)
+    if operator.name == "_grouped_mm":
+        _wait_for_groups(gpu, *args, **kwargs)
     return _queue(gpu, func, operator, args, kwargs)
 
 
@@ -313,7 +316,9 @@ def _sized(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the results without values."""
     try:
         return func(*map_leaves(_sizes, args), **map_leaves(_sizes, kwargs))
-    except NotImplementedError:  # no kernel for the meta device
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and _operator(func).name not in OFF_META:
+            raise
         with torch.inference_mode():
             made = func(*map_leaves(_zeros, args), **{**map_leaves(_zeros, kwargs), **_on_host(kwargs)})
         return map_leaves(lambda each: _meta(each) if isinstance(each, Tensor) else each, made)
@@ -344,7 +349,10 @@ def _computation(
     new = [place >= len(operator.returned) or operator.returned[place] is None for place in range(len(results))]
 
     def run() -> None:
-        made = func(*host_args, **host_kwargs)
+        values = host_args
+        if operator.name == "histc":  # a CPU counts floats only
+            values = (host_args[0].double(), *host_args[1:])
+        made = func(*values, **host_kwargs)
         made = made if isinstance(made, tuple | list) else (made,)
         for place, (is_new, target, each) in enumerate(zip(new, targets, made, strict=True)):
             # A CPU's kernel may leave out a result for derivatives, as that of embedding bags does.
@@ -360,6 +368,16 @@ def _read_back(gpu: VirtualGpu, func: Any, operator: Operator, args: Any, kwargs
     gpu.host_waits(f"reading a number back ({operator.name})")
     with torch.inference_mode():
         return func(*map_leaves(_values, args), **map_leaves(_values, kwargs))
+
+
+def _wait_for_groups(
+    gpu: VirtualGpu, one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> None:
+    """Read the offsets of a grouped product back, as torch does where CUTLASS does not compute it."""
+    fast = gpu.capability in ((9, 0), (10, 0)) and {one.dtype, other.dtype, out_dtype} <= {torch.bfloat16, None}
+    if offs is not None and not fast:
+        gpu.enqueue("a copy to the host", lambda: None, _spans(offs, READ), kind="copy")
+        gpu.host_waits("a copy of the offsets of groups to the host")
 
 
 def _by_values(gpu: VirtualGpu, func: Any, operator: Operator, args: Any, kwargs: Any) -> Any:

@@ -27,9 +27,9 @@ def expected() -> list[tuple[int, ...]]:
         return answers(engine)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_answers_match_the_cpu(seed: int) -> None:
-    with installed(VirtualGpu(seed)) as gpu, load(gpu.place) as engine:
+@pytest.mark.parametrize(("seed", "streams"), [(0, 32), (1, 32), (2, 32), (1, 1)])
+def test_answers_match_the_cpu(seed: int, streams: int) -> None:
+    with installed(VirtualGpu(seed, streams=streams)) as gpu, load(gpu.place) as engine:
         with gpu.serving():
             assert answers(engine) == expected()
             assert answers(engine) == expected()  # hits

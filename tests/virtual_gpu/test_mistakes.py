@@ -82,6 +82,19 @@ def test_streams_may_use_different_parts_of_one_allocation(gpu: VirtualGpu) -> N
         finds(gpu, "race", lambda: whole[3:5].add_(1))
 
 
+def test_the_streams_of_a_pool_are_used_in_turn() -> None:
+    with installed(VirtualGpu()) as gpu, torch.inference_mode():
+        made = [gpu.stream() for _ in range(65)]
+        assert len(set(made[:32])) == 32 and made[32:64] == made[:32] and made[64] is made[0]
+        assert gpu.current_stream() not in made
+        with gpu.on(made[0]):
+            written = numbers(gpu)
+        with gpu.on(made[32]):
+            written.sum()  # in order, as it is the same stream
+        with gpu.on(made[33]):
+            finds(gpu, "race", written.sum)
+
+
 def test_the_host_orders_streams_for_which_it_has_waited(gpu: VirtualGpu) -> None:
     other, event, written = gpu.stream(), gpu.event(), numbers(gpu)
     event.record()
@@ -221,6 +234,54 @@ def test_synchronisation_is_refused_where_that_is_asked_for(gpu: VirtualGpu) -> 
     with gpu.refuse_synchronisation(), pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         numbers(gpu).tolist()
     assert numbers(gpu, 2).tolist() == [0, 1] and not gpu.findings
+
+
+def test_a_refusal_of_synchronisation_overlooks_events_and_the_whole_device(gpu: VirtualGpu) -> None:
+    with gpu.refuse_synchronisation():
+        event, there = gpu.event(), numbers(gpu)
+        event.record()
+        event.synchronize()
+        gpu.synchronize()
+        assert gpu.download([there]).wait()[0].tolist() == list(range(8))
+    assert gpu.counts["event wait"] == 2 and gpu.counts["synchronisation"] == 1
+
+
+def test_a_refusal_of_synchronisation_lasts_as_long_as_any_thread_asks_for_it(gpu: VirtualGpu) -> None:
+    first, second = gpu.refuse_synchronisation(), gpu.refuse_synchronisation()
+    first.__enter__()
+    with second:
+        first.__exit__(None, None, None)
+        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+            numbers(gpu).tolist()
+    assert numbers(gpu, 2).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "waits"),
+    [
+        ((9, 0), torch.bfloat16, False),
+        ((10, 0), torch.bfloat16, False),
+        ((8, 0), torch.bfloat16, True),
+        ((12, 0), torch.bfloat16, True),
+        ((9, 0), torch.float16, True),
+        ((9, 0), torch.float32, True),
+    ],
+)
+def test_products_of_groups_wait_unless_cutlass_computes_them(
+    capability: tuple[int, int], dtype: torch.dtype, waits: bool
+) -> None:
+    with installed(VirtualGpu(1, capability=capability)) as gpu, torch.inference_mode():
+        rows, weights = (torch.ones(*shape, device=gpu.place, dtype=dtype) for shape in ((4, 16), (2, 16, 8)))
+        stops = gpu.upload(torch.tensor([1, 4], dtype=torch.int32))
+        assert gpu.properties().generation == capability[0]
+        for multiply in (torch._grouped_mm, torch.nn.functional.grouped_mm):
+            before = gpu.counts["synchronisation"]
+            assert multiply(rows, weights, offs=stops).tolist() == [[16] * 8] * 4
+            assert gpu.counts["synchronisation"] - before == waits + 1  # one is by `tolist`
+        with gpu.serving():
+            if waits:
+                finds(gpu, "synchronisation", lambda: torch._grouped_mm(rows, weights, offs=stops))
+            torch._grouped_mm(weights, weights.transpose(1, 2))  # without offsets
 
 
 def test_numbers_of_the_host_and_the_device_are_not_mixed(gpu: VirtualGpu) -> None:

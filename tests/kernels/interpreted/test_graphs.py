@@ -479,6 +479,35 @@ def test_a_model_that_waits_for_the_device_is_never_recorded_and_runs_as_before_
     assert caplog.messages[1:] == ["a step runs without a CUDA graph: none could be recorded when the model was loaded"]
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "waits"),
+    [((9, 0), torch.bfloat16, False), ((8, 0), torch.bfloat16, True), ((9, 0), torch.float16, True)],
+)
+def test_small_decodes_of_experts_are_recorded_also_where_their_grouped_products_wait(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    waits: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    experts = {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    monkeypatch.setitem(CONFIGS, "mixtral", lambda: transformers.MixtralConfig(**SIZES, **experts))
+    gpu = VirtualGpu(capability=capability)
+    with installed(gpu):
+        runner = Runner(load("mixtral", gpu.place, lambda model: model.to(dtype)), BLOCKS, SIZE)
+        record_graphs(runner, 16, 0)
+        assert isinstance(runner.forward, cuda_graphs.ReplayedForward)
+        found = [bucket.tokens for bucket in runner.forward.graphs.buckets]
+    assert not gpu.findings and found == ([1, 2, 4, 8] if waits else [1, 2, 4, 8, 16])
+    assert runner.loaded.model.config._experts_implementation == "grouped_mm"
+    if waits:
+        cost, missing = caplog.messages
+        assert "steps of more than 8 tokens run without CUDA graphs" in cost
+        assert missing.startswith("1 of 5 CUDA graphs") and "a copy of the offsets of groups" in missing
+    else:
+        assert not caplog.messages
+
+
 def test_a_model_whose_replay_computes_something_else_runs_as_before_with_one_warning(
     virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
