@@ -15,10 +15,12 @@ import pytest
 import torch
 import transformers
 
-from radixkv import device
+from radixkv import Engine, device
+from radixkv.attention import triton_backend
 from radixkv.attention.host_store import HostCosts
 from radixkv.cli import doctor, doctor_checks, doctor_weights, main
 from radixkv.cli.doctor_checks import Finding
+from radixkv.config import EngineConfig
 from radixkv.errors import UnsupportedModel
 from radixkv.models.adapter import load
 from radixkv.models.loaded import LoadedModel
@@ -399,3 +401,33 @@ def test_what_slows_a_gpu_down(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatc
     assert doctor._attention(fast).seen == "triton: the kernels serve every layer"
     assert doctor._why(fast) == ": the kernels serve every layer"
     assert doctor._why(slow) == ": heads of 512 numbers do not fit"
+
+
+# ---- compiling in advance
+
+
+def test_compiling_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(device, "unusable_gpu", lambda: "the driver is too old")
+    assert main(["doctor", "--compile", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == "radixkv: --compile needs a GPU and Triton: the driver is too old\n"
+
+
+def test_compiling_counts_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine of few blocks loads and serves; it compiles one of two kernels, as Triton reports it."""
+    triton = pytest.importorskip("triton")
+    load = Engine.load
+
+    def loading(model: str, config: EngineConfig, **given: Any) -> Engine:
+        assert (given["block_size"], config.verify) == (8, "always")
+        for hit in (False, True):
+            triton.knobs.compilation.listener(src="", metadata={}, metadata_group={}, times=None, cache_hit=hit)
+        return load(model, config, **given)
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/cache")
+    monkeypatch.setattr(triton_backend, "device_obstacle", lambda place: None)
+    monkeypatch.setattr(Engine, "load", loading)
+    assert main(["doctor", "--compile", "--device", "cpu", "--block-size", "8", "--kv-memory", "64MiB"]) == 0
+    said = capsys.readouterr()
+    assert re.fullmatch(r"1 kernels were compiled in \d+ s: /cache\n", said.out)
+    assert re.fullmatch(r"(\r1 kernels, \d+ s){2}\n", said.err)
