@@ -6,11 +6,15 @@ facts about cards that it prints. All methods act on the calling thread's presen
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -489,8 +493,43 @@ def registered(device: Device) -> Iterator[None]:
 
 
 def default_place() -> torch.device:
-    """Return the present GPU if there is one, else the CPU."""
+    """Return the present GPU if torch can use one, else the CPU; warns about an `unusable_gpu`."""
+    if reason := unusable_gpu():
+        logging.getLogger(__name__).warning("the CPU is used: %s", reason)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # for each major version of CUDA
+
+
+def unusable_gpu() -> str:
+    """Return why torch cannot use the NVIDIA driver of this machine, and what to install, in one sentence.
+
+    Returns "" if torch can use it, if there is none, and if CUDA_VISIBLE_DEVICES hides all GPUs.
+    """
+    driver, newest = _driver()
+    if not newest or torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    wheel, cuda = f"torch {torch.__version__}", torch.version.cuda
+    if cuda is None:
+        return f"{wheel} is built without CUDA, but {driver} is here: install a torch wheel for CUDA {newest}"
+    if newest < (needed := int(cuda.partition(".")[0])):
+        advice = f"a driver of at least {OLDEST_DRIVERS.get(needed, 580)}, or a torch wheel for CUDA {newest}"
+        return f"{driver} is too old for {wheel} (CUDA {cuda}): install {advice}"
+    return f"{wheel} (CUDA {cuda}) finds no GPU, but {driver} is here: start a container with its GPUs (--gpus all)"
+
+
+def _driver() -> tuple[str, int]:
+    """Return the NVIDIA driver in words, and the major version of the newest CUDA that it runs; 0 without one."""
+    found = re.search(r"\d+\.\d[\d.]*", DRIVER.read_text() if DRIVER.exists() else "")
+    name, cuda = f"the NVIDIA driver {found[0] if found else ''}".rstrip(), ctypes.c_int()
+    with suppress(OSError, AttributeError):  # a container without its GPUs lacks the library
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
+    if major := cuda.value // 1000:
+        return f"{name} (CUDA {major}.{cuda.value % 1000 // 10})", major
+    number = float(found[0].partition(".")[0]) if found else 0
+    return name, max((newest for newest, oldest in OLDEST_DRIVERS.items() if oldest <= number), default=0)
 
 
 def refuse_fatal(error: BaseException) -> None:

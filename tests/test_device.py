@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ import torch
 
 import radixkv
 import radixkv_kernels
+from radixkv import Engine, device
 from radixkv.device import (
     RECOVERABLE,
     CudaDevice,
@@ -23,7 +28,7 @@ from radixkv.device import (
     refuse_fatal,
     registered,
 )
-from radixkv.errors import DeviceLost
+from radixkv.errors import DeviceLost, InvalidInput
 from tests.fake_cuda import MEMORY, PLACE, FakeCuda
 
 TENSORS = [
@@ -68,6 +73,61 @@ def test_another_device_is_registered_for_a_while() -> None:
 def test_the_gpu_is_the_default_where_there_is_one(cuda: FakeCuda) -> None:
     assert device_of("cpu").available() and device_of(PLACE).available()
     assert default_place() == torch.device("cuda")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, int, str | None], None]:
+    """Install a driver by its version and its CUDA, "" and 0 for none, and a torch wheel for a CUDA."""
+
+    def install(driver: str, cuda: int, wheel: str | None) -> None:
+        def library(name: str) -> SimpleNamespace:
+            if not cuda:
+                raise OSError(f"{name}: cannot open shared object file")
+            return SimpleNamespace(cuDriverGetVersion=lambda found: setattr(found._obj, "value", cuda))
+
+        (tmp_path / "version").write_text(f"NVRM version: UNIX x86_64 Module  {driver}  May 8\n" if driver else "")
+        monkeypatch.setattr(ctypes, "CDLL", library)
+        monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
+        monkeypatch.setattr(torch.version, "cuda", wheel)
+        monkeypatch.setattr(torch, "__version__", "2.13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return install
+
+
+OLD = "the NVIDIA driver 550.54.15 (CUDA 12.4) is too old for torch 2.13.0 (CUDA 13.0): "
+OLD += "install a driver of at least 580, or a torch wheel for CUDA 12"
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "wheel", "expected"),
+    [
+        ("550.54.15", 12040, "13.0", OLD),
+        ("550.54.15", 0, "13.0", OLD.replace(" (CUDA 12.4)", "")),  # the library is missing
+        ("", 12040, "13.0", OLD.replace(" 550.54.15", "")),  # Windows' Linux has the library alone
+        ("580.65.06", 13000, None, "CUDA, but the NVIDIA driver 580.65.06 (CUDA 13.0) is here: install a torch wheel"),
+        ("580.65.06", 0, "12.8", "but the NVIDIA driver 580.65.06 is here: start a container with its GPUs"),
+        ("", 0, "13.0", ""),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use(machine: Any, driver: str, cuda: int, wheel: str | None, expected: str) -> None:
+    machine(driver, cuda, wheel)
+    found = device.unusable_gpu()
+    assert expected in found and bool(expected) == bool(found)
+
+
+def test_loading_names_the_gpu_that_it_cannot_use(
+    machine: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("550.54.15", 12040, "13.0")
+    with pytest.raises(InvalidInput, match=re.escape(f"device 'cuda' was asked for, but {OLD}")):
+        Engine.load(device="cuda")
+    assert default_place() == torch.device("cpu")
+    assert caplog.messages == [f"the CPU is used: {OLD}"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which is no mistake
+    with pytest.raises(InvalidInput, match="but torch sees no CUDA device here"):
+        Engine.load(device="cuda")
 
 
 def test_no_other_module_calls_cuda() -> None:

@@ -6,9 +6,14 @@ The functions have the signatures of `torch_backend` and of the store, so that a
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,7 +47,24 @@ def device_obstacle(device: torch.device) -> str | None:
         return "Triton is not installed"
     if not device_of(device).is_gpu and not _kernels().INTERPRETED:
         return f"Triton does not run on {device.type}"
-    return None
+    return None if _kernels().INTERPRETED else missing_compiler() or None
+
+
+def missing_compiler() -> str:
+    """Return what to install so that Triton can compile its launches, in one sentence; "" if nothing is missing.
+
+    A cache of Triton that was filled before needs no compiler.
+    """
+    from triton import knobs
+
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    headers = Path(sysconfig.get_path("include", sysconfig.get_default_scheme().replace("_local", "_prefix")))
+    missing = [] if any(map(shutil.which, compilers)) else [f"a C compiler ({' or '.join(compilers)})"]
+    if not (headers / "Python.h").exists():
+        missing.append("the headers of Python (python{}.{}-dev)".format(*sys.version_info))
+    if not missing or any(Path(knobs.cache.dir).glob("*/*_utils.*")):
+        return ""
+    return f"Triton cannot compile its launches: install {' and '.join(missing)}"
 
 
 def layer_obstacle(store: KVStore, heads: int, layer: int = 0) -> str | None:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from radixkv.cli import doctor_weights, model_check
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from radixkv.models.loaded import LayerSpec, LoadedModel
     from radixkv.sizing.memory import PoolSize
 
-_DRIVER = Path("/proc/driver/nvidia/version")
 _HOST_TOKENS = 512  # of the prefill and of the load that are measured
 _SESSION = 4096  # tokens of a session that a disk has
 _UNLIMITED = 1 << 30  # tokens; the checkpoint of a model with a longer context states no limit
@@ -117,9 +115,9 @@ def _load(arguments: argparse.Namespace) -> LoadedModel:
 
 @contextmanager
 def _listening(said: list[str]) -> Iterator[None]:
-    """Collect the warnings that radixkv logs meanwhile, except for the one that `doctor_weights.formats` repeats."""
+    """Collect the warnings that radixkv logs meanwhile, except for those that other findings repeat."""
     handler = logging.Handler(logging.WARNING)
-    handler.addFilter(lambda record: record.name != "radixkv.models.quantized.kernels")
+    handler.addFilter(lambda record: record.name not in ("radixkv.models.quantized.kernels", "radixkv.device"))
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # a class for one line
     log = logging.getLogger("radixkv")
     log.addHandler(handler)
@@ -148,6 +146,7 @@ def _machine(has_cuda: bool) -> Iterator[Finding]:
     """List the devices and their memory."""
     import torch
 
+    from radixkv.device import unusable_gpu
     from radixkv.sizing.memory import free_memory
 
     for index in range(torch.cuda.device_count() if has_cuda else 0):
@@ -155,9 +154,8 @@ def _machine(has_cuda: bool) -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         kind = f"{properties.name}, sm_{properties.major}{properties.minor}"
         yield ok(f"cuda:{index}", f"{kind}, {size_text(free)} of {size_text(total)} free")
-    if not has_cuda and _DRIVER.exists():
-        built = f"torch {torch.__version__} sees no CUDA device"
-        yield note("cuda", f"an NVIDIA driver is loaded, but {built}: install the build of torch that fits the driver")
+    if reason := unusable_gpu():
+        yield note("cuda", reason)
     counts = ((_cores(), "core"), (torch.get_num_threads(), "thread"))
     parts = [f"{count} {name}{'s' * (count > 1)}" for count, name in counts]
     yield ok("cpu", f"{', '.join(parts)}, {size_text(free_memory())} of memory free")

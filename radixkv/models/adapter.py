@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from radixkv import model_path
-from radixkv.device import default_place, device_of
+from radixkv.device import default_place, device_of, unusable_gpu
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import architecture, attention_interface, loader, packed
 from radixkv.models.architecture import max_length
@@ -289,7 +289,8 @@ def place_of(device: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise InvalidInput(f"device={device!r} is no device; use 'auto', 'cpu' or 'cuda'") from error
     if not device_of(place).available():
-        raise InvalidInput("device 'cuda' was asked for, but torch sees no CUDA device here")
+        reason = unusable_gpu() or "torch sees no CUDA device here"
+        raise InvalidInput(f"device {str(device)!r} was asked for, but {reason}")
     return place
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import sysconfig
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -71,6 +76,37 @@ def test_heads_that_outgrow_the_tiles_are_left_to_torch(dims: tuple[int, int]) -
     expected = f"heads of {max(dims)} numbers do not fit into a tile, at most 256 do"
     assert triton_backend.shape_obstacle(shape, 1, torch.bfloat16, CUDA) == expected
     assert triton_backend.shape_obstacle(LayerShape(1, 256, 256), 1, torch.bfloat16, CUDA) is None
+
+
+@pytest.fixture
+def slim(_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A GPU in an image without compiler and headers; returns the folder of Triton's cache."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    return tmp_path / "cache"
+
+
+def test_a_missing_compiler_is_named_before_a_kernel_runs(slim: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reason = "Triton cannot compile its launches: install a C compiler (gcc or clang) and the headers of Python (python"
+    assert attention_interface.choose_backend("auto", LAYERS, torch.bfloat16, CUDA) == "torch"
+    assert [said.startswith(f"attention runs in torch, not in Triton: {reason}") for said in caplog.messages] == [True]
+    with pytest.raises(InvalidInput, match=re.escape(reason)):
+        attention_interface.check_backend("triton", CUDA)
+
+
+def test_each_missing_part_is_named_alone(slim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (slim.parent / "Python.h").touch()
+    monkeypatch.setenv("CC", "icx")
+    assert triton_backend.missing_compiler().endswith("install a C compiler (icx)")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert triton_backend.missing_compiler() == ""
+    (slim.parent / "Python.h").unlink()
+    assert "install the headers of Python" in triton_backend.missing_compiler()
+    (slim / "KEY").mkdir(parents=True)
+    (slim / "KEY" / "cuda_utils.so").touch()
+    assert triton_backend.missing_compiler() == ""
 
 
 def test_auto_on_cuda_without_triton_is_torch_with_one_warning(
