@@ -42,7 +42,7 @@ from .model import TINY, Llama, build, serving, token_ids, with_prefix
 from .shapes import BLOCK
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from kernel_cases import CASES, Case  # noqa: E402
+from kernel_cases import CASES, Case
 
 Rows = Iterator[Row]
 SMALL = Llama(4, 512, 1024, 8, 2, 4096, 4096)
@@ -195,7 +195,7 @@ def graph_row(runner: Runner, name: str = "graphs") -> Row:
 
 def small(device: Device) -> Any:
     """Return a small random Llama, in memory of the host."""
-    return build(TINY if device.interpreted else SMALL, replace(device, torch=torch.device("cpu")))[0]
+    return build(TINY.deep(1) if device.interpreted else SMALL, replace(device, torch=torch.device("cpu")))[0]
 
 
 def graphs(device: Device) -> Rows:
@@ -247,7 +247,7 @@ def _filling(bucket: Bucket) -> list[SequenceInput]:
 @torch.inference_mode()
 def tree(device: Device, levels: int = 5) -> Rows:
     """Decode sequences that leave a path at each of five levels, long enough that each level is an item of its own."""
-    run, members = 32 if device.interpreted else 320, 9 if device.interpreted else 2
+    run, members = (128, 3) if device.interpreted else (320, 2)
     sequences, vocab = levels * members, 97
     per = run // BLOCK
     runner = recorded(small(device), device, sequences, 0 if device.interpreted else run, levels * per + sequences + 1)
@@ -290,7 +290,7 @@ def sampling(device: Device) -> Rows:
 def experts(device: Device) -> Rows:
     """Record the decodes of a mixture of experts."""
     config = transformers.Qwen3MoeConfig(
-        hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, vocab_size=97,
         max_position_embeddings=512, initializer_range=0.1,
     )  # fmt: skip
@@ -329,8 +329,10 @@ def engine(device: Device) -> Rows:
         yield Row.of("tokens from the host", tokens > 0, f"{tokens} loaded, {now.failed_loads} loads failed")
         eager = now.eager_steps
         said = f"{eager} of {now.steps} forwards were computed"
-        yield Row("engine's steps from graphs", UNCHECKED, said) if device.interpreted else Row.of(
-            "engine's steps from graphs", not eager, said
+        yield (
+            Row("engine's steps from graphs", UNCHECKED, said)
+            if device.interpreted
+            else Row.of("engine's steps from graphs", not eager, said)
         )
     config = transformers.Lfm2Config(
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = "tests/kernels/interpreted"
 FILES = sorted(path.name for path in (ROOT / FOLDER).glob("test_*.py"))
 # The others start without transformers.
-WITH_MODELS = ("test_engine.py", "test_gpu_layers.py", "test_graphs.py", "test_virtual_gpu.py")
+WITH_MODELS = ("test_engine.py", "test_first_contact.py", "test_gpu_layers.py", "test_graphs.py", "test_virtual_gpu.py")
 
 CASES, SHARD = 500, 20  # random cases of a long run, and of one process
 FRESH = int(os.environ.get("RADIXKV_SEED") or 0) * 1000  # the seed of the first
