@@ -179,6 +179,7 @@ def test_loads_from_host_memory_match_the_cpu(depth: int, seed: int) -> None:
         assert not gpu.findings
 
 
+@pytest.mark.long
 def test_steps_over_recurrent_state_wait_for_nothing() -> None:
     settings: dict[str, Any] = {"num_blocks": 60, "block_size": 4, "max_sequences": 4, "prefill_chunk": 8, "seed": 3}
     settings |= {"attention": "torch", "compile": False, "monitor": False}
