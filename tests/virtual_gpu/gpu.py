@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from radixkv.device import CudaDevice, Graph, Peak, Properties
+from tests.virtual_gpu.bound_launches import Addresses
 from tests.virtual_gpu.graphs import Capture, VirtualGraph
 from tests.virtual_gpu.memory import FREE, Lease, Memory, QueuedBytes, Span, add_access, pinned_buffer, poison
 from tests.virtual_gpu.schedule import Clock, Node, Scheduler, VirtualEvent, VirtualStream, join
@@ -27,6 +28,7 @@ PLACE = torch.device("meta")
 SERVING = frozenset(("synchronisation", "pageable copy", "capture", "memory query", "release"))
 """Kinds of finding that are mistakes only while requests are served."""
 
+NUMBERS = itertools.count(1 << 24)  # of simulated GPUs, which Triton's launches are bound to
 REUSE = "the next use of memory"  # the beginning of the name of a node that stands for it
 FATAL = 700  # CUDA's number of an illegal memory access
 
@@ -87,6 +89,7 @@ class VirtualGpu(CudaDevice):
         """
         super().__init__(PLACE)
         self.capability = capability
+        self.number, self.addresses = next(NUMBERS), Addresses(self)
         random = Random(seed)
         self.scheduler = Scheduler(
             random, lag if lag is not None else (1.0 if seed % 2 == 0 else random.uniform(0.2, 0.9))

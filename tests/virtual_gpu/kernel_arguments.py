@@ -90,8 +90,8 @@ class _Reader:
                 self.uses.loads |= places if verb != "store" else set()
                 self.uses.stores |= places if verb != "load" else set()
                 return set()
-            case ast.Call(func=ast.Name(id=name)) if hasattr(called := self._names.get(name), "fn"):
-                return self._call(called.fn, value)
+            case ast.Call(func=ast.Name(id=name)) if hasattr(self._names.get(name), "fn"):
+                return self._call(self._names[name].fn, value)
             case _:
                 return set().union(*map(self._of, ast.iter_child_nodes(value)))
 
