@@ -6,7 +6,6 @@ that returned it, which must be alive when the launch is queued: nothing else ke
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from tests.virtual_gpu.gpu import VirtualGpu
 
 
-ALIGNMENT = 16  # Triton's code depends on which addresses are multiples of it
-
-
 class Addresses:
     """The addresses that tensors returned, and the tensors there."""
 
@@ -35,11 +31,9 @@ class Addresses:
     def note(self, tensor: VirtualTensor) -> int:
         """Return the address of a tensor's first number."""
         start = tensor.backing.data_ptr()
-        stop = start + max(
-            (span.stop - span.start for span in span_of(tensor.lease.memory, tensor.backing, READ)), default=0
-        )
         with self._gpu.lock:
-            self._found[start] = weakref.ref(tensor.lease), stop
+            for span in span_of(tensor.lease.memory, tensor.backing, READ):
+                self._found[start] = weakref.ref(tensor.lease), start + span.stop - span.start
         return start
 
     def at(self, address: int, dtype: torch.dtype, name: str) -> VirtualTensor:
@@ -54,30 +48,12 @@ class Addresses:
                 if (lease := found()) is None:
                     del self._found[start]
                 elif address < stop:
-                    return self._rest(lease, address, stop, dtype)
+                    base, count = lease.memory.backing, (stop - address) // dtype.itemsize
+                    offset = (address - base.data_ptr()) // dtype.itemsize
+                    with torch.inference_mode():
+                        rest = torch.empty(0, dtype=dtype).set_(base.untyped_storage(), offset, (count,), (1,))
+                    return VirtualTensor(self._gpu, rest, lease)
             self._gpu.violation("freed", f"no tensor is at the address of {name}")
-
-    def _rest(self, lease: Lease, start: int, stop: int, dtype: torch.dtype) -> VirtualTensor:
-        base = lease.memory.backing
-        assert base is not None
-        offset, count = (start - base.data_ptr()) // dtype.itemsize, (stop - start) // dtype.itemsize
-        with torch.inference_mode():
-            rest = torch.empty(0, dtype=dtype).set_(base.untyped_storage(), offset, (count,), (1,))
-        return VirtualTensor(self._gpu, rest, lease)
-
-
-class Driver:
-    """Triton's driver of a simulated GPU."""
-
-    def __init__(self, gpu: VirtualGpu) -> None:
-        self._gpu = gpu
-
-    def get_current_device(self) -> int:
-        """Return a number that no other simulated GPU has; another one outside of `current`."""
-        return self._gpu.number if self._gpu.is_current else -1
-
-    def get_current_stream(self, device: int) -> int:
-        return self._gpu.current_stream().number
 
 
 class Code:
@@ -90,34 +66,27 @@ class Code:
     ) -> None:
         """Compile for arguments like those `given` by name."""
         self._gpu, self._launch, self._name = gpu, launch, kernel.__name__
-        self._any = kernel.kwargs.get("do_not_specialize") or ()
-        self._names = [*inspect.signature(kernel.fn).parameters]
-        self._dtypes = {name: each.dtype for name, each in given.items() if isinstance(each, Tensor)}
-        self._kinds = {name: self._kind(name, _address(given[name])) for name in self._names}
+        self._any = kernel.kwargs["do_not_specialize"] or ()
+        self._given = {name: given[name] for name in kernel.arg_names}
+        self._dtypes = {name: each.dtype for name, each in self._given.items() if isinstance(each, Tensor)}
+        addresses = {name: self._given[name].backing.data_ptr() for name in self._dtypes}
+        self._given = {name: self._assumed(name, value) for name, value in (self._given | addresses).items()}
 
-    def _kind(self, name: str, value: Any) -> Any:
+    def _assumed(self, name: str, value: Any) -> Any:
         """Return the facts that the code assumes of an argument."""
         if name in self._dtypes:
-            return value % ALIGNMENT == 0
-        return type(value) if name in self._any else (type(value), value)
+            return value % 16 == 0
+        return None if name in self._any else value
 
-    def run(
-        self, x: int, y: int, z: int, stream: int, function: int, packed: Any, *metadata_and_hooks_and_values: Any
-    ) -> None:
-        """Launch as Triton's launcher does, which checks nothing; raise where the code is wrong for the arguments."""
-        gpu, values = self._gpu, metadata_and_hooks_and_values[3:]
-        assert (function, packed, len(values)) == (self.function, self.packed_metadata, len(self._names))
+    def run(self, x: int, y: int, z: int, stream: int, function: int, packed: Any, *rest: Any) -> None:
+        """Launch as Triton's launcher does, which checks nothing; `rest` has metadata, two hooks, and the arguments."""
+        gpu, arguments = self._gpu, []
         gpu.counts["bound launch"] += 1
-        for name, value in zip(self._names, values, strict=True):
-            if self._kind(name, value) != self._kinds[name]:
+        assert (function, packed, rest[:3]) == (self.function, self.packed_metadata, (None,) * 3)
+        for (name, assumed), value in zip(self._given.items(), rest[3:], strict=True):
+            if self._assumed(name, value) != assumed:
                 gpu.violation("other code", f"{self._name} was not compiled for {name} = {value}")
-        arguments = [
-            gpu.addresses.at(value, self._dtypes[name], f"{name} of {self._name}") if name in self._dtypes else value
-            for name, value in zip(self._names, values, strict=True)
-        ]
+            dtype = self._dtypes.get(name)
+            arguments.append(value if dtype is None else gpu.addresses.at(value, dtype, f"{name} of {self._name}"))
         with gpu.on(gpu.scheduler.streams[stream]):
             self._launch(arguments, (x, y, z))
-
-
-def _address(value: Any) -> Any:
-    return value.backing.data_ptr() if isinstance(value, VirtualTensor) else value

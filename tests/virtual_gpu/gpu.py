@@ -101,7 +101,7 @@ class VirtualGpu(CudaDevice):
         self.recorded: list[list[str]] = []  # the operators and launches of each graph
         self.forbidden: frozenset[str] = frozenset()
         self.lost: BaseException | None = None  # the error after which nothing runs
-        self.total, self.allocated, self.reserved = memory, 0, 0
+        self.total, self.allocated, self._reserved = memory, 0, 0
         self.host: Clock = {}  # all that the host has waited for
         self._most = 0
         self.sync_debug_mode: str | int = 0
@@ -242,7 +242,7 @@ class VirtualGpu(CudaDevice):
             if self._counted("allocation") or self.allocated + nbytes > self.total:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes")
             self.allocated += nbytes
-            self.reserved, self._most = max(self.reserved, self.allocated), max(self._most, self.allocated)
+            self._reserved, self._most = max(self._reserved, self.allocated), max(self._most, self.allocated)
             stream = self.current_stream()
             self._reuse(stream)
             memory = Memory(nbytes, stream.number, name, stream.capture)
@@ -300,7 +300,11 @@ class VirtualGpu(CudaDevice):
         with self.lock:
             self.check_context()
             self.forbid("memory query", "asking for free memory")
-            return self.total - self.reserved, self.total
+            return self.total - self._reserved, self.total
+
+    def reserved(self) -> int:
+        """See `Device.reserved`."""
+        return self._reserved
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:
@@ -319,7 +323,7 @@ class VirtualGpu(CudaDevice):
             self.forbid("release", "releasing cached memory")
             self._finish_all()
             self.collect()
-            self.reserved = self.allocated
+            self._reserved = self.allocated
 
     def release_pinned(self) -> None:
         """Do nothing: pinned memory is released when its tensors are gone."""

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from radixkv.device import registered
-from tests.virtual_gpu.bound_launches import Code, Driver
+from tests.virtual_gpu.bound_launches import Code
 from tests.virtual_gpu.gpu import VirtualGpu
 from tests.virtual_gpu.kernel_arguments import Uses, uses_of
 from tests.virtual_gpu.memory import READ, STORE, Span, span_of
@@ -108,13 +108,10 @@ def _patch_launches(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:
 
     patch.setattr(InterpretedFunction, "run", run)
     if triton.knobs.runtime.interpret:
-        patch.setattr(InterpretedFunction, "params", property(_parameters), raising=False)
-        patch.setattr(driver, "_active", Driver(gpu))
-        patch.setattr(launches, "device", driver.active.get_current_device)
-
-
-def _parameters(kernel: Any) -> list[inspect.Parameter]:
-    return [*inspect.signature(kernel.fn).parameters.values()]
+        named = property(lambda kernel: [SimpleNamespace(name=name) for name in kernel.arg_names])
+        patch.setattr(InterpretedFunction, "params", named, raising=False)
+        patch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda _: gpu.current_stream().number))
+        patch.setattr(launches, "device", lambda: gpu.number if gpu.is_current else -1)
 
 
 def _spans(uses: Uses, given: Mapping[str, Any]) -> list[Span]:
