@@ -102,6 +102,7 @@ class VirtualGpu(CudaDevice):
         self.forbidden: frozenset[str] = frozenset()
         self.lost: BaseException | None = None  # the error after which nothing runs
         self.total, self.allocated, self._reserved = memory, 0, 0
+        self.fragments = 0  # the most bytes between tensors that torch cannot give back
         self.host: Clock = {}  # all that the host has waited for
         self._most = 0
         self.sync_debug_mode: str | int = 0
@@ -323,7 +324,7 @@ class VirtualGpu(CudaDevice):
             self.forbid("release", "releasing cached memory")
             self._finish_all()
             self.collect()
-            self._reserved = self.allocated
+            self._reserved = min(self._reserved, self.allocated + self.fragments)
 
     def release_pinned(self) -> None:
         """Do nothing: pinned memory is released when its tensors are gone."""
