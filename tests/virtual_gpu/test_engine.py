@@ -138,7 +138,7 @@ def test_the_pool_leaves_the_memory_of_the_largest_step() -> None:
     ):
         engine.generate(prompts, SamplingParams(temperature=0, max_tokens=2))
         assert engine.stats().cache.num_blocks * engine.core.runner.store.bytes_per_block > memory / 3
-        assert gpu.reserved < memory and not gpu.findings
+        assert gpu.reserved() < memory and not gpu.findings
 
 
 def turns(engine: RequestEngine) -> list[tuple[int, ...]]:
