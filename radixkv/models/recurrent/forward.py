@@ -3,11 +3,11 @@
 All decodes of a step share one call; each longer chunk has calls of its own, cut where a snapshot is taken. Attention
 and all other layers see the whole row. The caller has run the copies that the cache has queued.
 
-The arena has one tensor for each state of each layer, with all slots side by side. States of one shape in all layers
-are one allocation, so copying a slot takes one launch for each shape. A slot holds all states of one sequence after
-some tokens. The running sequences have the first slots, so that a decode of many sequences updates a
-slice of each tensor in place. A slot of zeros is the state before the first token. Slots after those of the device are
-in host memory, where only whole slots are copied to and from.
+The arena has one tensor for each state of each layer, with all slots side by side. Tensors of one shape are a single
+allocation, so that one launch copies their part of a slot. A slot holds all states of one sequence after some tokens.
+The running sequences have the first slots, so that a decode of many sequences updates a slice of each tensor in place.
+A slot of zeros is the state before the first token. Slots after those of the device are in host memory, where only
+whole slots are copied to and from.
 """
 
 from __future__ import annotations
