@@ -348,10 +348,8 @@ class StagedTransfers:
         return [self._image(image).view(torch.uint8).numpy()]
 
     def _fill(self, images: NDArray[np.int64]) -> None:
-        """Copy images to the first rows of their stage, after the offloads that write them.
-
-        Loads rarely wait for the latest offload: it waits for the step in flight.
-        """
+        """Copy images to the first rows of their stage, after the offloads that write them."""
+        # The latest offload waits for the step in flight, and few loads need it.
         offloaded = self.leaving.emptied if np.isin(images, self._latest).any() else self.before_latest
         with self._device.on(self._loads), self.arriving.filling():
             offloaded.wait()
