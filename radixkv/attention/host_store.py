@@ -1,16 +1,19 @@
 """Images of offloaded blocks in host memory: copy blocks from the pool to the host, and cached runs back.
 
 On a CPU the host memory is a second pool. On CUDA it is pinned, an image of a block is one piece with the keys and
-values of all layers, and the copy engine of the device reads and writes it; the CPU never does. All copies run on the
-stream of the calling thread, as the forward does. So a load sees every earlier offload without waiting for an event.
+values of all layers, and the copy engine of the device reads and writes it; the CPU never does.
+
+Only copies between the device's own memories run in the stream of the calling thread, as the forward does: they fill
+a stage of offloaded blocks, and empty a stage of loaded ones. So every block is read and written in the forward's
+order. The copies between the stages and the host run meanwhile, offloads and loads in a stream each, ordered by events.
 Callers validate block ids and slots; they are not checked here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,7 +30,7 @@ PIECE = 1 << 30
 """Bytes of host memory that are pinned at once: torch rounds each allocation up to a power of two."""
 
 STAGE = 64 << 20
-"""Bytes of the device's memory through which blocks are copied, unless one block is larger."""
+"""Bytes of the device's memory through which blocks are copied in each direction, unless one block is larger."""
 
 _SHOWN = 4 * PIECE  # bytes that take seconds to pin
 _MEASURED = 16 << 20  # bytes that are loaded to measure the bandwidth
@@ -68,7 +71,7 @@ class HostStore:
     """Images of `num_blocks` blocks of a pool, in host memory. Not safe for two threads at once."""
 
     def __init__(self, store: KVStore, num_blocks: int, *, staged: bool | None = None) -> None:
-        """Allocate num_blocks * store.bytes_per_block bytes, and a stage of up to `STAGE` bytes on a GPU.
+        """Allocate num_blocks * store.bytes_per_block bytes, and two stages of up to `STAGE` bytes on a GPU.
 
         Pinning takes time; a progress bar is shown on a terminal for many GiB. With `staged`, blocks are copied through
         a stage, by default unless the pool is on a CPU; blocks are outermost in such a pool. Raises InvalidInput for no
@@ -160,7 +163,7 @@ class HostStore:
         device_of(self._store.device).synchronize()
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Copy on the present stream of the pool's device, whichever device the thread uses otherwise."""
+        """Launch on the pool's device, whichever device the thread uses otherwise."""
         return device_of(self._store.device).current()
 
     def _whole_blocks(self, slots: NDArray[np.int64], sources: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -240,69 +243,118 @@ def _runs(first: NDArray[np.int64], second: NDArray[np.int64]) -> list[tuple[sli
     return [(slice(a, a + n), slice(b, b + n)) for a, b, n in zip(firsts, seconds, lengths, strict=True)]
 
 
+class Stage:
+    """Rows of the device's memory that one stream fills and another one empties, in turn; each row has one block.
+
+    `filled` and `emptied` are placed after the latest use of either kind.
+    """
+
+    def __init__(self, store: KVStore, count: int) -> None:
+        """Allocate `count` rows in the present stream. They may be used once all its work is done."""
+        device, widths = device_of(store.device), [pool.nbytes // store.num_blocks for pool in store.tensors]
+        self.rows = torch.empty(count, sum(widths), dtype=torch.uint8, device=store.device)
+        parts = zip(store.tensors, self.rows.split_with_sizes(widths, 1), strict=True)
+        self.parts = [(pool, part.view(pool.dtype)) for pool, part in parts]
+        self.filled, self.emptied = device.event(), device.event()
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Let the present stream fill the rows while this is open, once they are empty."""
+        self.emptied.wait()
+        try:
+            yield
+        finally:
+            self.filled.record()
+
+    @contextmanager
+    def emptying(self) -> Iterator[None]:
+        """Let the present stream empty the rows while this is open, once they are filled."""
+        self.filled.wait()
+        try:
+            yield
+        finally:
+            self.emptied.record()
+
+
 class StagedTransfers:
-    """Copies by the device through a stage in its memory, so that each image is one copy of one piece."""
+    """Copies by the device through stages in its memory, so that each image is one copy of one piece.
+
+    An image that a load has read is written by a later offload only: its blocks are gathered after the load's blocks
+    were written, in the stream of the caller, so no event orders these two.
+    """
 
     def __init__(self, store: KVStore, num_blocks: int) -> None:
-        """Allocate the stage, then the images: pinned if the pool is on CUDA."""
+        """Allocate the stages, then the images: pinned if the pool is on CUDA."""
         assert not store.runs_are_views, "a block is one piece of a stored tensor"
-        self._store = store
+        self._store, self._device = store, device_of(store.device)
         nbytes = store.bytes_per_block
-        with torch.inference_mode(False):
-            rows = max(1, min(num_blocks, STAGE // nbytes))
-            self._stage = torch.empty(rows, nbytes, dtype=torch.uint8, device=store.device)
+        self._offloads, self._loads = self._device.stream(), self._device.stream()
+        self.before_latest, self._latest = self._device.event(), np.zeros(0, np.int64)  # the latest offload's images
+        with torch.inference_mode(False), self._device.current():
+            self._count = max(1, min(num_blocks, STAGE // nbytes))
+            with self._device.on(self._offloads):  # which uses it last, so its memory is freed in order
+                self.leaving = Stage(store, self._count)
+            self.arriving = Stage(store, self._count)
             self._per_piece = max(1, PIECE // nbytes)
             self._pieces = self._allocate(num_blocks, nbytes)
-        widths = [pool.nbytes // store.num_blocks for pool in store.tensors]
-        parts = zip(store.tensors, self._stage.split_with_sizes(widths, 1), strict=True)
-        self._parts = [(pool, part.view(pool.dtype)) for pool, part in parts]
+        self._device.synchronize()
 
     def _allocate(self, num_blocks: int, nbytes: int) -> list[Tensor]:
         """Return the images [blocks, bytes] in pieces of about a GiB, and show the progress of pinning many."""
-        device = device_of(self._store.device)
         counts = [min(self._per_piece, num_blocks - at) for at in range(0, num_blocks, self._per_piece)]
-        shown = device.is_gpu and num_blocks * self._store.bytes_per_block >= _SHOWN
-        return [device.pinned((count, nbytes), torch.uint8) for count in _shown(counts, shown)]
+        shown = self._device.is_gpu and num_blocks * self._store.bytes_per_block >= _SHOWN
+        return [self._device.pinned((count, nbytes), torch.uint8) for count in _shown(counts, shown)]
 
     def offload(self, blocks: NDArray[np.int64], images: NDArray[np.int64]) -> None:
         """Copy blocks of the pool to images."""
-        for at in range(0, len(blocks), len(self._stage)):
-            index = self._send(blocks[at : at + len(self._stage)])
-            for pool, part in self._parts:
-                torch.index_select(self._table(pool), 0, index, out=part[: len(index)])
-            for row, image in enumerate(images[at : at + len(index)].tolist()):
-                self._image(image).copy_(self._stage[row], non_blocking=True)
+        with self._device.on(self._offloads):
+            self.before_latest.record()
+        self._latest, stage = images, self.leaving
+        for at in range(0, len(blocks), self._count):
+            index = self._device.upload(blocks[at : at + self._count])
+            with stage.filling():
+                for pool, part in stage.parts:
+                    torch.index_select(self._table(pool), 0, index, out=part[: len(index)])
+            with self._device.on(self._offloads), stage.emptying():
+                for row, image in enumerate(images[at : at + len(index)].tolist()):
+                    self._image(image).copy_(stage.rows[row], non_blocking=True)
 
     def load_blocks(self, images: NDArray[np.int64], blocks: NDArray[np.int64]) -> None:
         """Copy images to blocks of the pool."""
-        for at in range(0, len(blocks), len(self._stage)):
-            index = self._send(blocks[at : at + len(self._stage)])
+        for at in range(0, len(blocks), self._count):
+            index = self._device.upload(blocks[at : at + self._count])
             self._fill(images[at : at + len(index)])
-            for pool, part in self._parts:
-                self._table(pool).index_copy_(0, index, part[: len(index)])
+            with self.arriving.emptying():
+                for pool, part in self.arriving.parts:
+                    self._table(pool).index_copy_(0, index, part[: len(index)])
 
     def load_slots(self, sources: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Copy tokens of images to slots of the pool."""
         size = self._store.block_size
         images, rows = np.unique(sources // size, return_inverse=True)
-        for at in range(0, len(images), len(self._stage)):
-            self._fill(images[at : at + len(self._stage)])
-            here = (at <= rows) & (rows < at + len(self._stage))
+        for at in range(0, len(images), self._count):
+            here = (at <= rows) & (rows < at + self._count)
             chosen = np.stack([rows[here] - at, sources[here] % size, *np.divmod(slots[here], size)])
-            row, offset, block, place = self._send(chosen).unbind()
-            for pool, part in self._parts:
-                heads, _, _, dim = pool.shape
-                new = part.view(-1, heads, size, dim).transpose(0, 1)
-                pool[:, block, place] = new[:, row, offset]
+            row, offset, block, place = self._device.upload(chosen).unbind()
+            self._fill(images[at : at + self._count])
+            with self.arriving.emptying():
+                for pool, part in self.arriving.parts:
+                    heads, _, _, dim = pool.shape
+                    new = part.view(-1, heads, size, dim).transpose(0, 1)
+                    pool[:, block, place] = new[:, row, offset]
 
     def image_parts(self, image: int) -> list[NDArray[np.uint8]]:
         """View the bytes of an image, which is one piece."""
         return [self._image(image).view(torch.uint8).numpy()]
 
     def _fill(self, images: NDArray[np.int64]) -> None:
-        """Copy images to the first rows of the stage."""
-        for row, image in enumerate(images.tolist()):
-            self._stage[row].copy_(self._image(image), non_blocking=True)
+        """Copy images to the first rows of their stage, after the offloads that write them."""
+        # The latest offload waits for the step in flight, and few loads need it.
+        offloaded = self.leaving.emptied if np.isin(images, self._latest).any() else self.before_latest
+        with self._device.on(self._loads), self.arriving.filling():
+            offloaded.wait()
+            for row, image in enumerate(images.tolist()):
+                self.arriving.rows[row].copy_(self._image(image), non_blocking=True)
 
     def _image(self, image: int) -> Tensor:
         """View an image [bytes]."""
@@ -311,9 +363,6 @@ class StagedTransfers:
     def _table(self, pool: Tensor) -> Tensor:
         """View a tensor of the pool as [blocks, numbers]."""
         return pool.transpose(0, 1).view(self._store.num_blocks, -1)
-
-    def _send(self, index: NDArray[np.int64]) -> Tensor:
-        return device_of(self._store.device).upload(index)
 
 
 def _shown(counts: list[int], shown: bool) -> Iterable[int]:

@@ -1,8 +1,8 @@
 """The stages of a step before its forward: they copy recurrent states, and KV between the pool and host memory.
 
 A step runs the copies of states, then the cache's moves (device to host), then loads (host to device), then its
-forward. Each starts with the copies of its plans. So a block is offloaded before it is written again, and one stream
-keeps the order. A stage counts as done when it was launched.
+forward. Each starts with the copies of its plans. So a block is offloaded before it is written again. A stage counts as
+done when it was launched: the memories keep this order on the device.
 
 Preemption by swap needs nothing more. A preempted request publishes its tokens and closes its sequences. Its blocks are
 offloaded when others take them, and loaded when the request returns. An engine without a host tier would preempt the

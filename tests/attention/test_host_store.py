@@ -14,13 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from radixkv.attention import host_store
-from radixkv.attention.host_store import HostStore
+from radixkv.attention.host_store import HostStore, StagedTransfers
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.cache.types import WritePlan
+from radixkv.device import CudaDevice, Device
 from radixkv.errors import InvalidInput
 from radixkv.sizing.kv_size import size_text
 from tests.attention.batches import BlocksFirst
-from tests.virtual_gpu import VirtualGpu, installed
+from tests.virtual_gpu import VirtualGpu, VirtualGpuError, installed
 
 SIZE, BLOCKS, HOST = 4, 40, 30
 SHAPES = {
@@ -130,23 +131,80 @@ def test_many_batches_do_what_numpy_does(
             np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_moves_of_a_gpu_do_not_make_the_host_wait(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "stage_blocks"), [(0, 4), (0, 1), (1, 2), (3, 1)])
+def test_streams_of_copies_keep_the_order_of_the_calls(
+    seed: int, stage_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the moves, forwards read and write all blocks; images are written again after loads have read them."""
     with installed(VirtualGpu(seed)) as gpu, torch.inference_mode():
-        store = KVStore([LayerShape(2, 4, 4)], 6, SIZE, device=gpu.place)
-        numbers = torch.randn(store.keys[0].shape)
-        for pool in tensors(store):
-            pool.copy_(numbers)
-        host = HostStore(store, 4)
+        store, found = KVStore([LayerShape(2, 4, 4)], 8, SIZE, device=gpu.place), []
+        monkeypatch.setattr(host_store, "STAGE", stage_blocks * store.bytes_per_block)
+        host, keys = HostStore(store, 4), store.keys[0]
         with gpu.serving():
-            host.offload([(1, 3), (2, 0)])
-            host.offload([(0, 1)])
-            host.load([load([3, 0, 1], [4, 5, 3], start=1, copies=[(0, 4)])])
-            found = gpu.download([store.keys[0]]).wait()[0]
+            for number in range(1, 4):
+                keys.fill_(number)
+                host.offload([(1, 0), (2, 1), (3, 2)])
+                keys.fill_(-number)
+                host.load([load([2, 0], [6, 5]), load([1], [4], end=3, copies=[(7, 4)])])
+                found.append(gpu.download([keys[:, 4:7]]))
+                host.offload([(5, 3), (6, 0)])
+                host.load([load([3, 0], [4, 6]), load([1], [5], end=3)])
+                found.append(gpu.download([keys[:, 4:7]]))
+            arrays = [each.wait()[0] for each in found]
         assert not gpu.findings
-    np.testing.assert_array_equal(found[:, [5, 3]], numbers[:, [2, 0]].numpy())
-    np.testing.assert_array_equal(found[:, 4, 1:], numbers[:, 1, 1:].numpy())
-    np.testing.assert_array_equal(found[:, 4, 0], numbers[:, 0, 0].numpy())
+    for place, array in enumerate(arrays):
+        expected = np.full(array.shape, place // 2 + 1.0)
+        if place % 2 == 0:
+            expected[:, 0, 3] *= -1
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_a_load_of_other_images_waits_for_no_step_and_no_offload_in_flight() -> None:
+    with installed(VirtualGpu(0)) as gpu, torch.inference_mode():
+        transfers = StagedTransfers(store := KVStore([LayerShape(2, 4, 4)], 8, SIZE, device=gpu.place), 4)
+        transfers.offload(np.array([1, 2]), np.array([0, 1]))
+        gpu.synchronize()
+        store.keys[0].fill_(1)
+        step, (offloads, loads) = gpu.current_stream().last, gpu.scheduler.streams[1:3]
+        transfers.offload(np.array([3]), np.array([2]))
+        offload = offloads.last
+        assert step is not None and offload is not None
+        for image in (1, 2):
+            transfers.load_blocks(np.array([image]), np.array([4 + image]))
+            gpu.finish(list(loads.pending)[-1:], {})
+            assert step.done == offload.done == (image == 2)
+        assert not gpu.findings
+
+
+NEEDED: dict[str, tuple[str, list[str]]] = {
+    "a copy to the host waits for its gather": ("leaving.filled", ["offload"]),
+    "a gather waits for the last copy to the host": ("leaving.emptied", ["offload", "offload"]),
+    "a load waits for an offload of its image": ("leaving.emptied", ["offload", "load"]),
+    "a load waits for older offloads": ("before_latest", ["offload", "other offload", "load"]),
+    "blocks are written after their images arrived": ("arriving.filled", ["offload", "load"]),
+    "images arrive after the last ones were read": ("arriving.emptied", ["offload", "load", "load"]),
+}
+
+
+@pytest.mark.parametrize(("event", "calls"), NEEDED.values(), ids=NEEDED)
+def test_moves_without_one_of_their_events_are_a_race(event: str, calls: list[str]) -> None:
+    *owner, name = event.split(".")
+
+    def moved(gpu: VirtualGpu, *, ordered: bool) -> None:
+        transfers = StagedTransfers(KVStore([LayerShape(2, 4, 4)], 8, SIZE, device=gpu.place), 4)
+        if not ordered:
+            setattr(getattr(transfers, owner[0]) if owner else transfers, name, Device(torch.device("cpu")).event())
+        for call in calls:
+            if call == "load":
+                transfers.load_blocks(np.array([0]), np.array([5]))
+            else:
+                transfers.offload(np.array([1]), np.array([int(call != "offload")]))
+
+    with installed(VirtualGpu(0)) as gpu, torch.inference_mode():
+        moved(gpu, ordered=True)
+        gpu.synchronize()
+        with pytest.raises(VirtualGpuError, match=r"^race: "):
+            moved(gpu, ordered=False)
 
 
 @pytest.mark.parametrize(("kind", "staged"), KINDS, ids=NAMES)
@@ -258,11 +316,13 @@ def test_images_of_a_gpu_are_pinned_in_pieces_below_a_power_of_two(monkeypatch: 
 
     store = BlocksFirst([LayerShape(2, 3, 5)], 3, SIZE)  # 256 bytes a block
     store.device = torch.device("cuda")
+    for name in ("current", "event", "on", "stream", "synchronize"):
+        monkeypatch.setattr(CudaDevice, name, getattr(Device, name))
     monkeypatch.setattr(torch, "empty", recorded)
     monkeypatch.setattr(host_store, "PIECE", 1 << 10)
     monkeypatch.setattr(host_store, "STAGE", 600)
     HostStore(store, 9)
-    assert made == [(512, "cuda", False), (1024, "cpu", True), (1024, "cpu", True), (256, "cpu", True)]
+    assert made == [*[(512, "cuda", False)] * 2, (1024, "cpu", True), (1024, "cpu", True), (256, "cpu", True)]
 
 
 @pytest.mark.parametrize(("layers", "num_blocks"), [([LayerShape(1, 2, 2)], 0), ([], 3)])

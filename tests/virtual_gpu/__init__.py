@@ -15,7 +15,7 @@ A mistake raises `VirtualGpuError` where it is found, and stays in `gpu.findings
 
 | kind | mistake |
 |---|---|
-| race | two streams use the same memory, one of them writes or frees it, and no event orders them |
+| race | two streams use the same memory, pinned memory included, one writes or frees it, and no event orders them |
 | overwritten | pinned memory changed before a copy had read it |
 | freed | a graph or a bound launch uses memory of a tensor that is gone |
 | other device | a Triton kernel is launched outside of `Device.current` |

@@ -19,7 +19,7 @@ from torch import Tensor
 from radixkv.device import CudaDevice, Graph, Peak, Properties
 from tests.virtual_gpu.bound_launches import Addresses
 from tests.virtual_gpu.graphs import Capture, VirtualGraph
-from tests.virtual_gpu.memory import FREE, Lease, Memory, QueuedBytes, Span, add_access, pinned_buffer, poison
+from tests.virtual_gpu.memory import FREE, Lease, Memory, QueuedBytes, Span, add_access, pinned_buffer, poison, span_of
 from tests.virtual_gpu.schedule import Clock, Node, Scheduler, VirtualEvent, VirtualStream, join
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class VirtualGpu(CudaDevice):
         self._faults: dict[str, set[int]] = {}
         self._freed: deque[Memory] = deque()
         self._late: list[VirtualGpuError] = []
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, Memory] = {}  # by address
         self._local = threading.local()
         self._default, *self._streams = (VirtualStream(self, number) for number in range(1 + streams))
         self.scheduler.streams += [self._default, *self._streams]
@@ -288,13 +288,19 @@ class VirtualGpu(CudaDevice):
             self.counts["pinned allocation"] += 1
             size = torch.Size((shape,) if isinstance(shape, int) else shape)
             with torch.inference_mode(False), torch._C._DisableTorchDispatch():
-                found, address = pinned_buffer(size.numel() * dtype.itemsize, self._pinned.discard)
-                self._pinned.add(address)
+                found, address = pinned_buffer(size.numel() * dtype.itemsize, self._pinned.pop)
+                self._pinned[address] = Memory(found.nbytes, self.current_stream().number, "pinned memory")
                 return found.view(dtype).view(size)
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Return whether a tensor of the host is in pinned memory."""
         return tensor.untyped_storage().data_ptr() in self._pinned
+
+    def pinned_spans(self, tensor: Tensor, kind: str) -> Iterator[Span]:
+        """Yield the access of a copy to pinned memory; nothing for other memory of the host."""
+        memory = self._pinned.get(tensor.untyped_storage().data_ptr())
+        if memory is not None:
+            yield from span_of(memory, tensor, kind)
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes that are not reserved, and all."""

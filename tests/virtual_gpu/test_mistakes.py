@@ -103,6 +103,19 @@ def test_the_host_orders_streams_for_which_it_has_waited(gpu: VirtualGpu) -> Non
         assert written.sum().item() == 28
 
 
+def test_copies_of_two_streams_with_the_same_pinned_memory_are_a_race(gpu: VirtualGpu) -> None:
+    other, pinned, there = gpu.stream(), gpu.pinned(8, torch.int64), numbers(gpu)
+    pinned.copy_(there, non_blocking=True)
+    with gpu.on(other):
+        target = torch.empty(4, dtype=torch.int64, device=gpu.place)
+        finds(gpu, "race", lambda: target.copy_(pinned[:4], non_blocking=True))
+    other.wait_stream(gpu.current_stream())
+    with gpu.on(other):
+        target.copy_(pinned[:4], non_blocking=True)
+    pinned[4:].copy_(there[4:], non_blocking=True)
+    finds(gpu, "race", lambda: pinned[3:].copy_(there[3:], non_blocking=True))
+
+
 def test_memory_that_is_freed_while_another_stream_reads_it_is_a_race(gpu: VirtualGpu) -> None:
     other, kept = gpu.stream(), numbers(gpu)
     other.wait_stream(gpu.current_stream())

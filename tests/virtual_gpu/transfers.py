@@ -42,7 +42,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def to_device(gpu: VirtualGpu, target: VirtualTensor, source: Tensor, *, non_blocking: bool) -> None:
     """Copy numbers of the host to the device."""
     name, values = "a copy to the device", target.backing
-    spans = list(span_of(target.lease.memory, values, WRITE))
+    spans = [*span_of(target.lease.memory, values, WRITE), *gpu.pinned_spans(source, READ)]
     if gpu.is_pinned(source) and non_blocking:
         read = HostRead(gpu, source, name)
         stream = gpu.current_stream()
@@ -79,7 +79,7 @@ def to_host(gpu: VirtualGpu, target: Tensor, source: VirtualTensor, *, non_block
     waits = not (non_blocking and gpu.is_pinned(target))
     if waits:
         gpu.refuse_in_capture(what)
-    spans = list(span_of(source.lease.memory, values, READ))
+    spans = [*span_of(source.lease.memory, values, READ), *gpu.pinned_spans(target, WRITE)]
     copy = copying(target, values)
     with gpu.lock:
         if not waits and not gpu.leaving.overlap(target):

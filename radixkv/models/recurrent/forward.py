@@ -3,10 +3,11 @@
 All decodes of a step share one call; each longer chunk has calls of its own, cut where a snapshot is taken. Attention
 and all other layers see the whole row. The caller has run the copies that the cache has queued.
 
-The arena has one tensor for each state of each layer, with all slots side by side. A slot holds all states of one
-sequence after some tokens. The running sequences have the first slots, so that a decode of many sequences updates a
-slice of each tensor in place. A slot of zeros is the state before the first token. Slots after those of the device are
-in host memory, where only whole slots are copied to and from.
+The arena has one tensor for each state of each layer, with all slots side by side. Tensors of one shape are a single
+allocation, so that one launch copies their part of a slot. A slot holds all states of one sequence after some tokens.
+The running sequences have the first slots, so that a decode of many sequences updates a slice of each tensor in place.
+A slot of zeros is the state before the first token. Slots after those of the device are in host memory, where only
+whole slots are copied to and from.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from radixkv.device import device_of
 from radixkv.errors import InvalidInput
 from radixkv.models.loaded import SequenceInput, StateKey, StateSpec
 from radixkv.models.recurrent.mixers import Mixer, mixed_by
-from radixkv.sizing.recurrent_state import EMPTY
+from radixkv.sizing.recurrent_state import EMPTY, StateStep
 
 Slots = slice | Tensor
 """Several slots: neighbours as a slice, others as an index [count]."""
@@ -43,11 +44,14 @@ class StateArena:
         self.num_slots, self.device = num_slots, device
         self.bytes_per_slot = sum(spec.num_bytes for spec in specs)
         self.copied = self.copied_bytes = 0
-        self._tensors = {
-            spec.key: torch.zeros(num_slots, *spec.shape, dtype=spec.dtype, device=device) for spec in specs
-        }
-        pinned = device_of(device).pinned
-        self._on_host = {spec.key: pinned((host_slots, *spec.shape), spec.dtype) for spec in specs if host_slots}
+        self._tensors: dict[StateKey, Tensor] = {}
+        self._shapes: list[tuple[Tensor, Tensor]] = []  # [slots, layers, *shape] on the device, and on the host
+        for shape, dtype in dict.fromkeys((spec.shape, spec.dtype) for spec in specs):
+            keys = [spec.key for spec in specs if (spec.shape, spec.dtype) == (shape, dtype)]
+            states = torch.zeros(len(keys), num_slots, *shape, dtype=dtype, device=device)
+            self._tensors.update(zip(keys, states.unbind(), strict=True))
+            on_host = device_of(device).pinned((host_slots, len(keys), *shape), dtype)
+            self._shapes.append((states.transpose(0, 1), on_host))
 
     def read(self, key: StateKey, slots: Slots) -> Tensor:
         """Return one state of `slots`, [count, *shape]: a view for a slice, a copy for an index."""
@@ -83,18 +87,17 @@ class StateArena:
         """
         with device_of(self.device).current():
             for source, target in copies:
-                for key in self._tensors:
+                for memories in self._shapes:
                     if source == EMPTY:
-                        self._slot(key, target).zero_()
+                        self._slot(memories, target).zero_()
                     else:
-                        self._slot(key, target).copy_(self._slot(key, source), non_blocking=True)
+                        self._slot(memories, target).copy_(self._slot(memories, source), non_blocking=True)
                 self.count(int(source != EMPTY))
 
-    def _slot(self, key: StateKey, slot: int) -> Tensor:
-        """Return one state of a slot, as a view."""
-        if slot < self.num_slots:
-            return self._tensors[key][slot]
-        return self._on_host[key][slot - self.num_slots]
+    def _slot(self, memories: tuple[Tensor, Tensor], slot: int) -> Tensor:
+        """Return the states of a slot that have one shape, as a view [layers, *shape]."""
+        on_device, on_host = memories
+        return on_device[slot] if slot < self.num_slots else on_host[slot - self.num_slots]
 
 
 class RecurrentForward:
@@ -109,17 +112,27 @@ class RecurrentForward:
 
         A forward that raises leaves the rows of its inputs in an unknown state.
         """
-        step = MixerStep(self._arena, mixer_calls(inputs, self._arena.device))
-        with mixed_by(step):
+        calls = mixer_calls(inputs, self._arena.device)
+        with mixed_by(MixerStep(self._arena, calls)):
             logits = self._forward(inputs, sampled)
-        self._arena.count(sum(len(each.state.snapshots) for each in inputs if each.state is not None))
+        self._arena.count(sum(len(call.snapshots) for call in calls))
+        self._arena.run(_final_snapshots(inputs))
         return logits
+
+
+def _final_snapshots(inputs: Sequence[SequenceInput]) -> Iterator[tuple[int, int]]:
+    """Yield the copies of slots (source, target) after the last tokens of the inputs."""
+    for each in inputs:
+        assert each.state is not None, "an input of a model with recurrent state has no row"
+        for snapshot in each.state.snapshots:
+            if snapshot.tokens == len(each.tokens):
+                yield each.state.row.number, snapshot.slot
 
 
 class MixerCall(NamedTuple):
     """One call of a mixer: the tokens of the packed row, as [B, 1] if `joint`, else [1, n], and their slots.
 
-    `snapshots` are copies of slots (source, target) to make after the call.
+    `snapshots` are copies of slots (source, target) to make after the call, if another call for the row follows.
     """
 
     tokens: Slots
@@ -130,32 +143,29 @@ class MixerCall(NamedTuple):
 
 def mixer_calls(inputs: Sequence[SequenceInput], device: torch.device) -> list[MixerCall]:
     """Return the calls that serve all inputs of a step: one for all single tokens, the others by input and snapshot."""
-    single: list[tuple[int, int, tuple[tuple[int, int], ...]]] = []  # row, token, snapshots
+    single: list[tuple[int, int]] = []  # row, token
     calls: list[MixerCall] = []
     first = 0
     for each in inputs:
         assert each.state is not None, "an input of a model with recurrent state has no row"
-        row = each.state.row.number
-        copies = [(snapshot.tokens, (row, snapshot.slot)) for snapshot in each.state.snapshots]
         if len(each.tokens) == 1:
-            single.append((row, first, tuple(copy for _, copy in copies)))
+            single.append((each.state.row.number, first))
         else:
-            calls += _cut(first, len(each.tokens), row, copies)
+            calls += _cut(first, len(each.tokens), each.state)
         first += len(each.tokens)
     if single:
         single.sort()
-        rows, tokens, taken = zip(*single, strict=True)
+        rows, tokens = zip(*single, strict=True)
         assert len(set(rows)) == len(rows), "two inputs have the same row"
-        joint = MixerCall(_slots(tokens, device), True, _slots(rows, device), tuple(c for each in taken for c in each))
-        calls.insert(0, joint)
+        calls.insert(0, MixerCall(_slots(tokens, device), True, _slots(rows, device)))
     return calls
 
 
-def _cut(first: int, count: int, row: int, copies: list[tuple[int, tuple[int, int]]]) -> Iterator[MixerCall]:
+def _cut(first: int, count: int, state: StateStep) -> Iterator[MixerCall]:
     """Yield the calls of one chunk of `count` tokens, which ends at each snapshot."""
-    start = 0
-    for end in sorted({tokens for tokens, _ in copies} | {count}):
-        taken = tuple(copy for tokens, copy in copies if tokens == end)
+    start, row = 0, state.row.number
+    for end in sorted({snapshot.tokens for snapshot in state.snapshots} | {count}):
+        taken = tuple((row, snapshot.slot) for snapshot in state.snapshots if snapshot.tokens == end < count)
         yield MixerCall(slice(first + start, first + end), False, slice(row, row + 1), taken)
         start = end
 

@@ -229,6 +229,24 @@ def test_an_engine_serves_all_steps_from_graphs_and_waits_only_for_sampled_token
     assert not gpu.findings
 
 
+def test_an_engine_with_host_memory_replays_all_steps_that_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "tested", lambda loaded: 0.0)
+    texts = [[(3 + 7 * i + start) % 90 + 3 for i in range(29)] for start in (0, 20, 40)] * 2
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    settings = EngineConfig(
+        num_blocks=14, block_size=4, max_sequences=2, max_batch_tokens=16, prefill_chunk=12, monitor=False,
+        compile=False, host_memory=1 << 20,
+    )  # fmt: skip
+    with Engine.load(made("llama"), settings, device="cpu") as engine:
+        expected = [engine.generate([text], params)[0].token_ids for text in texts]
+    with installed(VirtualGpu(0)) as gpu, Engine.load(made("llama"), settings, device=str(gpu.place)) as engine:
+        with gpu.serving():
+            assert [engine.generate([text], params)[0].token_ids for text in texts] == expected
+        stats = engine.stats()
+        assert (stats.cache.loaded_tokens > 0, stats.eager_steps) == (True, 0)
+    assert not gpu.findings
+
+
 def test_all_sizes_are_recorded_at_load_with_a_launch_for_each_kind_of_tile_that_may_occur(
     virtual_gpu: VirtualGpu,
 ) -> None:

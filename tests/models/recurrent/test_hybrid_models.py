@@ -12,12 +12,16 @@ import transformers
 
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter
+from radixkv.models.loaded import StateKey, StateSpec
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.quantized.layers import quantized_weights
+from radixkv.models.recurrent.forward import StateArena
 from radixkv.models.rounding import TOLERANCE, relative_error
 from radixkv.models.runner import Runner
+from radixkv.sizing.recurrent_state import EMPTY
 from tests.models.recurrent.hybrids import HYBRIDS, Steps, hybrid, own_logits, own_rows, worst
 from tests.selection import mostly_long
+from tests.virtual_gpu import VirtualGpu, installed
 
 exact = importlib.import_module("model_parts.exact").exact
 
@@ -90,6 +94,23 @@ def test_layers_without_attention_take_no_blocks() -> None:
     assert len(loaded.layers) == 1
     assert [spec.key for spec in loaded.state] == [(0, "conv", 0), (0, "recurrent", 0)]
     assert Runner(adapter.load(hybrid("mamba2")), 8, 4, state_slots=1).store.bytes_per_block == 0
+
+
+def test_a_slot_is_copied_by_one_launch_for_each_shape() -> None:
+    keys = [StateKey(layer, kind, 0) for layer in range(5) for kind in ("conv", "recurrent")]
+    specs = [StateSpec(key, (3, 4) if key.kind == "conv" else (2, 2, 3), torch.float32) for key in keys]
+    with installed(VirtualGpu(0)) as gpu, torch.inference_mode():
+        arena, rows = StateArena(specs, 3, gpu.place, host_slots=2), torch.arange(2, device=gpu.place)
+        for number, spec in enumerate(specs):
+            arena.write(spec.key, rows, torch.full((2, *spec.shape), number + 1.0, device=gpu.place))
+        before = gpu.counts["launch"] + gpu.counts["copy"]
+        with gpu.serving():
+            arena.run([(1, 2), (1, 4), (EMPTY, 1), (4, 0)])
+        assert gpu.counts["launch"] + gpu.counts["copy"] - before == 4 * 2
+        for number, spec in enumerate(specs):
+            states = arena.read(spec.key, slice(0, 3)).flatten(1).cpu()
+            assert (states == (number + 1) * torch.tensor([[1.0], [0], [1]])).all()
+        assert arena.copied == 3 and not gpu.findings
 
 
 def test_states_need_slots() -> None:
