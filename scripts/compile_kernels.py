@@ -272,7 +272,7 @@ def results(todo: list[Job], processes: int, keep: Path | None) -> Iterator[Row]
     state = [triton.__version__, sha256(b"".join(map(Path.read_bytes, sources))).hexdigest()]
     had = kept(keep, state) if keep is not None and keep.exists() else {}
     missing = [job for job in todo if (job[0], job[1].name, job[2]) not in had]
-    spawn, at_ctrl_c = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)  # launches that run are ended
+    spawn, at_ctrl_c = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)  # a launch is finished
     with (
         open(keep or os.devnull, "a") as file,
         ProcessPoolExecutor(processes, spawn, initializer=signal.signal, initargs=at_ctrl_c) as pool,
