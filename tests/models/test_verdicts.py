@@ -205,6 +205,7 @@ def test_other_threads_and_precisions_are_tested_whole(
     assert len(whole_tests) == 2
 
 
+@pytest.mark.long
 def test_the_name_of_a_record_is_the_same_in_each_process() -> None:
     config = made("llama 3").config.to_diff_dict()
     code = f"from radixkv.models.native.switches import switches_of; print(switches_of({config!r}))"

@@ -72,6 +72,7 @@ def test_the_picker_answers_with_an_engine_or_nothing(keys: str, pid: int | None
     assert (answer.pid if answer is not None else None) == pid
 
 
+@pytest.mark.long
 def test_the_cursor_stays_on_its_engine_while_others_come_and_go(running: list[FoundEngine]) -> None:
     running[:] = [found(7), found(8)]
 

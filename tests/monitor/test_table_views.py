@@ -382,6 +382,7 @@ VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=
 ROWS = st.lists(st.fixed_dictionaries({"id": st.integers(), "what": VALUES, "blocks": st.lists(st.integers())}))
 
 
+@pytest.mark.long
 @settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine draws slowly
 @given(ROWS)
 def test_json_reads_back(rows: list[dict[str, object]]) -> None:

@@ -327,6 +327,7 @@ def test_texts_with_many_colons_are_no_fields():
         assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.long
 def test_many_headers_are_refused():
     with hosted() as host:
         headers = [(f"x-{number}", "1") for number in range(5000)]

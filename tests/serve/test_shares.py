@@ -132,6 +132,7 @@ def test_an_idle_connection_of_the_key_goes_first(parser: None, sockets: ExitSta
         assert dict(host.service.connections._counts) == {"ann": 1, "ben": 1}
 
 
+@pytest.mark.long
 def test_at_the_limit_idle_connections_go_first_and_busy_ones_stay(parser: None, sockets: ExitStack) -> None:
     with hosted(Settings(max_connections=3, drain_timeout=0.2)) as host:
         busy = [sockets.enter_context(connected(host, head(None) + b"{"))]

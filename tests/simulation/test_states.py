@@ -181,7 +181,7 @@ def chats(depth: int, snapshots: int) -> tuple[int, int]:
     return asked, cached
 
 
-@pytest.mark.parametrize("snapshots", [24, 400])
+@pytest.mark.parametrize("snapshots", [24, pytest.param(400, marks=pytest.mark.long)])
 def test_chats_hit_as_much_where_steps_overlap(snapshots: int) -> None:
     """At depth 1 the row of an ended stream has run its stop token, so that a later state is kept."""
     (asked, cached), (same, overlapped) = (chats(depth, snapshots) for depth in (0, 1))

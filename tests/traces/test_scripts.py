@@ -5,6 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 SCRIPTS = Path(__file__).parents[2] / "traces"
@@ -21,6 +22,7 @@ def number(out, label):
     return int(re.search(rf"{label} *([\d,]+)", out)[1].replace(",", ""))
 
 
+@pytest.mark.long
 def test_agents_find_what_they_and_earlier_attempts_said(capsys, monkeypatch):
     out = printed(capsys, monkeypatch, "agent_replay.py", "--sessions", "3")
     assert "3 sessions" in out

@@ -136,6 +136,7 @@ def test_a_disk_needs_a_host() -> None:
         replay([], 1, disk_blocks=1)
 
 
+@pytest.mark.long
 def test_rows_with_disks(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SIMULATE, "--host", "500", "--disk", "2x,100%", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]

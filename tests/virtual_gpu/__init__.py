@@ -17,8 +17,9 @@ A mistake raises `VirtualGpuError` where it is found, and stays in `gpu.findings
 |---|---|
 | race | two streams use the same memory, one of them writes or frees it, and no event orders them |
 | overwritten | pinned memory changed before a copy had read it |
-| freed | a graph is replayed that uses memory of a tensor that is gone |
+| freed | a graph or a bound launch uses memory of a tensor that is gone |
 | other device | a Triton kernel is launched outside of `Device.current` |
+| other code | a bound launch has an argument for which Triton would compile other code |
 | device-side assert | a queued operator raised: an index out of range, for example |
 | synchronisation | while serving: the host waits for anything but an event (`Download.wait`) |
 | pageable copy | while serving: a copy from memory that is not pinned |

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from radixkv.device import CudaDevice, Graph, Peak, Properties
+from tests.virtual_gpu.bound_launches import Addresses
 from tests.virtual_gpu.graphs import Capture, VirtualGraph
 from tests.virtual_gpu.memory import FREE, Lease, Memory, QueuedBytes, Span, add_access, pinned_buffer, poison
 from tests.virtual_gpu.schedule import Clock, Node, Scheduler, VirtualEvent, VirtualStream, join
@@ -27,6 +28,7 @@ PLACE = torch.device("meta")
 SERVING = frozenset(("synchronisation", "pageable copy", "capture", "memory query", "release"))
 """Kinds of finding that are mistakes only while requests are served."""
 
+NUMBERS = itertools.count(1 << 24)  # of simulated GPUs, which Triton's launches are bound to
 REUSE = "the next use of memory"  # the beginning of the name of a node that stands for it
 FATAL = 700  # CUDA's number of an illegal memory access
 
@@ -87,6 +89,7 @@ class VirtualGpu(CudaDevice):
         """
         super().__init__(PLACE)
         self.capability = capability
+        self.number, self.addresses = next(NUMBERS), Addresses(self)
         random = Random(seed)
         self.scheduler = Scheduler(
             random, lag if lag is not None else (1.0 if seed % 2 == 0 else random.uniform(0.2, 0.9))
@@ -98,7 +101,8 @@ class VirtualGpu(CudaDevice):
         self.recorded: list[list[str]] = []  # the operators and launches of each graph
         self.forbidden: frozenset[str] = frozenset()
         self.lost: BaseException | None = None  # the error after which nothing runs
-        self.total, self.allocated, self.reserved = memory, 0, 0
+        self.total, self.allocated, self._reserved = memory, 0, 0
+        self.fragments = 0  # the most bytes between tensors that torch cannot give back
         self.host: Clock = {}  # all that the host has waited for
         self._most = 0
         self.sync_debug_mode: str | int = 0
@@ -239,7 +243,7 @@ class VirtualGpu(CudaDevice):
             if self._counted("allocation") or self.allocated + nbytes > self.total:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes")
             self.allocated += nbytes
-            self.reserved, self._most = max(self.reserved, self.allocated), max(self._most, self.allocated)
+            self._reserved, self._most = max(self._reserved, self.allocated), max(self._most, self.allocated)
             stream = self.current_stream()
             self._reuse(stream)
             memory = Memory(nbytes, stream.number, name, stream.capture)
@@ -297,7 +301,11 @@ class VirtualGpu(CudaDevice):
         with self.lock:
             self.check_context()
             self.forbid("memory query", "asking for free memory")
-            return self.total - self.reserved, self.total
+            return self.total - self._reserved, self.total
+
+    def reserved(self) -> int:
+        """See `Device.reserved`."""
+        return self._reserved
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:
@@ -316,7 +324,7 @@ class VirtualGpu(CudaDevice):
             self.forbid("release", "releasing cached memory")
             self._finish_all()
             self.collect()
-            self.reserved = self.allocated
+            self._reserved = min(self._reserved, self.allocated + self.fragments)
 
     def release_pinned(self) -> None:
         """Do nothing: pinned memory is released when its tensors are gone."""

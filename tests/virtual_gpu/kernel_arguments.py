@@ -1,7 +1,7 @@
 """Find in the source of a Triton kernel which arguments it loads from, and which it stores to.
 
-A name stands for the arguments that its value is computed from; a loaded number stands for none. All branches count, so
-a launch may use less. Arguments whose addresses a kernel loads from memory are not found.
+A name stands for the arguments that its value is computed from; a number that is loaded, or returned by another kernel,
+stands for none. All branches count, so a launch may use less.
 """
 
 from __future__ import annotations
@@ -9,97 +9,52 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
-
-Names = set[str]
+from typing import Any, NamedTuple
 
 
-@dataclass
-class Uses:
-    """The arguments of a function by name; `returned` are those that its result is computed from."""
+class Uses(NamedTuple):
+    """The names of arguments, some of which may be no tensors."""
 
-    loads: Names = field(default_factory=set)
-    stores: Names = field(default_factory=set)
-    returned: Names = field(default_factory=set)
+    loads: set[str]
+    stores: set[str]
 
 
 @cache
 def uses_of(function: Any) -> Uses:
     """Return the uses of a kernel's plain function, with those of the kernels that it calls."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    reader = _Reader(inspect.signature(function).parameters, function.__globals__)
-    before = None
-    while before != (before := reader.count):  # until loops add nothing
-        for node in ast.walk(tree.body[0]):
-            if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef):
-                reader.read(node)
-    return reader.uses
+    origins = {name: {name} for name in inspect.signature(function).parameters}
+    found = Uses(set(), set())
 
+    def called(call: ast.Call) -> Uses | None:
+        """Return the uses of loads, stores and kernels; others compute numbers or addresses."""
+        verb = ast.unparse(call.func)
+        if verb in ("tl.load", "tl.store") or verb.startswith("tl.atomic_"):
+            return Uses(set() if verb == "tl.store" else {"pointer"}, set() if verb == "tl.load" else {"pointer"})
+        return uses_of(kernel.fn) if hasattr(kernel := function.__globals__.get(verb), "fn") else None
 
-class _Reader:
-    """Follows the arguments of one function through its statements, in any order."""
+    def of(node: ast.AST) -> set[str]:
+        if isinstance(node, ast.Name):
+            return origins.get(node.id, set())
+        if (isinstance(node, ast.Call) and called(node)) or getattr(node, "attr", None) == "dtype":
+            return set()
+        return set().union(*map(of, ast.iter_child_nodes(node)))
 
-    def __init__(self, arguments: Any, names: dict[str, Any]) -> None:
-        self.uses = Uses()
-        self._names = names
-        self._origins: dict[str, Names] = {name: {name} for name in arguments}
-
-    @property
-    def count(self) -> int:
-        """The facts that were found."""
-        uses = self.uses
-        return sum(map(len, (uses.loads, uses.stores, uses.returned, *self._origins.values())))
-
-    def read(self, statement: ast.stmt) -> None:
-        """Read a statement without those inside it."""
-        match statement:
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
-                for target, value in zip(targets, values, strict=True):
-                    self._assign(target, value)
+    def read(node: ast.AST) -> None:
+        match node:
             case ast.Assign(targets=[target], value=value) | ast.For(target=target, iter=value):
-                self._assign(target, value)
-            case ast.AugAssign(target=target, value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
-                self._assign(target, value)
-            case ast.Return(value=ast.expr() as value):
-                self.uses.returned |= self._of(value)
-            case _:
-                for child in ast.iter_child_nodes(statement):
-                    if isinstance(child, ast.expr):
-                        self._of(child)
+                for each in ast.walk(target):
+                    if isinstance(each, ast.Name):
+                        origins[each.id] = origins.get(each.id, set()) | of(value)
+            case ast.Call(args=arguments) if uses := called(node):
+                kernel = function.__globals__.get(ast.unparse(node.func))
+                names = inspect.signature(kernel.fn).parameters if kernel else ["pointer"]
+                for name, argument in zip(names, arguments, strict=False):
+                    for some, inner in zip(found, uses, strict=True):
+                        some.update(of(argument) if name in inner else ())
 
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        found = self._of(value)
-        for node in ast.walk(target):
-            if isinstance(node, ast.Name):
-                self._origins.setdefault(node.id, set()).update(found)
-
-    def _of(self, value: ast.AST) -> Names:
-        """Return the arguments that an expression is computed from; note its loads and stores."""
-        match value:
-            case ast.Name(id=name):
-                return self._origins.get(name, set())
-            case ast.Attribute(attr="dtype" | "shape"):
-                return set()
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="tl"), attr=verb), args=[_, *_]) if verb in (
-                "load",
-                "store",
-            ) or verb.startswith("atomic"):
-                places, *_ = [self._of(each) for each in (*value.args, *(each.value for each in value.keywords))]
-                self.uses.loads |= places if verb != "store" else set()
-                self.uses.stores |= places if verb != "load" else set()
-                return set()
-            case ast.Call(func=ast.Name(id=name)) if hasattr(called := self._names.get(name), "fn"):
-                return self._call(called.fn, value)
-            case _:
-                return set().union(*map(self._of, ast.iter_child_nodes(value)))
-
-    def _call(self, function: Any, call: ast.Call) -> Names:
-        uses = uses_of(function)
-        given = dict(zip(inspect.signature(function).parameters, call.args, strict=False))
-        given |= {each.arg: each.value for each in call.keywords if each.arg is not None}
-        found = {name: self._of(each) for name, each in given.items()}
-        self.uses.loads |= set().union(*(found[name] for name in uses.loads & found.keys()))
-        self.uses.stores |= set().union(*(found[name] for name in uses.stores & found.keys()))
-        return set().union(*(found[name] for name in uses.returned & found.keys()))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    for _ in range(3):  # names of loops may be assigned after their use
+        for node in ast.walk(tree):
+            read(node)
+    return found

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from radixkv.device import registered
+from tests.virtual_gpu.bound_launches import Code
 from tests.virtual_gpu.gpu import VirtualGpu
 from tests.virtual_gpu.kernel_arguments import Uses, uses_of
 from tests.virtual_gpu.memory import READ, STORE, Span, span_of
@@ -80,8 +82,12 @@ def _patch_threads(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:
 
 
 def _patch_launches(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:
-    """Queue the launches of Triton's interpreter that have a tensor of the GPU."""
+    """Queue the launches of Triton's interpreter that have a tensor of the GPU, and let them be bound."""
+    import triton
+    from triton.runtime import driver
     from triton.runtime.interpreter import InterpretedFunction
+
+    from radixkv_kernels import launches
 
     original = InterpretedFunction.run
 
@@ -91,15 +97,21 @@ def _patch_launches(patch: pytest.MonkeyPatch, gpu: VirtualGpu) -> None:
         if not there:
             return original(kernel, *args, **kwargs)
         if not gpu.is_current:
-            gpu.violation("other device", f"{getattr(kernel, '__name__', kernel)} is launched outside of `current`")
+            gpu.violation("other device", f"{kernel.__name__} is launched outside of `current`")
         if len(there) < len(leaves):
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
-        spans = _spans(uses_of(kernel.fn), {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs})
+        given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
         host_args, host_kwargs = map_leaves(_backing, args), map_leaves(_backing, kwargs)
-        name = f"the launch of {getattr(kernel, '__name__', kernel)}"
-        return gpu.enqueue(name, lambda: original(kernel, *host_args, **host_kwargs), spans)
+        work = partial(original, kernel, *host_args, **host_kwargs)
+        gpu.enqueue(f"the launch of {kernel.__name__}", work, _spans(uses_of(kernel.fn), given))
+        return Code(gpu, kernel, given, lambda values, grid: run(kernel, *values, grid=grid, warmup=False))
 
     patch.setattr(InterpretedFunction, "run", run)
+    if triton.knobs.runtime.interpret:
+        named = property(lambda kernel: [SimpleNamespace(name=name) for name in kernel.arg_names])
+        patch.setattr(InterpretedFunction, "params", named, raising=False)
+        patch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda _: gpu.current_stream().number))
+        patch.setattr(launches, "device", lambda: gpu.number if gpu.is_current else -1)
 
 
 def _spans(uses: Uses, given: Mapping[str, Any]) -> list[Span]:

@@ -79,7 +79,7 @@ class VirtualTensor(Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def data_ptr(self) -> int:
-        return self.backing.data_ptr()
+        return self.gpu.addresses.note(self)
 
     @property
     def data(self) -> Tensor:

@@ -138,7 +138,7 @@ def test_the_pool_leaves_the_memory_of_the_largest_step() -> None:
     ):
         engine.generate(prompts, SamplingParams(temperature=0, max_tokens=2))
         assert engine.stats().cache.num_blocks * engine.core.runner.store.bytes_per_block > memory / 3
-        assert gpu.reserved < memory and not gpu.findings
+        assert gpu.reserved() < memory and not gpu.findings
 
 
 def turns(engine: RequestEngine) -> list[tuple[int, ...]]:
@@ -179,6 +179,7 @@ def test_loads_from_host_memory_match_the_cpu(depth: int, seed: int) -> None:
         assert not gpu.findings
 
 
+@pytest.mark.long
 def test_steps_over_recurrent_state_wait_for_nothing() -> None:
     settings: dict[str, Any] = {"num_blocks": 60, "block_size": 4, "max_sequences": 4, "prefill_chunk": 8, "seed": 3}
     settings |= {"attention": "torch", "compile": False, "monitor": False}

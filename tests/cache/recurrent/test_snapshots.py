@@ -93,6 +93,7 @@ def test_a_long_prompt_leaves_snapshots_on_its_way() -> None:
     assert serve(cache, [*prompt[:5000], *text(2, 70)]) == 5000
 
 
+@pytest.mark.long
 def test_a_long_reply_leaves_the_snapshot_of_its_message_in_place() -> None:
     """A snapshot inside the reply would replace it, and a later prompt may leave out the reply's reasoning."""
     cache, message, other = new(snapshots=2, blocks=2000), text(0, 500), text(1, 500)

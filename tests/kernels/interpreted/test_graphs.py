@@ -376,14 +376,18 @@ def test_without_memory_for_the_inputs_of_graphs_steps_run_as_before_with_one_wa
     assert message.startswith("steps run without CUDA graphs: CUDA out of memory")
 
 
-def test_memory_that_torch_keeps_of_other_steps_leaves_room_for_graphs(virtual_gpu: VirtualGpu) -> None:
+@pytest.mark.parametrize("fragments", [0, 1 << 30])
+def test_memory_that_torch_keeps_of_other_steps_leaves_room_for_graphs_unless_it_is_fragmented(
+    virtual_gpu: VirtualGpu, fragments: int
+) -> None:
     """A share of the card is free, and all else is a tensor that is gone."""
+    virtual_gpu.fragments = fragments
     runner = Runner(load("llama", virtual_gpu.place), BLOCKS, SIZE)
     free, memory = virtual_gpu.memory()
     kept = torch.empty(free - int(cuda_graphs.SHARE * memory) // 2, dtype=torch.uint8, device=virtual_gpu.place)
     del kept
     record_graphs(runner, 1, 0)
-    assert isinstance(runner.forward, cuda_graphs.ReplayedForward)
+    assert isinstance(runner.forward, cuda_graphs.ReplayedForward) == (not fragments)
 
 
 def test_graphs_that_are_recorded_again_have_the_share_of_memory_of_those_before(

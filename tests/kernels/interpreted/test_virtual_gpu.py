@@ -48,7 +48,7 @@ def test_an_engine_waits_for_downloads_alone_and_survives_all_but_a_lost_device(
             assert answers(engine) == plain
             assert answers(engine) == plain  # hits
             assert replies(engine) == chosen
-        assert gpu.counts["replay"] > replays and engine.core.runner.eager.count == 0
+        assert gpu.counts["replay"] > replays and engine.core.runner.eager.count == 0 and gpu.counts["bound launch"]
         gpu.inject("allocation", 7 * seed % 40)
         with gpu.serving(allow=["release", "synchronisation"]):
             assert answers(engine) == plain  # the failed step is launched again

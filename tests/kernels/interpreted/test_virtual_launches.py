@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixkv_kernels import layers, sampling, triton_kernels
+from radixkv_kernels import launches, layers, sampling, triton_kernels
 from tests.virtual_gpu import VirtualGpu, VirtualGpuError, installed
 from tests.virtual_gpu.kernel_arguments import uses_of
 
@@ -45,11 +45,15 @@ def test_the_source_of_a_kernel_says_what_it_loads_and_stores(kernel: Any) -> No
 
 
 def multiply(gpu: VirtualGpu) -> tuple[Tensor, Tensor, Any]:
-    """Return the input and the output of a launch in a stream, which it returns too."""
+    """Return the input and the output of a bound launch in a stream, which it returns too."""
     stream, pairs = gpu.stream(), torch.ones(2, 16, device=gpu.place)
+    layers.silu_multiply(pairs)
     stream.wait_stream(gpu.current_stream())
+    bound = gpu.counts["bound launch"]
     with gpu.on(stream):
-        return pairs, layers.silu_multiply(pairs), stream
+        output = layers.silu_multiply(pairs)
+    assert gpu.counts["bound launch"] == bound + 1
+    return pairs, output, stream
 
 
 @pytest.mark.parametrize(
@@ -77,3 +81,43 @@ def test_other_work_is_ordered_with_the_loads_and_stores_of_a_launch(
     use(pairs, output)
     gpu.synchronize()
     assert not gpu.findings
+
+
+def bound_to(tensor: Tensor) -> tuple[Callable[..., None], int]:
+    """Return a bound launch that doubles numbers at two addresses, and the number of its GPU."""
+    constants = {"HEADS": 1, "DIM": 16, "DIM_PADDED": 16, "AT_ONCE": 4, "FACTOR": 2.0}
+    given = (tensor, tensor, 4), (16, 16, 16, 16), constants
+    bound, present = launches.first(triton_kernels.spread_heads, (1,), *given), launches.device()
+    assert bound is not None and present is not None
+    return bound, present
+
+
+def test_a_bound_launch_gets_the_present_addresses_and_counts(gpu: VirtualGpu) -> None:
+    tensors = [torch.zeros(5, 16, device=gpu.place) for _ in range(3)]
+    bound, present = bound_to(tensors[0])
+    tensors[1].fill_(1)
+    bound(present, 1, tensors[1].data_ptr(), tensors[2].data_ptr() + 64, 3)
+    assert (tensors[2] != 0).any(1).tolist() == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("kind", ["freed", "other code"])
+def test_a_bound_launch_that_would_be_wrong_is_found(kind: str, gpu: VirtualGpu) -> None:
+    bound, present = bound_to(there := torch.zeros(5, 16, device=gpu.place))
+    given = [there.data_ptr(), there.data_ptr(), 4]
+    bound(present, 1, *given)
+    if kind == "freed":
+        del there
+    else:
+        given[0] += 4  # Triton took it to be a multiple of 16
+    with pytest.raises(VirtualGpuError, match=f"^{kind}: "):
+        bound(present, 1, *given)
+
+
+def test_launches_on_another_gpu_are_found() -> None:
+    with installed(VirtualGpu()) as gpu, torch.inference_mode():
+        pairs = torch.ones(2, 16, device=gpu.place)
+        with gpu.current():
+            layers.silu_multiply(pairs)
+        with pytest.raises(VirtualGpuError, match=r"^other device: "):
+            layers.silu_multiply(pairs)
+        assert gpu.counts["bound launch"] == 0
