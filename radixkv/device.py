@@ -142,8 +142,8 @@ class Device:
         """Return an event that is not recorded yet."""
         return _Done()
 
-    def stream(self) -> Stream:
-        """Return a new stream."""
+    def stream(self, priority: int = 0) -> Stream:
+        """Return a new stream; a waiting program of the lowest `priority`, 0 or negative, is the first to start."""
         return _InOrder()
 
     def current_stream(self) -> Stream:
@@ -328,9 +328,9 @@ class CudaDevice(Device):
         """See `Device.event`."""
         return torch.Event(self.place)
 
-    def stream(self) -> Stream:
+    def stream(self, priority: int = 0) -> Stream:
         """See `Device.stream`."""
-        made: Stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]  # torch's own
+        made: Stream = torch.cuda.Stream(self.place, priority)  # type: ignore[no-untyped-call]  # torch's own
         return made
 
     def current_stream(self) -> Stream:

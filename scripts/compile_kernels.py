@@ -3,8 +3,10 @@
 The wrappers run on CPU tensors, under a driver that compiles each launch instead of running it. Ends in a table of
 registers, shared memory, spills, loads and tensor-core instructions. Fails if a kernel does not compile, spills, takes
 more than its share of a processor, loads too few bits at once, does not pipeline its loads, or multiplies half-width
-numbers without tensor cores. `--pinned` compiles the tests' choice; `--json` ends in one line for a program. Takes some
-minutes on two cores. Kernels in Triton's own cache, keyed by their source, are not compiled again.
+numbers without tensor cores, unless `known_faults.txt` lists the fault for this Triton. Also lists the kinds of tile
+that fit on a processor together. `--pinned` compiles the tests' choice; `--json` ends in one line for a program. Takes
+some hours on two cores: a run with `--keep FILE` goes on where an interrupted one stopped. Kernels in Triton's own
+cache, keyed by their source, are not compiled again.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +32,7 @@ import torch
 import triton
 from kernel_cases import CASES, PINNED, Case
 from kernel_cases import launches as launches_of
-from machine_code import UNNAMED, Code, read
+from machine_code import UNNAMED, Code, Loop, read
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
@@ -45,16 +51,23 @@ class Gpu:
     shared: int  # KiB for all programs
     reserved: int  # KiB that each program takes in addition
     registers: int  # 32-bit, for all programs
+    threads: int  # of all programs
 
 
 GPUS = {
-    "sm_80": Gpu(GPUTarget("cuda", 80, 32), 8, 163, 164, 1, 1 << 16),
-    "sm_89": Gpu(GPUTarget("cuda", 89, 32), 8, 99, 100, 1, 1 << 16),
-    "sm_90": Gpu(GPUTarget("cuda", 90, 32), 9, 227, 228, 1, 1 << 16),
-    "sm_100": Gpu(GPUTarget("cuda", 100, 32), 10, 227, 228, 1, 1 << 16),
-    "sm_120": Gpu(GPUTarget("cuda", 120, 32), 12, 99, 100, 1, 1 << 16),
-    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), AMD, 64, 64, 0, 1 << 17),
+    "sm_80": Gpu(GPUTarget("cuda", 80, 32), 8, 163, 164, 1, 1 << 16, 2048),
+    "sm_89": Gpu(GPUTarget("cuda", 89, 32), 8, 99, 100, 1, 1 << 16, 1536),
+    "sm_90": Gpu(GPUTarget("cuda", 90, 32), 9, 227, 228, 1, 1 << 16, 2048),
+    "sm_100": Gpu(GPUTarget("cuda", 100, 32), 10, 227, 228, 1, 1 << 16, 2048),
+    "sm_120": Gpu(GPUTarget("cuda", 120, 32), 12, 99, 100, 1, 1 << 16, 1536),
+    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), AMD, 64, 64, 0, 1 << 17, 2048),
 }
+
+KNOWN = Path(__file__).with_name("known_faults.txt")
+"""Known faults, one a line: the start of Triton's version, target, case, launch and words of the fault, by tabs."""
+
+Job = tuple[str, Case, str]
+"""A launch to compile: target, case, launch."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,7 @@ def compiled_for(name: str) -> Iterator[list[Any]]:
         yield seen
 
 
-def compiled(job: tuple[str, Case, str]) -> Row:
+def compiled(job: Job) -> Row:
     """Compile one launch and inspect its code; a launch that Triton refuses is also a row."""
     target, case, name = job
     launch = launches_of(case, GPUS[target].generation, GPUS[target].shared << 10)[name]
@@ -142,7 +155,7 @@ def faults(code: Code, case: Case, name: str, kind: Kind | None, gpu: Gpu, threa
         if narrow:
             found.append(f"{load} is loaded {min(narrow)} bits wide, not {bits}")
     if kind is not None:
-        found += unlike(kind, code, gpu, threads)
+        found += unlike(kind, code, gpu)
         sizes = case.key_dim, case.value_dim, case.dtype, gpu.generation, case.stored
         most = attention.shared_bytes(kind, *sizes)
         if code.shared > most and gpu.target.backend == "cuda":
@@ -189,13 +202,13 @@ def needed(case: Case, name: str, kind: Kind | None, threads: int) -> dict[str, 
     return {load: max(element, min(128, element * (number // threads))) for load, number in numbers.items()}
 
 
-def unlike(kind: Kind, code: Code, gpu: Gpu, threads: int) -> list[str]:
+def unlike(kind: Kind, code: Code, gpu: Gpu) -> list[str]:
     """Return where a kernel differs from its kind of tile, in programs per processor and in tiles in flight."""
-    found = []
-    if kind.resident * (code.shared + (gpu.reserved << 10)) > gpu.shared << 10:
-        found.append(f"{code.shared} bytes of shared memory do not fit {kind.resident} times")
-    if kind.resident * threads * (-(-code.registers // 8) * 8) > gpu.registers:
-        found.append(f"{code.registers} registers a thread do not fit {kind.resident} times")
+    found = [
+        f"{number} of {name} do not fit {kind.resident} times"
+        for name, (number, there) in shares(kind, code, gpu).items()
+        if kind.resident * number > there
+    ]
     if gpu.target.backend == "cuda":  # AMD's GPUs keep tiles in flight in registers
         found += [
             f"{load} has {code.buffers.get(load, 0)} buffers for {kind.stages} stages"
@@ -213,7 +226,7 @@ def unlike(kind: Kind, code: Code, gpu: Gpu, threads: int) -> list[str]:
     return found
 
 
-def jobs(options: argparse.Namespace) -> list[tuple[str, Case, str]]:
+def jobs(options: argparse.Namespace) -> list[Job]:
     """Return the launches to compile: (target, case, launch)."""
     return [
         (target, case, name)
@@ -226,24 +239,110 @@ def jobs(options: argparse.Namespace) -> list[tuple[str, Case, str]]:
 
 
 def main() -> int:
-    """Compile, print the table, and return 1 if a kernel has a fault."""
+    """Compile, print the table, and return 1 if a kernel has a fault that is not known."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     arguments.add_argument("--pinned", action="store_true", help="only the kernels that the tests compile")
     arguments.add_argument("--json", action="store_true", help="end in one line of JSON")
     arguments.add_argument("--target", action="append", choices=GPUS, help="only for this GPU; may be repeated")
     arguments.add_argument("--case", help="only cases whose name contains this")
     arguments.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    arguments.add_argument("--keep", type=Path, metavar="FILE", help="add rows to this file; take rows that it has")
     options = arguments.parse_args()
     todo, rows = jobs(options), []
-    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
-        for row in pool.map(compiled, todo):
+    try:
+        for row in results(todo, options.processes, options.keep):
             rows.append(row)
             message = f"{row.target} {row.case}, {row.launch}: {row.seconds} s {'; '.join(row.faults)}"
             print(f"[{len(rows)}/{len(todo)}] {message}", file=sys.stderr, flush=True)
-    print("\n".join(table(rows)), "", *summary(rows), sep="\n")
+    except KeyboardInterrupt:
+        print(f"stopped after {len(rows)} of {len(todo)} launches", file=sys.stderr)
+        return 130
+    known = [tuple(line.split("\t")) for line in KNOWN.read_text().splitlines()]
+    news, lines = compared(rows, [line[1:] for line in known if triton.__version__.startswith(line[0])])
+    print("\n".join(table(rows)), "", *side_by_side(rows), "", *summary(rows), *lines, sep="\n")
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
-    return int(any(row.faults for row in rows))
+    return int(bool(news))
+
+
+def results(todo: list[Job], processes: int, keep: Path | None) -> Iterator[Row]:
+    """Yield the row of each launch, kept or compiled; keep the new ones, unless they did not compile."""
+    scripts, kernels = Path(__file__).parent, Path(attention.__file__).parent
+    sources = [*sorted(kernels.glob("*.py")), *sorted(scripts.glob("*kernel*.py")), scripts / "machine_code.py"]
+    state = [triton.__version__, sha256(b"".join(map(Path.read_bytes, sources))).hexdigest()]
+    had = kept(keep, state) if keep is not None and keep.exists() else {}
+    missing = [job for job in todo if (job[0], job[1].name, job[2]) not in had]
+    spawn, at_ctrl_c = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)  # a launch is finished
+    with (
+        open(keep or os.devnull, "a") as file,
+        ProcessPoolExecutor(processes, spawn, initializer=signal.signal, initargs=at_ctrl_c) as pool,
+    ):
+        file.write("\n")  # the last line of a run that was killed may be cut off
+        fresh = pool.map(compiled, missing)
+        for target, case, name in todo:
+            if (row := had.get((target, case.name, name))) is None:
+                row = next(fresh)
+                if row.code is not None:
+                    print(json.dumps([*state, asdict(row)]), file=file, flush=True)
+            yield row
+
+
+def kept(path: Path, state: list[str]) -> dict[tuple[str, ...], Row]:
+    """Return the rows of a file that this Triton and these sources gave, by target, case and launch."""
+    found = {}
+    for text in path.read_text().splitlines():
+        with suppress(ValueError):  # it is empty or cut off
+            *of, fields = json.loads(text, object_pairs_hook=_numbered)
+            if of == state:
+                code = Code(**fields["code"] | {"loops": [Loop(**loop) for loop in fields["code"]["loops"]]})
+                row = Row(**fields | {"code": code, "kind": fields["kind"] and Kind(**fields["kind"])})
+                found[row.target, row.case, row.launch] = row
+    return found
+
+
+def _numbered(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
+    """Return an object of JSON with the numbers that are keys in `Code`."""
+    return {int(key) if key.isdecimal() else key: value for key, value in pairs}
+
+
+def compared(rows: list[Row], known: list[tuple[str, ...]]) -> tuple[list[str], list[str]]:
+    """Return the faults that are not known, and a line about the known ones and one for each that is gone."""
+    found = [((row.target, row.case, row.launch), fault) for row in rows for fault in row.faults]
+    listed = [line for line in known if line[:3] in {(row.target, row.case, row.launch) for row in rows}]
+    news = [", ".join((*at, fault)) for at, fault in found if not any(at == k[:3] and k[3] in fault for k in listed)]
+    gone = [", ".join(k) for k in listed if not any(at == k[:3] and k[3] in fault for at, fault in found)]
+    lines = [f"known faults: {len(listed) - len(gone)}, others: {len(news)}"] if listed else []
+    return news, lines + [f"known, but no longer found: {each}" for each in gone]
+
+
+def shares(kind: Kind, code: Code, gpu: Gpu) -> dict[str, tuple[int, int]]:
+    """Return the resources that a program takes of a processor, and how much of each there is."""
+    threads = kind.warps * gpu.target.warp_size
+    return {
+        "shared memory": (code.shared + (gpu.reserved << 10), gpu.shared << 10),
+        "registers": (threads * (-(-code.registers // 8) * 8), gpu.registers),
+        "threads": (threads, gpu.threads),
+    }
+
+
+def fitting(*rows: Row) -> tuple[int, str]:
+    """Return how often one program of each row fit on a processor together, and the resource that limits them."""
+    each = [shares(row.kind, row.code, GPUS[row.target]) for row in rows if row.kind and row.code]
+    return min((each[0][name][1] // sum(share[name][0] for share in each), name) for name in each[0])
+
+
+def side_by_side(rows: list[Row]) -> list[str]:
+    """Return a line for each GPU and case: which pairs of kinds fit on a processor, and what limits the others."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.kind and row.code:
+            groups.setdefault((row.target, row.case), []).append(row)
+    lines = []
+    for (target, case), found in groups.items():
+        pairs = [(f"{a.launch} + {b.launch}", *fitting(a, b)) for a, b in combinations(found, 2)]
+        cells = [name if times else f"not {name} ({limit})" for name, times, limit in pairs]
+        lines += [f"{target} {case}, side by side: {', '.join(cells)}"] if cells else []
+    return lines
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -251,10 +350,11 @@ def table(rows: list[Row]) -> list[str]:
 
     `loads` are those of keys and values, or of moved numbers, by their bits. `instructions` are those of a warp in one
     iteration of each loop over keys (without masks, with masks), and `per KB` those of all warps for each KiB of KV.
+    `programs` are those that fit on one processor, and the resource that limits them.
     """
     head = (
-        "GPU", "heads", "launch", "rows x keys", "warps", "stages", "registers", "KiB shared", "spilled", "loads",
-        "tensor cores", "instructions", "per KB", "at fault",
+        "GPU", "heads", "launch", "rows x keys", "warps", "stages", "registers", "KiB shared", "spilled", "programs",
+        "loads", "tensor cores", "instructions", "per KB", "at fault",
     )  # fmt: skip
     lines = [head, tuple("-" * len(title) for title in head), *map(line, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -268,7 +368,7 @@ def line(row: Row) -> tuple[str, ...]:
     kind = ("", "", "")
     if row.kind is not None:
         kind = (f"{row.kind.rows} x {row.kind.keys}", str(row.kind.warps), str(row.kind.stages))
-    code, found = ("",) * 7, "; ".join(row.faults)
+    code, found = ("",) * 8, "; ".join(row.faults)
     if row.code is not None:
         others = ("parts", "keys", "values", "words", "numbers", "low", "gate", "scaled")
         moved = [name for name in row.code.loads if name[:-1] in ("key", "value") or name in others]
@@ -277,7 +377,8 @@ def line(row: Row) -> tuple[str, ...]:
         loops = ", ".join(str(loop.instructions) for loop in row.code.loops if row.kind)
         each = ", ".join(f"{loop.instructions * row.warps_per_kib:.0f}" for loop in row.code.loops if row.kind)
         resources = (str(row.code.registers), f"{row.code.shared / 1024:.1f}", str(row.code.spilled))
-        code = (*resources, wide, cores, loops, each)
+        programs = "{} ({})".format(*fitting(row)) if row.kind else ""
+        code = (*resources, programs, wide, cores, loops, each)
     return (row.target, row.case, row.launch, *kind, *code, found)
 
 

@@ -30,7 +30,7 @@ class FakeCuda:
             "current_device": lambda: 0,
             "device": self._device,
             "graph_pool_handle": lambda: (0, 7),
-            "Stream": lambda device: self._stream("own"),
+            "Stream": lambda device, priority: self._stream("own" if priority == 0 else f"priority {priority}"),
             "get_device_properties": lambda device: self.properties,
             "mem_get_info": lambda device: (self.free, MEMORY),
             "current_stream": lambda device: self.current,

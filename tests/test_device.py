@@ -225,6 +225,16 @@ def test_properties_come_from_the_card(cuda: FakeCuda) -> None:
 # ---- captures
 
 
+def test_programs_of_larger_tiles_start_before_programs_of_small_ones(cuda: FakeCuda) -> None:
+    pytest.importorskip("triton")
+    from radixkv.attention.triton_backend import ForkedStreams
+
+    used: list[str] = []
+    kinds = [lambda: used.append(torch.cuda.current_stream(PLACE).name)] * 3  # type: ignore[attr-defined]
+    ForkedStreams(CudaDevice(PLACE))(kinds)
+    assert used == ["priority -1", "priority -1", "default"]
+
+
 def capture(device: CudaDevice, step: object) -> object:
     stream = device.stream()
     return device.capture(step, stream=stream, pool=device.graph_pool())  # type: ignore[arg-type]

@@ -35,6 +35,9 @@ LARGEST = 256
 INTERPRETED_PROCESSORS = 2
 """Processors that the interpreter is given: it runs programs one after the other."""
 
+FIRST = -1
+"""The priority of streams whose programs start before programs of other streams."""
+
 _log = logging.getLogger("radixkv")
 _PLANS: WeakKeyDictionary[WorkList, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 _OBSTACLES: WeakKeyDictionary[KVStore, dict[tuple[int, int], str | None]] = WeakKeyDictionary()
@@ -165,6 +168,10 @@ class ForkedStreams:
 
     Each stream waits for the present one, and the present one then waits for all. This costs two events for each kind
     but the first. A replay of the recorded step costs the host nothing for them.
+
+    The first kind has the smallest tiles. The streams of the others have priority, so that their programs start first:
+    small programs fit into the room that larger ones leave, but two small ones leave no room for a larger one. A
+    recorded launch keeps the priority of its stream.
     """
 
     def __init__(self, device: Device) -> None:
@@ -176,7 +183,7 @@ class ForkedStreams:
         """Launch the first kind in the present stream, and each of the others in a stream of its own."""
         others = kinds[1:]
         while len(self._streams) < len(others):
-            self._streams.append(self._device.stream())
+            self._streams.append(self._device.stream(FIRST))
         own, used = self._device.current_stream(), self._streams[: len(others)]
         try:
             for stream, launch in zip(used, others, strict=True):

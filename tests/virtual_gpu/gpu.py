@@ -341,8 +341,8 @@ class VirtualGpu(CudaDevice):
         """See `Device.event`."""
         return VirtualEvent(self)
 
-    def stream(self) -> VirtualStream:
-        """See `Device.stream`; one of those of torch's pool, which others may use, too."""
+    def stream(self, priority: int = 0) -> VirtualStream:
+        """See `Device.stream`, without priorities; one of those of torch's pool, which others may use, too."""
         with self.lock:
             return self._next_stream()
 
