@@ -14,6 +14,7 @@ import numpy as np
 from radixkv.engine import Chunk, Completion
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import SamplingParams, TokenLogprobs
+from radixkv.serve.access import LONGEST_NAME, SALT
 
 _SAMPLING = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
@@ -62,11 +63,16 @@ def call_of(request: Mapping[str, Any], default: SamplingParams) -> Call:
     best_of = sampling.take("best_of")
     if best_of not in (None, given["n"] or 1):
         raise InvalidInput(f"best_of={best_of}: only n replies are computed, and n is {given['n'] or 1}")
+    if given["choice"] == []:
+        raise InvalidInput("choice is empty: the reply would have no constraint")
+    salt = routing.take(SALT)
+    if salt and len(salt) > LONGEST_NAME:
+        raise InvalidInput(f"{SALT} has {len(salt)} characters: at most {LONGEST_NAME} are allowed")
     made = Call(
         tokens=rest.take("token_ids") or (),
         params=default.but(**{name: value for name, value in given.items() if value is not None}),
         bounded=given["max_tokens"] is not None,
-        namespace=routing.take("cache_salt"),
+        namespace=salt,
         priority=int(routing.take("priority") or 0),
         session=(request.get("agent_context") or {}).get("session_id"),
     )
@@ -79,15 +85,15 @@ class _Fields:
     """The fields of one part of a request that are set, each of which must be taken."""
 
     def __init__(self, fields: Mapping[str, Any], part: str) -> None:
-        self._rest = {name: value for name, value in fields.items() if value is not None and value is not False}
+        self._rest = {name: value for name, value in fields.items() if value is not None}
         self._part = part
 
     def take(self, name: str) -> Any:
         return self._rest.pop(name, None)
 
     def refuse_rest(self) -> None:
-        for name in self._rest:
-            if name not in _OF_FRONTEND.get(self._part, ()):
+        for name, value in self._rest.items():
+            if value is not False and name not in _OF_FRONTEND.get(self._part, ()):
                 raise InvalidInput(f"{name} is not supported by radixkv's worker")
 
 
