@@ -12,6 +12,7 @@ from tempfile import TemporaryFile
 
 from radixkv.errors import RadixKVError
 from radixkv.serve.command import engine_config, naming_options
+from radixkv.server_settings import Settings
 from radixkv.sizing.memory import limit_arenas
 
 DYNAMO = "1.6.1"
@@ -24,6 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_version()
     with naming_options():
         config = engine_config(arguments)
+        waiting, drain = arguments.max_waiting, arguments.drain_timeout
+        limits = Settings(max_running=config.max_sequences, max_waiting=waiting, drain_timeout=drain)
     for host in _HOSTS:  # Dynamo would take the machine's address
         os.environ.setdefault(host, "127.0.0.1")
     if arguments.discovery_backend == "file" and (place := os.environ.get("DYN_FILE_KV")):
@@ -37,14 +40,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     from radixkv.chat import AsyncEngine, Engine
     from radixkv.fleet.model_folder import write_files
-    from radixkv.fleet.worker import Limits, Worker
+    from radixkv.fleet.worker import Worker
 
     with naming_options():
         engine = Engine.load(arguments.model, config, tokenizer=arguments.tokenizer)
     with engine:
         folder = str(write_files(arguments.model, engine.model, own_tokenizer=arguments.tokenizer is None))
         name = arguments.served_model_name or engine.model.name
-        limits = Limits(config.max_sequences + arguments.max_waiting, arguments.drain_timeout)
         settings = WorkerConfig(
             namespace=arguments.namespace,
             component=arguments.component or re.sub(r"[^a-z0-9]+", "-", name.lower()),

@@ -11,7 +11,6 @@ from asyncio import to_thread
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistration
@@ -28,22 +27,15 @@ from radixkv.errors import EngineClosed, InvalidInput, RadixKVError, RequestCanc
 from radixkv.fleet.publisher import Publisher
 from radixkv.fleet.requests import Call, call_of, chunk_of, end_of
 from radixkv.serve.metrics import ServerMetrics
+from radixkv.server_settings import Settings
 
 _SESSIONS = 65_536  # names of sessions that are kept
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The most replies that run or wait, and the seconds that running ones have at the end."""
-
-    replies: int
-    drain: float
 
 
 class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
     """Serves one engine, which it closes at its end."""
 
-    def __init__(self, engine: AsyncEngine, folder: str, name: str, limits: Limits) -> None:
+    def __init__(self, engine: AsyncEngine, folder: str, name: str, limits: Settings) -> None:
         """`folder` has the model's files for the frontend, which clients call `name`."""
         self._engine, self._folder, self._name, self._limits = engine, folder, name, limits
         self._handles: dict[str, AsyncHandle] = {}
@@ -109,10 +101,12 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
 
     @contextmanager
     def _admitted(self, replies: int) -> Iterator[None]:
-        """Count the replies of a request. Raises HttpError 503 if there are too many."""
-        if self._replies + replies > self._limits.replies:
-            message = f"{self._replies} replies run or wait, and at most {self._limits.replies} may: try again soon"
-            raise HttpError(503, message)
+        """Count the replies of a request. Raises HttpError 503 if there are too many, and InvalidInput."""
+        most = self._limits.max_streams
+        if self._replies + replies > most:
+            if replies > most:
+                raise InvalidInput(f"n={replies} replies are more than this worker takes, {most}")
+            raise HttpError(503, f"{self._replies} replies run or wait, and at most {most} may: try again soon")
         self._replies += replies
         try:
             yield
@@ -137,7 +131,7 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
     async def cleanup(self) -> None:
         """Finish running requests within the time for that, and close the engine."""
         await to_thread(self._publisher.close)
-        await self._engine.close(drain=True, timeout=self._limits.drain)
+        await self._engine.close(drain=True, timeout=self._limits.drain_timeout)
 
     # ---- for router and operators
 

@@ -30,6 +30,13 @@ def test_another_version_of_dynamo_is_refused(installed: str | None, monkeypatch
     assert f"ai-dynamo {command.DYNAMO}, and {installed or 'none'} is installed" in said
 
 
+@pytest.mark.parametrize(("option", "value"), [("--drain", "-1"), ("--drain", "nan"), ("--max-waiting", "-1")])
+def test_a_wrong_limit_is_refused(option: str, value: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(command, "check_version", lambda: None)
+    assert main(["worker", "tiny", option, value]) == 2
+    assert f"{option} must be a number, at least 0" in capsys.readouterr().err
+
+
 def files(name: str, **options: Any) -> dict[str, str]:
     with Engine.load(name) as engine:
         folder = write_files(name, engine.model, **{"own_tokenizer": True, **options})
