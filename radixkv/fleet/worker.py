@@ -1,6 +1,6 @@
 """An engine as a backend of Dynamo: its start, its requests, its health, its end.
 
-Dynamo's worker registers the model, watches clients that leave, and handles SIGTERM: it takes no new request, waits for
+Dynamo's worker registers the model, and handles SIGTERM: it takes no new request, waits for
 running ones, and calls `cleanup`.
 """
 
@@ -38,7 +38,6 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
     def __init__(self, engine: AsyncEngine, folder: str, name: str, limits: Settings) -> None:
         """`folder` has the model's files for the frontend, which clients call `name`."""
         self._engine, self._folder, self._name, self._limits = engine, folder, name, limits
-        self._handles: dict[str, AsyncHandle] = {}
         self._replies = 0
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._publisher = Publisher(engine.client, ComponentSnapshot)
@@ -73,7 +72,8 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
             call = call_of(request, self._engine.default_params)
             with self._admitted(call.params.width):
                 handle = await self._submit(call, context.id())
-                self._handles[context.id()] = handle
+                left = context.async_killed_or_stopped()
+                left.add_done_callback(lambda _: handle.cancel())
                 try:
                     running = call.params.width
                     async for chunk in handle:
@@ -85,8 +85,7 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
                     if running:  # it was cancelled
                         await handle.result()
                 finally:
-                    self._handles.pop(context.id(), None)
-                    handle.cancel()
+                    left.cancel()
 
     async def _submit(self, call: Call, name: str) -> AsyncHandle:
         room = self._engine.client.inputs.context_limit_for(call.namespace) - len(call.tokens)
@@ -122,11 +121,6 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
         if len(self._sessions) > _SESSIONS:
             self._sessions.popitem(last=False)
         return number
-
-    async def abort(self, context: Any) -> None:
-        """Cancel a request whose client has left."""
-        if (handle := self._handles.get(context.id())) is not None:
-            handle.cancel()
 
     async def cleanup(self) -> None:
         """Finish running requests within the time for that, and close the engine."""
