@@ -19,6 +19,8 @@ DYNAMO = "1.6.1"
 _PACKAGES = ("ai-dynamo", "ai-dynamo-runtime")
 _HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST")
 
+_CLOSING = 30  # seconds, after the drain, for the engine's files
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; return 0. Raises RadixKVError without the version of Dynamo, and as `Engine.load`."""
@@ -27,11 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
         config = engine_config(arguments)
         waiting, drain = arguments.max_waiting, arguments.drain_timeout
         limits = Settings(max_running=config.max_sequences, max_waiting=waiting, drain_timeout=drain)
-    for host in _HOSTS:  # Dynamo would take the machine's address
-        os.environ.setdefault(host, "127.0.0.1")
-    if arguments.discovery_backend == "file" and (place := os.environ.get("DYN_FILE_KV")):
-        os.makedirs(place, exist_ok=True)  # an error names the folder
-        TemporaryFile(dir=place).close()
+    set_environment(drain)
+    if arguments.discovery_backend == "file":
+        check_folder(os.environ.get("DYN_FILE_KV"))
     limit_arenas()
     print(f"radixkv: loading {arguments.model}", file=sys.stderr, flush=True)
     import uvloop
@@ -61,6 +61,20 @@ def run(arguments: argparse.Namespace) -> int:
             signal.signal(number, signal.SIG_DFL)
         uvloop.run(DynamosWorker(Worker(AsyncEngine(engine), folder, name, limits), settings).run())
     return 0
+
+
+def set_environment(drain: float) -> None:
+    """Set variables that Dynamo reads, unless they are set: addresses, and the seconds until it ends the process."""
+    for host in _HOSTS:  # Dynamo would take the machine's address
+        os.environ.setdefault(host, "127.0.0.1")
+    os.environ.setdefault("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", str(int(drain) + _CLOSING))
+
+
+def check_folder(place: str | None) -> None:
+    """Raise OSError, which names the folder, unless processes can find each other there; None is Dynamo's own."""
+    if place:
+        os.makedirs(place, exist_ok=True)
+        TemporaryFile(dir=place).close()
 
 
 def check_version() -> None:

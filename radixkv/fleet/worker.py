@@ -1,11 +1,12 @@
 """An engine as a backend of Dynamo: its start, its requests, its health, its end.
 
-Dynamo's worker registers the model, and handles SIGTERM: it takes no new request, waits for
-running ones, and calls `cleanup`.
+Dynamo's worker registers the model, and handles SIGTERM: it takes no new request, waits five seconds, and calls
+`cleanup`.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from asyncio import to_thread
 from collections import OrderedDict
@@ -123,7 +124,9 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
         return number
 
     async def cleanup(self) -> None:
-        """Finish running requests within the time for that, and close the engine."""
+        """Finish running requests within the time for that, or until a second signal, and close the engine."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: self._engine.client.thread.stop())
         await to_thread(self._publisher.close)
         await self._engine.close(drain=True, timeout=self._limits.drain_timeout)
 

@@ -100,6 +100,20 @@ def test_sigterm_under_load_fails_no_request(two: Fleet) -> None:
     assert leaving.ended() == 0
 
 
+def test_a_second_sigterm_ends_the_drain(empty: Fleet) -> None:
+    empty.frontend()
+    only = empty.worker("--drain", "600", DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="0.1")
+    empty.joined(only)
+
+    def leave(reply: Reply) -> None:
+        if len(reply.chunks) in (20, 150):
+            only.signal(signal.SIGTERM)
+
+    cut = empty.stream(STORY, 3000, leave)
+    assert cut.error["error"]["code"] == 503
+    assert only.ended(20) == 0
+
+
 def test_ctrl_c_ends_a_worker(two: Fleet) -> None:
     leaving = next(each for each in two.processes if each.instance)
     leaving.signal(signal.SIGINT)

@@ -37,6 +37,14 @@ def test_a_wrong_limit_is_refused(option: str, value: str, monkeypatch: Any, cap
     assert f"{option} must be a number, at least 0" in capsys.readouterr().err
 
 
+def test_dynamo_waits_until_the_engine_has_drained(monkeypatch: Any) -> None:
+    """Else it ends the process after 30 seconds, without closing the engine."""
+    monkeypatch.setattr(command.os, "environ", environment := {"DYN_EVENT_PLANE_HOST": "10.0.0.1"})
+    command.set_environment(45.5)
+    assert int(environment["DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"]) > 60
+    assert (environment["DYN_TCP_RPC_HOST"], environment["DYN_EVENT_PLANE_HOST"]) == ("127.0.0.1", "10.0.0.1")
+
+
 def files(name: str, **options: Any) -> dict[str, str]:
     with Engine.load(name) as engine:
         folder = write_files(name, engine.model, **{"own_tokenizer": True, **options})
