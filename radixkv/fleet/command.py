@@ -18,12 +18,14 @@ from radixkv.sizing.memory import limit_arenas
 DYNAMO = "1.6.1"
 _PACKAGES = ("ai-dynamo", "ai-dynamo-runtime")
 _HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST")
-
 _CLOSING = 30  # seconds, after the drain, for the engine's files
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal; return 0. Raises RadixKVError without the version of Dynamo, and as `Engine.load`."""
+    """Serve until a signal; return 0, or 1 if the engine broke.
+
+    Raises RadixKVError without the version of Dynamo, and as `Engine.load`.
+    """
     check_version()
     with naming_options():
         config = engine_config(arguments)
@@ -59,8 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
         for number in (signal.SIGINT, signal.SIGTERM):  # Dynamo's from now on: it drains first
             signal.signal(number, signal.SIG_DFL)
-        uvloop.run(DynamosWorker(Worker(AsyncEngine(engine), folder, name, limits), settings).run())
-    return 0
+        worker = Worker(AsyncEngine(engine), folder, name, limits)
+        uvloop.run(DynamosWorker(worker, settings).run())
+    return int(worker.publisher.broken)
 
 
 def set_environment(drain: float) -> None:

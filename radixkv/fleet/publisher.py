@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +23,15 @@ _log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """One thread, which asks the engine's thread for changes between two steps, if there are any."""
+    """One thread, which asks the engine's thread for changes between two steps, if there are any.
+
+    If the engine ends before `close`, the process gets SIGTERM, and `broken` is set.
+    """
 
     def __init__(self, client: CoreClient, snapshot: Callable[..., Any]) -> None:
         """`snapshot` makes Dynamo's record of the pool's use."""
         self._client, self._snapshot = client, snapshot
+        self.broken = False
         self._stopped = threading.Event()
         self._loads: Any = None
         self._last_load: Any = None
@@ -66,8 +72,9 @@ class Publisher:
                     raise
                 except Exception:
                     _log.exception("the router was not told what is cached; it is tried again")
-        except EngineClosed:
-            return
+        except EngineClosed:  # it broke; without its process, Dynamo would send requests to it for ever
+            self.broken = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _publish_load(self) -> None:
         if self._loads is None:

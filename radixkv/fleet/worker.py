@@ -41,7 +41,7 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
         self._engine, self._folder, self._name, self._limits = engine, folder, name, limits
         self._replies = 0
         self._sessions: OrderedDict[str, int] = OrderedDict()
-        self._publisher = Publisher(engine.client, ComponentSnapshot)
+        self.publisher = Publisher(engine.client, ComponentSnapshot)
         self._metrics = ServerMetrics(engine, name)
 
     @classmethod
@@ -127,14 +127,14 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
         """Finish running requests within the time for that, or until a second signal, and close the engine."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: self._engine.client.thread.stop())
-        await to_thread(self._publisher.close)
+        await to_thread(self.publisher.close)
         await self._engine.close(drain=True, timeout=self._limits.drain_timeout)
 
     # ---- for router and operators
 
     async def kv_event_sources(self) -> list[PushSource]:
         """Publish the blocks of the cache."""
-        return [PushSource(on_ready=self._publisher.start, dp_rank=0)]
+        return [PushSource(on_ready=self.publisher.start, dp_rank=0)]
 
     def component_metrics_dp_ranks(self) -> list[int]:
         """Publish the use of one pool."""
@@ -142,7 +142,7 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
         """Publish the use of the pool to `publisher`."""
-        self._publisher.publish_loads(publisher)
+        self.publisher.publish_loads(publisher)
 
     async def register_prometheus(self, metrics: Any) -> None:
         """Add the metrics of `radixkv serve` to Dynamo's."""

@@ -17,6 +17,10 @@ from tests.fleet.processes import Fleet, Process, Reply, until
 
 STORY = "Tell me a story about boats and kites."
 LONG = STORY * 5
+BREAKS = (
+    "import sys; from radixkv.cli import main; from radixkv.engine.core import Core; Core.step = lambda self: 1 / 0; "
+    "sys.exit(main(sys.argv[1:]))"
+)
 DETAILS: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "stop": ["never in it"]}
 
 
@@ -112,6 +116,16 @@ def test_a_second_sigterm_ends_the_drain(empty: Fleet) -> None:
     cut = empty.stream(STORY, 3000, leave)
     assert cut.error["error"]["code"] == 503
     assert only.ended(20) == 0
+
+
+def test_a_worker_whose_engine_breaks_ends(empty: Fleet) -> None:
+    empty.frontend()
+    broken = empty.run("worker", "-c", BREAKS, "worker", "tiny", "--discovery-backend", "file", "--monitor", "off")
+    empty.joined(broken)
+    assert empty.stream(STORY, 5).error is not None
+    assert broken.ended() == 1
+    empty.joined(empty.worker())
+    assert empty.stream(STORY, 5).error is None
 
 
 def test_ctrl_c_ends_a_worker(two: Fleet) -> None:

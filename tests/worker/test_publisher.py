@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +51,22 @@ def test_nothing_is_lost_when_publications_fail(monkeypatch: Any) -> None:
     removed = [number for each in blocks.events if each["type"] == "removed" for number in each["block_hashes"]]
     assert sorted(removed) == sorted(hashes)
     assert loads[-1][1].kv_total_blocks == 64
+
+
+def test_an_engine_that_breaks_ends_its_process(monkeypatch: Any) -> None:
+    """A worker without an engine would stay in the fleet, and look idle to the router."""
+    monkeypatch.setattr(publisher, "INTERVAL", 0.001)
+    signals: list[tuple[int, int]] = []
+    with Engine.load("tiny", num_blocks=64) as engine:
+        monkeypatch.setattr(publisher.os, "kill", lambda *each: signals.append(each))
+        made = Publisher(engine.client, SimpleNamespace)
+        made.publish_loads(FakePublisher(0))
+        made.start(FakePublisher(0))
+        engine.client.thread.stop()
+        while not made.broken:
+            time.sleep(0.001)
+        made.close()
+    assert signals == [(os.getpid(), signal.SIGTERM)]
 
 
 def test_the_salt_of_a_namespace_is_what_its_client_sent() -> None:
