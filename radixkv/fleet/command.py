@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     with naming_options():
         engine = Engine.load(arguments.model, config, tokenizer=arguments.tokenizer)
     with engine:
-        folder = str(write_files(arguments.model, engine.model, own_tokenizer=arguments.tokenizer is None))
+        own = arguments.tokenizer is None
+        folder = str(write_files(arguments.model, engine.model, own_tokenizer=own, revision=config.revision))
         name = arguments.served_model_name or engine.model.name
         settings = WorkerConfig(
             namespace=arguments.namespace,

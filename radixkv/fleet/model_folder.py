@@ -29,14 +29,14 @@ _OF_TOKENIZER = (
 )  # fmt: skip
 
 
-def write_files(name: str, model: LoadedModel, *, own_tokenizer: bool) -> Path:
+def write_files(name: str, model: LoadedModel, *, own_tokenizer: bool, revision: str | None = None) -> Path:
     """Write the files to a folder in the user's cache, unless they are there; return it.
 
     They are those of the model's folder; for a GGUF file, or with another tokenizer, radixkv makes them. Raises
     UnsupportedModel for a model without a tokenizer that the frontend can read, or without a chat template; OSError.
     """
     codec: Any = model.codec
-    place = _place(name)
+    place = _place(name, revision)
     copied = own_tokenizer and place.is_dir()
     if codec is None or (copied and not (place / TOKENIZER).is_file()):
         raise UnsupportedModel(f"{name!r} has no {TOKENIZER}, which a frontend reads: it cannot be a worker")
@@ -61,13 +61,13 @@ def write_files(name: str, model: LoadedModel, *, own_tokenizer: bool) -> Path:
     return target
 
 
-def _place(name: str) -> Path:
+def _place(name: str, revision: str | None) -> Path:
     """Return the GGUF file, or the folder that holds the files of a model, local or in the hub's cache."""
     found = model_path.find(name)
     if found is None:
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(name, _CONFIG)
+        cached = try_to_load_from_cache(name, _CONFIG, revision=revision)
         found = Path(cached).parent if isinstance(cached, str) else Path(name)
     return found
 

@@ -72,6 +72,20 @@ def test_another_tokenizer_is_written_as_it_is_read() -> None:
     assert json.loads(found["tokenizer.json"])["model"]["vocab"]
 
 
+def test_a_revision_of_the_hub_gives_its_own_files(tmp_path: Path, monkeypatch: Any) -> None:
+    hub = tmp_path / "models--org--one"
+    for commit in ("a" * 40, "b" * 40):
+        folder = shutil.copytree(BUNDLED["tiny"], hub / "snapshots" / commit)
+        (folder / "special_tokens_map.json").write_text(commit)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with Engine.load("tiny") as engine:
+        for revision, expected in ((None, "a"), ("b" * 40, "b")):
+            folder = write_files("org/one", engine.model, own_tokenizer=True, revision=revision)
+            assert (folder / "special_tokens_map.json").read_text() == expected * 40
+
+
 @pytest.mark.parametrize(
     ("missing", "named"), [("tokenizer*.json", "no tokenizer.json"), ("chat_template.jinja", "no chat template")]
 )
