@@ -10,7 +10,7 @@ import signal
 import sys
 from asyncio import to_thread
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,7 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
         """`folder` has the model's files for the frontend, which clients call `name`."""
         self._engine, self._folder, self._name, self._limits = engine, folder, name, limits
         self._replies = 0
-        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._sessions: OrderedDict[int, int] = OrderedDict()
         self.publisher = Publisher(engine.client, ComponentSnapshot)
         self._metrics = ServerMetrics(engine, name)
 
@@ -95,7 +95,7 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
             call.params if call.bounded else unbounded(call.params, room),
             namespace=call.namespace,
             priority=call.priority,
-            session=self._session(call.session),
+            session=None if call.session is None else self._session((call.namespace, call.session)),
             origin=Origin(name, None, None),
         )
 
@@ -113,12 +113,11 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
         finally:
             self._replies -= replies
 
-    def _session(self, name: str | None) -> int | None:
+    def _session(self, name: Hashable) -> int:
         """Return the number of a session for the monitor."""
-        if name is None:
-            return None
-        number = self._sessions.pop(name, None) or self._engine.client.new_session()
-        self._sessions[name] = number
+        key = hash(name)
+        number = self._sessions.pop(key, None) or self._engine.client.new_session()
+        self._sessions[key] = number
         if len(self._sessions) > _SESSIONS:
             self._sessions.popitem(last=False)
         return number

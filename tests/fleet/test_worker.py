@@ -24,16 +24,15 @@ def worker() -> Iterator[Any]:
         yield Worker(AsyncEngine(engine), "folder", "tiny", Settings(max_running=1, max_waiting=1))
 
 
-async def ask(worker: Any, context: Any = None, tokens: int = 3000, **sampling: Any) -> int:
+async def ask(worker: Any, context: Any = None, tokens: int = 3000, **more: Any) -> int:
     """Return the length of a reply."""
-    stopping = {"max_tokens": tokens, "ignore_eos": True}
-    request = {"token_ids": [5], "sampling_options": sampling, "stop_conditions": stopping}
+    request = {"token_ids": [5], "stop_conditions": {"max_tokens": tokens, "ignore_eos": True}, **more}
     return len([chunk async for chunk in worker.generate(request, context)])
 
 
 def test_more_replies_than_the_worker_ever_takes_are_a_wrong_request(worker: Any) -> None:
     with pytest.raises(exceptions.InvalidArgument, match="n=3"):
-        asyncio.run(ask(worker, n=3))
+        asyncio.run(ask(worker, sampling_options={"n": 3}))
 
 
 def test_a_client_that_leaves_while_its_request_is_prepared_ends_it(worker: Any) -> None:
@@ -65,3 +64,22 @@ def test_two_requests_of_one_name_end_apart(worker: Any) -> None:
             await long
 
     asyncio.run(leave())
+
+
+def test_a_session_belongs_to_its_namespace(worker: Any, monkeypatch: Any) -> None:
+    sessions: list[Any] = []
+    submit = worker._engine.submit
+
+    async def noted(*args: Any, session: Any, **options: Any) -> Any:
+        sessions.append(session)
+        return await submit(*args, session=session, **options)
+
+    monkeypatch.setattr(worker._engine, "submit", noted)
+
+    async def talk() -> None:
+        for salt in ("ann", "ben", "ann", None):
+            request = {"routing": {"cache_salt": salt}, "agent_context": {"session_id": "one"}}
+            assert await ask(worker, core.Context(), 2, **request) == 2
+
+    asyncio.run(talk())
+    assert sessions == [1, 2, 1, 3]
