@@ -9,6 +9,7 @@ import signal
 import sys
 from importlib import metadata
 from tempfile import TemporaryFile
+from zlib import crc32
 
 from radixkv.errors import RadixKVError
 from radixkv.serve.command import engine_config, naming_options
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         name = arguments.served_model_name or engine.model.name
         settings = WorkerConfig(
             namespace=arguments.namespace,
-            component=arguments.component or re.sub(r"[^a-z0-9]+", "-", name.lower()),
+            component=arguments.component or component_of(name),
             model_name=folder,
             served_model_name=name,
             discovery_backend=arguments.discovery_backend,
@@ -65,6 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         worker = Worker(AsyncEngine(engine), folder, name, limits)
         uvloop.run(DynamosWorker(worker, settings).run())
     return int(worker.publisher.broken)
+
+
+def component_of(name: str) -> str:
+    """Return the name of a model as a component, which is a label in Dynamo's metrics."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or f"model{crc32(name.encode())}"
 
 
 def set_environment(drain: float) -> None:

@@ -37,6 +37,15 @@ def test_a_wrong_limit_is_refused(option: str, value: str, monkeypatch: Any, cap
     assert f"{option} must be a number, at least 0" in capsys.readouterr().err
 
 
+def test_the_component_of_any_name_is_one_that_dynamo_takes() -> None:
+    """Dynamo makes a label of it, and refuses one without letters and digits."""
+    names = ["Qwen/Qwen3-0.6B", "/models/One_2", "\u6a21\u578b", "\u6570\u636e"]
+    first, second, *others = map(command.component_of, names)
+    assert (first, second) == ("qwen-qwen3-0-6b", "models-one-2")
+    assert len(set(others)) == 2
+    assert all(each.isascii() and each.isalnum() for each in others)
+
+
 def test_dynamo_waits_until_the_engine_has_drained(monkeypatch: Any) -> None:
     """Else it ends the process after 30 seconds, without closing the engine."""
     monkeypatch.setattr(command.os, "environ", environment := {"DYN_EVENT_PLANE_HOST": "10.0.0.1"})
