@@ -9,6 +9,7 @@ import signal
 import sys
 from importlib import metadata
 from tempfile import TemporaryFile
+from typing import Any
 from zlib import crc32
 
 from radixkv.errors import RadixKVError
@@ -39,7 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"radixkv: loading {arguments.model}", file=sys.stderr, flush=True)
     import uvloop
     from dynamo.common.backend.worker import Worker as DynamosWorker
-    from dynamo.common.backend.worker import WorkerConfig
 
     from radixkv.chat import AsyncEngine, Engine
     from radixkv.fleet.model_folder import write_files
@@ -51,21 +51,27 @@ def run(arguments: argparse.Namespace) -> int:
         own = arguments.tokenizer is None
         folder = str(write_files(arguments.model, engine.model, own_tokenizer=own, revision=config.revision))
         name = arguments.served_model_name or engine.model.name
-        settings = WorkerConfig(
-            namespace=arguments.namespace,
-            component=arguments.component or component_of(name),
-            model_name=folder,
-            served_model_name=name,
-            discovery_backend=arguments.discovery_backend,
-            event_plane=os.environ.get("DYN_EVENT_PLANE", "zmq"),
-            tool_call_parser=arguments.tool_call_parser,
-            reasoning_parser=arguments.reasoning_parser,
-        )
         for number in (signal.SIGINT, signal.SIGTERM):  # Dynamo's from now on: it drains first
             signal.signal(number, signal.SIG_DFL)
         worker = Worker(AsyncEngine(engine), folder, name, limits)
-        uvloop.run(DynamosWorker(worker, settings).run())
+        uvloop.run(DynamosWorker(worker, _settings(arguments, folder, name)).run())
     return int(worker.publisher.broken)
+
+
+def _settings(arguments: argparse.Namespace, folder: str, name: str) -> Any:
+    """Return Dynamo's settings."""
+    from dynamo.common.backend.worker import WorkerConfig
+
+    return WorkerConfig(
+        namespace=arguments.namespace,
+        component=arguments.component or component_of(name),
+        model_name=folder,
+        served_model_name=name,
+        discovery_backend=arguments.discovery_backend,
+        event_plane=os.environ.get("DYN_EVENT_PLANE", "zmq"),
+        tool_call_parser=arguments.tool_call_parser,
+        reasoning_parser=arguments.reasoning_parser,
+    )
 
 
 def component_of(name: str) -> str:
