@@ -80,7 +80,9 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
                     async for chunk in handle:
                         made = chunk_of(chunk)
                         running -= chunk.finish_reason is not None
-                        if not running:
+                        if running:  # Dynamo takes no chunk after a finish_reason
+                            made.pop("finish_reason", None)
+                        else:
                             made |= end_of(await handle.result(), call.tokens)
                         yield made
                     if running:  # it was cancelled

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from radixkv import Engine, SamplingParams
 from tests.fleet.processes import Fleet, fleet, low_port, until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.py"
@@ -50,6 +51,20 @@ def test_openais_completions_take_texts_and_token_ids(client: openai.OpenAI) -> 
         found = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0, logprobs=2)
         assert found.usage is not None
         assert found.usage.completion_tokens == 4
+
+
+def test_all_replies_to_a_prompt_are_whole(client: openai.OpenAI) -> None:
+    """Dynamo takes nothing after the first `finish_reason`, which the other replies must outlive."""
+    ids = list(range(5, 25))
+    params = SamplingParams(n=3, seed=1, temperature=2.0, max_tokens=40)
+    with Engine.load("tiny") as engine:
+        whole = engine.generate([ids], params)[0]
+    replies = (whole, *whole.alternatives)
+    assert len({len(each.token_ids) for each in replies}) > 1
+    found = client.completions.create(model="tiny", prompt=ids, max_tokens=40, temperature=2.0, seed=1, n=3)
+    assert {each.index: each.text for each in found.choices} == {each.index: each.text for each in replies}
+    assert found.usage is not None
+    assert found.usage.completion_tokens == sum(each.usage.output_tokens for each in replies)
 
 
 def test_openais_responses(client: openai.OpenAI) -> None:
