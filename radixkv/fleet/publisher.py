@@ -56,25 +56,22 @@ class Publisher:
 
     def _run(self, events: BlockEvents, to: Any) -> None:
         waiting: list[dict[str, Any]] = []  # to be published
-        try:
-            for look in itertools.count():
-                if self._stopped.wait(INTERVAL):
-                    return
+        looks = itertools.count()
+        while not self._stopped.wait(INTERVAL):
+            try:
                 if len(events):
                     waiting += batch_of(self._client.thread.call(events.take).result())
-                try:
-                    if waiting:
-                        to.publish_batch(waiting)
-                        waiting = []
-                    if look % _LOOKS_PER_LOAD == 0:
-                        self._publish_load()
-                except EngineClosed:
-                    raise
-                except Exception:
-                    _log.exception("the router was not told what is cached; it is tried again")
-        except EngineClosed:  # it broke; without its process, Dynamo would send requests to it for ever
-            self.broken = True
-            os.kill(os.getpid(), signal.SIGTERM)
+                if waiting:
+                    to.publish_batch(waiting)
+                    waiting = []
+                if next(looks) % _LOOKS_PER_LOAD == 0:
+                    self._publish_load()
+            except EngineClosed:  # it broke; without its process, Dynamo would send requests to it for ever
+                self.broken = True
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            except Exception:
+                _log.exception("the router was not told what is cached; it is tried again")
 
     def _publish_load(self) -> None:
         if self._loads is None:
