@@ -54,8 +54,8 @@ class Check:
 TORCH = "load engines with attention='torch', and send this whole output"
 CHECKS = (
     Check("environment", 60, "install what the rows name"),
-    Check("kernels", 240, f"a kernel computes something else: {TORCH}"),
-    Check("memory", 240, f"a kernel reads or writes outside of a tensor: {TORCH}"),
+    Check("kernels", 480, f"a kernel computes something else: {TORCH}"),
+    Check("memory", 480, f"a kernel reads or writes outside of a tensor: {TORCH}"),
     Check("capture", 60, f"torch does not recover from a failed capture, use torch 2.13 or later; or {TORCH}", False),
     Check("graphs", 120, f"recorded steps are missing, or compute something else: {TORCH}"),
     Check("tree", 120, f"attention along a deep tree computes something else: {TORCH}"),

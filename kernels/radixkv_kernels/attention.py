@@ -44,6 +44,9 @@ class Kind:
 AMD = 0
 """The `generation` of AMD GPUs in `kinds`: a processor has 64 KiB of shared memory, and wide warps."""
 
+PASSES_WEIGHTS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+"""Whether Triton gives attention's weights shared memory of their own (3.6 and 3.7), or that of the queries (3.9)."""
+
 RESERVED = 1024
 """Bytes of shared memory that CUDA takes for each program, in addition to those of the kernel."""
 
@@ -95,6 +98,7 @@ def shared_bytes(
 
     Numbers of another dtype are copied ahead as they are stored, and converted in registers. Operands that a product
     reads from shared memory are then written there again. Sums of codes are joined there, when all keys are read.
+    Triton before 3.9 passes weights from one product's registers to the other's through memory of their own.
     """
     stored = stored or dtype
     values = head_parts(value_dim, PAIRS if stored == torch.int8 else LEAST)
@@ -105,8 +109,10 @@ def shared_bytes(
     converted = kind.keys * max(key, value) * dtype.itemsize if again else 0
     joined = 4 * kind.rows * values[0] if stored == torch.int8 else 0
     barriers = 2048 if from_shared and generation >= 10 else 0
+    padded = kind.keys + (dtype.itemsize == 4)
+    weights = kind.rows * padded * dtype.itemsize if PASSES_WEIGHTS and not from_shared else 0
     held = buffers * kind.keys * (key + value) * stored.itemsize
-    return max(joined, held + converted + kind.rows * key * dtype.itemsize + barriers)
+    return max(joined, held + converted + kind.rows * key * dtype.itemsize + barriers + weights)
 
 
 _SHARED = {AMD: 64, 8: 164, 9: 228, 10: 228, 11: 228}
