@@ -60,7 +60,7 @@ def test_the_checks_of_a_new_gpu_all_have_rows() -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == 18 and all(row.split("|")[2].strip() in {"held", "not checked"} for row in rows), rows
+    assert len(rows) == 17 and all(row.split("|")[2].strip() in {"held", "not checked"} for row in rows), rows
 
 
 def printing(name: str, state: str, said: str) -> str:
@@ -82,7 +82,9 @@ def contact(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_check_that_fails_or_dies_or_hangs_stops_no_other(contact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run, said, asked = subprocess.Popen, list[str](), list[str]()
-    worker = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']).pid)"
+    worker = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']).pid)"
+    )
     scripts = {
         "kernels": f"print('a line'); {printing('k', 'FAILED', 'off')}",
         "graphs": f"{printing('g', 'held', '35')}; raise SystemExit(3)",
