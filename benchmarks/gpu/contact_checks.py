@@ -104,7 +104,7 @@ def kernels(device: Device) -> Rows:
 
 
 def memory(device: Device) -> Rows:
-    """Run small cases of each kernel; compute-sanitizer reports what they touch, by the exit status."""
+    """Run small cases of attention, writes and copies; compute-sanitizer reports bad accesses, by the exit status."""
     cases = [case for case in CASES if not case.wide and "all features" not in case.name]
     cases = [TINY_CASE] if device.interpreted else cases
     wrong = [case.name for case in cases if not kernel_error(case, device, 4 * case.block_size)[0] < 1]
