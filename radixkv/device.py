@@ -508,19 +508,19 @@ def unusable_gpu() -> str:
 
     Returns "" if torch can use it, if there is none, and if CUDA_VISIBLE_DEVICES hides all GPUs.
     """
-    driver, newest = _driver()
+    name, newest = driver()
     if not newest or torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
     wheel, cuda = f"torch {torch.__version__}", torch.version.cuda
     if cuda is None:
-        return f"{wheel} is built without CUDA, but {driver} is here: install a torch wheel for CUDA {newest}"
+        return f"{wheel} is built without CUDA, but {name} is here: install a torch wheel for CUDA {newest}"
     if newest < (needed := int(cuda.partition(".")[0])):
         advice = f"a driver of at least {OLDEST_DRIVERS.get(needed, 580)}, or a torch wheel for CUDA {newest}"
-        return f"{driver} is too old for {wheel} (CUDA {cuda}): install {advice}"
-    return f"{wheel} (CUDA {cuda}) finds no GPU, but {driver} is here: start a container with its GPUs (--gpus all)"
+        return f"{name} is too old for {wheel} (CUDA {cuda}): install {advice}"
+    return f"{wheel} (CUDA {cuda}) finds no GPU, but {name} is here: start a container with its GPUs (--gpus all)"
 
 
-def _driver() -> tuple[str, int]:
+def driver() -> tuple[str, int]:
     """Return the NVIDIA driver in words, and the major version of the newest CUDA that it runs; 0 without one."""
     found = re.search(r"\d+\.\d[\d.]*", DRIVER.read_text() if DRIVER.exists() else "")
     name, cuda = f"the NVIDIA driver {found[0] if found else ''}".rstrip(), ctypes.c_int()

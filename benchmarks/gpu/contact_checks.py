@@ -25,12 +25,12 @@ from torch import Tensor
 from radixkv import SamplingParams
 from radixkv.attention import plan, triton_backend
 from radixkv.attention.kv_store import KVStore, LayerShape
-from radixkv.device import device_of
+from radixkv.device import device_of, driver
 from radixkv.models import adapter
 from radixkv.models.cuda_graphs import ReplayedForward, record_graphs
 from radixkv.models.experts import MOST_TOKENS, grouped_mm_waits
 from radixkv.models.loaded import SequenceInput
-from radixkv.models.rounding import TOLERANCE, relative_error
+from radixkv.models.rounding import relative_error
 from radixkv.models.runner import AttentionPlanner, PoolForward, Runner
 from radixkv.models.sampling_backend import draw_by_kernel
 from radixkv.sampling.device_sampler import DeviceSampler
@@ -52,6 +52,8 @@ Rows = Iterator[Row]
 SMALL = Llama(4, 512, 1024, 8, 2, 4096, 4096)
 BILLION = Llama(16, 2048, 8192, 32, 8, 32_000, 8192)
 TINY_CASE = Case("tiny", 16, 16, 4, 2, torch.float32, window=20, softcap=30.0, sinks=True)
+LOGITS_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""The same logits by other launches, of the worst row. In bfloat16 rounding gives 1e-2, keys of another prefix 1e-1."""
 KERNEL_ERROR = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 """|output - reference| / |reference|; a wrong key gives much more. Weights of 8-bit codes are rounded once more."""
 
@@ -60,6 +62,9 @@ def environment(device: Device) -> Rows:
     """Facts of the machine that the other rows rest on."""
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, Triton {triton.__version__}"
     yield Row.of("versions", True, f"{versions}, CUDA {torch.version.cuda}, HIP {torch.version.hip}")
+    name, newest = driver()
+    if newest:
+        yield Row.of("driver", True, name)
     missing = triton_backend.missing_compiler()
     yield Row.of("C compiler and headers", not missing, missing or "Triton finds them")
     precision = torch.get_float32_matmul_precision()
@@ -68,7 +73,7 @@ def environment(device: Device) -> Rows:
         free, total = torch.cuda.mem_get_info(device.torch)
         taken = total - free - torch.cuda.memory_reserved(device.torch)
         said = f"{device.name}: {total >> 20} MiB, {free >> 20} free, {taken >> 20} used by others and the driver"
-        yield Row.of("memory", free > 6 << 30, said + ("" if free > 6 << 30 else ": 6 GiB are needed"))
+        yield Row.of("memory", free > 10 << 30, said + ("" if free > 10 << 30 else ": 10 GiB are needed"))
 
 
 # ---- kernels
@@ -99,7 +104,7 @@ def kernels(device: Device) -> Rows:
 
 
 def memory(device: Device) -> Rows:
-    """Run small cases of each kernel; compute-sanitizer reports what they touch, by the exit status."""
+    """Run small cases of attention, writes and copies; compute-sanitizer reports bad accesses, by the exit status."""
     cases = [case for case in CASES if not case.wide and "all features" not in case.name]
     cases = [TINY_CASE] if device.interpreted else cases
     wrong = [case.name for case in cases if not kernel_error(case, device, 4 * case.block_size)[0] < 1]
@@ -228,11 +233,17 @@ def replay_row(runner: Runner, name: str = "replayed logits") -> Row:
             work = forward.computed.planner.lists(inputs, bucket.shared_rows)
             replayed = forward.graphs.run(inputs, work, bucket)
             assert replayed is not None, f"a step does not fit its graph: {bucket}"
-            found = relative_error(replayed.clone().cpu(), forward.computed.run(inputs, work=work).float().cpu())
-            worst = max(worst, (found if found == found else float("inf"), bucket))
-    allowed = TOLERANCE[runner.loaded.dtype]
+            found = worst_row(replayed.clone().cpu(), forward.computed.run(inputs, work=work).float().cpu())
+            worst = max(worst, (found, bucket))
+    allowed = LOGITS_ERROR[runner.loaded.dtype]
     said = f"{len(forward.graphs.buckets)} graphs: at most {worst[0]:.1e} of the logits' spread, {allowed:g} allowed"
     return Row.of(name, worst[0] <= allowed, said)
+
+
+def worst_row(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error of a row: that of one row in 64 is an eighth of it in all."""
+    errors = (relative_error(*pair) for pair in zip(logits, expected, strict=True))
+    return max(found if found == found else float("inf") for found in errors)
 
 
 def _piece(tokens: list[int], start: int, table: list[int]) -> SequenceInput:
@@ -277,7 +288,7 @@ def tree(device: Device, levels: int = 5) -> Rows:
     flat = PoolForward(runner.loaded, runner.backend, AttentionPlanner(runner.loaded.layers, BLOCK, plan.NEVER_SHARE))
     with device_of(runner.loaded.device).current():
         expected = flat.run(step).float().cpu()
-    found, allowed = relative_error(logits, expected), TOLERANCE[runner.loaded.dtype]
+    found, allowed = worst_row(logits, expected), LOGITS_ERROR[runner.loaded.dtype]
     yield Row.of("tree against flat", found <= allowed, f"{found:.1e} of the logits' spread, {allowed:g} allowed")
     late = runner.eager.count - eager
     if runner.loaded.attention == "triton":
@@ -325,7 +336,8 @@ def torch_dtype(device: Device) -> torch.dtype:
 def engine(device: Device) -> Rows:
     """Compare log probabilities that hits, host memory and overlap must not change; recurrent models too."""
     sizes = TINY if device.interpreted else SMALL
-    options = {"kv_tokens": 2048, "sequences": 8, "batch_tokens": 64}
+    # A graph has a row of logits for each sequence, and a scored reply takes 25 rows.
+    options = {"kv_tokens": 2048, "sequences": 32, "batch_tokens": 64}
     model, _ = build(sizes, device)
     with serving(model, device, **options, host_memory=64 << 20) as loaded:
         yield from _equal_scores(loaded, "hits and overlap", sizes.vocab)

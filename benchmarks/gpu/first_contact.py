@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,16 +55,16 @@ class Check:
 
 TORCH = "load engines with attention='torch', and send this whole output"
 CHECKS = (
-    Check("environment", 60, "install what the rows name"),
+    Check("environment", 120, "install what the rows name"),
     Check("kernels", 480, f"a kernel computes something else: {TORCH}"),
     Check("memory", 480, f"a kernel reads or writes outside of a tensor: {TORCH}"),
-    Check("capture", 60, f"torch does not recover from a failed capture, use torch 2.13 or later; or {TORCH}", False),
-    Check("graphs", 120, f"recorded steps are missing, or compute something else: {TORCH}"),
-    Check("tree", 120, f"attention along a deep tree computes something else: {TORCH}"),
-    Check("sampling", 60, "tokens differ from those of the host: send this whole output"),
-    Check("experts", 120, "a mixture of experts runs without graphs: send this whole output"),
-    Check("engine", 180, "an engine's answers depend on hits, host memory or overlap: send this whole output"),
-    Check("decode", 120, "send this whole output"),
+    Check("capture", 120, f"torch does not recover from a failed capture, use torch 2.13 or later; or {TORCH}", False),
+    Check("graphs", 240, f"recorded steps are missing, or compute something else: {TORCH}"),
+    Check("tree", 240, f"attention along a deep tree computes something else: {TORCH}"),
+    Check("sampling", 120, "tokens differ from those of the host: send this whole output"),
+    Check("experts", 240, "a mixture of experts runs without graphs: send this whole output"),
+    Check("engine", 360, "an engine's answers depend on hits, host memory or overlap: send this whole output"),
+    Check("decode", 240, "send this whole output"),
 )
 
 
@@ -127,17 +129,21 @@ def _run(check: Check, smoke: bool, say: Say) -> Iterator[Row]:
             command = [sanitizer, *options, *command]
         # torch hands out parts of larger allocations, in which an overrun would be within bounds.
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    ended, output = "", ""
-    try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=check.limit_s, check=False,
-            env=environment,
-        )  # fmt: skip
-        output = done.stdout
-        ended = f"its process ended with {done.returncode}" if done.returncode else ""
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        ended = f"it took longer than {check.limit_s} s"
+    ended = ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=check.limit_s)
+            ended = f"its process ended with {process.returncode}" if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            ended = f"it took longer than {check.limit_s} s"
+        finally:  # also the workers of a pool, and the process that a sanitizer watches: they hold the GPU's memory
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode is None:
+            output, _ = process.communicate()
     lines = output.splitlines()
     rows = [Row(**json.loads(line.removeprefix(MARK))) for line in lines if line.startswith(MARK)]
     if ended or not rows:

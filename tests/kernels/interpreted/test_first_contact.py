@@ -66,6 +66,14 @@ def test_a_replay_of_another_step_fails(virtual_gpu: VirtualGpu, monkeypatch: py
     assert states(contact_checks.graphs, place(virtual_gpu.place)) == {"graphs": HELD, "replayed logits": FAILED}
 
 
+def test_one_wrong_row_of_many_counts_as_much_as_all() -> None:
+    expected = torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
+    found = expected.clone()
+    found[63] += 0.2 * expected[0]
+    assert contact_checks.worst_row(found, expected) > 0.1
+    assert contact_checks.worst_row(found.fill_(torch.nan), expected) == float("inf")
+
+
 def test_a_tree_is_read_level_by_level_from_a_graph(virtual_gpu: VirtualGpu) -> None:
     found = {row.name: row for row in contact_checks.tree(place(virtual_gpu.place), 2)}
     assert {name: row.state for name, row in found.items()} == {
