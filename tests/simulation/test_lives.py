@@ -1,4 +1,4 @@
-"""Simulated lives of the engine: 40 in `make test`, 70 and fresh ones in `make test-all`, 20,000 in long runs.
+"""Simulated lives of the engine: 40 in `make test`, 90 and fresh ones in `make test-all`, 20,000 in long runs.
 
 A long run has RADIXKV_LONG=1.
 
@@ -26,7 +26,7 @@ from tests.simulation.world import Stuck, World
 KEPT: tuple[int, ...] = (6283, 19355)
 """Seeds of fresh lives that failed once."""
 
-LIVES = 20_000 if os.environ.get("RADIXKV_LONG") == "1" else 70
+LIVES = 20_000 if os.environ.get("RADIXKV_LONG") == "1" else 90
 SHARD = 500  # lives of one test: workers share the tests
 FRESH = int(os.environ.get("RADIXKV_SEED") or 0) * 1000  # the first seed of a run with fresh examples
 SIGHTS = (  # events that must occur, or the lives are too easy
