@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention.kv_store import KVStore
-from radixkv.device import device_of
+from radixkv.device import Event, device_of
 from radixkv.errors import InvalidInput
 from radixkv.sizing.kv_size import size_text
 
@@ -257,23 +257,23 @@ class Stage:
         self.parts = [(pool, part.view(pool.dtype)) for pool, part in parts]
         self.filled, self.emptied = device.event(), device.event()
 
-    @contextmanager
-    def filling(self) -> Iterator[None]:
+    def filling(self) -> AbstractContextManager[None]:
         """Let the present stream fill the rows while this is open, once they are empty."""
-        self.emptied.wait()
-        try:
-            yield
-        finally:
-            self.filled.record()
+        return _after(self.emptied, self.filled)
 
-    @contextmanager
-    def emptying(self) -> Iterator[None]:
+    def emptying(self) -> AbstractContextManager[None]:
         """Let the present stream empty the rows while this is open, once they are filled."""
-        self.filled.wait()
-        try:
-            yield
-        finally:
-            self.emptied.record()
+        return _after(self.filled, self.emptied)
+
+
+@contextmanager
+def _after(before: Event, done: Event) -> Iterator[None]:
+    """Let the present stream wait for `before`, and place `done` at the end, after an error, too."""
+    before.wait()
+    try:
+        yield
+    finally:
+        done.record()
 
 
 class StagedTransfers:

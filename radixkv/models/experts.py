@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +10,6 @@ import torch
 
 from radixkv.device import device_of
 from radixkv.models.loaded import LoadedModel
-
-_log = logging.getLogger(__name__)
 
 MOST_TOKENS = 8
 """Tokens of a step whose experts are gathered: a copy of the weights of each chosen expert for each token."""
