@@ -2,11 +2,12 @@
 
 command.py        command-line options to settings; loading.py answers while the model is loaded
 server.py         runs the server on a socket and shuts it down
-app.py            routes; middleware.py adds request ids and the log; errors.py maps errors to responses
+app.py            routes; middleware.py adds request ids and the log; errors.py and error_forms.py write errors
 access.py         API keys, namespaces, limits on streams and bodies; ../server_settings.py has the values
 connections.py    counts connections and the share of each tenant; http_parser.py limits the heads of requests
 schemas.py        request bodies as Pydantic models; bodies.py reads them, and openapi.py describes them
-service.py        objects and checks that endpoints share; submit.py starts requests on the engine
+gate.py           admits requests and reads their bodies; served_models.py finds the model of a request
+service.py        what endpoints share of one model; submit.py starts requests on its engine
 chats.py          POST /v1/chat/completions; completions.py has /v1/completions and /tokenize
 reply.py          splits a reply into thinking, content and tool calls
 responses.py      usage, whole bodies and event streams; token_texts.py writes log probabilities

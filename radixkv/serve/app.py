@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
 from starlette.applications import Starlette
@@ -18,46 +18,47 @@ from radixkv.chat import AsyncEngine
 from radixkv.errors import EngineClosed, RadixKVError
 from radixkv.serve import chats, completions
 from radixkv.serve.anthropic import endpoint as anthropic
-from radixkv.serve.anthropic.errors import error_response
+from radixkv.serve.error_forms import error_response
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.metrics import CONTENT_TYPE
 from radixkv.serve.middleware import RequestMiddleware
 from radixkv.serve.openai_responses import endpoint as openai_responses
 from radixkv.serve.openapi import document
-from radixkv.serve.service import Service
+from radixkv.serve.served_models import Endpoint, Models, ModelStatus, OneModel, StoredEndpoint
 from radixkv.server_settings import Settings
-
-Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
 
 def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlette:
     """Create an ASGI application that serves `engine`. The caller closes the engine."""
-    service = Service(engine, settings or Settings())
+    return application(OneModel(engine, settings))
+
+
+def application(models: Models) -> Starlette:
+    """Create an ASGI application that serves `models`. The caller closes them."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        with suppress(EngineClosed):
-            await service.metrics.watch()
+        await models.begin()
         yield
 
     app = Starlette(
-        routes=_with_aliases(_routes(service)),
+        routes=_with_aliases([*_own_routes(models), *_model_routes(models)]),
         middleware=[Middleware(RequestMiddleware)],
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # clients do not send a body again after a redirect
-    app.state.service = service
+    app.state.models = models
     return app
 
 
-def _routes(service: Service) -> list[Route]:
-    """The routes of all dialects, with an endpoint that gets the service first."""
+def _own_routes(models: Models) -> list[Route]:
+    """The routes that concern the server, with an endpoint that gets its models first."""
 
-    def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
+    def route(path: str, endpoint: Callable[[Models, Request], Awaitable[Response]], method: str = "GET") -> Route:
         async def answer(request: Request) -> Response:
-            return await endpoint(service, request)
+            return await endpoint(models, request)
 
         return Route(path, answer, methods=[method])  # Starlette adds HEAD to GET
 
@@ -71,20 +72,33 @@ def _routes(service: Service) -> list[Route]:
         route("/load", load),
         route("/metrics", metrics),
         route("/openapi.json", openapi),
-        route("/v1/models", models),
-        route("/v1/models/{model:path}", model),
-        route("/v1/chat/completions", chats.create, "POST"),
-        route("/v1/completions", completions.create, "POST"),
-        route("/v1/messages", anthropic.create, "POST"),
-        route("/v1/messages/count_tokens", anthropic.count_tokens, "POST"),
-        route("/v1/responses", openai_responses.create, "POST"),
-        route("/v1/responses/input_tokens", openai_responses.input_tokens, "POST"),
-        route("/v1/responses/{response_id}", openai_responses.retrieve),
-        route("/v1/responses/{response_id}", openai_responses.delete, "DELETE"),
-        route("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
-        route("/v1/responses/{response_id}/input_items", openai_responses.input_items),
-        route("/tokenize", completions.tokenize, "POST"),
-        route("/detokenize", completions.detokenize, "POST"),
+        route("/v1/models", list_models),
+        route("/v1/models/{model:path}", one_model),
+    ]
+
+
+def _model_routes(models: Models) -> list[Route]:
+    """The routes of all dialects, with an endpoint that gets the model of a request first."""
+
+    def post(path: str, endpoint: Endpoint) -> Route:
+        return Route(path, models.endpoint(endpoint), methods=["POST"])
+
+    def stored(path: str, endpoint: StoredEndpoint, method: str = "GET") -> Route:
+        return Route(path, models.stored(endpoint), methods=[method])
+
+    return [
+        post("/v1/chat/completions", chats.create),
+        post("/v1/completions", completions.create),
+        post("/v1/messages", anthropic.create),
+        post("/v1/messages/count_tokens", anthropic.count_tokens),
+        post("/v1/responses", openai_responses.create),
+        post("/v1/responses/input_tokens", openai_responses.input_tokens),
+        stored("/v1/responses/{response_id}", openai_responses.retrieve),
+        stored("/v1/responses/{response_id}", openai_responses.delete, "DELETE"),
+        stored("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
+        stored("/v1/responses/{response_id}/input_items", openai_responses.input_items),
+        post("/tokenize", completions.tokenize),
+        post("/detokenize", completions.detokenize),
     ]
 
 
@@ -95,65 +109,69 @@ def _with_aliases(routes: Sequence[Route]) -> list[BaseRoute]:
     return [*routes, *aliases]
 
 
-async def about(_: Service, __: Request) -> Response:
+async def about(_: Models, __: Request) -> Response:
     """Return the name and the version of the server, for clients that look for one. Needs no key."""
     return JSONResponse({"name": "radixkv", "version": __version__})
 
 
-async def health(service: Service, _: Request) -> Response:
-    """Return 200 while the engine takes requests, 503 from the beginning of a shutdown on. Needs no key."""
-    if service.ending:
+async def health(models: Models, _: Request) -> Response:
+    """Return 200 while requests are taken, 503 from the beginning of a shutdown on. Needs no key."""
+    if models.gate.ending:
         raise EngineClosed("the server is ending")
-    service.engine.client.thread.post(lambda: None, begins=True)  # refused while the engine drains
-    await service.engine.stats()
+    await models.check()
     return JSONResponse({"status": "ok"})
 
 
-async def load(service: Service, request: Request) -> Response:
+async def load(models: Models, request: Request) -> Response:
     """Return the number of replies that are requested now, in the form of vLLM. Any tenant's key is accepted."""
-    service.caller(request)
-    return JSONResponse({"server_load": service.limiter.streams})
+    models.gate.caller(request)
+    return JSONResponse({"server_load": models.gate.limiter.streams})
 
 
-async def metrics(service: Service, request: Request) -> Response:
+async def metrics(models: Models, request: Request) -> Response:
     """Return the Prometheus metrics, which cover all tenants. Any tenant's key is accepted."""
-    service.caller(request)
-    return Response(await service.metrics.scrape(), media_type=CONTENT_TYPE)
+    models.gate.caller(request)
+    return Response(await models.metrics(), media_type=CONTENT_TYPE)
 
 
-async def openapi(service: Service, _: Request) -> Response:
+async def openapi(models: Models, _: Request) -> Response:
     """Return the OpenAPI document. Needs no key."""
-    return JSONResponse(document(service.model_name, service.settings))
+    names = [name for each in models.statuses() for name in (each.name, *each.aliases)]
+    return JSONResponse(document(names, models.gate.settings))
 
 
-async def models(service: Service, request: Request) -> Response:
-    """Return a list of the one model."""
-    service.caller(request)
-    name = service.model_name
-    page = {"has_more": False, "first_id": name, "last_id": name}
-    return JSONResponse({"object": "list", "data": [_model_card(service)], **page})
+async def list_models(models: Models, request: Request) -> Response:
+    """Return the list of the models."""
+    models.gate.caller(request)
+    cards = list(map(_model_card, models.statuses()))
+    page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return JSONResponse({"object": "list", "data": cards, **page})
 
 
-async def model(service: Service, request: Request) -> Response:
-    """Return the one model; raise ApiError 404 for another name."""
-    service.caller(request)
-    service.check_model(request.path_params["model"])
-    return JSONResponse(_model_card(service))
+async def one_model(models: Models, request: Request) -> Response:
+    """Return one model; raise ApiError 404 for an unknown name."""
+    models.gate.caller(request)
+    return JSONResponse(_model_card(models.find(request.path_params["model"])))
 
 
-def _model_card(service: Service) -> JsonObject:
-    """Return the fields of OpenAI's API, then the fields of Anthropic's: clients ignore the others."""
+def _model_card(model: ModelStatus) -> JsonObject:
+    """Return the fields of OpenAI's API, then the fields of Anthropic's: clients ignore the others.
+
+    `status` is as in llama.cpp's router.
+    """
+    context = {} if model.context is None else {"max_model_len": model.context, "max_input_tokens": model.context}
     return {
-        "id": service.model_name,
+        "id": model.name,
         "object": "model",
-        "created": service.created,
+        "created": model.created,
         "owned_by": "radixkv",
-        "max_model_len": service.engine.context_limit,
         "type": "model",
-        "display_name": service.model_name,
-        "created_at": f"{datetime.fromtimestamp(service.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "display_name": model.name,
+        "created_at": f"{datetime.fromtimestamp(model.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
         "lifecycle": "active",
-        "max_input_tokens": service.engine.context_limit,
+        "aliases": list(model.aliases),
+        "status": {"value": model.state, **({} if model.error is None else {"error": model.error})},
+        **context,
     }
 
 
@@ -165,11 +183,8 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = {404: "unknown path; /openapi.json lists the paths", 405: "this path does not support this method"}
     text = message.get(error.status_code, error.detail)
-    failed = ApiError(error.status_code, text, code=code, headers=error.headers)
-    if request.url.path.removeprefix("/v1").startswith("/messages"):
-        return error_response(failed, request.state.request_id)
-    return failed.response()
+    return await _failed(request, ApiError(error.status_code, text, code=code, headers=error.headers))
 
 
-async def _failed(_: Request, error: Exception) -> Response:
-    return as_api_error(error).response()
+async def _failed(request: Request, error: Exception) -> Response:
+    return error_response(request.url.path, as_api_error(error), request.state.request_id)

@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print(f"loading {arguments.model}; until then, port {sock.getsockname()[1]} answers with status 503")
         from radixkv.chat import AsyncEngine, Engine  # takes seconds: it imports torch
         from radixkv.chat.calls.formats import format_named
+        from radixkv.serve.served_models import OneModel
         from radixkv.serve.server import Server
 
         waiting.phase = "loading the model"
@@ -60,7 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
             gc.collect()
             gc.freeze()
             with naming_options():
-                server = Server(AsyncEngine(engine), settings, lambda: _print(f"{name} at {where}/v1"), _exit_soon)
+                server = Server(
+                    OneModel(AsyncEngine(engine), settings, arguments.model),
+                    lambda: _print(f"{name} at {where}/v1"),
+                    _exit_soon,
+                )
             waiting.stop()
             server.run(sockets=[sock])
         gc.unfreeze()  # the interpreter frees all objects at its end; nanobind warns of each that it does not

@@ -24,6 +24,7 @@ from radixkv.serve import submit
 from radixkv.serve.bodies import read
 from radixkv.serve.errors import bad_request, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
+from radixkv.serve.gate import Caller
 from radixkv.serve.responses import (
     DONE,
     EventStream,
@@ -43,19 +44,19 @@ from radixkv.serve.schemas import (
     read_completion,
     read_tokenize,
 )
-from radixkv.serve.service import Caller, Service
+from radixkv.serve.service import Service
 
 
 async def create(service: Service, request: Request) -> Response:
     """Respond to one completion request, which may have several prompts; raise ApiError or RadixKVError."""
     with ExitStack() as cleanup:
-        lease = service.admit(request, cleanup)
-        body = await service.read(request, read_completion)
+        lease = service.gate.admit(request, cleanup)
+        body = await service.gate.read(request, read_completion)
         options = body.options
-        caller = service.caller(request)
+        caller = service.gate.caller(request)
         service.check_model(options.model)
         lease.resize(options.params.width * len(body.prompts))
-        prompts = [await service.cancellable(request, _encoded(service, prompt)) for prompt in body.prompts]
+        prompts = [await service.gate.cancellable(request, _encoded(service, prompt)) for prompt in body.prompts]
         _check_scores(body, sum(map(len, prompts)))
         session = service.conversations.session(caller.namespace, options.session_key)
         grammar = await service.compiled(request, caller, options.params)
@@ -67,7 +68,7 @@ async def create(service: Service, request: Request) -> Response:
         del grammar  # until here it was held
         completion = CompletionAnswer(service, body, prompts, request.state.log_fields)
         if body.echoes_logprobs:
-            await service.cancellable(request, completion.find_offsets())
+            await service.gate.cancellable(request, completion.find_offsets())
         if options.stream:
             return EventStream(completion.events(handles), service.settings.send_timeout, cleanup.pop_all())
         return Response(await unless_disconnected(request, completion.whole(handles)), media_type="application/json")
@@ -88,25 +89,25 @@ def _check_scores(body: CompletionRequest, tokens: int) -> None:
 async def tokenize(service: Service, request: Request) -> Response:
     """Return the ids of a text, or of messages as a chat completion encodes them; raise ApiError or RadixKVError."""
     with ExitStack() as cleanup:
-        service.admit(request, cleanup)
-        body = await service.read(request, read_tokenize)
-        caller = service.caller(request)
+        service.gate.admit(request, cleanup)
+        body = await service.gate.read(request, read_tokenize)
+        caller = service.gate.caller(request)
         if body.model is not None:
             service.check_model(body.model)
-        ids = await service.cancellable(request, _tokens(service, caller, body, request.state.ignored))
+        ids = await service.gate.cancellable(request, _tokens(service, caller, body, request.state.ignored))
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.context_limit, "tokens": ids})
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Return the text of token ids; raise ApiError or RadixKVError."""
     with ExitStack() as cleanup:
-        service.admit(request, cleanup)
-        body = await service.read(request, partial(read, DetokenizeBody))
+        service.gate.admit(request, cleanup)
+        body = await service.gate.read(request, partial(read, DetokenizeBody))
         if body.model is not None:
             service.check_model(body.model)
         with errors_about("tokens"):
-            decoding = service.in_background(partial(_decoded, service.engine.model, body.tokens))
-            return JSONResponse({"prompt": await service.cancellable(request, decoding)})
+            decoding = service.gate.in_background(partial(_decoded, service.engine.model, body.tokens))
+            return JSONResponse({"prompt": await service.gate.cancellable(request, decoding)})
 
 
 class CompletionAnswer:
@@ -130,7 +131,7 @@ class CompletionAnswer:
         for prompt, ids, echoed in zip(self._body.prompts, self._prompts, self._echoed, strict=True):
             text = prompt if isinstance(prompt, str) else None
             find = partial(self._service.token_texts.prompt_offsets, text, ids, len(echoed))
-            self._prompt_offsets.append(await self._service.in_background(find))
+            self._prompt_offsets.append(await self._service.gate.in_background(find))
 
     # ---- whole
 
@@ -262,8 +263,8 @@ async def _encoded(service: Service, prompt: TextOrIds) -> TokenIds:
     with errors_about("prompt"):
         if isinstance(prompt, str):
             service.check_length([prompt])
-            return await service.in_background(lambda: service.encoded(prompt))
-        return await service.in_background(lambda: encode(prompt, model.codec, model.vocab_size))
+            return await service.gate.in_background(lambda: service.encoded(prompt))
+        return await service.gate.in_background(lambda: encode(prompt, model.codec, model.vocab_size))
 
 
 def _decoded(model: LoadedModel, ids: list[int]) -> str:

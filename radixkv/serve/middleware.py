@@ -15,6 +15,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from radixkv.serve.error_forms import error_response
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import IgnoredFields
 
@@ -55,7 +56,8 @@ class RequestMiddleware:
             await self._app(scope, receive, exchange.send)
         except Exception as error:
             if exchange.status is None:
-                await as_api_error(error).response()(scope, receive, exchange.send)
+                failed = error_response(scope["path"], as_api_error(error), scope["state"]["request_id"])
+                await failed(scope, receive, exchange.send)
             else:
                 _log.error("a response could not be finished", exc_info=error)
         finally:

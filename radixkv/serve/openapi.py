@@ -5,6 +5,8 @@ Bodies are described by their models, which check them. Responses are described 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from radixkv import __version__
 from radixkv.serve.access import KEY_HEADER
 from radixkv.serve.anthropic import openapi as anthropic
@@ -29,10 +31,10 @@ Every answer has the request's id in `X-Request-Id` and `Request-Id`. Unknown fi
 in the answer's `Warning`; with `--strict-fields` they are refused."""
 
 
-def document(model_name: str, settings: Settings) -> JsonObject:
-    """Return the whole document, for a server of this model."""
+def document(names: Sequence[str], settings: Settings) -> JsonObject:
+    """Return the whole document, for a server of models with these names."""
     schemas = bodies(_BODIES, strict=settings.strict_fields)
-    model = {"type": "string", "enum": [model_name], "description": "The model that this server has."}
+    model = {"type": "string", "enum": [*names], "description": "A model that this server has."}
     for named in (ChatBody, CompletionBody, ResponseBody):
         schemas[named.__name__]["properties"]["model"] = model
     for optional in (TokenizeBody, DetokenizeBody):
@@ -64,8 +66,8 @@ def document(model_name: str, settings: Settings) -> JsonObject:
             **openai_responses.paths(),
             "/tokenize": post("Token ids of a text or of a conversation", TokenizeBody, "Tokens"),
             "/detokenize": post("Text of token ids", DetokenizeBody, "Detokenized"),
-            "/v1/models": get("The model, as a list", json_of("Models"), 401, 403),
-            "/v1/models/{model}": get("The model", json_of("Model"), 401, 403, 404, parameters=[IN_PATH]),
+            "/v1/models": get("The models", json_of("Models"), 401, 403),
+            "/v1/models/{model}": get("One model", json_of("Model"), 401, 403, 404, parameters=[IN_PATH]),
             **dict.fromkeys(
                 ("/", "/api/hello", "/v1/version"), without_key(get("Name and version of the server", json_of("About")))
             ),
@@ -97,9 +99,11 @@ _ENDS: JsonObject = {"enum": ["stop", "length", "tool_calls"]}
 
 def _answers() -> JsonObject:
     """The schemas of all responses, by the names that `ref` takes."""
-    model = {"id": TEXT, "object": {"const": "model"}, "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT}
+    model = {"id": TEXT, "object": {"const": "model"}, "created": COUNT, "owned_by": TEXT}
     model |= {"type": {"const": "model"}, "display_name": TEXT, "created_at": {**TEXT, "format": "date-time"}}
-    model |= {"lifecycle": {"const": "active"}, "max_input_tokens": COUNT}
+    model |= {"lifecycle": {"const": "active"}, "aliases": array(TEXT)}
+    states: JsonObject = {"enum": ["unloaded", "loading", "loaded", "unloading", "failed"]}
+    model["status"] = answer({"value": states}, error=TEXT)
     page = {"has_more": {"const": False}, "first_id": TEXT, "last_id": TEXT}
     return {
         "ChatCompletion": _whole(
@@ -111,7 +115,7 @@ def _answers() -> JsonObject:
         ),
         "CompletionChunk": _chunk("text_completion", answer(_text_choice(maybe(_ENDS)))),
         "Usage": _usage(),
-        "Model": answer(model),
+        "Model": answer(model, max_model_len=COUNT, max_input_tokens=COUNT),
         "Models": answer({"object": {"const": "list"}, "data": array(ref("Model")), **page}),
         "Tokens": answer({"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)}),
         "Detokenized": answer({"prompt": TEXT}),

@@ -12,14 +12,10 @@ from types import FrameType
 
 import uvicorn
 
-from radixkv.chat import AsyncEngine
-from radixkv.errors import InvalidConstraint
-from radixkv.grammar.constraint import installed
-from radixkv.serve.app import create_app
+from radixkv.serve.app import application
 from radixkv.serve.http_parser import http_protocol
 from radixkv.serve.loading import address, bind
-from radixkv.serve.service import Service
-from radixkv.server_settings import Settings
+from radixkv.serve.served_models import Models
 
 __all__ = ["Server", "address", "bind"]
 
@@ -30,7 +26,7 @@ _KEEP_ALIVE = 75
 
 
 class Server(uvicorn.Server):
-    """Serve an engine until SIGINT or SIGTERM, then close the engine.
+    """Serve models until SIGINT or SIGTERM, then close their engines.
 
     On shutdown new requests are refused. Running requests have `drain_timeout` to finish, then they end with an error.
     A second signal, of either kind, drops all connections, and its number is stored in `cut_by`.
@@ -38,20 +34,18 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        engine: AsyncEngine,
-        settings: Settings,
+        models: Models,
         on_ready: Callable[[], None] | None = None,
         on_cut: Callable[[int], None] | None = None,
     ) -> None:
         """Call `on_ready` once connections are accepted, `on_cut` with the number of a second signal."""
-        self._engine, self._settings, self._on_ready, self._on_cut = engine, settings, on_ready, on_cut
+        self.models, self._on_ready, self._on_cut = models, on_ready, on_cut
         self._loop: asyncio.AbstractEventLoop | None = None
         self.cut_by: int | None = None
-        app = create_app(engine, settings)
-        self.service: Service = app.state.service
+        gate = models.gate
         config = uvicorn.Config(
-            app,
-            http=http_protocol(self.service.connections, settings.head_timeout),
+            application(models),
+            http=http_protocol(gate.connections, gate.settings.head_timeout),
             lifespan="on",
             log_config=None,
             access_log=False,
@@ -62,20 +56,17 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start accepting connections, once the tokenizer's table for constraints is built."""
+        """Start accepting connections, once the models are prepared."""
         self._loop = asyncio.get_running_loop()
-        if installed():  # later, the event loop would stand still meanwhile
-            with contextlib.suppress(InvalidConstraint):  # each constrained request is refused with the reason
-                await asyncio.to_thread(self._engine.client.inputs.grammars.prepare)
+        await self.models.prepare()
         await super().startup(sockets)
         if self.started and self._on_ready is not None:
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let running requests finish, and close the engine."""
-        drain = self._settings.drain_timeout
-        self.service.begin_shutdown()
-        closing = asyncio.create_task(self._engine.close(drain > 0, drain or None))
+        """Let running requests finish, and close the engines."""
+        self.models.gate.begin_shutdown()
+        closing = asyncio.create_task(self.models.close())
         cutting = asyncio.create_task(self._cut_after(closing))
         try:
             await super().shutdown(sockets)
@@ -91,7 +82,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal; called on the main thread, between any two of the event loop's instructions."""
         if not self.should_exit:
-            self.should_exit = self.service.ending = True
+            self.should_exit = self.models.gate.ending = True
             return
         self.cut_by, self.force_exit = sig, True
         if self._loop is not None:
@@ -100,7 +91,7 @@ class Server(uvicorn.Server):
             self._on_cut(sig)
 
     async def _cut_after(self, closing: asyncio.Task[None]) -> None:
-        """Wait for the engine, then a while for slow readers, and drop the connections."""
+        """Wait for the engines, then a while for slow readers, and drop the connections."""
         await asyncio.wait([closing])
         await asyncio.sleep(_GRACE)
         self._cut()

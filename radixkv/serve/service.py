@@ -1,15 +1,13 @@
-"""The state that all endpoints share: the engine, access control, conversations, metrics, and facts about the model."""
+"""What the endpoints share of one model: the engine, conversations, metrics, and facts about the model."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 
@@ -20,35 +18,23 @@ from radixkv.chat.thinking import CHANNEL, TAGS, THINK_START
 from radixkv.engine import Completion
 from radixkv.engine.input_processor import encode, template_text
 from radixkv.engine.request import TokenIds
-from radixkv.errors import EngineClosed, PromptTooLong, RequestTimedOut
+from radixkv.errors import PromptTooLong
 from radixkv.sampling.params import SamplingParams
-from radixkv.serve.access import SALT, Auth, StreamLease, StreamLimiter, namespace, read_body
 from radixkv.serve.bodies import without_effect
-from radixkv.serve.connections import Connections
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import TOO_LONG, ApiError, errors_about
-from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
+from radixkv.serve.fields import IgnoredFields
+from radixkv.serve.gate import Caller, Gate
 from radixkv.serve.message_schemas import template_texts
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.openai_responses.store import ResponseStore
-from radixkv.serve.responses import Interruptible, TurnUsage
+from radixkv.serve.responses import TurnUsage
 from radixkv.serve.role_order import RoleOrder
 from radixkv.serve.schemas import Dialogue
 from radixkv.serve.token_texts import TokenTexts
-from radixkv.server_settings import Settings
 
-Result = TypeVar("Result")
-_LARGE = 1 << 16  # bytes of a body whose parsing takes some milliseconds
 _LONG = 8  # characters per token of the context, beyond which the tokens of a text are counted before it is encoded
 _TAIL = 16  # maximum tokens of a thinking tag and white space after it
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The sender of a request: its tenant and its cache namespace."""
-
-    tenant: str | None
-    namespace: Hashable
 
 
 class Service:
@@ -57,16 +43,12 @@ class Service:
     `call_format` is the format of the model's tool calls, None if it is unknown. `hidden_tags` maps ids to the tags of
     thinking, channels and tool calls that are control tokens, which decoding leaves out. `has_channels` says that the
     model may write thinking and answer as separate messages. `role_order` is the template's.
-    `ending` says that a shutdown has begun.
     """
 
-    def __init__(self, engine: AsyncEngine, settings: Settings) -> None:
-        """Serve `engine`."""
-        self.engine = engine
-        self.settings = settings
-        self.auth = Auth(settings.api_keys)
-        self.limiter = StreamLimiter(settings)
-        self.connections = Connections(settings)
+    def __init__(self, engine: AsyncEngine, gate: Gate) -> None:
+        """Serve `engine` to the requests that pass `gate`."""
+        self.engine, self.gate = engine, gate
+        self.settings = settings = gate.settings
         self.model_name = settings.model_name or engine.model.name
         self.created = int(time.time())
         tokenizer = engine.model.codec
@@ -84,7 +66,7 @@ class Service:
             engine,
             self.model_name,
             history=lambda: self.conversations.stats,
-            refused=lambda: self.limiter.refused,
+            refused=lambda: gate.limiter.refused,
             vllm=settings.vllm_metrics,
         )
         self.token_texts = TokenTexts(tokenizer)
@@ -96,52 +78,6 @@ class Service:
         self.hidden_tags = _hidden_tags(tokenizer, shown, engine.model.stop_token_ids)
         self.has_channels = CHANNEL in template_text(tokenizer)
         self._longest_token = _longest_token(tokenizer)
-        # One thread, since a tokenizer is not thread-safe. It ends with the last reference to this object.
-        self.executor = ThreadPoolExecutor(1, "radixkv-serve")
-        self.ending = False
-        self._preparing: set[Interruptible] = set()  # of requests that are not submitted yet
-
-    def admit(self, request: Request, cleanup: ExitStack) -> StreamLease:
-        """Admit a request until `cleanup` closes, before its body is read; raise ApiError 401, 403 or 429."""
-        return cleanup.enter_context(self.limiter.admit(self._tenant(request)))
-
-    async def read(self, request: Request, check: Callable[[JsonObject, IgnoredFields | None], Result]) -> Result:
-        """Read a body and check it by `check(body, ignored)`; raise ApiError.
-
-        From then on, a `cache_salt` names the namespace of the request's caller. The response has a warning header
-        with the fields that `check` ignored; a strict server passes None instead. A large body is parsed on the
-        background thread, to keep the event loop free. The request's timeout starts when the body has arrived.
-        """
-        body = await read_body(request, self.settings)
-        ignored = None if self.settings.strict_fields else request.state.ignored
-        timeout = self.settings.timeout
-        request.state.deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-
-        def checked() -> Result:
-            given = parse_object(body)
-            request.state.cache_salt = given.get(SALT)
-            return check(given, ignored)
-
-        return await self.cancellable(request, self.in_background(checked)) if len(body) > _LARGE else checked()
-
-    async def cancellable(self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of `work`, which runs before a request is submitted to the engine.
-
-        `work` is cancelled if the client disconnects (ClientDisconnected), the request times out (RequestTimedOut) or
-        the server shuts down (EngineClosed). A call that is already running in the background continues, without
-        effect.
-        """
-        block = Interruptible(request.receive, request.state.deadline)
-        self._preparing.add(block)
-        try:
-            async with block:
-                if self.ending:
-                    block.interrupt(_ending())
-                return await work
-        except TimeoutError as error:
-            raise self._timed_out() from error
-        finally:
-            self._preparing.discard(block)
 
     async def compiled(self, request: Request, caller: Caller, params: SamplingParams) -> object:
         """Wait until the constraint of `params` is compiled, which later raises no other error than its refusal.
@@ -151,33 +87,8 @@ class Service:
         """
         compiling = self.engine.client.inputs.grammars.begin(params, caller.tenant)
         if compiling is not None and not compiling.done():
-            await self.cancellable(request, _finished(compiling))
+            await self.gate.cancellable(request, _finished(compiling))
         return compiling
-
-    def time_left(self, request: Request) -> float | None:
-        """Return the seconds until a request's deadline, None without one; raise RequestTimedOut."""
-        deadline: float | None = request.state.deadline
-        left = None if deadline is None else deadline - asyncio.get_running_loop().time()
-        if left is not None and left <= 0:
-            raise self._timed_out()
-        return left
-
-    def begin_shutdown(self) -> None:
-        """Cancel the requests that wait for the background thread. Call on the event loop."""
-        self.ending = True
-        for block in self._preparing:
-            block.interrupt(_ending())
-
-    def caller(self, request: Request) -> Caller:
-        """Return the sender of a request; raise ApiError 401, 403 or 429."""
-        tenant = self._tenant(request)
-        return Caller(tenant, namespace(tenant, request.headers, getattr(request.state, SALT, None)))
-
-    def _tenant(self, request: Request) -> str | None:
-        """Return the tenant of a request, to which its connection belongs from now on."""
-        tenant = self.auth.tenant(request.headers)
-        self.connections.claim(getattr(request.state, "connection", None), tenant)
-        return tenant
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 unless this is the model that is served."""
@@ -208,7 +119,7 @@ class Service:
                 asked = caller.namespace, messages, tools, session_key, arguments
                 return self.conversations.prompt(*asked, prefill=chat.prefill)
 
-        return await self.in_background(encoded)
+        return await self.gate.in_background(encoded)
 
     async def prompt_length(self, request: Request, chat: Dialogue) -> int:
         """Return the number of tokens of a conversation, which is encoded as for a reply; raise ApiError.
@@ -216,13 +127,13 @@ class Service:
         A prompt that exceeds the context is counted in pieces, since clients decide by its length how much to leave
         out.
         """
-        encoding = self.chat_prompt(self.caller(request), chat, ignored=request.state.ignored)
+        encoding = self.chat_prompt(self.gate.caller(request), chat, ignored=request.state.ignored)
         try:
-            return len((await self.cancellable(request, encoding)).ids)
+            return len((await self.gate.cancellable(request, encoding)).ids)
         except ApiError as error:
             if error.code != TOO_LONG:
                 raise
-        return await self.cancellable(request, self.count_tokens(chat))
+        return await self.gate.cancellable(request, self.count_tokens(chat))
 
     async def count_tokens(self, chat: Dialogue) -> int:
         """Return about the number of tokens of a conversation that may exceed the context; raise ApiError 400.
@@ -231,10 +142,10 @@ class Service:
         """
         with errors_about("messages"):
             options, tools = chat.template_options, chat.tools
-            arguments, _ = await self.in_background(lambda: self.conversations.arguments(options, tools))
+            arguments, _ = await self.gate.in_background(lambda: self.conversations.arguments(options, tools))
             counts = self.conversations.token_counts(chat.messages, tools, arguments)
             total = 0
-            while (count := await self.in_background(lambda: next(counts, None))) is not None:
+            while (count := await self.gate.in_background(lambda: next(counts, None))) is not None:
                 total += count
         return total
 
@@ -275,19 +186,9 @@ class Service:
         spent = TurnUsage.of(completions)
         log_fields.update(prompt=spent.prompt_tokens, output=spent.output_tokens, cached=spent.cached_tokens)
 
-    async def in_background(self, call: Callable[[], Result]) -> Result:
-        """Run `call` on the background thread for templates and tokenizers, and return its result.
-
-        If the waiting task is cancelled before `call` starts, it never runs.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self.executor, call)
-
-    def _timed_out(self) -> RequestTimedOut:
-        return RequestTimedOut(f"the request did not finish in time: {self.settings.timeout:g} s have passed")
-
 
 async def _finished(future: Future[Any]) -> None:
-    """Wait for a future, which does not refer to the waiting task, so that it is gone once nobody waits for it."""
+    """Wait for a future that does not refer to the waiting task: it is gone once no task waits for it."""
     loop, finished = asyncio.get_running_loop(), asyncio.Event()
 
     def finish(_: object) -> None:
@@ -296,10 +197,6 @@ async def _finished(future: Future[Any]) -> None:
 
     future.add_done_callback(finish)
     await finished.wait()
-
-
-def _ending() -> EngineClosed:
-    return EngineClosed("the server is ending")
 
 
 def _hidden_tags(tokenizer: Any | None, tags: Collection[str], stops: Collection[int]) -> dict[int, str]:

@@ -13,9 +13,10 @@ from starlette.requests import Request
 from radixkv.engine import AsyncHandle, Chunk, Origin
 from radixkv.engine.input_processor import EncodedPrompt, unbounded
 from radixkv.errors import PromptTooLong
+from radixkv.serve.gate import Caller
 from radixkv.serve.middleware import label_of
 from radixkv.serve.schemas import RequestOptions
-from radixkv.serve.service import Caller, Service
+from radixkv.serve.service import Service
 
 _AHEAD = 64  # chunks that may wait to be sent
 
@@ -44,7 +45,7 @@ async def start(
         engine.submit,
         prompt,
         namespace=caller.namespace,
-        timeout=service.time_left(request),
+        timeout=service.gate.time_left(request),
         session=session,
         sample=options.samples,
         origin=origin_of(request, caller.tenant),

@@ -122,15 +122,15 @@ async def open_turn(
     Raises ApiError (401, 403, 404, 429, or 400 for a wrong body, wrong messages or a long prompt), RequestTimedOut and
     EngineClosed. The `code` of a prompt that is too long is "context_length_exceeded".
     """
-    lease = service.admit(request, cleanup)
-    body = await service.read(request, read)
+    lease = service.gate.admit(request, cleanup)
+    body = await service.gate.read(request, read)
     options = body.options
-    caller = service.caller(request)
+    caller = service.gate.caller(request)
     if not any_model:
         service.check_model(options.model)
     lease.resize(options.params.width)
     encoding = service.chat_prompt(caller, body, options.session_key, ignored=request.state.ignored)
-    prompt = await service.cancellable(request, encoding)
+    prompt = await service.gate.cancellable(request, encoding)
     with errors_about("messages", options.constraint_field):
         if body.call_rule.constrains(options.params):
             options = await _constrained(service, body, prompt)
@@ -145,7 +145,7 @@ async def _constrained(service: Service, body: ChatRequest, prompt: ChatPrompt) 
     """Return the options whose parameters constrain the whole reply. Raises InvalidConstraint."""
     params, rule, calls = body.options.params, body.call_rule, body.reads_calls
     constrain = partial(service.conversations.constrained, params, prompt, rule, calls=calls)
-    return replace(body.options, params=await service.in_background(constrain))
+    return replace(body.options, params=await service.gate.in_background(constrain))
 
 
 class Turn:
@@ -279,7 +279,7 @@ class Turn:
         if service.settings.history_bytes:
             # Only cut replies need the tokenizer's thread, where long prompts may be waiting.
             whole = all(map(self._is_whole, replies))
-            await (asyncio.to_thread(remember) if whole else service.in_background(remember))
+            await (asyncio.to_thread(remember) if whole else service.gate.in_background(remember))
 
     def _is_whole(self, reply: Completion) -> bool:
         """Whether the text has all sampled tokens: no stop string or token of the client's ended it."""

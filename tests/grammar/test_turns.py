@@ -107,7 +107,7 @@ def test_constraints_of_clients_that_left_are_not_compiled(monkeypatch: pytest.M
             with socket.create_connection((address.host, address.port)) as connection:
                 connection.sendall(f"POST {address.path} HTTP/1.1\r\n{head}\r\n".encode() + request.content)
                 until(lambda word=word: (word,) in begun)
-        until(lambda: host.service.limiter.streams == 0)
+        until(lambda: host.service.gate.limiter.streams == 0)
         gate.release(100)
         assert httpx.post(url, json=body("stays"), timeout=30).status_code == 200
     assert len(compiled) < 40, "the first one, the latest ones that are kept, and the last"

@@ -22,6 +22,7 @@ from radixkv import AsyncEngine, Engine
 from radixkv.chat.messages import Message
 from radixkv.serve import Settings, create_app
 from radixkv.serve.schemas import read_chat
+from radixkv.serve.served_models import OneModel
 from radixkv.serve.server import Server, address, bind
 from radixkv.serve.service import Service
 from tests.engine.fakes import FakeModel, FakeRunner, check, make_engine
@@ -108,10 +109,10 @@ def served(settings: Settings | None = None, **options: Any) -> Iterator[Served]
     engine, runner = make_engine(**options)
     app = create_app(AsyncEngine(engine), settings)
     with engine, TestClient(app, LOCAL) as client:
-        yield Served(client, engine, runner, app.state.service)
+        yield Served(client, engine, runner, app.state.models.service)
         if runner.gate is None and engine.client.thread._thread.is_alive():
             check(engine)
-            assert app.state.service.limiter.streams == 0
+            assert app.state.models.service.gate.limiter.streams == 0
 
 
 @dataclass
@@ -124,10 +125,7 @@ class Hosted:
     runner: FakeRunner
     server: Server
     thread: threading.Thread
-
-    @property
-    def service(self) -> Service:
-        return self.server.service
+    service: Service
 
     def stop(self) -> None:
         """Do the same as Ctrl-C."""
@@ -155,13 +153,14 @@ def hosted_engine(
     ready = threading.Event()
     with engine, bind("127.0.0.1", 0) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # else the kernel buffers much for slow readers
-        server = Server(AsyncEngine(engine), settings or Settings(port=0, drain_timeout=5), ready.set)
+        models = OneModel(AsyncEngine(engine), settings or Settings(port=0, drain_timeout=5))
+        server = Server(models, ready.set)
         server.config.app = around(server.config.app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
             assert ready.wait(20)
-            yield Hosted(address(sock), sock.getsockname()[1], engine, runner, server, thread)
+            yield Hosted(address(sock), sock.getsockname()[1], engine, runner, server, thread, models.service)
         finally:
             if runner.gate is not None:
                 runner.gate.release(100_000)

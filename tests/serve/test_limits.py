@@ -56,7 +56,7 @@ def test_a_request_beyond_the_limit_gets_a_time_to_retry():
         for each in inside:
             each.start()
         assert host.runner.began.acquire(timeout=20)
-        until(lambda: host.service.limiter.streams == 3)
+        until(lambda: host.service.gate.limiter.streams == 3)
         refused = ask(host, body)
         counted = httpx.post(f"{host.url}/tokenize", json={"prompt": "x"}, timeout=30)
         host.runner.gate.release(1000)
@@ -77,11 +77,11 @@ def test_a_body_counts_before_it_is_there(path):
     with hosted(Settings(max_running=1, max_waiting=0, body_timeout=20)) as host:
         with socket.create_connection(("127.0.0.1", host.port), 20) as slow:
             slow.sendall(head + b"{")
-            until(lambda: host.service.limiter.streams == 1)
+            until(lambda: host.service.gate.limiter.streams == 1)
             with socket.create_connection(("127.0.0.1", host.port), 20) as another:
                 another.sendall(head)  # the server does not wait for the missing rest
                 assert another.recv(10_000).startswith(b"HTTP/1.1 429 ")
-        until(lambda: host.service.limiter.streams == 0)  # its client disconnected
+        until(lambda: host.service.gate.limiter.streams == 0)  # its client disconnected
 
 
 @contextmanager
@@ -89,9 +89,9 @@ def busy(host):
     """Occupy the background thread with the prompt of another request."""
     others = threading.Event()
     try:
-        host.service.executor.submit(others.wait, 120)  # longer than `until` waits
+        host.service.gate.executor.submit(others.wait, 120)  # longer than `until` waits
         yield
-        assert not others.is_set() and host.service.limiter.streams == 0
+        assert not others.is_set() and host.service.gate.limiter.streams == 0
     finally:
         others.set()
 
@@ -115,9 +115,9 @@ def test_leaving_before_a_prompt_is_encoded_frees_its_place(path, asked):
     with hosted() as host, busy(host):
         with socket.create_connection(("127.0.0.1", host.port), 20) as client:
             client.sendall(head + body)
-            until(lambda: host.service.executor._work_queue.qsize() == 1)
-            assert host.service.limiter.streams == 1
-        until(lambda: host.service.limiter.streams == 0)
+            until(lambda: host.service.gate.executor._work_queue.qsize() == 1)
+            assert host.service.gate.limiter.streams == 1
+        until(lambda: host.service.gate.limiter.streams == 0)
 
 
 @pytest.mark.parametrize(("path", "asked"), WAITING)
@@ -141,7 +141,7 @@ def test_the_engine_has_the_time_that_is_left(monkeypatch):
         over = SimpleNamespace(state=SimpleNamespace(deadline=0.0))  # after encoding, before submitting
 
         async def left() -> None:
-            server.service.time_left(over)
+            server.service.gate.time_left(over)
 
         with pytest.raises(RequestTimedOut, match="100 s have passed"):
             asyncio.run(left())

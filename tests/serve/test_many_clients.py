@@ -88,7 +88,7 @@ def test_clients_that_leave_in_the_middle_free_everything(endpoint: Endpoint) ->
 
 
 def is_freed(host: Hosted) -> None:
-    until(lambda: host.service.limiter.streams == 0 and not host.engine.core.scheduler.running)
+    until(lambda: host.service.gate.limiter.streams == 0 and not host.engine.core.scheduler.running)
     assert not host.service.responses.running
     check(host.engine)
 

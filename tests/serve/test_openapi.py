@@ -20,7 +20,7 @@ from radixkv.serve.openapi import document
 from radixkv.serve.role_order import ANY_ORDER
 from tests.serve.served import ASKED, CHAT, LOCAL, fake_model, says, served
 
-DOCUMENT = document("fake", Settings())
+DOCUMENT = document(["fake"], Settings())
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
 MANY = 20 if os.environ.get("RADIXKV_LONG") == "1" else 6  # examples in `make test-all`
 NOT_GET = [(path, method) for path, method in OPERATIONS if method != "get"]  # a GET has no body
@@ -213,7 +213,7 @@ def test_the_statuses_of_each_path_are_those_that_it_gives() -> None:
         for operation, answer in given.items():
             documented = responses(*operation)[str(answer.status_code)]
             assert ("www-authenticate" in answer.headers) == ("WWW-Authenticate" in documented.get("headers", {}))
-        with server.service.limiter.admit("ada"):
+        with server.service.gate.limiter.admit("ada"):
             key = {"Authorization": "Bearer ada-secret"}
             full = server.post("/tokenize", {"prompt": "x"}, headers=key)
         assert full.status_code == 429 and full.headers["retry-after"] == "1"
@@ -226,7 +226,7 @@ def test_the_statuses_of_each_path_are_those_that_it_gives() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/responses"])
 def test_optional_fields_may_be_null_and_a_strict_server_documents_no_others(path):
-    body, strict = body_of(path), document("fake", Settings(strict_fields=True))
+    body, strict = body_of(path), document(["fake"], Settings(strict_fields=True))
     read, given = {
         "/v1/chat/completions": (schemas.read_chat, {"messages": CHAT["messages"]}),
         "/v1/completions": (schemas.read_completion, {"prompt": "x"}),

@@ -78,7 +78,7 @@ def test_retries_of_clients_that_leave_in_the_middle_of_a_reply(path: str) -> No
                 parts = stream.iter_raw()  # kept: an iterator that is dropped closes the connection
                 next(parts)
                 until(lambda before=before: host.engine.stats().output_tokens > before)  # type: ignore[misc]
-            until(lambda: host.service.limiter.streams == 0)
+            until(lambda: host.service.gate.limiter.streams == 0)
         stats = host.engine.stats()
         prompt = stats.prompt_tokens // RETRIES
         assert stats.prompt_tokens == RETRIES * prompt and prompt > 250
@@ -92,7 +92,7 @@ def test_an_abandoned_prefill_is_not_computed_twice() -> None:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{host.url}/v1/chat/completions", json=BODY, timeout=0.5)
         host.runner.gate.release(2)
-        until(lambda: host.service.limiter.streams == 0)
+        until(lambda: host.service.gate.limiter.streams == 0)
         host.runner.gate.release(1000)
         usage = ask(host, BODY).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= 64

@@ -74,7 +74,7 @@ def sockets() -> Iterator[ExitStack]:
 def test_half_bodies_of_one_key_leave_room_for_another(sockets: ExitStack) -> None:
     with hosted(Settings(api_keys=KEYS, max_running=4, max_waiting=4)) as host:
         held = [sockets.enter_context(connected(host, head() + b"{")) for _ in range(4)]
-        until(lambda: host.service.limiter.streams == 4)
+        until(lambda: host.service.gate.limiter.streams == 4)
         for _ in range(20):
             with connected(host, head() + b"{") as another:
                 assert another.recv(20) == b"HTTP/1.1 429 Too Man"
@@ -82,7 +82,7 @@ def test_half_bodies_of_one_key_leave_room_for_another(sockets: ExitStack) -> No
         assert send(host, "ben").status_code == 200
         for each in held:
             each.close()
-        until(lambda: host.service.limiter.streams == 0)
+        until(lambda: host.service.gate.limiter.streams == 0)
         assert send(host, "ann").status_code == 200
 
 
@@ -107,13 +107,13 @@ def test_connections_of_one_key_leave_room_for_another(parser: None, sockets: Ex
     with hosted(Settings(api_keys=KEYS, max_connections=8, drain_timeout=0.2)) as host:
         for _ in range(4):
             sockets.enter_context(connected(host, head() + b"{"))
-        until(lambda: host.service.limiter.streams == 4)
+        until(lambda: host.service.gate.limiter.streams == 4)
         for _ in range(10):
             with connected(host, whole()) as another:
                 assert answered(another) == b"HTTP/1.1 429 Too Many Requests"
                 assert is_closed(another)
         assert send(host, "ben").status_code == 200
-        until(lambda: len(host.service.connections) == 4)
+        until(lambda: len(host.service.gate.connections) == 4)
 
 
 def test_an_idle_connection_of_the_key_goes_first(parser: None, sockets: ExitStack) -> None:
@@ -129,27 +129,27 @@ def test_an_idle_connection_of_the_key_goes_first(parser: None, sockets: ExitSta
         assert answered(held[1]) == b"HTTP/1.1 200 OK"
         held[1].sendall(whole("ben"))
         assert answered(held[1]) == b"HTTP/1.1 200 OK"
-        assert dict(host.service.connections._counts) == {"ann": 1, "ben": 1}
+        assert dict(host.service.gate.connections._counts) == {"ann": 1, "ben": 1}
 
 
 @pytest.mark.long
 def test_at_the_limit_idle_connections_go_first_and_busy_ones_stay(parser: None, sockets: ExitStack) -> None:
     with hosted(Settings(max_connections=3, drain_timeout=0.2)) as host:
         busy = [sockets.enter_context(connected(host, head(None) + b"{"))]
-        until(lambda: host.service.limiter.streams == 1)
+        until(lambda: host.service.gate.limiter.streams == 1)
         idle = [sockets.enter_context(connected(host)) for _ in range(2)]
-        until(lambda: len(host.service.connections) == 3)
+        until(lambda: len(host.service.gate.connections) == 3)
         busy.append(sockets.enter_context(connected(host, head(None) + b"{")))
         assert is_closed(idle[0])
-        until(lambda: host.service.limiter.streams == 2)
+        until(lambda: host.service.gate.limiter.streams == 2)
         busy.append(sockets.enter_context(connected(host, head(None) + b"{")))
         assert is_closed(idle[1])
-        until(lambda: host.service.limiter.streams == 3)
+        until(lambda: host.service.gate.limiter.streams == 3)
         with connected(host, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as refused:
             assert is_closed(refused)
-        assert len(host.service.connections) == 3
+        assert len(host.service.gate.connections) == 3
         busy.pop().close()
-        until(lambda: len(host.service.connections) == 2)
+        until(lambda: len(host.service.gate.connections) == 2)
         assert httpx.get(f"{host.url}/health", timeout=20).status_code == 200
 
 
@@ -164,7 +164,7 @@ def test_headers_that_do_not_arrive_end_the_connection(parser: None, begun: byte
         if begun:
             later.sendall(begun)
             assert is_closed(later)
-        until(lambda: len(host.service.connections) == 0 or not begun)
+        until(lambda: len(host.service.gate.connections) == 0 or not begun)
 
 
 def test_a_request_with_headers_has_its_own_times(parser: None, sockets: ExitStack) -> None:

@@ -79,9 +79,9 @@ def test_streams_finish_and_nothing_new_begins():
 def test_health_is_503_from_the_beginning_of_a_shutdown():
     with hosted() as host, httpx.Client(base_url=host.url) as client:
         assert client.get("/health").status_code == 200
-        host.service.ending = True
+        host.service.gate.ending = True
         assert client.get("/health").status_code == 503
-        host.service.ending = False
+        host.service.gate.ending = False
         host.runner.gate = threading.Semaphore(2)
         asked = asking(host, LONG, [])
         assert host.runner.began.acquire(timeout=20)
@@ -98,7 +98,7 @@ def test_health_is_503_from_the_beginning_of_a_shutdown():
 def test_a_signal_changes_the_health_at_once():
     with hosted() as host:
         host.server.handle_exit(signal.SIGTERM, None)
-        assert host.service.ending
+        assert host.service.gate.ending
 
 
 def test_what_does_not_finish_in_time_is_told_so():
@@ -121,14 +121,14 @@ def test_a_request_that_waits_for_the_encoder_ends_at_once(path):
     others = threading.Event()
     with hosted(Settings(drain_timeout=60)) as host:
         try:
-            host.service.executor.submit(others.wait, 120)
+            host.service.gate.executor.submit(others.wait, 120)
             answers: list[httpx.Response] = []
             body = {"model": "fake", "messages": CHAT["messages"]}
             client = threading.Thread(
                 target=lambda: answers.append(httpx.post(host.url + path, json=body, timeout=30)),
             )
             client.start()
-            until(lambda: host.service.executor._work_queue.qsize() == 1)
+            until(lambda: host.service.gate.executor._work_queue.qsize() == 1)
             host.stop()
             client.join(20)
             host.thread.join(20)
@@ -175,7 +175,7 @@ def test_a_client_that_does_not_read_to_the_end_is_cut_off(monkeypatch, caplog):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", host.port))
         client.sendall(head + body)
-        until(lambda: host.service.limiter.streams == 1)
+        until(lambda: host.service.gate.limiter.streams == 1)
         assert client.recv(10)
         host.stop()
         host.thread.join(20)

@@ -118,7 +118,7 @@ def test_a_reply_comes_to_its_end_while_others_prompts_are_encoded(stream):
             client.start()
             for _ in range(4):
                 assert host.runner.began.acquire(timeout=20)
-            host.service.executor.submit(others.wait, 120)
+            host.service.gate.executor.submit(others.wait, 120)
             host.runner.gate.release(100)
             client.join(20)
             assert answers and not others.is_set()
@@ -137,7 +137,7 @@ def test_leaving_frees_a_request_within_a_step():
             for _ in range(steps + 1):
                 assert host.runner.began.acquire(timeout=20)
             leave(client)
-            until(lambda host=host: host.service.limiter.streams == 0)  # the server has cancelled the request
+            until(lambda host=host: host.service.gate.limiter.streams == 0)  # the server has cancelled the request
             host.runner.gate.release()  # the running step
             until(lambda host=host: not host.engine.core.scheduler.running)
             assert len(host.runner.steps) == steps + 1
@@ -156,7 +156,7 @@ def test_leaving_frees_the_requests_of_all_prompts():
             for _ in range(4):
                 assert host.runner.began.acquire(timeout=20)
             leave(client)
-            until(lambda host=host: host.service.limiter.streams == 0)
+            until(lambda host=host: host.service.gate.limiter.streams == 0)
             host.runner.gate.release(100)
             until(lambda host=host: host.engine.stats().cancelled == 3)
             check(host.engine)
@@ -189,7 +189,7 @@ def test_a_slow_reader_slows_no_other():
         assert host.engine.stats().finished == 2  # the slow reader missed nothing, and the others are still paused
         for each in dawdlers:
             leave(each)
-        until(lambda: host.service.limiter.streams == 0)
+        until(lambda: host.service.gate.limiter.streams == 0)
         check(host.engine)
 
 
@@ -199,7 +199,7 @@ def test_who_never_reads_is_left(caplog):
     with hosted(Settings(send_timeout=0.2)) as host:
         dawdler = send(host, wordy, receive_buffer=4096)
         until(lambda: host.engine.stats().cancelled == 1)
-        until(lambda: host.service.limiter.streams == 0)
+        until(lambda: host.service.gate.limiter.streams == 0)
         leave(dawdler)
         check(host.engine)
     assert "client=stopped reading" in caplog.text
@@ -313,7 +313,7 @@ def test_clients_of_all_kinds_leave_nothing():
             each.start()
         for each in clients:
             each.join(30)
-        until(lambda: host.service.limiter.streams == 0)
+        until(lambda: host.service.gate.limiter.streams == 0)
         until(lambda: host.engine.stats().running + host.engine.stats().waiting == 0)
         check(host.engine)
     assert len(whole) > 10 and set(whole) == {said}

@@ -5,37 +5,18 @@ Clients send names of Anthropic's models, so every name is served, unless the se
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from radixkv.serve.anthropic.errors import error_response
 from radixkv.serve.anthropic.events import MessageEncoder
 from radixkv.serve.anthropic.schemas import Dialect, read_count, read_message
-from radixkv.serve.errors import as_api_error
 from radixkv.serve.service import Service
 from radixkv.serve.turn import respond
 
-Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
-
-def _with_errors(endpoint: Endpoint) -> Endpoint:
-    """Return errors of an endpoint in Anthropic's form."""
-
-    @wraps(endpoint)
-    async def answer(service: Service, request: Request) -> Response:
-        try:
-            return await endpoint(service, request)
-        except Exception as error:
-            return error_response(as_api_error(error), request.state.request_id)
-
-    return answer
-
-
-@_with_errors
 async def create(service: Service, request: Request) -> Response:
     """Respond to one request for a message."""
     encoder = partial(MessageEncoder, request_id=request.state.request_id)
@@ -43,12 +24,11 @@ async def create(service: Service, request: Request) -> Response:
     return await respond(service, request, read, encoder, any_model=not service.settings.strict_fields)
 
 
-@_with_errors
 async def count_tokens(service: Service, request: Request) -> Response:
     """Respond with the length of a prompt."""
     with ExitStack() as cleanup:
-        service.admit(request, cleanup)
-        body = await service.read(request, partial(read_count, dialect=_dialect(service)))
+        service.gate.admit(request, cleanup)
+        body = await service.gate.read(request, partial(read_count, dialect=_dialect(service)))
         if service.settings.strict_fields:
             service.check_model(body.model)
         return JSONResponse({"input_tokens": await service.prompt_length(request, body)})

@@ -18,12 +18,14 @@ from radixkv.errors import RequestCancelled
 from radixkv.serve.access import SALT, namespace
 from radixkv.serve.errors import TOO_LONG, ApiError
 from radixkv.serve.fields import IgnoredFields, JsonObject
+from radixkv.serve.gate import Caller
 from radixkv.serve.openai_responses.events import ResponseEvents, Status
 from radixkv.serve.openai_responses.schemas import ResponseRequest, read_response
 from radixkv.serve.openai_responses.store import Items, Running, StoredResponse
 from radixkv.serve.reply import Piece
 from radixkv.serve.responses import COMMENT
-from radixkv.serve.service import Caller, Service
+from radixkv.serve.served_models import HasResponses
+from radixkv.serve.service import Service
 from radixkv.serve.turn import End, Step, Turn, respond
 
 
@@ -44,8 +46,8 @@ async def create(service: Service, request: Request) -> Response:
 async def input_tokens(service: Service, request: Request) -> Response:
     """Return the length of a prompt; raise ApiError or RadixKVError."""
     with ExitStack() as cleanup:
-        service.admit(request, cleanup)
-        body = await service.read(request, _Reading(service, request))
+        service.gate.admit(request, cleanup)
+        body = await service.gate.read(request, _Reading(service, request))
         service.check_model(body.options.model)
         try:
             tokens = await service.prompt_length(request, body)
@@ -54,32 +56,32 @@ async def input_tokens(service: Service, request: Request) -> Response:
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
-async def retrieve(service: Service, request: Request) -> Response:
+async def retrieve(model: HasResponses, request: Request) -> Response:
     """Return a stored response, or one that is being streamed; raise ApiError 404 if there is none."""
     if request.query_params.get("stream", "false") not in ("false", "0"):
         raise ApiError(400, "a stored response cannot be streamed: leave out stream", param="stream")
-    running = _running(service, request)
-    return JSONResponse(_stored(service, request).response if running is None else running.response())
+    running = _running(model, request)
+    return JSONResponse(_stored(model, request).response if running is None else running.response())
 
 
-async def delete(service: Service, request: Request) -> Response:
+async def delete(model: HasResponses, request: Request) -> Response:
     """Delete a stored response; raise ApiError 404 if there is none."""
-    caller, number = service.caller(request), request.path_params["response_id"]
-    if not service.responses.delete(caller.tenant, caller.namespace, number):
+    caller, number = model.gate.caller(request), request.path_params["response_id"]
+    if not model.responses.delete(caller.tenant, caller.namespace, number):
         _not_found(number)
     return JSONResponse({"id": number, "object": "response", "deleted": True})
 
 
-async def cancel(service: Service, request: Request) -> Response:
+async def cancel(model: HasResponses, request: Request) -> Response:
     """Stop a response that is being streamed, and return it; a stored response is returned as it is."""
-    running = _running(service, request)
+    running = _running(model, request)
     if running is not None:
         running.cancel()
         return JSONResponse({**running.response(), "status": "cancelled"})
-    return JSONResponse(_stored(service, request).response)
+    return JSONResponse(_stored(model, request).response)
 
 
-async def input_items(service: Service, request: Request) -> Response:
+async def input_items(model: HasResponses, request: Request) -> Response:
     """Return the items of the conversation before a stored response, the newest first."""
     query = request.query_params
     order, limit = query.get("order", "desc"), query.get("limit", "20")
@@ -87,7 +89,7 @@ async def input_items(service: Service, request: Request) -> Response:
         raise ApiError(400, 'order can be "asc" or "desc"', param="order", code="invalid_value")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
         raise ApiError(400, "limit must be from 1 to 100", param="limit", code="invalid_value")
-    items = [_listed(item) for item in _stored(service, request).input_items]
+    items = [_listed(item) for item in _stored(model, request).input_items]
     if order == "desc":
         items.reverse()
     after = query.get("after")
@@ -196,7 +198,7 @@ class ResponseAnswer:
         (reply,) = await self._turn.replies()
         thought = 0
         if reply.thinking:
-            thought = len(await self._service.in_background(lambda: self._service.encoded(reply.thinking)))
+            thought = len(await self._service.gate.in_background(lambda: self._service.encoded(reply.thinking)))
         computed = used.prompt_tokens - used.cached_tokens
         return {
             "input_tokens": used.prompt_tokens,
@@ -212,7 +214,7 @@ class _Reading:
 
     def __init__(self, service: Service, request: Request) -> None:
         self.request: ResponseRequest | None = None
-        self.caller = service.caller(request)
+        self.caller = service.gate.caller(request)
         self._service, self._http = service, request
 
     def __call__(self, body: JsonObject, ignored: IgnoredFields | None) -> ResponseRequest:
@@ -243,14 +245,14 @@ def _about_input(error: ApiError) -> ApiError:
     return error
 
 
-def _stored(service: Service, request: Request) -> StoredResponse:
-    caller, number = service.caller(request), request.path_params["response_id"]
-    found = service.responses.get(caller.tenant, caller.namespace, number)
+def _stored(model: HasResponses, request: Request) -> StoredResponse:
+    caller, number = model.gate.caller(request), request.path_params["response_id"]
+    found = model.responses.get(caller.tenant, caller.namespace, number)
     return _not_found(number) if found is None else found
 
 
-def _running(service: Service, request: Request) -> Running | None:
-    return service.responses.running.get((service.caller(request).namespace, request.path_params["response_id"]))
+def _running(model: HasResponses, request: Request) -> Running | None:
+    return model.responses.running.get((model.gate.caller(request).namespace, request.path_params["response_id"]))
 
 
 def _not_found(number: str) -> NoReturn:

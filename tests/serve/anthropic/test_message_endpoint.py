@@ -98,7 +98,7 @@ def test_limits_and_failures_are_errors_of_this_form():
         assert failed(server, content=b"x" * 2000)[:2] == (413, "request_too_large")
         assert failed(server, content=b"{")[:2] == (400, "invalid_request_error")
         assert failed(server, content=rb'{"model": "\ud800", "messages": []}')[:2] == (400, "invalid_request_error")
-    with served(Settings(max_running=1, max_waiting=0)) as server, server.service.limiter.admit(None):
+    with served(Settings(max_running=1, max_waiting=0)) as server, server.service.gate.limiter.admit(None):
         answer = server.post("/v1/messages", BODY)
         assert answer.headers["retry-after"] == "1"
         assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
@@ -389,7 +389,7 @@ def test_tenants_share_no_hits_and_sessions_of_a_tenant_do(tiny: TestClient):
 
 
 def test_messages_and_events_are_as_documented():
-    paths, components = (document("fake", Settings())[part] for part in ("paths", "components"))
+    paths, components = (document(["fake"], Settings())[part] for part in ("paths", "components"))
 
     def fits(schema: Any, value: Any) -> bool:
         return bool(jsonschema_rs.Draft202012Validator({**schema, "components": components}).is_valid(value))

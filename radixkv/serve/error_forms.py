@@ -1,0 +1,13 @@
+"""The form of an error is that of the API to which its path belongs; OpenAI's for other paths."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from radixkv.serve.anthropic.errors import error_response as anthropics
+from radixkv.serve.errors import ApiError
+
+
+def error_response(path: str, error: ApiError, request_id: str) -> Response:
+    """Return the response to a request of this path that failed."""
+    return anthropics(error, request_id) if path.removeprefix("/v1").startswith("/messages") else error.response()
