@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
 from typing import Any, Literal
 
+from radixkv.durations import parse_duration
 from radixkv.errors import InvalidInput
 from radixkv.sizing.kv_size import parse_size
 
@@ -23,10 +24,10 @@ def _setting(default: Any, help: str, kind: type = str, *, least: float | None =
     return field(default=default, metadata={"help": help, "kind": kind, "least": least, "option": option})
 
 
-def _size(default: str, help: str, *, least: int = 0, option: str = "") -> Any:
+def _size(default: str | None, help: str, *, least: int = 0, option: str = "") -> Any:
     """Declare a number of bytes, which is a size such as 8MiB on the command line."""
-    metadata = {"help": help, "kind": str, "least": least, "option": option, "size": default}
-    return field(default=parse_size(default), metadata=metadata)
+    metadata = {"help": help, "kind": str, "least": least, "option": option, "size": True, "text": default}
+    return field(default=None if default is None else parse_size(default), metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,24 @@ class Settings:
     response_bytes: int = _size(
         "64MiB", "memory of each tenant for stored responses of /v1/responses; 0 for none", option="response_memory"
     )
+    keep_alive: float = field(
+        default=300.0,
+        metadata={
+            "help": "how long an idle model of several stays in memory: seconds, or a duration such as 90s, 5m or 1h; "
+            "-1 for ever, 0 not at all. A request of Ollama's API may set it",
+            "kind": str,
+            "text": "5m",
+        },
+    )
+    load_timeout: float = _setting(
+        60.0, "seconds for which a request waits until its model, one of several, is loaded", float, least=0.001
+    )
+    max_loaded: int | None = _setting(
+        None, "most models in memory at once; the idle one that was used least recently makes room", int, least=1
+    )
+    model_memory: int | None = _size(
+        None, "memory that all loaded models may take: weights, pools and host memory (default: no limit)", least=1
+    )
     vllm_metrics: bool = _setting(False, "export the metrics under vLLM's names as well")
 
     def __post_init__(self) -> None:
@@ -116,6 +135,7 @@ class Settings:
             raise InvalidInput(f"port must be a number from 0 (any that is free) to 65535, got {self.port}")
         if self.history not in MODES:
             raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {self.history!r}")
+        object.__setattr__(self, "keep_alive", parse_duration(self.keep_alive))
         self._check_keys()
 
     @property

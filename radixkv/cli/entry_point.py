@@ -27,9 +27,19 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command, in addition to Ctrl-C."""
 _METAVARS = {
     **dict.fromkeys(
-        ("kv_memory", "state_memory", "host_memory", "disk_memory", "max_body", "history_bytes", "response_bytes"),
+        (
+            "kv_memory",
+            "state_memory",
+            "host_memory",
+            "disk_memory",
+            "max_body",
+            "history_bytes",
+            "response_bytes",
+            "model_memory",
+        ),
         "SIZE",
     ),
+    "keep_alive": "DURATION",
     "eviction": "POLICY",
     "record": "FILE",
     "disk_cache": "FOLDER",
@@ -70,12 +80,12 @@ def add_settings(
         if setting.name not in names:
             continue
         declared = setting.metadata
-        name, default = declared.get("option") or setting.name, declared.get("size", setting.default)
+        name, default = declared.get("option") or setting.name, declared.get("text", setting.default)
         option = f"--{name.replace('_', '-')}"
         if default is False:
             group.add_argument(option, action="store_true", help=declared["help"])
             continue
-        is_number = isinstance(default, int) or declared["least"] is not None
+        is_number = isinstance(default, int) or declared.get("least") is not None
         kind = declared.get("kind") or (int if is_number else str)
         shown = "" if default in (None, "auto") else f" (default {default})"
         group.add_argument(

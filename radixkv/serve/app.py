@@ -43,7 +43,7 @@ def application(models: Models) -> Starlette:
         yield
 
     app = Starlette(
-        routes=_with_aliases([*_own_routes(models), *_model_routes(models)]),
+        routes=[*models.routes(), *_with_aliases([*_own_routes(models), *_model_routes(models)])],
         middleware=[Middleware(RequestMiddleware)],
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
         lifespan=lifespan,
@@ -137,7 +137,7 @@ async def metrics(models: Models, request: Request) -> Response:
 async def openapi(models: Models, _: Request) -> Response:
     """Return the OpenAPI document. Needs no key."""
     names = [name for each in models.statuses() for name in (each.name, *each.aliases)]
-    return JSONResponse(document(names, models.gate.settings))
+    return JSONResponse(document(names, models.gate.settings, several=bool(models.routes())))
 
 
 async def list_models(models: Models, request: Request) -> Response:

@@ -15,8 +15,18 @@ from radixkv.serve.fields import JsonObject
 from radixkv.serve.json_schemas import COUNT, STRING, TEXT, answer, array, bodies, maybe, ref
 from radixkv.serve.openai_responses import openapi as openai_responses
 from radixkv.serve.openai_responses.schemas import ResponseBody
-from radixkv.serve.openapi_operations import DONE, IN_PATH, PROMETHEUS, event_stream, get, json_of, post, without_key
-from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from radixkv.serve.openapi_operations import (
+    DONE,
+    IN_PATH,
+    PROMETHEUS,
+    event_stream,
+    get,
+    json_of,
+    post,
+    responses_of,
+    without_key,
+)
+from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
 from radixkv.server_settings import Settings
 
 _BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessageBody, PromptBody, ResponseBody)
@@ -31,9 +41,9 @@ Every answer has the request's id in `X-Request-Id` and `Request-Id`. Unknown fi
 in the answer's `Warning`; with `--strict-fields` they are refused."""
 
 
-def document(names: Sequence[str], settings: Settings) -> JsonObject:
-    """Return the whole document, for a server of models with these names."""
-    schemas = bodies(_BODIES, strict=settings.strict_fields)
+def document(names: Sequence[str], settings: Settings, *, several: bool = False) -> JsonObject:
+    """Return the whole document, for a server of models with these names, which it loads and unloads if `several`."""
+    schemas = bodies((*_BODIES, *((ModelBody,) if several else ())), strict=settings.strict_fields)
     model = {"type": "string", "enum": [*names], "description": "A model that this server has."}
     for named in (ChatBody, CompletionBody, ResponseBody):
         schemas[named.__name__]["properties"]["model"] = model
@@ -76,6 +86,7 @@ def document(names: Sequence[str], settings: Settings) -> JsonObject:
             ),
             "/load": get("Number of replies that are requested now", json_of("Load"), 401, 403),
             "/metrics": get("Counters and gauges, as Prometheus reads them", PROMETHEUS, 401, 403, 503),
+            **(_loads() if several else {}),
             "/openapi.json": without_key(get("This document", {"application/json": {"schema": {"type": "object"}}})),
         },
         "components": {
@@ -86,6 +97,14 @@ def document(names: Sequence[str], settings: Settings) -> JsonObject:
             },
         },
     }
+
+
+def _loads() -> JsonObject:
+    """The paths by which models are loaded and unloaded."""
+    load = post("Load a model, and wait for that", ModelBody, "Done")
+    unload = post("Unload a model, and wait for that", ModelBody, "Done")
+    unload["post"]["responses"]["409"] = responses_of("", {}, 409)["409"]
+    return {"/models/load": load, "/models/unload": unload}
 
 
 # ---- responses
@@ -121,6 +140,7 @@ def _answers() -> JsonObject:
         "Detokenized": answer({"prompt": TEXT}),
         "Load": answer({"server_load": COUNT}),
         "About": answer({"name": {"const": "radixkv"}, "version": TEXT}),
+        "Done": answer({"success": {"const": True}}),
         "Health": answer({"status": {"const": "ok"}}),
         "Error": answer({"error": answer({"message": TEXT, "type": TEXT, "param": STRING, "code": STRING})}),
     }

@@ -91,6 +91,7 @@ _WHY = {
     403: "A server without API keys was asked by a name that is not this machine's",
     404: "No such model, or no such response",
     408: "The body did not arrive in time",
+    409: "The model has running requests",
     413: "The body is too large",
     415: "The body is compressed",
     429: "Too much is being answered already",

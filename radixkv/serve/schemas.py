@@ -271,6 +271,12 @@ class CompletionBody(Options):
     )
 
 
+class ModelBody(Body):
+    """The body of POST /models/load and /models/unload."""
+
+    model: str
+
+
 class TokenizeBody(TemplateFields):
     """The body of POST /tokenize."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import TOO_LONG, ApiError, errors_about
 from radixkv.serve.fields import IgnoredFields
 from radixkv.serve.gate import Caller, Gate
+from radixkv.serve.history import HistoryIndex
 from radixkv.serve.message_schemas import template_texts
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.openai_responses.store import ResponseStore
@@ -32,9 +34,24 @@ from radixkv.serve.responses import TurnUsage
 from radixkv.serve.role_order import RoleOrder
 from radixkv.serve.schemas import Dialogue
 from radixkv.serve.token_texts import TokenTexts
+from radixkv.server_settings import Settings
 
 _LONG = 8  # characters per token of the context, beyond which the tokens of a text are counted before it is encoded
 _TAIL = 16  # maximum tokens of a thinking tag and white space after it
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a model has beside its engine: conversations, stored responses, and numbers for new sessions."""
+
+    history: HistoryIndex
+    responses: ResponseStore
+    new_session: Callable[[], int]
+
+    @classmethod
+    def empty(cls, settings: Settings, new_session: Callable[[], int]) -> Kept:
+        """Return what a server with these settings begins with."""
+        return cls(HistoryIndex(settings.history_bytes), ResponseStore(settings.response_bytes), new_session)
 
 
 class Service:
@@ -45,23 +62,26 @@ class Service:
     model may write thinking and answer as separate messages. `role_order` is the template's.
     """
 
-    def __init__(self, engine: AsyncEngine, gate: Gate) -> None:
-        """Serve `engine` to the requests that pass `gate`."""
+    def __init__(
+        self, engine: AsyncEngine, gate: Gate, name: str, names: Collection[str] = (), kept: Kept | None = None
+    ) -> None:
+        """Serve `engine` to the requests that pass `gate`, as `name` and the other `names`."""
         self.engine, self.gate = engine, gate
         self.settings = settings = gate.settings
-        self.model_name = settings.model_name or engine.model.name
+        self.model_name, self._names = name, frozenset([name, *names])
+        kept = kept or Kept.empty(settings, engine.client.new_session)
         self.created = int(time.time())
         tokenizer = engine.model.codec
         self.conversations = Conversations(
             tokenizer,
             engine.model.stop_token_ids,
-            settings.history_bytes,
+            kept.history,
             settings.history,
-            new_session=engine.client.new_session,
+            new_session=kept.new_session,
             limit=min(engine.context_limit - 1, settings.max_prompt_tokens or engine.context_limit),
             tool_format=engine.config.tool_format,
         )
-        self.responses = ResponseStore(settings.response_bytes)
+        self.responses = kept.responses
         self.metrics = ServerMetrics(
             engine,
             self.model_name,
@@ -92,7 +112,7 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 unless this is the model that is served."""
-        if name != self.model_name:
+        if name not in self._names:
             message = f"unknown model {name[:100]!r}; this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
