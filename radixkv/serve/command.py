@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
                 models = OneModel(AsyncEngine(engine), settings, specs[0].source)
                 shown = models.service.model_name
             remember()
-            server = Server(models, lambda: _print(f"{shown} at {where}/v1"), _exit_soon)
+            server = Server(models, None, lambda: _print(f"{shown} at {where}/v1"), _exit_soon)
         waiting.stop()
         server.run(sockets=[sock])
         gc.unfreeze()  # the interpreter frees all objects at its end; nanobind warns of each that it does not
