@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -18,11 +17,11 @@ from radixkv.chat import AsyncEngine
 from radixkv.errors import EngineClosed, RadixKVError
 from radixkv.serve import chats, completions
 from radixkv.serve.anthropic import endpoint as anthropic
-from radixkv.serve.anthropic.errors import error_response
+from radixkv.serve.anthropic.errors import response_of
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.metrics import CONTENT_TYPE
-from radixkv.serve.middleware import RequestMiddleware
+from radixkv.serve.middleware import middleware
 from radixkv.serve.openai_responses import endpoint as openai_responses
 from radixkv.serve.openapi import document
 from radixkv.serve.service import Service
@@ -43,7 +42,7 @@ def create_app(engine: AsyncEngine, settings: Settings | None = None) -> Starlet
 
     app = Starlette(
         routes=_with_aliases(_routes(service)),
-        middleware=[Middleware(RequestMiddleware)],
+        middleware=middleware(service.settings),
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
         lifespan=lifespan,
     )
@@ -165,10 +164,7 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = {404: "unknown path; /openapi.json lists the paths", 405: "this path does not support this method"}
     text = message.get(error.status_code, error.detail)
-    failed = ApiError(error.status_code, text, code=code, headers=error.headers)
-    if request.url.path.removeprefix("/v1").startswith("/messages"):
-        return error_response(failed, request.state.request_id)
-    return failed.response()
+    return response_of(ApiError(error.status_code, text, code=code, headers=error.headers), request.scope)
 
 
 async def _failed(_: Request, error: Exception) -> Response:

@@ -102,7 +102,7 @@ class Service:
         self._preparing: set[Interruptible] = set()  # of requests that are not submitted yet
 
     def admit(self, request: Request, cleanup: ExitStack) -> StreamLease:
-        """Admit a request until `cleanup` closes, before its body is read; raise ApiError 401, 403 or 429."""
+        """Admit a request until `cleanup` closes, before its body is read; raise ApiError 401 or 429."""
         return cleanup.enter_context(self.limiter.admit(self._tenant(request)))
 
     async def read(self, request: Request, check: Callable[[JsonObject, IgnoredFields | None], Result]) -> Result:
@@ -169,7 +169,7 @@ class Service:
             block.interrupt(_ending())
 
     def caller(self, request: Request) -> Caller:
-        """Return the sender of a request; raise ApiError 401, 403 or 429."""
+        """Return the sender of a request; raise ApiError 401 or 429."""
         tenant = self._tenant(request)
         return Caller(tenant, namespace(tenant, request.headers, getattr(request.state, SALT, None)))
 

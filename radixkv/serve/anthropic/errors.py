@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from starlette.responses import Response
+from starlette.types import Scope
 
 from radixkv.errors import PromptTooLong
 from radixkv.serve.errors import TOO_LONG, ApiError
@@ -33,6 +34,12 @@ def error_response(error: ApiError, request_id: str) -> Response:
     """Return the whole response."""
     # Escaped to ASCII, since a message may quote half of a surrogate pair.
     return Response(json.dumps(error_body(error, request_id)), error.status, error.headers, "application/json")
+
+
+def response_of(error: ApiError, scope: Scope) -> Response:
+    """Return the whole response in the form of the API to which the requested path belongs."""
+    is_anthropic = scope["path"].removeprefix("/v1").startswith("/messages")
+    return error_response(error, scope["state"]["request_id"]) if is_anthropic else error.response()
 
 
 def _message(error: ApiError) -> str:
