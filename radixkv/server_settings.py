@@ -59,6 +59,8 @@ class Settings:
         "further name of this machine, such as host.docker.internal, for servers without keys; repeat for more",
         option="allowed_host",
     )
+    tls_cert: str | None = _setting(None, "PEM file with the certificate chain, for https")
+    tls_key: str | None = _setting(None, "PEM file with the private key of the certificate, not encrypted")
     model_name: str | None = _setting(
         None, "name of the model in the API (default: its own name; of a GGUF file, without .gguf)"
     )
@@ -180,6 +182,8 @@ class Settings:
             raise InvalidInput(
                 f"allowed_hosts must be names, or [IPv6] addresses, without scheme and port, not {wrong[0]!r}"
             )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidInput("tls_cert and --tls-key belong together: give both")
 
 
 Settings.__doc__ = f"{Settings.__doc__}\n" + "".join(

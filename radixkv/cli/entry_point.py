@@ -36,6 +36,7 @@ _METAVARS = {
     "history": "MODE",
     **dict.fromkeys(("model_name", "tool_format", "allowed_hosts"), "NAME"),
     "allowed_origins": "ORIGIN",
+    **dict.fromkeys(("tls_cert", "tls_key"), "FILE"),
 }
 
 AddCommand = Callable[..., argparse.ArgumentParser]

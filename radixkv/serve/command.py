@@ -20,7 +20,7 @@ from pathlib import Path
 from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
 from radixkv.serve.access import tenant_namespace
-from radixkv.serve.loading import LoadingServer, address, bind
+from radixkv.serve.loading import LoadingServer, address, bind, tls_context
 from radixkv.server_settings import Settings
 from radixkv.sizing.kv_size import parse_bytes
 from radixkv.sizing.memory import limit_arenas
@@ -39,9 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     """
     with naming_options():
         settings = read_settings(arguments, os.environ)
+        tls = tls_context(settings)
         config = engine_config(arguments, read_shares(arguments.key_share, settings.api_keys))
     limit_arenas()
-    with bind(settings.host, settings.port) as sock, LoadingServer(sock, settings.connection_limit) as waiting:
+    with bind(settings.host, settings.port) as sock, LoadingServer(sock, settings.connection_limit, tls) as waiting:
         _log_to_stderr(arguments.quiet)
         _print(f"loading {arguments.model}; until then, port {sock.getsockname()[1]} answers with status 503")
         from radixkv.chat import AsyncEngine, Engine  # takes seconds: it imports torch
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             engine = Engine.load(arguments.model, config, tokenizer=arguments.tokenizer)
         with engine:
             name = settings.model_name or engine.model.name
-            where = address(sock)
+            where = address(sock, tls=tls is not None)
             # The model's objects live as long as the process. Full collections would visit them again and again, each
             # time with all threads stopped.
             gc.collect()

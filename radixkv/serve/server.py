@@ -17,7 +17,7 @@ from radixkv.errors import InvalidConstraint
 from radixkv.grammar.constraint import installed
 from radixkv.serve.app import create_app
 from radixkv.serve.http_parser import http_protocol
-from radixkv.serve.loading import address, bind
+from radixkv.serve.loading import address, bind, tls_context
 from radixkv.serve.service import Service
 from radixkv.server_settings import Settings
 
@@ -49,6 +49,7 @@ class Server(uvicorn.Server):
         self.cut_by: int | None = None
         app = create_app(engine, settings)
         self.service: Service = app.state.service
+        tls_context(settings)  # refused here: uvicorn would ask for the password of an encrypted key
         config = uvicorn.Config(
             app,
             http=http_protocol(self.service.connections, settings.head_timeout),
@@ -58,6 +59,8 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
         )
         super().__init__(config)
 

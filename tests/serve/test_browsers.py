@@ -151,6 +151,8 @@ def test_without_the_option_no_response_has_a_header_of_cors() -> None:
         ),
         ("--allowed-origin", ["*"], "cannot be [*] without keys"),
         ("--allowed-host", ["", ".", "*", "a:80", "http://a", "fd00::1", "b\xfccher.example"], "must be names"),
+        ("--tls-cert", ["cert.pem"], "and --tls-key belong together"),
+        ("--tls-key", ["key.pem"], "and --tls-key belong together"),
     ],
 )
 def test_wrong_values_of_options_are_refused(option: str, values: list[str], reason: str) -> None:
