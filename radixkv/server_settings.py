@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from radixkv.sizing.kv_size import parse_size
 
 Mode = Literal["auto", "append", "template"]
 MODES = ("auto", "append", "template")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
+HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9][a-zA-Z0-9._-]*")
 _CONNECTIONS = 800  # below 1,024, the usual limit of open files
 
 
@@ -46,6 +49,19 @@ class Settings:
         repr=False,
         metadata={"help": "key of each tenant; without keys all clients are one tenant, and host must be loopback"},
     )
+    allowed_origins: Sequence[str] = _setting(
+        (),
+        "origin of web pages that may send requests, such as https://app.example:8443 or chrome-extension://ID; repeat "
+        "for more. * is all pages, and needs API keys",
+        option="allowed_origin",
+    )
+    allowed_hosts: Sequence[str] = _setting(
+        (),
+        "further name of this machine, such as host.docker.internal, for servers without keys; repeat for more",
+        option="allowed_host",
+    )
+    tls_cert: str | None = _setting(None, "PEM file with the certificate chain, for https")
+    tls_key: str | None = _setting(None, "PEM file with the private key of the certificate, not encrypted")
     model_name: str | None = _setting(
         None, "name of the model in the API (default: its own name; of a GGUF file, without .gguf)"
     )
@@ -137,6 +153,7 @@ class Settings:
             raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {self.history!r}")
         object.__setattr__(self, "keep_alive", parse_duration(self.keep_alive))
         self._check_keys()
+        self._check_names()
 
     @property
     def max_streams(self) -> int:
@@ -173,6 +190,20 @@ class Settings:
                 f"{self.host} can be reached from other machines: give an API key (--api-key name=@FILE), or listen on "
                 "127.0.0.1"
             )
+
+    def _check_names(self) -> None:
+        if wrong := [each for each in self.allowed_origins if each != "*" and not ORIGIN.fullmatch(each)]:
+            raise InvalidInput(
+                f"allowed_origins must be scheme://host or scheme://host:port, without a path, not {wrong[0]!r}"
+            )
+        if "*" in self.allowed_origins and not self.api_keys:
+            raise InvalidInput("allowed_origins cannot be * without keys: give an API key, or name each origin")
+        if wrong := [each for each in self.allowed_hosts if not HOST.fullmatch(each)]:
+            raise InvalidInput(
+                f"allowed_hosts must be names, or [IPv6] addresses, without scheme and port, not {wrong[0]!r}"
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidInput("tls_cert and --tls-key belong together: give both")
 
 
 Settings.__doc__ = f"{Settings.__doc__}\n" + "".join(

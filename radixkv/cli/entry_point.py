@@ -43,9 +43,10 @@ _METAVARS = {
     "eviction": "POLICY",
     "record": "FILE",
     "disk_cache": "FOLDER",
-    "model_name": "NAME",
     "history": "MODE",
-    "tool_format": "NAME",
+    **dict.fromkeys(("model_name", "tool_format", "allowed_hosts"), "NAME"),
+    "allowed_origins": "ORIGIN",
+    **dict.fromkeys(("tls_cert", "tls_key"), "FILE"),
 }
 
 AddCommand = Callable[..., argparse.ArgumentParser]
@@ -87,11 +88,12 @@ def add_settings(
             continue
         is_number = isinstance(default, int) or declared.get("least") is not None
         kind = declared.get("kind") or (int if is_number else str)
-        shown = "" if default in (None, "auto") else f" (default {default})"
+        shown = "" if default in (None, "auto", ()) else f" (default {default})"
         group.add_argument(
             option,
             dest=setting.name,
-            default=default,
+            action="append" if default == () else "store",
+            default=[] if default == () else default,
             type=kind,
             metavar=_METAVARS.get(setting.name, {int: "N", float: "S"}.get(kind)),
             help=_named_as_options(declared["help"].replace("%", "%%"), fields(of)) + shown,

@@ -147,6 +147,7 @@ def _add_serve(add: AddCommand) -> None:
     access, limits = serve.add_argument_group("address and access"), serve.add_argument_group("limits")
     _add_keys(access)
     add_settings(access, "host", "port", "model_name", of=Settings)
+    add_settings(access, "allowed_origins", "allowed_hosts", "tls_cert", "tls_key", of=Settings)
     add_settings(access, "strict_fields", "keep_billing_header", "vllm_metrics", of=Settings)
     access.add_argument("--quiet", action="store_true", help="do not log a line per request; logs never contain text")
     add_settings(limits, "max_waiting", "max_per_key", "max_connections", "max_body", "max_prompt_tokens", of=Settings)

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -22,7 +21,7 @@ from radixkv.serve.error_forms import error_response
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.metrics import CONTENT_TYPE
-from radixkv.serve.middleware import RequestMiddleware
+from radixkv.serve.middleware import middleware
 from radixkv.serve.openai_responses import endpoint as openai_responses
 from radixkv.serve.openapi import document
 from radixkv.serve.served_models import Endpoint, Models, ModelStatus, OneModel, StoredEndpoint
@@ -44,7 +43,7 @@ def application(models: Models) -> Starlette:
 
     app = Starlette(
         routes=[*models.routes(), *_with_aliases([*_own_routes(models), *_model_routes(models)])],
-        middleware=[Middleware(RequestMiddleware)],
+        middleware=middleware(models.gate.settings),
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
         lifespan=lifespan,
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
 from radixkv.serve.access import tenant_namespace
-from radixkv.serve.loading import LoadingServer, address, bind
+from radixkv.serve.loading import LoadingServer, address, bind, tls_context
 from radixkv.serve.models.specs import ModelSpec, specs_of
 from radixkv.server_settings import Settings
 from radixkv.sizing.kv_size import parse_bytes
@@ -41,17 +41,18 @@ def run(arguments: argparse.Namespace) -> int:
     """
     with naming_options():
         settings = read_settings(arguments, os.environ)
+        tls = tls_context(settings)
         config = engine_config(arguments, read_shares(arguments.key_share, settings.api_keys))
         specs = specs_of(arguments.models, arguments.models_file, config, arguments.tokenizer)
         several = _is_several(arguments, specs)
     limit_arenas()
     with (
         bind(settings.host, settings.port) as sock,
-        LoadingServer(sock, settings.connection_limit) as waiting,
+        LoadingServer(sock, settings.connection_limit, tls) as waiting,
         ExitStack() as cleanup,
     ):
         _log_to_stderr(arguments.quiet)
-        where = address(sock)
+        where = address(sock, tls=tls is not None)
         first = None if arguments.lazy else specs[0]
         loading = "torch" if first is None else first.source
         _print(f"loading {loading}; until then, port {sock.getsockname()[1]} answers with status 503")

@@ -76,16 +76,16 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
             **openai_responses.paths(),
             "/tokenize": post("Token ids of a text or of a conversation", TokenizeBody, "Tokens"),
             "/detokenize": post("Text of token ids", DetokenizeBody, "Detokenized"),
-            "/v1/models": get("The models", json_of("Models"), 401, 403),
-            "/v1/models/{model}": get("One model", json_of("Model"), 401, 403, 404, parameters=[IN_PATH]),
+            "/v1/models": get("The models", json_of("Models"), 401),
+            "/v1/models/{model}": get("One model", json_of("Model"), 401, 404, parameters=[IN_PATH]),
             **dict.fromkeys(
                 ("/", "/api/hello", "/v1/version"), without_key(get("Name and version of the server", json_of("About")))
             ),
             **dict.fromkeys(
                 ("/health", "/ping"), without_key(get("Whether the engine takes requests", json_of("Health"), 503))
             ),
-            "/load": get("Number of replies that are requested now", json_of("Load"), 401, 403),
-            "/metrics": get("Counters and gauges, as Prometheus reads them", PROMETHEUS, 401, 403, 503),
+            "/load": get("Number of replies that are requested now", json_of("Load"), 401),
+            "/metrics": get("Counters and gauges, as Prometheus reads them", PROMETHEUS, 401, 503),
             **(_loads() if several else {}),
             "/openapi.json": without_key(get("This document", {"application/json": {"schema": {"type": "object"}}})),
         },

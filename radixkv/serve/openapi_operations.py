@@ -22,7 +22,7 @@ def post(
             "summary": about,
             "parameters": [NAMESPACE, REQUEST_ID],
             "requestBody": {"required": True, "content": json_of(body.__name__)},
-            "responses": responses_of(about, found, 400, 401, 403, 404, 408, 413, 415, 429, 503, 504, error=error),
+            "responses": responses_of(about, found, 400, 401, 404, 408, 413, 415, 429, 503, 504, error=error),
         }
     }
 
@@ -39,8 +39,8 @@ def without_key(path: JsonObject) -> JsonObject:
 
 
 def responses_of(about: str, found: JsonObject, *statuses: int, error: str = "Error") -> JsonObject:
-    """The response of success, and the responses of errors; 500 is possible everywhere."""
-    errors = {str(status): {"description": _WHY[status], "content": json_of(error)} for status in (*statuses, 500)}
+    """The response of success, and the responses of errors; 403 and 500 are possible everywhere."""
+    errors = {str(status): {"description": _WHY[status], "content": json_of(error)} for status in (*statuses, 403, 500)}
     for status, sent in _HEADERS.items():
         if str(status) in errors:
             errors[str(status)]["headers"] = sent

@@ -119,7 +119,7 @@ async def open_turn(
 
     The streams are released and the request is cancelled when `cleanup` closes. `max_tokens` is limited to the room
     after the prompt. `any_model` serves every model name.
-    Raises ApiError (401, 403, 404, 429, or 400 for a wrong body, wrong messages or a long prompt), RequestTimedOut and
+    Raises ApiError (401, 404, 429, or 400 for a wrong body, wrong messages or a long prompt), RequestTimedOut and
     EngineClosed. The `code` of a prompt that is too long is "context_length_exceeded".
     """
     lease = service.gate.admit(request, cleanup)
