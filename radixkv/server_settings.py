@@ -101,6 +101,9 @@ class Settings:
     response_bytes: int = _size(
         "64MiB", "memory of each tenant for stored responses of /v1/responses; 0 for none", option="response_memory"
     )
+    fim_order: str = _setting(
+        "psm", "order of a prompt that fills in the middle: psm, or spm for models trained with it, which hits more"
+    )
     vllm_metrics: bool = _setting(False, "export the metrics under vLLM's names as well")
 
     def __post_init__(self) -> None:
@@ -116,6 +119,8 @@ class Settings:
             raise InvalidInput(f"port must be a number from 0 (any that is free) to 65535, got {self.port}")
         if self.history not in MODES:
             raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {self.history!r}")
+        if self.fim_order not in ("psm", "spm"):
+            raise InvalidInput(f"fim_order must be psm or spm, not {self.fim_order!r}")
         self._check_keys()
 
     @property

@@ -8,6 +8,7 @@ connections.py    counts connections and the share of each tenant; http_parser.p
 schemas.py        request bodies as Pydantic models; bodies.py reads them, and openapi.py describes them
 service.py        objects and checks that endpoints share; submit.py starts requests on the engine
 chats.py          POST /v1/chat/completions; completions.py has /v1/completions and /tokenize
+infill.py         POST /infill of llama.cpp; fim.py makes prompts that fill in the middle
 reply.py          splits a reply into thinking, content and tool calls
 responses.py      usage, whole bodies and event streams; token_texts.py writes log probabilities
 conversations.py  prompts of conversations that begin as earlier ones ended; history.py remembers them

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 from radixkv import __version__
 from radixkv.chat import AsyncEngine
 from radixkv.errors import EngineClosed, RadixKVError
-from radixkv.serve import chats, completions
+from radixkv.serve import chats, completions, infill
 from radixkv.serve.anthropic import endpoint as anthropic
 from radixkv.serve.anthropic.errors import error_response
 from radixkv.serve.errors import ApiError, as_api_error
@@ -83,6 +83,7 @@ def _routes(service: Service) -> list[Route]:
         route("/v1/responses/{response_id}", openai_responses.delete, "DELETE"),
         route("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
         route("/v1/responses/{response_id}/input_items", openai_responses.input_items),
+        route("/infill", infill.create, "POST"),
         route("/tokenize", completions.tokenize, "POST"),
         route("/detokenize", completions.detokenize, "POST"),
     ]
