@@ -136,6 +136,9 @@ class Settings:
     model_memory: int | None = _size(
         None, "memory that all loaded models may take: weights, pools and host memory (default: no limit)", least=1
     )
+    fim_order: str = _setting(
+        "psm", "order of a prompt that fills in the middle: psm, or spm for models trained with it, which hits more"
+    )
     vllm_metrics: bool = _setting(False, "export the metrics under vLLM's names as well")
 
     def __post_init__(self) -> None:
@@ -151,6 +154,8 @@ class Settings:
             raise InvalidInput(f"port must be a number from 0 (any that is free) to 65535, got {self.port}")
         if self.history not in MODES:
             raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {self.history!r}")
+        if self.fim_order not in ("psm", "spm"):
+            raise InvalidInput(f"fim_order must be psm or spm, not {self.fim_order!r}")
         object.__setattr__(self, "keep_alive", parse_duration(self.keep_alive))
         self._check_keys()
         self._check_names()

@@ -154,6 +154,7 @@ def _add_serve(add: AddCommand) -> None:
     add_settings(limits, "timeout", "drain_timeout", "history_bytes", "response_bytes", "history", of=Settings)
     engine = _add_engine(serve)
     add_settings(engine, "tool_format")
+    add_settings(engine, "fim_order", of=Settings)
 
 
 def _add_engine(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:

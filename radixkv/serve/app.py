@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 from radixkv import __version__
 from radixkv.chat import AsyncEngine
 from radixkv.errors import EngineClosed, RadixKVError
-from radixkv.serve import chats, completions
+from radixkv.serve import chats, completions, infill
 from radixkv.serve.anthropic import endpoint as anthropic
 from radixkv.serve.error_forms import error_response
 from radixkv.serve.errors import ApiError, as_api_error
@@ -96,6 +96,7 @@ def _model_routes(models: Models) -> list[Route]:
         stored("/v1/responses/{response_id}", openai_responses.delete, "DELETE"),
         stored("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
         stored("/v1/responses/{response_id}/input_items", openai_responses.input_items),
+        post("/infill", infill.create),
         post("/tokenize", completions.tokenize),
         post("/detokenize", completions.detokenize),
     ]

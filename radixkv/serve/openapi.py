@@ -12,6 +12,7 @@ from radixkv.serve.access import KEY_HEADER
 from radixkv.serve.anthropic import openapi as anthropic
 from radixkv.serve.anthropic.schemas import MessageBody, PromptBody
 from radixkv.serve.fields import JsonObject
+from radixkv.serve.infill import InfillBody
 from radixkv.serve.json_schemas import COUNT, STRING, TEXT, answer, array, bodies, maybe, ref
 from radixkv.serve.openai_responses import openapi as openai_responses
 from radixkv.serve.openai_responses.schemas import ResponseBody
@@ -29,7 +30,7 @@ from radixkv.serve.openapi_operations import (
 from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
 from radixkv.server_settings import Settings
 
-_BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessageBody, PromptBody, ResponseBody)
+_BODIES = (ChatBody, CompletionBody, InfillBody, TokenizeBody, DetokenizeBody, MessageBody, PromptBody, ResponseBody)
 
 # ---- the document
 
@@ -62,6 +63,9 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
             ),
             "/v1/completions": post(
                 "Continue texts", CompletionBody, "Completion", event_stream("CompletionChunk", "Error", DONE)
+            ),
+            "/infill": post(
+                "Fill in the middle of a text", InfillBody, "Infill", event_stream("Infill", "Error", "stop: true")
             ),
             "/v1/messages": post(
                 "Continue a conversation, in the form of Anthropic's API",
@@ -114,6 +118,8 @@ _COUNTS = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 
 _RANK: JsonObject = {"type": "integer", "minimum": 1}
 _SCORE: JsonObject = {"type": "number", "description": "Of a beam: see `length_penalty`."}
 _ENDS: JsonObject = {"enum": ["stop", "length", "tool_calls"]}
+_INFILL: JsonObject = dict.fromkeys(("index", "tokens_predicted", "tokens_evaluated", "tokens_cached"), COUNT)
+_INFILL |= {"truncated": {"const": False}, "stop_type": {"enum": ["eos", "word", "limit"]}, "stopping_word": TEXT}
 
 
 def _answers() -> JsonObject:
@@ -133,6 +139,7 @@ def _answers() -> JsonObject:
             "text_completion", answer(_text_choice(_ENDS), score=_SCORE, prompt_logprobs=_prompt_logprobs())
         ),
         "CompletionChunk": _chunk("text_completion", answer(_text_choice(maybe(_ENDS)))),
+        "Infill": answer({}, content=TEXT, stop={"type": "boolean"}, timings={"type": "object"}, **_INFILL),
         "Usage": _usage(),
         "Model": answer(model, max_model_len=COUNT, max_input_tokens=COUNT),
         "Models": answer({"object": {"const": "list"}, "data": array(ref("Model")), **page}),

@@ -59,7 +59,7 @@ def event_stream(chunk: str, error: str | None, last: str) -> JsonObject:
     """
     content: JsonObject = {"anyOf": [ref(name) for name in (chunk, error) if name is not None]}
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
-    named = last != DONE
+    named = last not in (DONE, "stop: true")  # of /infill
     event = answer({"data": data if named else {"anyOf": [{"const": DONE}, data]}}, event=TEXT)
     begin = "`event: `, its type, " if named else ""
     fault = "" if error is None else f" A fault in the middle is the last event instead: {error}."

@@ -25,6 +25,7 @@ from radixkv.serve.bodies import without_effect
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import TOO_LONG, ApiError, errors_about
 from radixkv.serve.fields import IgnoredFields
+from radixkv.serve.fim import FillInMiddle
 from radixkv.serve.gate import Caller, Gate
 from radixkv.serve.history import HistoryIndex
 from radixkv.serve.message_schemas import template_texts
@@ -89,7 +90,7 @@ class Service:
             refused=lambda: gate.limiter.refused,
             vllm=settings.vllm_metrics,
         )
-        self.token_texts = TokenTexts(tokenizer)
+        self.token_texts, self.fim = TokenTexts(tokenizer), FillInMiddle(tokenizer, settings.fim_order)
         self.call_format = self.conversations.call_format
         self.thinking_tags = self.conversations.thinking_tags
         self.role_order = RoleOrder(self.conversations.late_system, self.conversations.user_after_results)
@@ -181,11 +182,15 @@ class Service:
 
         Call on the background thread. Raises InvalidInput as `input_processor.encode`.
         """
+        self.check_text(text)
+        return encode(text, self.engine.model.codec, self.engine.model.vocab_size)
+
+    def check_text(self, text: str) -> None:
+        """Raise PromptTooLong for a long text that has too many tokens; call on the background thread. O(context)."""
         model = self.engine.model
         if model.codec is not None and len(text) > _LONG * self.engine.context_limit:
             pieces = partial(model.codec.encode, add_special_tokens=False)
             self._check_tokens(at_least(text, self.engine.context_limit, model.codec, pieces))
-        return encode(text, model.codec, model.vocab_size)
 
     def _check_tokens(self, tokens: int) -> None:
         if tokens > self.engine.context_limit:
