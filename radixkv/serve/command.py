@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
@@ -25,6 +26,9 @@ from radixkv.serve.models.specs import ModelSpec, specs_of
 from radixkv.server_settings import Settings
 from radixkv.sizing.kv_size import parse_bytes
 from radixkv.sizing.memory import limit_arenas
+
+if TYPE_CHECKING:
+    from radixkv.serve.served_models import Models
 
 KEYS = "RADIXKV_API_KEYS"
 _SETTINGS = (*fields(EngineConfig), *fields(Settings))
@@ -52,35 +56,49 @@ def run(arguments: argparse.Namespace) -> int:
         ExitStack() as cleanup,
     ):
         _log_to_stderr(arguments.quiet)
-        where = address(sock, tls=tls is not None)
         first = None if arguments.lazy else specs[0]
         loading = "torch" if first is None else first.source
         _print(f"loading {loading}; until then, port {sock.getsockname()[1]} answers with status 503")
-        from radixkv.chat import AsyncEngine  # takes seconds: it imports torch
-        from radixkv.chat.calls.formats import format_named
-        from radixkv.serve.models.loading import load_engine, remember
-        from radixkv.serve.models.several import SeveralModels
-        from radixkv.serve.served_models import OneModel
+        models = _models(specs, settings, first, waiting, cleanup, several=several)
         from radixkv.serve.server import Server
 
-        waiting.phase = "loading the model"
+        names, where = ", ".join(each.name for each in models.statuses()), address(sock, tls=tls is not None)
         with naming_options():
-            format_named(config.tool_format)  # an unknown one is refused now
-            engine = None if first is None else cleanup.enter_context(load_engine(first))
-            models: OneModel | SeveralModels
-            if engine is None or several:
-                models, shown = SeveralModels(specs, settings, engine), ", ".join(each.name for each in specs)
-            else:
-                models = OneModel(AsyncEngine(engine), settings, specs[0].source)
-                shown = models.service.model_name
-            remember()
-            server = Server(models, None, lambda: _print(f"{shown} at {where}/v1"), _exit_soon)
+            server = Server(models, None, lambda: _print(f"{names} at {where}/v1"), _exit_soon)
         waiting.stop()
         server.run(sockets=[sock])
         gc.unfreeze()  # the interpreter frees all objects at its end; nanobind warns of each that it does not
     if server.cut_by is not None:
         os._exit(128 + server.cut_by)  # with torch loaded, a regular exit takes seconds
     return 0
+
+
+def _models(
+    specs: Sequence[ModelSpec],
+    settings: Settings,
+    first: ModelSpec | None,
+    waiting: LoadingServer,
+    cleanup: ExitStack,
+    *,
+    several: bool,
+) -> Models:
+    """Load the first model, whose engine `cleanup` closes, if there is one; return the models of the server."""
+    from radixkv.chat import AsyncEngine  # takes seconds: it imports torch
+    from radixkv.chat.calls.formats import format_named
+    from radixkv.serve.models.loading import load_engine, remember
+    from radixkv.serve.models.several import SeveralModels
+    from radixkv.serve.served_models import OneModel
+
+    waiting.phase = "loading the model"
+    with naming_options():
+        for each in specs:
+            format_named(each.config.tool_format)  # an unknown one is refused now
+        engine = None if first is None else cleanup.enter_context(load_engine(first))
+        if engine is None or several:
+            return SeveralModels(specs, settings, engine)
+        models = OneModel(AsyncEngine(engine), settings, specs[0].source)
+        remember()
+        return models
 
 
 def _is_several(arguments: argparse.Namespace, specs: Sequence[ModelSpec]) -> bool:

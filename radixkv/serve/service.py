@@ -1,4 +1,4 @@
-"""What the endpoints share of one model: the engine, conversations, metrics, and facts about the model."""
+"""One model as the endpoints use it: the engine, conversations, metrics, and facts about the model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TAIL = 16  # maximum tokens of a thinking tag and white space after it
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a model has beside its engine: conversations, stored responses, and numbers for new sessions."""
+    """The state of a model that outlives its engine: conversations, stored responses, and numbers of sessions."""
 
     history: HistoryIndex
     responses: ResponseStore
@@ -51,7 +51,7 @@ class Kept:
 
     @classmethod
     def empty(cls, settings: Settings, new_session: Callable[[], int]) -> Kept:
-        """Return what a server with these settings begins with."""
+        """Return the state at the start of a server with these settings."""
         return cls(HistoryIndex(settings.history_bytes), ResponseStore(settings.response_bytes), new_session)
 
 

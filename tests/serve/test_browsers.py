@@ -113,10 +113,10 @@ def test_an_allowed_page_can_read_each_response(monkeypatch: pytest.MonkeyPatch)
     with served(settings) as server:
         for fields, status in ({"stream": True}, 200), ({"unknown": 1}, 200), ({"user": "x" * 1000}, 413):
             assert_readable(server.post(chat, {**CHAT, **fields}, headers=origin | KEY), status)
-        with server.service.limiter.admit("ada"):
+        with server.service.gate.limiter.admit("ada"):
             assert_readable(server.post(chat, CHAT, headers=origin | KEY), 429)
         monkeypatch.setattr(server.service.metrics, "scrape", lambda: 1 / 0)
-        server.service.ending = True
+        server.service.gate.ending = True
         for path, more, status in (
             ("/metrics", KEY, 500),
             ("/v1/models", {}, 401),

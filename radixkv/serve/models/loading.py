@@ -1,4 +1,4 @@
-"""Load one model of several beside the running streams of others, and give its memory back."""
+"""Load one model of several while streams of others run, and free its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decide which models are in memory: load one when it is asked for, unload idle ones. Knows neither HTTP nor torch.
+"""Decide which models are in memory: load one at its first request, unload idle ones. Imports neither HTTP nor torch.
 
 Invariants: a model that is used is never unloaded, one load serves all that wait for it, and loaded models keep to the
 limits as far as no used one would have to go. For one event loop.
@@ -107,7 +107,7 @@ class Manager(Generic[AnyLoaded]):
                 async with asyncio.timeout(self._timeout):
                     loaded = await self._wait(slot)
             except TimeoutError as error:
-                why = "it is still being loaded" if slot.state == "loading" else "the models in memory are all in use"
+                why = "it is still being loaded" if slot.state == "loading" else "there is no room for it"
                 raise NotLoaded(f"the model {slot.name!r} is not loaded yet: {why}", wait=True) from error
             yield loaded
         finally:
@@ -142,7 +142,7 @@ class Manager(Generic[AnyLoaded]):
     # ---- loads
 
     async def _wait(self, slot: Slot[AnyLoaded]) -> AnyLoaded:
-        """Wait until a model is loaded. A load goes on without those who waited for it."""
+        """Wait until a model is loaded. A load goes on if the requests that wait for it are cancelled."""
         while slot.state != "loaded":
             if slot.task is None:
                 slot.task = asyncio.create_task(self._load(slot))
@@ -153,7 +153,7 @@ class Manager(Generic[AnyLoaded]):
         return slot.loaded
 
     async def _load(self, slot: Slot[AnyLoaded]) -> NotLoaded | None:
-        """Make room and load; return why it failed. Does nothing if everybody left before there was room."""
+        """Make room and load; return why it failed. Does nothing if no request is left when there is room."""
         try:
             async with self._making_room:
                 await self._make_room(slot)

@@ -37,7 +37,7 @@ AnySlot = Slot[LoadedService]
 
 @dataclass(frozen=True)
 class _Entry:
-    """One model: what it is, its place, and what is kept while it is not loaded."""
+    """One model: its declaration, its slot, and the conversations that outlive a load."""
 
     spec: ModelSpec
     slot: AnySlot
@@ -135,7 +135,7 @@ class SeveralModels:
         Afterwards the request's `keep_alive` says how long an idle model stays; with keys, it may only shorten that.
         """
         entry, settings = self._asked(request, body), self.gate.settings
-        with _as_api_errors(settings.retry_after):
+        with _as_api_errors(settings):
             async with self._manager.use(entry.slot) as loaded:
                 try:
                     yield loaded.service
@@ -169,7 +169,7 @@ class SeveralModels:
     async def _load_named(self, request: Request) -> Response:
         """Load a model, and respond once it is there."""
         entry = await self._entry_in(request)
-        with _as_api_errors(self.gate.settings.retry_after):
+        with _as_api_errors(self.gate.settings):
             async with self._manager.use(entry.slot):
                 return JSONResponse({"success": True})
 
@@ -200,7 +200,7 @@ class SeveralModels:
             None if service is None else service.engine.context_limit,
             None if service is None else slot.needs,
             slot.idle_left,
-            slot.error,
+            None if self.gate.settings.api_keys else slot.error,
         )
 
     def _own_metrics(self) -> Iterator[Metric]:
@@ -236,7 +236,7 @@ class _OfBody:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a channel that brings a body which was received, and then what comes after it."""
+    """Return a channel that yields a body that was received, then the messages after it."""
     waiting = [body]
 
     async def received() -> Message:
@@ -254,17 +254,23 @@ class _Responses:
 
 
 @contextmanager
-def _as_api_errors(retry_after: int) -> Iterator[None]:
-    """Convert NotLoaded to ApiError: 503 for a model that is not there yet, 500 for one that cannot be loaded."""
+def _as_api_errors(settings: Settings) -> Iterator[None]:
+    """Convert NotLoaded to ApiError: 503 for a model that is not there yet, 500 for one that cannot be loaded.
+
+    The reason may name files, so tenants are referred to the log.
+    """
     try:
         yield
     except NotLoaded as error:
         if error.wait:
-            headers = {"Retry-After": str(retry_after)}
-            text = f"{error}: try again in {retry_after} s"
+            text, headers = (
+                f"{error}: try again in {settings.retry_after} s",
+                {"Retry-After": str(settings.retry_after)},
+            )
             raise ApiError(503, text, code="model_not_loaded", kind="server_error", headers=headers) from error
+        text = "the model could not be loaded; the server's log says why" if settings.api_keys else str(error)
         headers = {"x-should-retry": "false"}
-        raise ApiError(500, str(error), code="model_failed", kind="server_error", headers=headers) from error
+        raise ApiError(500, text, code="model_failed", kind="server_error", headers=headers) from error
 
 
 def _labelled(found: Mapping[str, Sequence[Metric]], refused: int) -> list[Metric]:

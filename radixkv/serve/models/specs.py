@@ -23,7 +23,7 @@ LATEST = ":latest"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model of a server: its name and other names for clients, what to load, and the settings of its engine."""
+    """One model of a server: its name and aliases for clients, its source, and the settings of its engine."""
 
     name: str
     source: str

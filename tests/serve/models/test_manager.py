@@ -147,7 +147,7 @@ def test_a_request_waits_for_used_models_then_is_told_to_come_again() -> None:
     async def test() -> None:
         manager = World().manager(max_loaded=1)
         long, patient = asyncio.create_task(use(manager, 0, 100.0)), asyncio.create_task(use(manager, 1))
-        with pytest.raises(NotLoaded, match="the models in memory are all in use") as refused:
+        with pytest.raises(NotLoaded, match="there is no room for it") as refused:
             await patient
         assert refused.value.wait and asyncio.get_running_loop().time() == 60.0
         again = asyncio.create_task(use(manager, 1))
