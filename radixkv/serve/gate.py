@@ -67,6 +67,10 @@ class Gate:
 
         return await self.cancellable(request, self.in_background(checked)) if len(body) > _LARGE else checked()
 
+    async def parsed(self, body: bytes) -> JsonObject:
+        """Return `parse_object(body)`, of a large body from the background thread; raise ApiError."""
+        return await self.in_background(lambda: parse_object(body)) if len(body) > _LARGE else parse_object(body)
+
     async def cancellable(self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`, which runs before a request is submitted to the engine.
 

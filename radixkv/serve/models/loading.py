@@ -30,6 +30,11 @@ class LoadedService:
     service: Service
     memory: int
 
+    @property
+    def broken(self) -> bool:
+        """Whether an error ended the engine."""
+        return self.engine.client.thread.closed
+
     async def close(self) -> None:
         """Close the engine after its running requests, for at most the server's `drain_timeout`."""
         drain = self.service.settings.drain_timeout
@@ -82,6 +87,7 @@ def forget() -> None:
 async def on_thread(call: Callable[[], Result]) -> Result:
     """Return the result of `call`, on a thread that the process does not wait for at its end."""
     future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()  # it cannot be cancelled: the thread sets its result in any case
 
     def answer() -> None:
         try:

@@ -28,6 +28,10 @@ class Loaded(Protocol):
     def memory(self) -> int:
         """The bytes that its load took."""
 
+    @property
+    def broken(self) -> bool:
+        """Whether it has ended by itself; then it is loaded again."""
+
     async def close(self) -> None:
         """Give them back."""
 
@@ -118,12 +122,11 @@ class Manager(Generic[AnyLoaded]):
 
     async def unload(self, slot: Slot[AnyLoaded]) -> None:
         """Unload a model, and wait for that; no effect on one that is not loaded. Raises InvalidInput if it is used."""
-        if slot.users:
-            raise InvalidInput(f"the model {slot.name!r} has {slot.users} running requests: it cannot be unloaded now")
-        if slot.is_idle:
-            self._begin_unload(slot)
-        if slot.task is not None:
-            await asyncio.shield(slot.task)
+        while slot.loaded is not None or slot.task is not None:  # perhaps a load that no request waits for any more
+            if slot.users:
+                why = f"the model {slot.name!r} has {slot.users} running requests: it cannot be unloaded now"
+                raise InvalidInput(why)
+            await asyncio.shield(slot.task or self._begin_unload(slot))
 
     def adopt(self, slot: Slot[AnyLoaded], loaded: AnyLoaded) -> None:
         """Take a model that was loaded before the server began."""
@@ -132,25 +135,26 @@ class Manager(Generic[AnyLoaded]):
     async def close(self) -> None:
         """Stop the loads that wait, and close all models at once."""
         for slot in self.slots:
-            self._stop_timer(slot)
-            if slot.task is not None and slot.state != "unloading":
+            if slot.loaded is not None:
+                self._begin_unload(slot)  # else the last request's end would begin it during the close
+            elif slot.task is not None and slot.state != "unloading":
                 slot.task.cancel()
-        closings = [slot.loaded.close() for slot in self.slots if slot.loaded is not None and slot.state == "loaded"]
-        running = [slot.task for slot in self.slots if slot.task is not None]
-        await asyncio.gather(*closings, *running, return_exceptions=True)
+        await asyncio.gather(*(slot.task for slot in self.slots if slot.task is not None), return_exceptions=True)
 
     # ---- loads
 
     async def _wait(self, slot: Slot[AnyLoaded]) -> AnyLoaded:
         """Wait until a model is loaded. A load goes on if the requests that wait for it are cancelled."""
-        while slot.state != "loaded":
-            if slot.task is None:
+        while (loaded := slot.loaded) is None or loaded.broken:
+            if loaded is not None:
+                self._begin_unload(slot)
+            elif slot.task is None:
                 slot.task = asyncio.create_task(self._load(slot))
+            assert slot.task is not None
             failed = await asyncio.shield(slot.task)
             if failed is not None:
                 raise failed
-        assert slot.loaded is not None
-        return slot.loaded
+        return loaded
 
     async def _load(self, slot: Slot[AnyLoaded]) -> NotLoaded | None:
         """Make room and load; return why it failed. Does nothing if no request is left when there is room."""

@@ -20,7 +20,7 @@ from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.serve.access import read_body
 from radixkv.serve.bodies import read
 from radixkv.serve.errors import ApiError
-from radixkv.serve.fields import parse_object
+from radixkv.serve.fields import JsonObject
 from radixkv.serve.gate import Gate
 from radixkv.serve.metrics import exposition
 from radixkv.serve.models.loading import LoadedService, load, serve
@@ -134,7 +134,7 @@ class SeveralModels:
 
         Afterwards the request's `keep_alive` says how long an idle model stays; with keys, it may only shorten that.
         """
-        entry, settings = self._asked(request, body), self.gate.settings
+        entry, settings = self._asked(request, await self.gate.parsed(body)), self.gate.settings
         with _as_api_errors(settings):
             async with self._manager.use(entry.slot) as loaded:
                 try:
@@ -144,9 +144,9 @@ class SeveralModels:
                     may_lengthen = not settings.api_keys
                     entry.slot.keep_alive = usual if asked is None else asked if may_lengthen else min(asked, usual)
 
-    def _asked(self, request: Request, body: bytes) -> _Entry:
+    def _asked(self, request: Request, body: JsonObject) -> _Entry:
         """Return the model that a body names. Without a name it is the first one, and for Anthropic's clients, too."""
-        name = parse_object(body).get("model")
+        name = body.get("model")
         if not isinstance(name, str):
             return self._entries[0]
         messages = request.url.path.removeprefix("/v1").startswith("/messages")
@@ -169,15 +169,16 @@ class SeveralModels:
     async def _load_named(self, request: Request) -> Response:
         """Load a model, and respond once it is there."""
         entry = await self._entry_in(request)
-        with _as_api_errors(self.gate.settings):
-            async with self._manager.use(entry.slot):
-                return JSONResponse({"success": True})
+        async with AsyncExitStack() as held:
+            with _as_api_errors(self.gate.settings):
+                await self.gate.cancellable(request, held.enter_async_context(self._manager.use(entry.slot)))
+        return JSONResponse({"success": True})
 
     async def _unload_named(self, request: Request) -> Response:
         """Unload a model, and respond once it is gone."""
         entry = await self._entry_in(request)
         try:
-            await self._manager.unload(entry.slot)
+            await self.gate.cancellable(request, self._manager.unload(entry.slot))
         except InvalidInput as error:
             raise ApiError(409, str(error), param="model", code="model_in_use") from error
         return JSONResponse({"success": True})
@@ -185,7 +186,9 @@ class SeveralModels:
     async def _entry_in(self, request: Request) -> _Entry:
         with ExitStack() as cleanup:
             self.gate.admit(request, cleanup)
-            return self._named((await self.gate.read(request, partial(read, ModelBody))).model)
+            entry = self._named((await self.gate.read(request, partial(read, ModelBody))).model)
+            request.state.deadline = None  # a load has a limit of its own
+            return entry
 
     def _status(self, entry: _Entry) -> ModelStatus:
         slot, spec = entry.slot, entry.spec

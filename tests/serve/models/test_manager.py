@@ -28,6 +28,7 @@ class FakeModel:
     memory: int
     users: int = 0
     closed: bool = False
+    broken: bool = False
 
     async def close(self) -> None:
         self.world.faults += self.users + self.closed  # the manager logs what a close raises
@@ -200,6 +201,48 @@ def test_a_load_goes_on_without_those_who_waited_for_it() -> None:
         assert await use(manager, 0) and world.begun == ["0"]
         await asyncio.sleep(101)
         assert manager.slots[0].state == "unloaded"
+
+    run(test())
+
+
+def test_a_load_that_nothing_waits_for_is_unloaded_too() -> None:
+    async def test() -> None:
+        manager = World(loads=(5.0,)).manager()
+        left = asyncio.create_task(use(manager, 0))
+        await asyncio.sleep(1)
+        left.cancel()
+        await asyncio.sleep(1)
+        await manager.unload(manager.slots[0])
+        assert manager.slots[0].state == "unloaded" and manager.slots[0].loads == 1
+
+    run(test())
+
+
+def test_a_model_that_broke_is_loaded_again() -> None:
+    async def test() -> None:
+        world = World()
+        manager = world.manager(max_loaded=1)
+        first = await use(manager, 0)
+        first.broken = True
+        second, third = await asyncio.gather(use(manager, 0), use(manager, 0))
+        assert second is third is not first and world.begun == ["0", "0"] and not world.faults
+
+    run(test())
+
+
+def test_a_model_whose_last_request_ends_during_a_shutdown_is_closed_once() -> None:
+    async def test() -> None:
+        world = World()
+        manager = world.manager(keep_alive=0.0)
+        used = asyncio.create_task(use(manager, 0, 1.2))
+        await asyncio.sleep(2)
+        assert manager.slots[0].users == 1
+        await manager.close()
+        await used
+        await asyncio.sleep(1)
+        assert (
+            not world.living and manager.slots[0].state == "unloaded" and world.faults == 1
+        )  # by `users`, at the close
 
     run(test())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from starlette.testclient import TestClient
 from radixkv import Engine
 from radixkv.config import EngineConfig
 from radixkv.errors import InvalidInput
-from radixkv.serve import Settings
+from radixkv.serve import Settings, gate
 from radixkv.serve.app import application
 from radixkv.serve.models import loading
 from radixkv.serve.models.several import SeveralModels
@@ -138,6 +139,61 @@ def test_models_are_loaded_and_unloaded_by_hand(monkeypatch: pytest.MonkeyPatch)
         for path in ("load", "unload"):
             assert place.client.post(f"/models/{path}", json={"model": "two"}).status_code == 401
         assert place.loads == []
+
+
+def test_a_broken_engine_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch) as place:
+        place.says("one")
+        place.engines["one"].client.thread.stop()  # as after an error that escaped a step
+        assert place.says("one") == SAID["one"] and place.loads == ["one", "one"]
+
+
+def test_a_load_by_hand_is_refused_once_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = threading.Event()
+    with several(monkeypatch) as place:
+        load = loading.load_engine
+        monkeypatch.setattr(loading, "load_engine", lambda spec: (ready.wait(20), load(spec))[1])
+        asking: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: asking.append(place.client.post("/models/load", json={"model": "two"}))
+        )
+        thread.start()
+        until(lambda: place.states()["two"] == "loading")
+        assert place.client.portal is not None
+        place.client.portal.call(place.models.gate.begin_shutdown)
+        thread.join(20)
+        ready.set()
+        assert (asking[0].status_code, asking[0].json()["error"]["code"]) == (503, "shutting_down")
+        until(lambda: place.states()["two"] == "loaded")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_load_that_was_cancelled_ends_quietly() -> None:
+    async def test() -> None:
+        ready = threading.Event()
+        waiting = asyncio.create_task(loading.on_thread(lambda: ready.wait(20)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        ready.set()
+        assert await loading.on_thread(lambda: 5) == 5
+
+    asyncio.run(test())
+
+
+def test_a_large_body_is_parsed_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch) as place:
+        threads: list[str] = []
+        parse = gate.parse_object
+
+        def parsed(body: bytes) -> Any:
+            threads.append(threading.current_thread().name)
+            return parse(body)
+
+        monkeypatch.setattr(gate, "parse_object", parsed)
+        assert place.chat("one", metadata={"a": "b" * 70_000}).status_code == 200
+        assert threads == ["radixkv-serve_0"] * 2  # for the model's name, and for the model
 
 
 def test_a_model_with_a_running_stream_stays(monkeypatch: pytest.MonkeyPatch) -> None:
