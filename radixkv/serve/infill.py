@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -71,7 +72,7 @@ async def create(service: Service, request: Request) -> Response:
 
 async def encoded(service: Service, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = ()) -> TokenIds:
     """Return `FillInMiddle.ids` from the background thread; raise PromptTooLong, usually before much is encoded."""
-    texts = [prefix, suffix, *(text for _, text in files)]
+    texts = [prefix, suffix, *chain.from_iterable(files)]
     service.check_length(texts)
     await service.gate.in_background(lambda: service.check_text("".join(texts)))
     return await service.gate.in_background(lambda: service.fim.ids(prefix, suffix, files))

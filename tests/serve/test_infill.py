@@ -212,6 +212,13 @@ def test_wrong_bodies_and_long_prompts_are_refused(change: Any, param: str, code
         assert (refused.json()["error"]["param"], refused.json()["error"]["code"]) == (param, code)
 
 
+def test_long_names_of_files_are_refused_before_they_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FillInMiddle, "ids", lambda *_: pytest.fail("encoded"))
+    with served(model=coder(max_length=64)) as server:
+        refused = server.post("/infill", {**ASKED, "input_extra": [{"filename": "a b " * 60_000, "text": ""}]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_tenants_share_no_hits() -> None:
     keys = {"ada": "ada-secret", "bob": "bob-secret"}
     with served(Settings(api_keys=keys), model=coder()) as server:
