@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings = read_settings(arguments, os.environ)
         tls = tls_context(settings)
         config = engine_config(arguments, read_shares(arguments.key_share, settings.api_keys))
-        specs = specs_of(arguments.models, arguments.models_file, config, arguments.tokenizer)
+        specs = specs_of(arguments.models, arguments.models_file, config, arguments.tokenizer, settings.model_name)
         several = _is_several(arguments, specs)
     limit_arenas()
     with (
@@ -82,7 +82,7 @@ def _models(
     *,
     several: bool,
 ) -> Models:
-    """Load the first model, whose engine `cleanup` closes, if there is one; return the models of the server."""
+    """Load the first model, if there is one; return the models of the server. `cleanup` closes an only engine."""
     from radixkv.chat import AsyncEngine  # takes seconds: it imports torch
     from radixkv.chat.calls.formats import format_named
     from radixkv.serve.models.loading import load_engine, remember
@@ -93,22 +93,21 @@ def _models(
     with naming_options():
         for each in specs:
             format_named(each.config.tool_format)  # an unknown one is refused now
-        engine = None if first is None else cleanup.enter_context(load_engine(first))
+        engine = None if first is None else load_engine(first)
         if engine is None or several:
-            return SeveralModels(specs, settings, engine)
-        models = OneModel(AsyncEngine(engine), settings, specs[0].source)
+            return SeveralModels(specs, settings, engine)  # which unloads it: a reference here would keep its memory
+        models = OneModel(AsyncEngine(cleanup.enter_context(engine)), settings, specs[0].source)
         remember()
         return models
 
 
 def _is_several(arguments: argparse.Namespace, specs: Sequence[ModelSpec]) -> bool:
     """Whether models are loaded and unloaded; raise InvalidInput for options that need one model, or several."""
-    manages = len(specs) > 1 or arguments.models_file is not None or arguments.lazy
     declared = {each.name: each.metadata.get("text", each.default) for each in fields(Settings)}
     given = [name for name in _OF_SEVERAL if getattr(arguments, name) != declared[name]]
-    if manages and arguments.model_name is not None:
-        raise InvalidInput("model_name names one model: write name = ... into the file of --models")
-    return manages or bool(given)
+    if arguments.model_memory is not None and any(each.config.kv_memory == "auto" for each in specs):
+        raise InvalidInput("model_memory needs pools of a given size, and kv_memory is auto: give --kv-memory")
+    return len(specs) > 1 or arguments.models_file is not None or arguments.lazy or bool(given)
 
 
 def _exit_soon(number: int) -> None:

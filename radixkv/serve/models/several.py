@@ -164,7 +164,7 @@ class SeveralModels:
 
     async def _load(self, slot: AnySlot) -> LoadedService:
         entry = self._of[slot.name]
-        return await load(entry.spec, self.gate, entry.kept, again=slot.loads > 0)
+        return await load(entry.spec.for_load(slot.loads + 1), self.gate, entry.kept, again=slot.loads > 0)
 
     async def _load_named(self, request: Request) -> Response:
         """Load a model, and respond once it is there."""

@@ -16,7 +16,8 @@ from radixkv.model_path import BUNDLED, find, local, models_named, readable, sho
 from radixkv.sizing.kv_size import parse_bytes
 
 _OWN = ("name", "path", "aliases", "tokenizer")
-_SETTINGS = tuple(each.name for each in fields(EngineConfig) if each.name != "logits_processors")
+_NOT_IN_FILES = ("logits_processors", "namespace_limits")
+_SETTINGS = tuple(each.name for each in fields(EngineConfig) if each.name not in _NOT_IN_FILES)
 LATEST = ":latest"
 """What Ollama's clients add to a name."""
 
@@ -36,6 +37,14 @@ class ModelSpec:
         """All names by which clients may ask for it."""
         return (self.name, *self.aliases, *(f"{each}{LATEST}" for each in (self.name, *self.aliases)))
 
+    def for_load(self, number: int) -> ModelSpec:
+        """Return the model for its load `number`, counted from 1: each load records a trace of its own."""
+        record = self.config.record
+        if record is None or number == 1:
+            return self
+        path = Path(record)
+        return replace(self, config=replace(self.config, record=path.with_stem(f"{path.stem}-{number}")))
+
     def estimate(self) -> int:
         """Return about the bytes of a load: the files of weights, and the pool if its size is given. Loads nothing."""
         path = find(self.source)
@@ -45,11 +54,13 @@ class ModelSpec:
             return sum(each.stat().st_size for each in files) + (0 if pool == "auto" else parse_bytes(pool))
 
 
-def specs_of(sources: Iterable[str], file: str | None, config: EngineConfig, tokenizer: str | None) -> list[ModelSpec]:
+def specs_of(
+    sources: Iterable[str], file: str | None, config: EngineConfig, tokenizer: str | None, name: str | None = None
+) -> list[ModelSpec]:
     """Return the models that the command line names, then those of a TOML file; raise InvalidInput.
 
     A folder without a config.json means each of its GGUF models. `config` has the settings of all; those of the file
-    replace them.
+    replace them. `name` is the name of the only model.
     """
     specs = [ModelSpec(shown_name(name), name, config) for source in sources for name in models_named(source)]
     if file is not None:
@@ -58,10 +69,16 @@ def specs_of(sources: Iterable[str], file: str | None, config: EngineConfig, tok
         specs = _apart(specs, tokenizer)
     elif tokenizer is not None:
         specs = [replace(each, tokenizer=tokenizer) for each in specs]
+    if name is not None:
+        if len(specs) > 1 or file is not None:
+            raise InvalidInput("model_name names one model: write name = ... into the file of --models")
+        specs = [replace(each, name=name) for each in specs]
     if not specs:
         raise InvalidInput("name a model, or a file of models: radixkv serve MODEL..., or --models FILE.toml")
     for each in specs:
         find(each.source)  # a path that is wrong is refused before anything is loaded
+        if each.tokenizer is not None:
+            find(each.tokenizer, "tokenizer")
     _check_names(specs)
     return specs
 
@@ -113,9 +130,8 @@ def _in_table(table: dict[str, Any], folder: Path, config: EngineConfig) -> Mode
         raise InvalidInput("aliases must be an array of texts")
     source = _beside(str(path), folder)
     settings = {name: table[name] for name in _SETTINGS if name in table}
-    return ModelSpec(
-        str(table.get("name") or shown_name(source)), source, replace(config, **settings), tuple(aliases), tokenizer
-    )
+    name, config = str(table.get("name") or shown_name(source)), replace(config, **settings)
+    return ModelSpec(name, source, config, tuple(aliases), tokenizer and _beside(tokenizer, folder))
 
 
 def _beside(path: str, folder: Path) -> str:

@@ -14,6 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from radixkv import Engine
+from radixkv.cli.main import main
 from radixkv.config import EngineConfig
 from radixkv.errors import InvalidInput
 from radixkv.serve import Settings, gate
@@ -306,6 +307,8 @@ kv_memory = "64MB"
         ("[[model]]\npath = './nowhere'", "there is no model folder"),
         ("[model]\npath = 'tiny'", "must have a table \\[\\[model\\]\\] for each model"),
         ("path = ", "is not TOML"),
+        ("[[model]]\npath = 'tiny'\ntokenizer = './nowhere'", "there is no tokenizer folder"),
+        ("[[model]]\npath = 'tiny'\nnamespace_limits = {a = 0.5}", "'namespace_limits' is no field"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_place(tmp_path: Path, text: str, said: str) -> None:
@@ -320,5 +323,24 @@ def test_options_of_one_model_are_refused_for_several(tmp_path: Path) -> None:
     file = str(tmp_path / "models.toml")
     with pytest.raises(InvalidInput, match="--tokenizer is of one model"):
         specs_of([], file, EngineConfig(), "tiny")
+    with pytest.raises(InvalidInput, match="model_name names one model"):
+        specs_of(["tiny"], file, EngineConfig(), None, "b")
     with pytest.raises(InvalidInput, match="name a model"):
         specs_of([], None, EngineConfig(), None)
+
+
+def test_the_only_model_may_be_named_and_each_load_has_a_trace_of_its_own() -> None:
+    (spec,) = specs_of(["tiny"], None, EngineConfig(record="/var/trace.jsonl"), None, "b")
+    assert (spec.name, spec.source, spec.for_load(1)) == ("b", "tiny", spec)
+    assert str(spec.for_load(2).config.record) == "/var/trace-2.jsonl"
+
+
+def test_a_limit_of_memory_needs_pools_of_a_given_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "tiny", "--model-memory", "1GB"]) == 2
+    assert "--model-memory needs pools of a given size" in capsys.readouterr().err
+
+
+def test_a_name_and_a_tokenizer_are_found_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    (spec,) = read(tmp_path, "[[model]]\npath = 'tiny'\ntokenizer = 'words'")
+    assert spec.tokenizer == str(tmp_path / "words")
