@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         loading = "torch" if first is None else first.source
         _print(f"loading {loading}; until then, port {sock.getsockname()[1]} answers with status 503")
         models = _models(specs, settings, first, waiting, cleanup, several=several)
+        from radixkv.serve.models.loading import is_loading
         from radixkv.serve.server import Server
 
         names, where = ", ".join(each.name for each in models.statuses()), address(sock, tls=tls is not None)
@@ -70,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         gc.unfreeze()  # the interpreter frees all objects at its end; nanobind warns of each that it does not
     if server.cut_by is not None:
         os._exit(128 + server.cut_by)  # with torch loaded, a regular exit takes seconds
+    if is_loading():
+        os._exit(0)  # a regular exit would end the thread inside torch, which aborts the process
     return 0
 
 

@@ -95,8 +95,14 @@ async def on_thread(call: Callable[[], Result]) -> Result:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=answer, name=f"radixkv-load-{next(_numbers)}", daemon=True).start()
+    threading.Thread(target=answer, name=f"{_THREADS}{next(_numbers)}", daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
+def is_loading() -> bool:
+    """Return whether a call of `on_thread` still runs. A regular end of the process would then abort it."""
+    return any(each.name.startswith(_THREADS) for each in threading.enumerate())
+
+
+_THREADS = "radixkv-load-"
 _numbers = count(1)

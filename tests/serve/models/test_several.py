@@ -177,8 +177,11 @@ def test_a_load_that_was_cancelled_ends_quietly() -> None:
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
+        assert loading.is_loading()
         ready.set()
         assert await loading.on_thread(lambda: 5) == 5
+        while loading.is_loading():
+            await asyncio.sleep(0.01)
 
     asyncio.run(test())
 
