@@ -91,9 +91,9 @@ class Service:
         return compiling
 
     def check_model(self, name: str) -> None:
-        """Raise ApiError 404 unless this is the model that is served."""
-        if name != self.model_name:
-            message = f"unknown model {name[:100]!r}; this server serves {self.model_name!r}"
+        """Raise ApiError 404 unless this is the model that is served, with or without Ollama's tag `:latest`."""
+        if self.model_name not in (name, name.removesuffix(":latest")):
+            message = f"model {name[:100]!r} not found: this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     # ---- prompts and texts

@@ -40,7 +40,7 @@ async def start(
     if most is not None and len(ids) > most:
         message = f"the prompt has {len(ids)} tokens, and this server takes at most {most}"
         raise PromptTooLong(message, tokens=len(ids), limit=most)
-    params, engine = options.params, service.engine
+    params, engine = options.params_after(len(ids)), service.engine
     submit = partial(
         engine.submit,
         prompt,

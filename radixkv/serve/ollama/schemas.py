@@ -1,0 +1,169 @@
+"""Declare the bodies of Ollama's API, and convert them to requests of the neutral core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, AliasChoices, Field
+
+from radixkv.chat.calls.formats import CallFormat
+from radixkv.chat.calls.tools import tools_by_name
+from radixkv.chat.constrained import strict_tools
+from radixkv.chat.template_arguments import TemplateOption, effort_option, thinking_option
+from radixkv.serve.bodies import Body, ByType, CacheSalt, OneError, Only, SessionKey, Several, read, refuse
+from radixkv.serve.constraints import ReplyConstraint, Schema
+from radixkv.serve.durations import DURATION, RULE, parse_duration
+from radixkv.serve.fields import IgnoredFields, JsonObject
+from radixkv.serve.message_schemas import ChatTool, neutral_tools
+from radixkv.serve.ollama.messages import NoImages, OllamaMessage, neutral_messages
+from radixkv.serve.sampling_fields import sampling_params, wire, with_sampling
+from radixkv.serve.schemas import ChatRequest, CompletionRequest, RequestOptions
+from radixkv.serve.tool_choices import call_rule
+
+_ANY_OBJECT = '{"type":"object"}'
+
+# ---- bodies
+
+
+@with_sampling(without="n")
+class OllamaOptions(Body):
+    """The sampling parameters of a request. Others of Ollama's, such as `num_gpu`, have no effect."""
+
+    num_predict: Annotated[int, wire("max_tokens", low=-2)] | None = Field(
+        default=None, description="Maximum length of the reply; below 1: no limit."
+    )
+    num_ctx: Annotated[int, wire("max_tokens")] | None = Field(
+        default=None, description="Maximum length of the prompt and the reply; a longer prompt is refused."
+    )
+
+
+KeepAlive = Annotated[
+    float | Annotated[str, Field(pattern=DURATION)],
+    OneError(RULE),
+    AfterValidator(parse_duration),
+    Field(description="How long the model stays loaded after the request."),
+]
+Format = Annotated[Literal["json", ""] | Schema, ByType('"json" or a JSON schema (an object)')]
+Think = Annotated[bool | Literal["low", "medium", "high", "max"], ByType("true, false or a level")]
+
+
+class PromptFields(Body):
+    """The fields that chat and generate share."""
+
+    model: str
+    stream: bool | None = Field(default=None, description="True by default.")
+    options: OllamaOptions | None = None
+    format: Format | None = None
+    think: Think | None = None
+    keep_alive: KeepAlive | None = None
+    prompt_cache_key: SessionKey | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class OllamaChatBody(PromptFields):
+    """The body of POST /api/chat. Without messages, the model is only loaded."""
+
+    messages: Several[OllamaMessage] | None = None
+    tools: Several[ChatTool] | None = None
+
+
+class GenerateBody(PromptFields):
+    """The body of POST /api/generate. Without a prompt, the model is only loaded."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = Field(default=None, description="Without the chat template.")
+    suffix: Annotated[Any, Only("", why="only what follows a prompt is written")] = None
+    template: Annotated[Any, Only("", why="the model's own is used; with raw=true, none")] = None
+    context: Annotated[Any, Only([], why="send the conversation to /api/chat")] = None
+    images: NoImages = None
+
+
+class ShowBody(Body):
+    """The body of POST /api/show."""
+
+    model: str = Field(validation_alias=AliasChoices("model", "name"))  # the second is of older clients
+
+
+# ---- reading
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaRequest:
+    """A body: the model, the seconds for which it is to stay, and the request; None: the model is only loaded."""
+
+    model: str
+    keep_alive: float | None
+    asked: ChatRequest | CompletionRequest | None
+
+
+Reader = Callable[[JsonObject, IgnoredFields | None], OllamaRequest]
+
+
+def read_chat(given: JsonObject, ignored: IgnoredFields | None, form: CallFormat) -> OllamaRequest:
+    """Read the body of a chat; raise ApiError, which names the wrong field. `form` makes the ids of calls.
+
+    Fields without effect are added to `ignored`; without it, unknown fields are refused.
+    """
+    body = read(OllamaChatBody, given, ignored)
+    options, messages = _options(body, ignored), neutral_messages(body.messages or (), form)
+    if not messages:
+        return OllamaRequest(body.model, body.keep_alive, None)
+    tools = neutral_tools(given.get("tools"))
+    rule, reads_calls = call_rule(None, None, tools_by_name(tools), strict_tools(tools), ignored)
+    prefill = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    asked = ChatRequest(
+        messages=messages,
+        tools=tools,
+        template_options=_template_options(body),
+        prefill=prefill,
+        options=options,
+        reads_calls=reads_calls,
+        call_rule=rule,
+        call_seed=str(len(messages) - prefill),  # the place of the reply
+    )
+    return OllamaRequest(body.model, body.keep_alive, asked)
+
+
+def read_generate(given: JsonObject, ignored: IgnoredFields | None) -> OllamaRequest:
+    """Read the body of a generation, as `read_chat` does. A raw one is a text completion, another one a chat."""
+    body = read(GenerateBody, given, ignored)
+    options, asked = _options(body, ignored), None
+    if body.raw and body.system:
+        raise refuse("system", "cannot be combined with raw=true: write it into the prompt")
+    if body.prompt and body.raw:
+        asked = CompletionRequest(options, [body.prompt], echo=False)
+    elif body.prompt:
+        messages = [{"role": "system", "content": body.system}] if body.system else []
+        messages.append({"role": "user", "content": body.prompt})
+        shared = {"options": options, "template_options": _template_options(body)}
+        asked = ChatRequest(messages=messages, tools=None, reads_calls=False, **shared)
+    return OllamaRequest(body.model, body.keep_alive, asked)
+
+
+def _options(body: PromptFields, ignored: IgnoredFields | None) -> RequestOptions:
+    given, constraint = body.options or OllamaOptions(), None
+    if vars(given)["seed"] == -1:  # Ollama's default, another seed each time
+        given = given.model_copy(update={"seed": None})
+    if body.format:
+        constraint = ReplyConstraint("json_schema", _ANY_OBJECT if body.format == "json" else body.format, "format")
+    # `params_after` takes the prompt off the context, so it may stand for a missing limit.
+    bound = given.num_predict if (given.num_predict or 0) > 0 else given.num_ctx
+    return RequestOptions(
+        body.model,
+        sampling_params(given, bound, ignored, constraint=constraint),
+        bounded=bound is not None,
+        stream=body.stream is not False,
+        include_usage=True,
+        session_key=body.prompt_cache_key,
+        constraint_field="format",
+        context=given.num_ctx,
+    )
+
+
+def _template_options(body: PromptFields) -> tuple[TemplateOption, ...]:
+    if isinstance(body.think, str):  # chat templates have low, medium and high
+        return (effort_option("think", "high" if body.think == "max" else body.think),)
+    return () if body.think is None else (thinking_option("think", enabled=body.think),)
