@@ -88,6 +88,19 @@ def run_program(tmp_path: Path, host: Host) -> Run:
 
 
 @pytest.fixture
+def run_script(tmp_path: Path, host: Host) -> Run:
+    """A function that runs a script of `programs/` with a library for Node.js and returns its output."""
+
+    def run(name: str, library: Agent) -> str:
+        if not library.installed:
+            pytest.skip(f"{library.name} is not installed: {obstacle() or '`make clients` installs it'}")
+        script = Path(__file__).parent / "programs" / name
+        return _run(["node", str(script), str(library.path), host.url, MODEL], tmp_path, tmp_path, {})
+
+    return run
+
+
+@pytest.fixture
 def project(tmp_path: Path) -> Path:
     """An empty folder inside HOME."""
     folder = tmp_path / "project"

@@ -1,4 +1,4 @@
-"""Install the clients of `make clients` into .clients: two coding agents by npm, and Python SDKs in venvs.
+"""Install the clients of `make clients` into .clients: coding agents and a library by npm, and Python SDKs in venvs.
 
     python -m tests.clients.install
 
@@ -34,7 +34,7 @@ PLATFORMS = {
 
 @dataclass(frozen=True)
 class Agent:
-    """A coding agent that is an npm package. `program` is its path inside the package."""
+    """A coding agent or a library that is an npm package. `program` is its path inside the package."""
 
     name: str
     package: str
@@ -59,7 +59,8 @@ class Agent:
 _PLATFORM = PLATFORMS.get((platform.system(), platform.machine()), "linux-x64")
 CODEX = Agent("Codex", "@openai/codex", "0.169.0", "bin/codex.js")
 CLAUDE_CODE = Agent("Claude Code", f"@anthropic-ai/claude-code-{_PLATFORM}", "2.1.330", "claude")
-AGENTS = (CODEX, CLAUDE_CODE)
+OLLAMA = Agent("ollama for Node.js", "ollama", "0.6.4", "dist/index.mjs")  # a library
+AGENTS = (CODEX, CLAUDE_CODE, OLLAMA)
 
 
 def main() -> None:
@@ -95,7 +96,7 @@ def install_agent(agent: Agent) -> None:
     if reason := obstacle():
         print(f"{agent.name}: SKIPPED, since {reason}", flush=True)
         return
-    print(f"{agent.name}: installing {agent.package}@{agent.version} into .clients/node (400 MB)", flush=True)
+    print(f"{agent.name}: installing {agent.package}@{agent.version} into .clients/node (up to 400 MB)", flush=True)
     quiet = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error")
     package = f"{agent.package}@{agent.version}"
     done = subprocess.run(["npm", "install", "--prefix", str(NODE), *quiet, package], check=False)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixkv import __version__
+from radixkv.engine.input_processor import template_text
 from radixkv.serve.bodies import read
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject
@@ -63,8 +64,9 @@ async def show(models: Models, request: Request) -> Response:
         model = models.find(body.model)
         facts = await _facts(model)
     context = {} if model.context is None else {f"{facts.family or 'model'}.context_length": model.context}
-    card, can = _card(model.name, model, facts), capabilities(facts.template)
-    shown = {"template": facts.template, "model_info": {**facts.info, **context}, "capabilities": can}
+    template = facts.template if model.service is None else template_text(model.service.engine.model.codec)
+    card, can = _card(model.name, model, facts), capabilities(template)
+    shown = {"template": template, "model_info": {**facts.info, **context}, "capabilities": can}
     return _json({"modified_at": card["modified_at"], "details": card["details"], **shown})
 
 
