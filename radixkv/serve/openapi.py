@@ -11,6 +11,7 @@ from radixkv import __version__
 from radixkv.serve.access import KEY_HEADER
 from radixkv.serve.anthropic import openapi as anthropic
 from radixkv.serve.anthropic.schemas import MessageBody, PromptBody
+from radixkv.serve.bodies import Body
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.json_schemas import COUNT, STRING, TEXT, answer, array, bodies, maybe, ref
 from radixkv.serve.ollama import openapi as ollama
@@ -22,7 +23,7 @@ from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, Toke
 from radixkv.server_settings import Settings
 
 _OPENAIS = (ChatBody, CompletionBody, ResponseBody)
-_BODIES = (*_OPENAIS, TokenizeBody, DetokenizeBody, MessageBody, PromptBody, *ollama.BODIES)
+_BODIES: tuple[type[Body], ...] = (*_OPENAIS, TokenizeBody, DetokenizeBody, MessageBody, PromptBody, *ollama.BODIES)
 
 # ---- the document
 

@@ -102,7 +102,10 @@ Reader = Callable[[JsonObject, IgnoredFields | None], ChatRequest]
 async def respond(
     service: Service, request: Request, read: Reader, encoder: Callable[[Turn], Encoder], *, any_model: bool = False
 ) -> Response:
-    """Respond to a chat request as events or as a whole, as the client requested. Arguments and errors: `open_turn`."""
+    """Respond to a chat request as events or as a whole, as the client requested. `any_model` serves every model name.
+
+    Raises ApiError (401, 403, 404, 429, or 400 for a wrong body), and as `open_turn` and `send`.
+    """
     with ExitStack() as cleanup:
         lease = service.gate.admit(request, cleanup)
         body = await service.gate.read(request, read)

@@ -12,11 +12,10 @@ from starlette.responses import Response
 
 from radixkv.chat.calls.formats import HERMES
 from radixkv.serve.ollama.lines import MEDIA_TYPE, Lines, Shape, as_message, as_response, head
-from radixkv.serve.ollama.raw_reply import open_raw
+from radixkv.serve.ollama.raw_reply import RawReply, open_raw
 from radixkv.serve.ollama.schemas import Reader, read_chat, read_generate
-from radixkv.serve.schemas import ChatRequest
 from radixkv.serve.service import Service
-from radixkv.serve.turn import open_turn, send
+from radixkv.serve.turn import Turn, open_turn, send
 
 
 async def chat(service: Service, request: Request) -> Response:
@@ -36,15 +35,16 @@ async def _respond(service: Service, request: Request, read: Reader, shape: Shap
         body = await service.gate.read(request, read)
         request.state.keep_alive = body.keep_alive
         service.gate.caller(request)  # refuses a wrong namespace, also where nothing is computed
-        service.check_model(body.model)
-        if body.asked is None:
+        model = body.options.model
+        reply: Turn | RawReply | None = None
+        service.check_model(model)
+        if body.chat is not None:
+            reply = await open_turn(service, request, body.chat, cleanup)
+        elif body.text:
+            reply = await open_raw(service, request, body.text, body.options, cleanup)
+        if reply is None:
             reason = "unload" if body.keep_alive == 0 else "load"
-            answer = {**head(body.model), **shape("", "", ()), "done": True, "done_reason": reason}
+            answer = {**head(model), **shape("", "", ()), "done": True, "done_reason": reason}
             return Response(json.dumps(answer), media_type="application/json")
-        if isinstance(body.asked, ChatRequest):
-            reply = await open_turn(service, request, body.asked, cleanup)
-        else:
-            reply = await open_raw(service, request, body.asked.prompts[0], body.asked.options, cleanup)
-        lines = Lines(reply, body.model, shape, started, request.state.load_seconds)
-        stream = body.asked.options.stream
-        return await send(service, request, lines, cleanup, stream=stream, media_type=MEDIA_TYPE)
+        lines = Lines(reply, model, shape, started, request.state.load_seconds)
+        return await send(service, request, lines, cleanup, stream=body.options.stream, media_type=MEDIA_TYPE)

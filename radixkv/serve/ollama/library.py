@@ -80,7 +80,7 @@ async def refused(models: Models, request: Request) -> Response:
 
 
 def capabilities(template: str) -> list[str]:
-    """Return what a model with this chat template is capable of.
+    """Return the capabilities of a model with this chat template.
 
     >>> capabilities("{% if tools %}...{% endif %}<think>")
     ['completion', 'tools', 'thinking']
@@ -94,7 +94,7 @@ async def _facts(model: ModelStatus) -> ModelFacts:
 
 
 def _card(name: str, model: ModelStatus, facts: ModelFacts) -> JsonObject:
-    """Return what all lists have. Ollama's names have tags, on which some clients depend."""
+    """Return the fields of all lists. Ollama's names have tags, on which some clients depend."""
     name = name if ":" in name else f"{name}:latest"
     parameters = f"{facts.parameters / 1e9:.1f}B" if facts.parameters >= 10**9 else f"{facts.parameters / 1e6:.1f}M"
     family = {"family": facts.family, "families": [facts.family], "parameter_size": parameters}

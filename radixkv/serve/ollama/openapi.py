@@ -28,8 +28,8 @@ def paths() -> JsonObject:
     for path, method in REFUSED:
         statuses = responses_of("", {}, 401, 403, 400 if "embed" in path else 501, error=_ERROR)
         del statuses["200"]
-        operation = {"summary": "Not on this server; the error says what to do instead", "responses": statuses}
-        operation["parameters"] = [_DIGEST] if "{digest}" in path else []
+        about = {"summary": "Refused; the error says what to do instead", "responses": statuses}
+        operation = {**about, "parameters": [_DIGEST] if "{digest}" in path else []}
         found.setdefault(path, {})[method.lower()] = operation
     return found
 

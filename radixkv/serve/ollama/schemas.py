@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, Field
+from pydantic import AliasChoices, Field
 
 from radixkv.chat.calls.formats import CallFormat
 from radixkv.chat.calls.tools import tools_by_name
@@ -19,7 +19,7 @@ from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.message_schemas import ChatTool, neutral_tools
 from radixkv.serve.ollama.messages import NoImages, OllamaMessage, neutral_messages
 from radixkv.serve.sampling_fields import sampling_params, wire, with_sampling
-from radixkv.serve.schemas import ChatRequest, CompletionRequest, RequestOptions
+from radixkv.serve.schemas import ChatRequest, RequestOptions
 from radixkv.serve.tool_choices import call_rule
 
 _ANY_OBJECT = '{"type":"object"}'
@@ -42,7 +42,6 @@ class OllamaOptions(Body):
 KeepAlive = Annotated[
     float | Annotated[str, Field(pattern=DURATION)],
     OneError(RULE),
-    AfterValidator(parse_duration),
     Field(description="How long the model stays loaded after the request."),
 ]
 Format = Annotated[Literal["json", ""] | Schema, ByType('"json" or a JSON schema (an object)')]
@@ -92,11 +91,15 @@ class ShowBody(Body):
 
 @dataclass(frozen=True, slots=True)
 class OllamaRequest:
-    """A body: the model, the seconds for which it is to stay, and the request; None: the model is only loaded."""
+    """A body: a conversation, or a raw text that no template writes; without both, the model is only loaded.
 
-    model: str
+    `keep_alive` is the number of seconds for which the model is to stay.
+    """
+
+    options: RequestOptions
     keep_alive: float | None
-    asked: ChatRequest | CompletionRequest | None
+    chat: ChatRequest | None = None
+    text: str = ""
 
 
 Reader = Callable[[JsonObject, IgnoredFields | None], OllamaRequest]
@@ -108,42 +111,41 @@ def read_chat(given: JsonObject, ignored: IgnoredFields | None, form: CallFormat
     Fields without effect are added to `ignored`; without it, unknown fields are refused.
     """
     body = read(OllamaChatBody, given, ignored)
-    options, messages = _options(body, ignored), neutral_messages(body.messages or (), form)
+    request, messages = _request(body, ignored), neutral_messages(body.messages or (), form)
     if not messages:
-        return OllamaRequest(body.model, body.keep_alive, None)
+        return request
     tools = neutral_tools(given.get("tools"))
     rule, reads_calls = call_rule(None, None, tools_by_name(tools), strict_tools(tools), ignored)
     prefill = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
-    asked = ChatRequest(
+    chat = ChatRequest(
         messages=messages,
         tools=tools,
         template_options=_template_options(body),
         prefill=prefill,
-        options=options,
+        options=request.options,
         reads_calls=reads_calls,
         call_rule=rule,
         call_seed=str(len(messages) - prefill),  # the place of the reply
     )
-    return OllamaRequest(body.model, body.keep_alive, asked)
+    return replace(request, chat=chat)
 
 
 def read_generate(given: JsonObject, ignored: IgnoredFields | None) -> OllamaRequest:
-    """Read the body of a generation, as `read_chat` does. A raw one is a text completion, another one a chat."""
+    """Read the body of a generation, as `read_chat` does: a raw text, or the messages of a chat."""
     body = read(GenerateBody, given, ignored)
-    options, asked = _options(body, ignored), None
+    request, said = _request(body, ignored), [("system", body.system), ("user", body.prompt)]
     if body.raw and body.system:
         raise refuse("system", "cannot be combined with raw=true: write it into the prompt")
-    if body.prompt and body.raw:
-        asked = CompletionRequest(options, [body.prompt], echo=False)
-    elif body.prompt:
-        messages = [{"role": "system", "content": body.system}] if body.system else []
-        messages.append({"role": "user", "content": body.prompt})
-        shared = {"options": options, "template_options": _template_options(body)}
-        asked = ChatRequest(messages=messages, tools=None, reads_calls=False, **shared)
-    return OllamaRequest(body.model, body.keep_alive, asked)
+    if body.raw or not body.prompt:
+        return replace(request, text=body.prompt or "")
+    messages = [{"role": role, "content": text} for role, text in said if text]
+    options, template_options = request.options, _template_options(body)
+    shared: dict[str, Any] = {"options": options, "template_options": template_options, "reads_calls": False}
+    return replace(request, chat=ChatRequest(messages=messages, tools=None, **shared))
 
 
-def _options(body: PromptFields, ignored: IgnoredFields | None) -> RequestOptions:
+def _request(body: PromptFields, ignored: IgnoredFields | None) -> OllamaRequest:
+    """Return a request that only loads the model."""
     given, constraint = body.options or OllamaOptions(), None
     if vars(given)["seed"] == -1:  # Ollama's default, another seed each time
         given = given.model_copy(update={"seed": None})
@@ -151,7 +153,7 @@ def _options(body: PromptFields, ignored: IgnoredFields | None) -> RequestOption
         constraint = ReplyConstraint("json_schema", _ANY_OBJECT if body.format == "json" else body.format, "format")
     # `params_after` takes the prompt off the context, so it may stand for a missing limit.
     bound = given.num_predict if (given.num_predict or 0) > 0 else given.num_ctx
-    return RequestOptions(
+    options = RequestOptions(
         body.model,
         sampling_params(given, bound, ignored, constraint=constraint),
         bounded=bound is not None,
@@ -161,6 +163,7 @@ def _options(body: PromptFields, ignored: IgnoredFields | None) -> RequestOption
         constraint_field="format",
         context=given.num_ctx,
     )
+    return OllamaRequest(options, None if body.keep_alive is None else parse_duration(body.keep_alive))
 
 
 def _template_options(body: PromptFields) -> tuple[TemplateOption, ...]:

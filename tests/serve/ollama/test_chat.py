@@ -189,7 +189,7 @@ def test_a_result_belongs_to_a_call_by_id_by_name_or_by_order(results: list[Any]
     ]
     told = [{"role": "tool", "content": str(at), **each} for at, each in enumerate(results)]
     given = {**BODY, "messages": [*ASKED, {"role": "assistant", "tool_calls": calls}, *told]}
-    asked = read_chat(given, None, HERMES).asked
+    asked = read_chat(given, None, HERMES).chat
     assert asked is not None and [int(each["content"]) for each in asked.messages[2:]] == expected
 
 
@@ -225,7 +225,7 @@ def test_options_limit_the_reply():
 def test_options_without_effect_are_named_and_a_strict_server_refuses_them():
     body = {**BODY, "options": {"num_gpu": 1, "seed": -1, "mirostat": 0, "temperature": 0.5}, "truncate": True}
     ignored = IgnoredFields()
-    asked = read_chat(body, ignored, HERMES).asked
+    asked = read_chat(body, ignored, HERMES).chat
     assert ignored.text() == "options.num_gpu, options.mirostat, truncate"
     assert asked is not None and (asked.options.params.seed, asked.options.params.temperature) == (None, 0.5)
     with pytest.raises(ApiError, match="unknown field"):
@@ -256,8 +256,8 @@ def test_a_format_holds(format: Any):
 )
 def test_think_sets_variables_of_the_template(think: Any, arguments: dict[str, Any]):
     for asked in (
-        read_chat({**BODY, "think": think}, None, HERMES).asked,
-        read_generate({**PROMPT, "think": think}, None).asked,
+        read_chat({**BODY, "think": think}, None, HERMES).chat,
+        read_generate({**PROMPT, "think": think}, None).chat,
     ):
         assert asked is not None
         [option] = asked.template_options
@@ -276,7 +276,7 @@ def test_an_empty_request_only_loads_the_model(given: Any, seconds: float | None
         (lambda body: read_generate(body, None), {}),
     ):
         request = read({"model": "fake", "keep_alive": given, **body})
-        assert (request.keep_alive, request.asked) == (seconds, None)
+        assert (request.keep_alive, request.chat, request.text) == (seconds, None, "")
     with served() as server:
         for path, field in (("/api/chat", "message"), ("/api/generate", "response")):
             answer = server.post(path, {"model": "fake", "keep_alive": given}).json()
