@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint types docs bench bench-gpu soak kernels models real harness fleet clients templates clean
+.PHONY: help demo test test-all lint types docs wheel dist bench bench-gpu soak kernels models real harness fleet clients templates clean
 help:            ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -41,6 +41,12 @@ types: $(READY)  ## check types with mypy, strict
 docs: $(READY)   ## build the site of docs/ and of the docstrings; fails on a broken link or an undocumented public name
 	env NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "The site is in site/. With its search: $(BIN)/python -m http.server --directory site"
+
+wheel: $(READY)  ## build the wheel, and run its commands outside of the checkout, beside the packages of .venv
+	env OMP_NUM_THREADS=1 $(BIN)/python scripts/dist.py --beside
+
+dist: $(READY)   ## fill dist/ with sdist and wheel, after a trial of the wheel and of each extra in fresh environments
+	$(BIN)/python scripts/dist.py
 
 bench: $(READY)  ## run every benchmark that needs no other engine; each ends in one JSON line
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
@@ -86,5 +92,5 @@ fleet: $(READY)  ## install Dynamo into .fleet (430 MB), and test workers, front
 	.fleet/bin/python -m pip install --disable-pip-version-check aiohttp 'kubernetes<33' msgspec prometheus-client pyzmq redis tqdm zstandard uvloop
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 .fleet/bin/python -m pytest -q -rs tests/fleet
 
-clean:           ## remove .venv, .harness, .fleet, .clients, .templates, the site and caches
-	rm -rf $(VENV) .harness .fleet .clients .templates site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean:           ## remove .venv, .harness, .fleet, .clients, .templates, dist, the site and caches
+	rm -rf $(VENV) .harness .fleet .clients .templates dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

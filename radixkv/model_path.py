@@ -70,6 +70,16 @@ def find(name: str, part: str = "model") -> Path | None:
     return None
 
 
+def models_named(name: str) -> list[str]:
+    """Return the paths of the GGUF models of a folder that has several, else the name itself. Raises InvalidInput."""
+    path = local(name)
+    with readable():
+        if name in BUNDLED or not path.is_dir() or (path / CONFIG).is_file():
+            return [name]
+        found = gguf.models_in(path)
+    return list(map(str, found)) if len(found) > 1 else [name]
+
+
 def local(name: str) -> Path:
     """Return the path of a local name, with the home folder for a leading "~".
 

@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
 from typing import Any, Literal
 
+from radixkv.durations import parse_duration
 from radixkv.errors import InvalidInput
 from radixkv.sizing.kv_size import parse_size
 
 Mode = Literal["auto", "append", "template"]
 MODES = ("auto", "append", "template")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
+HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9][a-zA-Z0-9._-]*")
 _CONNECTIONS = 800  # below 1,024, the usual limit of open files
 
 
@@ -23,10 +27,10 @@ def _setting(default: Any, help: str, kind: type = str, *, least: float | None =
     return field(default=default, metadata={"help": help, "kind": kind, "least": least, "option": option})
 
 
-def _size(default: str, help: str, *, least: int = 0, option: str = "") -> Any:
+def _size(default: str | None, help: str, *, least: int = 0, option: str = "") -> Any:
     """Declare a number of bytes, which is a size such as 8MiB on the command line."""
-    metadata = {"help": help, "kind": str, "least": least, "option": option, "size": default}
-    return field(default=parse_size(default), metadata=metadata)
+    metadata = {"help": help, "kind": str, "least": least, "option": option, "size": True, "text": default}
+    return field(default=None if default is None else parse_size(default), metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,19 @@ class Settings:
         repr=False,
         metadata={"help": "key of each tenant; without keys all clients are one tenant, and host must be loopback"},
     )
+    allowed_origins: Sequence[str] = _setting(
+        (),
+        "origin of web pages that may send requests, such as https://app.example:8443 or chrome-extension://ID; repeat "
+        "for more. * is all pages, and needs API keys",
+        option="allowed_origin",
+    )
+    allowed_hosts: Sequence[str] = _setting(
+        (),
+        "further name of this machine, such as host.docker.internal, for servers without keys; repeat for more",
+        option="allowed_host",
+    )
+    tls_cert: str | None = _setting(None, "PEM file with the certificate chain, for https")
+    tls_key: str | None = _setting(None, "PEM file with the private key of the certificate, not encrypted")
     model_name: str | None = _setting(
         None, "name of the model in the API (default: its own name; of a GGUF file, without .gguf)"
     )
@@ -101,6 +118,27 @@ class Settings:
     response_bytes: int = _size(
         "64MiB", "memory of each tenant for stored responses of /v1/responses; 0 for none", option="response_memory"
     )
+    keep_alive: float = field(
+        default=300.0,
+        metadata={
+            "help": "how long an idle model of several stays in memory: seconds, or a duration such as 90s, 5m or 1h; "
+            "-1 for ever, 0 not at all. A request of Ollama's API may set it",
+            "kind": str,
+            "text": "5m",
+        },
+    )
+    load_timeout: float = _setting(
+        60.0, "seconds for which a request waits until its model, one of several, is loaded", float, least=0.001
+    )
+    max_loaded: int | None = _setting(
+        None, "most models in memory at once; the idle one that was used least recently makes room", int, least=1
+    )
+    model_memory: int | None = _size(
+        None, "memory that all loaded models may take: weights, pools and host memory (default: no limit)", least=1
+    )
+    fim_order: str = _setting(
+        "psm", "order of a prompt that fills in the middle: psm, or spm for models trained with it, which hits more"
+    )
     vllm_metrics: bool = _setting(False, "export the metrics under vLLM's names as well")
 
     def __post_init__(self) -> None:
@@ -116,7 +154,11 @@ class Settings:
             raise InvalidInput(f"port must be a number from 0 (any that is free) to 65535, got {self.port}")
         if self.history not in MODES:
             raise InvalidInput(f"history must be one of {', '.join(MODES)}, not {self.history!r}")
+        if self.fim_order not in ("psm", "spm"):
+            raise InvalidInput(f"fim_order must be psm or spm, not {self.fim_order!r}")
+        object.__setattr__(self, "keep_alive", parse_duration(self.keep_alive))
         self._check_keys()
+        self._check_names()
 
     @property
     def max_streams(self) -> int:
@@ -153,6 +195,20 @@ class Settings:
                 f"{self.host} can be reached from other machines: give an API key (--api-key name=@FILE), or listen on "
                 "127.0.0.1"
             )
+
+    def _check_names(self) -> None:
+        if wrong := [each for each in self.allowed_origins if each != "*" and not ORIGIN.fullmatch(each)]:
+            raise InvalidInput(
+                f"allowed_origins must be scheme://host or scheme://host:port, without a path, not {wrong[0]!r}"
+            )
+        if "*" in self.allowed_origins and not self.api_keys:
+            raise InvalidInput("allowed_origins cannot be * without keys: give an API key, or name each origin")
+        if wrong := [each for each in self.allowed_hosts if not HOST.fullmatch(each)]:
+            raise InvalidInput(
+                f"allowed_hosts must be names, or [IPv6] addresses, without scheme and port, not {wrong[0]!r}"
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidInput("tls_cert and --tls-key belong together: give both")
 
 
 Settings.__doc__ = f"{Settings.__doc__}\n" + "".join(

@@ -17,7 +17,6 @@ import radixkv_monitor.cli
 import radixkv_traces.cli
 from radixkv import AsyncEngine, Engine
 from radixkv.serve import Settings
-from radixkv.serve.served_models import OneModel
 from radixkv.serve.server import Server, address, bind
 from tests.disk.stored import let_any_disk_do
 
@@ -66,7 +65,7 @@ def tutorial_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run the server that docs/tutorials/server.md starts, on a port that is free."""
     ready = threading.Event()
     with Engine.load("tiny", kv_memory="64MB") as engine, bind("127.0.0.1", 0) as sock:
-        server = Server(OneModel(AsyncEngine(engine), Settings(api_keys={"nora": "correct-horse-1"})), ready.set)
+        server = Server(AsyncEngine(engine), Settings(api_keys={"nora": "correct-horse-1"}), ready.set)
         thread = threading.Thread(target=server.run, args=([sock],))
         thread.start()
         assert ready.wait(60)

@@ -108,7 +108,8 @@ class Explanation:
     `diverged_at` is the first token that differs from the cached text. `evicted_tokens` more would have matched before
     an eviction, which began `evicted_ago` seconds ago for the request for blocks that `pressure` names. `host` tokens
     after `length` could be loaded from host memory, and `reached` tokens have cached KV in memory. An engine with a
-    disk could read `disk` more tokens from it.
+    disk could read `disk` more tokens from it. `reloaded_ago` is given where nothing was seen: the model was loaded
+    again that many seconds ago, and its KV of before is gone.
     """
 
     tokens: int
@@ -123,6 +124,7 @@ class Explanation:
     host: int = 0
     reached: int = 0
     disk: int = 0
+    reloaded_ago: float | None = None
 
     def __str__(self) -> str:
         head = f"{self.length} of {self.tokens} tokens are cached"
@@ -144,6 +146,8 @@ class Explanation:
                 )
             case "diverged":
                 return f"{head}: at token {self.diverged_at} the prompt diverges from what is cached."
+            case "never_seen" if self.reloaded_ago is not None:
+                return f"{head}: the model was loaded again {self.reloaded_ago:.1f} s ago."
             case "never_seen":
                 return f"{head}: what follows was never seen (or went so long ago that it is forgotten)."
 

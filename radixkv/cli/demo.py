@@ -244,7 +244,7 @@ def savings(cached: Run, uncached: Run) -> Table:
     table.title, table.title_style = "Savings by sharing", "bold"
     table.caption = (
         f"First tokens are medians. Without a cache, each agent has its own blocks, or {context:,} tokens at once.\n"
-        "To chat yourself: .venv/bin/radixkv chat tiny"
+        "To chat yourself: radixkv chat tiny (.venv/bin/radixkv in a clone)"
     )
     counted = ("prompt", "computed", "cached")
     asked, computed, found = ([run.total(f"{name}_tokens") for run in (cached, uncached)] for name in counted)

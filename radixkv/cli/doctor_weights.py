@@ -41,20 +41,15 @@ _GROUP = 16  # rows that are compared at a time in float64
 
 def counted(loaded: LoadedModel) -> Finding:
     """Count the weights in memory; a tied head counts twice if it was repacked."""
-    from radixkv.models.packed import PackedLinear
     from radixkv.models.quantized.layers import quantized_weights
+    from radixkv.models.weights.size import repacked, weight_bytes
 
-    weights = list(loaded.model.parameters())
-    packed = (each for each in loaded.model.modules() if isinstance(each, PackedLinear))
-    apart = sum(each.in_features * each.out_features for each in packed)  # repacked weights are not parameters
-    total = sum(each.numel() * each.element_size() for each in weights) + apart * loaded.dtype.itemsize
-    numbers, found = sum(each.numel() for each in weights) + apart, quantized_weights(loaded.model)
+    numbers = sum(each.numel() for each in loaded.model.parameters()) + sum(repacked(loaded))
     kinds = Counter[str]()
-    for each in found:
+    for each in quantized_weights(loaded.model):
         kinds[f"{each.format.bits} bits"] += each.inputs * each.outputs
     few = "".join(f", {count:,} of them in {bits}" for bits, count in sorted(kinds.items(), reverse=True))
-    numbers, total = numbers + kinds.total(), total + sum(each.nbytes for each in found)
-    return ok("weights", f"{numbers:,} numbers in memory, {size_text(total)}{few}")
+    return ok("weights", f"{numbers + kinds.total():,} numbers in memory, {size_text(weight_bytes(loaded))}{few}")
 
 
 def formats(loaded: LoadedModel, weights: str, header: GGUFHeader | None) -> Finding:

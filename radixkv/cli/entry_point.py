@@ -27,15 +27,26 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command, in addition to Ctrl-C."""
 _METAVARS = {
     **dict.fromkeys(
-        ("kv_memory", "state_memory", "host_memory", "disk_memory", "max_body", "history_bytes", "response_bytes"),
+        (
+            "kv_memory",
+            "state_memory",
+            "host_memory",
+            "disk_memory",
+            "max_body",
+            "history_bytes",
+            "response_bytes",
+            "model_memory",
+        ),
         "SIZE",
     ),
+    "keep_alive": "DURATION",
     "eviction": "POLICY",
     "record": "FILE",
     "disk_cache": "FOLDER",
-    "model_name": "NAME",
     "history": "MODE",
-    "tool_format": "NAME",
+    **dict.fromkeys(("model_name", "tool_format", "allowed_hosts"), "NAME"),
+    "allowed_origins": "ORIGIN",
+    **dict.fromkeys(("tls_cert", "tls_key"), "FILE"),
 }
 
 AddCommand = Callable[..., argparse.ArgumentParser]
@@ -70,18 +81,19 @@ def add_settings(
         if setting.name not in names:
             continue
         declared = setting.metadata
-        name, default = declared.get("option") or setting.name, declared.get("size", setting.default)
+        name, default = declared.get("option") or setting.name, declared.get("text", setting.default)
         option = f"--{name.replace('_', '-')}"
         if default is False:
             group.add_argument(option, action="store_true", help=declared["help"])
             continue
-        is_number = isinstance(default, int) or declared["least"] is not None
+        is_number = isinstance(default, int) or declared.get("least") is not None
         kind = declared.get("kind") or (int if is_number else str)
-        shown = "" if default in (None, "auto") else f" (default {default})"
+        shown = "" if default in (None, "auto", ()) else f" (default {default})"
         group.add_argument(
             option,
             dest=setting.name,
-            default=default,
+            action="append" if default == () else "store",
+            default=[] if default == () else default,
             type=kind,
             metavar=_METAVARS.get(setting.name, {int: "N", float: "S"}.get(kind)),
             help=_named_as_options(declared["help"].replace("%", "%%"), fields(of)) + shown,

@@ -128,20 +128,33 @@ def _add_doctor(add: AddCommand) -> None:
 
 
 def _add_serve(add: AddCommand) -> None:
-    about = "serve OpenAI's and Anthropic's HTTP APIs and metrics from one engine; needs radixkv[serve]"
+    about = "serve OpenAI's and Anthropic's HTTP APIs and metrics, of one model or several; needs radixkv[serve]"
     serve = add("serve", about, "radixkv.serve.command")
-    serve.set_defaults(check=_check_model)
-    serve.add_argument("model", metavar="MODEL", help=_MODEL)
+    serve.set_defaults(check=_check_models)
+    serve.add_argument(
+        "models", metavar="MODEL", nargs="*", help=f"{_MODEL}; several are loaded when they are asked for"
+    )
     _add_tokenizer(serve)
+    several = serve.add_argument_group("several models")
+    several.add_argument(
+        "--models",
+        dest="models_file",
+        metavar="FILE.toml",
+        help="a table [[model]] for each model: path, name, aliases, tokenizer, and settings of its engine",
+    )
+    several.add_argument("--lazy", action="store_true", help="load no model at the start, not even the first")
+    add_settings(several, "keep_alive", "load_timeout", "max_loaded", "model_memory", of=Settings)
     access, limits = serve.add_argument_group("address and access"), serve.add_argument_group("limits")
     _add_keys(access)
     add_settings(access, "host", "port", "model_name", of=Settings)
+    add_settings(access, "allowed_origins", "allowed_hosts", "tls_cert", "tls_key", of=Settings)
     add_settings(access, "strict_fields", "keep_billing_header", "vllm_metrics", of=Settings)
     access.add_argument("--quiet", action="store_true", help="do not log a line per request; logs never contain text")
     add_settings(limits, "max_waiting", "max_per_key", "max_connections", "max_body", "max_prompt_tokens", of=Settings)
     add_settings(limits, "timeout", "drain_timeout", "history_bytes", "response_bytes", "history", of=Settings)
     engine = _add_engine(serve)
     add_settings(engine, "tool_format")
+    add_settings(engine, "fim_order", of=Settings)
 
 
 def _add_engine(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -254,6 +267,18 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", metavar="NAME", help="folder, GGUF file or hub name of a tokenizer (default: the model's own)"
     )
+
+
+def _check_models(arguments: argparse.Namespace) -> None:
+    """Check the files of the models that the command names, before it imports torch."""
+    from radixkv.cli import model_check
+    from radixkv.model_path import find, models_named
+
+    for name in arguments.models:
+        for each in models_named(name):
+            model_check.check(each)
+    if arguments.tokenizer is not None:
+        find(arguments.tokenizer, "tokenizer")
 
 
 def _check_model(arguments: argparse.Namespace) -> None:

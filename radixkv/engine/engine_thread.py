@@ -209,6 +209,7 @@ class CoreClient:
         self.core, self.thread, self.inputs = core, thread, inputs
         self._auditor, self._facts, self._decode = auditor, facts, decode
         self._loaded_at = time.perf_counter()
+        self.loaded_again = False  # whether this process had unloaded the model before
         self._session_numbers = itertools.count(1)
 
     # ---- requests
@@ -258,7 +259,11 @@ class CoreClient:
 
         def explained() -> Explanation:
             found = self.core.cache.explain(ids, number)
-            return replace(found, disk=max(0, self.core.records.reach(ids, number) - found.reached))
+            again = (
+                time.perf_counter() - self._loaded_at if self.loaded_again and found.reason == "never_seen" else None
+            )
+            disk = max(0, self.core.records.reach(ids, number) - found.reached)
+            return replace(found, disk=disk, reloaded_ago=again)
 
         return self.thread.call(explained)
 

@@ -13,7 +13,7 @@ import math
 import reprlib
 import time
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -413,9 +413,9 @@ _UNTRUSTED = frozenset({"user", "tool"})
 class ControlTokens:
     """Breaks up the names of control tokens in messages of users and tools, and encodes the rendered text."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Use the control tokens of a tokenizer and of its chat template."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, more: Collection[str] = ()) -> None:
+        """Use the control tokens of a tokenizer and of its chat template, and `more` of its added tokens."""
+        self._tokenizer, self._more = tokenizer, more
 
     def message(self, message: Message) -> Message:
         """Return the message, with control tokens broken up if its role is user or tool."""
@@ -462,7 +462,7 @@ class ControlTokens:
         tokenizer = self._tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         template = template_text(tokenizer)
-        controls = {str(token) for token in tokenizer.all_special_tokens}
+        controls = {*self._more, *map(str, tokenizer.all_special_tokens)}
         controls |= {t.content for t in added if t.special or (t.content.strip() and t.content in template)}
         return sorted((text for text in controls if len(text) > 1), key=lambda text: (-len(text), text))
 

@@ -12,6 +12,7 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
@@ -189,11 +190,10 @@ def read_header(path: Path) -> GGUFHeader:
     return header
 
 
-def find(folder: Path) -> Path | None:
-    """Return the model in a folder: its only GGUF file, or the first shard of its only set; None if it has none.
+def models_in(folder: Path) -> list[Path]:
+    """Return the models in a folder: each GGUF file, of a set of shards the first. Raises InvalidInput.
 
-    Projectors and importance matrices are skipped by their names, if there is any other file. Raises InvalidInput for
-    several models, with their names.
+    Projectors and importance matrices are skipped by their names, if there is any other file.
     """
     try:
         files = sorted(
@@ -207,10 +207,22 @@ def find(folder: Path) -> Path | None:
     for file in [each for each in files if not re.search("mmproj|imatrix", each.name, re.IGNORECASE)] or files:
         shard = _SHARD.fullmatch(file.name)
         models.setdefault(f"{shard['stem']}-of-{shard['count']}" if shard else file.name, file)
+    return list(models.values())
+
+
+def find(folder: Path) -> Path | None:
+    """Return the only model in a folder, None if it has none. Raises InvalidInput for several, with their names."""
+    models = models_in(folder)
     if len(models) > 1:
-        names = ", ".join(each.name for each in models.values())
+        names = ", ".join(each.name for each in models)
         raise InvalidInput(f"{folder} holds {len(models)} GGUF models: give the path of one of {names}")
-    return next(iter(models.values()), None)
+    return next(iter(models), None)
+
+
+def shards(file: Path) -> list[Path]:
+    """Return the files of the model of which `file` is a part."""
+    shard = _SHARD.fullmatch(file.name)
+    return [file] if shard is None else sorted(file.parent.glob(f"{escape(shard['stem'])}-*-of-{shard['count']}.*"))
 
 
 def typed(path: Path, metadata: Mapping[str, Any], key: str, kind: type[T]) -> T | None:

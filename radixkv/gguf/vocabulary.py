@@ -23,6 +23,7 @@ KINDS = ("gpt2", "llama", "gemma4")
 
 _KEY = "tokenizer.ggml."
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # of transformers: of llama.cpp
+_FIM = {"pre": "prefix", "suf": "suffix", "mid": "middle", "rep": None, "sep": None, "pad": None}  # role: older name
 _NO_TOKEN = (-1, 0xFFFFFFFF)  # ids that stand for "none"
 _LONGEST = 1024  # characters of a token; the longest of known vocabularies have 256
 _NORMALIZATIONS = (
@@ -174,6 +175,13 @@ class Vocabulary:
     def control(self) -> dict[str, int]:
         """Ids of the control tokens by their text."""
         return {self.tokens[id_]: id_ for id_, type_ in enumerate(self.types) if type_ == CONTROL}
+
+    @property
+    def fim(self) -> dict[str, int]:
+        """Ids of the control and added tokens that fill in the middle, by their role in `tokenizer.ggml.fim_*`."""
+        names = [(role, name) for role, older in _FIM.items() for name in (older, f"fim_{role}") if name]
+        found = {role: id_ for role, name in names if (id_ := self.named(name)) is not None}
+        return {role: id_ for role, id_ in found.items() if self.types[id_] in (CONTROL, USER_DEFINED)}
 
     @property
     def stops(self) -> list[int]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
@@ -46,6 +47,7 @@ class FileTokenizer:
 
     is_fast = True
     backend_tokenizer: Any = None  # of the class, as transformers' classes have it
+    fim_token_ids: Mapping[str, int] = MappingProxyType({})  # of `Vocabulary.fim`, for a GGUF file
 
     def __init__(
         self,

@@ -59,7 +59,9 @@ def tokenizer_of(header: GGUFHeader) -> FileTokenizer | None:
             **special,
         )
 
-    return FileTokenizer(backend, special, vocabulary.templates, of_transformers)
+    made = FileTokenizer(backend, special, vocabulary.templates, of_transformers)
+    made.fim_token_ids = vocabulary.fim
+    return made
 
 
 def stop_token_ids(header: GGUFHeader) -> list[int]:

@@ -9,6 +9,7 @@ schemas.py        request bodies as Pydantic models; bodies.py reads them, and o
 gate.py           admits requests and reads their bodies; served_models.py finds the model of a request
 service.py        what endpoints share of one model; submit.py starts requests on its engine
 chats.py          POST /v1/chat/completions; completions.py has /v1/completions and /tokenize
+infill.py         POST /infill of llama.cpp; fim.py makes prompts that fill in the middle
 reply.py          splits a reply into thinking, content and tool calls
 responses.py      usage, whole bodies and event streams; token_texts.py writes log probabilities
 conversations.py  prompts of conversations that begin as earlier ones ended; history.py remembers them

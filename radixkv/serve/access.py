@@ -14,36 +14,30 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from radixkv.serve.errors import ApiError, bad_request, too_many
-from radixkv.server_settings import Settings, is_loopback
+from radixkv.server_settings import HOST, ORIGIN, Settings, is_loopback
 from radixkv.sizing.kv_size import size_text
 
 KEY_HEADER = "x-api-key"
 NAMESPACE_HEADER = "X-RadixKV-Namespace"
 SALT = "cache_salt"  # the field of a body that names the namespace too, as in vLLM
 LONGEST_NAME = 256
-_AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9.-]+)(?::[0-9]{1,5})?")
+_AUTHORITY = re.compile(rf"({HOST.pattern})(?::[0-9]{{1,5}})?")
 
 
 class Auth:
-    """Identify tenants by their API keys. Without keys there is one tenant, None, and only local requests are allowed.
-
-    A server without keys listens on loopback only. Still, a foreign web page in a local browser can send requests, and
-    can read the responses if its own DNS name resolves to 127.0.0.1. So the Host and Origin headers must name this
-    machine.
-    """
+    """Identify tenants by their API keys. Without keys there is one tenant, None."""
 
     def __init__(self, api_keys: Mapping[str, str]) -> None:
         """Store digests of equal length of `api_keys`, which maps tenants to keys."""
         self._digests = {name: _digest(key) for name, key in api_keys.items()}
 
     def tenant(self, headers: Headers) -> str | None:
-        """Return the tenant of a request with these headers; raise ApiError 401 or, without keys, 403.
+        """Return the tenant of a request with these headers; raise ApiError 401.
 
         A key is in `Authorization: Bearer KEY`, or in `X-Api-Key` as Anthropic's clients send it. Compares with every
         key in constant time.
         """
         if not self._digests:
-            _check_local(headers)
             return None
         key = _bearer(headers) or headers.get(KEY_HEADER, "")
         given = _digest(key)
@@ -52,6 +46,25 @@ class Auth:
             message = "this API key is not known" if key else "send an API key: Authorization: Bearer KEY, or X-Api-Key"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return found[0]
+
+
+def check_local(settings: Settings, headers: Headers) -> None:
+    """Raise ApiError 403 for a request that a foreign web page may have sent; for servers without keys.
+
+    A server without keys listens on loopback only. Still, a foreign page in a local browser can send requests, and can
+    read the responses if its own DNS name, which is then in `Host`, resolves to 127.0.0.1 (DNS rebinding). So `Host`
+    and `Origin` must name this machine, with any port, or be allowed. Pages of an allowed host can read all responses
+    once its DNS entry is this machine: allow only names whose entries are yours. Hosts are compared without case and a
+    dot at the end, origins exactly. A page of an allowed host that sends an `Origin` needs both options.
+    """
+    for host in headers.getlist("host") or [""]:
+        name = _host(host)
+        if not is_loopback(name.strip("[]")) and name not in map(_host, settings.allowed_hosts):
+            raise _not_local("--allowed-host", name)
+    for origin in headers.getlist("origin"):
+        page = _host(re.sub("^https?://", "", origin)).strip("[]")
+        if not is_loopback(page) and origin not in settings.allowed_origins:
+            raise _not_local("--allowed-origin", origin if ORIGIN.fullmatch(origin) else "")
 
 
 def namespace(tenant: str | None, headers: Headers, salt: str | None = None) -> Hashable:
@@ -83,14 +96,16 @@ def _bearer(headers: Headers) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def _check_local(headers: Headers) -> None:
-    """Raise ApiError 403 for a request that a foreign web page may have sent."""
-    hosts, origins = headers.getlist("host") or [""], headers.getlist("origin")
-    for name in (*hosts, *(re.sub("^https?://", "", origin) for origin in origins)):
-        authority = _AUTHORITY.fullmatch(name)
-        if authority is None or not is_loopback(authority[1].strip("[]").lower()):
-            message = "this server has no API keys, so it answers to localhost only, and to no page from elsewhere"
-            raise ApiError(403, message, code="not_local")
+def _host(authority: str) -> str:
+    """Return the host of an authority in lower case; an empty text for a wrong authority."""
+    found = _AUTHORITY.fullmatch(authority)
+    return found[1].lower().removesuffix(".") if found else ""
+
+
+def _not_local(option: str, value: str) -> ApiError:
+    message = "this server has no API keys, so it answers to localhost only, and to no page from elsewhere"
+    hint = f"; to allow this, start the server with {option} {value}" if value else ""
+    return ApiError(403, message + hint, code="not_local")
 
 
 def _digest(key: str) -> bytes:

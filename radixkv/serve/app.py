@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -16,13 +15,13 @@ from starlette.routing import BaseRoute, Route
 from radixkv import __version__
 from radixkv.chat import AsyncEngine
 from radixkv.errors import EngineClosed, RadixKVError
-from radixkv.serve import chats, completions
+from radixkv.serve import chats, completions, infill
 from radixkv.serve.anthropic import endpoint as anthropic
 from radixkv.serve.error_forms import error_response
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.metrics import CONTENT_TYPE
-from radixkv.serve.middleware import RequestMiddleware
+from radixkv.serve.middleware import middleware
 from radixkv.serve.ollama import endpoint as ollama
 from radixkv.serve.ollama import library
 from radixkv.serve.openai_responses import endpoint as openai_responses
@@ -45,8 +44,8 @@ def application(models: Models) -> Starlette:
         yield
 
     app = Starlette(
-        routes=_with_aliases([*_own_routes(models), *_model_routes(models)]),
-        middleware=[Middleware(RequestMiddleware)],
+        routes=[*models.routes(), *_with_aliases([*_own_routes(models), *_model_routes(models)])],
+        middleware=middleware(models.gate.settings),
         exception_handlers={HTTPException: _not_routed, ApiError: _failed, RadixKVError: _failed},
         lifespan=lifespan,
     )
@@ -104,6 +103,7 @@ def _model_routes(models: Models) -> list[Route]:
         stored("/v1/responses/{response_id}", openai_responses.delete, "DELETE"),
         stored("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
         stored("/v1/responses/{response_id}/input_items", openai_responses.input_items),
+        post("/infill", infill.create),
         post("/api/chat", ollama.chat),
         post("/api/generate", ollama.generate),
         post("/tokenize", completions.tokenize),
@@ -153,7 +153,7 @@ async def metrics(models: Models, request: Request) -> Response:
 async def openapi(models: Models, _: Request) -> Response:
     """Return the OpenAPI document. Needs no key."""
     names = [name for each in models.statuses() for name in (each.name, *each.aliases)]
-    return JSONResponse(document(names, models.gate.settings))
+    return JSONResponse(document(names, models.gate.settings, several=bool(models.routes())))
 
 
 async def list_models(models: Models, request: Request) -> Response:

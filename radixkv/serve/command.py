@@ -12,23 +12,29 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
 from radixkv.serve.access import tenant_namespace
-from radixkv.serve.loading import LoadingServer, address, bind
+from radixkv.serve.loading import LoadingServer, address, bind, tls_context
+from radixkv.serve.models.specs import ModelSpec, specs_of
 from radixkv.server_settings import Settings
 from radixkv.sizing.kv_size import parse_bytes
 from radixkv.sizing.memory import limit_arenas
+
+if TYPE_CHECKING:
+    from radixkv.serve.served_models import Models
 
 KEYS = "RADIXKV_API_KEYS"
 _SETTINGS = (*fields(EngineConfig), *fields(Settings))
 _OPTION_OF = {each.name: each.metadata.get("option") or each.name for each in _SETTINGS}
 _OPTION_OF["namespace_limits"] = "key_share"
+_OF_SEVERAL = ("keep_alive", "load_timeout", "max_loaded", "model_memory")
 _EXIT_DELAY = 1.0  # seconds for closing the engine and a trace that it writes
 
 
@@ -39,39 +45,70 @@ def run(arguments: argparse.Namespace) -> int:
     """
     with naming_options():
         settings = read_settings(arguments, os.environ)
+        tls = tls_context(settings)
         config = engine_config(arguments, read_shares(arguments.key_share, settings.api_keys))
+        specs = specs_of(arguments.models, arguments.models_file, config, arguments.tokenizer)
+        several = _is_several(arguments, specs)
     limit_arenas()
-    with bind(settings.host, settings.port) as sock, LoadingServer(sock, settings.connection_limit) as waiting:
+    with (
+        bind(settings.host, settings.port) as sock,
+        LoadingServer(sock, settings.connection_limit, tls) as waiting,
+        ExitStack() as cleanup,
+    ):
         _log_to_stderr(arguments.quiet)
-        _print(f"loading {arguments.model}; until then, port {sock.getsockname()[1]} answers with status 503")
-        from radixkv.chat import AsyncEngine, Engine  # takes seconds: it imports torch
-        from radixkv.chat.calls.formats import format_named
-        from radixkv.serve.served_models import OneModel
+        first = None if arguments.lazy else specs[0]
+        loading = "torch" if first is None else first.source
+        _print(f"loading {loading}; until then, port {sock.getsockname()[1]} answers with status 503")
+        models = _models(specs, settings, first, waiting, cleanup, several=several)
         from radixkv.serve.server import Server
 
-        waiting.phase = "loading the model"
+        names, where = ", ".join(each.name for each in models.statuses()), address(sock, tls=tls is not None)
         with naming_options():
-            format_named(config.tool_format)  # an unknown one is refused now
-            engine = Engine.load(arguments.model, config, tokenizer=arguments.tokenizer)
-        with engine:
-            name = settings.model_name or engine.model.name
-            where = address(sock)
-            # The model's objects live as long as the process. Full collections would visit them again and again, each
-            # time with all threads stopped.
-            gc.collect()
-            gc.freeze()
-            with naming_options():
-                server = Server(
-                    OneModel(AsyncEngine(engine), settings, arguments.model),
-                    lambda: _print(f"{name} at {where}/v1"),
-                    _exit_soon,
-                )
-            waiting.stop()
-            server.run(sockets=[sock])
+            server = Server(models, None, lambda: _print(f"{names} at {where}/v1"), _exit_soon)
+        waiting.stop()
+        server.run(sockets=[sock])
         gc.unfreeze()  # the interpreter frees all objects at its end; nanobind warns of each that it does not
     if server.cut_by is not None:
         os._exit(128 + server.cut_by)  # with torch loaded, a regular exit takes seconds
     return 0
+
+
+def _models(
+    specs: Sequence[ModelSpec],
+    settings: Settings,
+    first: ModelSpec | None,
+    waiting: LoadingServer,
+    cleanup: ExitStack,
+    *,
+    several: bool,
+) -> Models:
+    """Load the first model, whose engine `cleanup` closes, if there is one; return the models of the server."""
+    from radixkv.chat import AsyncEngine  # takes seconds: it imports torch
+    from radixkv.chat.calls.formats import format_named
+    from radixkv.serve.models.loading import load_engine, remember
+    from radixkv.serve.models.several import SeveralModels
+    from radixkv.serve.served_models import OneModel
+
+    waiting.phase = "loading the model"
+    with naming_options():
+        for each in specs:
+            format_named(each.config.tool_format)  # an unknown one is refused now
+        engine = None if first is None else cleanup.enter_context(load_engine(first))
+        if engine is None or several:
+            return SeveralModels(specs, settings, engine)
+        models = OneModel(AsyncEngine(engine), settings, specs[0].source)
+        remember()
+        return models
+
+
+def _is_several(arguments: argparse.Namespace, specs: Sequence[ModelSpec]) -> bool:
+    """Whether models are loaded and unloaded; raise InvalidInput for options that need one model, or several."""
+    manages = len(specs) > 1 or arguments.models_file is not None or arguments.lazy
+    declared = {each.name: each.metadata.get("text", each.default) for each in fields(Settings)}
+    given = [name for name in _OF_SEVERAL if getattr(arguments, name) != declared[name]]
+    if manages and arguments.model_name is not None:
+        raise InvalidInput("model_name names one model: write name = ... into the file of --models")
+    return manages or bool(given)
 
 
 def _exit_soon(number: int) -> None:
@@ -86,7 +123,7 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
     keys = read_keys([*filter(None, environment.get(KEYS, "").split(",")), *arguments.api_key])
     given = {each.name: getattr(arguments, each.name) for each in fields(Settings) if each.name in arguments}
     sized = [each.name for each in fields(Settings) if "size" in each.metadata]
-    sizes = {name: parse_bytes(given[name], name, automatic=False) for name in sized}
+    sizes = {name: parse_bytes(given[name], name, automatic=False) for name in sized if given[name] is not None}
     return Settings(**{**given, **sizes}, api_keys=keys, max_running=arguments.max_sequences)
 
 

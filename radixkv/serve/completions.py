@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from functools import partial
 from itertools import chain, starmap
 from typing import Any
@@ -20,7 +21,7 @@ from radixkv.engine.request import TokenIds
 from radixkv.errors import InvalidInput
 from radixkv.models.adapter import LoadedModel
 from radixkv.sampling.params import TokenLogprobs
-from radixkv.serve import submit
+from radixkv.serve import infill, submit
 from radixkv.serve.bodies import read
 from radixkv.serve.errors import bad_request, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
@@ -56,7 +57,10 @@ async def create(service: Service, request: Request) -> Response:
         caller = service.gate.caller(request)
         service.check_model(options.model)
         lease.resize(options.params.width * len(body.prompts))
-        prompts = [await service.gate.cancellable(request, _encoded(service, prompt)) for prompt in body.prompts]
+        encodings = (encoded(service, prompt, body.suffix) for prompt in body.prompts)
+        prompts = [await service.gate.cancellable(request, encoding) for encoding in encodings]
+        if body.suffix:
+            options = replace(options, params=service.fim.with_stops(options.params))
         _check_scores(body, sum(map(len, prompts)))
         session = service.conversations.session(caller.namespace, options.session_key)
         grammar = await service.compiled(request, caller, options.params)
@@ -255,12 +259,15 @@ def _joined(before: JsonObject | None, after: JsonObject) -> JsonObject:
 async def _tokens(service: Service, caller: Caller, body: TokenizeRequest, ignored: IgnoredFields) -> list[int]:
     if body.prompt is None:
         return list((await service.chat_prompt(caller, body, ignored=ignored)).ids)
-    return [int(token) for token in await _encoded(service, body.prompt)] if body.prompt else []
+    return [int(token) for token in await encoded(service, body.prompt)] if body.prompt else []
 
 
-async def _encoded(service: Service, prompt: TextOrIds) -> TokenIds:
+async def encoded(service: Service, prompt: TextOrIds, suffix: str = "") -> TokenIds:
+    """Return the ids of a prompt, or of a text around the reply; raise ApiError 400."""
     model = service.engine.model
-    with errors_about("prompt"):
+    with errors_about("suffix" if suffix else "prompt"):
+        if suffix:
+            return await infill.encoded(service, str(prompt), suffix)
         if isinstance(prompt, str):
             service.check_length([prompt])
             return await service.gate.in_background(lambda: service.encoded(prompt))

@@ -71,7 +71,7 @@ class Conversations:
     `mode` is as in `Engine.chat`: "append" appends new messages to the remembered ids; "template" renders the whole
     conversation around the ids of the replies; "auto" appends, unless the template omits the thinking of earlier
     replies. Conversations with tools are rendered if appending would lose text that the template writes with tools.
-    `capacity` limits the remembered bytes; with 0 the template encodes everything. `new_session` numbers new
+    `history` remembers replies; if its capacity is 0, the template encodes everything. `new_session` numbers new
     conversations. `limit` is the maximum length of a prompt: an appended prompt beyond it is rendered instead, if that
     is shorter.
     """
@@ -80,7 +80,7 @@ class Conversations:
         self,
         tokenizer: Any | None,
         stop_ids: frozenset[int],
-        capacity: int,
+        history: HistoryIndex,
         mode: Mode = "auto",
         *,
         new_session: Callable[[], int] | None = None,
@@ -91,7 +91,7 @@ class Conversations:
 
         Raises InvalidInput for "append" if that would lose text of the template even without tools.
         """
-        self._index = HistoryIndex(capacity)
+        self._index = history
         self._mode, self._limit, self._tool_format = mode, limit, tool_format
         self._new_session = new_session or count(1).__next__
         self._sessions: OrderedDict[tuple[Hashable, bytes], int] = OrderedDict()  # the least recent first

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from typing import Self
+from pathlib import Path
+from typing import NoReturn, Self
+
+from radixkv.errors import InvalidInput
+from radixkv.server_settings import Settings
 
 _RETRY_AFTER = 2  # seconds
 _PATIENCE = 5.0  # seconds for a whole request
@@ -22,10 +27,10 @@ class LoadingServer:
     It ends with the block, or by `stop`. Connections that come later wait until another server accepts on the socket.
     """
 
-    def __init__(self, sock: socket.socket, connections: int) -> None:
-        """Close connections beyond this number at once."""
+    def __init__(self, sock: socket.socket, connections: int, tls: ssl.SSLContext | None = None) -> None:
+        """Close connections beyond this number at once. `tls` is the result of `tls_context`."""
         self.phase = "starting"
-        self._sock, self._connections = sock, connections
+        self._sock, self._connections, self._tls = sock, connections, tls
         self._open = 0
         self._stopped: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="radixkv-loading", daemon=True)
@@ -48,7 +53,7 @@ class LoadingServer:
 
     async def _serve(self) -> None:
         # A duplicate, because asyncio closes it.
-        server = await asyncio.start_server(self._answer, sock=self._sock.dup(), limit=_MOST)
+        server = await asyncio.start_server(self._answer, sock=self._sock.dup(), limit=_MOST, ssl=self._tls)
         await asyncio.wrap_future(self._stopped)
         server.close()
 
@@ -65,7 +70,8 @@ class LoadingServer:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         writer.write(_response(self.phase, with_body=not head.startswith(b"HEAD ")))
-        writer.write_eof()
+        if writer.can_write_eof():  # not with TLS
+            writer.write_eof()
         while await reader.read(_MOST):  # to close with unread bytes would reset the connection
             pass
 
@@ -95,7 +101,27 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def address(sock: socket.socket) -> str:
+def address(sock: socket.socket, *, tls: bool = False) -> str:
     """Return the URL of a bound socket."""
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """Load the certificate and its key, None without them; raise InvalidInput, also for an encrypted key."""
+    cert, key = settings.tls_cert, settings.tls_key
+    if cert is None or key is None:
+        return None
+
+    def refuse() -> NoReturn:  # OpenSSL would ask for the password on the terminal
+        raise InvalidInput(f"tls_key {key} is encrypted: write it without a password (openssl pkey)")
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        for name, path, kind in (("tls_cert", cert, "CERTIFICATE"), ("tls_key", key, "PRIVATE KEY")):
+            if f"{kind}-----".encode() not in Path(path).read_bytes():
+                raise InvalidInput(f"{name} {path} is no PEM file with a {kind}")
+        context.load_cert_chain(cert, key, refuse)
+    except OSError as error:
+        raise InvalidInput(f"tls_key {key} cannot be read or does not match --tls-cert {cert}: {error}") from error
+    return context

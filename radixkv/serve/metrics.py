@@ -58,17 +58,20 @@ class ServerMetrics:
 
     async def scrape(self) -> bytes:
         """Return all metrics between two steps, in Prometheus' text format; raise EngineClosed."""
-        return self._text(*await wrap_future(self._engine.client.thread.call(self._look)))
+        return exposition(await self.families())
+
+    async def families(self) -> list[Metric]:
+        """Return all metrics between two steps; raise EngineClosed."""
+        return self._families(*await wrap_future(self._engine.client.thread.call(self._look)))
 
     def text(self) -> str:
         """Return what `scrape` does, and wait for that."""
-        return self._text(*self._engine.client.thread.call(self._look).result()).decode()
+        return exposition(self._families(*self._engine.client.thread.call(self._look).result())).decode()
 
-    def _text(self, stats: EngineStats, requests: RequestCounts) -> bytes:
+    def _families(self, stats: EngineStats, requests: RequestCounts) -> list[Metric]:
         history = None if self._history is None else self._history()
         snapshot = _Snapshot(stats, requests, history, self._model, self._refused())
-        families = [*_own(snapshot), *(_vllms(snapshot) if self._vllm else ())]
-        return generate_latest(_Once(families))
+        return [*_own(snapshot), *(_vllms(snapshot) if self._vllm else ())]
 
     def _begin(self) -> RequestWatch:
         """Start counting, once. Called on the engine's thread only, so two scrapes cannot start twice."""
@@ -78,6 +81,11 @@ class ServerMetrics:
 
     def _look(self) -> tuple[EngineStats, RequestCounts]:
         return self._engine.client.stats(), self._begin().counts.copy()
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Return metrics in Prometheus' text format."""
+    return generate_latest(_Once(families))
 
 
 class _Once(CollectorRegistry):

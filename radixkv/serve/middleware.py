@@ -10,14 +10,20 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from radixkv.serve.access import check_local
 from radixkv.serve.error_forms import error_response
 from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import IgnoredFields
+from radixkv.server_settings import Settings
 
 REQUEST_ID = "x-request-id"
 MOST_HEADERS = 200
@@ -33,6 +39,15 @@ def label_of(headers: Headers) -> str | None:
     return label if _GOOD_ID.fullmatch(label.encode()) else None
 
 
+def middleware(settings: Settings) -> list[Middleware]:
+    """Return the middleware of a server, outermost first: allowed pages can read all responses, errors included."""
+    check = (lambda _: None) if settings.api_keys else partial(check_local, settings)
+    methods, exposed = ("DELETE", "GET", "HEAD", "POST"), (REQUEST_ID, ANTHROPIC_REQUEST_ID, "warning", "retry-after")
+    options: dict[str, Any] = {"allow_headers": ["*"], "expose_headers": exposed, "allow_private_network": True}
+    cors = Middleware(CORSMiddleware, settings.allowed_origins, methods, **options)
+    return [*([cors] if settings.allowed_origins else []), Middleware(RequestMiddleware, check)]
+
+
 class RequestMiddleware:
     """Wrap the application.
 
@@ -41,9 +56,9 @@ class RequestMiddleware:
     for which a request asks its model to stay, and `load_seconds` the time that the request waited for a load.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        """Wrap `app`."""
-        self._app = app
+    def __init__(self, app: ASGIApp, check: Callable[[Headers], None]) -> None:
+        """Wrap `app`; `check` raises ApiError for the headers of a request that `app` must not answer."""
+        self._app, self._check = app, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request; pass other scopes (lifespan) on."""
@@ -54,6 +69,7 @@ class RequestMiddleware:
         try:
             if len(scope["headers"]) > MOST_HEADERS:
                 raise ApiError(431, f"the request has more than {MOST_HEADERS} headers", code="too_many_headers")
+            self._check(Headers(scope=scope))
             await self._app(scope, receive, exchange.send)
         except Exception as error:
             if exchange.status is None:

@@ -13,17 +13,29 @@ from radixkv.serve.anthropic import openapi as anthropic
 from radixkv.serve.anthropic.schemas import MessageBody, PromptBody
 from radixkv.serve.bodies import Body
 from radixkv.serve.fields import JsonObject
+from radixkv.serve.infill import InfillBody
 from radixkv.serve.json_schemas import COUNT, STRING, TEXT, answer, array, bodies, maybe, ref
 from radixkv.serve.ollama import openapi as ollama
 from radixkv.serve.ollama.schemas import GenerateBody, OllamaChatBody
 from radixkv.serve.openai_responses import openapi as openai_responses
 from radixkv.serve.openai_responses.schemas import ResponseBody
-from radixkv.serve.openapi_operations import DONE, IN_PATH, PROMETHEUS, event_stream, get, json_of, post, without_key
-from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from radixkv.serve.openapi_operations import (
+    DONE,
+    IN_PATH,
+    PROMETHEUS,
+    event_stream,
+    get,
+    json_of,
+    post,
+    responses_of,
+    without_key,
+)
+from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
 from radixkv.server_settings import Settings
 
 _OPENAIS = (ChatBody, CompletionBody, ResponseBody)
-_BODIES: tuple[type[Body], ...] = (*_OPENAIS, TokenizeBody, DetokenizeBody, MessageBody, PromptBody, *ollama.BODIES)
+_OTHERS = (InfillBody, TokenizeBody, DetokenizeBody, MessageBody, PromptBody)
+_BODIES: tuple[type[Body], ...] = (*_OPENAIS, *_OTHERS, *ollama.BODIES)
 
 # ---- the document
 
@@ -35,9 +47,9 @@ Every answer has the request's id in `X-Request-Id` and `Request-Id`. Unknown fi
 in the answer's `Warning`; with `--strict-fields` they are refused."""
 
 
-def document(names: Sequence[str], settings: Settings) -> JsonObject:
-    """Return the whole document, for a server of models with these names."""
-    schemas = bodies(_BODIES, strict=settings.strict_fields)
+def document(names: Sequence[str], settings: Settings, *, several: bool = False) -> JsonObject:
+    """Return the whole document, for a server of models with these names, which it loads and unloads if `several`."""
+    schemas = bodies((*_BODIES, *((ModelBody,) if several else ())), strict=settings.strict_fields)
     model = {"type": "string", "enum": [*names], "description": "A model that this server has."}
     for named in (*_OPENAIS, OllamaChatBody, GenerateBody):
         schemas[named.__name__]["properties"]["model"] = model
@@ -57,6 +69,9 @@ def document(names: Sequence[str], settings: Settings) -> JsonObject:
             "/v1/completions": post(
                 "Continue texts", CompletionBody, "Completion", event_stream("CompletionChunk", "Error", DONE)
             ),
+            "/infill": post(
+                "Fill in the middle of a text", InfillBody, "Infill", event_stream("Infill", "Error", "stop: true")
+            ),
             "/v1/messages": post(
                 "Continue a conversation, in the form of Anthropic's API",
                 MessageBody,
@@ -71,16 +86,17 @@ def document(names: Sequence[str], settings: Settings) -> JsonObject:
             **ollama.paths(),
             "/tokenize": post("Token ids of a text or of a conversation", TokenizeBody, "Tokens"),
             "/detokenize": post("Text of token ids", DetokenizeBody, "Detokenized"),
-            "/v1/models": get("The models", json_of("Models"), 401, 403),
-            "/v1/models/{model}": get("One model", json_of("Model"), 401, 403, 404, parameters=[IN_PATH]),
+            "/v1/models": get("The models", json_of("Models"), 401),
+            "/v1/models/{model}": get("One model", json_of("Model"), 401, 404, parameters=[IN_PATH]),
             **dict.fromkeys(
                 ("/", "/api/hello", "/v1/version"), without_key(get("Name and version of the server", json_of("About")))
             ),
             **dict.fromkeys(
                 ("/health", "/ping"), without_key(get("Whether the engine takes requests", json_of("Health"), 503))
             ),
-            "/load": get("Number of replies that are requested now", json_of("Load"), 401, 403),
-            "/metrics": get("Counters and gauges, as Prometheus reads them", PROMETHEUS, 401, 403, 503),
+            "/load": get("Number of replies that are requested now", json_of("Load"), 401),
+            "/metrics": get("Counters and gauges, as Prometheus reads them", PROMETHEUS, 401, 503),
+            **(_loads() if several else {}),
             "/openapi.json": without_key(get("This document", {"application/json": {"schema": {"type": "object"}}})),
         },
         "components": {
@@ -99,6 +115,14 @@ def document(names: Sequence[str], settings: Settings) -> JsonObject:
     }
 
 
+def _loads() -> JsonObject:
+    """The paths by which models are loaded and unloaded."""
+    load = post("Load a model, and wait for that", ModelBody, "Done")
+    unload = post("Unload a model, and wait for that", ModelBody, "Done")
+    unload["post"]["responses"]["409"] = responses_of("", {}, 409)["409"]
+    return {"/models/load": load, "/models/unload": unload}
+
+
 # ---- responses
 
 _INDEX: JsonObject = {"type": "integer", "minimum": 0}
@@ -106,6 +130,8 @@ _COUNTS = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 
 _RANK: JsonObject = {"type": "integer", "minimum": 1}
 _SCORE: JsonObject = {"type": "number", "description": "Of a beam: see `length_penalty`."}
 _ENDS: JsonObject = {"enum": ["stop", "length", "tool_calls"]}
+_INFILL: JsonObject = dict.fromkeys(("index", "tokens_predicted", "tokens_evaluated", "tokens_cached"), COUNT)
+_INFILL |= {"truncated": {"const": False}, "stop_type": {"enum": ["eos", "word", "limit"]}, "stopping_word": TEXT}
 
 
 def _answers() -> JsonObject:
@@ -125,6 +151,7 @@ def _answers() -> JsonObject:
             "text_completion", answer(_text_choice(_ENDS), score=_SCORE, prompt_logprobs=_prompt_logprobs())
         ),
         "CompletionChunk": _chunk("text_completion", answer(_text_choice(maybe(_ENDS)))),
+        "Infill": answer({}, content=TEXT, stop={"type": "boolean"}, timings={"type": "object"}, **_INFILL),
         "Usage": _usage(),
         "Model": answer(model, max_model_len=COUNT, max_input_tokens=COUNT),
         "Models": answer({"object": {"const": "list"}, "data": array(ref("Model")), **page}),
@@ -132,6 +159,7 @@ def _answers() -> JsonObject:
         "Detokenized": answer({"prompt": TEXT}),
         "Load": answer({"server_load": COUNT}),
         "About": answer({"name": {"const": "radixkv"}, "version": TEXT}),
+        "Done": answer({"success": {"const": True}}),
         "Health": answer({"status": {"const": "ok"}}),
         "Error": answer({"error": answer({"message": TEXT, "type": TEXT, "param": STRING, "code": STRING})}),
     }

@@ -22,7 +22,7 @@ def post(
             "summary": about,
             "parameters": [NAMESPACE, REQUEST_ID],
             "requestBody": {"required": True, "content": json_of(body.__name__)},
-            "responses": responses_of(about, found, 400, 401, 403, 404, 408, 413, 415, 429, 503, 504, error=error),
+            "responses": responses_of(about, found, 400, 401, 404, 408, 413, 415, 429, 503, 504, error=error),
         }
     }
 
@@ -41,8 +41,8 @@ def without_key(path: JsonObject) -> JsonObject:
 
 
 def responses_of(about: str, found: JsonObject, *statuses: int, error: str = "Error") -> JsonObject:
-    """The response of success, and the responses of errors; 500 is possible everywhere."""
-    errors = {str(status): {"description": _WHY[status], "content": json_of(error)} for status in (*statuses, 500)}
+    """The response of success, and the responses of errors; 403 and 500 are possible everywhere."""
+    errors = {str(status): {"description": _WHY[status], "content": json_of(error)} for status in (*statuses, 403, 500)}
     for status, sent in _HEADERS.items():
         if str(status) in errors:
             errors[str(status)]["headers"] = sent
@@ -61,7 +61,7 @@ def event_stream(chunk: str, error: str | None, last: str) -> JsonObject:
     """
     content: JsonObject = {"anyOf": [ref(name) for name in (chunk, error) if name is not None]}
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
-    named = last != DONE
+    named = last not in (DONE, "stop: true")  # of /infill
     event = answer({"data": data if named else {"anyOf": [{"const": DONE}, data]}}, event=TEXT)
     begin = "`event: `, its type, " if named else ""
     fault = "" if error is None else f" A fault in the middle is the last event instead: {error}."
@@ -93,6 +93,7 @@ _WHY = {
     403: "A server without API keys was asked by a name that is not this machine's",
     404: "No such model, or no such response",
     408: "The body did not arrive in time",
+    409: "The model has running requests",
     413: "The body is too large",
     415: "The body is compressed",
     429: "Too much is being answered already",

@@ -124,12 +124,14 @@ class ChatRequest(Dialogue):
 class CompletionRequest:
     """The body of POST /v1/completions: prompts, each a text or token ids.
 
-    `echo` repeats a prompt before its reply, with its log probabilities if the reply has some.
+    `echo` repeats a prompt before its reply, with its log probabilities if the reply has some. A reply fills the middle
+    between its prompt, a text, and `suffix`, if that is not empty.
     """
 
     options: RequestOptions
     prompts: list[TextOrIds]
     echo: bool
+    suffix: str = ""
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -278,10 +280,16 @@ class CompletionBody(Options):
     max_tokens: Annotated[int, wire("max_tokens", low=0)] | None = Field(
         default=None, description="0 computes only the prompt, for `echo` or `prompt_logprobs`."
     )
-    suffix: Annotated[Any, Only("", why="only what follows a prompt is written")] = None
+    suffix: str | None = Field(default=None, description="The text after the reply, for models with FIM tokens.")
     best_of: Annotated[int, wire("n")] | None = Field(
         default=None, description="The number of beams of a beam search, `n` at least; else equal to `n`."
     )
+
+
+class ModelBody(Body):
+    """The body of POST /models/load and /models/unload."""
+
+    model: str
 
 
 class TokenizeBody(TemplateFields):
@@ -346,7 +354,9 @@ def read_completion(given: JsonObject, ignored: IgnoredFields | None = None) -> 
         raise refuse("max_tokens", "can be 0 only with echo or prompt_logprobs: there is nothing else to return")
     if not options.samples and options.params.width > 1:
         raise refuse("n", "must be 1 with max_tokens 0: there are no replies")
-    return CompletionRequest(options, prompts, bool(body.echo))
+    if body.suffix and (body.echo or not all(isinstance(each, str) for each in prompts)):
+        raise refuse("suffix", "needs prompts that are texts, without echo")
+    return CompletionRequest(options, prompts, bool(body.echo), body.suffix or "")
 
 
 def read_tokenize(given: JsonObject, ignored: IgnoredFields | None = None) -> TokenizeRequest:

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from radixkv.chat import AsyncEngine
@@ -79,6 +80,9 @@ class Models(Protocol):
     def stored(self, answer: StoredEndpoint) -> Handler:
         """Return the handler of a route, which calls `answer` with the model of the response in the request's path."""
 
+    def routes(self) -> list[Route]:
+        """Return the routes that only these models have."""
+
     def statuses(self) -> Sequence[ModelStatus]:
         """Return the models in the order in which they were named."""
 
@@ -107,7 +111,7 @@ class OneModel:
     def __init__(self, engine: AsyncEngine, settings: Settings | None = None, source: str | None = None) -> None:
         """Serve `engine`, which was loaded from `source` (default: its name)."""
         self.gate = Gate(settings or Settings())
-        self.service = Service(engine, self.gate)
+        self.service = Service(engine, self.gate, self.gate.settings.model_name or engine.model.name)
         self._engine, self._created = engine, int(time.time())
         self._source = engine.model.name if source is None else source
 
@@ -122,6 +126,10 @@ class OneModel:
     def stored(self, answer: StoredEndpoint) -> Handler:
         """Return a handler that calls `answer` with the model."""
         return self.endpoint(answer)
+
+    def routes(self) -> list[Route]:
+        """Return no route: the one model is always loaded."""
+        return []
 
     def statuses(self) -> list[ModelStatus]:
         """Return the one model."""

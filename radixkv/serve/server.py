@@ -12,10 +12,12 @@ from types import FrameType
 
 import uvicorn
 
+from radixkv.chat import AsyncEngine
 from radixkv.serve.app import application
 from radixkv.serve.http_parser import http_protocol
-from radixkv.serve.loading import address, bind
-from radixkv.serve.served_models import Models
+from radixkv.serve.loading import address, bind, tls_context
+from radixkv.serve.served_models import Models, OneModel
+from radixkv.server_settings import Settings
 
 __all__ = ["Server", "address", "bind"]
 
@@ -34,24 +36,32 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        models: Models,
+        engine: AsyncEngine | Models,
+        settings: Settings | None = None,
         on_ready: Callable[[], None] | None = None,
         on_cut: Callable[[int], None] | None = None,
     ) -> None:
-        """Call `on_ready` once connections are accepted, `on_cut` with the number of a second signal."""
-        self.models, self._on_ready, self._on_cut = models, on_ready, on_cut
+        """Serve an engine with these settings, or models, which have their own.
+
+        Call `on_ready` once connections are accepted, `on_cut` with the number of a second signal.
+        """
+        models = self.models = OneModel(engine, settings) if isinstance(engine, AsyncEngine) else engine
+        self._on_ready, self._on_cut = on_ready, on_cut
         self._loop: asyncio.AbstractEventLoop | None = None
         self.cut_by: int | None = None
-        gate = models.gate
+        gate, settings = models.gate, models.gate.settings
+        tls_context(settings)  # refused here: uvicorn would ask for the password of an encrypted key
         config = uvicorn.Config(
             application(models),
-            http=http_protocol(gate.connections, gate.settings.head_timeout),
+            http=http_protocol(gate.connections, settings.head_timeout),
             lifespan="on",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
         )
         super().__init__(config)
 

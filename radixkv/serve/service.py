@@ -1,11 +1,12 @@
-"""What the endpoints share of one model: the engine, conversations, metrics, and facts about the model."""
+"""One model as the endpoints use it: the engine, conversations, metrics, and facts about the model."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,9 @@ from radixkv.serve.bodies import without_effect
 from radixkv.serve.conversations import ChatPrompt, Conversations
 from radixkv.serve.errors import TOO_LONG, ApiError, errors_about
 from radixkv.serve.fields import IgnoredFields
+from radixkv.serve.fim import FillInMiddle
 from radixkv.serve.gate import Caller, Gate
+from radixkv.serve.history import HistoryIndex
 from radixkv.serve.message_schemas import template_texts
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.serve.openai_responses.store import ResponseStore
@@ -32,9 +35,24 @@ from radixkv.serve.responses import TurnUsage
 from radixkv.serve.role_order import RoleOrder
 from radixkv.serve.schemas import Dialogue
 from radixkv.serve.token_texts import TokenTexts
+from radixkv.server_settings import Settings
 
 _LONG = 8  # characters per token of the context, beyond which the tokens of a text are counted before it is encoded
 _TAIL = 16  # maximum tokens of a thinking tag and white space after it
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The state of a model that outlives its engine: conversations, stored responses, and numbers of sessions."""
+
+    history: HistoryIndex
+    responses: ResponseStore
+    new_session: Callable[[], int]
+
+    @classmethod
+    def empty(cls, settings: Settings, new_session: Callable[[], int]) -> Kept:
+        """Return the state at the start of a server with these settings."""
+        return cls(HistoryIndex(settings.history_bytes), ResponseStore(settings.response_bytes), new_session)
 
 
 class Service:
@@ -45,23 +63,26 @@ class Service:
     model may write thinking and answer as separate messages. `role_order` is the template's.
     """
 
-    def __init__(self, engine: AsyncEngine, gate: Gate) -> None:
-        """Serve `engine` to the requests that pass `gate`."""
+    def __init__(
+        self, engine: AsyncEngine, gate: Gate, name: str, names: Collection[str] = (), kept: Kept | None = None
+    ) -> None:
+        """Serve `engine` to the requests that pass `gate`, as `name` and the other `names`."""
         self.engine, self.gate = engine, gate
         self.settings = settings = gate.settings
-        self.model_name = settings.model_name or engine.model.name
+        self.model_name, self._names = name, frozenset([name, *names])
+        kept = kept or Kept.empty(settings, engine.client.new_session)
         self.created = int(time.time())
         tokenizer = engine.model.codec
         self.conversations = Conversations(
             tokenizer,
             engine.model.stop_token_ids,
-            settings.history_bytes,
+            kept.history,
             settings.history,
-            new_session=engine.client.new_session,
+            new_session=kept.new_session,
             limit=min(engine.context_limit - 1, settings.max_prompt_tokens or engine.context_limit),
             tool_format=engine.config.tool_format,
         )
-        self.responses = ResponseStore(settings.response_bytes)
+        self.responses = kept.responses
         self.metrics = ServerMetrics(
             engine,
             self.model_name,
@@ -69,7 +90,7 @@ class Service:
             refused=lambda: gate.limiter.refused,
             vllm=settings.vllm_metrics,
         )
-        self.token_texts = TokenTexts(tokenizer)
+        self.token_texts, self.fim = TokenTexts(tokenizer), FillInMiddle(tokenizer, settings.fim_order)
         self.call_format = self.conversations.call_format
         self.thinking_tags = self.conversations.thinking_tags
         self.role_order = RoleOrder(self.conversations.late_system, self.conversations.user_after_results)
@@ -92,7 +113,7 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 unless this is the model that is served, with or without Ollama's tag `:latest`."""
-        if self.model_name not in (name, name.removesuffix(":latest")):
+        if self._names.isdisjoint((name, name.removesuffix(":latest"))):
             message = f"model {name[:100]!r} not found: this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -161,11 +182,15 @@ class Service:
 
         Call on the background thread. Raises InvalidInput as `input_processor.encode`.
         """
+        self.check_text(text)
+        return encode(text, self.engine.model.codec, self.engine.model.vocab_size)
+
+    def check_text(self, text: str) -> None:
+        """Raise PromptTooLong for a long text that has too many tokens; call on the background thread. O(context)."""
         model = self.engine.model
         if model.codec is not None and len(text) > _LONG * self.engine.context_limit:
             pieces = partial(model.codec.encode, add_special_tokens=False)
             self._check_tokens(at_least(text, self.engine.context_limit, model.codec, pieces))
-        return encode(text, model.codec, model.vocab_size)
 
     def _check_tokens(self, tokens: int) -> None:
         if tokens > self.engine.context_limit:

@@ -82,20 +82,7 @@ def run_program(tmp_path: Path, host: Host) -> Run:
             pytest.skip("the SDKs are not installed; `make clients` installs them")
         program = Path(__file__).parent / "programs" / name
         variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
-        return _run([str(python), str(program), host.url, MODEL, *arguments], tmp_path, tmp_path, variables)
-
-    return run
-
-
-@pytest.fixture
-def run_script(tmp_path: Path, host: Host) -> Run:
-    """A function that runs a script of `programs/` with a library for Node.js and returns its output."""
-
-    def run(name: str, library: Agent) -> str:
-        if not library.installed:
-            pytest.skip(f"{library.name} is not installed: {obstacle() or '`make clients` installs it'}")
-        script = Path(__file__).parent / "programs" / name
-        return _run(["node", str(script), str(library.path), host.url, MODEL], tmp_path, tmp_path, {})
+        return run_client([str(python), str(program), host.url, MODEL, *arguments], tmp_path, tmp_path, variables)
 
     return run
 
@@ -115,12 +102,12 @@ def run_agent(tmp_path: Path) -> Run:
     def run(agent: Agent, *arguments: str, project: Path, environment: dict[str, str]) -> str:
         if not agent.installed:
             pytest.skip(f"{agent.name} is not installed: {obstacle() or '`make clients` installs it'}")
-        return _run([str(agent.path), *arguments], project, tmp_path, environment)
+        return run_client([str(agent.path), *arguments], project, tmp_path, environment)
 
     return run
 
 
-def _run(command: list[str], folder: Path, home: Path, environment: dict[str, str]) -> str:
+def run_client(command: list[str], folder: Path, home: Path, environment: dict[str, str]) -> str:
     """Run a client with an empty environment, which must end with status 0; return its standard output."""
     paths = dict.fromkeys([*(str(Path(found).parent) for name in ("node", "git") if (found := shutil.which(name)))])
     base = {

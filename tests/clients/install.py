@@ -1,9 +1,9 @@
-"""Install the clients of `make clients` into .clients: coding agents and a library by npm, and Python SDKs in venvs.
+"""Install the clients of `make clients` into .clients: agents and libraries by npm, and Python SDKs in venvs.
 
     python -m tests.clients.install
 
-The SDKs need no torch: the server runs from .venv. An agent that cannot be installed is skipped with the reason, and
-its tests are skipped too. A second call installs only what is missing.
+The SDKs need no torch: the server runs from .venv. What npm cannot install is skipped with
+the reason, and its tests are skipped too. A second call installs only what is missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLATFORMS = {
 
 @dataclass(frozen=True)
 class Agent:
-    """A coding agent or a library that is an npm package. `program` is its path inside the package."""
+    """A coding agent, or another client, that is an npm package. `program` is its path inside the package."""
 
     name: str
     package: str
@@ -59,8 +59,9 @@ class Agent:
 _PLATFORM = PLATFORMS.get((platform.system(), platform.machine()), "linux-x64")
 CODEX = Agent("Codex", "@openai/codex", "0.169.0", "bin/codex.js")
 CLAUDE_CODE = Agent("Claude Code", f"@anthropic-ai/claude-code-{_PLATFORM}", "2.1.330", "claude")
-OLLAMA = Agent("ollama for Node.js", "ollama", "0.6.4", "dist/index.mjs")  # a library
-AGENTS = (CODEX, CLAUDE_CODE, OLLAMA)
+JSDOM = Agent("jsdom", "jsdom", "26.1.0", "lib/api.js")  # a web page without a browser, which enforces CORS
+OLLAMA = Agent("ollama for Node.js", "ollama", "0.6.4", "dist/index.mjs")
+AGENTS = (CODEX, CLAUDE_CODE, JSDOM, OLLAMA)
 
 
 def main() -> None:
@@ -96,7 +97,7 @@ def install_agent(agent: Agent) -> None:
     if reason := obstacle():
         print(f"{agent.name}: SKIPPED, since {reason}", flush=True)
         return
-    print(f"{agent.name}: installing {agent.package}@{agent.version} into .clients/node (up to 400 MB)", flush=True)
+    print(f"{agent.name}: installing {agent.package}@{agent.version} into .clients/node (at most 400 MB)", flush=True)
     quiet = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error")
     package = f"{agent.package}@{agent.version}"
     done = subprocess.run(["npm", "install", "--prefix", str(NODE), *quiet, package], check=False)

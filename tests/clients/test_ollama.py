@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import Run
-from tests.clients.install import OLLAMA
+from tests.clients.conftest import MODEL, Host, Run, run_client
+from tests.clients.install import OLLAMA, obstacle
 from tests.clients.recorder import Traffic
 from tests.clients.scripted import call
 from tests.figures import Figure
@@ -29,8 +30,12 @@ def test_each_turn_hits_the_previous_one(client: str, traffic: Traffic, run_prog
     check(f"ollama, {client}", output, traffic, figure)
 
 
-def test_each_turn_hits_the_previous_one_on_node(traffic: Traffic, run_script: Run, figure: Figure) -> None:
-    check("ollama, Node.js", run_script("ollama_js.mjs", OLLAMA), traffic, figure)
+def test_each_turn_hits_the_previous_one_on_node(host: Host, traffic: Traffic, tmp_path: Path, figure: Figure) -> None:
+    if not OLLAMA.installed:
+        pytest.skip(f"{OLLAMA.name} is not installed: {obstacle() or '`make clients` installs it'}")
+    script = Path(__file__).parent / "programs" / "ollama_js.mjs"
+    command = ["node", str(script), str(OLLAMA.path), host.url, MODEL]
+    check("ollama, Node.js", run_client(command, tmp_path, tmp_path, {}), traffic, figure)
 
 
 def check(name: str, output: str, traffic: Traffic, figure: Figure) -> None:

@@ -153,14 +153,14 @@ def hosted_engine(
     ready = threading.Event()
     with engine, bind("127.0.0.1", 0) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # else the kernel buffers much for slow readers
-        models = OneModel(AsyncEngine(engine), settings or Settings(port=0, drain_timeout=5))
-        server = Server(models, ready.set)
+        server = Server(AsyncEngine(engine), settings or Settings(port=0, drain_timeout=5), ready.set)
+        assert isinstance(server.models, OneModel)
         server.config.app = around(server.config.app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
             assert ready.wait(20)
-            yield Hosted(address(sock), sock.getsockname()[1], engine, runner, server, thread, models.service)
+            yield Hosted(address(sock), sock.getsockname()[1], engine, runner, server, thread, server.models.service)
         finally:
             if runner.gate is not None:
                 runner.gate.release(100_000)

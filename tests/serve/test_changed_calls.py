@@ -11,7 +11,7 @@ import pytest
 
 from radixkv.chat.calls.formats import HERMES
 from radixkv.serve.conversations import Conversations, Mode
-from radixkv.serve.history import shared_length
+from radixkv.serve.history import HistoryIndex, shared_length
 from tests.chat.worlds import byte_tokenizer
 from tests.serve.served import fake_model, read_messages, served, tokenizer
 from tests.serve.styles import QWEN, STYLES
@@ -41,7 +41,7 @@ def asks(number: int) -> str:
 def test_the_history_finds_the_replies_before_and_after_a_changed_one(style: str, mode: Mode) -> None:
     reader = byte_tokenizer(TEMPLATES[style])
     stops = frozenset(reader.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
-    told = Conversations(reader, stops, 1 << 20, mode)
+    told = Conversations(reader, stops, HistoryIndex(1 << 20), mode)
     end = reader.convert_tokens_to_ids("<|im_end|>")
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Edit the files."}]
     before, ids = array("i"), array("i")

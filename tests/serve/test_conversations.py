@@ -15,6 +15,7 @@ from radixkv.chat.thinking import split_thinking
 from radixkv.engine.input_processor import ControlTokens
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.serve.conversations import MOST_SESSIONS, ChatPrompt, Conversations, Mode
+from radixkv.serve.history import HistoryIndex
 from radixkv.server_settings import Settings
 from tests.chat.worlds import CHATML, byte_tokenizer
 from tests.serve.served import ASKED, fake_model, read_messages, says, served, tokenizer
@@ -28,7 +29,7 @@ TEXT = st.text("helou \n€", max_size=8)
 
 
 def conversations(style: str = "ChatML", mode: Mode = "auto", capacity: int = 1 << 20) -> Conversations:
-    return Conversations(TOKENIZERS[style], STOPS, capacity, mode)
+    return Conversations(TOKENIZERS[style], STOPS, HistoryIndex(capacity), mode)
 
 
 def rendered(style: str, messages: list[dict[str, Any]], tools: Any = None) -> str:
@@ -168,7 +169,7 @@ def test_nothing_is_known_in_another_namespace_or_with_other_tools():
 @pytest.mark.parametrize("mode", ["append", "template"])
 def test_a_conversation_keeps_the_date_on_which_it_began(mode: Mode):
     dated = "<|im_start|>system\nToday is {{ date_string }}.<|im_end|>\n" + CHATML
-    told = Conversations(byte_tokenizer(dated), STOPS, 1 << 20, mode)
+    told = Conversations(byte_tokenizer(dated), STOPS, HistoryIndex(1 << 20), mode)
     first = replace(told.prompt("x", [user("hello")]), date="31 Dec 1999")
     told.remember(first, assistant("hello"), [*spelled("hello", 1), END])
     again = told.prompt("x", [user("hello"), assistant("hello"), user("more")])
@@ -179,7 +180,7 @@ def test_a_conversation_keeps_the_date_on_which_it_began(mode: Mode):
 
 def test_the_requests_of_a_conversation_share_a_number():
     numbers = iter(range(10, 20))
-    told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, new_session=numbers.__next__)
+    told = Conversations(TOKENIZERS["ChatML"], STOPS, HistoryIndex(1 << 20), new_session=numbers.__next__)
     first, other = told.prompt("x", [user("hello")]), told.prompt("x", [user("hello you")])
     told.remember(first, assistant("hello"), [*spelled("hello", 1), END])
     again = told.prompt("x", [user("hello"), assistant("hello"), user("more")])
@@ -192,7 +193,7 @@ def test_the_requests_of_a_conversation_share_a_number():
 def test_a_key_of_the_client_names_a_session_and_keeps_the_history() -> None:
     """Also when the client rewrites its conversation. A key names different sessions in different namespaces."""
     numbers = iter(range(10, 20_000))
-    told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, new_session=numbers.__next__)
+    told = Conversations(TOKENIZERS["ChatML"], STOPS, HistoryIndex(1 << 20), new_session=numbers.__next__)
     first = told.prompt("x", [user("hello")], None, "thread")
     told.remember(first, assistant("hello"), [*spelled("hello", 1), END])
     again = told.prompt("x", [user("hello"), assistant("hello"), user("more")], None, "another")
@@ -210,7 +211,7 @@ def test_a_key_of_the_client_names_a_session_and_keeps_the_history() -> None:
 def test_conversations_that_begin_alike_are_numbered_apart() -> None:
     """The conversation that got a reply last is expected to continue it; each keeps its number once they differ."""
     numbers = iter(range(10, 20))
-    told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, new_session=numbers.__next__)
+    told = Conversations(TOKENIZERS["ChatML"], STOPS, HistoryIndex(1 << 20), new_session=numbers.__next__)
 
     def turn(*said: str) -> int:
         messages = [message for text in said[:-1] for message in (user(text), assistant("hello"))]
@@ -246,7 +247,7 @@ def test_a_template_that_wants_a_call_before_a_result_sees_one() -> None:
         "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
         "{{ raise_exception('a result of no call') }}{% endif %}{% endfor %}"
     )
-    told, asked = Conversations(byte_tokenizer(strict + CHATML), STOPS, 1 << 20), [user("hello")]
+    told, asked = Conversations(byte_tokenizer(strict + CHATML), STOPS, HistoryIndex(1 << 20)), [user("hello")]
     function = {"name": "weather", "arguments": {"city": "Oslo"}}
     reply = assistant("", tool_calls=[{"id": "call_1", "type": "function", "function": function}])
     first = told.prompt("x", asked, TOOLS)
@@ -260,7 +261,7 @@ def test_a_template_that_wants_a_call_before_a_result_sees_one() -> None:
 
 def test_what_the_template_refuses_is_refused_whether_the_beginning_is_known_or_not():
     refuses = "{% if messages|length == 4 %}{{ raise_exception('four messages') }}{% endif %}"
-    told = Conversations(byte_tokenizer(refuses + CHATML), STOPS, 1 << 20)
+    told = Conversations(byte_tokenizer(refuses + CHATML), STOPS, HistoryIndex(1 << 20))
     told.remember(told.prompt("x", [user("a")]), assistant("hello"), [*spelled("hello", 1), END])
     for namespace in ("x", "y"):
         with pytest.raises(ChatError, match="four messages"):
@@ -272,7 +273,7 @@ def test_a_prompt_that_appending_makes_too_long_is_rendered_again_if_that_is_sho
     messages: list[dict[str, Any]] = [user("a")]
     limits = {}
     for limit in (None, 10_000, 260):
-        told = Conversations(TOKENIZERS["Mistral"], STOPS, 1 << 20, limit=limit)
+        told = Conversations(TOKENIZERS["Mistral"], STOPS, HistoryIndex(1 << 20), limit=limit)
         told.remember(told.prompt("x", messages, TOOLS), assistant("hello"), [*spelled("hello", 1), END])
         prompt = told.prompt("x", [*messages, assistant("hello"), user("b")], TOOLS)
         limits[limit] = (prompt.known, len(prompt.ids))
@@ -281,14 +282,16 @@ def test_a_prompt_that_appending_makes_too_long_is_rendered_again_if_that_is_sho
     assert limits[260] == (0, whole)
     assert whole < 260 < limits[None][1]
     for limit in (None, len(encoded(rendered("ChatML", [*messages, assistant("hello"), user("b")]))) - 1):
-        told = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, limit=limit)  # rendering would not be shorter
+        told = Conversations(
+            TOKENIZERS["ChatML"], STOPS, HistoryIndex(1 << 20), limit=limit
+        )  # rendering would not be shorter
         told.remember(told.prompt("x", messages), assistant("hello"), encoded("hello<|im_end|>"))
         assert told.prompt("x", [*messages, assistant("hello"), user("b")]).known == 2
 
 
 def test_what_is_certainly_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long conversation is refused without encoding it, also if its beginning is known."""
-    told, lengths = Conversations(TOKENIZERS["ChatML"], STOPS, 1 << 20, limit=500), []
+    told, lengths = Conversations(TOKENIZERS["ChatML"], STOPS, HistoryIndex(1 << 20), limit=500), []
     told.remember(told.prompt("x", [user("a")]), assistant("hello"), [*spelled("hello", 1), END])
     encode = ControlTokens.encode
 
@@ -320,12 +323,14 @@ def test_what_appending_would_lose_is_rendered() -> None:
         assert prompt.known == 4
         return decoded(prompt)
 
-    assert third(Conversations(byte_tokenizer(LOSSY), STOPS, 1 << 20), None).endswith("turns 5")
-    assert third(Conversations(byte_tokenizer(LOSSY_WITH_TOOLS), STOPS, 1 << 20), TOOLS).endswith("turns 5")
-    told = Conversations(byte_tokenizer(LOSSY_WITH_TOOLS), STOPS, 1 << 20, "append")
+    assert third(Conversations(byte_tokenizer(LOSSY), STOPS, HistoryIndex(1 << 20)), None).endswith("turns 5")
+    assert third(Conversations(byte_tokenizer(LOSSY_WITH_TOOLS), STOPS, HistoryIndex(1 << 20)), TOOLS).endswith(
+        "turns 5"
+    )
+    told = Conversations(byte_tokenizer(LOSSY_WITH_TOOLS), STOPS, HistoryIndex(1 << 20), "append")
     assert third(told, TOOLS).endswith("turns 5") and "turns" not in third(told, None)
     with pytest.raises(InvalidInput, match="history='append' would lose"):
-        Conversations(byte_tokenizer(LOSSY), STOPS, 1 << 20, "append")
+        Conversations(byte_tokenizer(LOSSY), STOPS, HistoryIndex(1 << 20), "append")
 
 
 def test_a_server_is_told_what_becomes_of_thinking() -> None:

@@ -18,7 +18,6 @@ import pytest
 
 from radixkv import Engine, SamplingParams, ToolResult
 from radixkv.chat import AsyncEngine
-from radixkv.serve.served_models import OneModel
 from radixkv.serve.server import Server, address, bind
 from radixkv.server_settings import Settings
 from radixkv.telemetry.records import namespace_label
@@ -58,7 +57,7 @@ def served() -> Iterator[Served]:
     ready = threading.Event()
     engine = Engine.load("tiny", num_blocks=1000, monitor=False)
     with engine, bind("127.0.0.1", 0) as sock:
-        server = Server(OneModel(AsyncEngine(engine), Settings(api_keys=KEYS, drain_timeout=5)), ready.set)
+        server = Server(AsyncEngine(engine), Settings(api_keys=KEYS, drain_timeout=5), ready.set)
         thread = threading.Thread(target=server.run, args=([sock],))
         thread.start()
         try:

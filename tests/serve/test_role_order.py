@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from radixkv.serve.conversations import Conversations
+from radixkv.serve.history import HistoryIndex
 from tests.chat import styles, worlds
 from tests.chat.tool_call_dialects import DIALECTS
 from tests.serve.anthropic.messages import LOOK
@@ -32,7 +33,7 @@ TAKE = (worlds.CHATML, styles.LLAMA3, styles.MISTRAL, styles.QWEN3, styles.GPT_O
 def test_templates_that_refuse_it_are_recognised() -> None:
     def takes(template: str) -> bool:
         tokenizer = worlds.byte_tokenizer(template)
-        return Conversations(tokenizer, frozenset({tokenizer.eos_token_id}), 0).user_after_results
+        return Conversations(tokenizer, frozenset({tokenizer.eos_token_id}), HistoryIndex(0)).user_after_results
 
     assert [takes(template) for template in TAKE] == [True] * len(TAKE)
     assert not takes(ALTERNATES + worlds.CHATML)

@@ -40,8 +40,8 @@ async def _respond(service: Service, request: Request, read: Reader, shape: Shap
         service.check_model(model)
         if body.chat is not None:
             reply = await open_turn(service, request, body.chat, cleanup)
-        elif body.text:
-            reply = await open_raw(service, request, body.text, body.options, cleanup)
+        elif body.text or body.suffix:
+            reply = await open_raw(service, request, body, cleanup)
         if reply is None:
             reason = "unload" if body.keep_alive == 0 else "load"
             answer = {**head(model), **shape("", "", ()), "done": True, "done_reason": reason}

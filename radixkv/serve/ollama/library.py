@@ -64,8 +64,10 @@ async def show(models: Models, request: Request) -> Response:
         model = models.find(body.model)
         facts = await _facts(model)
     context = {} if model.context is None else {f"{facts.family or 'model'}.context_length": model.context}
-    template = facts.template if model.service is None else template_text(model.service.engine.model.codec)
-    card, can = _card(model.name, model, facts), capabilities(template)
+    template, fills = facts.template, any(key.startswith("tokenizer.ggml.fim_") for key in facts.info)
+    if model.service is not None:
+        template, fills = template_text(model.service.engine.model.codec), model.service.fim.available
+    card, can = _card(model.name, model, facts), capabilities(template, fills=fills)
     shown = {"template": template, "model_info": {**facts.info, **context}, "capabilities": can}
     return _json({"modified_at": card["modified_at"], "details": card["details"], **shown})
 
@@ -79,14 +81,15 @@ async def refused(models: Models, request: Request) -> Response:
     raise ApiError(501, f"this server cannot do that: {_INSTEAD[verb]}", code="not_implemented")
 
 
-def capabilities(template: str) -> list[str]:
-    """Return the capabilities of a model with this chat template.
+def capabilities(template: str, *, fills: bool) -> list[str]:
+    """Return the capabilities of a model with this chat template, which `fills` in the middle or does not.
 
-    >>> capabilities("{% if tools %}...{% endif %}<think>")
+    >>> capabilities("{% if tools %}...{% endif %}<think>", fills=False)
     ['completion', 'tools', 'thinking']
     """
     thinks = any(text in template for text in _THINKS)
-    return ["completion", *(["tools"] if "tools" in template else []), *(["thinking"] if thinks else [])]
+    found = {"completion": True, "tools": "tools" in template, "thinking": thinks, "insert": fills}
+    return [name for name, can in found.items() if can]
 
 
 async def _facts(model: ModelStatus) -> ModelFacts:

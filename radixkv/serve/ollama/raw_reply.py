@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -12,25 +12,24 @@ from starlette.requests import Request
 from radixkv.engine import AsyncHandle, Completion
 from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.serve import submit
+from radixkv.serve.completions import encoded
 from radixkv.serve.errors import errors_about
+from radixkv.serve.ollama.schemas import OllamaRequest
 from radixkv.serve.reply import Piece
-from radixkv.serve.schemas import RequestOptions
 from radixkv.serve.service import Service
 from radixkv.serve.turn import End, Reply, Step
 
 
-async def open_raw(
-    service: Service, request: Request, text: str, options: RequestOptions, cleanup: ExitStack
-) -> RawReply:
+async def open_raw(service: Service, request: Request, body: OllamaRequest, cleanup: ExitStack) -> RawReply:
     """Encode a text and submit it; arguments and errors as of `open_turn`."""
-    caller = service.gate.caller(request)
+    caller, options = service.gate.caller(request), body.options
+    ids = await service.gate.cancellable(request, encoded(service, body.text, body.suffix))
+    if body.suffix:
+        options = replace(options, params=service.fim.with_stops(options.params))
+    session = service.conversations.session(caller.namespace, options.session_key)
     with errors_about("prompt", options.constraint_field):
-        service.check_length([text])
-        encoding = service.gate.in_background(partial(service.encoded, text))
-        prompt = EncodedPrompt(await service.gate.cancellable(request, encoding))
-        session = service.conversations.session(caller.namespace, options.session_key)
         grammar = await service.compiled(request, caller, options.params)
-        handle = await submit.start(service, request, caller, options, prompt, cleanup, session)
+        handle = await submit.start(service, request, caller, options, EncodedPrompt(ids), cleanup, session)
         del grammar  # until here it was held
     return RawReply(service, handle, request.state.log_fields)
 

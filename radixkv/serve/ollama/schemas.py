@@ -12,9 +12,10 @@ from radixkv.chat.calls.formats import CallFormat
 from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.constrained import strict_tools
 from radixkv.chat.template_arguments import TemplateOption, effort_option, thinking_option
+from radixkv.durations import parse_duration
 from radixkv.serve.bodies import Body, ByType, CacheSalt, OneError, Only, SessionKey, Several, read, refuse
 from radixkv.serve.constraints import ReplyConstraint, Schema
-from radixkv.serve.durations import DURATION, RULE, parse_duration
+from radixkv.serve.errors import errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.message_schemas import ChatTool, neutral_tools
 from radixkv.serve.ollama.messages import NoImages, OllamaMessage, neutral_messages
@@ -22,6 +23,7 @@ from radixkv.serve.sampling_fields import sampling_params, wire, with_sampling
 from radixkv.serve.schemas import ChatRequest, RequestOptions
 from radixkv.serve.tool_choices import call_rule
 
+_DURATION = r"^-?([0-9]+|([0-9]+(\.[0-9]+)?(ns|us|µs|ms|s|m|h))+)$"
 _ANY_OBJECT = '{"type":"object"}'
 
 # ---- bodies
@@ -40,8 +42,8 @@ class OllamaOptions(Body):
 
 
 KeepAlive = Annotated[
-    float | Annotated[str, Field(pattern=DURATION)],
-    OneError(RULE),
+    float | Annotated[str, Field(pattern=_DURATION)],
+    OneError("is a number of seconds, or a duration such as 90s, 5m or 1h30m"),
     Field(description="How long the model stays loaded after the request."),
 ]
 Format = Annotated[Literal["json", ""] | Schema, ByType('"json" or a JSON schema (an object)')]
@@ -74,7 +76,7 @@ class GenerateBody(PromptFields):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = Field(default=None, description="Without the chat template.")
-    suffix: Annotated[Any, Only("", why="only what follows a prompt is written")] = None
+    suffix: str | None = Field(default=None, description="The text after the reply, for models with FIM tokens.")
     template: Annotated[Any, Only("", why="the model's own is used; with raw=true, none")] = None
     context: Annotated[Any, Only([], why="send the conversation to /api/chat")] = None
     images: NoImages = None
@@ -93,6 +95,7 @@ class ShowBody(Body):
 class OllamaRequest:
     """A body: a conversation, or a raw text that no template writes; without both, the model is only loaded.
 
+    The reply to a text ends before `suffix`, if that is not empty.
     `keep_alive` is the number of seconds for which the model is to stay.
     """
 
@@ -100,6 +103,7 @@ class OllamaRequest:
     keep_alive: float | None
     chat: ChatRequest | None = None
     text: str = ""
+    suffix: str = ""
 
 
 Reader = Callable[[JsonObject, IgnoredFields | None], OllamaRequest]
@@ -134,10 +138,10 @@ def read_generate(given: JsonObject, ignored: IgnoredFields | None) -> OllamaReq
     """Read the body of a generation, as `read_chat` does: a raw text, or the messages of a chat."""
     body = read(GenerateBody, given, ignored)
     request, said = _request(body, ignored), [("system", body.system), ("user", body.prompt)]
-    if body.raw and body.system:
-        raise refuse("system", "cannot be combined with raw=true: write it into the prompt")
-    if body.raw or not body.prompt:
-        return replace(request, text=body.prompt or "")
+    if body.system and (body.raw or body.suffix):
+        raise refuse("system", "cannot be combined with raw=true or suffix: write it into the prompt")
+    if body.raw or body.suffix or not body.prompt:
+        return replace(request, text=body.prompt or "", suffix=body.suffix or "")
     messages = [{"role": role, "content": text} for role, text in said if text]
     options, template_options = request.options, _template_options(body)
     shared: dict[str, Any] = {"options": options, "template_options": template_options, "reads_calls": False}
@@ -163,7 +167,8 @@ def _request(body: PromptFields, ignored: IgnoredFields | None) -> OllamaRequest
         constraint_field="format",
         context=given.num_ctx,
     )
-    return OllamaRequest(options, None if body.keep_alive is None else parse_duration(body.keep_alive))
+    with errors_about("keep_alive"):
+        return OllamaRequest(options, None if body.keep_alive is None else parse_duration(body.keep_alive))
 
 
 def _template_options(body: PromptFields) -> tuple[TemplateOption, ...]:

@@ -73,5 +73,5 @@ def _stored(about: str, found: str, *query: JsonObject) -> JsonObject:
     return {
         "summary": about,
         "parameters": [_ID, *query, NAMESPACE, REQUEST_ID],
-        "responses": responses_of(about, json_of(found), 400, 401, 403, 404),
+        "responses": responses_of(about, json_of(found), 400, 401, 404),
     }

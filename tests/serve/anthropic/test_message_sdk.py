@@ -11,7 +11,6 @@ import pytest
 
 from radixkv import Engine, SamplingParams
 from radixkv.chat import AsyncEngine
-from radixkv.serve.served_models import OneModel
 from radixkv.serve.server import Server, address, bind
 from radixkv.server_settings import Settings
 from tests.serve.anthropic.messages import BODY, CALL, LOOK
@@ -42,7 +41,7 @@ class Served:
 def served() -> Iterator[Served]:
     ready = threading.Event()
     with Engine.load("tiny", num_blocks=1000, monitor=False) as engine, bind("127.0.0.1", 0) as sock:
-        server = Server(OneModel(AsyncEngine(engine), Settings(api_keys=KEYS, drain_timeout=5)), ready.set)
+        server = Server(AsyncEngine(engine), Settings(api_keys=KEYS, drain_timeout=5), ready.set)
         thread = threading.Thread(target=server.run, args=([sock],))
         thread.start()
         try:

@@ -17,6 +17,7 @@ from radixkv.serve.ollama.schemas import read_chat, read_generate
 from tests.chat.tool_call_dialects import DIALECTS, TOOLS, Dialect
 from tests.grammar.engines import RandomRunner
 from tests.serve.served import ASKED, Served, fake_model, says, says_in_turn, served
+from tests.serve.test_infill import coder, middle, text
 from tests.serve.test_openapi import fits, responses
 from tests.serve.test_tool_calls import CALLS
 
@@ -81,8 +82,8 @@ def test_a_stream_says_the_same_as_a_whole_answer_and_both_are_as_documented():
 
 def test_a_raw_prompt_is_a_text_completion():
     with served() as server:
-        text = {"model": "fake", "prompt": "Once", "max_tokens": 6, "temperature": 0}
-        expected = server.post("/v1/completions", text).json()
+        once = {"model": "fake", "prompt": "Once", "max_tokens": 6, "temperature": 0}
+        expected = server.post("/v1/completions", once).json()
         asked = {"prompt": "Once", "raw": True, "options": {"temperature": 0, "num_predict": 6}}
         answer = whole(server, "/api/generate", **asked)
         assert answer["response"] == expected["choices"][0]["text"] and answer["done_reason"] == "length"
@@ -92,6 +93,15 @@ def test_a_raw_prompt_is_a_text_completion():
             < whole(server, "/api/generate")["prompt_eval_count"]
         )
         assert "".join(each["response"] for each in lines(server, "/api/generate", **asked)) == answer["response"]
+
+
+def test_a_suffix_is_a_text_completion_with_one():
+    with served(model=coder(), brain=middle(*text("and"))) as server:
+        expected = server.post("/v1/completions", {"model": "fake", "prompt": "one", "suffix": "two"}).json()
+        for asked in ({"prompt": "one", "suffix": "two"}, {"prompt": "", "suffix": "two"}):
+            answer = whole(server, "/api/generate", **asked)
+            assert answer["response"] == expected["choices"][0]["text"] == "and"
+        assert server.post("/api/show", {"model": "fake"}).json()["capabilities"][-1] == "insert"
 
 
 def test_a_failing_stream_ends_with_an_error_line_and_a_silent_one_stays_valid(monkeypatch: pytest.MonkeyPatch):
@@ -295,7 +305,8 @@ def test_an_empty_request_only_loads_the_model(given: Any, seconds: float | None
         ("/api/chat", {"keep_alive": "soon"}, "keep_alive"),
         ("/api/chat", {"options": {"temperature": 9}}, "options.temperature"),
         ("/api/chat", {"options": {"num_ctx": 0}}, "options.num_ctx"),
-        ("/api/generate", {"suffix": "x"}, "suffix"),
+        ("/api/generate", {"suffix": "x"}, "this model cannot fill in the middle"),
+        ("/api/chat", {"keep_alive": 1e10}, "keep_alive"),
         ("/api/generate", {"template": "x"}, "template"),
         ("/api/generate", {"context": [1]}, "context"),
         ("/api/generate", {"images": ["aGk="]}, "images"),

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from radixkv import __version__
-from radixkv.errors import InvalidInput
 from radixkv.model_path import BUNDLED
 from radixkv.serve import Settings
-from radixkv.serve.durations import parse_duration
 from radixkv.serve.ollama.library import REFUSED
 from radixkv.serve.ollama.model_files import facts_of
 from tests.gguf.raw_file import ARCHITECTURE, F32, STRING, U32, file_of, key, tensor
@@ -88,18 +86,3 @@ def test_a_browser_and_a_probe_see_that_a_server_runs():
         assert server.client.get("/", headers={"Accept": "text/html,*/*"}).text == "radixkv is running"
         assert server.client.get("/").json() == {"name": "radixkv", "version": __version__}
         assert server.client.head("/").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("given", "seconds"),
-    [("5m", 300), ("1h30m", 5400), ("300", 300), ("1.5s", 1.5), ("250ms", 0.25), ("0", 0), (-1, float("inf")),
-     ("-1m", float("inf")), ("-0", 0), (2.5, 2.5), ("1µs", 1e-6)],
-)  # fmt: skip
-def test_a_duration_is_read(given: str | float, seconds: float):
-    assert parse_duration(given) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("given", ["", "5x", "m", "1h-5m", "--1", "1e3", " 5m", "5m\n", "9" * 30 + "s"])
-def test_another_text_is_no_duration(given: str):
-    with pytest.raises(InvalidInput, match="must be a duration"):
-        parse_duration(given)

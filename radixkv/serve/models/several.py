@@ -1,0 +1,286 @@
+"""The models of a server that has several: each request is answered by the one that its body names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from radixkv.chat import Engine
+from radixkv.errors import EngineClosed, InvalidInput
+from radixkv.serve.access import read_body
+from radixkv.serve.bodies import read
+from radixkv.serve.errors import ApiError
+from radixkv.serve.fields import parse_object
+from radixkv.serve.gate import Gate
+from radixkv.serve.metrics import exposition
+from radixkv.serve.models.loading import LoadedService, load, serve
+from radixkv.serve.models.manager import Manager, NotLoaded, Slot
+from radixkv.serve.models.specs import ModelSpec
+from radixkv.serve.openai_responses.store import ResponseStore
+from radixkv.serve.schemas import ModelBody
+from radixkv.serve.served_models import Endpoint, Handler, ModelStatus, StoredEndpoint
+from radixkv.serve.service import Kept, Service
+from radixkv.server_settings import Settings
+
+AnySlot = Slot[LoadedService]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One model: its declaration, its slot, and the conversations that outlive a load."""
+
+    spec: ModelSpec
+    slot: AnySlot
+    kept: Kept
+
+
+class SeveralModels:
+    """The models of a server, of which each is loaded at its first request. Implements `served_models.Models`."""
+
+    def __init__(self, specs: Sequence[ModelSpec], settings: Settings, first: Engine | None = None) -> None:
+        """Serve `specs`; `first` is the engine of the first one if that is loaded already."""
+        self.gate = Gate(settings)
+        self._entries = [
+            _Entry(spec, Slot(spec.name, spec.estimate(), settings.keep_alive), Kept.empty(settings, count(1).__next__))
+            for spec in specs
+        ]
+        self._by_name = {name: entry for entry in self._entries for name in entry.spec.names}
+        self._of = {entry.slot.name: entry for entry in self._entries}
+        self._first, self._created = first, int(time.time())
+        self._manager = Manager(
+            [entry.slot for entry in self._entries],
+            self._load,
+            load_timeout=settings.load_timeout,
+            max_loaded=settings.max_loaded,
+            memory=settings.model_memory,
+        )
+
+    def endpoint(self, answer: Endpoint) -> Handler:
+        """Return an application that calls `answer` with the model that the body names."""
+        return _OfBody(self, answer)
+
+    def stored(self, answer: StoredEndpoint) -> Handler:
+        """Return a handler that calls `answer` with the model that has the response."""
+
+        async def handle(request: Request) -> Response:
+            missing: ApiError | None = None
+            for entry in self._entries:
+                try:
+                    return await answer(_Responses(self.gate, entry.kept.responses), request)
+                except ApiError as error:
+                    if error.status != 404:
+                        raise
+                    missing = error
+            assert missing is not None
+            raise missing
+
+        return handle
+
+    def statuses(self) -> list[ModelStatus]:
+        """Return all models, in the order in which they were named."""
+        return [self._status(entry) for entry in self._entries]
+
+    def find(self, name: str) -> ModelStatus:
+        """Return the model of this name; raise ApiError 404, with all names."""
+        return self._status(self._named(name))
+
+    async def begin(self) -> None:
+        """Take the first model, if the command loaded it."""
+        if self._first is not None:
+            entry, engine, self._first = self._entries[0], self._first, None
+            self._manager.adopt(entry.slot, await serve(engine, entry.spec, self.gate, entry.kept))
+
+    async def prepare(self) -> None:
+        """Do nothing: a load prepares its model."""
+
+    async def check(self) -> None:
+        """Do nothing: the server takes requests, whichever models are loaded."""
+
+    async def metrics(self) -> bytes:
+        """Return the metrics of the loaded models, each sample with the label `model`."""
+        found = {}
+        for entry in self._entries:
+            if entry.slot.loaded is not None:
+                with suppress(EngineClosed):
+                    found[entry.spec.name] = await entry.slot.loaded.service.metrics.families()
+        return exposition([*self._own_metrics(), *_labelled(found, self.gate.limiter.refused)])
+
+    async def close(self) -> None:
+        """Drain and close all engines at once."""
+        await self._manager.close()
+
+    def routes(self) -> list[Route]:
+        """Return the routes by which an operator loads and unloads a model; they are those of llama.cpp's router."""
+        return [
+            Route("/models/load", self._load_named, methods=["POST"]),
+            Route("/models/unload", self._unload_named, methods=["POST"]),
+        ]
+
+    # ---- inside
+
+    @asynccontextmanager
+    async def used(self, request: Request, body: bytes) -> AsyncIterator[Service]:
+        """Hold the model that a body names in memory; raise ApiError 404, 500 or 503.
+
+        Afterwards the request's `keep_alive` says how long an idle model stays; with keys, it may only shorten that.
+        """
+        entry, settings = self._asked(request, body), self.gate.settings
+        with _as_api_errors(settings):
+            async with self._manager.use(entry.slot) as loaded:
+                try:
+                    yield loaded.service
+                finally:
+                    asked, usual = getattr(request.state, "keep_alive", None), settings.keep_alive
+                    may_lengthen = not settings.api_keys
+                    entry.slot.keep_alive = usual if asked is None else asked if may_lengthen else min(asked, usual)
+
+    def _asked(self, request: Request, body: bytes) -> _Entry:
+        """Return the model that a body names. Without a name it is the first one, and for Anthropic's clients, too."""
+        name = parse_object(body).get("model")
+        if not isinstance(name, str):
+            return self._entries[0]
+        messages = request.url.path.removeprefix("/v1").startswith("/messages")
+        if messages and not self.gate.settings.strict_fields and name not in self._by_name:
+            return self._entries[0]
+        return self._named(name)
+
+    def _named(self, name: str) -> _Entry:
+        entry = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))
+        if entry is None:
+            there = ", ".join(repr(each.spec.name) for each in self._entries)
+            message = f"model {name[:100]!r} not found: this server has {there}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return entry
+
+    async def _load(self, slot: AnySlot) -> LoadedService:
+        entry = self._of[slot.name]
+        return await load(entry.spec, self.gate, entry.kept, again=slot.loads > 0)
+
+    async def _load_named(self, request: Request) -> Response:
+        """Load a model, and respond once it is there."""
+        entry = await self._entry_in(request)
+        with _as_api_errors(self.gate.settings):
+            async with self._manager.use(entry.slot):
+                return JSONResponse({"success": True})
+
+    async def _unload_named(self, request: Request) -> Response:
+        """Unload a model, and respond once it is gone."""
+        entry = await self._entry_in(request)
+        try:
+            await self._manager.unload(entry.slot)
+        except InvalidInput as error:
+            raise ApiError(409, str(error), param="model", code="model_in_use") from error
+        return JSONResponse({"success": True})
+
+    async def _entry_in(self, request: Request) -> _Entry:
+        with ExitStack() as cleanup:
+            self.gate.admit(request, cleanup)
+            return self._named((await self.gate.read(request, partial(read, ModelBody))).model)
+
+    def _status(self, entry: _Entry) -> ModelStatus:
+        slot, spec = entry.slot, entry.spec
+        service = None if slot.loaded is None else slot.loaded.service
+        return ModelStatus(
+            spec.name,
+            spec.source,
+            slot.state,
+            self._created,
+            spec.aliases,
+            service,
+            None if service is None else service.engine.context_limit,
+            None if service is None else slot.needs,
+            slot.idle_left,
+            None if self.gate.settings.api_keys else slot.error,
+        )
+
+    def _own_metrics(self) -> Iterator[Metric]:
+        loaded = GaugeMetricFamily("radixkv:model_loaded", "Whether the model is in memory", labels=["model"])
+        loads = CounterMetricFamily("radixkv:model_loads", "Loads of the model", labels=["model"])
+        for entry in self._entries:
+            loaded.add_metric([entry.spec.name], float(entry.slot.loaded is not None))
+            loads.add_metric([entry.spec.name], entry.slot.loads)
+        yield from (loaded, loads)
+
+
+class _OfBody:
+    """An ASGI application: an endpoint of the model that the body of a request names.
+
+    The model stays in memory until the response has been sent. The request's timeout begins after a load, which has a
+    limit of its own.
+    """
+
+    def __init__(self, models: SeveralModels, answer: Endpoint) -> None:
+        self._models, self._answer = models, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, gate = Request(scope, receive, send), self._models.gate
+        request.state.deadline = None
+        async with AsyncExitStack() as held:
+            with ExitStack() as admitted:  # the endpoint admits it again, before any other request can come between
+                gate.admit(request, admitted)
+                body = await read_body(request, gate.settings)
+                service = await gate.cancellable(request, held.enter_async_context(self._models.used(request, body)))
+            again = _replayed(body, receive)
+            response = await self._answer(service, Request(scope, again, send))
+            await response(scope, again, send)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a channel that yields a body that was received, then the messages after it."""
+    waiting = [body]
+
+    async def received() -> Message:
+        return {"type": "http.request", "body": waiting.pop()} if waiting else await receive()
+
+    return received
+
+
+@dataclass(frozen=True)
+class _Responses:
+    """A model that need not be loaded, for the endpoints of stored responses."""
+
+    gate: Gate
+    responses: ResponseStore
+
+
+@contextmanager
+def _as_api_errors(settings: Settings) -> Iterator[None]:
+    """Convert NotLoaded to ApiError: 503 for a model that is not there yet, 500 for one that cannot be loaded.
+
+    The reason may name files, so tenants are referred to the log.
+    """
+    try:
+        yield
+    except NotLoaded as error:
+        if error.wait:
+            text, headers = (
+                f"{error}: try again in {settings.retry_after} s",
+                {"Retry-After": str(settings.retry_after)},
+            )
+            raise ApiError(503, text, code="model_not_loaded", kind="server_error", headers=headers) from error
+        text = "the model could not be loaded; the server's log says why" if settings.api_keys else str(error)
+        headers = {"x-should-retry": "false"}
+        raise ApiError(500, text, code="model_failed", kind="server_error", headers=headers) from error
+
+
+def _labelled(found: Mapping[str, Sequence[Metric]], refused: int) -> list[Metric]:
+    """Return the families of several models, each sample with its model. Refused requests are the server's."""
+    merged: dict[str, Metric] = {}
+    for model, families in found.items():
+        for family in families:
+            whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples += [each._replace(labels={"model": model, **each.labels}) for each in family.samples]
+    if (ends := merged.get("radixkv:requests_ended")) is not None:
+        ends.samples = [each for each in ends.samples if each.labels["outcome"] != "refused"]
+        ends.add_sample(f"{ends.name}_total", {"model": "", "outcome": "refused"}, refused)
+    return list(merged.values())

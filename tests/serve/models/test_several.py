@@ -1,0 +1,268 @@
+"""Several models behind one server, over fake engines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from radixkv import Engine
+from radixkv.config import EngineConfig
+from radixkv.errors import InvalidInput
+from radixkv.serve import Settings
+from radixkv.serve.app import application
+from radixkv.serve.models import loading
+from radixkv.serve.models.several import SeveralModels
+from radixkv.serve.models.specs import ModelSpec, specs_of
+from tests.engine.fakes import FakeRunner, make_engine
+from tests.serve.served import ASKED, LOCAL, fake_model, says, until
+
+SAID = {"one": "I am the first.", "two": "I am the second.", "three": "I am the third."}
+KEYS = {"ada": "correct-horse-1", "ben": "battery-staple-2"}
+
+
+@dataclass
+class Place:
+    """A server of three models, and what was loaded."""
+
+    client: TestClient
+    models: SeveralModels
+    loads: list[str] = field(default_factory=list)
+    runners: dict[str, FakeRunner] = field(default_factory=dict)
+    engines: dict[str, Engine] = field(default_factory=dict)
+
+    def chat(self, model: str, **fields: Any) -> Any:
+        body = {"model": model, "messages": ASKED, "temperature": 0, **fields}
+        return self.client.post("/v1/chat/completions", json=body)
+
+    def says(self, model: str) -> str:
+        answer = self.chat(model)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def states(self) -> dict[str, str]:
+        return {each["id"]: each["status"]["value"] for each in self.client.get("/v1/models").json()["data"]}
+
+
+@contextmanager
+def several(
+    monkeypatch: pytest.MonkeyPatch, settings: Settings | None = None, *, fails: Sequence[str] = (), gate: Any = None
+) -> Iterator[Place]:
+    specs = [ModelSpec(name, "tiny", EngineConfig(), (f"{name}-too",)) for name in SAID]
+    models = SeveralModels(specs, settings or Settings())
+
+    def load(spec: ModelSpec) -> Engine:
+        place.loads.append(spec.name)
+        if spec.name in fails:
+            raise InvalidInput("its file is cut off")
+        engine, runner = make_engine(num_blocks=256, model=fake_model(), brain=says(SAID[spec.name]))
+        runner.gate = gate if spec.name == "one" else None
+        place.engines[spec.name], place.runners[spec.name] = engine, runner
+        return engine
+
+    monkeypatch.setattr(loading, "load_engine", load)
+    monkeypatch.setattr(loading, "weight_bytes", lambda _: 1000)  # a fake model has none
+    with TestClient(application(models), LOCAL) as client:
+        place = Place(client, models)
+        yield place
+        assert client.portal is not None
+        client.portal.call(models.close)
+    assert all(engine.client.thread.closed for engine in place.engines.values())
+
+
+def test_each_model_answers_under_all_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch) as place:
+        assert place.states() == dict.fromkeys(SAID, "unloaded")
+        for name, text in SAID.items():
+            for each in (name, f"{name}-too", f"{name}:latest", f"{name}-too:latest"):
+                assert place.says(each) == text
+        assert place.loads == list(SAID) and place.states() == dict.fromkeys(SAID, "loaded")
+        assert place.chat("two-too").json()["model"] == "two"
+        card = place.client.get("/v1/models/two-too").json()
+        assert (card["id"], card["aliases"], card["max_model_len"]) == ("two", ["two-too"], 1024)
+
+
+def test_an_unknown_name_is_refused_except_on_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"model": "claude-9", "messages": ASKED, "max_tokens": 50}
+    with several(monkeypatch) as place:
+        refused = place.chat("gpt-9")
+        assert refused.status_code == 404 and place.loads == []
+        assert refused.json()["error"]["message"] == "model 'gpt-9' not found: this server has 'one', 'two', 'three'"
+        assert place.client.get("/v1/models/gpt-9").status_code == 404
+        said = place.client.post("/v1/messages", json=body).json()
+        assert (said["content"][0]["text"], place.loads) == (SAID["one"], ["one"])
+        assert place.client.post("/v1/messages", json={**body, "model": "two"}).json()["model"] == "two"
+        counted = place.client.post("/v1/messages/count_tokens", json={**body, "model": "three"})
+        assert counted.status_code == 200 and place.loads == ["one", "two", "three"]
+    with several(monkeypatch, Settings(strict_fields=True)) as place:
+        refused = place.client.post("/v1/messages", json=body)
+        assert refused.status_code == 404 and refused.json()["type"] == "error" and place.loads == []
+
+
+def test_bodies_without_a_model_and_wrong_ones_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch) as place:
+        assert place.client.post("/tokenize", json={"prompt": "Hello"}).status_code == 200
+        assert place.loads == ["one"]
+        broken = place.client.post("/v1/messages", content=b'{"model": ')
+        assert broken.status_code == 400 and broken.json()["error"]["type"] == "invalid_request_error"
+        assert place.client.post("/v1/chat/completions", json={"messages": ASKED}).status_code == 400
+        assert place.models.gate.limiter.streams == 0
+
+
+def test_a_load_that_fails_is_told_and_others_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch, fails=["two"]) as place:
+        failed = place.chat("two")
+        assert (failed.status_code, failed.headers["x-should-retry"]) == (500, "false")
+        assert failed.json()["error"]["message"] == "the model 'two' could not be loaded: its file is cut off"
+        assert place.says("one") == SAID["one"]
+        (card,) = (each for each in place.client.get("/v1/models").json()["data"] if each["id"] == "two")
+        assert card["status"] == {"value": "failed", "error": "its file is cut off"}
+        assert place.chat("two").status_code == 500 and place.loads == ["two", "one", "two"]
+
+
+def test_models_are_loaded_and_unloaded_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch) as place:
+        for path, state in (("load", "loaded"), ("load", "loaded"), ("unload", "unloaded"), ("unload", "unloaded")):
+            assert place.client.post(f"/models/{path}", json={"model": "two-too"}).json() == {"success": True}
+            assert place.states()["two"] == state
+        assert place.loads == ["two"]
+        assert place.client.post("/models/load", json={"model": "gpt-9"}).status_code == 404
+        assert place.client.post("/models/load", json={}).status_code == 400
+    with several(monkeypatch, Settings(api_keys=KEYS)) as place:
+        for path in ("load", "unload"):
+            assert place.client.post(f"/models/{path}", json={"model": "two"}).status_code == 401
+        assert place.loads == []
+
+
+def test_a_model_with_a_running_stream_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Semaphore(1)
+    settings = Settings(max_loaded=1, load_timeout=0.2, retry_after=7)
+    with several(monkeypatch, settings, gate=gate) as place:
+        answers: list[Any] = []
+        asking = threading.Thread(target=lambda: answers.append(place.chat("one", stream=True)))
+        asking.start()
+        until(lambda: "one" in place.runners and place.models.gate.limiter.streams == 1)
+        refused = place.chat("two")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "7")
+        assert "there is no room for it: try again in 7 s" in refused.json()["error"]["message"]
+        busy = place.client.post("/models/unload", json={"model": "one"})
+        assert busy.status_code == 409 and "1 running request" in busy.json()["error"]["message"]
+        gate.release(1000)
+        asking.join(20)
+        assert answers[0].status_code == 200 and "data: [DONE]" in answers[0].text
+        until(lambda: place.chat("two").status_code == 200)
+        assert place.states()["one"] == "unloaded"
+
+
+def test_tenants_share_no_hits_in_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cached(place: Place, model: str, key: str) -> int:
+        place.client.headers["authorization"] = f"Bearer {key}"
+        used = place.chat(model).json()["usage"]
+        return int(used["prompt_tokens_details"]["cached_tokens"])
+
+    with several(monkeypatch, Settings(api_keys=KEYS)) as place:
+        for model in ("one", "two"):
+            assert [cached(place, model, key) for key in KEYS.values()] == [0, 0]
+            assert all(cached(place, model, key) > 0 for key in KEYS.values())
+
+
+def test_responses_and_conversations_outlive_a_load_and_are_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch) as place:
+        first = place.client.post("/v1/responses", json={"model": "one", "input": "Hello!"}).json()
+        place.client.post("/models/unload", json={"model": "one"})
+        found = place.client.get(f"/v1/responses/{first['id']}")
+        assert found.json()["id"] == first["id"] and place.states()["one"] == "unloaded"
+        more = {"input": "And?", "previous_response_id": first["id"]}
+        assert place.client.post("/v1/responses", json={"model": "two", **more}).status_code == 400
+        assert place.client.post("/v1/responses", json={"model": "one", **more}).status_code == 200
+        metrics = place.client.get("/metrics").text
+        assert 'radixkv:history_found_total{model="one"} 1.0' in metrics  # the reply of before the unload
+        assert place.client.delete(f"/v1/responses/{first['id']}").json()["deleted"]
+        assert place.client.get(f"/v1/responses/{first['id']}").status_code == 404
+
+
+def test_metrics_have_the_model_and_refusals_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch) as place:
+        place.says("one")
+        place.says("two")
+        lines = place.client.get("/metrics").text.splitlines()
+        assert {'radixkv:model_loaded{model="three"} 0.0', 'radixkv:model_loads_total{model="two"} 1.0'} < {*lines}
+        assert [line for line in lines if line.startswith("# TYPE radixkv:steps")] == [
+            "# TYPE radixkv:steps_total counter"
+        ]
+        assert sum(line.startswith("radixkv:steps_total{model=") for line in lines) == 2
+        assert sum('outcome="refused"' in line for line in lines) == 1
+        assert all("model=" in line for line in lines if not line.startswith("#"))
+
+
+def test_a_reloaded_model_says_so_where_nothing_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch) as place:
+        place.says("one")
+        assert place.engines["one"].probe([9, 9, 9]).reloaded_ago is None
+        place.client.post("/models/unload", json={"model": "one"})
+        place.says("one")
+        assert "the model was loaded again" in str(place.engines["one"].probe([9, 9, 9]))
+
+
+# ---- declarations
+
+
+def read(tmp_path: Path, text: str, *sources: str, **settings: Any) -> list[ModelSpec]:
+    file = tmp_path / "models.toml"
+    file.write_text(text)
+    return specs_of(sources, str(file), EngineConfig(**settings), None)
+
+
+def test_a_file_has_names_aliases_and_settings(tmp_path: Path) -> None:
+    text = """
+[[model]]
+path = "tiny"
+name = "small"
+aliases = ["gpt-4o-mini"]
+max_sequences = 7
+
+[[model]]
+path = "tiny"
+kv_memory = "64MB"
+"""
+    first, second = read(tmp_path, text, max_sequences=9, disk_cache="/var/kv")
+    assert (first.name, first.aliases, first.config.max_sequences) == ("small", ("gpt-4o-mini",), 7)
+    assert (second.name, second.config.max_sequences, second.config.kv_memory) == ("tiny", 9, "64MB")
+    assert str(first.config.disk_cache) == "/var/kv/small"  # engines share no folder
+    assert second.estimate() > 64_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[model]]\nname = 'a'", "model 1: path is missing"),
+        ("[[model]]\npath = 'tiny'\nkv_memory = 'much'", "model 1: kv_memory"),
+        ("[[model]]\npath = 'tiny'\ncolour = 'red'", "model 1: 'colour' is no field; there are name, path, aliases"),
+        ("[[model]]\npath = 'tiny'\naliases = 'a'", "aliases must be an array of texts"),
+        ("[[model]]\npath = 'tiny'\n[[model]]\npath = 'tiny'", "two models have the name 'tiny'"),
+        ("[[model]]\npath = 'tiny'\naliases = ['tiny:latest']", "two models have the name 'tiny:latest'"),
+        ("[[model]]\npath = './nowhere'", "there is no model folder"),
+        ("[model]\npath = 'tiny'", "must have a table \\[\\[model\\]\\] for each model"),
+        ("path = ", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_place(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        read(tmp_path, text)
+
+
+def test_options_of_one_model_are_refused_for_several(tmp_path: Path) -> None:
+    text = "[[model]]\npath = 'tiny'\nname = 'a'\n[[model]]\npath = 'tiny'\nname = 'b'"
+    with pytest.raises(InvalidInput, match="record names one file for several models"):
+        read(tmp_path, text, record=str(tmp_path / "trace"))
+    file = str(tmp_path / "models.toml")
+    with pytest.raises(InvalidInput, match="--tokenizer is of one model"):
+        specs_of([], file, EngineConfig(), "tiny")
+    with pytest.raises(InvalidInput, match="name a model"):
+        specs_of([], None, EngineConfig(), None)
