@@ -134,13 +134,14 @@ class SeveralModels:
 
         Afterwards the request's `keep_alive` says how long an idle model stays; with keys, it may only shorten that.
         """
-        entry, settings = self._asked(request, body), self.gate.settings
+        entry, settings, began = self._asked(request, body), self.gate.settings, time.perf_counter()
         with _as_api_errors(settings):
             async with self._manager.use(entry.slot) as loaded:
+                request.state.load_seconds = time.perf_counter() - began
                 try:
                     yield loaded.service
                 finally:
-                    asked, usual = getattr(request.state, "keep_alive", None), settings.keep_alive
+                    asked, usual = request.state.keep_alive, settings.keep_alive
                     may_lengthen = not settings.api_keys
                     entry.slot.keep_alive = usual if asked is None else asked if may_lengthen else min(asked, usual)
 
@@ -155,7 +156,7 @@ class SeveralModels:
         return self._named(name)
 
     def _named(self, name: str) -> _Entry:
-        entry = self._by_name.get(name) or self._by_name.get(name.removesuffix(":latest"))
+        entry = self._by_name.get(name)
         if entry is None:
             there = ", ".join(repr(each.spec.name) for each in self._entries)
             message = f"model {name[:100]!r} not found: this server has {there}"

@@ -266,3 +266,22 @@ def test_options_of_one_model_are_refused_for_several(tmp_path: Path) -> None:
         specs_of([], file, EngineConfig(), "tiny")
     with pytest.raises(InvalidInput, match="name a model"):
         specs_of([], None, EngineConfig(), None)
+
+
+def test_ollamas_clients_load_list_and_unload_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch, Settings(keep_alive=300)) as place:
+        shown = place.client.post("/api/show", json={"model": "two:latest"}).json()  # from the files
+        assert shown["capabilities"] == ["completion", "tools"] and place.loads == []
+        names = [each["name"] for each in place.client.get("/api/tags").json()["models"]]
+        assert names[:3] == ["one:latest", "one-too:latest", "two:latest"]
+        assert place.client.get("/api/ps").json() == {"models": []}
+        body = {"model": "two-too:latest", "messages": ASKED, "stream": False}
+        said = place.client.post("/api/chat", json=body).json()
+        assert (said["message"]["content"], said["model"]) == (SAID["two"], "two-too:latest")
+        assert 1 < said["load_duration"] < said["total_duration"]
+        [running] = place.client.get("/api/ps").json()["models"]
+        assert (running["name"], running["context_length"]) == ("two:latest", 1024)
+        assert place.client.post("/api/chat", json={"model": "two", "keep_alive": 0}).json()["done_reason"] == "unload"
+        until(lambda: place.states()["two"] == "unloaded")
+        missing = place.client.post("/api/chat", json={**body, "model": "gpt-9"})
+        assert missing.status_code == 404 and missing.json()["error"].startswith("model 'gpt-9' not found")
