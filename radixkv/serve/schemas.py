@@ -262,6 +262,9 @@ class ChatBody(Options, TemplateFields):
     top_logprobs: Annotated[int, wire("logprobs")] | None = None
     max_tokens: Annotated[int, wire("max_tokens")] | None = None
     max_completion_tokens: Annotated[int, wire("max_tokens")] | None = None
+    n_predict: Annotated[int, wire("max_tokens", low=-2)] | None = Field(
+        default=None, description="llama.cpp's `max_tokens`; negative: no limit. 0, of editors that warm up, is 1."
+    )
     modalities: Annotated[Any, Only(["text"], why="this server reads and writes text")] = None
     audio: Annotated[Any, Only(why="this server reads and writes text only")] = None
     functions: Annotated[Any, Only(why=_OLDER)] = None
@@ -429,6 +432,8 @@ def _chat_bound(body: ChatBody) -> int | None:
     older, newer = body.max_tokens, body.max_completion_tokens
     if older is not None and newer is not None and older != newer:
         raise refuse("max_tokens", "differs from max_completion_tokens: give one of them")
+    if older is None and newer is None and body.n_predict is not None and body.n_predict >= 0:
+        return max(body.n_predict, 1)
     return older if newer is None else newer
 
 

@@ -50,7 +50,7 @@ async def start(
         sample=options.samples,
         origin=origin_of(request, caller.tenant),
     )
-    shared = unbounded(params, engine.client.inputs.context_limit_for(caller.namespace) - len(ids))
+    shared = unbounded(params, engine.client.inputs.room_for_reply(len(ids), caller.namespace))
     try:
         handle = await submit(params if options.bounded else shared)
     except PromptTooLong:
