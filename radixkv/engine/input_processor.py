@@ -227,6 +227,16 @@ class InputProcessor:
         blocks = self._admission.accounts.most_blocks(self.namespaces.number(namespace))
         return min(self._model.max_length, blocks * self._admission.block_size)
 
+    def room_for_reply(self, prompt: int, namespace: Hashable) -> int:
+        """Return the most tokens of a reply without a limit of its own, after a prompt of `prompt` tokens.
+
+        Where not the context but the pool is the limit, a 16th of the room stays free for the part-filled blocks on the
+        path to the hit. Else the hit would be cut until the longest reply fits.
+        """
+        limit = self.context_limit_for(namespace)
+        room = limit - prompt
+        return room - room // 16 if limit < self._model.max_length else room
+
     def batch(
         self, prompts: str | Sequence[Prompt], params: Params, namespace: Hashable, timeout: float | None
     ) -> list[Request]:

@@ -91,7 +91,7 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
                     left.cancel()
 
     async def _submit(self, call: Call, name: str) -> AsyncHandle:
-        room = self._engine.client.inputs.context_limit_for(call.namespace) - len(call.tokens)
+        room = self._engine.client.inputs.room_for_reply(len(call.tokens), call.namespace)
         return await self._engine.submit(
             list(call.tokens),
             call.params if call.bounded else unbounded(call.params, room),

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from radixkv import __version__
@@ -22,6 +22,8 @@ from radixkv.serve.errors import ApiError, as_api_error
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.metrics import CONTENT_TYPE
 from radixkv.serve.middleware import middleware
+from radixkv.serve.ollama import endpoint as ollama
+from radixkv.serve.ollama import library
 from radixkv.serve.openai_responses import endpoint as openai_responses
 from radixkv.serve.openapi import document
 from radixkv.serve.served_models import Endpoint, Models, ModelStatus, OneModel, StoredEndpoint
@@ -62,7 +64,7 @@ def _own_routes(models: Models) -> list[Route]:
         return Route(path, answer, methods=[method])  # Starlette adds HEAD to GET
 
     return [
-        route("/", about),
+        route("/", running),
         route("/api/hello", about),  # Claude Code
         route("/v1/version", about),
         route("/health", health),
@@ -71,6 +73,11 @@ def _own_routes(models: Models) -> list[Route]:
         route("/load", load),
         route("/metrics", metrics),
         route("/openapi.json", openapi),
+        route("/api/version", library.version),
+        route("/api/tags", library.tags),
+        route("/api/ps", library.ps),
+        route("/api/show", library.show, "POST"),
+        *(route(path, library.refused, method) for path, method in library.REFUSED),
         route("/v1/models", list_models),
         route("/v1/models/{model:path}", one_model),
     ]
@@ -97,6 +104,8 @@ def _model_routes(models: Models) -> list[Route]:
         stored("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
         stored("/v1/responses/{response_id}/input_items", openai_responses.input_items),
         post("/infill", infill.create),
+        post("/api/chat", ollama.chat),
+        post("/api/generate", ollama.generate),
         post("/tokenize", completions.tokenize),
         post("/detokenize", completions.detokenize),
     ]
@@ -112,6 +121,13 @@ def _with_aliases(routes: Sequence[Route]) -> list[BaseRoute]:
 async def about(_: Models, __: Request) -> Response:
     """Return the name and the version of the server, for clients that look for one. Needs no key."""
     return JSONResponse({"name": "radixkv", "version": __version__})
+
+
+async def running(models: Models, request: Request) -> Response:
+    """Return a line for a browser, and for others the name and the version of the server. Needs no key."""
+    if "text/html" in request.headers.get("accept", ""):
+        return PlainTextResponse("radixkv is running")
+    return await about(models, request)
 
 
 async def health(models: Models, _: Request) -> Response:

@@ -57,7 +57,7 @@ async def create(service: Service, request: Request) -> Response:
         caller = service.gate.caller(request)
         service.check_model(options.model)
         lease.resize(options.params.width * len(body.prompts))
-        encodings = (_encoded(service, prompt, body.suffix) for prompt in body.prompts)
+        encodings = (encoded(service, prompt, body.suffix) for prompt in body.prompts)
         prompts = [await service.gate.cancellable(request, encoding) for encoding in encodings]
         if body.suffix:
             options = replace(options, params=service.fim.with_stops(options.params))
@@ -259,10 +259,11 @@ def _joined(before: JsonObject | None, after: JsonObject) -> JsonObject:
 async def _tokens(service: Service, caller: Caller, body: TokenizeRequest, ignored: IgnoredFields) -> list[int]:
     if body.prompt is None:
         return list((await service.chat_prompt(caller, body, ignored=ignored)).ids)
-    return [int(token) for token in await _encoded(service, body.prompt)] if body.prompt else []
+    return [int(token) for token in await encoded(service, body.prompt)] if body.prompt else []
 
 
-async def _encoded(service: Service, prompt: TextOrIds, suffix: str = "") -> TokenIds:
+async def encoded(service: Service, prompt: TextOrIds, suffix: str = "") -> TokenIds:
+    """Return the ids of a prompt, or of a text around the reply; raise ApiError 400."""
     model = service.engine.model
     with errors_about("suffix" if suffix else "prompt"):
         if suffix:

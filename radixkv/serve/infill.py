@@ -17,7 +17,7 @@ from radixkv.engine import AsyncHandle
 from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.engine.request import TokenIds
 from radixkv.serve import submit
-from radixkv.serve.bodies import Body, Only, Several, Unread, read
+from radixkv.serve.bodies import Body, Prefer, Several, Unread, read
 from radixkv.serve.errors import errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.responses import EventStream, sse_event, unless_disconnected
@@ -44,7 +44,7 @@ class InfillBody(Body):
     n_predict: Annotated[int, wire("max_tokens", low=-2)] | None = Field(
         default=None, description="0: only the prompt."
     )
-    n_cmpl: Annotated[Any, Only(1, why="there is one reply")] = None
+    n_cmpl: Annotated[Any, Prefer(1, why="there is one reply")] = None
     stream: bool | None = None
     response_fields: Several[str] | None = Field(default=None, description='Paths such as "timings/prompt_n".')
     model: str | None = None

@@ -52,7 +52,8 @@ class RequestMiddleware:
     """Wrap the application.
 
     Endpoints put numbers for the log into the dict `scope["state"]["log_fields"]`. They add the fields of the body that
-    they ignored to `scope["state"]["ignored"]`, before the response starts.
+    they ignored to `scope["state"]["ignored"]`, before the response starts. `keep_alive` there is the number of seconds
+    for which a request asks its model to stay, and `load_seconds` the time that the request waited for a load.
     """
 
     def __init__(self, app: ASGIApp, check: Callable[[Headers], None]) -> None:
@@ -92,6 +93,7 @@ class _Exchange:
         self._log_fields: dict[str, Any] = {}
         self._ignored = IgnoredFields()
         scope.setdefault("state", {}).update(request_id=self._id, log_fields=self._log_fields, ignored=self._ignored)
+        scope["state"].update(keep_alive=None, load_seconds=0.0)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

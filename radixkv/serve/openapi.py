@@ -11,9 +11,12 @@ from radixkv import __version__
 from radixkv.serve.access import KEY_HEADER
 from radixkv.serve.anthropic import openapi as anthropic
 from radixkv.serve.anthropic.schemas import MessageBody, PromptBody
+from radixkv.serve.bodies import Body
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.infill import InfillBody
 from radixkv.serve.json_schemas import COUNT, STRING, TEXT, answer, array, bodies, maybe, ref
+from radixkv.serve.ollama import openapi as ollama
+from radixkv.serve.ollama.schemas import GenerateBody, OllamaChatBody
 from radixkv.serve.openai_responses import openapi as openai_responses
 from radixkv.serve.openai_responses.schemas import ResponseBody
 from radixkv.serve.openapi_operations import (
@@ -30,11 +33,13 @@ from radixkv.serve.openapi_operations import (
 from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
 from radixkv.server_settings import Settings
 
-_BODIES = (ChatBody, CompletionBody, InfillBody, TokenizeBody, DetokenizeBody, MessageBody, PromptBody, ResponseBody)
+_OPENAIS = (ChatBody, CompletionBody, ResponseBody)
+_OTHERS = (InfillBody, TokenizeBody, DetokenizeBody, MessageBody, PromptBody)
+_BODIES: tuple[type[Body], ...] = (*_OPENAIS, *_OTHERS, *ollama.BODIES)
 
 # ---- the document
 
-_ABOUT = """OpenAI's and Anthropic's endpoints over one engine whose prefix cache can be seen.
+_ABOUT = """OpenAI's, Anthropic's and Ollama's endpoints over one engine whose prefix cache can be seen.
 
 A path that is not here gets 404, and a method that is not here 405, with the methods in `Allow`; both with an Error.
 More than 200 headers get 431. A path that begins with `/v1` works without it too, and each path with GET takes HEAD.
@@ -46,7 +51,7 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
     """Return the whole document, for a server of models with these names, which it loads and unloads if `several`."""
     schemas = bodies((*_BODIES, *((ModelBody,) if several else ())), strict=settings.strict_fields)
     model = {"type": "string", "enum": [*names], "description": "A model that this server has."}
-    for named in (ChatBody, CompletionBody, ResponseBody):
+    for named in (*_OPENAIS, OllamaChatBody, GenerateBody):
         schemas[named.__name__]["properties"]["model"] = model
     for optional in (TokenizeBody, DetokenizeBody):
         schemas[optional.__name__]["properties"]["model"] = maybe(model)
@@ -78,6 +83,7 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
                 "Length of a conversation", PromptBody, "TokenCount", error="MessageError"
             ),
             **openai_responses.paths(),
+            **ollama.paths(),
             "/tokenize": post("Token ids of a text or of a conversation", TokenizeBody, "Tokens"),
             "/detokenize": post("Text of token ids", DetokenizeBody, "Detokenized"),
             "/v1/models": get("The models", json_of("Models"), 401),
@@ -94,7 +100,13 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
             "/openapi.json": without_key(get("This document", {"application/json": {"schema": {"type": "object"}}})),
         },
         "components": {
-            "schemas": {**schemas, **_answers(), **anthropic.answers(), **openai_responses.answers()},
+            "schemas": {
+                **schemas,
+                **_answers(),
+                **anthropic.answers(),
+                **openai_responses.answers(),
+                **ollama.answers(),
+            },
             "securitySchemes": {
                 "apiKey": {"type": "http", "scheme": "bearer"},
                 "keyHeader": {"type": "apiKey", "in": "header", "name": KEY_HEADER},

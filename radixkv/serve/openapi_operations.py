@@ -27,9 +27,11 @@ def post(
     }
 
 
-def get(about: str, found: JsonObject, *statuses: int, parameters: list[JsonObject] | None = None) -> JsonObject:
+def get(
+    about: str, found: JsonObject, *statuses: int, parameters: list[JsonObject] | None = None, error: str = "Error"
+) -> JsonObject:
     """An operation without a body, and its errors."""
-    responses = responses_of(about, found, *statuses)
+    responses = responses_of(about, found, *statuses, error=error)
     return {"get": {"summary": about, "parameters": [*(parameters or []), REQUEST_ID], "responses": responses}}
 
 
@@ -96,6 +98,7 @@ _WHY = {
     415: "The body is compressed",
     429: "Too much is being answered already",
     500: "A fault of the server's; its log says which",
+    501: "This server does not do that; the message says what to do instead",
     503: "The server is shutting down",
     504: "The request took longer than this server allows",
 }

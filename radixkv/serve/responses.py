@@ -125,9 +125,10 @@ class EventStream(Response):
         cleanup: ExitStack,
         error_event: Callable[[ApiError], bytes] | None = None,
         keep_alive: bytes = COMMENT,
+        media_type: str = media_type,
     ) -> None:
         """Close `cleanup` at the end of the response. `error_event` encodes an error; the default is OpenAI's form."""
-        self.status_code = 200
+        self.status_code, self.media_type = 200, media_type
         self.background = None
         self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})

@@ -17,6 +17,7 @@ from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.constrained import FREE_CALLS, CallRule, strict_tools
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, effort_option, thinking_option
+from radixkv.errors import PromptTooLong
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.bodies import (
     Anything,
@@ -63,7 +64,7 @@ class RequestOptions:
     `session_key` are one session for the monitor. It never isolates cached prefixes. `constraint_field` is the field of
     the constraint in `params`. The response has `replies` to each prompt; a beam search may have more beams. Without
     `samples` only the prompt is computed. `prompt_logprobs` is the number of alternatives in the field of this name of
-    the response, None if it has no such field.
+    the response, None if it has no such field. `context` limits the prompt and the reply together, in tokens.
     """
 
     model: str
@@ -77,6 +78,16 @@ class RequestOptions:
     replies: int = 1
     samples: bool = True
     prompt_logprobs: int | None = None
+    context: int | None = None
+
+    def params_after(self, prompt: int) -> SamplingParams:
+        """Return the parameters of a reply to `prompt` tokens that ends within `context`; raise PromptTooLong."""
+        if self.context is None:
+            return self.params
+        if prompt >= self.context:
+            message = f"the prompt has {prompt} tokens, and options.num_ctx is {self.context}: raise it, or shorten it"
+            raise PromptTooLong(message, tokens=prompt, limit=self.context - 1)
+        return self.params.but(max_tokens=min(self.params.max_tokens, self.context - prompt))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +109,15 @@ class ChatRequest(Dialogue):
     """The body of POST /v1/chat/completions.
 
     `reads_calls`: tool calls are taken out of the reply's text, and follow `call_rule`. `hides_thinking`: the response
-    has no thinking.
+    has no thinking. `call_seed` makes the ids of calls, also in place of ids that the model writes: for clients that
+    send calls back without ids. None: the prompt makes them.
     """
 
     options: RequestOptions
     reads_calls: bool
     hides_thinking: bool = False
     call_rule: CallRule = FREE_CALLS
+    call_seed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +262,9 @@ class ChatBody(Options, TemplateFields):
     top_logprobs: Annotated[int, wire("logprobs")] | None = None
     max_tokens: Annotated[int, wire("max_tokens")] | None = None
     max_completion_tokens: Annotated[int, wire("max_tokens")] | None = None
+    n_predict: Annotated[int, wire("max_tokens", low=-2)] | None = Field(
+        default=None, description="llama.cpp's `max_tokens`; negative: no limit. 0, of editors that warm up, is 1."
+    )
     modalities: Annotated[Any, Only(["text"], why="this server reads and writes text")] = None
     audio: Annotated[Any, Only(why="this server reads and writes text only")] = None
     functions: Annotated[Any, Only(why=_OLDER)] = None
@@ -416,6 +432,8 @@ def _chat_bound(body: ChatBody) -> int | None:
     older, newer = body.max_tokens, body.max_completion_tokens
     if older is not None and newer is not None and older != newer:
         raise refuse("max_tokens", "differs from max_completion_tokens: give one of them")
+    if older is None and newer is None and body.n_predict is not None and body.n_predict >= 0:
+        return max(body.n_predict, 1)
     return older if newer is None else newer
 
 

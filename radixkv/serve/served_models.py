@@ -111,7 +111,8 @@ class OneModel:
     def __init__(self, engine: AsyncEngine, settings: Settings | None = None, source: str | None = None) -> None:
         """Serve `engine`, which was loaded from `source` (default: its name)."""
         self.gate = Gate(settings or Settings())
-        self.service = Service(engine, self.gate, self.gate.settings.model_name or engine.model.name)
+        name = self.gate.settings.model_name or engine.model.name
+        self.service = Service(engine, self.gate, name, [f"{name}:latest"])  # a tag of Ollama's
         self._engine, self._created = engine, int(time.time())
         self._source = engine.model.name if source is None else source
 

@@ -114,7 +114,7 @@ class Service:
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 unless this is the model that is served."""
         if name not in self._names:
-            message = f"unknown model {name[:100]!r}; this server serves {self.model_name!r}"
+            message = f"model {name[:100]!r} not found: this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     # ---- prompts and texts

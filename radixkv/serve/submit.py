@@ -40,7 +40,7 @@ async def start(
     if most is not None and len(ids) > most:
         message = f"the prompt has {len(ids)} tokens, and this server takes at most {most}"
         raise PromptTooLong(message, tokens=len(ids), limit=most)
-    params, engine = options.params, service.engine
+    params, engine = options.params_after(len(ids)), service.engine
     submit = partial(
         engine.submit,
         prompt,
@@ -50,7 +50,7 @@ async def start(
         sample=options.samples,
         origin=origin_of(request, caller.tenant),
     )
-    shared = unbounded(params, engine.client.inputs.context_limit_for(caller.namespace) - len(ids))
+    shared = unbounded(params, engine.client.inputs.room_for_reply(len(ids), caller.namespace))
     try:
         handle = await submit(params if options.bounded else shared)
     except PromptTooLong:

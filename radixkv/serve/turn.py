@@ -1,8 +1,8 @@
 """Serve one chat request of any protocol: from its body to neutral events, without the protocol's JSON.
 
-`open_turn` admits a request, reads its body, encodes the prompt and submits it. The resulting `Turn` yields its replies
-as pieces (content, thinking, tool calls) and ends, or returns whole replies. A protocol is a reader of bodies, which
-returns a `ChatRequest`, and an `Encoder`, which writes bytes from a `Turn`:
+`respond` admits a request and reads its body. `open_turn` encodes the prompt and submits it. The resulting `Turn`
+yields its replies as pieces (content, thinking, tool calls) and ends, or returns whole replies. A protocol is a reader
+of bodies, which returns a `ChatRequest`, and an `Encoder`, which writes bytes from a `Turn`:
 
     async def create(service: Service, request: Request) -> Response:
         return await respond(service, request, read_chat, ChatAnswer)
@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixkv.chat.calls.formats import HERMES
+from radixkv.chat.calls.formats import HERMES, CallFormat
 from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.engine import AsyncHandle, Chunk, Completion
@@ -102,33 +102,48 @@ Reader = Callable[[JsonObject, IgnoredFields | None], ChatRequest]
 async def respond(
     service: Service, request: Request, read: Reader, encoder: Callable[[Turn], Encoder], *, any_model: bool = False
 ) -> Response:
-    """Respond to a chat request as events or as a whole, as the client requested. Arguments and errors: `open_turn`."""
-    with ExitStack() as cleanup:
-        turn = await open_turn(service, request, read, cleanup, any_model=any_model)
-        encoded = encoder(turn)
-        if turn.request.options.stream:
-            endings = cleanup.pop_all(), encoded.error_event
-            return EventStream(encoded.events(), service.settings.send_timeout, *endings, encoded.keep_alive)
-        return Response(await unless_disconnected(request, encoded.whole()), media_type="application/json")
+    """Respond to a chat request as events or as a whole, as the client requested. `any_model` serves every model name.
 
-
-async def open_turn(
-    service: Service, request: Request, read: Reader, cleanup: ExitStack, *, any_model: bool = False
-) -> Turn:
-    """Admit a request, read its body, encode its prompt and submit it.
-
-    The streams are released and the request is cancelled when `cleanup` closes. `max_tokens` is limited to the room
-    after the prompt. `any_model` serves every model name.
-    Raises ApiError (401, 404, 429, or 400 for a wrong body, wrong messages or a long prompt), RequestTimedOut and
-    EngineClosed. The `code` of a prompt that is too long is "context_length_exceeded".
+    Raises ApiError (401, 403, 404, 429, or 400 for a wrong body), and as `open_turn` and `send`.
     """
-    lease = service.gate.admit(request, cleanup)
-    body = await service.gate.read(request, read)
-    options = body.options
-    caller = service.gate.caller(request)
-    if not any_model:
-        service.check_model(options.model)
-    lease.resize(options.params.width)
+    with ExitStack() as cleanup:
+        lease = service.gate.admit(request, cleanup)
+        body = await service.gate.read(request, read)
+        if not any_model:
+            service.check_model(body.options.model)
+        lease.resize(body.options.params.width)
+        encoded = encoder(await open_turn(service, request, body, cleanup))
+        return await send(service, request, encoded, cleanup, stream=body.options.stream)
+
+
+async def send(
+    service: Service,
+    request: Request,
+    encoder: Encoder,
+    cleanup: ExitStack,
+    *,
+    stream: bool,
+    media_type: str = EventStream.media_type,
+) -> Response:
+    """Return the response that `encoder` writes, as a stream of `media_type` or as a whole.
+
+    `cleanup` closes at the end of the response. Raises the error of a request that is answered as a whole.
+    """
+    if stream:
+        endings = cleanup.pop_all(), encoder.error_event
+        timeout = service.settings.send_timeout
+        return EventStream(encoder.events(), timeout, *endings, encoder.keep_alive, media_type)
+    return Response(await unless_disconnected(request, encoder.whole()), media_type="application/json")
+
+
+async def open_turn(service: Service, request: Request, body: ChatRequest, cleanup: ExitStack) -> Turn:
+    """Encode the prompt of an admitted request, and submit it.
+
+    The request is cancelled when `cleanup` closes. `max_tokens` is limited to the room after the prompt.
+    Raises ApiError (400 for wrong messages or a long prompt), RequestTimedOut and EngineClosed. The `code` of a prompt
+    that is too long is "context_length_exceeded".
+    """
+    options, caller = body.options, service.gate.caller(request)
     encoding = service.chat_prompt(caller, body, options.session_key, ignored=request.state.ignored)
     prompt = await service.gate.cancellable(request, encoding)
     with errors_about("messages", options.constraint_field):
@@ -174,10 +189,11 @@ class Turn:
                 thinking=thinking,
                 thinking_tags=service.thinking_tags,
                 channels=service.has_channels,
-                form=service.call_format or (HERMES if request.call_rule.required else None),
+                form=_call_format(service, request),
                 tools=tools_by_name(request.tools),
                 streams=request.options.stream,
-                seed=f"{prompt_hash}_{index}",  # equal requests get equal ids of tool calls, whole and as events
+                # Equal requests get equal ids of tool calls, whole and as events.
+                seed=request.call_seed or f"{prompt_hash}_{index}",
             )
             for index in range(request.options.replies)
         ]
@@ -284,6 +300,12 @@ class Turn:
     def _is_whole(self, reply: Completion) -> bool:
         """Whether the text has all sampled tokens: no stop string or token of the client's ended it."""
         return reply.finish_reason != "stop" or reply.token_ids[-1] in self.service.engine.model.stop_token_ids
+
+
+def _call_format(service: Service, request: ChatRequest) -> CallFormat | None:
+    """Return the format in which calls are read, None if it is unknown; with a seed, without the model's own ids."""
+    form = service.call_format or (HERMES if request.call_rule.required else None)
+    return form if form is None or request.call_seed is None else replace(form, own_id="")
 
 
 def _message(reader: ReplyReader) -> Message:

@@ -1,4 +1,4 @@
-"""Install the clients of `make clients` into .clients: two coding agents and jsdom by npm, and Python SDKs in venvs.
+"""Install the clients of `make clients` into .clients: agents and libraries by npm, and Python SDKs in venvs.
 
     python -m tests.clients.install
 
@@ -60,7 +60,8 @@ _PLATFORM = PLATFORMS.get((platform.system(), platform.machine()), "linux-x64")
 CODEX = Agent("Codex", "@openai/codex", "0.169.0", "bin/codex.js")
 CLAUDE_CODE = Agent("Claude Code", f"@anthropic-ai/claude-code-{_PLATFORM}", "2.1.330", "claude")
 JSDOM = Agent("jsdom", "jsdom", "26.1.0", "lib/api.js")  # a web page without a browser, which enforces CORS
-AGENTS = (CODEX, CLAUDE_CODE, JSDOM)
+OLLAMA = Agent("ollama for Node.js", "ollama", "0.6.4", "dist/index.mjs")
+AGENTS = (CODEX, CLAUDE_CODE, JSDOM, OLLAMA)
 
 
 def main() -> None:

@@ -97,6 +97,16 @@ def test_values_without_effect_are_named_in_a_warning_and_refused_by_a_strict_se
             assert refused.status_code == 400 and refused.json()["error"]["param"] == path, refused.text
 
 
+def test_n_predict_of_llama_cpp_limits_a_reply():
+    """llama.vim sends 0 while a person writes an instruction, so that the prompt is cached, and reads no reply."""
+    with served() as server:
+        unlimited = server.chat()["usage"]["completion_tokens"]
+        for limit, tokens in ((0, 1), (3, 3), (-1, unlimited)):
+            answer = server.post("/v1/chat/completions", {**CHAT, "n_predict": limit})
+            assert answer.json()["usage"]["completion_tokens"] == tokens and "warning" not in answer.headers
+        assert server.chat(n_predict=3, max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
 def test_normal_traffic_of_clients_has_no_warning():
     """LiteLLM sends back fields of its own, and some clients send empty texts for none."""
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}

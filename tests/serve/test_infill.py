@@ -145,6 +145,17 @@ def test_infill_as_llama_vim_asks() -> None:
     assert (second.json()["tokens_cached"], second.json()["timings/prompt_n"]) == (len(prompt) - 1, 1)
 
 
+def test_infill_as_llama_vscode_asks() -> None:
+    """It asks for three replies, and takes one."""
+    body = {**SENT_BY_VIM, "n_cmpl": 3, "id_slot": 0}
+    body.pop("response_fields")
+    with served(model=coder(), brain=middle(*text("a + b"))) as server, served(Settings(strict_fields=True)) as strict:
+        answer = server.post("/infill", body)
+        assert answer.json()["content"] == "a + b" and "n_cmpl" in answer.headers["warning"]
+        refused = strict.post("/infill", {**ASKED, "n_cmpl": 3})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n_cmpl")
+
+
 @pytest.mark.parametrize(
     ("fields", "content", "ending", "count"),
     [
@@ -198,7 +209,6 @@ def test_a_model_without_the_tokens_refuses_both_with_the_reason() -> None:
         ({"input_suffix": None}, "input_suffix", "missing_required_parameter"),
         ({"input_extra": [{"filename": "a"}]}, "input_extra[0].text", "missing_required_parameter"),
         ({"n_predict": -3}, "n_predict", "invalid_value"),
-        ({"n_cmpl": 2}, "n_cmpl", "invalid_value"),
         ({"model": "other"}, "model", "model_not_found"),
         ({"input_suffix": "a b " * 60}, "input_prefix", "context_length_exceeded"),
         ({"input_extra": [{"text": "a b " * 60}]}, "input_prefix", "context_length_exceeded"),

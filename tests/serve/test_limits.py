@@ -19,7 +19,7 @@ from radixkv.errors import RequestTimedOut
 from radixkv.serve import Settings, access
 from radixkv.serve.access import StreamLimiter
 from radixkv.serve.errors import ApiError
-from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, served, tokenizer, until
+from tests.serve.served import ASKED, CHAT, ask, fake_model, hosted, says, served, tokenizer, until
 
 SMALL = Settings(max_running=2, max_waiting=1)
 
@@ -343,3 +343,13 @@ def test_a_number_of_too_many_digits_is_refused_without_advice_about_python(fiel
         body = f'{{"model": "fake", "prompt": "Hi", "{field}": {value}}}'
         message = server.client.post("/v1/completions", content=body).json()["error"]["message"]
         assert message.endswith("a whole number has more than 4300 digits")
+
+
+def test_a_reply_without_a_limit_leaves_the_hit_of_a_pool_that_is_smaller_than_the_context() -> None:
+    """The longest reply takes all blocks, and the first prompt leaves a part-filled one on the path to the hit."""
+    with served(model=fake_model(max_length=20_000), brain=says("Hello there.")) as server:
+        for text in ("Tell me a story. " * 40 + "Now!", "Tell me a story. " * 40 + "Later, and of a dog."):
+            asked = [{"role": "user", "content": text}]
+            computed = server.chat(messages=asked)["usage"]["prompt_tokens"]
+            again = server.chat(messages=asked)["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert again == computed - 1

@@ -224,7 +224,7 @@ def test_models_and_errors_are_what_the_client_expects(served: Served) -> None:
     with served.client() as client:
         (model,) = client.models.list()
         assert (model.id, client.models.retrieve("tiny").id) == ("tiny", "tiny")
-        with pytest.raises(openai.NotFoundError, match="unknown model") as missing:
+        with pytest.raises(openai.NotFoundError, match="model 'gpt-99' not found") as missing:
             client.chat.completions.create(model="gpt-99", messages=HELLO)
         assert missing.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError, match="temperature") as wrong:

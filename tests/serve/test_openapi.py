@@ -21,7 +21,11 @@ from radixkv.serve.role_order import ANY_ORDER
 from tests.serve.served import ASKED, CHAT, LOCAL, fake_model, says, served
 
 DOCUMENT = document(["fake"], Settings())
-OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
+ALL = [
+    (path, method, each["responses"]) for path, methods in DOCUMENT["paths"].items() for method, each in methods.items()
+]
+OPERATIONS = [(path, method) for path, method, found in ALL if "200" in found]
+REFUSED = [(path, method) for path, method, found in ALL if "200" not in found]
 MANY = 20 if os.environ.get("RADIXKV_LONG") == "1" else 6  # examples in `make test-all`
 NOT_GET = [(path, method) for path, method in OPERATIONS if method != "get"]  # a GET has no body
 CHECKS = [
@@ -69,11 +73,20 @@ def test_answers_are_as_documented(schema, path: str, method: str, count: int, m
     holds()
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize(("path", "method"), REFUSED)
+def test_what_this_server_never_does_is_refused_as_documented(schema, path: str, method: str) -> None:
+    case = schema[path][method].Case(path_parameters={"digest": "sha256:12"} if "{" in path else {})
+    answer = case.call_and_validate(LOCAL, checks=[each for each in CHECKS if each is not checks.not_a_server_error])
+    assert answer.status_code == (400 if "embed" in path else 501)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat", "/api/generate"]
+)
 @pytest.mark.parametrize("words", [1, 200], ids=["short", "too long"])
 def test_streams_are_as_documented(schema, path: str, words: int) -> None:
     text = "a " * words
-    prompt = {"/v1/completions": {"prompt": text}, "/v1/responses": {"input": text}}
+    prompt = {"/v1/completions": {"prompt": text}, "/v1/responses": {"input": text}, "/api/generate": {"prompt": text}}
     asked = prompt.get(path, {"messages": [{"role": "user", "content": text}]})
     case = schema[path]["post"].Case(body={"model": "fake", "stream": True, **asked}, media_type="application/json")
     case.call_and_validate(LOCAL, checks=CHECKS)

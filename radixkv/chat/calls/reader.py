@@ -155,7 +155,7 @@ class CallReader:
 
     def _id(self, number: int, own: object) -> str:
         made = self._form.call_id(self._seed, number)
-        allowed = _SHORT_ID if self._form.short_ids else _OWN_ID if self._form.own_id else None
+        allowed = None if not self._form.own_id else _SHORT_ID if self._form.short_ids else _OWN_ID
         if allowed is not None and isinstance(own, str) and allowed.fullmatch(own) and own not in self._ids:
             made = own
         self._ids.add(made)

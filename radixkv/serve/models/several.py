@@ -135,12 +135,14 @@ class SeveralModels:
         Afterwards the request's `keep_alive` says how long an idle model stays; with keys, it may only shorten that.
         """
         entry, settings = self._asked(request, await self.gate.parsed(body)), self.gate.settings
+        began = time.perf_counter()
         with _as_api_errors(settings):
             async with self._manager.use(entry.slot) as loaded:
+                request.state.load_seconds = time.perf_counter() - began
                 try:
                     yield loaded.service
                 finally:
-                    asked, usual = getattr(request.state, "keep_alive", None), settings.keep_alive
+                    asked, usual = request.state.keep_alive, settings.keep_alive
                     may_lengthen = not settings.api_keys
                     entry.slot.keep_alive = usual if asked is None else asked if may_lengthen else min(asked, usual)
 
@@ -158,7 +160,7 @@ class SeveralModels:
         entry = self._by_name.get(name)
         if entry is None:
             there = ", ".join(repr(each.spec.name) for each in self._entries)
-            message = f"unknown model {name[:100]!r}; this server has {there}"
+            message = f"model {name[:100]!r} not found: this server has {there}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return entry
 

@@ -95,7 +95,7 @@ def test_an_unknown_name_is_refused_except_on_messages(monkeypatch: pytest.Monke
     with several(monkeypatch) as place:
         refused = place.chat("gpt-9")
         assert refused.status_code == 404 and place.loads == []
-        assert refused.json()["error"]["message"] == "unknown model 'gpt-9'; this server has 'one', 'two', 'three'"
+        assert refused.json()["error"]["message"] == "model 'gpt-9' not found: this server has 'one', 'two', 'three'"
         assert place.client.get("/v1/models/gpt-9").status_code == 404
         said = place.client.post("/v1/messages", json=body).json()
         assert (said["content"][0]["text"], place.loads) == (SAID["one"], ["one"])
@@ -347,3 +347,22 @@ def test_a_name_and_a_tokenizer_are_found_beside_the_file(tmp_path: Path) -> Non
     (tmp_path / "words").mkdir()
     (spec,) = read(tmp_path, "[[model]]\npath = 'tiny'\ntokenizer = 'words'")
     assert spec.tokenizer == str(tmp_path / "words")
+
+
+def test_ollamas_clients_load_list_and_unload_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch, Settings(keep_alive=300)) as place:
+        shown = place.client.post("/api/show", json={"model": "two:latest"}).json()  # from the files
+        assert shown["capabilities"] == ["completion", "tools"] and place.loads == []
+        names = [each["name"] for each in place.client.get("/api/tags").json()["models"]]
+        assert names[:3] == ["one:latest", "one-too:latest", "two:latest"]
+        assert place.client.get("/api/ps").json() == {"models": []}
+        body = {"model": "two-too:latest", "messages": ASKED, "stream": False}
+        said = place.client.post("/api/chat", json=body).json()
+        assert (said["message"]["content"], said["model"]) == (SAID["two"], "two-too:latest")
+        assert 1 < said["load_duration"] < said["total_duration"]
+        [running] = place.client.get("/api/ps").json()["models"]
+        assert (running["name"], running["context_length"]) == ("two:latest", 1024)
+        assert place.client.post("/api/chat", json={"model": "two", "keep_alive": 0}).json()["done_reason"] == "unload"
+        until(lambda: place.states()["two"] == "unloaded")
+        missing = place.client.post("/api/chat", json={**body, "model": "gpt-9"})
+        assert missing.status_code == 404 and missing.json()["error"].startswith("model 'gpt-9' not found")
