@@ -112,8 +112,8 @@ class Service:
         return compiling
 
     def check_model(self, name: str) -> None:
-        """Raise ApiError 404 unless this is the model that is served."""
-        if name not in self._names:
+        """Raise ApiError 404 unless this is the model that is served; llama.vim sends an empty name."""
+        if name and name not in self._names:
             message = f"model {name[:100]!r} not found: this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

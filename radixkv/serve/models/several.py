@@ -149,7 +149,7 @@ class SeveralModels:
     def _asked(self, request: Request, body: JsonObject) -> _Entry:
         """Return the model that a body names. Without a name it is the first one, and for Anthropic's clients, too."""
         name = body.get("model")
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not name:
             return self._entries[0]
         messages = request.url.path.removeprefix("/v1").startswith("/messages")
         if messages and not self.gate.settings.strict_fields and name not in self._by_name:

@@ -110,6 +110,7 @@ def test_an_unknown_name_is_refused_except_on_messages(monkeypatch: pytest.Monke
 def test_bodies_without_a_model_and_wrong_ones_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     with several(monkeypatch) as place:
         assert place.client.post("/tokenize", json={"prompt": "Hello"}).status_code == 200
+        assert place.says("") == SAID["one"]  # as llama.vim asks
         assert place.loads == ["one"]
         broken = place.client.post("/v1/messages", content=b'{"model": ')
         assert broken.status_code == 400 and broken.json()["error"]["type"] == "invalid_request_error"
