@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import process_time
 from typing import Any
 
 import pytest
@@ -170,6 +171,16 @@ def test_calls_come_back_with_any_ids_and_all_of_it_hits(name: str, ids: str):
             assert prompts[-1].rfind("grey 0") < prompts[-1].rfind("grey 1")
             history += [answer["message"], {"role": "user", "content": "look"}]
             before = spent(answer)
+
+
+def test_many_results_find_their_calls_soon():
+    calls = [{"function": {"name": "now", "arguments": {}}}] * 5000
+    told = [{"role": "tool", "content": str(at), "tool_name": "now"} for at in range(5000)]
+    given = {**BODY, "messages": [*ASKED, {"role": "assistant", "tool_calls": calls}, *told]}
+    began = process_time()
+    asked = read_chat(given, None, HERMES).chat
+    assert asked is not None and [each["content"] for each in asked.messages[-2:]] == ["4998", "4999"]
+    assert process_time() - began < 2
 
 
 def test_an_id_that_the_model_writes_does_not_make_a_miss():
