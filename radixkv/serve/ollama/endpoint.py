@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -12,10 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixkv.chat.calls.formats import HERMES
+from radixkv.durations import parse_duration
 from radixkv.engine.input_processor import EncodedPrompt
+from radixkv.errors import InvalidInput
 from radixkv.serve import submit
 from radixkv.serve.completions import encoded
 from radixkv.serve.errors import errors_about
+from radixkv.serve.fields import JsonObject
 from radixkv.serve.ollama.lines import MEDIA_TYPE, Lines, RawReply, Shape, as_message, as_response, head
 from radixkv.serve.ollama.schemas import OllamaRequest, Reader, read_chat, read_generate
 from radixkv.serve.service import Service
@@ -64,6 +67,15 @@ async def _open_raw(service: Service, request: Request, body: OllamaRequest, cle
         handle = await submit.start(service, request, caller, options, EncodedPrompt(ids), cleanup, session)
         del grammar  # until here it was held
     return RawReply(service, handle, request.state.log_fields)
+
+
+def unload(shape: Shape, body: JsonObject) -> Response | None:
+    """Return the response to a request that only unloads a model; None for other bodies."""
+    asks = not any(body.get(field) for field in ("messages", "prompt", "suffix")) and isinstance(body.get("model"), str)
+    with suppress(InvalidInput):
+        if asks and parse_duration(body.get("keep_alive", "")) == 0:
+            return _without_reply(body["model"], shape, "unload")
+    return None
 
 
 def _without_reply(model: str, shape: Shape, reason: str) -> Response:
