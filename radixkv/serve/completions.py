@@ -96,8 +96,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         service.gate.admit(request, cleanup)
         body = await service.gate.read(request, read_tokenize)
         caller = service.gate.caller(request)
-        if body.model is not None:
-            service.check_model(body.model)
+        service.check_model(body.model or "")
         ids = await service.gate.cancellable(request, _tokens(service, caller, body, request.state.ignored))
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.context_limit, "tokens": ids})
 
@@ -107,8 +106,7 @@ async def detokenize(service: Service, request: Request) -> Response:
     with ExitStack() as cleanup:
         service.gate.admit(request, cleanup)
         body = await service.gate.read(request, partial(read, DetokenizeBody))
-        if body.model is not None:
-            service.check_model(body.model)
+        service.check_model(body.model or "")
         with errors_about("tokens"):
             decoding = service.gate.in_background(partial(_decoded, service.engine.model, body.tokens))
             return JSONResponse({"prompt": await service.gate.cancellable(request, decoding)})

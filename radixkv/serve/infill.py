@@ -56,8 +56,7 @@ async def create(service: Service, request: Request) -> Response:
         service.gate.admit(request, cleanup)
         body, options = await service.gate.read(request, _read)
         caller = service.gate.caller(request)
-        if body.model:
-            service.check_model(body.model)
+        service.check_model(body.model or "")
         files = [(each.filename or "tmp", each.text) for each in body.input_extra or ()]
         with errors_about("input_prefix"):
             encoding = encoded(service, body.input_prefix + (body.prompt or ""), body.input_suffix, files)
