@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,10 +24,9 @@ from radixkv.serve.metrics import CONTENT_TYPE
 from radixkv.serve.middleware import middleware
 from radixkv.serve.ollama import endpoint as ollama
 from radixkv.serve.ollama import library
-from radixkv.serve.ollama.lines import as_message, as_response
 from radixkv.serve.openai_responses import endpoint as openai_responses
 from radixkv.serve.openapi import document
-from radixkv.serve.served_models import Endpoint, Models, ModelStatus, OneModel, StoredEndpoint, Unloaded, no_answer
+from radixkv.serve.served_models import Endpoint, Models, ModelStatus, OneModel, StoredEndpoint
 from radixkv.server_settings import Settings
 
 
@@ -88,8 +86,8 @@ def _own_routes(models: Models) -> list[Route]:
 def _model_routes(models: Models) -> list[Route]:
     """The routes of all dialects, with an endpoint that gets the model of a request first."""
 
-    def post(path: str, endpoint: Endpoint, unloaded: Unloaded = no_answer) -> Route:
-        return Route(path, models.endpoint(endpoint, unloaded), methods=["POST"])
+    def post(path: str, endpoint: Endpoint) -> Route:
+        return Route(path, models.endpoint(endpoint), methods=["POST"])
 
     def stored(path: str, endpoint: StoredEndpoint, method: str = "GET") -> Route:
         return Route(path, models.stored(endpoint), methods=[method])
@@ -106,8 +104,8 @@ def _model_routes(models: Models) -> list[Route]:
         stored("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
         stored("/v1/responses/{response_id}/input_items", openai_responses.input_items),
         post("/infill", infill.create),
-        post("/api/chat", ollama.chat, partial(ollama.unload, as_message)),
-        post("/api/generate", ollama.generate, partial(ollama.unload, as_response)),
+        post("/api/chat", ollama.chat),
+        post("/api/generate", ollama.generate),
         post("/tokenize", completions.tokenize),
         post("/detokenize", completions.detokenize),
     ]

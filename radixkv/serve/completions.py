@@ -63,13 +63,11 @@ async def create(service: Service, request: Request) -> Response:
             options = replace(options, params=service.fim.with_stops(options.params))
         _check_scores(body, sum(map(len, prompts)))
         session = service.conversations.session(caller.namespace, options.session_key)
-        grammar = await service.compiled(request, caller, options.params)
         with errors_about("prompt", options.constraint_field):
             handles = [
                 await submit.start(service, request, caller, options, EncodedPrompt(ids), cleanup, session)
                 for ids in prompts
             ]
-        del grammar  # until here it was held
         completion = CompletionAnswer(service, body, prompts, request.state.log_fields)
         if body.echoes_logprobs:
             await service.gate.cancellable(request, completion.find_offsets())

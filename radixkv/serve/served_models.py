@@ -17,7 +17,6 @@ from starlette.types import ASGIApp
 from radixkv.chat import AsyncEngine
 from radixkv.errors import EngineClosed, InvalidConstraint
 from radixkv.grammar.constraint import installed
-from radixkv.serve.fields import JsonObject
 from radixkv.serve.gate import Gate
 from radixkv.serve.openai_responses.store import ResponseStore
 from radixkv.serve.service import Service
@@ -26,26 +25,8 @@ from radixkv.server_settings import Settings
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 """Answers a request to one model."""
-Unloaded = Callable[[JsonObject], Response | None]
-"""Returns the response to a body that needs no model; None for others."""
 Handler = Callable[[Request], Awaitable[Response]] | ASGIApp
 """A handler of a Starlette route."""
-
-
-def no_answer(_: JsonObject) -> None:
-    """Return None, as `Unloaded` of endpoints whose requests all need a model."""
-
-
-class HasResponses(Protocol):
-    """A model that has stored responses; it need not be loaded."""
-
-    @property
-    def gate(self) -> Gate:
-        """The gate of the server."""
-
-    @property
-    def responses(self) -> ResponseStore:
-        """The responses of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +51,7 @@ class ModelStatus:
     error: str | None = None
 
 
-StoredEndpoint = Callable[[HasResponses, Request], Awaitable[Response]]
+StoredEndpoint = Callable[[Gate, ResponseStore, Request], Awaitable[Response]]
 """Answers a request about a stored response."""
 
 
@@ -81,11 +62,8 @@ class Models(Protocol):
     def gate(self) -> Gate:
         """The gate that the requests to all of them pass."""
 
-    def endpoint(self, answer: Endpoint, unloaded: Unloaded = no_answer) -> Handler:
-        """Return the handler of a route, which calls `answer` with the model that the request's body names.
-
-        If that model is not in memory, `unloaded` is called first, and only without its response the model is loaded.
-        """
+    def endpoint(self, answer: Endpoint) -> Handler:
+        """Return the handler of a route, which calls `answer` with the model that the request's body names."""
 
     def stored(self, answer: StoredEndpoint) -> Handler:
         """Return the handler of a route, which calls `answer` with the model of the response in the request's path."""
@@ -126,7 +104,7 @@ class OneModel:
         self._engine, self._created = engine, int(time.time())
         self._source = engine.model.name if source is None else source
 
-    def endpoint(self, answer: Endpoint, _: Unloaded = no_answer) -> Handler:
+    def endpoint(self, answer: Endpoint) -> Handler:
         """Return a handler that calls `answer` with the model."""
 
         async def handle(request: Request) -> Response:
@@ -135,8 +113,12 @@ class OneModel:
         return handle
 
     def stored(self, answer: StoredEndpoint) -> Handler:
-        """Return a handler that calls `answer` with the model."""
-        return self.endpoint(answer)
+        """Return a handler that calls `answer` with the responses of the model."""
+
+        async def handle(request: Request) -> Response:
+            return await answer(self.gate, self.service.responses, request)
+
+        return handle
 
     def routes(self) -> list[Route]:
         """Return no route: the one model is always loaded."""

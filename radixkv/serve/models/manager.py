@@ -129,8 +129,9 @@ class Manager(Generic[AnyLoaded]):
         """Unload a model, and wait for that; no effect on one that is not loaded. Raises InvalidInput if it is used."""
         while slot.loaded is not None or slot.task is not None:  # perhaps a load that no request waits for any more
             if slot.users:
-                why = f"the model {slot.name!r} has {slot.users} running requests: it cannot be unloaded now"
-                raise InvalidInput(why)
+                raise InvalidInput(
+                    f"the model {slot.name!r} has {slot.users} running requests: it cannot be unloaded now"
+                )
             await asyncio.shield(slot.task or self._begin_unload(slot))
 
     async def close(self) -> None:
@@ -194,8 +195,7 @@ class Manager(Generic[AnyLoaded]):
             limit = size_text(int(self._memory))
             raise InvalidInput(f"it takes {size_text(slot.needs)}, more than all models may: {limit}")
         while slot.users and not self._fits(slot):
-            victim = self._idle_longest()
-            if victim is not None:
+            if (victim := self._idle_longest()) is not None:
                 await self._begin_unload(victim)
             else:
                 self._changed.clear()
@@ -217,12 +217,7 @@ class Manager(Generic[AnyLoaded]):
         """Start the time after which an idle model is unloaded."""
         self._stop_timer(slot)
         if slot.is_idle and slot.keep_alive < math.inf:
-            slot.timer = asyncio.get_running_loop().call_later(slot.keep_alive, self._expired, slot)
-
-    def _expired(self, slot: Slot[AnyLoaded]) -> None:
-        slot.timer = None
-        if slot.is_idle:
-            self._begin_unload(slot)
+            slot.timer = asyncio.get_running_loop().call_later(slot.keep_alive, self._begin_unload, slot)
 
     def _stop_timer(self, slot: Slot[AnyLoaded]) -> None:
         if slot.timer is not None:

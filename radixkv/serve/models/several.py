@@ -27,9 +27,9 @@ from radixkv.serve.metrics import exposition
 from radixkv.serve.models.loading import LoadedService, load, serve
 from radixkv.serve.models.manager import Manager, NotLoaded, Slot
 from radixkv.serve.models.specs import ModelSpec
-from radixkv.serve.openai_responses.store import ResponseStore
+from radixkv.serve.ollama.endpoint import unload
 from radixkv.serve.schemas import ModelBody
-from radixkv.serve.served_models import Endpoint, Handler, ModelStatus, StoredEndpoint, Unloaded, no_answer
+from radixkv.serve.served_models import Endpoint, Handler, ModelStatus, StoredEndpoint
 from radixkv.serve.service import Kept, Service
 from radixkv.server_settings import Settings
 
@@ -65,24 +65,21 @@ class SeveralModels:
             memory=settings.model_memory,
         )
 
-    def endpoint(self, answer: Endpoint, unloaded: Unloaded = no_answer) -> Handler:
+    def endpoint(self, answer: Endpoint) -> Handler:
         """Return an application that calls `answer` with the model that the body names."""
-        return _OfBody(self, answer, unloaded)
+        return _OfBody(self, answer)
 
     def stored(self, answer: StoredEndpoint) -> Handler:
         """Return a handler that calls `answer` with the model that has the response."""
 
         async def handle(request: Request) -> Response:
-            missing: ApiError | None = None
             for entry in self._entries:
                 try:
-                    return await answer(_Responses(self.gate, entry.kept.responses), request)
+                    return await answer(self.gate, entry.kept.responses, request)
                 except ApiError as error:
-                    if error.status != 404:
+                    if error.status != 404 or entry is self._entries[-1]:
                         raise
-                    missing = error
-            assert missing is not None
-            raise missing
+            raise AssertionError("a server has a model")
 
         return handle
 
@@ -172,8 +169,7 @@ class SeveralModels:
         """Load a model, and respond once it is there."""
         entry = await self._entry_in(request)
         async with AsyncExitStack() as held:
-            with _as_api_errors(self.gate.settings):
-                await self.gate.cancellable(request, held.enter_async_context(self._manager.use(entry.slot)))
+            await self.gate.cancellable(request, held.enter_async_context(self.used(request, entry)))
         return JSONResponse({"success": True})
 
     async def _unload_named(self, request: Request) -> Response:
@@ -194,19 +190,12 @@ class SeveralModels:
 
     def _status(self, entry: _Entry) -> ModelStatus:
         slot, spec = entry.slot, entry.spec
-        service = None if slot.loaded is None else slot.loaded.service
-        return ModelStatus(
-            spec.name,
-            spec.source,
-            slot.state,
-            self._created,
-            spec.aliases,
-            service,
-            None if service is None else service.engine.context_limit,
-            None if service is None else slot.needs,
-            slot.idle_left,
-            None if self.gate.settings.api_keys else slot.error,
-        )
+        service, context, memory = None, None, None
+        if slot.loaded is not None:
+            service, context, memory = slot.loaded.service, slot.loaded.service.engine.context_limit, slot.needs
+        named = spec.name, spec.source, slot.state, self._created, spec.aliases
+        error = None if self.gate.settings.api_keys else slot.error
+        return ModelStatus(*named, service, context, memory, slot.idle_left, error)
 
     def _own_metrics(self) -> Iterator[Metric]:
         loaded = GaugeMetricFamily("radixkv:model_loaded", "Whether the model is in memory", labels=["model"])
@@ -224,8 +213,8 @@ class _OfBody:
     limit of its own.
     """
 
-    def __init__(self, models: SeveralModels, answer: Endpoint, unloaded: Unloaded) -> None:
-        self._models, self._answer, self._unloaded = models, answer, unloaded
+    def __init__(self, models: SeveralModels, answer: Endpoint) -> None:
+        self._models, self._answer = models, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, gate = Request(scope, receive, send), self._models.gate
@@ -237,7 +226,7 @@ class _OfBody:
                 given = await gate.parsed(body)
                 entry = self._models.asked(request, given)
                 absent = entry.slot.state not in ("loading", "loaded")
-                if absent and (response := self._unloaded(given)) is not None:
+                if absent and (response := unload(request.url.path, given)) is not None:
                     await response(scope, receive, send)
                     return
                 service = await gate.cancellable(request, held.enter_async_context(self._models.used(request, entry)))
@@ -254,14 +243,6 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": waiting.pop()} if waiting else await receive()
 
     return received
-
-
-@dataclass(frozen=True)
-class _Responses:
-    """A model that need not be loaded, for the endpoints of stored responses."""
-
-    gate: Gate
-    responses: ResponseStore
 
 
 @contextmanager

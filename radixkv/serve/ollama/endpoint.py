@@ -43,13 +43,13 @@ async def _respond(service: Service, request: Request, read: Reader, shape: Shap
         request.state.keep_alive = body.keep_alive
         service.gate.caller(request)  # refuses a wrong namespace, also where nothing is computed
         model = body.options.model
-        reply: Turn | RawReply | None = None
         service.check_model(model)
+        reply: Turn | RawReply
         if body.chat is not None:
             reply = await open_turn(service, request, body.chat, cleanup)
         elif body.text or body.suffix:
             reply = await _open_raw(service, request, body, cleanup)
-        if reply is None:
+        else:
             return _without_reply(model, shape, "unload" if body.keep_alive == 0 else "load")
         lines = Lines(reply, model, shape, started, request.state.load_seconds)
         return await send(service, request, lines, cleanup, stream=body.options.stream, media_type=MEDIA_TYPE)
@@ -63,18 +63,18 @@ async def _open_raw(service: Service, request: Request, body: OllamaRequest, cle
         options = replace(options, params=service.fim.with_stops(options.params))
     session = service.conversations.session(caller.namespace, options.session_key)
     with errors_about("prompt", options.constraint_field):
-        grammar = await service.compiled(request, caller, options.params)
         handle = await submit.start(service, request, caller, options, EncodedPrompt(ids), cleanup, session)
-        del grammar  # until here it was held
     return RawReply(service, handle, request.state.log_fields)
 
 
-def unload(shape: Shape, body: JsonObject) -> Response | None:
-    """Return the response to a request that only unloads a model; None for other bodies."""
-    asks = not any(body.get(field) for field in ("messages", "prompt", "suffix")) and isinstance(body.get("model"), str)
+def unload(path: str, body: JsonObject) -> Response | None:
+    """Return the response to a request that only unloads a model; None for others."""
+    shape, model = {"/api/chat": as_message, "/api/generate": as_response}.get(path), body.get("model")
+    if shape is None or not isinstance(model, str) or any(map(body.get, ("messages", "prompt", "suffix"))):
+        return None
     with suppress(InvalidInput):
-        if asks and parse_duration(body.get("keep_alive", "")) == 0:
-            return _without_reply(body["model"], shape, "unload")
+        if parse_duration(body.get("keep_alive", "")) == 0:
+            return _without_reply(model, shape, "unload")
     return None
 
 
