@@ -63,13 +63,11 @@ async def create(service: Service, request: Request) -> Response:
             options = replace(options, params=service.fim.with_stops(options.params))
         _check_scores(body, sum(map(len, prompts)))
         session = service.conversations.session(caller.namespace, options.session_key)
-        grammar = await service.compiled(request, caller, options.params)
         with errors_about("prompt", options.constraint_field):
             handles = [
                 await submit.start(service, request, caller, options, EncodedPrompt(ids), cleanup, session)
                 for ids in prompts
             ]
-        del grammar  # until here it was held
         completion = CompletionAnswer(service, body, prompts, request.state.log_fields)
         if body.echoes_logprobs:
             await service.gate.cancellable(request, completion.find_offsets())
@@ -96,8 +94,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         service.gate.admit(request, cleanup)
         body = await service.gate.read(request, read_tokenize)
         caller = service.gate.caller(request)
-        if body.model is not None:
-            service.check_model(body.model)
+        service.check_model(body.model or "")
         ids = await service.gate.cancellable(request, _tokens(service, caller, body, request.state.ignored))
     return JSONResponse({"count": len(ids), "max_model_len": service.engine.context_limit, "tokens": ids})
 
@@ -107,8 +104,7 @@ async def detokenize(service: Service, request: Request) -> Response:
     with ExitStack() as cleanup:
         service.gate.admit(request, cleanup)
         body = await service.gate.read(request, partial(read, DetokenizeBody))
-        if body.model is not None:
-            service.check_model(body.model)
+        service.check_model(body.model or "")
         with errors_about("tokens"):
             decoding = service.gate.in_background(partial(_decoded, service.engine.model, body.tokens))
             return JSONResponse({"prompt": await service.gate.cancellable(request, decoding)})

@@ -15,7 +15,7 @@ from radixkv.sampling.params import MOST_CHOICES, SamplingParams, parameters
 from radixkv.serve.bodies import Anything, Body, ByField, ByType, OneError, Only, Several, Unread, broken
 from radixkv.serve.errors import bad_request
 
-_ANY_OBJECT = '{"type":"object"}'
+ANY_OBJECT = '{"type":"object"}'
 _PARAMETERS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
@@ -111,7 +111,7 @@ def of_format(given: Any, path: str) -> ReplyConstraint | None:
         case NestedSchemaFormat():
             return ReplyConstraint("json_schema", given.json_schema.schema_, f"{path}.json_schema.schema")
         case ObjectFormat() | SchemaFormat():
-            return ReplyConstraint("json_schema", given.schema_ or _ANY_OBJECT, f"{path}.schema")
+            return ReplyConstraint("json_schema", given.schema_ or ANY_OBJECT, f"{path}.schema")
     return None
 
 
@@ -153,7 +153,7 @@ def constraint_of(body: Guided, own: ReplyConstraint | None) -> ReplyConstraint 
         values = (outputs.json_, outputs.regex, outputs.choice, outputs.grammar)
         paths = (f"structured_outputs.{kind}" for kind in _PARAMETERS)
         given += zip(_PARAMETERS.values(), values, paths, strict=True)
-        given.append(("json_schema", _ANY_OBJECT if outputs.json_object else None, "structured_outputs.json_object"))
+        given.append(("json_schema", ANY_OBJECT if outputs.json_object else None, "structured_outputs.json_object"))
     found = [] if own is None else [own]
     found += [ReplyConstraint(*each) for each in given if each[1] is not None]
     if len(found) > 1:

@@ -56,8 +56,7 @@ async def create(service: Service, request: Request) -> Response:
         service.gate.admit(request, cleanup)
         body, options = await service.gate.read(request, _read)
         caller = service.gate.caller(request)
-        if body.model:
-            service.check_model(body.model)
+        service.check_model(body.model or "")
         files = [(each.filename or "tmp", each.text) for each in body.input_extra or ()]
         with errors_about("input_prefix"):
             encoding = encoded(service, body.input_prefix + (body.prompt or ""), body.input_suffix, files)
@@ -100,13 +99,15 @@ async def _whole(
     completion = await handle.result()
     service.log_usage(log_fields, [completion])
     spent, ended = completion.usage, "eos" if completion.finish_reason == "stop" else "limit"
-    counts = {"tokens_predicted": spent.output_tokens, "tokens_evaluated": spent.prompt_tokens}
-    computed, reply_s = spent.prompt_tokens - spent.cached_tokens, spent.total_s - spent.ttft_s
-    timings = {"cache_n": spent.cached_tokens, **_speed("prompt", computed, spent.ttft_s)}
-    timings |= _speed("predicted", spent.output_tokens, reply_s)
+    timings = {
+        "cache_n": spent.cached_tokens,
+        **_speed("prompt", spent.prompt_tokens - spent.cached_tokens, spent.ttft_s),
+        **_speed("predicted", spent.output_tokens, spent.total_s - spent.ttft_s),
+    }
     found = {"index": 0, "content": "" if streamed else completion.text, "stop": True, "model": service.model_name}
     found |= {"stop_type": "word" if completion.stop_text else ended, "stopping_word": completion.stop_text or ""}
-    found |= {**counts, "tokens_cached": spent.cached_tokens, "truncated": False, "timings": timings}
+    found |= {"tokens_predicted": spent.output_tokens, "tokens_evaluated": spent.prompt_tokens, "truncated": False}
+    found |= {"tokens_cached": spent.cached_tokens, "timings": timings}
     paths = found | {f"timings/{name}": value for name, value in timings.items()}
     return {name: paths[name] for name in fields if name in paths} if fields else found
 

@@ -69,23 +69,24 @@ class LoadingServer:
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        writer.write(_response(self.phase, with_body=not head.startswith(b"HEAD ")))
+        writer.write(_response(self.phase, head))
         if writer.can_write_eof():  # not with TLS
             writer.write_eof()
         while await reader.read(_MOST):  # to close with unread bytes would reset the connection
             pass
 
 
-def _response(phase: str, *, with_body: bool) -> bytes:
-    """Return a response that the clients of both vendors understand, and send again after some seconds."""
+def _response(phase: str, request: bytes) -> bytes:
+    """Return a response that the clients of all vendors understand, and send again after some seconds."""
     message = f"the server is loading its model ({phase}): try again in {_RETRY_AFTER} s"
-    error = {"message": message, "type": "server_error", "param": None, "code": "loading"}
+    openais = {"message": message, "type": "server_error", "param": None, "code": "loading"}
+    error = message if b" /api/" in request.partition(b"\r\n")[0] else openais
     body = json.dumps({"type": "error", "error": error, "status": "loading", "phase": phase}).encode()
     head = (
         f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         f"retry-after: {_RETRY_AFTER}\r\nconnection: close\r\n\r\n"
     )
-    return head.encode() + (body if with_body else b"")
+    return head.encode() + (b"" if request.startswith(b"HEAD ") else body)
 
 
 def bind(host: str, port: int) -> socket.socket:

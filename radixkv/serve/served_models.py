@@ -29,18 +29,6 @@ Handler = Callable[[Request], Awaitable[Response]] | ASGIApp
 """A handler of a Starlette route."""
 
 
-class HasResponses(Protocol):
-    """A model that has stored responses; it need not be loaded."""
-
-    @property
-    def gate(self) -> Gate:
-        """The gate of the server."""
-
-    @property
-    def responses(self) -> ResponseStore:
-        """The responses of the model."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
     """One model at one moment.
@@ -63,7 +51,7 @@ class ModelStatus:
     error: str | None = None
 
 
-StoredEndpoint = Callable[[HasResponses, Request], Awaitable[Response]]
+StoredEndpoint = Callable[[Gate, ResponseStore, Request], Awaitable[Response]]
 """Answers a request about a stored response."""
 
 
@@ -125,8 +113,12 @@ class OneModel:
         return handle
 
     def stored(self, answer: StoredEndpoint) -> Handler:
-        """Return a handler that calls `answer` with the model."""
-        return self.endpoint(answer)
+        """Return a handler that calls `answer` with the responses of the model."""
+
+        async def handle(request: Request) -> Response:
+            return await answer(self.gate, self.service.responses, request)
+
+        return handle
 
     def routes(self) -> list[Route]:
         """Return no route: the one model is always loaded."""

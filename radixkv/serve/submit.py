@@ -30,8 +30,9 @@ async def start(
     cleanup: ExitStack,
     session: int | None,
 ) -> AsyncHandle:
-    """Submit a request, which is cancelled when `cleanup` closes, and fails at its deadline.
+    """Submit a request once its constraint is compiled.
 
+    The request is cancelled when `cleanup` closes, and fails at its deadline.
     `AsyncEngine.submit` describes `session`. `max_tokens` is limited to the room after the prompt. The replies share
     this room if the pool cannot hold `max_tokens` for each of them. Raises PromptTooLong, RequestTimedOut, and as
     `AsyncEngine.submit`.
@@ -41,15 +42,9 @@ async def start(
         message = f"the prompt has {len(ids)} tokens, and this server takes at most {most}"
         raise PromptTooLong(message, tokens=len(ids), limit=most)
     params, engine = options.params_after(len(ids)), service.engine
-    submit = partial(
-        engine.submit,
-        prompt,
-        namespace=caller.namespace,
-        timeout=service.gate.time_left(request),
-        session=session,
-        sample=options.samples,
-        origin=origin_of(request, caller.tenant),
-    )
+    grammar = await service.compiled(request, caller, params)
+    submit = partial(engine.submit, prompt, timeout=service.gate.time_left(request), sample=options.samples)
+    submit = partial(submit, namespace=caller.namespace, session=session, origin=origin_of(request, caller.tenant))
     shared = unbounded(params, engine.client.inputs.room_for_reply(len(ids), caller.namespace))
     try:
         handle = await submit(params if options.bounded else shared)
@@ -57,6 +52,7 @@ async def start(
         if not options.bounded or params.max_tokens <= shared.max_tokens:
             raise
         handle = await submit(shared)
+    del grammar  # until here it was held
     cleanup.callback(handle.cancel)
     return handle
 

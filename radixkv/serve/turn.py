@@ -149,10 +149,8 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
     with errors_about("messages", options.constraint_field):
         if body.call_rule.constrains(options.params):
             options = await _constrained(service, body, prompt)
-        grammar = await service.compiled(request, caller, options.params)
         encoded = EncodedPrompt(prompt.ids, prompt.reply_start)
         handle = await submit.start(service, request, caller, options, encoded, cleanup, prompt.session)
-        del grammar  # until here it was held
     return Turn(service, body, prompt, handle, request.state.log_fields)
 
 

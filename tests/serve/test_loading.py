@@ -24,6 +24,7 @@ def test_each_request_gets_503_with_the_phase() -> None:
             answer = httpx.get(f"{url}/health")
             assert (answer.status_code, answer.json()["phase"], answer.headers["retry-after"]) == (503, phase, "2")
         assert httpx.head(f"{url}/health").content == b""
+        assert httpx.post(f"{url}/api/chat").json()["error"].startswith("the server is loading its model")
         refused = httpx.post(f"{url}/v1/messages", content=bytes(1 << 22))  # read, so that the response arrives
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "loading"
         waiting.stop()

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import count
 from typing import TypeVar
 
 from radixkv.chat import AsyncEngine, Engine
@@ -20,6 +19,7 @@ from radixkv.serve.service import Kept, Service
 from radixkv.sizing.memory import trim
 
 Result = TypeVar("Result")
+_THREAD = "radixkv-load"
 
 
 @dataclass
@@ -95,14 +95,10 @@ async def on_thread(call: Callable[[], Result]) -> Result:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=answer, name=f"{_THREADS}{next(_numbers)}", daemon=True).start()
+    threading.Thread(target=answer, name=_THREAD, daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
 def is_loading() -> bool:
     """Return whether a call of `on_thread` still runs. A regular end of the process would then abort it."""
-    return any(each.name.startswith(_THREADS) for each in threading.enumerate())
-
-
-_THREADS = "radixkv-load-"
-_numbers = count(1)
+    return any(each.name == _THREAD for each in threading.enumerate())

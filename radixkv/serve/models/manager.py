@@ -69,6 +69,11 @@ class Slot(Generic[AnyLoaded]):
     timer: asyncio.TimerHandle | None = None
 
     @property
+    def in_memory(self) -> bool:
+        """Whether it is in memory, or on its way."""
+        return self.state in ("loading", "loaded", "unloading")
+
+    @property
     def is_idle(self) -> bool:
         """Whether it is loaded and not used."""
         return self.state == "loaded" and not self.users
@@ -124,13 +129,10 @@ class Manager(Generic[AnyLoaded]):
         """Unload a model, and wait for that; no effect on one that is not loaded. Raises InvalidInput if it is used."""
         while slot.loaded is not None or slot.task is not None:  # perhaps a load that no request waits for any more
             if slot.users:
-                why = f"the model {slot.name!r} has {slot.users} running requests: it cannot be unloaded now"
-                raise InvalidInput(why)
+                raise InvalidInput(
+                    f"the model {slot.name!r} has {slot.users} running requests: it cannot be unloaded now"
+                )
             await asyncio.shield(slot.task or self._begin_unload(slot))
-
-    def adopt(self, slot: Slot[AnyLoaded], loaded: AnyLoaded) -> None:
-        """Take a model that was loaded before the server began."""
-        self._loaded(slot, loaded)
 
     async def close(self) -> None:
         """Stop the loads that wait, and close all models at once."""
@@ -164,7 +166,7 @@ class Manager(Generic[AnyLoaded]):
                 if not slot.users:
                     return None
                 slot.state, slot.error = "loading", None
-            self._loaded(slot, await self._load_one(slot))
+            self.adopt(slot, await self._load_one(slot))
         except Exception as error:
             slot.state, slot.error = "failed", str(error) or type(error).__name__
             _log.error("the model %s could not be loaded: %s", slot.name, slot.error)
@@ -175,7 +177,8 @@ class Manager(Generic[AnyLoaded]):
             slot.task = None
             self._changed.set()
 
-    def _loaded(self, slot: Slot[AnyLoaded], loaded: AnyLoaded) -> None:
+    def adopt(self, slot: Slot[AnyLoaded], loaded: AnyLoaded) -> None:
+        """Take a model that was loaded, perhaps before the server began."""
         slot.loaded, slot.state, slot.needs = loaded, "loaded", loaded.memory
         slot.loads += 1
         slot.idle_since = asyncio.get_running_loop().time()
@@ -189,29 +192,24 @@ class Manager(Generic[AnyLoaded]):
     async def _make_room(self, slot: Slot[AnyLoaded]) -> None:
         """Unload idle models, the least recently used first, until another one fits. Waits for used ones."""
         if slot.needs > self._memory:
-            raise InvalidInput(f"it takes {size_text(slot.needs)}, more than all models may: {self._limit_text()}")
+            limit = size_text(int(self._memory))
+            raise InvalidInput(f"it takes {size_text(slot.needs)}, more than all models may: {limit}")
         while slot.users and not self._fits(slot):
-            victim = self._idle_longest()
-            if victim is not None:
+            if (victim := self._idle_longest()) is not None:
                 await self._begin_unload(victim)
             else:
                 self._changed.clear()
                 await self._changed.wait()
 
     def _fits(self, slot: Slot[AnyLoaded]) -> bool:
-        taken = sum(each.state in ("loading", "loaded", "unloading") for each in self.slots)
-        return taken < self._most and self._taken() + slot.needs <= self._memory
+        return sum(it.in_memory for it in self.slots) < self._most and self._taken() + slot.needs <= self._memory
 
     def _taken(self) -> int:
-        """The bytes of the models that are in memory, or on their way."""
-        return sum(each.needs for each in self.slots if each.state in ("loading", "loaded", "unloading"))
+        return sum(each.needs for each in self.slots if each.in_memory)
 
     def _idle_longest(self, but: Slot[AnyLoaded] | None = None) -> Slot[AnyLoaded] | None:
         idle = [each for each in self.slots if each.is_idle and each is not but]
         return min(idle, key=lambda each: each.idle_since, default=None)
-
-    def _limit_text(self) -> str:
-        return size_text(int(self._memory))
 
     # ---- idle models
 
@@ -219,12 +217,7 @@ class Manager(Generic[AnyLoaded]):
         """Start the time after which an idle model is unloaded."""
         self._stop_timer(slot)
         if slot.is_idle and slot.keep_alive < math.inf:
-            slot.timer = asyncio.get_running_loop().call_later(slot.keep_alive, self._expired, slot)
-
-    def _expired(self, slot: Slot[AnyLoaded]) -> None:
-        slot.timer = None
-        if slot.is_idle:
-            self._begin_unload(slot)
+            slot.timer = asyncio.get_running_loop().call_later(slot.keep_alive, self._begin_unload, slot)
 
     def _stop_timer(self, slot: Slot[AnyLoaded]) -> None:
         if slot.timer is not None:

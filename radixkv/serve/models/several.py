@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
@@ -26,7 +27,7 @@ from radixkv.serve.metrics import exposition
 from radixkv.serve.models.loading import LoadedService, load, serve
 from radixkv.serve.models.manager import Manager, NotLoaded, Slot
 from radixkv.serve.models.specs import ModelSpec
-from radixkv.serve.openai_responses.store import ResponseStore
+from radixkv.serve.ollama.endpoint import unload
 from radixkv.serve.schemas import ModelBody
 from radixkv.serve.served_models import Endpoint, Handler, ModelStatus, StoredEndpoint
 from radixkv.serve.service import Kept, Service
@@ -55,7 +56,6 @@ class SeveralModels:
             for spec in specs
         ]
         self._by_name = {name: entry for entry in self._entries for name in entry.spec.names}
-        self._of = {entry.slot.name: entry for entry in self._entries}
         self._first, self._created = first, int(time.time())
         self._manager = Manager(
             [entry.slot for entry in self._entries],
@@ -73,16 +73,13 @@ class SeveralModels:
         """Return a handler that calls `answer` with the model that has the response."""
 
         async def handle(request: Request) -> Response:
-            missing: ApiError | None = None
             for entry in self._entries:
                 try:
-                    return await answer(_Responses(self.gate, entry.kept.responses), request)
+                    return await answer(self.gate, entry.kept.responses, request)
                 except ApiError as error:
-                    if error.status != 404:
+                    if error.status != 404 or entry is self._entries[-1]:
                         raise
-                    missing = error
-            assert missing is not None
-            raise missing
+            raise AssertionError("a server has a model")
 
         return handle
 
@@ -129,24 +126,24 @@ class SeveralModels:
     # ---- inside
 
     @asynccontextmanager
-    async def used(self, request: Request, body: bytes) -> AsyncIterator[Service]:
-        """Hold the model that a body names in memory; raise ApiError 404, 500 or 503.
+    async def used(self, request: Request, entry: _Entry) -> AsyncIterator[Service]:
+        """Hold a model in memory; raise ApiError 500 or 503.
 
-        Afterwards the request's `keep_alive` says how long an idle model stays; with keys, it may only shorten that.
+        Afterwards a `keep_alive` of the request says how long the model stays when it is idle, until it is unloaded or
+        another request says so. With keys, it may only shorten the server's.
         """
-        entry, settings = self._asked(request, await self.gate.parsed(body)), self.gate.settings
         began = time.perf_counter()
-        with _as_api_errors(settings):
+        with _as_api_errors(self.gate.settings):
             async with self._manager.use(entry.slot) as loaded:
                 request.state.load_seconds = time.perf_counter() - began
                 try:
                     yield loaded.service
                 finally:
-                    asked, usual = request.state.keep_alive, settings.keep_alive
-                    may_lengthen = not settings.api_keys
-                    entry.slot.keep_alive = usual if asked is None else asked if may_lengthen else min(asked, usual)
+                    if (asked := request.state.keep_alive) is not None:
+                        most = self.gate.settings.keep_alive if self.gate.settings.api_keys else math.inf
+                        entry.slot.keep_alive = min(asked, most)
 
-    def _asked(self, request: Request, body: JsonObject) -> _Entry:
+    def asked(self, request: Request, body: JsonObject) -> _Entry:
         """Return the model that a body names. Without a name it is the first one, and for Anthropic's clients, too."""
         name = body.get("model")
         if not isinstance(name, str) or not name:
@@ -165,15 +162,14 @@ class SeveralModels:
         return entry
 
     async def _load(self, slot: AnySlot) -> LoadedService:
-        entry = self._of[slot.name]
+        entry, slot.keep_alive = self._by_name[slot.name], self.gate.settings.keep_alive
         return await load(entry.spec.for_load(slot.loads + 1), self.gate, entry.kept, again=slot.loads > 0)
 
     async def _load_named(self, request: Request) -> Response:
         """Load a model, and respond once it is there."""
         entry = await self._entry_in(request)
         async with AsyncExitStack() as held:
-            with _as_api_errors(self.gate.settings):
-                await self.gate.cancellable(request, held.enter_async_context(self._manager.use(entry.slot)))
+            await self.gate.cancellable(request, held.enter_async_context(self.used(request, entry)))
         return JSONResponse({"success": True})
 
     async def _unload_named(self, request: Request) -> Response:
@@ -194,19 +190,12 @@ class SeveralModels:
 
     def _status(self, entry: _Entry) -> ModelStatus:
         slot, spec = entry.slot, entry.spec
-        service = None if slot.loaded is None else slot.loaded.service
-        return ModelStatus(
-            spec.name,
-            spec.source,
-            slot.state,
-            self._created,
-            spec.aliases,
-            service,
-            None if service is None else service.engine.context_limit,
-            None if service is None else slot.needs,
-            slot.idle_left,
-            None if self.gate.settings.api_keys else slot.error,
-        )
+        service, context, memory = None, None, None
+        if slot.loaded is not None:
+            service, context, memory = slot.loaded.service, slot.loaded.service.engine.context_limit, slot.needs
+        named = spec.name, spec.source, slot.state, self._created, spec.aliases
+        error = None if self.gate.settings.api_keys else slot.error
+        return ModelStatus(*named, service, context, memory, slot.idle_left, error)
 
     def _own_metrics(self) -> Iterator[Metric]:
         loaded = GaugeMetricFamily("radixkv:model_loaded", "Whether the model is in memory", labels=["model"])
@@ -234,7 +223,13 @@ class _OfBody:
             with ExitStack() as admitted:  # the endpoint admits it again, before any other request can come between
                 gate.admit(request, admitted)
                 body = await read_body(request, gate.settings)
-                service = await gate.cancellable(request, held.enter_async_context(self._models.used(request, body)))
+                given = await gate.parsed(body)
+                entry = self._models.asked(request, given)
+                absent = entry.slot.state not in ("loading", "loaded")
+                if absent and (response := unload(request.url.path, given)) is not None:
+                    await response(scope, receive, send)
+                    return
+                service = await gate.cancellable(request, held.enter_async_context(self._models.used(request, entry)))
             again = _replayed(body, receive)
             response = await self._answer(service, Request(scope, again, send))
             await response(scope, again, send)
@@ -250,14 +245,6 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return received
 
 
-@dataclass(frozen=True)
-class _Responses:
-    """A model that need not be loaded, for the endpoints of stored responses."""
-
-    gate: Gate
-    responses: ResponseStore
-
-
 @contextmanager
 def _as_api_errors(settings: Settings) -> Iterator[None]:
     """Convert NotLoaded to ApiError: 503 for a model that is not there yet, 500 for one that cannot be loaded.
@@ -268,10 +255,8 @@ def _as_api_errors(settings: Settings) -> Iterator[None]:
         yield
     except NotLoaded as error:
         if error.wait:
-            text, headers = (
-                f"{error}: try again in {settings.retry_after} s",
-                {"Retry-After": str(settings.retry_after)},
-            )
+            text = f"{error}: try again in {settings.retry_after} s"
+            headers = {"Retry-After": str(settings.retry_after)}
             raise ApiError(503, text, code="model_not_loaded", kind="server_error", headers=headers) from error
         text = "the model could not be loaded; the server's log says why" if settings.api_keys else str(error)
         headers = {"x-should-retry": "false"}

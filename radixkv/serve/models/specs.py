@@ -90,14 +90,8 @@ def _apart(specs: Sequence[ModelSpec], tokenizer: str | None) -> list[ModelSpec]
     records = [each.config.record for each in specs if each.config.record is not None]
     if len(set(map(str, records))) < len(records):
         raise InvalidInput("record names one file for several models: give each its own in the file of --models")
-    return [replace(each, config=_on_disk(each)) for each in specs]
-
-
-def _on_disk(spec: ModelSpec) -> EngineConfig:
-    folder = spec.config.disk_cache
-    if folder is None:
-        return spec.config
-    return replace(spec.config, disk_cache=Path(folder) / quote(spec.name, safe=""))
+    folder = [each.config.disk_cache and Path(each.config.disk_cache) / quote(each.name, safe="") for each in specs]
+    return [replace(each, config=replace(each.config, disk_cache=folder[at])) for at, each in enumerate(specs)]
 
 
 def _in_file(file: Path, config: EngineConfig) -> Iterator[ModelSpec]:
@@ -146,7 +140,5 @@ def _check_names(specs: Sequence[ModelSpec]) -> None:
             if not name.removesuffix(LATEST) or not name.isprintable():
                 raise InvalidInput(f"{name!r} cannot be the name of a model: give printable characters")
             if owners.setdefault(name, each.source) is not each.source or each.names.count(name) > 1:
-                sources = f"{owners[name]} and {each.source}"
-                raise InvalidInput(
-                    f"two models have the name {name!r}: {sources}; name them apart by --models FILE.toml"
-                )
+                sources = f"{owners[name]} and {each.source}; name them apart by --models FILE.toml"
+                raise InvalidInput(f"two models have the name {name!r}: {sources}")

@@ -45,14 +45,15 @@ async def version(_: Models, __: Request) -> Response:
 async def tags(models: Models, request: Request) -> Response:
     """Return the models, each under all its names."""
     models.gate.caller(request)
-    found = [(each, await _facts(each)) for each in models.statuses()]
+    found = [(each, await asyncio.to_thread(facts_of, each.source)) for each in models.statuses()]
     return _json({"models": [_card(name, *each) for each in found for name in (each[0].name, *each[0].aliases)]})
 
 
 async def ps(models: Models, request: Request) -> Response:
     """Return the loaded models, and when each will be unloaded if it stays idle."""
     models.gate.caller(request)
-    return _json({"models": [_process(each, await _facts(each)) for each in models.statuses() if each.service]})
+    loaded = [each for each in models.statuses() if each.service]
+    return _json({"models": [_process(each, await asyncio.to_thread(facts_of, each.source)) for each in loaded]})
 
 
 async def show(models: Models, request: Request) -> Response:
@@ -62,7 +63,7 @@ async def show(models: Models, request: Request) -> Response:
         body = await models.gate.read(request, partial(read, ShowBody))
         models.gate.caller(request)  # refuses a wrong namespace
         model = models.find(body.model)
-        facts = await _facts(model)
+        facts = await asyncio.to_thread(facts_of, model.source)
     context = {} if model.context is None else {f"{facts.family or 'model'}.context_length": model.context}
     template, fills = facts.template, any(key.startswith("tokenizer.ggml.fim_") for key in facts.info)
     if model.service is not None:
@@ -90,10 +91,6 @@ def capabilities(template: str, *, fills: bool) -> list[str]:
     thinks = any(text in template for text in _THINKS)
     found = {"completion": True, "tools": "tools" in template, "thinking": thinks, "insert": fills}
     return [name for name, can in found.items() if can]
-
-
-async def _facts(model: ModelStatus) -> ModelFacts:
-    return await asyncio.to_thread(facts_of, model.source)
 
 
 def _card(name: str, model: ModelStatus, facts: ModelFacts) -> JsonObject:

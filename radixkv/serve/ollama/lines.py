@@ -7,14 +7,16 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from time import perf_counter
+from typing import Any
 
 from radixkv.chat.messages import ToolCall
+from radixkv.engine import AsyncHandle, Completion
 from radixkv.serve.error_forms import ollama_error
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject
-from radixkv.serve.ollama.raw_reply import RawReply
 from radixkv.serve.reply import Piece
-from radixkv.serve.turn import End, Turn
+from radixkv.serve.service import Service
+from radixkv.serve.turn import End, Reply, Step, Turn
 
 MEDIA_TYPE = "application/x-ndjson"
 Shape = Callable[[str, str, Sequence[ToolCall]], JsonObject]
@@ -22,15 +24,37 @@ Shape = Callable[[str, str, Sequence[ToolCall]], JsonObject]
 
 
 def as_message(content: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> JsonObject:
-    """Return the field of /api/chat."""
-    called = [{"id": each.id, "function": {"name": each.name, "arguments": each.arguments}} for each in calls]
-    more = {"thinking": thinking, "tool_calls": called}
+    """Return the field of /api/chat. A call that the reply broke off is left out: clients would run it."""
+    functions = [(each.id, {"name": each.name, "arguments": each.arguments}) for each in calls if each.complete]
+    more = {"thinking": thinking, "tool_calls": [{"id": id_, "function": it} for id_, it in functions]}
     return {"message": {"role": "assistant", "content": content, **{name: it for name, it in more.items() if it}}}
 
 
 def as_response(content: str, thinking: str = "", _: Sequence[ToolCall] = ()) -> JsonObject:
     """Return the fields of /api/generate."""
     return {"response": content, **({"thinking": thinking} if thinking else {})}
+
+
+class RawReply:
+    """The reply to a text that no chat template wrote, read as the replies of a `Turn`: all of it is content."""
+
+    completion: Completion
+
+    def __init__(self, service: Service, handle: AsyncHandle, log_fields: dict[str, Any]) -> None:
+        """Read the reply from `handle`, and add its token counts to `log_fields` at the end."""
+        self._service, self._handle, self._log_fields = service, handle, log_fields
+
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """Yield the reply as it is generated. Raises the request's error."""
+        async for chunk in self._handle:
+            end = None if chunk.finish_reason is None else (await self.replies())[0].end
+            yield Step(0, [Piece(content=chunk.text)] if chunk.text else [], end, chunk)
+
+    async def replies(self) -> list[Reply]:
+        """Return the reply once it is complete. Raises the request's error."""
+        self.completion = found = await self._handle.result()
+        self._service.log_usage(self._log_fields, [found])
+        return [Reply(0, found.text, "", (), End(found.finish_reason), found)]
 
 
 class Lines:
@@ -66,10 +90,11 @@ class Lines:
         return ollama_error(error) + b"\n"
 
     def _said(self, piece: Piece) -> JsonObject:
-        """Return the fields for a piece; empty for a call that is not complete yet."""
+        """Return the fields for a piece; empty for a call that is not complete."""
         if piece.call is None:
             return self._shape(piece.content, piece.thinking, ())
-        return {} if piece.call.call is None else self._shape("", "", [piece.call.call])
+        call = piece.call.call
+        return {} if call is None or not call.complete else self._shape("", "", [call])
 
     def _line(self, said: JsonObject, **fields: object) -> bytes:
         return json.dumps({**head(self._model), **said, **fields}).encode() + b"\n"

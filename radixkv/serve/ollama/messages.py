@@ -6,14 +6,14 @@ here and when it is sent. A result belongs to a call by its id, else by its tool
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from radixkv.chat.calls.formats import CallFormat
 from radixkv.chat.messages import Message
 from radixkv.serve.bodies import Anything, Body, Only, Several
-from radixkv.serve.fields import JsonObject
 from radixkv.serve.message_schemas import CalledFunction, arguments_of
 from radixkv.serve.role_order import results_in_order
 
@@ -49,15 +49,14 @@ class OllamaMessage(Body):
         """Return the message for a template; the id of a result is set later."""
         message: Message = {"role": self.role, "content": self.content or ""}
         if self.role == "assistant":
-            functions = [(each.function.name, arguments_of(each.function.arguments)) for each in self.tool_calls or ()]
-            calls = [_call(form.call_id(seed, number), *function) for number, function in enumerate(functions)]
+            called = [(each.function.name, arguments_of(each.function.arguments)) for each in self.tool_calls or ()]
+            functions = [{"name": name, "arguments": arguments} for name, arguments in called]
+            calls = [
+                {"id": form.call_id(seed, at), "type": "function", "function": it} for at, it in enumerate(functions)
+            ]
             message |= {"tool_calls": calls} if calls else {}
             message |= {"reasoning_content": self.thinking} if self.thinking else {}
         return message | ({"name": self.tool_name} if self.tool_name else {})
-
-
-def _call(number: str, name: str, arguments: str | JsonObject) -> JsonObject:
-    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def neutral_messages(given: Sequence[OllamaMessage], form: CallFormat) -> list[Message]:
@@ -66,22 +65,22 @@ def neutral_messages(given: Sequence[OllamaMessage], form: CallFormat) -> list[M
     for is_result, run in groupby(range(len(given)), key=lambda at: given[at].role == "tool"):
         if is_result:
             first, *_ = places = list(run)
-            asked = (messages[first - 1].get("tool_calls") if first else None) or []
-            calls = list(zip(asked, given[first - 1].tool_calls or (), strict=True)) if asked else []
-            for allows in _RULES:
+            calls = messages[first - 1].get("tool_calls", ()) if first else ()
+            waiting: dict[object, deque[str]] = defaultdict(deque)  # ids of calls, by all that a result may name
+            for call, sent in zip(calls, given[first - 1].tool_calls or (), strict=False):
+                names = {("id", call["id"]), ("id", sent.id or call["id"]), ("name", sent.function.name), "order"}
+                for name in names:
+                    waiting[name].append(call["id"])
+            taken: set[str] = set()
+            for rule in range(3):
                 for at in places:
-                    found = next((each for each in calls if allows(given[at], *each)), None)
-                    if found is not None and "tool_call_id" not in messages[at]:
-                        calls.remove(found)
-                        messages[at]["tool_call_id"] = found[0]["id"]
+                    named = ("id", given[at].tool_call_id), ("name", given[at].tool_name), "order"
+                    found = waiting[named[rule]]
+                    while found and found[0] in taken:
+                        found.popleft()
+                    if found and "tool_call_id" not in messages[at]:
+                        messages[at]["tool_call_id"] = found[0]
+                        taken.add(found[0])
             for at in places:  # results without a call
                 messages[at].setdefault("tool_call_id", form.call_id(str(at), 0))
     return results_in_order(messages)
-
-
-# Whether a result belongs to a call, which is given in its neutral form and in the client's.
-_RULES: tuple[Callable[[OllamaMessage, JsonObject, OllamaCall], bool], ...] = (
-    lambda result, call, sent: result.tool_call_id is not None and result.tool_call_id in (call["id"], sent.id),
-    lambda result, _, sent: result.tool_name == sent.function.name,
-    lambda result, _, __: True,
-)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,12 @@ from radixkv.gguf.header import read_header
 from radixkv.models import checkpoint
 from radixkv.serve.fields import JsonObject
 
-_SIZES = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size"}
+_NO_JSON = ("nan", "inf", "-inf")
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,8 @@ def facts_of(source: str) -> ModelFacts:
         if place is None:
             from huggingface_hub import try_to_load_from_cache
 
-            place = Path(str(try_to_load_from_cache(source, model_path.CONFIG))).parent
+            found = try_to_load_from_cache(source, model_path.CONFIG)
+            place = Path(found).parent if isinstance(found, str) else Path(source)
         return _read(place, (place / model_path.CONFIG if place.is_dir() else place).stat().st_mtime_ns)
     return ModelFacts(_digest(source))
 
@@ -64,7 +70,7 @@ def _read(place: Path, _: int) -> ModelFacts:
         form, family, files = "safetensors", str(found.config.get("model_type", "")), [place / it for it in found.files]
         info, template = _info(family, found.config), _template(place)
         for each in found.tensors.values():
-            numbers[each.dtype] += math.prod(each.shape)
+            numbers[each.dtype] += prod(each.shape)
     else:
         header = read_header(place)
         form, family, files, info = "gguf", header.architecture, list(header.versions), dict(header.metadata)
@@ -73,7 +79,7 @@ def _read(place: Path, _: int) -> ModelFacts:
             numbers[tensor.type_name] += tensor.numbers
     stats = [each.stat() for each in files]
     digest = _digest([(each.name, it.st_size, it.st_mtime_ns) for each, it in zip(files, stats, strict=True)])
-    kept = {key: value for key, value in info.items() if isinstance(value, str | int) or _is_finite(value)}
+    kept = {key: it for key, it in info.items() if isinstance(it, str | int | float) and str(it) not in _NO_JSON}
     kept["general.parameter_count"] = numbers.total()
     size, modified = sum(each.st_size for each in stats), max(each.st_mtime for each in stats)
     most = max(numbers, key=numbers.__getitem__, default="")
@@ -81,9 +87,9 @@ def _read(place: Path, _: int) -> ModelFacts:
 
 
 def _info(family: str, config: Mapping[str, Any]) -> JsonObject:
-    text = config.get("text_config") or config
-    sizes = {**_SIZES, "block_count": "num_hidden_layers"}
-    return {"general.architecture": family, **{f"{family}.{key}": text.get(name) for key, name in sizes.items()}}
+    inside = config.get("text_config")
+    text = inside if isinstance(inside, dict) and inside else config
+    return {"general.architecture": family, **{f"{family}.{key}": text.get(name) for key, name in _SIZES.items()}}
 
 
 def _template(folder: Path) -> str:
@@ -96,7 +102,3 @@ def _template(folder: Path) -> str:
 
 def _digest(value: object) -> str:
     return sha256(repr(value).encode(errors="replace")).hexdigest()
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value)

@@ -14,7 +14,7 @@ from radixkv.chat.constrained import strict_tools
 from radixkv.chat.template_arguments import TemplateOption, effort_option, thinking_option
 from radixkv.durations import parse_duration
 from radixkv.serve.bodies import Body, ByType, CacheSalt, OneError, Only, SessionKey, Several, read, refuse
-from radixkv.serve.constraints import ReplyConstraint, Schema
+from radixkv.serve.constraints import ANY_OBJECT, ReplyConstraint, Schema
 from radixkv.serve.errors import errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.message_schemas import ChatTool, neutral_tools
@@ -24,7 +24,6 @@ from radixkv.serve.schemas import ChatRequest, RequestOptions
 from radixkv.serve.tool_choices import call_rule
 
 _DURATION = r"^-?([0-9]+|([0-9]+(\.[0-9]+)?(ns|us|µs|ms|s|m|h))+)$"
-_ANY_OBJECT = '{"type":"object"}'
 
 # ---- bodies
 
@@ -154,7 +153,7 @@ def _request(body: PromptFields, ignored: IgnoredFields | None) -> OllamaRequest
     if vars(given)["seed"] == -1:  # Ollama's default, another seed each time
         given = given.model_copy(update={"seed": None})
     if body.format:
-        constraint = ReplyConstraint("json_schema", _ANY_OBJECT if body.format == "json" else body.format, "format")
+        constraint = ReplyConstraint("json_schema", ANY_OBJECT if body.format == "json" else body.format, "format")
     # `params_after` takes the prompt off the context, so it may stand for a missing limit.
     bound = given.num_predict if (given.num_predict or 0) > 0 else given.num_ctx
     options = RequestOptions(

@@ -18,13 +18,12 @@ from radixkv.errors import RequestCancelled
 from radixkv.serve.access import SALT, namespace
 from radixkv.serve.errors import TOO_LONG, ApiError
 from radixkv.serve.fields import IgnoredFields, JsonObject
-from radixkv.serve.gate import Caller
+from radixkv.serve.gate import Caller, Gate
 from radixkv.serve.openai_responses.events import ResponseEvents, Status
 from radixkv.serve.openai_responses.schemas import ResponseRequest, read_response
-from radixkv.serve.openai_responses.store import Items, Running, StoredResponse
+from radixkv.serve.openai_responses.store import Items, ResponseStore, Running, StoredResponse
 from radixkv.serve.reply import Piece
 from radixkv.serve.responses import COMMENT
-from radixkv.serve.served_models import HasResponses
 from radixkv.serve.service import Service
 from radixkv.serve.turn import End, Step, Turn, respond
 
@@ -56,32 +55,32 @@ async def input_tokens(service: Service, request: Request) -> Response:
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
-async def retrieve(model: HasResponses, request: Request) -> Response:
+async def retrieve(gate: Gate, stored: ResponseStore, request: Request) -> Response:
     """Return a stored response, or one that is being streamed; raise ApiError 404 if there is none."""
     if request.query_params.get("stream", "false") not in ("false", "0"):
         raise ApiError(400, "a stored response cannot be streamed: leave out stream", param="stream")
-    running = _running(model, request)
-    return JSONResponse(_stored(model, request).response if running is None else running.response())
+    running = _running(gate, stored, request)
+    return JSONResponse(_stored(gate, stored, request).response if running is None else running.response())
 
 
-async def delete(model: HasResponses, request: Request) -> Response:
+async def delete(gate: Gate, stored: ResponseStore, request: Request) -> Response:
     """Delete a stored response; raise ApiError 404 if there is none."""
-    caller, number = model.gate.caller(request), request.path_params["response_id"]
-    if not model.responses.delete(caller.tenant, caller.namespace, number):
+    caller, number = gate.caller(request), request.path_params["response_id"]
+    if not stored.delete(caller.tenant, caller.namespace, number):
         _not_found(number)
     return JSONResponse({"id": number, "object": "response", "deleted": True})
 
 
-async def cancel(model: HasResponses, request: Request) -> Response:
+async def cancel(gate: Gate, stored: ResponseStore, request: Request) -> Response:
     """Stop a response that is being streamed, and return it; a stored response is returned as it is."""
-    running = _running(model, request)
+    running = _running(gate, stored, request)
     if running is not None:
         running.cancel()
         return JSONResponse({**running.response(), "status": "cancelled"})
-    return JSONResponse(_stored(model, request).response)
+    return JSONResponse(_stored(gate, stored, request).response)
 
 
-async def input_items(model: HasResponses, request: Request) -> Response:
+async def input_items(gate: Gate, stored: ResponseStore, request: Request) -> Response:
     """Return the items of the conversation before a stored response, the newest first."""
     query = request.query_params
     order, limit = query.get("order", "desc"), query.get("limit", "20")
@@ -89,7 +88,7 @@ async def input_items(model: HasResponses, request: Request) -> Response:
         raise ApiError(400, 'order can be "asc" or "desc"', param="order", code="invalid_value")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
         raise ApiError(400, "limit must be from 1 to 100", param="limit", code="invalid_value")
-    items = [_listed(item) for item in _stored(model, request).input_items]
+    items = [_listed(item) for item in _stored(gate, stored, request).input_items]
     if order == "desc":
         items.reverse()
     after = query.get("after")
@@ -245,14 +244,14 @@ def _about_input(error: ApiError) -> ApiError:
     return error
 
 
-def _stored(model: HasResponses, request: Request) -> StoredResponse:
-    caller, number = model.gate.caller(request), request.path_params["response_id"]
-    found = model.responses.get(caller.tenant, caller.namespace, number)
+def _stored(gate: Gate, stored: ResponseStore, request: Request) -> StoredResponse:
+    caller, number = gate.caller(request), request.path_params["response_id"]
+    found = stored.get(caller.tenant, caller.namespace, number)
     return _not_found(number) if found is None else found
 
 
-def _running(model: HasResponses, request: Request) -> Running | None:
-    return model.responses.running.get((model.gate.caller(request).namespace, request.path_params["response_id"]))
+def _running(gate: Gate, stored: ResponseStore, request: Request) -> Running | None:
+    return stored.running.get((gate.caller(request).namespace, request.path_params["response_id"]))
 
 
 def _not_found(number: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -367,3 +368,35 @@ def test_ollamas_clients_load_list_and_unload_models(monkeypatch: pytest.MonkeyP
         until(lambda: place.states()["two"] == "unloaded")
         missing = place.client.post("/api/chat", json={**body, "model": "gpt-9"})
         assert missing.status_code == 404 and missing.json()["error"].startswith("model 'gpt-9' not found")
+
+
+def test_a_keep_alive_stays_until_the_next_one_or_an_unload(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings, longest in ((Settings(keep_alive=300), 900), (Settings(keep_alive=300, api_keys=KEYS), 300)):
+        with several(monkeypatch, settings) as place:
+            place.client.headers["authorization"] = f"Bearer {KEYS['ada']}"
+            (slot,) = (each.slot for each in place.models._entries if each.spec.name == "two")
+            for given, expected in (
+                (None, 300),
+                ("15m", longest),
+                (None, longest),
+                (60, 60),
+                (None, 60),
+                (-1, math.inf),
+            ):
+                place.client.post("/api/chat", json={"model": "two", "keep_alive": given})
+                assert slot.keep_alive == min(expected, math.inf if longest == 900 else 300)
+                assert place.says("two") == SAID["two"]
+            assert place.client.post("/models/unload", json={"model": "two"}).status_code == 200
+            assert place.says("two") == SAID["two"] and slot.keep_alive == 300
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_an_unload_loads_nothing(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    with several(monkeypatch, Settings(max_loaded=1)) as place:
+        place.says("one")
+        for given in (0, "0", "0s"):
+            answer = place.client.post(path, json={"model": "two:latest", "keep_alive": given}).json()
+            assert (answer["model"], answer["done_reason"]) == ("two:latest", "unload")
+        assert place.loads == ["one"] and place.states()["one"] == "loaded"
+        assert place.client.post(path, json={"model": "two", "keep_alive": "1s"}).json()["done_reason"] == "load"
+        assert place.loads == ["one", "two"]

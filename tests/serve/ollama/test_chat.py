@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import process_time
 from typing import Any
 
 import pytest
@@ -170,6 +171,29 @@ def test_calls_come_back_with_any_ids_and_all_of_it_hits(name: str, ids: str):
             assert prompts[-1].rfind("grey 0") < prompts[-1].rfind("grey 1")
             history += [answer["message"], {"role": "user", "content": "look"}]
             before = spent(answer)
+
+
+def test_a_call_that_the_limit_cuts_is_left_out():
+    dialect = DIALECTS["Mistral, a list"]
+    with speaking(dialect, lambda _: '[TOOL_CALLS][{"name": "now", "arguments": {"zone": "UTC and more"}}]') as server:
+        asked = {"messages": [{"role": "user", "content": "look"}], "tools": TOOLS}
+        length = whole(server, **asked)["eval_count"]
+        for most in range(1, length):
+            options = {"temperature": 0, "num_predict": most}
+            for answer in (whole(server, **asked, options=options), joined(lines(server, **asked, options=options))):
+                functions = [each["function"] for each in answer["message"].get("tool_calls", ())]
+                assert all(each["arguments"] == {"zone": "UTC and more"} for each in functions)
+                assert answer["done_reason"] == "length"
+
+
+def test_many_results_find_their_calls_soon():
+    calls = [{"function": {"name": "now", "arguments": {}}}] * 5000
+    told = [{"role": "tool", "content": str(at), "tool_name": "now"} for at in range(5000)]
+    given = {**BODY, "messages": [*ASKED, {"role": "assistant", "tool_calls": calls}, *told]}
+    began = process_time()
+    asked = read_chat(given, None, HERMES).chat
+    assert asked is not None and [each["content"] for each in asked.messages[-2:]] == ["4998", "4999"]
+    assert process_time() - began < 2
 
 
 def test_an_id_that_the_model_writes_does_not_make_a_miss():
