@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,11 +18,11 @@ from radixkv.chat import AsyncEngine
 from radixkv.errors import EngineClosed, InvalidConstraint
 from radixkv.grammar.constraint import installed
 from radixkv.serve.gate import Gate
+from radixkv.serve.models.manager import State
 from radixkv.serve.openai_responses.store import ResponseStore
 from radixkv.serve.service import Service
 from radixkv.server_settings import Settings
 
-State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 """Answers a request to one model."""
 Handler = Callable[[Request], Awaitable[Response]] | ASGIApp

@@ -1,4 +1,4 @@
-"""Decide which models are in memory: load one at its first request, unload idle ones. Imports neither HTTP nor torch.
+"""Decide which models are in memory: load one at its first request, unload idle ones. Needs neither HTTP nor torch.
 
 Invariants: a model that is used is never unloaded, one load serves all that wait for it, and loaded models keep to the
 limits as far as no used one would have to go. For one event loop.
@@ -12,13 +12,14 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from radixkv.errors import InvalidInput, RadixKVError
-from radixkv.serve.served_models import State
 from radixkv.sizing.kv_size import size_text
 
 _log = logging.getLogger("radixkv.serve")
+
+State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 
 class Loaded(Protocol):

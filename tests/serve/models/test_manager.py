@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -287,6 +289,11 @@ def test_a_used_model_is_not_unloaded() -> None:
         assert manager.slots[0].state == "unloaded"
 
     run(test())
+
+
+def test_the_manager_needs_no_torch() -> None:
+    code = "import sys, radixkv.serve.models.manager\nassert not {'torch', 'uvicorn'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 REQUESTS = st.tuples(

@@ -23,6 +23,7 @@ from radixkv.serve.app import application
 from radixkv.serve.models import loading
 from radixkv.serve.models.several import SeveralModels
 from radixkv.serve.models.specs import ModelSpec, specs_of
+from radixkv.serve.openapi import document as create_document
 from tests.engine.fakes import FakeRunner, make_engine
 from tests.serve.served import ASKED, LOCAL, fake_model, says, until
 
@@ -200,6 +201,18 @@ def test_a_large_body_is_parsed_in_the_background(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(gate, "parse_object", parsed)
         assert place.chat("one", metadata={"a": "b" * 70_000}).status_code == 200
         assert threads == ["radixkv-serve_0"] * 2  # for the model's name, and for the model
+
+
+def test_the_document_has_all_names_and_what_loads_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with several(monkeypatch, fails=["two"]) as place:
+        document = place.client.get("/openapi.json").json()
+        named = document["components"]["schemas"]["ChatBody"]["properties"]["model"]["enum"]
+        assert named == ["one", "one-too", "two", "two-too", "three", "three-too"]
+        for path in ("/models/load", "/models/unload"):
+            declared = document["paths"][path]["post"]["responses"]
+            for body in ({"model": "one"}, {"model": "two"}, {"model": "gpt-9"}, {"model": 1}, {}):
+                assert str(place.client.post(path, json=body).status_code) in declared
+        assert "409" in declared and "/models/load" not in create_document(["one"], Settings())["paths"]
 
 
 def test_a_model_with_a_running_stream_stays(monkeypatch: pytest.MonkeyPatch) -> None:
