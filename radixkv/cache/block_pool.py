@@ -143,10 +143,15 @@ class BlockPool:
             self.shares.count(blocks[0], 0, changed if idle else -changed)
 
     def reserve(self, block: int, slots: int) -> None:
-        """Raise the fill mark of a block that is in use to `slots` (of 1..block_size); a mark is never lowered."""
+        """Raise the fill mark of a block that is in use to `slots` (of 1..block_size)."""
         if slots == self.block_size:
             self.fill.pop(block, None)
         elif slots > self.fill.get(block, self.block_size):
+            self.fill[block] = slots
+
+    def unreserve(self, block: int, end: int, slots: int) -> None:
+        """Lower the fill mark to `slots` if it is at `end`: nobody reads the slots between, or has reserved more."""
+        if self.fill.get(block, self.block_size) == end:
             self.fill[block] = slots
 
     def evictable_for(self, group: int) -> int:

@@ -194,6 +194,37 @@ class Sequence:
         self._planned, self._unknown = UNKNOWN, self.length
         return plan
 
+    def lengthen(self, plan: WritePlan, tokens: Tokens, spare: int = 0) -> WritePlan:
+        """Add `tokens`, such as a draft, to the end of the pending `plan`; return the plan that replaces it.
+
+        Takes fewer tokens if more would evict or copy a block, or leave fewer than `spare` blocks free. O(new tokens).
+        Raises InvalidTokens, and SequenceClosed, with nothing changed.
+        """
+        self._refuse_closed()
+        raw, planned, pool = as_bytes(tokens), self._planned, self._state.pool
+        refuse_negative(raw)
+        assert planned, "tokens are added to a plan that writes some"
+        size, table = pool.block_size, self._table
+        start = self.length + len(planned) // WIDTH
+        offset = start % size
+        if offset and offset != pool.fill.get(table[-1], size) and not self._alone(table[-1]):
+            return plan
+        room = len(table) * size - start + max(len(pool.free) - spare, 0) * size
+        raw = raw[: room * WIDTH]
+        if not raw:
+            return plan
+        end = start + len(raw) // WIDTH
+        if (need := -(-end // size) - len(table)) > 0:
+            if offset:
+                pool.reserve(table[-1], size)
+            table += pool.take(need, self.group)
+            if end % size:
+                pool.fill[table[-1]] = end % size
+        else:
+            pool.reserve(table[-1], end % size or size)
+        self._planned = planned + raw
+        return plan._replace(slots=_slots(table, self.length, end, pool))
+
     def resolve(self, token: int) -> None:
         """Set the unknown token, planned or committed. O(1). Raises InvalidTokens; UnknownToken if there is none."""
         raw = as_bytes([token])
@@ -425,7 +456,8 @@ class Sequence:
         """Drop the tokens from `length` on; published tokens stay in the tree. O(blocks dropped + depth).
 
         With recurrent state, also the tokens after the last snapshot at or before `length` are dropped. After a cut
-        inside a block that published tokens share, the next `extend` takes one more block for a copy.
+        inside a block that published tokens share, the next `extend` takes one more block for a copy. The slots of
+        tokens that were never published nor forked are written again.
         """
         self._refuse_pending()
         check_int("length", length)
@@ -441,6 +473,9 @@ class Sequence:
         if length >= published:
             del self._tail[(length - published) * WIDTH :]
             self._release_own(-(-int(length) // size))
+            if length % size and not self._forked:
+                start = length - length % size
+                pool.unreserve(self._table[-1], min(self.length - start, size), length % size)
         else:
             self._tail.clear()
             self._release_own(self._own)
