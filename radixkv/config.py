@@ -23,6 +23,7 @@ MODEL_CODE = ("auto", "transformers")
 VERIFY = ("auto", "always")
 ORDERS = ("fcfs", "longest-prefix")
 VICTIMS = ("cheapest", "last")
+SPECULATE = ("ngram", "tree")
 SCRUB_RATE = 32.0  # blocks per second for scrub=True
 
 
@@ -52,6 +53,7 @@ class EngineConfigFields(TypedDict, total=False):
     order: str
     max_overtakes: int
     victim: str
+    speculate: str | None
     prefix_cache: bool
     deterministic: bool
     scrub: bool | float
@@ -116,7 +118,8 @@ def _setting(
             f"{{name}} must be an int, at least {least}, got {{value!r}}",
         )
     if choices:
-        rule = (choices.__contains__, f"{{name}}={{value!r}}: allowed are {', '.join(map(repr, choices))}")
+        allowed = (*choices, None) if default is None else choices
+        rule = (allowed.__contains__, f"{{name}}={{value!r}}: allowed are {', '.join(map(repr, allowed))}")
     return field(default=default, metadata={"help": help, "rule": rule, "least": least, "choices": choices})
 
 
@@ -215,6 +218,13 @@ class EngineConfig:
         "which request is preempted when blocks run out: the one that is cheapest to resume (cheapest), or the one "
         "that was admitted last (last)",
         choices=VICTIMS,
+    )
+    speculate: str | None = _setting(
+        None,
+        "draft the next tokens from text that is repeated, and verify all of them in one forward; replies stay the "
+        "same: ngram (the text of the request, and its prediction), tree (also all text that its namespace has "
+        "cached), or None",
+        choices=SPECULATE,
     )
     prefix_cache: bool = _setting(True, "reuse cached prefixes; False computes every prompt in full, for comparisons")
     deterministic: bool = _setting(

@@ -336,7 +336,8 @@ def blocks_needed(request: Request, block_size: int, start: int | None = None, *
         stream = live[index] if index < len(live) else None
         begin, end = prompt, prompt  # a stream that is not forked yet begins after the prompt
         if stream is not None:
-            begin, end = stream.sequence.length if stream.active else prompt, len(stream.tokens)
+            end = len(stream.tokens)
+            begin = min(stream.sequence.length, end) if stream.active else prompt  # a draft ends after its tokens
         if index == 0 and (start is not None or stream is None):
             begin = start or 0
         if worst_case or request.scheduling.guaranteed or end > most:

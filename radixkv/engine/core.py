@@ -9,7 +9,8 @@ next one, so the device always has work. The tokens that the step in flight samp
 next step reads them on the device (SGLang's overlap scheduler and TensorRT-LLM do the same), and the cache has
 placeholders for them, which nothing can match. No larger depth is possible: a sequence has one unknown token.
 
-- At depth 1 KV is committed when its step is launched, and published when the results show that its logits are finite.
+- At depth 1, and where drafts are verified, KV is committed when its step is launched, and published when the results
+  show that its logits are finite.
   Every later launch comes after it in the device's stream, so blocks can be reused as soon as the cache frees them.
 - A stream ends one step after its last row was launched. The row in between is wasted: the cache drops its token, and
   its result is ignored. `max_tokens` is known in advance and wastes nothing. With recurrent state the cache keeps the
@@ -41,12 +42,23 @@ from numpy.typing import NDArray
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.device import refuse_fatal
-from radixkv.engine.draws import ChunkScores, Draws, Row, TokenTimes, begin_chunk_scores, take_chunk_scores
+from radixkv.engine.draft_length import DraftLength, RowCosts
+from radixkv.engine.drafts import source_of
+from radixkv.engine.draws import (
+    ChunkScores,
+    Draws,
+    LastRows,
+    Row,
+    TokenTimes,
+    begin_chunk_scores,
+    take_chunk_scores,
+)
 from radixkv.engine.fault_isolation import OwnForwards, failure, in_halves, is_over
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import NO_LOADS, reuse_policy
 from radixkv.engine.scheduler import Scheduler, Work
+from radixkv.engine.speculation import MOST, Speculation
 from radixkv.engine.stats import Counters
 from radixkv.engine.transfers import (
     HostMemory,
@@ -112,6 +124,10 @@ class Forward(Protocol):
 
     def recheck(self, tokens: TokenIds, start: int, block_table: NDArray[np.int32]) -> Recheck:
         """Compute [start, len(tokens)) again and compare; `start` is a multiple of `recheck_tokens`."""
+        ...
+
+    def row_costs(self) -> tuple[tuple[int, float], ...]:
+        """Measure the seconds of a forward of 1, 2, 4, 8 and 16 rows, before anything is cached."""
         ...
 
     def host_costs(self, chunk: int) -> HostCosts:
@@ -180,15 +196,20 @@ class Core:
         loads = loads._replace(whole=bool(cache.state_rows))
         self._reuse = reuse_policy(cache, config, row_dependent=runner.row_dependent, loads=loads)
         self.flight: Flight | None = None  # the step that was launched and is not finished
-        self._finish_first = self.finish_step if depth else None  # before a launch that raised is tried again
-        self._publish_rest = self._publish_finished if depth else self._reuse.publish_rest  # when a stream ends
+        late = self._publishes_late = depth > 0 or config.speculate is not None
+        self._finish_first = self.finish_step if late else None  # before a launch that raised is tried again
+        self._publish_rest = self._publish_finished if late else self._reuse.publish_rest  # when a stream ends
         self.scheduler = Scheduler(cache, config, self.counters, self._reuse, self.observers, self)
         self.admission = self.scheduler.admission
         self.host = self._host_transfer()
         self._transfers: list[Transfer] = [each for each in (self._state_transfer(), self.host) if each is not None]
         self.records = Records()  # of a disk
         self._own_forwards = OwnForwards(self._preempt, overlaps=depth > 0) if cache.state_rows else None
-        self._draws = Draws(sampler or HostSampler(), config, self.counters, self.token_times, self._fail_alone)
+        self.speculation = self._speculation()
+        self._verify = [] if self.speculation is None else [self.speculation.verify]
+        source = self.speculation or LastRows()
+        calls = self.counters, self.token_times, self._fail_alone
+        self._draws = Draws(sampler or HostSampler(), source, config, *calls)
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; requests that ended are skipped
 
     def _host_transfer(self) -> HostTransfer | None:
@@ -203,6 +224,25 @@ class Core:
             return None
         assert self.runner.states is not None
         return StateTransfer(self.cache.copies, self.runner.states)
+
+    def _speculation(self) -> Speculation | None:
+        """Return the verification of drafts, which is the last stage before a forward."""
+        if self.config.speculate is None:
+            return None
+        length = DraftLength(RowCosts(self.runner.row_costs()), MOST, corrects=not self.depth)
+        # Where steps overlap, the next one is planned before drafts have given back their blocks.
+        spare = self.depth * (self.config.max_sequences + self.config.max_batch_tokens // self.cache.block_size)
+        made = Speculation(
+            source_of(self.config.speculate, self.cache),
+            length,
+            self.config,
+            self.counters,
+            self._count_chunk,
+            self._fail_alone,
+            spare_blocks=spare,
+        )
+        self._transfers.append(made)
+        return made
 
     @property
     def busy(self) -> bool:
@@ -380,12 +420,12 @@ class Core:
 
     def _launch(self, work: list[Work]) -> list[Flight]:
         """Run the transfers of a step, launch its forward and its draws; in several parts only if a forward raised."""
-        masks = self._draws.masks(work)
         self.counters.steps += 1
         for transfer in self._transfers:
             work = transfer.launch(work)
         if not work:
             return []
+        masks = self._draws.masks(work)
         if self._own_forwards is not None:
             parts = self._own_forwards.run(work, self._forward, self._fail_alone)
         else:
@@ -401,7 +441,7 @@ class Core:
         copies = list(chain.from_iterable(each.plan.copies for each in work))
         if flight is not None and relayed:
             ((rows, pending),) = flight.draws
-            places = {stream: place for place, (_, stream) in enumerate(rows)}
+            places = {stream: place for place, (_, stream, *_) in enumerate(rows)}
             chunks = [sequence_input(each, places[each.stream] if each.relayed else -1) for each in work]
             return self.runner.run(chunks, copies, pending.tokens)
         for each in relayed:  # the step that sampled them has finished
@@ -413,14 +453,14 @@ class Core:
         wanted = sum(each.rows for each in work)
         if len(logits) != wanted:
             raise ValueError(f"a forward of {len(work)} chunks returned {len(logits)} rows of logits, not {wanted}")
-        if self.depth:
+        if self._publishes_late:
             self._commit_launched(work)
         else:
             self._commit(work, finite_rows(logits[: len(work)]))
-        scores, logits = begin_chunk_scores(work, logits, self._fail_alone, self._finish_first), logits[: len(work)]
+        scores = begin_chunk_scores(work, logits, self._fail_alone, self._finish_first)
         if masks is not None:
-            for stream, failed in masks.wait().items():
-                self._fail_alone(stream.request, failed)
+            for row, failed in masks.wait().items():
+                self._fail_alone(row.request, failed)
         return Flight(work, self._draws.begin(work, logits, masks, self._finish_first), scores)
 
     def _commit(self, work: list[Work], finite: list[bool]) -> None:
@@ -447,7 +487,7 @@ class Core:
         ended = self.scheduler.closing[:]
         try:
             results = [(rows, pending.result()) for rows, pending in flight.draws]
-            if self.depth:
+            if self._publishes_late:
                 self._publish(flight)
             if flight.scores:
                 kept = self._reuse.kept_scores
@@ -456,6 +496,8 @@ class Core:
                 self._draws.accept(rows, sampled)
                 if self.depth:
                     _resolve(rows, sampled.tokens)
+            for verify in self._verify:
+                verify(flight.work)
             requests = {each.stream.request: None for each in flight.work}
             for request in requests:
                 try:
@@ -474,7 +516,8 @@ class Core:
 
     def _publish(self, flight: Flight) -> None:
         """Count and publish the chunks of a step, which were committed when it was launched."""
-        for each, is_finite in zip(flight.work, flight.draws[0][1].finite(), strict=True):
+        finite = flight.draws[0][1].finite()  # additional rows follow the last rows of the chunks
+        for each, is_finite in zip(flight.work, finite, strict=False):
             stream, count = each.stream, len(each.tokens)
             try:
                 if is_over(stream) or not is_finite:
@@ -600,7 +643,7 @@ def _is_pending(work: Work) -> bool:
 
 def _resolve(rows: list[Row], tokens: list[int]) -> None:
     """Set the tokens that the streams of these rows have as placeholders in the step after."""
-    for (_, stream), token in zip(rows, tokens, strict=True):
+    for (_, stream, *_), token in zip(rows, tokens, strict=True):
         if stream.active and stream.sequence.has_unknown:
             stream.sequence.resolve(token)
 
@@ -608,7 +651,7 @@ def _resolve(rows: list[Row], tokens: list[int]) -> None:
 def sequence_input(work: Work, sampled_row: int = -1) -> SequenceInput:
     """Return the input of a forward that computes a chunk; see SequenceInput for `sampled_row`."""
     return SequenceInput(
-        np.frombuffer(work.tokens, dtype=np.int32),
+        np.frombuffer(work.tokens if work.draft is None else work.tokens + work.draft, np.int32),
         work.start,
         work.plan.slots,
         work.stream.sequence.block_table,

@@ -6,13 +6,14 @@ is finished. A row that raises fails its own request only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
 from operator import attrgetter, itemgetter
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from radixkv.config import EngineConfig
 from radixkv.engine.fault_isolation import Fail, FinishStep, call_twice, in_halves
@@ -25,51 +26,98 @@ from radixkv.sampling.logits_processors import nothing_to_draw
 from radixkv.sampling.params import SampleRow
 from radixkv.sampling.row_scores import PendingScores, begin_scores
 from radixkv.sampling.sampler import Pending, Sampled, Sampler
-from radixkv.sampling.token_mask import StepMasks, TokenMasks
+from radixkv.sampling.token_mask import ConstrainedRow, StepMasks, TokenMasks
 from radixkv.telemetry.records import ITL_BOUNDS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Row: TypeAlias = tuple[int, Stream]
-"""A row of the logits, and the stream whose next token is drawn from it."""
+Row: TypeAlias = "tuple[int, Stream, Hashable, int, array[int] | None]"
+"""A row of the logits, the stream that a token is drawn for, the key of its mask, and the position of that token.
+
+Last the draft between the stream's tokens and that position, if it is verified.
+"""
+
+
+class RowSource(Protocol):
+    """Says which rows of a step's logits tokens are drawn from; the speculation of drafts draws from several a stream.
+
+    The key of a mask is the stream, or another object for a row after its first.
+    """
+
+    def masks(self, first: Mapping[Hashable, ConstrainedRow], work: list[Work]) -> Mapping[Hashable, ConstrainedRow]:
+        """Return the constraints of all rows by key, given those of the streams' next tokens."""
+        ...
+
+    def rows(self, work: list[Work], fail: Fail) -> tuple[list[Row], int]:
+        """Return the rows, and how many rows the logits have up to the last of them, at least one for each chunk.
+
+        Forks the requests whose prompt is computed. `fail` ends a request that raises.
+        """
+        ...
+
+
+class LastRows:
+    """Draws from the last row of each chunk that ends at the last token of its stream."""
+
+    def masks(self, first: Mapping[Hashable, ConstrainedRow], work: list[Work]) -> Mapping[Hashable, ConstrainedRow]:
+        """Return `first`."""
+        return first
+
+    def rows(self, work: list[Work], fail: Fail) -> tuple[list[Row], int]:
+        """See RowSource."""
+        rows: list[Row] = []
+        for row, each in enumerate(work):
+            request, end = each.stream.request, each.start + len(each.tokens)
+            if not each.samples or request.channel.ended:
+                continue
+            try:
+                for stream in request.replies.drawing(each.stream):
+                    rows.append((row, stream, each.stream, end, None))  # noqa: PERF401  # a comprehension takes 0.1 us more
+            except Exception as error:
+                fail(request, error)
+        return rows, len(work)
 
 
 class Draws:
     """Draws the next tokens of a core's streams."""
 
     def __init__(
-        self, sampler: Sampler, config: EngineConfig, counters: Counters, times: TokenTimes, fail: Fail
+        self,
+        sampler: Sampler,
+        source: RowSource,
+        config: EngineConfig,
+        counters: Counters,
+        times: TokenTimes,
+        fail: Fail,
     ) -> None:
         """Count tokens in `counters` and `times`. `fail` ends the one request that raised."""
-        self.sampler = sampler
+        self.sampler, self._source = sampler, source
         self._config, self._counters, self._times, self._fail = config, counters, times, fail
         self._masks = TokenMasks()
 
     def masks(self, work: list[Work]) -> StepMasks | None:
         """Start to fill the masks of the constrained streams that sample in this step; None if there is none."""
-        rows = {
+        first: dict[Hashable, ConstrainedRow] = {
             each.stream: mask for each in work if (mask := each.stream.continuation.mask) is not None and each.samples
         }
-        return self._masks.begin(rows) if rows else None
+        return self._masks.begin(self._source.masks(first, work)) if first else None
 
     def begin(
         self, work: list[Work], logits: Tensor, masks: StepMasks | None, finish_first: FinishStep | None
     ) -> list[tuple[list[Row], Pending]]:
-        """Start to draw for each stream that has its last logits; in several parts only if that raised.
+        """Start to draw from the logits of a step, [len(work) + additional rows, vocab]; in parts only if that raised.
 
         With `finish_first`, which takes the results of the preceding step before a draw that raised is tried again,
         there is a draw without rows, too: it has the rows of logits that are finite.
         """
-        rows = self._rows(work)
+        rows, count = self._source.rows(work, self._fail)
+        logits = logits[:count]
 
         def begin(rows: list[Row]) -> Pending:
-            mask = None if masks is None else masks.select(work[row].stream for row, _ in rows)
-            samples = []
-            for row, stream in rows:
-                each = work[row]
-                samples.append(sample_row(stream, each.start + len(each.tokens) - len(stream.tokens)))
-            return self.sampler.begin(logits, samples, [row for row, _ in rows], mask)
+            mask = None if masks is None else masks.select(each[2] for each in rows)
+            samples = [sample_row(stream, end, draft) for _, stream, _, end, draft in rows]
+            return self.sampler.begin(logits, samples, [each[0] for each in rows], mask)
 
         draws: list[tuple[list[Row], Pending]] = []
         if rows:
@@ -84,7 +132,7 @@ class Draws:
         nothing = [None] * len(rows)
         logprobs, candidates = sampled.logprobs or nothing, sampled.candidates or nothing
         counters, timed = self._counters, list[Stream]()
-        for index, (_, stream) in enumerate(rows):
+        for index, (_, stream, *_) in enumerate(rows):
             request = stream.request
             if stream.finish_reason is not None or request.channel.ended:  # or another stream of it failed
                 continue
@@ -102,33 +150,23 @@ class Draws:
                 self._fail(request, error)
         self._times.count(timed)
 
-    def _rows(self, work: list[Work]) -> list[Row]:
-        """Return the rows to draw from; forks requests whose prompt is computed."""
-        rows: list[Row] = []
-        for row, each in enumerate(work):
-            request = each.stream.request
-            if not each.samples or request.channel.ended:
-                continue
-            try:
-                for stream in request.replies.drawing(each.stream):
-                    rows.append((row, stream))  # noqa: PERF401  # a comprehension takes 0.1 us more for one stream
-            except Exception as error:
-                self._fail(request, error)
-        return rows
 
+def sample_row(stream: Stream, position: int, draft: array[int] | None = None) -> SampleRow:
+    """Return the row that draws a stream's token at `position`, after a draft if there is one.
 
-def sample_row(stream: Stream, in_flight: int) -> SampleRow:
-    """Return the row that draws a stream's next token, after `in_flight` tokens that are still being drawn: 0 or 1."""
-    request, tokens, continuation = stream.request, stream.tokens, stream.continuation
+    A token before it may still be being drawn.
+    """
+    request, continuation = stream.request, stream.continuation
+    tokens = stream.tokens if draft is None else stream.tokens + draft
     return SampleRow(  # by position: keywords take a quarter more time, for each row of each step
         request.params,
         stream.seed,
-        len(tokens) + in_flight,
+        position,
         tokens,
         len(request.prompt),
         request.stop_ids,
         (request.scheduling.number, stream.index),
-        in_flight,
+        position - len(tokens),
         continuation.candidates,
         continuation.bad_words,
     )

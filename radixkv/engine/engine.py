@@ -35,6 +35,7 @@ from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Warmed
 from radixkv.engine.request import NO_ORIGIN, Origin, Request
 from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
+from radixkv.engine.speculation import speculating
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import InvalidInput
 from radixkv.models.sampling_backend import sampler_of
@@ -117,8 +118,9 @@ class RequestEngine:
         pool_tokens = cache.num_blocks * cache.block_size
         self._pool = f"{cache.num_blocks} blocks of {cache.block_size} tokens"
         inputs = InputProcessor(
-            model, weights, pool_tokens, config.seed, core.admission, namespaces, config.logits_processors
-        )
+            model, weights, pool_tokens, config.seed, core.admission, namespaces, config.logits_processors,
+            speculates=core.speculation is not None, host_sampler=not device.is_gpu,
+        )  # fmt: skip
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
         self.client = CoreClient(core, auditor, thread, inputs, facts, decode)
@@ -182,6 +184,7 @@ class RequestEngine:
             verify=config.verify,
             kv_dtype=config.kv_dtype,
         )
+        config = speculating(loaded, config)
         bytes_per_block = loaded.bytes_per_token * config.block_size
         reserved = 0
         if config.kv_memory == "auto" and (config.num_blocks is None or loaded.state):

@@ -32,7 +32,9 @@ from radixkv.engine.output import MAX_UNREAD, OutputChannel
 from radixkv.engine.request import (
     NO_ORIGIN,
     ONE_SAMPLE,
+    SAMPLED,
     BadWords,
+    Continuation,
     Origin,
     Replies,
     Request,
@@ -42,6 +44,7 @@ from radixkv.engine.request import (
     derive_seed,
 )
 from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
+from radixkv.engine.speculation import DraftedTokens
 from radixkv.engine.text_stream import decoder
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
 from radixkv.grammar.compiler import GrammarCompiler
@@ -100,17 +103,21 @@ class InputProcessor:
         admission: Admission,
         namespaces: NamespaceTable,
         processors: Sequence[LogitsProcessor] = (),
+        *,
+        speculates: bool = False,
+        host_sampler: bool = True,
     ) -> None:
         """Process prompts for a model and a pool of `pool_tokens`; `seed` is the root of the requests' seeds.
 
         A request is refused if the model's `weights` have changed, or if `admission` says that it would not fit into an
-        empty pool. Requests have the numbers of their `namespaces`. `processors` are the engine's custom ones.
+        empty pool. Requests have the numbers of their `namespaces`. `processors` are the engine's custom ones. If the
+        engine `speculates`, so do requests, but those that read a history which only a `host_sampler` has in each row.
         """
         self.namespaces = namespaces
         self.context_limit = min(model.max_length, pool_tokens)
         self._model, self.weights = model.without_weights(), weights
         self._pool_tokens, self._admission = pool_tokens, admission
-        self._processors = processors
+        self._processors, self._speculates, self._host_sampler = processors, speculates, host_sampler
         self._bad_words = lru_cache(maxsize=64)(partial(spellings_of, model.codec, model.vocab_size))
         self._decode = None if model.codec is None else decoder(model.codec)
         self._seed, self._numbers = seed, itertools.count(1)
@@ -185,12 +192,23 @@ class InputProcessor:
         matcher = None if params.constraint is None or not sample else self.grammars.matcher(params)
         bad_words = self._bad_words(params.bad_words)
         reads_history = bool(self._processors) and read_history(self._processors, params)
+        drafts = self._speculates and params.speculate and not scores.wanted and params.prompt_logprobs is None
+        if drafts and not self._host_sampler:
+            drafts = not (params.adjusts_logits or self._processors)
         request = Request(
             prompt=ids,
             params=params,
             max_tokens=max_tokens,
             stop_ids=stop_ids,
-            replies=replies_of(params, max_tokens, stop_ids, bad_words, matcher, reads_history=reads_history),
+            replies=replies_of(
+                params,
+                max_tokens,
+                stop_ids,
+                bad_words,
+                matcher,
+                reads_history=reads_history,
+                prediction=self._prediction(params, limit) if drafts else None,
+            ),
             seed=derive_seed(self._seed, next(self._numbers)) if params.seed is None else params.seed,
             decode=self._decode,
             namespace=number,
@@ -205,6 +223,17 @@ class InputProcessor:
         self.weights.check()
         self._admission.check_fits(request)
         return request
+
+    def _prediction(self, params: SamplingParams, limit: int) -> Sequence[int]:
+        """Return the token ids of a prediction. Raises InvalidInput if it has more than a context of `limit` tokens."""
+        if not params.prediction:
+            return ()
+        if self._model.codec is None:
+            raise InvalidInput("prediction is a text, and this model has no tokenizer to read it")
+        ids: Sequence[int] = self._model.codec.encode(params.prediction, add_special_tokens=False)
+        if len(ids) > limit:
+            raise InvalidInput(f"prediction has {len(ids)} tokens, and prompt and reply together at most {limit}")
+        return ids
 
     def scored(
         self, ids: TokenIds, first: int, targets: tuple[int, ...], *, namespace: Hashable, timeout: float | None
@@ -280,22 +309,26 @@ def replies_of(
     matcher: TokenMatcher | None = None,
     *,
     reads_history: bool = False,
+    prediction: Sequence[int] | None = None,
 ) -> Replies:
     """Return how the streams of a request continue its prompt.
 
     `bad_words` are the token ids of `params.bad_words`. `matcher` constrains the first stream, and is forked for the
-    others. `reads_history` means that a custom processor reads the tokens before. Without `max_tokens` there is one
-    stream, which samples nothing.
+    others. `reads_history` means that a custom processor reads the tokens before. Streams draft tokens if there is a
+    `prediction`, which may be empty. Without `max_tokens` there is one stream, which samples nothing.
     """
     if not max_tokens:
         return ONE_SAMPLE
     if params.beam_width > 1:
         return BeamSearch(params, max_tokens, stop_ids, bad_words)
+    continuation: Continuation = SAMPLED
     if matcher is not None:
-        return Samples(params.n, ConstrainedTokens(matcher, stop_ids, bad_words))
-    if bad_words or reads_history:
-        return Samples(params.n, SampledTokens(bad_words, reads_history=reads_history))
-    return ONE_SAMPLE if params.n == 1 else Samples(params.n)
+        continuation = ConstrainedTokens(matcher, stop_ids, bad_words)
+    elif bad_words or reads_history:
+        continuation = SampledTokens(bad_words, reads_history=reads_history)
+    if prediction is not None:
+        continuation = DraftedTokens(continuation, prediction)
+    return ONE_SAMPLE if params.n == 1 and continuation is SAMPLED else Samples(params.n, continuation)
 
 
 def check_seconds(name: str, value: Any) -> None:

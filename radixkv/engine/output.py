@@ -44,6 +44,8 @@ class Usage:
     because of that; `computed_tokens` counts them once. `host_tokens` were loaded from host memory in place of being
     computed: cached tokens, and tokens that a preempted request would otherwise compute again. `disk_tokens` were read
     from a disk into host memory while the request waited.
+    `drafted_tokens` were verified before they were sampled, and `accepted_tokens` of them are tokens of the reply;
+    `predicted_tokens` and `accepted_predicted_tokens` are the drafts among them from a prediction.
     """
 
     prompt_tokens: int
@@ -56,6 +58,10 @@ class Usage:
     recomputed_tokens: int = 0
     host_tokens: int = 0
     disk_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    predicted_tokens: int = 0
+    accepted_predicted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

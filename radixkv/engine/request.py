@@ -2,8 +2,8 @@
 
 A stream has one `Continuation`. It sets the mask and the candidates of the next draw, and whether the host must read
 each token before the next draw. Then it takes the drawn token. A request has one `Replies` object, which forks the
-streams and makes the result. `Samples` and `SampledTokens` are the default, `ConstrainedTokens` follow a grammar, and
-`beams` has a search.
+streams and makes the result. `Samples` and `SampledTokens` are the default, `ConstrainedTokens` follow a grammar,
+`DraftedTokens` verify drafts, and `beams` has a search.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -442,6 +444,7 @@ class Stream:
             recomputed_tokens=counts.recomputed_tokens,
             host_tokens=counts.host_tokens,
             disk_tokens=request.scheduling.disk_tokens,
+            **counts.drafts,
         )
         logprobs = tuple(self.logprobs) if self.logprobs else None
         text = self.text
@@ -469,19 +472,26 @@ class StreamTimes:
     finished: float | None = None
 
 
+_NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
+
+
 class TokenCounts:
     """Count the tokens of a stream that were hits, computed, computed again, and loaded from the host.
 
-    `reached` tokens were computed or hit at least once. `host_hits` are the hits that were loaded.
+    `reached` tokens were computed or hit at least once. `host_hits` are the hits that were loaded. `drafts` are the
+    counts of drafted tokens, by their names in `Usage`.
     """
 
-    __slots__ = ("_uncounted_hits", "cached_tokens", "host_hits", "host_tokens", "reached", "recomputed_tokens")
+    __slots__ = (
+        "_uncounted_hits", "cached_tokens", "drafts", "host_hits", "host_tokens", "reached", "recomputed_tokens",
+    )  # fmt: skip
 
     def __init__(self, cached: int, *, is_hit: bool) -> None:
         """Start with `cached` tokens: a hit, or the tokens of the stream that this one was forked from."""
         self.cached_tokens = self.reached = cached
         self.recomputed_tokens = self.host_tokens = self.host_hits = 0
         self._uncounted_hits = cached if is_hit else 0
+        self.drafts: Mapping[str, int] = _NO_DRAFTS
 
     @property
     def computed_tokens(self) -> int:
@@ -512,6 +522,14 @@ class TokenCounts:
         self.cached_tokens += gained
         self._uncounted_hits += gained
         self.reached += gained
+
+    def add_draft(self, drafted: int, accepted: int, *, predicted: bool) -> None:
+        """Count a draft that was verified, from a prediction or not."""
+        found = Counter(self.drafts)
+        found.update(drafted_tokens=drafted, accepted_tokens=accepted)
+        if predicted:
+            found.update(predicted_tokens=drafted, accepted_predicted_tokens=accepted)
+        self.drafts = found
 
     def drop_hits(self, lost: int) -> None:
         """Take back the last `lost` hits, as far as no step has counted them."""

@@ -47,7 +47,7 @@ class Work:
 
     An `isolated` chunk has a forward of its own. The logits of its last `rows` tokens are needed. A load has `sources`
     in host memory, one for each slot of the plan. A `relayed` token is still being sampled: `tokens` has a placeholder
-    until the preceding step has finished.
+    until the preceding step has finished. The `draft` follows `tokens` in the plan and in the forward, and is verified.
     """
 
     stream: Stream
@@ -58,10 +58,11 @@ class Work:
     rows: int = 1
     sources: NDArray[np.int64] | None = None
     relayed: bool = False
+    draft: array[int] | None = None
 
     @property
     def end(self) -> int:
-        """The position after the last token."""
+        """The position after the last token, without the draft."""
         return self.start + len(self.tokens)
 
     @property
@@ -199,7 +200,7 @@ class Scheduler:
         """Plan a stream's next tokens; None if there are none to compute, or if they do not fit this step."""
         start = stream.sequence.length
         count = len(stream.tokens) - start
-        if not count:
+        if count <= 0:  # the step in flight samples the next token, perhaps after a draft
             return self._relay(stream, start)
         if count > 1:
             count = self._prefill_count(stream, count)

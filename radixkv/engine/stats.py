@@ -39,6 +39,21 @@ class Counters:
     reused_scores: int = 0
     decode_tokens: int = 0
     disk_tokens: int = 0
+    drafting_steps: int = 0
+    drafted_from_tree: int = 0
+    drafted_from_past: int = 0
+    drafted_from_own: int = 0
+    drafted_from_prediction: int = 0
+    accepted_from_tree: int = 0
+    accepted_from_past: int = 0
+    accepted_from_own: int = 0
+    accepted_from_prediction: int = 0
+
+    def drafted(self, source: str, drafted: int, accepted: int) -> None:
+        """Count the tokens of a draft that was verified."""
+        counted = vars(self)
+        counted[f"drafted_from_{source}"] += drafted
+        counted[f"accepted_from_{source}"] += accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,11 @@ class EngineStats:
     prompts, and continuations of them, with a computed score; `reused_scores` were taken from other requests.
     `decode_tokens` are the computed tokens that are not of a prompt; `computed_tokens` include them. `disk_tokens` were
     read from a disk into host memory, and `disk` has the numbers of its folder.
+    Where the engine speculates, `drafting_steps` counts the decoded tokens of streams that may draft, each of which
+    took a step, and accepted tokens came in addition. Drafts are counted by the source of their text: the tree
+    (`drafted_from_tree`, `accepted_from_tree`), past text of the namespace (`drafted_from_past`, `accepted_from_past`),
+    the request's own text (`drafted_from_own`, `accepted_from_own`), or a prediction (`drafted_from_prediction`,
+    `accepted_from_prediction`).
     """
 
     model: str
@@ -110,11 +130,27 @@ class EngineStats:
     kv_dtype: str = "auto"
     disk_tokens: int = 0
     disk: DiskStats = NO_DISK
+    drafting_steps: int = 0
+    drafted_from_tree: int = 0
+    drafted_from_past: int = 0
+    drafted_from_own: int = 0
+    drafted_from_prediction: int = 0
+    accepted_from_tree: int = 0
+    accepted_from_past: int = 0
+    accepted_from_own: int = 0
+    accepted_from_prediction: int = 0
 
     @property
     def requests(self) -> int:
         """All requests so far."""
         return self.waiting + self.running + self.finished + self.cancelled + self.failed
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The decoded tokens of a step of a stream that may draft; 1.0 without speculation."""
+        accepted = self.accepted_from_tree + self.accepted_from_past
+        accepted += self.accepted_from_own + self.accepted_from_prediction
+        return 1 + accepted / self.drafting_steps if self.drafting_steps else 1.0
 
     @property
     def audit(self) -> str:

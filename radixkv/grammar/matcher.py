@@ -68,6 +68,10 @@ class GrammarMatcher:
             raise self._error()
         return tokens
 
+    def valid(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens could be appended, and change nothing."""
+        return int(self._matcher.validate_tokens(list(tokens)))
+
     def rollback(self, count: int) -> None:
         """Take back the last `count` tokens; raises InvalidConstraint if the grammar cannot."""
         if count and not self._matcher.rollback(count):

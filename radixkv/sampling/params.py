@@ -217,6 +217,17 @@ class Choices(Texts):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prediction(Parameter):
+    """Declare a text, which may be empty; None is empty."""
+
+    def checked(self, name: str, value: Any) -> str:
+        """Return the text."""
+        if not isinstance(value, str | None):
+            raise InvalidInput(f"{name} must be a text, not {value!r:.100}")
+        return _encodable(name, value or "")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EarlyStopping(Parameter):
     """Declare when a beam search ends: True, False or "never"."""
 
@@ -314,6 +325,8 @@ class SamplingParams:
     length_penalty       a beam's score is the sum of its log probabilities over its length to this power, -10..10
     early_stopping       True: stop once beam_width beams are complete; False: once no beam is likely to improve;
                          "never": once no beam can improve, for a length_penalty > 0
+    speculate            whether an engine that speculates drafts tokens of the reply; it is the same with and without
+    prediction           text that the reply may repeat, from which such an engine drafts; "": none
     extra_args           name -> value, for the engine's custom logits processors
     json_schema          the reply is a JSON value that this schema allows: a mapping, its JSON text, or True for any
     regex                the whole reply matches this regular expression
@@ -346,6 +359,8 @@ class SamplingParams:
     beam_width: int = parameter(1, Integer(low=1, wire_high=128, on_wire=False))
     length_penalty: float = parameter(1.0, Number(low=-10, high=10, description=_OF_BEAMS))
     early_stopping: bool | str = parameter(False, EarlyStopping(description=_OF_BEAMS))
+    speculate: bool = parameter(True, Flag(description="Draft tokens of the reply, if the server speculates."))
+    prediction: str = parameter("", Prediction(on_wire=False))
     extra_args: Mapping[str, Any] = field(
         default_factory=dict, hash=False, metadata={"parameter": Arguments(on_wire=False)}
     )

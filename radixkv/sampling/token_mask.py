@@ -53,6 +53,10 @@ class TokenMatcher(Protocol):
         """Return the tokens that must come next, as the tokenizer would spell them; empty if there is a choice."""
         ...
 
+    def valid(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens, none of them a stop token, could be appended, and change nothing."""
+        ...
+
     def rollback(self, count: int) -> None:
         """Take back the last `count` tokens."""
         ...

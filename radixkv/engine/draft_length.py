@@ -1,0 +1,168 @@
+"""Decide how long a draft may be: a row that is verified costs time, and pays if its token is accepted.
+
+A step of n rows takes `RowCosts.seconds(n)`, measured when the engine is loaded and corrected by its own steps. An
+accepted token saves its stream's share of a step of decodes. It is accepted with a probability that follows from the
+drafts so far: those of the same source and length of match, and those of the same stream. With many streams the share
+is small, so drafts end by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, repeat
+from operator import mul
+from time import perf_counter
+from typing import NamedTuple
+
+from radixkv.engine.drafts import Draft
+from radixkv.engine.scheduler import Work
+
+_BOUNDS = (6, 12, 24)  # of match lengths with a probability of their own
+_FIRST_GUESS = {"tree": 0.9, "prediction": 0.8}  # of an accepted token, before drafts are counted
+_BY_MATCH = (0.4, 0.6, 0.75, 0.85)
+_WEIGHT = 8.0  # of a guess, in tokens
+_MEMORY = 256.0  # tokens after which older ones count half
+_LONGEST_PAUSE = 32  # steps
+_STEP = 0.1  # of the correction of a cost by one step
+_SURE = 0.98
+
+
+class RowCosts:
+    """The seconds of a step, by its number of rows."""
+
+    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
+        """Interpolate the costs of at least two numbers of rows, ascending, and extrapolate the last ones."""
+        self._points = list(measured)
+        self._factors = dict[int, float]()  # of steps with as many bits in their number of rows
+
+    def seconds(self, rows: int) -> float:
+        """Return the seconds of a step of `rows`; grows with them."""
+        bits = rows.bit_length()
+        nearest = min(self._factors, key=lambda each: abs(each - bits), default=bits)
+        return self._measured(rows) * self._factors.get(nearest, 1.0)
+
+    def _measured(self, rows: int) -> float:
+        right = next((place for place, (most, _) in enumerate(self._points) if rows <= most), -1) or 1
+        (low, before), (high, after) = self._points[right - 1], self._points[right]
+        return before + max(after - before, 0.0) * (rows - low) / (high - low)
+
+    def correct(self, rows: int, seconds: float) -> None:
+        """Take the seconds of a step; one that was disturbed counts at most twice the present cost."""
+        bits, factor = rows.bit_length(), seconds / self._measured(rows)
+        before = self._factors.setdefault(bits, factor)
+        self._factors[bits] = before + _STEP * (min(max(factor, before / 2), before * 2) - before)
+
+
+class Rate:
+    """The share of tokens that were accepted, after a first guess; newer ones count more."""
+
+    def __init__(self, guess: float) -> None:
+        """Begin with a guess."""
+        self.accepted, self.tried = guess * _WEIGHT, _WEIGHT
+
+    @property
+    def mean(self) -> float:
+        """The share."""
+        return self.accepted / self.tried
+
+    def add(self, accepted: float, tried: float) -> None:
+        """Count tokens."""
+        self.accepted, self.tried = self.accepted + accepted, self.tried + tried
+        if self.tried > _MEMORY:
+            self.accepted, self.tried = self.accepted / 2, self.tried / 2
+
+
+class Tally:
+    """The drafts of one stream: how its tokens were accepted, beside the mean of all streams, and its pause."""
+
+    def __init__(self) -> None:
+        """Begin with the mean of all streams."""
+        self.factor = Rate(1.0)
+        self.pause = 0  # steps without a draft that are left
+        self._failed = 0  # drafts in turn
+
+    def add(self, accepted: int, expected: float) -> None:
+        """Count a verified draft; a stream whose drafts fail pauses, each time twice as long."""
+        self.factor.add(accepted, expected)
+        self._failed = 0 if accepted else self._failed + 1
+        self.pause = min(1 << self._failed, _LONGEST_PAUSE) if self._failed > 1 else 0
+
+
+class SentDraft(NamedTuple):
+    """A draft that is verified: its source, the length of its match, and how many of its tokens."""
+
+    source: str
+    matched: int
+    tokens: int
+
+
+class Step:
+    """A step whose drafts are chosen: what an accepted token saves, and what each further row costs."""
+
+    def __init__(self, length: DraftLength, rows: int, saving: float, most: int) -> None:
+        """Begin with the `rows` of a step without drafts, of at most `most` tokens each."""
+        self._length, self._rows, self._saving, self._most = length, rows, saving, most
+        self.add(0)
+
+    def add(self, rows: int) -> None:
+        """Count the rows of a draft."""
+        self._rows += rows
+        costs, rows = self._length.costs, self._rows
+        before = costs.seconds(rows)
+        self._costs = [costs.seconds(rows + more) - before for more in range(1, self._most + 1)]
+        self._pays = self._best(_SURE, self._most) > 0
+
+    def wants(self, tally: Tally) -> bool:
+        """Return whether to look for a draft: not in a pause, nor where even a sure token costs more than it saves."""
+        if tally.pause:
+            tally.pause -= 1
+            return False
+        return self._pays
+
+    def best(self, draft: Draft, count: int, tally: Tally) -> int:
+        """Return how many of the first `count` tokens of a draft to verify."""
+        return self._best(min(self._length.rate(draft.source, draft.matched).mean * tally.factor.mean, _SURE), count)
+
+    def _best(self, chance: float, most: int) -> int:
+        """Return the length of the draft with the largest gain, up to `most` tokens; 0 if none gains."""
+        expected = accumulate(accumulate(repeat(chance, most), mul))  # accepted tokens
+        gains = [self._saving * tokens - cost for tokens, cost in zip(expected, self._costs, strict=False)]
+        best = max(gains, default=0.0)
+        return gains.index(best) + 1 if best > 0 else 0
+
+
+class DraftLength:
+    """Chooses the lengths of the drafts of one engine, and learns from its steps."""
+
+    def __init__(self, costs: RowCosts, most: int, *, corrects: bool = True) -> None:
+        """Choose up to `most` tokens. `corrects` says that each step ends before the next one begins."""
+        self.costs, self._most, self._corrects = costs, most, corrects
+        self._rates = {
+            source: [Rate(_FIRST_GUESS.get(source, guess)) for guess in _BY_MATCH]
+            for source in ("tree", "past", "own", "prediction")
+        }
+        self._begun = 0.0
+
+    def begin(self, work: list[Work]) -> Step:
+        """Begin the drafts of a step that computes `work`."""
+        self._begun = perf_counter()
+        decodes = sum(len(each.tokens) == 1 for each in work) or 1
+        rows = sum(len(each.tokens) for each in work)
+        return Step(self, rows, self.costs.seconds(decodes) / decodes, self._most)
+
+    def end(self, work: list[Work]) -> None:
+        """Correct the costs by a step that has ended."""
+        if self._corrects and self._begun:
+            rows = sum(len(each.tokens) + len(each.draft or ()) for each in work)
+            self.costs.correct(rows, perf_counter() - self._begun)
+        self._begun = 0.0
+
+    def rate(self, source: str, matched: int) -> Rate:
+        """Return the share of accepted tokens of drafts with such a match."""
+        return self._rates[source][sum(matched >= bound for bound in _BOUNDS)]
+
+    def verified(self, sent: SentDraft, accepted: int, tally: Tally, *, ended: bool) -> None:
+        """Count a verified draft; where the reply `ended`, the tokens after it were not judged."""
+        rate, tried = self.rate(sent.source, sent.matched), accepted + (accepted < sent.tokens and not ended)
+        tally.add(accepted, tried * rate.mean)
+        rate.add(accepted, tried)
