@@ -161,6 +161,12 @@ class DraftLength:
         """Return the share of accepted tokens of drafts with such a match."""
         return self._rates[source][sum(matched >= bound for bound in _BOUNDS)]
 
+    def guessed(self, draft: Draft, right: bool, tally: Tally) -> None:
+        """Count the first token of a draft that was not verified, which costs nothing."""
+        rate = self.rate(draft.source, draft.matched)
+        tally.factor.add(right, rate.mean)
+        rate.add(right, 1)
+
     def verified(self, sent: SentDraft, accepted: int, tally: Tally, *, ended: bool) -> None:
         """Count a verified draft; where the reply `ended`, the tokens after it were not judged."""
         rate, tried = self.rate(sent.source, sent.matched), accepted + (accepted < sent.tokens and not ended)

@@ -80,6 +80,7 @@ class DraftedTokens:
         self._sent = SentDraft("", 0, 0)
         self._first = self._row = 0  # the position of the draft, and the number of rows taken
         self._text: StreamDrafts | None = None
+        self._guess: tuple[int, Draft] | None = None
 
     @property
     def host_bound(self) -> bool:
@@ -106,6 +107,18 @@ class DraftedTokens:
         """Return the draft whose rows were all taken, and verify none any more."""
         self.draft = None
         return self._sent
+
+    def guess(self, stream: Stream, proposed: Draft) -> None:
+        """Remember the first token of a proposal that was not worth its row."""
+        self._guess = len(stream.tokens), proposed
+
+    def judge(self, stream: Stream) -> tuple[Draft, bool] | None:
+        """Return the last guess, and whether it was right; None if there is none."""
+        guess, self._guess = self._guess, None
+        if guess is None or guess[0] >= len(stream.tokens):
+            return None
+        place, proposed = guess
+        return proposed, stream.tokens[place] == proposed.tokens[0]
 
     def take(self, stream: Stream, drawn: Drawn) -> Sequence[Chunk]:
         """Take the draw of the next row; returns nothing if the stream has another text than the draft up to there.
@@ -190,7 +203,11 @@ class Speculation:
         tokens = _without_stops(draft.tokens, request.stop_ids)
         if (row := continuation.mask) is not None and not work.relayed:
             tokens = tokens[: row.matcher.valid(tokens)]
-        tokens = tokens[: step.best(draft, len(tokens), continuation.tally)]
+        if (judged := continuation.judge(stream)) is not None:
+            self._length.guessed(*judged, continuation.tally)
+        if not (longest := step.best(draft, len(tokens), continuation.tally)) and tokens:
+            continuation.guess(stream, draft)
+        tokens = tokens[:longest]
         if work.relayed:
             continuation.waits = len(tokens) > 1
             return 0
