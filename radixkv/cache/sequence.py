@@ -456,8 +456,8 @@ class Sequence:
         """Drop the tokens from `length` on; published tokens stay in the tree. O(blocks dropped + depth).
 
         With recurrent state, also the tokens after the last snapshot at or before `length` are dropped. After a cut
-        inside a block that published tokens share, the next `extend` takes one more block for a copy. The slots of
-        tokens that were never published nor forked are written again.
+        inside a block that published tokens share, the next `extend` takes one more block for a copy, but not after a
+        cut of tokens that were neither published nor forked.
         """
         self._refuse_pending()
         check_int("length", length)
@@ -467,15 +467,10 @@ class Sequence:
             return
         if self._row is not None:
             length = self._row.restore(self.node, int(length))
-        tree, pool = self._state.tree, self._state.pool
-        size = pool.block_size
+        tree, pool, size = self._state.tree, self._state.pool, self._state.pool.block_size
         published = self.length - len(self._tail) // WIDTH
         if length >= published:
-            del self._tail[(length - published) * WIDTH :]
-            self._release_own(-(-int(length) // size))
-            if length % size and not self._forked:
-                start = length - length % size
-                pool.unreserve(self._table[-1], min(self.length - start, size), length % size)
+            self._cut_tail(int(length), published)
         else:
             self._tail.clear()
             self._release_own(self._own)
@@ -695,6 +690,15 @@ class Sequence:
             return True
         above = state.tree.shared.owners_above(self.node, block, self.length // state.pool.block_size)
         return entry.owners == 1 + len(above)
+
+    def _cut_tail(self, length: int, published: int) -> None:
+        """Drop unpublished tokens from `length` on. Unless a fork reads them, their slots are the next to be written."""
+        pool = self._state.pool
+        slots = length % pool.block_size
+        del self._tail[(length - published) * WIDTH :]
+        self._release_own(-(-length // pool.block_size))
+        if slots and not self._forked:
+            pool.unreserve(self._table[-1], min(self.length - length + slots, pool.block_size), slots)
 
     def _release_own(self, start: int) -> None:
         """Drop our references to table[start:], last block first."""
