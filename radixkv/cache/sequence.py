@@ -207,7 +207,8 @@ class Sequence:
         size, table = pool.block_size, self._table
         start = self.length + len(planned) // WIDTH
         offset = start % size
-        if offset and offset != pool.fill.get(table[-1], size) and not self._alone(table[-1]):
+        in_place = not offset or offset == pool.fill.get(table[-1], size) or self._alone(table[-1])
+        if self._forked or not in_place:
             return plan
         room = len(table) * size - start + max(len(pool.free) - spare, 0) * size
         raw = raw[: room * WIDTH]
@@ -692,7 +693,7 @@ class Sequence:
         return entry.owners == 1 + len(above)
 
     def _cut_tail(self, length: int, published: int) -> None:
-        """Drop unpublished tokens from `length` on. Unless a fork reads them, their slots are the next to be written."""
+        """Drop unpublished tokens from `length` on; unless a fork reads them, their slots are written next."""
         pool = self._state.pool
         slots = length % pool.block_size
         del self._tail[(length - published) * WIDTH :]
