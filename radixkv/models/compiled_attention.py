@@ -1,8 +1,8 @@
 """Attention of decodes and short chunks, and writes to the pool, by compiled functions: float32 on a CPU, any format.
 
 In a decode step of a small model, the operators of torch take as long as the products: each layer's attention has about
-a dozen. Here two calls take their place. The rows of a short chunk, such as a draft, are computed as decodes are, to the
-same bits, but they read each key from memory once. Query rows of several sequences that share a run of keys are
+a dozen. Here two calls take their place. The rows of a short chunk, such as a draft, are computed as decodes are, to
+the same bits, but they read each key from memory once. Query rows of several sequences that share a run of keys are
 computed by torch.
 """
 

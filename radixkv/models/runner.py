@@ -313,7 +313,10 @@ class AttentionPlanner:
     """Builds a step's work list for each distinct attention window of a model's layers."""
 
     def __init__(self, layers: Sequence[LayerSpec], block_size: int, min_saving: int, short_chunk: int = 1) -> None:
-        """`min_saving` and `short_chunk` as in `plan.build`. Raises InvalidInput for layers whose chunks are not whole blocks."""
+        """Pass `min_saving` and `short_chunk` to `plan.build`.
+
+        Raises InvalidInput for layers whose chunks are not whole blocks.
+        """
         for layer in layers:
             if layer.chunk is not None:
                 plan.check_chunk(layer.chunk, block_size)
