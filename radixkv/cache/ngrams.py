@@ -64,7 +64,7 @@ class NgramIndex:
         return self.tokens[first:last] if first < last else np.concatenate((self.tokens[first:], self.tokens[:last]))
 
     def places(self, suffix: Sequence[int]) -> Iterator[int]:
-        """Yield the places before the end whose n-gram may be that of the last tokens of `suffix`, the latest first."""
+        """Yield places whose n-gram may equal the last tokens of `suffix`, the latest first."""
         link, later = int(self._heads[self._hash(suffix[-self.gram :])]), self.length
         for _ in range(_LINKS):
             place = self.length - 1 - (self.length - link) % self.capacity

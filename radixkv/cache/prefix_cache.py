@@ -118,10 +118,9 @@ class PrefixCache:
         check_positive("block_size", block_size)
         if not _is_number(pin_budget) or not 0 <= pin_budget <= 1:
             raise InvalidInput(f"pin_budget={pin_budget!r}: allowed is a part of the pool, 0.0 to 1.0")
-        _check_tiers(host_blocks, state_rows, state_snapshots, host_snapshots)
+        _check_sizes(host_blocks, state_rows, state_snapshots, host_snapshots, draft_tokens)
         self.num_blocks, self.block_size, self.host_blocks = int(num_blocks), int(block_size), int(host_blocks)
-        self.eviction = eviction  # the name of the policy
-        self.clock = clock
+        self.eviction, self.clock = eviction, clock  # the name of the policy
         shape = self.num_blocks, self.block_size
         index, shares, namespaces = new_index(eviction, *shape, clock), None, Namespaces()
         self.quotas: Quotas | None = None
@@ -131,13 +130,11 @@ class PrefixCache:
             namespaces = Namespaces(self.quotas.limits.group)
         self.copies = StateSlots(int(state_rows), int(state_snapshots), int(host_snapshots))
         budget, spacing = int(pin_budget * num_blocks), state_spacing or Spacing()
+        pool = BlockPool(*shape, shares)
         # For the cache's own modules, and for checks.
-        self.state = CacheState(
-            BlockPool(*shape, shares), index, namespaces, clock, budget, self.host_blocks, self.copies, spacing
-        )
+        self.state = CacheState(pool, index, namespaces, clock, budget, self.host_blocks, self.copies, spacing)
         self._namespaces = namespaces
-        check_count("draft_tokens", draft_tokens)
-        self.past_text = PastText(self.state.tree, int(draft_tokens), self.state.events)
+        self.past_text = PastText(self.state.tree, draft_tokens, self.state.events)
         if observer is not None:
             self.state.observe(observer)
 
@@ -286,7 +283,7 @@ class PrefixCache:
     # ---- text for drafts: changes nothing
 
     def continuation(self, sequence: Sequence, tokens: Tokens, most: int) -> array[int]:
-        """Return up to `most` tokens that follow `tokens` in the tree, in any tier; at branches those of latest use.
+        """Return up to `most` tokens that follow `tokens` in the tree, in any tier; the latest use at branches.
 
         `tokens` begin with the published ones of `sequence`, which is open. O(tokens after these + depth + most).
         """
@@ -677,8 +674,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
-def _check_tiers(host_blocks: int, state_rows: int, state_snapshots: int, host_snapshots: int) -> None:
-    """Raise InvalidInput for sizes of a host tier and of recurrent state that are none, or do not go together."""
+def _check_sizes(host_blocks: int, state_rows: int, state_snapshots: int, host_snapshots: int, text: int) -> None:
+    """Raise InvalidInput for sizes of a host tier, recurrent state and past text that are none, or do not fit."""
+    check_count("draft_tokens", text)
     check_count("host_blocks", host_blocks)
     check_count("state_rows", state_rows)
     check_count("state_snapshots", state_snapshots)

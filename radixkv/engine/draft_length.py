@@ -1,8 +1,8 @@
 """Decide how long a draft may be: a row that is verified costs time, and pays if its token is accepted.
 
 A step of n rows takes `RowCosts.seconds(n)`, measured when the engine is loaded and corrected by its own steps. A token
-is accepted with a probability that follows from the drafts so far: those of the same source and length of match, and
-those of the same stream. A draft has the length with the most expected tokens a second of the whole step. With many
+is accepted with a probability that follows from the drafts so far: of the same source and length of match, and of the
+same stream. A draft has the length with the most expected tokens a second of the whole step. With many
 streams a row costs nearly as much as a decode, so drafts end by themselves.
 """
 
@@ -72,7 +72,7 @@ class Rate:
 
 
 class Tally:
-    """The drafts of one stream: how its tokens were accepted, beside the mean of all streams, and its pause."""
+    """The drafts of one stream: how much better than the mean of all streams they were, and its pause."""
 
     def __init__(self) -> None:
         """Begin with the mean of all streams."""

@@ -1,6 +1,6 @@
 """Find text that a reply may repeat: the drafts of speculation.
 
-The tree comes first: where other text follows that of a request, as in a retry, the draft is the text of latest use.
+The tree comes first: where cached text continues the text of a request, as in a retry, the draft is the latest use.
 Else the longest match of the last tokens wins: in the prediction that came with the request, in its own prompt and
 reply, or in past text of its namespace. A draft is one path, not a tree of branches: each row costs time.
 
@@ -23,7 +23,7 @@ _OWN_GRAM = 3  # tokens of the shortest match in a request's own text
 
 
 class Draft(NamedTuple):
-    """Tokens that may follow those of a stream, the source of their text, and how many tokens before them matched."""
+    """Tokens that may follow a stream's tokens, the source of their text, and how many tokens before them matched."""
 
     tokens: array[int]
     source: str
