@@ -92,6 +92,14 @@ class Sequence:
         raw = bytearray().join([node.key for node in self._state.tree.path(self.node)])
         return np.frombuffer(raw + self._tail, np.int32)
 
+    def text_from(self, start: int) -> bytes:
+        """Return the committed tokens from `start` on, as bytes, also while `close` sends its event. O(tokens)."""
+        node, keys = self.node, [bytes(self._tail)]
+        while node.parent is not None and node.end > start:
+            keys.append(bytes(node.key))
+            node = node.parent
+        return b"".join(reversed(keys))[max(start - node.end, 0) * WIDTH :]
+
     @property
     def unshared_length(self) -> int:
         """Committed tokens that no other open sequence and no pin holds, so that closing may lose them.
@@ -207,7 +215,8 @@ class Sequence:
         size, table = pool.block_size, self._table
         start = self.length + len(planned) // WIDTH
         offset = start % size
-        if offset and offset != pool.fill.get(table[-1], size) and not self._alone(table[-1]):
+        in_place = not offset or offset == pool.fill.get(table[-1], size) or self._alone(table[-1])
+        if self._forked or not in_place:
             return plan
         room = len(table) * size - start + max(len(pool.free) - spare, 0) * size
         raw = raw[: room * WIDTH]
@@ -456,8 +465,8 @@ class Sequence:
         """Drop the tokens from `length` on; published tokens stay in the tree. O(blocks dropped + depth).
 
         With recurrent state, also the tokens after the last snapshot at or before `length` are dropped. After a cut
-        inside a block that published tokens share, the next `extend` takes one more block for a copy. The slots of
-        tokens that were never published nor forked are written again.
+        inside a block that published tokens share, the next `extend` takes one more block for a copy, but not after a
+        cut of tokens that were neither published nor forked.
         """
         self._refuse_pending()
         check_int("length", length)
@@ -467,15 +476,10 @@ class Sequence:
             return
         if self._row is not None:
             length = self._row.restore(self.node, int(length))
-        tree, pool = self._state.tree, self._state.pool
-        size = pool.block_size
+        tree, pool, size = self._state.tree, self._state.pool, self._state.pool.block_size
         published = self.length - len(self._tail) // WIDTH
         if length >= published:
-            del self._tail[(length - published) * WIDTH :]
-            self._release_own(-(-int(length) // size))
-            if length % size and not self._forked:
-                start = length - length % size
-                pool.unreserve(self._table[-1], min(self.length - start, size), length % size)
+            self._cut_tail(int(length), published)
         else:
             self._tail.clear()
             self._release_own(self._own)
@@ -695,6 +699,15 @@ class Sequence:
             return True
         above = state.tree.shared.owners_above(self.node, block, self.length // state.pool.block_size)
         return entry.owners == 1 + len(above)
+
+    def _cut_tail(self, length: int, published: int) -> None:
+        """Drop unpublished tokens from `length` on; unless a fork reads them, their slots are written next."""
+        pool = self._state.pool
+        slots = length % pool.block_size
+        del self._tail[(length - published) * WIDTH :]
+        self._release_own(-(-length // pool.block_size))
+        if slots and not self._forked:
+            pool.unreserve(self._table[-1], min(self.length - length + slots, pool.block_size), slots)
 
     def _release_own(self, start: int) -> None:
         """Drop our references to table[start:], last block first."""

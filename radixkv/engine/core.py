@@ -127,7 +127,7 @@ class Forward(Protocol):
         ...
 
     def row_costs(self) -> tuple[tuple[int, float], ...]:
-        """Measure the seconds of a forward of 1, 2, 4, 8 and 16 rows, before anything is cached."""
+        """Measure the seconds of forwards of 1 to 16 rows, some of these numbers, before anything is cached."""
         ...
 
     def host_costs(self, chunk: int) -> HostCosts:
@@ -186,8 +186,7 @@ class Core:
         self.config = config
         self.depth = depth
         self.counters = Counters()
-        self.token_times = TokenTimes()
-        self.observers: list[EngineObserver] = []
+        self.token_times, self.observers = TokenTimes(), list[EngineObserver]()
         self.background: list[BackgroundTask] = []
         self.step_seconds, self.step_tokens = 0.0, 0  # of all steps that ran something
         self.host_costs = runner.host_costs(config.prefill_chunk) if cache.host_blocks else None
@@ -205,11 +204,8 @@ class Core:
         self._transfers: list[Transfer] = [each for each in (self._state_transfer(), self.host) if each is not None]
         self.records = Records()  # of a disk
         self._own_forwards = OwnForwards(self._preempt, overlaps=depth > 0) if cache.state_rows else None
-        self.speculation = self._speculation()
-        self._verify = [] if self.speculation is None else [self.speculation.verify]
-        source = self.speculation or LastRows()
-        calls = self.counters, self.token_times, self._fail_alone
-        self._draws = Draws(sampler or HostSampler(), source, config, *calls)
+        self.speculation = None if config.speculate is None else self._speculation(config.speculate)
+        self._draws = self._new_draws(sampler or HostSampler())
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; requests that ended are skipped
 
     def _host_transfer(self) -> HostTransfer | None:
@@ -225,20 +221,25 @@ class Core:
         assert self.runner.states is not None
         return StateTransfer(self.cache.copies, self.runner.states)
 
-    def _speculation(self) -> Speculation | None:
+    def _new_draws(self, sampler: Sampler) -> Draws:
+        self._verify = [] if self.speculation is None else [self.speculation.verify]
+        source, counters = self.speculation or LastRows(), self.counters
+        return Draws(sampler, source, self.config, counters, self.token_times, self._fail_alone)
+
+    def _speculation(self, mode: str) -> Speculation:
         """Return the verification of drafts, which is the last stage before a forward."""
-        if self.config.speculate is None:
-            return None
         length = DraftLength(RowCosts(self.runner.row_costs()), MOST, corrects=not self.depth)
         # Where steps overlap, the next one is planned before drafts have given back their blocks.
         spare = self.depth * (self.config.max_sequences + self.config.max_batch_tokens // self.cache.block_size)
         made = Speculation(
-            source_of(self.config.speculate, self.cache),
+            source_of(mode, self.cache),
             length,
             self.config,
             self.counters,
             self._count_chunk,
             self._fail_alone,
+            # Graphs of a GPU have no more rows of logits.
+            most_rows=self.config.max_sequences if self.depth else max(self.config.max_sequences, MOST + 1),
             spare_blocks=spare,
         )
         self._transfers.append(made)

@@ -46,7 +46,7 @@ class RowSource(Protocol):
     """
 
     def masks(self, first: Mapping[Hashable, ConstrainedRow], work: list[Work]) -> Mapping[Hashable, ConstrainedRow]:
-        """Return the constraints of all rows by key, given those of the streams' next tokens."""
+        """Return the constraints of all rows by key, given the `first` one of each stream."""
         ...
 
     def rows(self, work: list[Work], fail: Fail) -> tuple[list[Row], int]:

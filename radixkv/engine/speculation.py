@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MOST = 16
-"""Tokens of a draft at most: the compiled attention of a CPU takes one row more."""
+MOST = 15
+"""Tokens of a draft at most: with the token before it, as many rows as the compiled attention of a CPU takes."""
 
 
 def speculating(model: LoadedModel, config: EngineConfig) -> EngineConfig:
@@ -159,16 +159,17 @@ class Speculation:
         count: Callable[[Work, bool], bool],
         fail: Fail,
         *,
+        most_rows: int,
         spare_blocks: int = 0,
     ) -> None:
         """Verify drafts of `source`, as long as `length` says.
 
         `count` counts computed tokens and returns whether to publish them, and `fail` ends the request that raised.
-        Drafts leave `spare_blocks` blocks free.
+        With drafts, a step has at most `most_rows` rows of logits, and `spare_blocks` blocks stay free.
         """
         self._source, self._length = source, length
         self._counters, self._count, self._fail = counters, count, fail
-        self._most_tokens, self._spare = config.max_batch_tokens, spare_blocks
+        self._most_tokens, self._most_rows, self._spare = config.max_batch_tokens, most_rows, spare_blocks
         self._last_rows = LastRows()
 
     # ---- before the forward
@@ -179,6 +180,7 @@ class Speculation:
         if drafting:
             self._counters.drafting_steps += len(drafting)
             room = self._most_tokens - sum(len(each.tokens) for each in work)
+            room = min(room, self._most_rows - sum(each.rows for each in work))
             step = self._length.begin(work)
             for each in drafting:
                 try:
@@ -218,7 +220,7 @@ class Speculation:
             work.plan, work.draft, work.rows = plan, tokens, 1 + len(tokens)
             stream.in_flight += len(tokens)
             continuation.begin(stream, draft, tokens)
-            step.add(len(tokens))
+            step.add(draft, len(tokens), continuation.tally)
         return len(tokens)
 
     # ---- rows of the logits
