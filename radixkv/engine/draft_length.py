@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from radixkv.engine.drafts import Draft
 from radixkv.engine.scheduler import Work
+from radixkv.engine.stats import DRAFT_SOURCES
 
 _BOUNDS = (6, 12, 24)  # of match lengths with a probability of their own
 _FIRST_GUESS = {"tree": 0.9, "prediction": 0.8}  # of an accepted token, before drafts are counted
@@ -146,8 +147,7 @@ class DraftLength:
         """Choose up to `most` tokens. `corrects` says that each step ends before the next one begins."""
         self.costs, self._most, self._corrects = costs, most, corrects
         self._rates = {
-            source: [Rate(_FIRST_GUESS.get(source, guess)) for guess in _BY_MATCH]
-            for source in ("tree", "past", "own", "prediction")
+            source: [Rate(_FIRST_GUESS.get(source, guess)) for guess in _BY_MATCH] for source in DRAFT_SOURCES
         }
         self._begun = 0.0
 
