@@ -42,6 +42,13 @@ MOST = 15
 """Tokens of a draft at most: with the token before it, as many rows as the compiled attention of a CPU takes."""
 
 
+def draft_obstacle(model: LoadedModel) -> str | None:
+    """Return the reason why a model cannot verify drafts; None if it can."""
+    if model.state:
+        return "a draft that is rejected cannot be taken out of a recurrent state"
+    return "the model's own attention takes one forward for each input" if model.attention == "fallback" else None
+
+
 def speculating(model: LoadedModel, config: EngineConfig) -> EngineConfig:
     """Return the settings, without speculation if they are deterministic.
 
@@ -49,20 +56,10 @@ def speculating(model: LoadedModel, config: EngineConfig) -> EngineConfig:
     """
     if config.speculate is None:
         return config
-    if model.state:
-        raise InvalidInput(
-            f"{model.name}: speculate={config.speculate!r} is not possible, since a draft that is rejected would have "
-            "to be taken out of the recurrent state"
-        )
-    if model.attention == "fallback":
-        raise InvalidInput(
-            f"{model.name}: speculate={config.speculate!r} is not possible, since the model's own attention computes "
-            "each input in a forward of its own"
-        )
+    if (obstacle := draft_obstacle(model)) is not None:
+        raise InvalidInput(f"{model.name}: speculate={config.speculate!r} is not possible: {obstacle}")
     if config.deterministic:
-        _log.warning(
-            "speculate=%r is off: deterministic=True computes each token in a chunk of its own", config.speculate
-        )
+        _log.warning("speculate=%r is off: deterministic=True computes each token alone", config.speculate)
         return replace(config, speculate=None)
     return config
 
