@@ -47,6 +47,7 @@ def build(
     min_saving: int = MIN_SAVING,
     max_tokens: int | None = None,
     max_shared_rows: int | None = None,
+    short_chunk: int = 1,
 ) -> WorkList:
     """Return the work list of a step: each shared run once for all of its rows, then each sequence's private tail.
 
@@ -54,7 +55,8 @@ def build(
     0 it takes no part in the step. `window` is the model's sliding window. `previous` is the last step's list: its tree
     is reused while the batch keeps its members and only tails grow, and any other list is ignored. `max_tokens` cuts
     longer items, so that many processors share the work. `max_shared_rows` bounds the query rows of all shared runs
-    together, as `merge_runs` does. Raises InvalidInput for lengths that do not fit. Costs one comparison of all tables
+    together, as `merge_runs` does. Each row of a chunk of up to `short_chunk` rows has an item of its own, as a decode
+    has. Raises InvalidInput for lengths that do not fit. Costs one comparison of all tables
     (0.1 ms at 64 sequences), and a sort of them if the tree is new.
     """
     tables = [np.asarray(table, dtype=np.int32) for table in block_tables]
@@ -69,7 +71,7 @@ def build(
         grouping = previous.origin.grown(tables, kv, queries, min_saving, max_shared_rows)
     if grouping is None:
         grouping = group(tables, kv, queries, block_size, min_saving, max_shared_rows)
-    return _ListBuilder(grouping, kv, queries, window, block_size, max_tokens).work_list()
+    return _ListBuilder(grouping, kv, queries, window, block_size, max_tokens, short_chunk).work_list()
 
 
 def _check(tables: list[NDArray[np.int32]], kv: Int, queries: Int, block_size: int) -> None:
@@ -98,10 +100,17 @@ class _ListBuilder:
     """Lays out one step's items from the grouping and the lengths."""
 
     def __init__(
-        self, grouping: Grouping, kv: Int, queries: Int, window: int | None, block_size: int, max_tokens: int | None
+        self,
+        grouping: Grouping,
+        kv: Int,
+        queries: Int,
+        window: int | None,
+        block_size: int,
+        max_tokens: int | None,
+        short_chunk: int,
     ) -> None:
         self.grouping, self.kv, self.queries = grouping, kv, queries
-        self.block_size, self.max_tokens = block_size, max_tokens
+        self.block_size, self.max_tokens, self.short_chunk = block_size, max_tokens, short_chunk
         # A window that covers every context is ignored, which saves masks.
         self.window = window if window is not None and len(kv) and int(kv.max()) > window else None
         self.first = kv - queries  # position of each sequence's first query row
@@ -159,6 +168,8 @@ class _ListBuilder:
     def _chunk(self, index: int) -> list[_Piece]:
         """Cut a sequence with several query rows into keys that all rows see and the diagonal; in bands if windowed."""
         tail, first, length = int(self.grouping.private_start[index]), int(self.first[index]), int(self.kv[index])
+        if length - first <= self.short_chunk:
+            return self._rows(index)
         window, height = length + 1, length - first
         if self.window is not None and length > self.window:
             window, height = self.window, min(max(self.window, 64), BAND)
@@ -169,6 +180,16 @@ class _ListBuilder:
             edges = low, max(low, min(top, bottom - window)), max(low, top), bottom
             rows = np.arange(row + top, row + bottom)
             pieces += [_Piece(index, start, stop, rows) for start, stop in itertools.pairwise(edges) if start < stop]
+        return pieces
+
+    def _rows(self, index: int) -> list[_Piece]:
+        """Cut a sequence's keys for each of its query rows, as for a decode."""
+        tail, first, row = int(self.grouping.private_start[index]), int(self.first[index]), int(self.row_start[index])
+        pieces = []
+        for place in range(first, int(self.kv[index])):
+            start = tail if self.window is None else max(tail, place - self.window + 1)
+            if start <= place:
+                pieces.append(_Piece(index, start, place + 1, np.array([row + place - first])))
         return pieces
 
     def _arrays(self, pieces: list[_Piece]) -> tuple[Int, Int, Int, Int, Int]:

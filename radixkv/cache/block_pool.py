@@ -150,7 +150,7 @@ class BlockPool:
             self.fill[block] = slots
 
     def unreserve(self, block: int, end: int, slots: int) -> None:
-        """Lower the fill mark to `slots` if it is at `end`: nobody reads the slots between, or has reserved more."""
+        """Lower the fill mark to `slots` if it is at `end`: the slots between have no reader any more."""
         if self.fill.get(block, self.block_size) == end:
             self.fill[block] = slots
 

@@ -21,6 +21,8 @@ from radixkv.cache.change_tracker import ChangeTracker
 from radixkv.cache.events import Observer
 from radixkv.cache.host.tier import HostRun
 from radixkv.cache.namespaces import Namespace, Namespaces, refusal
+from radixkv.cache.ngrams import LONGEST
+from radixkv.cache.past_text import PastText, Repeated, continuation
 from radixkv.cache.pins import Pin
 from radixkv.cache.policies import new_index
 from radixkv.cache.quotas import NamespaceLimits, NamespaceUsage, Quotas
@@ -81,6 +83,9 @@ class PrefixCache:
     the queue of copies between slots, which the model drains before each forward. `state_spacing` says where snapshots
     may lie. Policies that learn see no reuse of KV whose tokens are computed again.
 
+    With `draft_tokens`, the text of so many tokens of closed sequences is kept, whether its KV is evicted or not:
+    `repeated` finds what followed a text in the same namespace. It takes up to 10 bytes a token.
+
     >>> cache = PrefixCache(num_blocks=64, block_size=16, state_rows=2, state_snapshots=4)
     >>> first = cache.open(range(100))
     >>> first.snapshot_at(80)
@@ -107,15 +112,15 @@ class PrefixCache:
         state_snapshots: int = 0,
         host_snapshots: int = 0,
         state_spacing: Spacing | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         check_positive("num_blocks", num_blocks)
         check_positive("block_size", block_size)
         if not _is_number(pin_budget) or not 0 <= pin_budget <= 1:
             raise InvalidInput(f"pin_budget={pin_budget!r}: allowed is a part of the pool, 0.0 to 1.0")
-        _check_tiers(host_blocks, state_rows, state_snapshots, host_snapshots)
+        _check_sizes(host_blocks, state_rows, state_snapshots, host_snapshots, draft_tokens)
         self.num_blocks, self.block_size, self.host_blocks = int(num_blocks), int(block_size), int(host_blocks)
-        self.eviction = eviction  # the name of the policy
-        self.clock = clock
+        self.eviction, self.clock = eviction, clock  # the name of the policy
         shape = self.num_blocks, self.block_size
         index, shares, namespaces = new_index(eviction, *shape, clock), None, Namespaces()
         self.quotas: Quotas | None = None
@@ -125,11 +130,11 @@ class PrefixCache:
             namespaces = Namespaces(self.quotas.limits.group)
         self.copies = StateSlots(int(state_rows), int(state_snapshots), int(host_snapshots))
         budget, spacing = int(pin_budget * num_blocks), state_spacing or Spacing()
+        pool = BlockPool(*shape, shares)
         # For the cache's own modules, and for checks.
-        self.state = CacheState(
-            BlockPool(*shape, shares), index, namespaces, clock, budget, self.host_blocks, self.copies, spacing
-        )
+        self.state = CacheState(pool, index, namespaces, clock, budget, self.host_blocks, self.copies, spacing)
         self._namespaces = namespaces
+        self.past_text = PastText(self.state.tree, draft_tokens, self.state.events)
         if observer is not None:
             self.state.observe(observer)
 
@@ -271,8 +276,26 @@ class PrefixCache:
     def check(self) -> None:
         """Recount everything; AssertionError names the broken invariant. O(blocks + tokens): for tests."""
         invariants.check(self.state)
+        self.past_text.check()
         if self.quotas is not None:
             self.quotas.check(self.state)
+
+    # ---- text for drafts: changes nothing
+
+    def continuation(self, sequence: Sequence, tokens: Tokens, most: int) -> array[int]:
+        """Return up to `most` tokens that follow `tokens` in the tree, in any tier; the latest use at branches.
+
+        `tokens` begin with the published ones of `sequence`, which is open. O(tokens after these + depth + most).
+        """
+        return continuation(sequence.node, as_bytes(tokens[sequence.node.end :]), most)
+
+    def repeated(self, tokens: Tokens, namespace: Hashable, most: int) -> Repeated:
+        """Return up to `most` tokens that followed the longest match of the end of `tokens` in past text.
+
+        Finds matches of 6 tokens at least, in text of this namespace. Costs about 20 us.
+        """
+        suffix = array("i", as_bytes(tokens[-LONGEST:]))
+        return self.past_text.repeated(suffix, self._namespaces.find(namespace), most)
 
     # ---- blocks that leave the pool
 
@@ -538,7 +561,7 @@ class PrefixCache:
         return 0
 
     def clear(self, *, pins: bool = False) -> None:
-        """Forget everything that no sequence or pin holds, the host and ghosts included. Counts as no eviction.
+        """Forget everything that no sequence or pin holds, host, ghosts and past text included. Counts as no eviction.
 
         With `pins`, release all pins first.
         """
@@ -551,10 +574,11 @@ class PrefixCache:
         state.index.clear()
         while len(state.index):
             state.tree.remove(state.index.victim())
+        self.past_text.clear()
         self._namespaces.keep({space.number for space in state.tree.roots})
 
     def clear_namespace(self, namespace: Hashable = None) -> int:
-        """Forget everything of one namespace that no sequence or pin holds, its ghosts and all tiers included.
+        """Forget all of one namespace that no sequence or pin holds, its ghosts, past text and all tiers included.
 
         Returns the blocks that this freed on the device. Counts as no eviction, and changes no other namespace. Ghosts
         that follow a forgotten ghost cannot be found any more: they stay until they are the oldest. O(ghosts), and
@@ -564,6 +588,7 @@ class PrefixCache:
         state.pins.expire()
         if space is None:
             return 0
+        self.past_text.clear_namespace(space)
         root = state.tree.find_root(space)
         nodes = [] if root is None else list(state.tree.residents(root))
         state.ghosts.drop([space.number, *(each.ghost_owner for each in nodes)])
@@ -649,8 +674,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
-def _check_tiers(host_blocks: int, state_rows: int, state_snapshots: int, host_snapshots: int) -> None:
-    """Raise InvalidInput for sizes of a host tier and of recurrent state that are none, or do not go together."""
+def _check_sizes(host_blocks: int, state_rows: int, state_snapshots: int, host_snapshots: int, text: int) -> None:
+    """Raise InvalidInput for sizes of a host tier, recurrent state and past text that are none, or do not fit."""
+    check_count("draft_tokens", text)
     check_count("host_blocks", host_blocks)
     check_count("state_rows", state_rows)
     check_count("state_snapshots", state_snapshots)

@@ -16,7 +16,7 @@ device part alone; the host nodes that follow its end are in `Node.below`. No te
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Set
 from itertools import count
 from typing import TypeVar
 
@@ -46,6 +46,7 @@ class RadixTree:
         self.nodes = 0  # of the device, roots not counted
         self.events = events
         self.lower: Residence | None = None  # a second tier connects itself
+        self.text_owners: Callable[[], Set[int]] = frozenset  # the namespaces of past text, by number
         self.evictions = 0
         self._ids = count(1)
 
@@ -168,7 +169,7 @@ class RadixTree:
     def add_namespace(self, value: Hashable) -> Namespace:
         """Make the namespace of a value that is not known, and forget unused ones at times. Amortised O(1)."""
         if len(self.namespaces) >= self.namespaces.limit:
-            used = {root.ghost_owner for root in self.roots.values()}
+            used = {root.ghost_owner for root in self.roots.values()} | self.text_owners()
             self.namespaces.keep(used | self.ghosts.owners(), len(self.ghosts))
         return self.namespaces.add(value)
 

@@ -92,6 +92,14 @@ class Sequence:
         raw = bytearray().join([node.key for node in self._state.tree.path(self.node)])
         return np.frombuffer(raw + self._tail, np.int32)
 
+    def text_from(self, start: int) -> bytes:
+        """Return the committed tokens from `start` on, as bytes, also while `close` sends its event. O(tokens)."""
+        node, keys = self.node, [bytes(self._tail)]
+        while node.parent is not None and node.end > start:
+            keys.append(bytes(node.key))
+            node = node.parent
+        return b"".join(reversed(keys))[max(start - node.end, 0) * WIDTH :]
+
     @property
     def unshared_length(self) -> int:
         """Committed tokens that no other open sequence and no pin holds, so that closing may lose them.

@@ -127,7 +127,7 @@ class Forward(Protocol):
         ...
 
     def row_costs(self) -> tuple[tuple[int, float], ...]:
-        """Measure the seconds of a forward of 1, 2, 4, 8 and 16 rows, before anything is cached."""
+        """Measure the seconds of forwards of 1 to 16 rows, some of these numbers, before anything is cached."""
         ...
 
     def host_costs(self, chunk: int) -> HostCosts:

@@ -1,16 +1,15 @@
 """Decide how long a draft may be: a row that is verified costs time, and pays if its token is accepted.
 
-A step of n rows takes `RowCosts.seconds(n)`, measured when the engine is loaded and corrected by its own steps. An
-accepted token saves its stream's share of a step of decodes. It is accepted with a probability that follows from the
-drafts so far: those of the same source and length of match, and those of the same stream. With many streams the share
-is small, so drafts end by themselves.
+A step of n rows takes `RowCosts.seconds(n)`, measured when the engine is loaded and corrected by its own steps. A token
+is accepted with a probability that follows from the drafts so far: of the same source and length of match, and of the
+same stream. A draft has the length with the most expected tokens a second of the whole step. With many
+streams a row costs nearly as much as a decode, so drafts end by themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, repeat
-from operator import mul
+from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
@@ -73,7 +72,7 @@ class Rate:
 
 
 class Tally:
-    """The drafts of one stream: how its tokens were accepted, beside the mean of all streams, and its pause."""
+    """The drafts of one stream: how much better than the mean of all streams they were, and its pause."""
 
     def __init__(self) -> None:
         """Begin with the mean of all streams."""
@@ -97,38 +96,47 @@ class SentDraft(NamedTuple):
 
 
 class Step:
-    """A step whose drafts are chosen: what an accepted token saves, and what each further row costs."""
+    """A step whose drafts are chosen, each for the most tokens a second of all decodes so far."""
 
-    def __init__(self, length: DraftLength, rows: int, saving: float, most: int) -> None:
-        """Begin with the `rows` of a step without drafts, of at most `most` tokens each."""
-        self._length, self._rows, self._saving, self._most = length, rows, saving, most
-        self.add(0)
+    def __init__(self, length: DraftLength, rows: int, decodes: int, most: int) -> None:
+        """Begin with the `rows` of a step without drafts, of at most `most` tokens each, and its number of decodes."""
+        self._length, self._rows, self._most = length, rows, most
+        self._tokens, self._seconds = float(decodes), length.costs.seconds(decodes)  # without chunks of prompts
+        self._add(0)
 
-    def add(self, rows: int) -> None:
-        """Count the rows of a draft."""
+    def _add(self, rows: int) -> None:
         self._rows += rows
-        costs, rows = self._length.costs, self._rows
-        before = costs.seconds(rows)
-        self._costs = [costs.seconds(rows + more) - before for more in range(1, self._most + 1)]
-        self._pays = self._best(_SURE, self._most) > 0
+        costs, before = self._length.costs, self._length.costs.seconds(self._rows)
+        self._costs = [costs.seconds(self._rows + more) - before for more in range(1, self._most + 1)]
+        self._pays = bool(self._best([_SURE**place for place in range(1, self._most + 1)]))
 
     def wants(self, tally: Tally) -> bool:
-        """Return whether to look for a draft: not in a pause, nor where even a sure token costs more than it saves."""
+        """Return whether to look for a draft: not in a pause, nor where even sure tokens would not pay."""
         if tally.pause:
             tally.pause -= 1
             return False
         return self._pays
 
     def best(self, draft: Draft, count: int, tally: Tally) -> int:
-        """Return how many of the first `count` tokens of a draft to verify."""
-        return self._best(min(self._length.rate(draft.source, draft.matched).mean * tally.factor.mean, _SURE), count)
+        """Return how many of the first `count` tokens of a draft to verify; 0 if none pay."""
+        return self._best(self._chances(draft, count, tally))
 
-    def _best(self, chance: float, most: int) -> int:
-        """Return the length of the draft with the largest gain, up to `most` tokens; 0 if none gains."""
-        expected = accumulate(accumulate(repeat(chance, most), mul))  # accepted tokens
-        gains = [self._saving * tokens - cost for tokens, cost in zip(expected, self._costs, strict=False)]
-        best = max(gains, default=0.0)
-        return gains.index(best) + 1 if best > 0 else 0
+    def add(self, draft: Draft, count: int, tally: Tally) -> None:
+        """Count `count` tokens of a draft as rows of this step."""
+        self._tokens += sum(self._chances(draft, count, tally))
+        self._seconds += self._costs[count - 1]
+        self._add(count)
+
+    def _chances(self, draft: Draft, count: int, tally: Tally) -> list[float]:
+        """Return the probability of each token that it and all before it are accepted."""
+        each = min(self._length.rate(draft.source, draft.matched).mean * tally.factor.mean, _SURE)
+        return [each**place for place in range(1, count + 1)]
+
+    def _best(self, chances: Sequence[float]) -> int:
+        rates = [self._tokens / self._seconds]
+        for expected, cost in zip(accumulate(chances), self._costs, strict=False):
+            rates.append((self._tokens + expected) / (self._seconds + cost))
+        return rates.index(max(rates))
 
 
 class DraftLength:
@@ -147,8 +155,7 @@ class DraftLength:
         """Begin the drafts of a step that computes `work`."""
         self._begun = perf_counter()
         decodes = sum(len(each.tokens) == 1 for each in work) or 1
-        rows = sum(len(each.tokens) for each in work)
-        return Step(self, rows, self.costs.seconds(decodes) / decodes, self._most)
+        return Step(self, sum(len(each.tokens) for each in work), decodes, self._most)
 
     def end(self, work: list[Work]) -> None:
         """Correct the costs by a step that has ended."""

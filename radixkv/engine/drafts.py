@@ -1,17 +1,29 @@
-"""Find text that a stream may repeat: its draft."""
+"""Find text that a reply may repeat: the drafts of speculation.
+
+The tree comes first: where cached text continues the text of a request, as in a retry, the draft is the latest use.
+Else the longest match of the last tokens wins: in the prediction that came with the request, in its own prompt and
+reply, or in past text of its namespace. A draft is one path, not a tree of branches: each row costs time.
+
+Idea: prompt lookup decoding (Saxena 2023); SuffixDecoding (Oliaro et al. 2024) keeps a second tree of outputs instead.
+"""
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from radixkv.cache import PrefixCache
+from radixkv.cache.ngrams import LONGEST, NgramIndex
+from radixkv.cache.past_text import GRAM
 from radixkv.engine.request import Stream
+
+_OWN_GRAM = 3  # tokens of the shortest match in a request's own text
 
 
 class Draft(NamedTuple):
-    """Tokens that may follow those of a stream, the source of their text, and how many tokens before them matched."""
+    """Tokens that may follow a stream's tokens, the source of their text, and how many tokens before them matched."""
 
     tokens: array[int]
     source: str
@@ -34,31 +46,73 @@ class DraftSource(Protocol):
         ...
 
 
-class OwnText:
-    """Drafts from the text of the stream itself."""
+NOTHING = Draft(array("i"), "own", 0)
 
-    def __init__(self, stream: Stream) -> None:
-        """Search the tokens of `stream`."""
-        self._stream = stream
+
+class Searched:
+    """A text and the index of its n-grams."""
+
+    def __init__(self, source: str, text: array[int], capacity: int) -> None:
+        """Search `text`, which may grow to `capacity` tokens."""
+        self._source, self._text = source, text
+        self._index = NgramIndex(_OWN_GRAM, capacity, heads=capacity)
+
+    def find(self, suffix: array[int], most: int, end: int) -> Draft:
+        """Return what follows the longest match of `suffix` in the first `end` tokens of the text.
+
+        A match at its end is continued by the draft itself, as in a loop. A match below `GRAM` tokens is trusted for
+        as many more.
+        """
+        text, index = self._text, self._index
+        index.append(text[index.length : end])
+        found = ((index.matched(place, suffix, 0), place) for place in index.places(suffix))
+        matched, place = max(found, default=(0, 0))
+        if matched < _OWN_GRAM:
+            return NOTHING
+        draft = text[place + 1 : place + 1 + most]
+        while len(draft) < most and self._source == "own":
+            draft += draft[: most - len(draft)]
+        return Draft(draft if matched >= GRAM else draft[:matched], self._source, matched)
+
+
+class TextDrafts:
+    """The drafts of one stream from its own text and its prediction, and from `cache` if there is one."""
+
+    def __init__(self, stream: Stream, prediction: Sequence[int], cache: PrefixCache | None) -> None:
+        """Search these texts; a stream is indexed at its first proposal, about 0.2 us a token."""
+        self._stream, self._cache = stream, cache
+        capacity = len(stream.request.prompt) + stream.request.max_tokens
+        self._own = Searched("own", stream.tokens, capacity)
+        self._predicted = Searched("prediction", array("i", prediction), len(prediction)) if len(prediction) else None
 
     def propose(self, most: int) -> Draft:
-        """Return what followed the last occurrence of the stream's last 24, 12, 6 or 3 tokens. O(tokens)."""
-        tokens = self._stream.tokens
-        for length in (24, 12, 6, 3):
-            for start in range(len(tokens) - length - 1, -1, -1):
-                if tokens[start : start + length] == tokens[-length:]:
-                    return Draft(tokens[start + length : start + length + most], "own", length)
-        return Draft(array("i"), "own", 0)
+        """Return the best draft: see the module. Costs about 20 us, and 20 more with the text of a cache."""
+        stream = self._stream
+        tokens = stream.tokens
+        if self._cache is not None and (tree := self._cache.continuation(stream.sequence, tokens, most)):
+            return Draft(tree, "tree", LONGEST)
+        suffix = tokens[-LONGEST:]
+        drafts = [self._own.find(suffix, most, len(tokens) - 1)]
+        if self._predicted is not None:
+            drafts.append(self._predicted.find(suffix, most, sys.maxsize))
+        if self._cache is not None and drafts[0].matched < LONGEST:
+            past = self._cache.repeated(suffix, stream.request.namespace, most)
+            drafts.append(Draft(past.tokens, "past", past.matched))
+        return max(drafts, key=lambda each: each.matched)
 
 
-class OwnTexts:
-    """Drafts of each stream from its own text."""
+class Texts:
+    """Drafts of each stream from its own text, and from a cache if there is one."""
 
-    def of(self, stream: Stream, prediction: Sequence[int]) -> StreamDrafts:
+    def __init__(self, cache: PrefixCache | None = None) -> None:
+        """Search the tree and the past text of `cache`, too."""
+        self._cache = cache
+
+    def of(self, stream: Stream, prediction: Sequence[int]) -> TextDrafts:
         """See DraftSource."""
-        return OwnText(stream)
+        return TextDrafts(stream, prediction, self._cache)
 
 
 def source_of(mode: str, cache: PrefixCache) -> DraftSource:
-    """Return the source of drafts with this `speculate` setting."""
-    return OwnTexts()
+    """Return the source of drafts of a `speculate` setting."""
+    return Texts(cache if mode == "tree" else None)

@@ -47,7 +47,7 @@ class RowSource(Protocol):
     """
 
     def masks(self, first: Mapping[Hashable, ConstrainedRow], work: list[Work]) -> Mapping[Hashable, ConstrainedRow]:
-        """Return the constraints of all rows by key, given those of the streams' next tokens."""
+        """Return the constraints of all rows by key, given the `first` one of each stream."""
         ...
 
     def refuse(self, key: Hashable, error: InvalidConstraint, fail: Fail) -> None:

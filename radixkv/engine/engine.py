@@ -41,7 +41,7 @@ from radixkv.errors import InvalidInput
 from radixkv.models.sampling_backend import sampler_of
 from radixkv.models.weights.fixed import FIXED_WEIGHTS, NO_WEIGHTS, State, Weights
 from radixkv.sampling.params import SamplingParams
-from radixkv.sizing.kv_size import size_text
+from radixkv.sizing.kv_size import DRAFT_TOKENS, size_text
 from radixkv.sizing.memory import PoolSize, pool_size, trim
 from radixkv.telemetry.records import EngineFacts
 from radixkv.telemetry.tree_view import ALL, TreeView
@@ -480,7 +480,7 @@ def _crashed(outputs: list[TraceWriter | monitoring.Monitoring], error: BaseExce
 def _cached_namespaces(cache: weakref.ref[PrefixCache]) -> list[Hashable]:
     """Return the namespaces with cached prefixes; any thread may call this."""
     held = cache()
-    return [] if held is None else [each.value for each in list(held.state.tree.roots)]
+    return [] if held is None else [each.value for each in {*list(held.state.tree.roots), *held.past_text.namespaces()}]
 
 
 def _decoder(model: LoadedModel) -> Callable[[list[int]], str] | None:
@@ -552,5 +552,6 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
         state_snapshots=slots.snapshots if config.prefix_cache else 0,
         host_snapshots=size.host_snapshots,
         state_spacing=Spacing(grid=config.prefill_chunk) if config.deterministic else None,
+        draft_tokens=DRAFT_TOKENS if config.speculate == "tree" else 0,
     )
     return config, cache

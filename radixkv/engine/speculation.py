@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MOST = 16
-"""Tokens of a draft at most: the compiled attention of a CPU takes one row more."""
+MOST = 15
+"""Tokens of a draft at most: with the token before it, as many rows as the compiled attention of a CPU takes."""
 
 
 def speculating(model: LoadedModel, config: EngineConfig) -> EngineConfig:
@@ -217,7 +217,7 @@ class Speculation:
             work.plan, work.draft, work.rows = plan, tokens, 1 + len(tokens)
             stream.in_flight += len(tokens)
             continuation.begin(stream, draft, tokens)
-            step.add(len(tokens))
+            step.add(draft, len(tokens), continuation.tally)
         return len(tokens)
 
     # ---- rows of the logits

@@ -81,8 +81,8 @@ class EngineStats:
     prompts, and continuations of them, with a computed score; `reused_scores` were taken from other requests.
     `decode_tokens` are the computed tokens that are not of a prompt; `computed_tokens` include them. `disk_tokens` were
     read from a disk into host memory, and `disk` has the numbers of its folder.
-    Where the engine speculates, `drafting_steps` counts the decoded tokens of streams that may draft, each of which
-    took a step, and accepted tokens came in addition. Drafts are counted by the source of their text: the tree
+    Where the engine speculates, `drafting_steps` counts the steps of streams that may draft. Each gave a token, and
+    accepted tokens came in addition. Drafts are counted by the source of their text: the tree
     (`drafted_from_tree`, `accepted_from_tree`), past text of the namespace (`drafted_from_past`, `accepted_from_past`),
     the request's own text (`drafted_from_own`, `accepted_from_own`), or a prediction (`drafted_from_prediction`,
     `accepted_from_prediction`).

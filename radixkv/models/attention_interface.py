@@ -284,6 +284,7 @@ class AttentionBackend:
     write: Callable[[int, Tensor, Tensor, Tensor], None]  # layer, slots, key, value
     attend: Callable[..., Tensor]  # layer, query, work, and by name scale, softcap and sinks
     rotate: Callable[[int, Tensor, RotaryCall], Tensor] | None = None  # layer, slots, call: writes, returns queries
+    short_chunk: int = 1  # rows of a sequence that have an item each
 
 
 def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = False) -> AttentionBackend:
@@ -294,7 +295,8 @@ def backend_of(loaded: LoadedModel, store: KVStore, *, deterministic: bool = Fal
         backend = _kernels_over(store, attend)
     elif loaded.attention == "compiled":
         compiled = compiled_attention.CompiledAttention(store)
-        backend = AttentionBackend(store.copy, compiled.write, compiled.attend)
+        short = 1 if deterministic else compiled_attention.SHORT_CHUNK
+        backend = AttentionBackend(store.copy, compiled.write, compiled.attend, short_chunk=short)
     else:
         backend = AttentionBackend(store.copy, store.write, around(partial(torch_backend.attend, store)))
     return _storing_once(backend, loaded.layers)
@@ -341,7 +343,7 @@ def _storing_once(backend: AttentionBackend, layers: Sequence[LayerSpec]) -> Att
         output: Tensor = backend.attend(places[layer], query, work, **options)
         return output
 
-    return AttentionBackend(backend.copy, write, attend)
+    return AttentionBackend(backend.copy, write, attend, short_chunk=backend.short_chunk)
 
 
 def _write_nothing(slots: Tensor, key: Tensor, value: Tensor) -> None:

@@ -1,7 +1,9 @@
-"""Attention of single query rows and writes to the pool by compiled functions, for float32 on a CPU, over any format.
+"""Attention of decodes and short chunks, and writes to the pool, by compiled functions: float32 on a CPU, any format.
 
 In a decode step of a small model, the operators of torch take as long as the products: each layer's attention has about
-a dozen. Here two calls take their place. Query rows that share a run of keys are computed by torch.
+a dozen. Here two calls take their place. The rows of a short chunk, such as a draft, are computed as decodes are, to
+the same bits, but they read each key from memory once. Query rows of several sequences that share a run of keys are
+computed by torch.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,6 +26,9 @@ from radixkv.sizing.kv_size import LARGEST_HEAD
 from radixkv_kernels.work_list import WorkList
 
 Int = NDArray[np.int64]
+
+SHORT_CHUNK = 16
+"""Query rows of a sequence that are computed as decodes: CHUNK_ROWS of step.cpp."""
 
 
 def obstacle(shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -60,6 +66,7 @@ class _Items(ctypes.Structure):
         ("start", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
+        ("chunks", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
     )
@@ -141,6 +148,8 @@ def _tails(
     if len(items):
         places = work.row_offset[items].astype(np.int64)
         rows = work.row_ids[places].astype(np.int64)
+        order = rows.argsort(kind="stable")
+        items, places, rows = items[order], places[order], rows[order]
         yield _SingleRows(work, items, rows, library, layers), places
 
 
@@ -151,18 +160,28 @@ def _rows(new: Tensor) -> Tensor:
     return new.to(torch.float32).contiguous()
 
 
+def _chunks(offset: NDArray[np.int32], start: NDArray[np.int32]) -> Int:
+    """Return where each chunk begins, and the end: items with the same first block and key, up to `SHORT_CHUNK`."""
+    begins = np.flatnonzero((np.diff(offset) != 0) | (np.diff(start) != 0)) + 1
+    edges = np.concatenate(([0], begins, [len(offset)]))
+    if len(edges) <= len(offset) and (np.diff(edges) > SHORT_CHUNK).any():
+        cuts = [np.arange(low, high, SHORT_CHUNK) for low, high in pairwise(edges.tolist())]
+        edges = np.concatenate((*cuts, [len(offset)]))
+    return edges
+
+
 class _SingleRows:
-    """Attention of query rows, each over its own keys."""
+    """Attention of query rows, each over its own keys. Adjacent ones with the same first key are a chunk."""
 
     def __init__(self, work: WorkList, items: Int, rows: Int, library: Kernels, layers: list[int]) -> None:
-        """Lay out `items`, once per step; `rows` [n] are their query rows."""
+        """Lay out `items`, once per step; `rows` [n] are their query rows, ascending."""
         self.rows = QueryRows(rows, torch.from_numpy)
         self._library, self._layers = library, layers
         columns = (work.block_offset[items], work.kv_start[items], work.tokens[items])
-        arrays = [np.ascontiguousarray(each) for each in (work.block_ids, *columns, rows)]
-        assert [each.dtype for each in arrays] == [np.int32] * 4 + [np.int64]
+        arrays = [np.ascontiguousarray(each) for each in (work.block_ids, *columns, rows, _chunks(*columns[:2]))]
+        assert [each.dtype for each in arrays] == [np.int32] * 4 + [np.int64] * 2
         self._arrays = arrays  # the items point to them
-        self._items = _Items(*(each.ctypes.data for each in arrays), len(rows), work.block_size)
+        self._items = _Items(*(each.ctypes.data for each in arrays), len(arrays[5]) - 1, work.block_size)
         self._address = ctypes.addressof(self._items)
 
     def run(

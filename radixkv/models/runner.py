@@ -8,6 +8,7 @@ writes to the slots that its inputs name, and to no others. `fusion` and `cuda_g
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ _log = logging.getLogger(__name__)
 _FIRST_TOKENS = 16
 _PREFILL_SECONDS = 0.2  # of the forward that measures a prefill, about
 _MEASURING_SECONDS = 1.0  # after which no other forward measures a prefill
+_CONTEXT, _MOST_ROWS, _TIMES = 528, 16, 5  # tokens, rows and repetitions of the forwards that measure rows
 WorkLists = dict[AttentionWindow, WorkList]
 
 
@@ -120,7 +122,7 @@ class Runner:
             self.forward = OwnAttention(loaded, self.store)
         else:
             min_saving = plan.NEVER_SHARE if deterministic else plan.MIN_SAVING
-            planner = AttentionPlanner(loaded.layers, block_size, min_saving)
+            planner = AttentionPlanner(loaded.layers, block_size, min_saving, self.backend.short_chunk)
             self.forward = PoolForward(loaded, self.backend, planner)
         self.states: StateArena | None = None
         if loaded.state:
@@ -194,6 +196,31 @@ class Runner:
         if count > first and time.perf_counter() < until:  # and so does the first forward of a size
             seconds = min(seconds, self._prefill_seconds(count))
         return HostCosts(load, seconds / count)
+
+    def row_costs(self) -> tuple[tuple[int, float], ...]:
+        """Measure the seconds of forwards of 1 to 16 rows after a context of up to 512 tokens.
+
+        All rows have logits. Nothing may be cached yet: blocks of the pool are overwritten. Costs a prefill of the
+        context, and up to five forwards of each; after a second, only those of numbers that have none.
+        """
+        room = min(_CONTEXT, self._spare_block * self.store.block_size, self.loaded.max_length)
+        context, found = max(0, room - _MOST_ROWS), dict[int, float]()
+        if context:
+            self._prefill_seconds(context)
+        until = time.perf_counter() + _MEASURING_SECONDS
+        for _ in range(_TIMES):
+            for rows in (1, 2, 4, 6, 8, 12, _MOST_ROWS):
+                if rows <= room and (rows not in found or time.perf_counter() < until):
+                    found[rows] = min(self._rows_seconds(context, rows), found.get(rows, math.inf))
+        return tuple(found.items())
+
+    def _rows_seconds(self, context: int, rows: int) -> float:
+        table = np.arange(-(-(context + rows) // self.store.block_size), dtype=np.int32)
+        places = context + np.arange(rows)
+        chunk = SequenceInput(np.zeros(rows, np.int32), context, places, table, logit_rows=rows)
+        began = time.perf_counter()
+        self.run([chunk]).cpu()  # waits for the device
+        return time.perf_counter() - began
 
     def _prefill_seconds(self, count: int) -> float:
         """Return the seconds of a forward of `count` tokens over the first blocks of the pool."""
@@ -285,13 +312,16 @@ class PoolForward:
 class AttentionPlanner:
     """Builds a step's work list for each distinct attention window of a model's layers."""
 
-    def __init__(self, layers: Sequence[LayerSpec], block_size: int, min_saving: int) -> None:
-        """`min_saving` as in `plan.build`. Raises InvalidInput for layers whose chunks are not whole blocks."""
+    def __init__(self, layers: Sequence[LayerSpec], block_size: int, min_saving: int, short_chunk: int = 1) -> None:
+        """Pass `min_saving` and `short_chunk` to `plan.build`.
+
+        Raises InvalidInput for layers whose chunks are not whole blocks.
+        """
         for layer in layers:
             if layer.chunk is not None:
                 plan.check_chunk(layer.chunk, block_size)
         self._windows = tuple({layer.attention_window: None for layer in layers})
-        self._block_size, self._min_saving = block_size, min_saving
+        self._block_size, self._min_saving, self._short_chunk = block_size, min_saving, short_chunk
         self._previous: dict[int | None, WorkList] = {}
 
     def lists(self, inputs: Sequence[SequenceInput], max_shared_rows: int | None = None) -> WorkLists:
@@ -315,6 +345,7 @@ class AttentionPlanner:
                 block_size=self._block_size,
                 min_saving=self._min_saving,
                 max_shared_rows=max_shared_rows,
+                short_chunk=self._short_chunk,
             )
             self._previous[chunk] = found[AttentionWindow(window, chunk)] = work
         return found

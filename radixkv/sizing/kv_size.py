@@ -25,6 +25,9 @@ ASSUMED_DTYPE = "bfloat16"
 LARGEST_HEAD = 512
 """Numbers of a head, at most, in a pool of 8 bits."""
 
+DRAFT_TOKENS = 3 << 20
+"""Tokens of past text that an engine keeps for drafts, 28 MiB."""
+
 
 def check_kv_dtype(kv_dtype: object, dtype: str = "float32", heads: Iterable[tuple[int, int]] = ()) -> None:
     """Raise InvalidInput, with the remedy, if the pool of a model cannot have the format `kv_dtype`.

@@ -74,22 +74,44 @@ def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int], int
 windows = st.sampled_from([None, 1, 2, 7, 16, 40, 10_000])
 
 
-@given(batches(), windows, st.sampled_from([1, 8, 256]), st.sampled_from([None, 16, 33]))
+@given(batches(), windows, st.sampled_from([1, 8, 256]), st.sampled_from([None, 16, 33]), st.sampled_from([1, 9, 16]))
 @SETTINGS
 def test_every_visible_pair_stands_in_exactly_one_item(
     batch: tuple[list[list[int]], list[int], list[int], int],
     window: int | None,
     min_saving: int,
     max_tokens: int | None,
+    short_chunk: int,
 ) -> None:
     tables, kv, queries, block_size = batch
-    work = plan.build(tables, kv, queries, window, block_size=block_size, min_saving=min_saving, max_tokens=max_tokens)
+    limits = {"min_saving": min_saving, "max_tokens": max_tokens, "short_chunk": short_chunk}
+    work = plan.build(tables, kv, queries, window, block_size=block_size, **limits)
     assert covered(work) == expected(tables, kv, queries, window, block_size)
     check_merge(work)
     assert (work.tokens > 0).all()
     assert (work.rows > 0).all()
     if max_tokens is not None:
         assert (work.tokens <= max_tokens).all()
+
+
+@given(batches(), windows)
+@SETTINGS
+def test_rows_of_a_short_chunk_read_as_decodes_do(
+    batch: tuple[list[list[int]], list[int], list[int], int], window: int | None
+) -> None:
+    tables, kv, queries, block_size = batch
+    options = {"block_size": block_size, "min_saving": plan.NEVER_SHARE}
+    work = plan.build(tables, kv, queries, window, short_chunk=9, **options)
+    single = {int(work.row_ids[work.row_offset[item]]): item for item in np.flatnonzero(work.rows == 1)}
+    row = 0
+    for table, length, count in zip(tables, kv, queries, strict=True):
+        for end in range(length - count + 1, length + 1):
+            if count <= 9:
+                alone = plan.build([table], [end], [1], window, **options)
+                item = single[row]
+                assert alone.num_items == 1 and work.fully_visible[item]
+                assert (work.kv_start[item], work.tokens[item]) == (alone.kv_start[0], alone.tokens[0])
+            row += 1
 
 
 @given(batches(), windows, st.lists(st.integers(0, 40), min_size=7, max_size=7))

@@ -1,4 +1,4 @@
-"""Compiled attention of single query rows equals the reference, with the same bits alone and in a batch."""
+"""Compiled attention of decodes and short chunks equals the reference, with the same bits alone and in a batch."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def batches(draw: st.DrawFn) -> Batch:
     )
 
 
-def attend(batch: Batch, window: int | None = None, min_saving: int = 1, **options: Any) -> torch.Tensor:
-    size = batch.store.block_size
-    work = plan.build(
-        batch.tables, batch.kv_lengths, batch.query_lengths, window, block_size=size, min_saving=min_saving
-    )
+def attend(
+    batch: Batch, window: int | None = None, min_saving: int = 1, short_chunk: int = 1, **options: Any
+) -> torch.Tensor:
+    sizes = {"block_size": batch.store.block_size, "min_saving": min_saving, "short_chunk": short_chunk}
+    work = plan.build(batch.tables, batch.kv_lengths, batch.query_lengths, window, **sizes)
     return CompiledAttention(batch.store).attend(0, batch.query, work, **options)
 
 
@@ -60,13 +60,14 @@ def attend(batch: Batch, window: int | None = None, min_saving: int = 1, **optio
     st.sampled_from([None, None, 1.5]),
     st.booleans(),
     st.sampled_from([1, 16, plan.NEVER_SHARE]),
+    st.sampled_from([1, compiled_attention.SHORT_CHUNK, 40]),
 )
 @settings(max_examples=150, deadline=None)
 def test_equals_the_reference(
-    batch: Batch, window: int | None, softcap: float | None, with_sinks: bool, min_saving: int
+    batch: Batch, window: int | None, softcap: float | None, with_sinks: bool, min_saving: int, short_chunk: int
 ) -> None:
     sinks = torch.randn(len(batch.query)) if with_sinks else None
-    found = attend(narrow(batch), window, min_saving, scale=0.3, softcap=softcap, sinks=sinks)
+    found = attend(narrow(batch), window, min_saving, short_chunk, scale=0.3, softcap=softcap, sinks=sinks)
     wide = None if sinks is None else sinks.double()
     expected = batch.expected_output(window=window, scale=0.3, softcap=softcap, sinks=wide)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
@@ -113,6 +114,27 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_threads(
         assert torch.equal(attend(alone, scale=0.2)[0], whole[row])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert all(torch.equal(attend(batch, scale=0.2), whole) for _ in range(5))
+
+
+@pytest.mark.parametrize("rows", [2, 9, 16])
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_rows_of_short_chunks_have_the_bits_of_decodes(rows: int, window: int | None, kv_dtype: str) -> None:
+    """Between them is a decode, and a chunk that is too long: torch computes it, and rotates all heads of int8 then."""
+    lengths, queries = [16, 520, 1500, 700, 40], [rows, rows, 1, rows, 10 if kv_dtype == "int8" else 30]
+    batch = long_batch(lengths, SHAPES[3], 7, kv_dtype)
+    query = torch.randn(14, sum(queries), 96, generator=torch.Generator().manual_seed(2))
+    whole = dataclasses.replace(batch, query_lengths=queries, query=query)
+    found, row = attend(whole, window, plan.NEVER_SHARE, 16, scale=0.2, softcap=3.0), 0
+    for table, length, count in zip(batch.tables, lengths, queries, strict=True):
+        for end in range(length - count + 1, length + 1):
+            alone = Batch(batch.store, [table], [end], [1], query[:, row : row + 1])
+            decoded = attend(alone, window, scale=0.2, softcap=3.0)[0]
+            if count <= 16:
+                assert torch.equal(found[row], decoded)
+            else:
+                torch.testing.assert_close(found[row], decoded, rtol=0, atol=5e-6)
+            row += 1
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -183,6 +183,25 @@ def test_chunks_and_decodes_give_the_logits_of_one_forward(tmp_path: Path, kind:
         assert relative_error(paged(loaded, cuts)[-1], whole) <= TOLERANCE
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_rows_of_a_draft_have_the_bits_of_decodes(tmp_path: Path, weights: str, kv_dtype: str) -> None:
+    path = write(made(CONFIGS["llama 3"]()), tmp_path / "model.gguf", "Q8_0")
+    runner = Runner(adapter.load(path, weights=weights, kv_dtype=kv_dtype), 8, 16)
+    assert runner.loaded.attention == "compiled"
+    tokens, table = IDS[0, :50].numpy().astype(np.int32), np.arange(4, dtype=np.int32)
+
+    def run(start: int, end: int, rows: int = 1) -> torch.Tensor:
+        places = np.arange(start, end)
+        return runner.run([SequenceInput(tokens[start:end], start, places, table, logit_rows=rows)])
+
+    run(0, 34)
+    decoded = torch.cat([run(place, place + 1) for place in range(34, 50)])
+    for rows in (2, 5, 16):
+        found = run(34, 34 + rows, rows)
+        assert torch.equal(found.roll(-1, 0), decoded[:rows])  # the first row of logits is the last token's
+
+
 def test_a_hit_is_audited_within_the_usual_tolerance(tmp_path: Path) -> None:
     path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q4_1")
     prompt, greedy = IDS[0].tolist(), SamplingParams(temperature=0, max_tokens=12)

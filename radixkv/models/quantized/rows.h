@@ -135,77 +135,102 @@ TARGET void sum_values(const float* weights, const uint8_t* values, const int32_
         for (int c = 0; c < C; c++) store(found + g * WIDEST + column + c * LANES, sum[g][c]);
 }
 
-// Attention of G query heads from `head` on of one item.
+// Attention of G query heads q[G, key_dim] over the keys in `count` slots, added to sum[G, WIDEST], their highest scores and
+// the totals of their weights; `only` says that these are the first.
 template <int G, int STORED>
-TARGET void attend_heads(const Attention& job, long item, long kv_head, long head) {
-    alignas(64) float q[G * WIDEST], scores[G * PIECE + 16], piece[G * WIDEST], sum[G * WIDEST];
+TARGET void attend_piece(const Attention& job, long before, const uint8_t* keys, const uint8_t* values,
+                         const int32_t* slots, long count, bool only, float* scores, float* piece, const float* q,
+                         float* sum, float* highest, float* total) {
+    const Layer& layer = *job.layer;
+    const long dim = layer.value_dim;
+    score<G, STORED>(q, layer, keys, values, slots, count, scores);
+    if (STORED == CODES) scale_by<G>(scores, layer.key_scales + before, slots, count);
+    float here[G], weight[G];
+    for (int g = 0; g < G; g++) here[g] = weigh(scores + g * PIECE, count, job.softcap, weight + g);
+    if (STORED == CODES) scale_by<G>(scores, layer.value_scales + before, slots, count);
+    long column = 0;
+    for (; column + 4 * 16 <= dim && LANES == 16; column += 4 * 16)
+        sum_values<G, 4, STORED>(scores, values, slots, count, dim, column, piece);
+    for (; column < dim; column += 16)
+        sum_values<G, PARTS, STORED>(scores, values, slots, count, dim, column, piece);
+    for (int g = 0; g < G; g++) {
+        const float top = only || here[g] > highest[g] ? here[g] : highest[g];
+        const float old = only ? 0.0f : std::exp(highest[g] - top), added = std::exp(here[g] - top);
+        for (long k = 0; k < dim; k++) {
+            const float past = only ? 0.0f : sum[g * WIDEST + k] * old;
+            sum[g * WIDEST + k] = past + piece[g * WIDEST + k] * added;
+        }
+        total[g] = total[g] * old + weight[g] * added;
+        highest[g] = top;
+    }
+}
+
+// Attention of G query heads from `head` on of the items of a chunk. Each piece of keys is read from memory once, and each
+// item is computed as if it were alone.
+template <int G, int STORED>
+TARGET void attend_heads(const Attention& job, long chunk, long kv_head, long head) {
+    alignas(64) float queries[CHUNK_ROWS * G * WIDEST], sums[CHUNK_ROWS * G * WIDEST];
+    alignas(64) float scores[G * PIECE + 16], piece[G * WIDEST];
+    float highests[CHUNK_ROWS][G], totals[CHUNK_ROWS][G];
     int32_t slots[PIECE];
     const Layer& layer = *job.layer;
     const Items& items = *job.items;
     const long key_dim = layer.key_dim, dim = layer.value_dim, size = items.block_size;
-    const long before = kv_head * layer.slots;
+    const long before = kv_head * layer.slots, top = items.chunks[chunk], count = items.chunks[chunk + 1] - top;
     const uint8_t *keys = layer.keys + before * key_dim * STORED_BYTES[STORED],
                   *values = layer.values + before * dim * STORED_BYTES[STORED];
-    const float* from = job.query.at + items.rows[item] * job.query.row + (kv_head * job.group + head) * job.query.head;
-    for (int g = 0; g < G; g++)
-        for (long k = 0; k < key_dim; k++) q[g * key_dim + k] = from[g * job.query.head + k] * job.scale;
-    if (job.rotates)
-        for (int g = 0; g < G; g++) hadamard(q + g * key_dim, key_dim);
-    const int32_t* blocks = items.blocks + items.block_offset[item];
-    const long skip = items.start[item] % size, end = skip + items.tokens[item];
-    float highest[G] = {}, total[G] = {};
-    for (long first = skip; first < end; first += PIECE) {
-        const long count = end - first < PIECE ? end - first : PIECE;
-        for (long t = 0, block = first / size, slot = first % size; t < count; t++) {
+    for (long row = 0; row < count; row++) {
+        const Strided& query = job.query;
+        const float* from = query.at + items.rows[top + row] * query.row + (kv_head * job.group + head) * query.head;
+        float* q = queries + row * G * WIDEST;
+        for (int g = 0; g < G; g++)
+            for (long k = 0; k < key_dim; k++) q[g * key_dim + k] = from[g * query.head + k] * job.scale;
+        if (job.rotates)
+            for (int g = 0; g < G; g++) hadamard(q + g * key_dim, key_dim);
+        for (int g = 0; g < G; g++) highests[row][g] = totals[row][g] = 0.0f;
+    }
+    const int32_t* blocks = items.blocks + items.block_offset[top];
+    const long skip = items.start[top] % size, last = skip + items.tokens[top + count - 1];
+    for (long first = skip; first < last; first += PIECE) {
+        const long most = last - first < PIECE ? last - first : PIECE;
+        for (long t = 0, block = first / size, slot = first % size; t < most; t++) {
             slots[t] = (int32_t)(blocks[block] * size + slot);
             if (++slot == size) slot = 0, block++;
         }
-        score<G, STORED>(q, layer, keys, values, slots, count, scores);
-        if (STORED == CODES) scale_by<G>(scores, layer.key_scales + before, slots, count);
-        float here[G], weight[G];
-        for (int g = 0; g < G; g++) here[g] = weigh(scores + g * PIECE, count, job.softcap, weight + g);
-        if (STORED == CODES) scale_by<G>(scores, layer.value_scales + before, slots, count);
-        long column = 0;
-        for (; column + 4 * 16 <= dim && LANES == 16; column += 4 * 16)
-            sum_values<G, 4, STORED>(scores, values, slots, count, dim, column, piece);
-        for (; column < dim; column += 16)
-            sum_values<G, PARTS, STORED>(scores, values, slots, count, dim, column, piece);
+        for (long row = 0; row < count; row++) {
+            const long left = skip + items.tokens[top + row] - first;
+            if (left > 0)
+                attend_piece<G, STORED>(job, before, keys, values, slots, left < most ? left : most, first == skip, scores,
+                                        piece, queries + row * G * WIDEST, sums + row * G * WIDEST, highests[row],
+                                        totals[row]);
+        }
+    }
+    for (long row = 0; row < count; row++)
         for (int g = 0; g < G; g++) {
-            const bool only = first == skip;
-            const float top = only || here[g] > highest[g] ? here[g] : highest[g];
-            const float old = only ? 0.0f : std::exp(highest[g] - top), added = std::exp(here[g] - top);
-            for (long k = 0; k < dim; k++) {
-                const float before = only ? 0.0f : sum[g * WIDEST + k] * old;
-                sum[g * WIDEST + k] = before + piece[g * WIDEST + k] * added;
-            }
-            total[g] = total[g] * old + weight[g] * added;
-            highest[g] = top;
+            const long place = ((top + row) * layer.kv_heads + kv_head) * job.group + head + g;
+            const float* sum = sums + (row * G + g) * WIDEST;
+            for (long k = 0; k < dim; k++) job.output[place * dim + k] = sum[k] / totals[row][g];
+            if (job.rotates) hadamard(job.output + place * dim, dim);
+            if (job.lse) job.lse[place] = highests[row][g] + std::log(totals[row][g]);
         }
-    }
-    for (int g = 0; g < G; g++) {
-        const long place = (item * layer.kv_heads + kv_head) * job.group + head + g;
-        for (long k = 0; k < dim; k++) job.output[place * dim + k] = sum[g * WIDEST + k] / total[g];
-        if (job.rotates) hadamard(job.output + place * dim, dim);
-        if (job.lse) job.lse[place] = highest[g] + std::log(total[g]);
-    }
 }
 
-// Attention of one item's query heads that share a kv head.
+// Attention of a chunk's query heads that share a kv head.
 template <int STORED>
-TARGET void attend_over(const Attention& job, long item, long kv_head) {
+TARGET void attend_over(const Attention& job, long chunk, long kv_head) {
     for (long head = 0; head < job.group; head += HEADS) switch (job.group - head) {
-            case 1: attend_heads<1, STORED>(job, item, kv_head, head); break;
-            case 2: attend_heads<2, STORED>(job, item, kv_head, head); break;
-            case 3: attend_heads<3, STORED>(job, item, kv_head, head); break;
-            default: attend_heads<4, STORED>(job, item, kv_head, head);
+            case 1: attend_heads<1, STORED>(job, chunk, kv_head, head); break;
+            case 2: attend_heads<2, STORED>(job, chunk, kv_head, head); break;
+            case 3: attend_heads<3, STORED>(job, chunk, kv_head, head); break;
+            default: attend_heads<4, STORED>(job, chunk, kv_head, head);
         }
 }
 
-TARGET void attend(const Attention& job, long item, long kv_head) {
+TARGET void attend(const Attention& job, long chunk, long kv_head) {
     switch (job.layer->stored) {
-        case CODES: attend_over<CODES>(job, item, kv_head); break;
-        case FLOAT16: attend_over<FLOAT16>(job, item, kv_head); break;
-        default: attend_over<FLOAT32>(job, item, kv_head);
+        case CODES: attend_over<CODES>(job, chunk, kv_head); break;
+        case FLOAT16: attend_over<FLOAT16>(job, chunk, kv_head); break;
+        default: attend_over<FLOAT32>(job, chunk, kv_head);
     }
 }
 

@@ -13,6 +13,7 @@ namespace {
 constexpr long PIECE = 512;           // keys whose weights are computed at a time
 constexpr long WIDEST = 512;          // numbers of a key or value
 constexpr long HEADS = 4;             // query heads that read a key together
+constexpr long CHUNK_ROWS = 16;       // query rows of a sequence that read a piece of keys one after the other
 constexpr long MLP_ROWS = 384;        // rows whose inner activations exist at a time
 constexpr long WORTH_THREADS = 1 << 18;  // products of two numbers, or the time of as many
 
@@ -31,11 +32,12 @@ struct Layer {
 };
 
 // Query row `rows[i]` reads `tokens[i]` keys from position `start[i]` on. Position p lies in slot p % block_size of block
-// `blocks[block_offset[i] + p / block_size - start[i] / block_size]`.
+// `blocks[block_offset[i] + p / block_size - start[i] / block_size]`. The items [chunks[c], chunks[c + 1]), up to CHUNK_ROWS
+// of them, have the same keys but for their number, which grows.
 struct Items {
     const int32_t *blocks, *block_offset, *start, *tokens;
-    const int64_t* rows;
-    int64_t count, block_size;
+    const int64_t *rows, *chunks;
+    int64_t count, block_size;  // of chunks
 };
 
 // Rows of `heads` vectors; a stride is a number of float32.
@@ -238,7 +240,7 @@ void radixkv_store(const Layer* layer, const int64_t* slots, int64_t rows, const
         }
 }
 
-// Attention of single query rows, each over its own keys. `softcap` is 0 for none, and `lse` may be null. For a pool of
+// Attention of query rows, each over its own keys. `softcap` is 0 for none, and `lse` may be null. For a pool of
 // codes, queries are rotated already and outputs stay so, unless `rotates`.
 void radixkv_attend(const Layer* layer, const Items* items, const float* query, int64_t query_row, int64_t query_head,
                     int64_t group, float scale, float softcap, float* output, float* lse, int64_t rotates,
@@ -247,7 +249,7 @@ void radixkv_attend(const Layer* layer, const Items* items, const float* query, 
                            rotates && layer->stored == CODES};
     const auto attend = instructions == 2 ? avx512::attend : avx2::attend;
     long tokens = 0;
-    for (long i = 0; i < items->count; i++) tokens += items->tokens[i];
+    for (long i = 0; i < items->chunks[items->count]; i++) tokens += items->tokens[i];
     const bool worth = tokens * layer->kv_heads * group * (layer->key_dim + layer->value_dim) >= WORTH_THREADS;
     spread(items->count * layer->kv_heads, worth ? threads : 1, parallel,
            [&](long unit) { attend(job, unit / layer->kv_heads, unit % layer->kv_heads); });

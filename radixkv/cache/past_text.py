@@ -1,0 +1,156 @@
+"""The text of closed sequences, from which drafts are made: it outlives the KV, within a bound, in its namespace.
+
+Each closed sequence adds the text that it did not find in the cache, as a piece of its own with its namespace. No
+match and no continuation crosses the border of a piece. The oldest text is overwritten.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from radixkv.cache.events import Events, Follower
+from radixkv.cache.namespaces import Namespace
+from radixkv.cache.ngrams import LONGEST, NgramIndex
+from radixkv.cache.radix_tree import RadixTree
+from radixkv.cache.tokens import UNKNOWN, WIDTH
+from radixkv.cache.types import Node, OpenSequence
+
+GRAM = 6
+"""The shortest match, in tokens."""
+
+BYTES_PER_TOKEN = 9  # of ring and links 8, of the heads of chains 1 or 2
+
+
+class Repeated(NamedTuple):
+    """Tokens that followed a text before, and how many of its last tokens matched there."""
+
+    tokens: array[int]
+    matched: int
+
+
+NOTHING = Repeated(array("i"), 0)
+
+
+class PastText(Follower):
+    """The newest `capacity` tokens of closed sequences; a capacity of 0 keeps none."""
+
+    order = 3
+
+    def __init__(self, tree: RadixTree, capacity: int, events: Events) -> None:
+        """Keep the text of sequences of `tree` from now on."""
+        self._tree = tree
+        self._index = NgramIndex(GRAM, max(capacity, 1), heads=capacity // 4)
+        self._starts: list[int] = []  # of the pieces, ascending
+        self._owners: list[Namespace | None] = []  # None for a piece that was wiped
+        if capacity:
+            events.connect(self)
+            tree.text_owners = lambda: {each.number for each in self.namespaces()}
+
+    @property
+    def nbytes(self) -> int:
+        """The memory in bytes."""
+        return self._index.nbytes
+
+    def namespaces(self) -> set[Namespace]:
+        """Return the namespaces that have text. Any thread may call this."""
+        return {each for each in self._owners[:] if each is not None}
+
+    def closed(self, sequence: OpenSequence) -> None:
+        """Keep the text of a closed sequence from a few tokens before the end of its hit on."""
+        if sequence.purpose == "audit" or sequence.length <= sequence.cached_length:
+            return
+        raw = sequence.text_from(max(sequence.cached_length - LONGEST, 0))
+        unknown = raw.find(UNKNOWN)
+        while unknown % WIDTH and unknown > 0:
+            unknown = raw.find(UNKNOWN, unknown + 1)
+        tokens = np.frombuffer(raw if unknown < 0 else raw[:unknown], np.int32)
+        if len(tokens) > GRAM:
+            self._add(tokens[-self._index.capacity :], self._tree.namespace_of(sequence.node))
+
+    def _add(self, tokens: np.ndarray, owner: Namespace) -> None:
+        index = self._index
+        self._starts.append(index.length)
+        self._owners.append(owner)
+        index.part()
+        index.append(tokens)
+        gone = bisect_right(self._starts, index.length - index.capacity) - 1
+        if gone > len(self._starts) // 2:  # so that each costs O(1)
+            del self._starts[:gone], self._owners[:gone]
+
+    def repeated(self, suffix: Sequence[int], space: Namespace | None, most: int) -> Repeated:
+        """Return what followed the longest match of `suffix` in a namespace, the latest of equal ones.
+
+        At most `most` tokens; none without a match of `GRAM` tokens. Tries 16 places: about 20 us.
+        """
+        index, best = self._index, NOTHING
+        if space is None or len(suffix) < GRAM:
+            return best
+        for place in index.places(suffix):
+            piece = bisect_right(self._starts, place) - 1
+            if piece < 0 or self._owners[piece] is not space:
+                continue
+            end = self._starts[piece + 1] if piece + 1 < len(self._starts) else index.length
+            matched = index.matched(place, suffix, self._starts[piece])
+            if matched >= GRAM and matched > best.matched and place + 1 < end:
+                following = index.read(place + 1, min(place + 1 + most, end))
+                best = Repeated(array("i", following.tobytes()), matched)
+                if matched == LONGEST:
+                    break
+        return best
+
+    def clear(self) -> None:
+        """Forget all text, and leave no token of it in memory."""
+        self._index.clear()
+        self._starts.clear()
+        self._owners.clear()
+
+    def clear_namespace(self, space: Namespace) -> None:
+        """Forget the text of a namespace, and leave no token of it in memory. O(pieces)."""
+        index = self._index
+        for piece, (start, end) in enumerate(pairwise([*self._starts, index.length])):
+            if self._owners[piece] is space:
+                self._owners[piece] = None
+                kept = max(start, index.length - index.capacity)
+                index.tokens[np.arange(kept, end) % index.capacity] = -1
+
+    def check(self) -> None:
+        """Check the order of the pieces, and that no text is left of those that were wiped."""
+        index = self._index
+        assert len(self._starts) == len(self._owners) and self._starts == sorted(set(self._starts))
+        assert not self._starts or self._starts[-1] < index.length, "a piece is empty"
+        for (start, end), owner in zip(pairwise([*self._starts, index.length]), self._owners, strict=True):
+            kept = index.read(max(start, index.length - index.capacity), end)
+            assert owner is not None or (kept == -1).all(), "text of a namespace that was cleared"
+
+
+def continuation(node: Node, rest: bytes, most: int) -> array[int]:
+    """Return the tokens that follow `rest` after the end of `node`, in any tier: at branches the latest use.
+
+    Changes nothing. Empty if `rest` is no cached text. O(depth + tokens).
+    """
+    at, following = 0, bytearray()
+    while len(following) < most * WIDTH:
+        if at < len(rest):
+            first = rest[at : at + WIDTH]
+            child = node.children.get(first) or node.below.get(first)
+            if child is None:
+                break
+            common = min(len(child.key), len(rest) - at)
+            if child.key[:common] != rest[at : at + common]:
+                break
+            at += common
+            following += child.key[common : common + most * WIDTH]
+        else:
+            children = [*node.children.values(), *node.below.values()]
+            if not children:
+                break
+            child = max(children, key=lambda each: each.tick)
+            following += child.key[: most * WIDTH]
+        node = child
+    return array("i", bytes(following[: most * WIDTH]))
