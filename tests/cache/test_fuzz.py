@@ -67,10 +67,10 @@ def test_runs_reach_each_verb_and_each_kind_of_event() -> None:
         {"shares": True},
         {"watched": True},
         {"host": True, "states": True, "ample": True},
-        {"host": True, "disk": True},
+        {"host": True, "disk": True, "block_size": 2},
     )
     arrived = 0
-    for seed, choices in enumerate(runs):
+    for seed, choices in enumerate(runs, 1):
         machine = Machine(Options(**choices), seed)
         for number in range(STEPS):
             machine.step(number)
