@@ -61,7 +61,7 @@ def engine_of(make: Callable[..., Any], source: Any = None, **settings: Any) -> 
     return cast(Engine, made[0] if isinstance(made, tuple) else made)
 
 
-def known(prompts: Sequence[Sequence[int]], done: Sequence[Completion], seed: int = 0) -> Adversary:
+def known(prompts: Sequence[Sequence[int]], done: Sequence[Completion], seed: int = 0, vocab: int = 256) -> Adversary:
     """Return an adversary that knows the replies to prompts, all of them distinct."""
     replies = {
         (*prompt,): [each.token_ids, *(other.token_ids for other in each.alternatives)]
@@ -72,7 +72,7 @@ def known(prompts: Sequence[Sequence[int]], done: Sequence[Completion], seed: in
         found = replies.get(tuple(stream.request.prompt.tolist()), ())
         return found[stream.index] if stream.index < len(found) else ()
 
-    return Adversary(answer, seed, vocab=256)
+    return Adversary(answer, seed, vocab)
 
 
 def drafted(stats: EngineStats) -> int:
