@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from radixkv import Completion, Engine, LogitsProcessor, SampleRow, SamplingParams
 from radixkv.engine import core, draft_length
+from radixkv.engine.output import Usage
 from radixkv.engine.request import Stream
 from radixkv.engine.stats import EngineStats
 from radixkv.errors import InvalidConstraint, RequestFailed
@@ -31,6 +33,10 @@ from tests.simulation.drafts import Adversary
 
 COUNTERS = ("prompt_tokens", "computed_tokens", "recomputed_tokens", "cached_tokens", "decode_tokens", "output_tokens")
 COUNTERS += ("finished", "failed")
+USED = attrgetter(
+    "prompt_tokens", "cached_tokens", "computed_tokens", "recomputed_tokens", "output_tokens", "preemptions"
+)
+NO_USAGE = Usage(0, 0, 0, 0, 0, 0)
 SPELLED = tuple(range(3, 256, 3))
 """Token ids that often end a reply."""
 
@@ -83,26 +89,17 @@ def drafted(stats: EngineStats) -> int:
 def outcome(done: Sequence[Completion]) -> list[Any]:
     """Return all facts of replies, without times and counts of drafts."""
     streams = [each for first in done for each in (first, *first.alternatives)]
-    usages = [
-        replace(
-            each.usage, ttft_s=0, total_s=0, drafted_tokens=0, accepted_tokens=0, predicted_tokens=0,
-            accepted_predicted_tokens=0,
-        )
-        for each in streams
-    ]  # fmt: skip
-    return [replace(each, usage=usage, alternatives=()) for each, usage in zip(streams, usages, strict=True)]
+    return [(USED(each.usage), replace(each, usage=NO_USAGE, alternatives=())) for each in streams]
 
 
 def cached(engine: Engine, prompts: Sequence[Sequence[int]], done: Sequence[Completion]) -> list[int]:
     """Return how many tokens of each prompt with its replies are cached, and the number of free blocks."""
-    match = engine.client.thread.ask
-    streams = [
+    pairs = [
         (prompt, each) for prompt, first in zip(prompts, done, strict=True) for each in (first, *first.alternatives)
     ]
-    found = [
-        match(lambda text=(*prompt, *each.token_ids): engine.core.cache.match(text).length) for prompt, each in streams
-    ]
-    return [*found, engine.core.cache.free_blocks]
+    cache = engine.core.cache
+    find = lambda: [cache.match((*prompt, *each.token_ids)).length for prompt, each in pairs]  # noqa: E731
+    return [*engine.client.thread.ask(find), cache.free_blocks]
 
 
 def assert_the_same(make: Callable[..., Any], prompts: list[list[int]], params: list[SamplingParams], seed: int) -> int:

@@ -17,28 +17,10 @@ from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
 from tests.simulation.world import World
 
 SIGHTS = (  # events that must occur, or the lives are too easy
-    "a fault: forward",
-    "a fault: garbled",
-    "a fault: sampler",
-    "accepted_from_tree",
-    "audited_blocks",
-    "bad_words",
-    "beams: finished",
-    "cancelled: decode",
-    "copied",
-    "drafted_from_own",
-    "evicted",
-    "forced_tokens",
-    "hits",
-    "host_tokens",
-    "nan",
-    "pinned",
-    "preemptions",
-    "rule",
-    "scored_tokens",
-    "timed_out",
-    "wasted_tokens",
-)
+    "a fault: forward", "a fault: garbled", "a fault: sampler", "accepted_from_tree", "audited_blocks", "bad_words",
+    "beams: finished", "cancelled: decode", "copied", "drafted_from_own", "evicted", "forced_tokens", "hits",
+    "host_tokens", "nan", "pinned", "preemptions", "rule", "scored_tokens", "timed_out", "wasted_tokens",
+)  # fmt: skip
 
 
 def life(seed: int) -> Scenario:
