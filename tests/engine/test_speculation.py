@@ -158,18 +158,6 @@ def test_replies_to_all_schemas_are_the_same(changes: dict[str, Any]) -> None:
     assert assert_the_same(partial(random_engine, 12_000), prompts, params, 0) > 500
 
 
-def test_replies_are_the_same_where_requests_are_preempted() -> None:
-    prompts, params = [[3 + at, *range(20)] for at in range(8)], SamplingParams(max_tokens=60, temperature=0)
-    with engine_of(partial(random_engine, 1000)) as plain:
-        done = plain.generate(prompts, params.but(ignore_eos=True))
-    with engine_of(partial(random_engine, 80, host_memory=None), known(prompts, done)) as engine:
-        found = engine.generate(prompts, params.but(ignore_eos=True))
-        stats = engine.stats()
-        assert [each.token_ids for each in found] == [each.token_ids for each in done]
-        assert stats.preemptions and stats.tokens_per_step > 1.5
-        check(engine)
-
-
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_a_draft_may_reach_the_end_of_a_constraint(ignore_eos: bool) -> None:
     """No token may follow it then; and a plain decode computes no tokens that were forced after the last draw."""
