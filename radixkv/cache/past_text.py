@@ -21,7 +21,7 @@ from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.tokens import UNKNOWN, WIDTH
 from radixkv.cache.types import Node, OpenSequence
 
-GRAM = 6
+GRAM = 4
 """The shortest match, in tokens."""
 
 BYTES_PER_TOKEN = 9  # of ring and links 8, of the heads of chains 1 or 2
@@ -83,26 +83,21 @@ class PastText(Follower):
         if gone > len(self._starts) // 2:  # so that each costs O(1)
             del self._starts[:gone], self._owners[:gone]
 
-    def repeated(self, suffix: Sequence[int], space: Namespace | None, most: int) -> Repeated:
+    def repeated(self, suffix: Sequence[int], space: Namespace | None, most: int, more_than: int = 0) -> Repeated:
         """Return what followed the longest match of `suffix` in a namespace, the latest of equal ones.
 
-        At most `most` tokens; none without a match of `GRAM` tokens. Tries 16 places: about 20 us.
+        At most `most` tokens; none unless the match has `GRAM` tokens and more than `more_than`. Tries 8 places.
         """
-        index, best = self._index, NOTHING
-        if space is None or len(suffix) < GRAM:
-            return best
-        for place in index.places(suffix):
-            piece = bisect_right(self._starts, place) - 1
+        index, starts, best = self._index, self._starts, max(more_than, GRAM - 1)
+        first = last = 0
+        for place in index.places(suffix) if space is not None and len(suffix) >= GRAM else ():
+            piece = bisect_right(starts, place) - 1
             if piece < 0 or self._owners[piece] is not space:
                 continue
-            end = self._starts[piece + 1] if piece + 1 < len(self._starts) else index.length
-            matched = index.matched(place, suffix, self._starts[piece])
-            if matched >= GRAM and matched > best.matched and place + 1 < end:
-                following = index.read(place + 1, min(place + 1 + most, end))
-                best = Repeated(array("i", following.tobytes()), matched)
-                if matched == LONGEST:
-                    break
-        return best
+            end = starts[piece + 1] if piece + 1 < len(starts) else index.length
+            if place + 1 < end and (found := index.matched(place, suffix, starts[piece], best)) > best:
+                best, first, last = found, place + 1, min(place + 1 + most, end)
+        return Repeated(array("i", index.read(first, last).tobytes()), best) if first < last else NOTHING
 
     def clear(self) -> None:
         """Forget all text, and leave no token of it in memory."""

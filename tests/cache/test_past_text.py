@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_drafts_followed_the_same_text_in_the_same_namespace(seed: int, capacity
             for most in (1, 5, 16):
                 drafted = cache.continuation(sequence, text, most)
                 assert len(drafted) <= most and (not drafted or followed(texts[name], text, drafted))
-                past = cache.repeated(text, name, most)
+                past = cache.repeated(array("i", text), name, most)
                 assert len(past.tokens) <= most and (past.matched >= GRAM or not past.tokens)
                 assert not past.tokens or followed(texts[name], text[-past.matched :], past.tokens)
         assert cache.stats().hit_tokens - before.hit_tokens == sequence.cached_length
@@ -101,20 +102,20 @@ def test_drafts_followed_the_same_text_in_the_same_namespace(seed: int, capacity
         cache.moves_done() if cache.moves() else None
         cache.check()
         if capacity == 5000 and len(text) > 2 * LONGEST:
-            assert cache.repeated(text[:-1], name, 1).tokens.tolist() == text[-1:]
+            assert cache.repeated(array("i", text[:-1]), name, 1).tokens.tolist() == text[-1:]
 
 
 def test_a_secret_of_one_namespace_is_no_draft_of_another() -> None:
     cache = PrefixCache(64, 4, draft_tokens=1000)
     question, secret = list(range(30)), [7, 7, 1, 9, 9]
     add(cache, [*question, *secret], "ann")
-    assert cache.repeated(question, "ann", 5).tokens.tolist() == secret
+    assert cache.repeated(array("i", question), "ann", 5).tokens.tolist() == secret
     with cache.open(question, "ann") as ours, cache.open(question, "ben") as theirs:
         assert cache.continuation(ours, question, 9).tolist() == secret
-        assert not cache.continuation(theirs, question, 9) and not cache.repeated(question, "ben", 5).tokens
+        assert not cache.continuation(theirs, question, 9) and not cache.repeated(array("i", question), "ben", 5).tokens
     cache.clear_namespace("ann")
     index = cache.past_text
-    assert not cache.repeated(question, "ann", 5).tokens and index.nbytes
+    assert not cache.repeated(array("i", question), "ann", 5).tokens and index.nbytes
     assert not any(np.isin(secret, each.tokens).any() for each in [index._index]), "the text is still in memory"
 
 
@@ -140,11 +141,15 @@ def test_text_outlives_its_kv_and_audits_add_none() -> None:
     text = list(range(30))
     add(cache, text)
     add(cache, list(range(100, 132)))  # evicts it
-    assert cache.match(text).length == 0 and cache.repeated(text[:20], None, 3).tokens.tolist() == [20, 21, 22]
+    assert cache.match(text).length == 0 and cache.repeated(array("i", text[:20]), None, 3).tokens.tolist() == [
+        20,
+        21,
+        22,
+    ]
     with cache.open(text, purpose="audit") as audit:
         audit.extend(list(range(200, 220)))
         audit.commit()
-    assert not cache.repeated(list(range(200, 210)), None, 3).tokens
+    assert not cache.repeated(array("i", range(200, 210)), None, 3).tokens
 
 
 @pytest.mark.parametrize("tokens", [-1, 1.5, "many"])
