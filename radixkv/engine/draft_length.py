@@ -31,12 +31,16 @@ class RowCosts:
     """The seconds of a step, by its number of rows."""
 
     def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
-        """Interpolate the costs of at least two numbers of rows, ascending, and extrapolate the last ones."""
-        self._points = list(measured)
+        """Interpolate the costs of at least two numbers of rows, ascending, and extrapolate the last ones.
+
+        A step takes no longer than one with more rows: a measurement that says so was disturbed.
+        """
+        least = [*accumulate((seconds for _, seconds in reversed(measured)), min)][::-1]
+        self._points = [(rows, seconds) for (rows, _), seconds in zip(measured, least, strict=True)]
         self._factors = dict[int, float]()  # of steps with as many bits in their number of rows
 
     def seconds(self, rows: int) -> float:
-        """Return the seconds of a step of `rows`; grows with them."""
+        """Return the seconds of a step of `rows`; they grow with the rows, except by corrections."""
         bits = rows.bit_length()
         nearest = min(self._factors, key=lambda each: abs(each - bits), default=bits)
         return self._measured(rows) * self._factors.get(nearest, 1.0)
@@ -44,7 +48,7 @@ class RowCosts:
     def _measured(self, rows: int) -> float:
         right = next((place for place, (most, _) in enumerate(self._points) if rows <= most), -1) or 1
         (low, before), (high, after) = self._points[right - 1], self._points[right]
-        return before + max(after - before, 0.0) * (rows - low) / (high - low)
+        return before + (after - before) * (rows - low) / (high - low)
 
     def correct(self, rows: int, seconds: float) -> None:
         """Take the seconds of a step; one that was disturbed counts at most twice the present cost."""

@@ -29,11 +29,10 @@ from radixkv.engine.output import Chunk
 from radixkv.engine.request import Continuation, Drawn, Stream
 from radixkv.engine.scheduler import Work
 from radixkv.engine.stats import Counters
-from radixkv.errors import InvalidInput
+from radixkv.errors import InvalidConstraint, InvalidInput
 from radixkv.sampling.token_mask import ConstrainedRow
 
 if TYPE_CHECKING:
-    from radixkv.engine.request import Request
     from radixkv.models.adapter import LoadedModel
 
 _log = logging.getLogger(__name__)
@@ -75,7 +74,8 @@ class DraftedTokens:
         self.tally = Tally()
         self.waits = False  # a draft is likely, so the host must read the next token first
         self._sent = SentDraft("", 0, 0)
-        self._first = self._row = 0  # the position of the draft, and the number of rows taken
+        self.last = 0  # the row that the last token was drawn from
+        self._first = self._rows = 0  # the position of the draft, and the number of rows that may be taken
         self._text: StreamDrafts | None = None
         self._guess: tuple[int, Draft] | None = None
 
@@ -97,8 +97,12 @@ class DraftedTokens:
 
     def begin(self, stream: Stream, proposed: Draft, draft: array[int]) -> None:
         """Verify `draft`, the first tokens of a proposal."""
-        self.draft, self._first, self._row = draft, len(stream.tokens), 0
+        self.draft, self._first, self._rows = draft, len(stream.tokens), len(draft) + 1
         self._sent = SentDraft(proposed.source, proposed.matched, len(draft))
+
+    def cut(self, rows: int) -> None:
+        """Take the first `rows` rows only: the mask of the next one cannot be filled, and may not be needed."""
+        self._rows = min(self._rows, rows)
 
     def end(self) -> SentDraft:
         """Return the draft whose rows were all taken, and verify none any more."""
@@ -117,14 +121,13 @@ class DraftedTokens:
         place, proposed = guess
         return proposed, stream.tokens[place] == proposed.tokens[0]
 
-    def take(self, stream: Stream, drawn: Drawn) -> Sequence[Chunk]:
-        """Take the draw of the next row; returns nothing if the stream has another text than the draft up to there.
+    def follows(self, stream: Stream, draft: array[int]) -> bool:
+        """Return whether the stream has the text of a row after `draft`: it may be ahead, by forced tokens."""
+        return len(draft) < self._rows and stream.tokens[self._first :] == draft
 
-        The stream may be ahead of the row, where a constraint forced tokens.
-        """
-        row, self._row = self._row, self._row + 1
-        if self.draft is not None and stream.tokens[self._first :] != self.draft[:row]:
-            return ()
+    def take(self, stream: Stream, drawn: Drawn) -> Sequence[Chunk]:
+        """Take the draw of a row that follows the stream's text."""
+        self.last = len(stream.tokens) - self._first
         return self.inner.take(stream, drawn)
 
     def fork(self) -> DraftedTokens:
@@ -137,11 +140,6 @@ class VerifiedRow(NamedTuple):
 
     stream: Stream
     place: int
-
-    @property
-    def request(self) -> Request:
-        """The request of the stream."""
-        return self.stream.request
 
 
 class Speculation:
@@ -192,8 +190,7 @@ class Speculation:
         While the step in flight samples that token, only find out whether a draft is likely.
         """
         stream, request = work.stream, work.stream.request
-        continuation = stream.continuation
-        assert isinstance(continuation, DraftedTokens)
+        continuation = _drafted(stream)
         continuation.waits = False
         most = min(MOST, room, request.max_tokens - stream.output_length - 1)
         if most <= 0 or not step.wants(continuation.tally):
@@ -230,9 +227,24 @@ class Speculation:
                 matcher = row.matcher
                 for place, token in enumerate(each.draft, 1):
                     matcher = matcher.fork()
-                    matcher.consume([token])
+                    try:
+                        matcher.consume([token])
+                    except InvalidConstraint:
+                        _drafted(each.stream).cut(place)
+                        break
                     masks[VerifiedRow(each.stream, place)] = ConstrainedRow(matcher, row.stop_ids)
         return masks
+
+    def refuse(self, key: Hashable, error: InvalidConstraint, fail: Fail) -> None:
+        """Cut the draft whose row has no mask: it fails the request where a token is drawn from that row."""
+        if isinstance(key, VerifiedRow):
+            _drafted(key.stream).cut(key.place)
+        else:
+            self._last_rows.refuse(key, error, fail)
+
+    def follows(self, stream: Stream, draft: array[int]) -> bool:
+        """See RowSource."""
+        return _drafted(stream).follows(stream, draft)
 
     def rows(self, work: list[Work], fail: Fail) -> tuple[list[Row], int]:
         """Return the rows to draw from; a verified chunk has its rows in order: see RowSource."""
@@ -269,11 +281,11 @@ class Speculation:
 
     def _verify(self, work: Work, draft: array[int]) -> None:
         """Keep the KV of the tokens that a plain decode would have computed by now."""
-        stream, continuation = work.stream, work.stream.continuation
-        assert isinstance(continuation, DraftedTokens)
+        stream, continuation = work.stream, _drafted(work.stream)
         taken = stream.tokens[work.end :]
         accepted = _common(draft, taken)
-        right = min(accepted, len(taken) - 1)
+        # After the last draw of a reply, a plain decode computes no tokens that a constraint forced.
+        right = min(accepted, len(taken) - 1) if stream.finish_reason is None else continuation.last
         stream.in_flight -= len(draft)
         stream.sequence.truncate(work.end + right)
         if right and self._count(Work(stream, work.end, draft[:right], work.plan), True):
@@ -282,6 +294,11 @@ class Speculation:
         self._length.verified(sent, accepted, continuation.tally, ended=stream.finish_reason is not None)
         self._counters.drafted(sent.source, sent.tokens, right)
         stream.counts.add_draft(sent.tokens, right, predicted=sent.source == "prediction")
+
+
+def _drafted(stream: Stream) -> DraftedTokens:
+    assert isinstance(stream.continuation, DraftedTokens)
+    return stream.continuation
 
 
 def _decodes(work: Work) -> bool:
