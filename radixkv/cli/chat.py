@@ -305,4 +305,6 @@ def _cost(reply: Reply, context_limit: int) -> str:
         found += f", {usage.host_tokens} tokens loaded from host memory"
     if usage.disk_tokens:
         found += f", {usage.disk_tokens} of them read from disk"
+    if usage.drafted_tokens:
+        found += f", {usage.accepted_tokens} of {usage.drafted_tokens} drafted tokens accepted"
     return f"{found}, first token after {usage.ttft_s * 1000:.0f} ms{ended}"

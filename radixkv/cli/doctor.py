@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _HOST_TOKENS = 512  # of the prefill and of the load that are measured
 _SESSION = 4096  # tokens of a session that a disk has
+_DRAFT_CONTEXT = 544  # tokens
+_CHEAP_ROWS = 2.0  # decodes that 8 rows cost
 _UNLIMITED = 1 << 30  # tokens; the checkpoint of a model with a longer context states no limit
 
 
@@ -88,6 +90,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield doctor_weights.of_kv(loaded, arguments.block_size)
     yield from language(loaded)
     yield doctor_weights.speed(loaded, arguments.block_size)
+    yield drafts(loaded, arguments.block_size)
     yield from doctor_weights.accuracy(loaded, arguments.weights, header, lambda: _in_float32(arguments))
     yield from _faster(loaded)
 
@@ -167,6 +170,21 @@ def _cores() -> int:
 
 
 # ---- the model
+
+
+def drafts(loaded: LoadedModel, block_size: int) -> Finding:
+    """Measure what the rows of a draft cost, in decodes."""
+    from radixkv.engine.speculation import draft_obstacle
+    from radixkv.models.runner import Runner
+
+    if (obstacle := draft_obstacle(loaded)) is not None:
+        return note("drafts", f"not possible: {obstacle}")
+    costs = dict(Runner(loaded, -(-_DRAFT_CONTEXT // block_size), block_size).row_costs())
+    times = {rows: seconds / costs[1] for rows, seconds in costs.items() if rows in (2, 4, 8, 16)}
+    text = ", ".join(f"{rows} rows {times[rows]:.1f}" for rows in sorted(times))
+    cheap = times.get(8, 0.0) < _CHEAP_ROWS
+    pays = "wherever text repeats" if cheap else "for text that is copied, as in a retry"
+    return ok("drafts", f"{text} decodes: --speculate tree pays {pays}")
 
 
 def _model(loaded: LoadedModel, said: list[str]) -> Iterator[Finding]:

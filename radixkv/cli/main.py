@@ -54,6 +54,7 @@ def _add_chat(add: AddCommand) -> None:
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
     add_settings(chat, "seed", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype", "kv_dtype")
+    add_settings(chat, "speculate")
     add_settings(chat, "weights", "model_code", "record")
     _add_monitor(chat)
 
@@ -95,7 +96,7 @@ def _add_plan(add: AddCommand) -> None:
     plan.add_argument(
         "--context", type=int, metavar="N", help="longest sequence in tokens (default: the context of the model)"
     )
-    add_settings(plan, "state_memory", "block_size", "max_sequences", "kv_dtype")
+    add_settings(plan, "state_memory", "block_size", "max_sequences", "kv_dtype", "speculate")
     plan.add_argument("--dtype", help="float32, bfloat16, float16, ... (default: the dtype of the weights)")
     plan.add_argument(
         "--host-memory",
@@ -165,7 +166,7 @@ def _add_engine(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     add_settings(
         engine, "model_code", "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes", "deterministic"
     )
-    add_settings(engine, "kv_dtype", "verify", "seed", "record", "revision", "trust_remote_code")
+    add_settings(engine, "kv_dtype", "speculate", "verify", "seed", "record", "revision", "trust_remote_code")
     _add_monitor(engine)
     return engine
 

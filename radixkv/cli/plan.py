@@ -13,9 +13,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from radixkv.config import EngineConfig
 from radixkv.errors import InvalidInput
 from radixkv.sizing.kv_shapes import kv_shape
-from radixkv.sizing.kv_size import ASSUMED_DTYPE, KVShape, check_kv_dtype, parse_bytes, parse_size, size_text
+from radixkv.sizing.kv_size import (
+    ASSUMED_DTYPE,
+    DRAFT_BYTES,
+    KVShape,
+    check_kv_dtype,
+    parse_bytes,
+    parse_size,
+    size_text,
+)
 from radixkv.sizing.memory import HostSize, StateSlots, disk_blocks, host_for_disk, host_size, state_slots
 
 _SHARES = (16, 4, 2, 1)  # a sequence that ends after one n-th of the context
@@ -36,6 +45,7 @@ class Plan:
     host_memory: str | None = None  # of a rank
     kv_dtype: str = "auto"
     disk_memory: str | None = None  # of a rank
+    past_text: int = 0  # bytes, for drafts
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -151,6 +161,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     memory = None if arguments.memory is None else parse_size(arguments.memory)
     dtype = arguments.dtype or shape.dtype or ASSUMED_DTYPE
     check_kv_dtype(arguments.kv_dtype, dtype)
+    EngineConfig(speculate=arguments.speculate)  # refuses unknown modes
     if arguments.state_memory != "auto":
         parse_bytes(arguments.state_memory, "state_memory")
         if not shape.states:
@@ -160,7 +171,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     plan = Plan(
         shape, dtype, context, arguments.block_size, arguments.tensor_parallel, memory,
         arguments.max_sequences, arguments.state_memory, arguments.host_memory, arguments.kv_dtype,
-        arguments.disk_memory,
+        arguments.disk_memory, DRAFT_BYTES if arguments.speculate == "tree" else 0,
     )  # fmt: skip
     if memory is not None and not plan.blocks:
         raise InvalidInput(
@@ -185,6 +196,8 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(f"{min(heads)} KV heads do not go evenly into {plan.ranks} ranks: the numbers are the fullest's")
     if plan.shape.context is not None and plan.context > plan.shape.context:
         notes.append(f"a context of {plan.context:,} tokens is more than the model's own {plan.shape.context:,}")
+    if plan.past_text:
+        notes.append(f"the past text of drafts takes {size_text(plan.past_text)} of host memory in addition")
     if plan.disk and plan.host_memory is None:
         notes.append("without --host-memory, an engine with a disk takes half of its pool up to 256 MiB, or an eighth")
     if plan.memory is not None and (most := plan.fitting().context) < plan.context:
@@ -303,5 +316,6 @@ def _plain(plan: Plan) -> Mapping[str, Any]:
             },
             "disk": {"blocks": plan.disk, "tokens": plan.disk * plan.block_size},
         },
+        "past_text_bytes": plan.past_text,
         "notes": _notes(plan),
     }

@@ -460,8 +460,7 @@ class Core:
             self._commit(work, finite_rows(logits[: len(work)]))
         scores = begin_chunk_scores(work, logits, self._fail_alone, self._finish_first)
         if masks is not None:
-            for row, failed in masks.wait().items():
-                self._fail_alone(row.request, failed)
+            self._draws.wait(masks)
         return Flight(work, self._draws.begin(work, logits, masks, self._finish_first), scores)
 
     def _commit(self, work: list[Work], finite: list[bool]) -> None:

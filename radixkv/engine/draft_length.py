@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from radixkv.engine.drafts import Draft
 from radixkv.engine.scheduler import Work
+from radixkv.engine.stats import DRAFT_SOURCES
 
 _BOUNDS = (6, 12, 24)  # of match lengths with a probability of their own
 _FIRST_GUESS = {"tree": 0.9, "prediction": 0.8}  # of an accepted token, before drafts are counted
@@ -34,14 +35,15 @@ class RowCosts:
         """Take the costs of at least two numbers of rows, ascending; the last two are extrapolated.
 
         Between two numbers the larger one counts: a CPU computes small weights for several rows at a time, so that 9
-        rows may cost as much as 12.
+        rows may cost as much as 12. A step takes no longer than one with more rows: a measurement that says so was
+        disturbed.
         """
         self._numbers = [rows for rows, _ in measured]
-        self._seconds = list(accumulate((seconds for _, seconds in measured), max))
+        self._seconds = [*accumulate((seconds for _, seconds in reversed(measured)), min)][::-1]
         self._factors = dict[int, float]()  # of steps with as many bits in their number of rows
 
     def seconds(self, rows: int) -> float:
-        """Return the seconds of a step of `rows`; grows with them."""
+        """Return the seconds of a step of `rows`; they grow with the rows, except by corrections."""
         bits = rows.bit_length()
         if bits not in self._factors:
             bits = min(self._factors, key=lambda each: abs(each - bits), default=bits)
@@ -154,8 +156,7 @@ class DraftLength:
         """Choose up to `most` tokens. `corrects` says that each step ends before the next one begins."""
         self.costs, self._most, self._corrects = costs, most, corrects
         self._rates = {
-            source: [Rate(_FIRST_GUESS.get(source, guess)) for guess in _BY_MATCH]
-            for source in ("tree", "past", "own", "prediction")
+            source: [Rate(_FIRST_GUESS.get(source, guess)) for guess in _BY_MATCH] for source in DRAFT_SOURCES
         }
         self._begun = 0.0
 

@@ -22,6 +22,7 @@ from radixkv.engine.request import Drawn, Request, Stream
 from radixkv.engine.scheduler import Work
 from radixkv.engine.scores import KeptScores
 from radixkv.engine.stats import Counters
+from radixkv.errors import InvalidConstraint
 from radixkv.sampling.logits_processors import nothing_to_draw
 from radixkv.sampling.params import SampleRow
 from radixkv.sampling.row_scores import PendingScores, begin_scores
@@ -49,6 +50,14 @@ class RowSource(Protocol):
         """Return the constraints of all rows by key, given the `first` one of each stream."""
         ...
 
+    def refuse(self, key: Hashable, error: InvalidConstraint, fail: Fail) -> None:
+        """Take note that the mask of a row could not be filled; `fail` ends a request."""
+        ...
+
+    def follows(self, stream: Stream, draft: array[int]) -> bool:
+        """Return whether a stream has the text of a row after `draft`, whose draw is then its next token."""
+        ...
+
     def rows(self, work: list[Work], fail: Fail) -> tuple[list[Row], int]:
         """Return the rows, and how many rows the logits have up to the last of them, at least one for each chunk.
 
@@ -63,6 +72,15 @@ class LastRows:
     def masks(self, first: Mapping[Hashable, ConstrainedRow], work: list[Work]) -> Mapping[Hashable, ConstrainedRow]:
         """Return `first`."""
         return first
+
+    def refuse(self, key: Hashable, error: InvalidConstraint, fail: Fail) -> None:
+        """End the request of the stream."""
+        assert isinstance(key, Stream)
+        fail(key.request, error)
+
+    def follows(self, stream: Stream, draft: array[int]) -> bool:
+        """Return False: no row has a draft."""
+        return False
 
     def rows(self, work: list[Work], fail: Fail) -> tuple[list[Row], int]:
         """See RowSource."""
@@ -103,6 +121,11 @@ class Draws:
         }
         return self._masks.begin(self._source.masks(first, work)) if first else None
 
+    def wait(self, masks: StepMasks) -> None:
+        """Wait until all masks are filled; a stream without one fails."""
+        for key, error in masks.wait().items():
+            self._source.refuse(key, error, self._fail)
+
     def begin(
         self, work: list[Work], logits: Tensor, masks: StepMasks | None, finish_first: FinishStep | None
     ) -> list[tuple[list[Row], Pending]]:
@@ -132,11 +155,13 @@ class Draws:
         nothing = [None] * len(rows)
         logprobs, candidates = sampled.logprobs or nothing, sampled.candidates or nothing
         counters, timed = self._counters, list[Stream]()
-        for index, (_, stream, *_) in enumerate(rows):
+        for index, (_, stream, _, _, draft) in enumerate(rows):
             request = stream.request
             if stream.finish_reason is not None or request.channel.ended:  # or another stream of it failed
                 continue
             try:
+                if draft is not None and not self._source.follows(stream, draft):
+                    continue
                 if index in sampled.broken:
                     raise nothing_to_draw(self._config.logits_processors, request.params)
                 drawn = Drawn(sampled.tokens[index], logprobs[index], candidates[index])

@@ -29,17 +29,23 @@ from radixkv.engine.output import Chunk
 from radixkv.engine.request import Continuation, Drawn, Stream
 from radixkv.engine.scheduler import Work
 from radixkv.engine.stats import Counters
-from radixkv.errors import InvalidInput
+from radixkv.errors import InvalidConstraint, InvalidInput
 from radixkv.sampling.token_mask import ConstrainedRow
 
 if TYPE_CHECKING:
-    from radixkv.engine.request import Request
     from radixkv.models.adapter import LoadedModel
 
 _log = logging.getLogger(__name__)
 
 MOST = 15
 """Tokens of a draft at most: with the token before it, as many rows as the compiled attention of a CPU takes."""
+
+
+def draft_obstacle(model: LoadedModel) -> str | None:
+    """Return the reason why a model cannot verify drafts; None if it can."""
+    if model.state:
+        return "a draft that is rejected cannot be taken out of a recurrent state"
+    return "the model's own attention takes one forward for each input" if model.attention == "fallback" else None
 
 
 def speculating(model: LoadedModel, config: EngineConfig) -> EngineConfig:
@@ -49,20 +55,10 @@ def speculating(model: LoadedModel, config: EngineConfig) -> EngineConfig:
     """
     if config.speculate is None:
         return config
-    if model.state:
-        raise InvalidInput(
-            f"{model.name}: speculate={config.speculate!r} is not possible, since a draft that is rejected would have "
-            "to be taken out of the recurrent state"
-        )
-    if model.attention == "fallback":
-        raise InvalidInput(
-            f"{model.name}: speculate={config.speculate!r} is not possible, since the model's own attention computes "
-            "each input in a forward of its own"
-        )
+    if (obstacle := draft_obstacle(model)) is not None:
+        raise InvalidInput(f"{model.name}: speculate={config.speculate!r} is not possible: {obstacle}")
     if config.deterministic:
-        _log.warning(
-            "speculate=%r is off: deterministic=True computes each token in a chunk of its own", config.speculate
-        )
+        _log.warning("speculate=%r is off: deterministic=True computes each token alone", config.speculate)
         return replace(config, speculate=None)
     return config
 
@@ -78,7 +74,8 @@ class DraftedTokens:
         self.tally = Tally()
         self.waits = False  # a draft is likely, so the host must read the next token first
         self._sent = SentDraft("", 0, 0)
-        self._first = self._row = 0  # the position of the draft, and the number of rows taken
+        self.last = 0  # the row that the last token was drawn from
+        self._first = self._rows = 0  # the position of the draft, and the number of rows that may be taken
         self._text: StreamDrafts | None = None
         self._guess: tuple[int, Draft] | None = None
 
@@ -100,8 +97,12 @@ class DraftedTokens:
 
     def begin(self, stream: Stream, proposed: Draft, draft: array[int]) -> None:
         """Verify `draft`, the first tokens of a proposal."""
-        self.draft, self._first, self._row = draft, len(stream.tokens), 0
+        self.draft, self._first, self._rows = draft, len(stream.tokens), len(draft) + 1
         self._sent = SentDraft(proposed.source, proposed.matched, len(draft))
+
+    def cut(self, rows: int) -> None:
+        """Take the first `rows` rows only: the mask of the next one cannot be filled, and may not be needed."""
+        self._rows = min(self._rows, rows)
 
     def end(self) -> SentDraft:
         """Return the draft whose rows were all taken, and verify none any more."""
@@ -120,14 +121,13 @@ class DraftedTokens:
         place, proposed = guess
         return proposed, stream.tokens[place] == proposed.tokens[0]
 
-    def take(self, stream: Stream, drawn: Drawn) -> Sequence[Chunk]:
-        """Take the draw of the next row; returns nothing if the stream has another text than the draft up to there.
+    def follows(self, stream: Stream, draft: array[int]) -> bool:
+        """Return whether the stream has the text of a row after `draft`: it may be ahead, by forced tokens."""
+        return len(draft) < self._rows and stream.tokens[self._first :] == draft
 
-        The stream may be ahead of the row, where a constraint forced tokens.
-        """
-        row, self._row = self._row, self._row + 1
-        if self.draft is not None and stream.tokens[self._first :] != self.draft[:row]:
-            return ()
+    def take(self, stream: Stream, drawn: Drawn) -> Sequence[Chunk]:
+        """Take the draw of a row that follows the stream's text."""
+        self.last = len(stream.tokens) - self._first
         return self.inner.take(stream, drawn)
 
     def fork(self) -> DraftedTokens:
@@ -140,11 +140,6 @@ class VerifiedRow(NamedTuple):
 
     stream: Stream
     place: int
-
-    @property
-    def request(self) -> Request:
-        """The request of the stream."""
-        return self.stream.request
 
 
 class Speculation:
@@ -195,8 +190,7 @@ class Speculation:
         While the step in flight samples that token, only find out whether a draft is likely.
         """
         stream, request = work.stream, work.stream.request
-        continuation = stream.continuation
-        assert isinstance(continuation, DraftedTokens)
+        continuation = _drafted(stream)
         continuation.waits = False
         most = min(MOST, room, request.max_tokens - stream.output_length - 1)
         if most <= 0 or not step.wants(continuation.tally):
@@ -233,9 +227,24 @@ class Speculation:
                 matcher = row.matcher
                 for place, token in enumerate(each.draft, 1):
                     matcher = matcher.fork()
-                    matcher.consume([token])
+                    try:
+                        matcher.consume([token])
+                    except InvalidConstraint:
+                        _drafted(each.stream).cut(place)
+                        break
                     masks[VerifiedRow(each.stream, place)] = ConstrainedRow(matcher, row.stop_ids)
         return masks
+
+    def refuse(self, key: Hashable, error: InvalidConstraint, fail: Fail) -> None:
+        """Cut the draft whose row has no mask: it fails the request where a token is drawn from that row."""
+        if isinstance(key, VerifiedRow):
+            _drafted(key.stream).cut(key.place)
+        else:
+            self._last_rows.refuse(key, error, fail)
+
+    def follows(self, stream: Stream, draft: array[int]) -> bool:
+        """See RowSource."""
+        return _drafted(stream).follows(stream, draft)
 
     def rows(self, work: list[Work], fail: Fail) -> tuple[list[Row], int]:
         """Return the rows to draw from; a verified chunk has its rows in order: see RowSource."""
@@ -272,11 +281,11 @@ class Speculation:
 
     def _verify(self, work: Work, draft: array[int]) -> None:
         """Keep the KV of the tokens that a plain decode would have computed by now."""
-        stream, continuation = work.stream, work.stream.continuation
-        assert isinstance(continuation, DraftedTokens)
+        stream, continuation = work.stream, _drafted(work.stream)
         taken = stream.tokens[work.end :]
         accepted = _common(draft, taken)
-        right = min(accepted, len(taken) - 1)
+        # After the last draw of a reply, a plain decode computes no tokens that a constraint forced.
+        right = min(accepted, len(taken) - 1) if stream.finish_reason is None else continuation.last
         stream.in_flight -= len(draft)
         stream.sequence.truncate(work.end + right)
         if right and self._count(Work(stream, work.end, draft[:right], work.plan), True):
@@ -285,6 +294,11 @@ class Speculation:
         self._length.verified(sent, accepted, continuation.tally, ended=stream.finish_reason is not None)
         self._counters.drafted(sent.source, sent.tokens, right)
         stream.counts.add_draft(sent.tokens, right, predicted=sent.source == "prediction")
+
+
+def _drafted(stream: Stream) -> DraftedTokens:
+    assert isinstance(stream.continuation, DraftedTokens)
+    return stream.continuation
 
 
 def _decodes(work: Work) -> bool:

@@ -9,6 +9,9 @@ from radixkv.cache import CacheStats
 from radixkv.cache.quotas import NamespaceUsage
 from radixkv.disk import NO_DISK, DiskStats
 
+DRAFT_SOURCES = ("tree", "past", "own", "prediction")
+"""The sources of drafts, by which drafted and accepted tokens are counted."""
+
 
 @dataclass
 class Counters:
@@ -146,11 +149,19 @@ class EngineStats:
         return self.waiting + self.running + self.finished + self.cancelled + self.failed
 
     @property
+    def drafted_tokens(self) -> int:
+        """The drafted tokens of all sources."""
+        return sum(int(getattr(self, f"drafted_from_{source}")) for source in DRAFT_SOURCES)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """The accepted tokens of all sources."""
+        return sum(int(getattr(self, f"accepted_from_{source}")) for source in DRAFT_SOURCES)
+
+    @property
     def tokens_per_step(self) -> float:
         """The decoded tokens of a step of a stream that may draft; 1.0 without speculation."""
-        accepted = self.accepted_from_tree + self.accepted_from_past
-        accepted += self.accepted_from_own + self.accepted_from_prediction
-        return 1 + accepted / self.drafting_steps if self.drafting_steps else 1.0
+        return 1 + self.accepted_tokens / self.drafting_steps if self.drafting_steps else 1.0
 
     @property
     def audit(self) -> str:

@@ -26,7 +26,7 @@ from radixkv.errors import (
 
 TOO_LONG = "context_length_exceeded"  # the code of a prompt that is too long
 _log = logging.getLogger(__name__)
-_PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|bad_words|beam_width|n|tools)\b")
+_PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|bad_words|beam_width|n|tools|prediction)\b")
 _FIELDS = {"beam_width": "n"}  # parameters that have another name in bodies
 _LONGEST = 2000  # characters of a message, which may quote a long value
 

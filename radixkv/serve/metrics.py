@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from radixkv.chat import AsyncEngine
 from radixkv.engine import EngineStats
 from radixkv.engine.latency import Histogram
+from radixkv.engine.stats import DRAFT_SOURCES
 from radixkv.serve.history import HistoryStats
 from radixkv.serve.request_watch import RequestCounts, RequestWatch
 
@@ -150,6 +151,12 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     for name, about in _SHARE_GAUGES.items():
         numbers = {str(number): getattr(each, name) for number, each in enumerate(stats.namespace_usage, 1)}
         yield _gauge(f"radixkv:share_{name}", about, numbers, "share")
+    for kind, about in (
+        ("drafted", "Tokens that were drafted and verified"),
+        ("accepted", "Drafted tokens of replies"),
+    ):
+        numbers = {source: getattr(stats, f"{kind}_from_{source}") for source in DRAFT_SOURCES}
+        yield _counter(f"radixkv:{kind}_tokens", f"{about}, by the source of the draft", numbers, "source")
     if snapshot.history is not None:
         yield from _own_history(snapshot.history)
 
@@ -214,6 +221,7 @@ _COUNTERS = {
     "output_tokens": "Sampled tokens",
     "scored_tokens": "Tokens of prompts whose log probability was computed",
     "reused_scores": "Tokens of prompts whose log probability an earlier request had computed",
+    "drafting_steps": "Steps of streams that may draft; each gave a token, and accepted ones in addition",
     "steps": "Forward passes of the model",
     "eager_steps": "Forward passes that no CUDA graph served",
     "wasted_tokens": "Tokens computed for streams that had ended or failed",
@@ -287,6 +295,8 @@ def _vllms(snapshot: _Snapshot) -> Iterator[Metric]:
         "prompt_tokens": stats.prompt_tokens,
         "generation_tokens": stats.output_tokens,
         "num_preemptions": stats.preemptions,
+        "spec_decode_num_draft_tokens": stats.drafted_tokens,
+        "spec_decode_num_accepted_tokens": stats.accepted_tokens,
     }
     for name, value in gauges.items():
         yield _gauge(f"vllm:{name}", _SAME, value, common=named)

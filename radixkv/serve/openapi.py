@@ -218,4 +218,5 @@ def _chat_logprobs() -> JsonObject:
 
 def _usage() -> JsonObject:
     details = answer({"cached_tokens": COUNT}, host_tokens=COUNT, disk_tokens=COUNT)
-    return answer({**_COUNTS, "prompt_tokens_details": details})
+    predicted = answer({"accepted_prediction_tokens": COUNT, "rejected_prediction_tokens": COUNT})
+    return answer({**_COUNTS, "prompt_tokens_details": details}, completion_tokens_details=predicted)

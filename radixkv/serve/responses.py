@@ -37,7 +37,8 @@ class TurnUsage:
 
     `cached_tokens` of the `prompt_tokens` were found in the cache; the others were computed, and are cached now.
     `output_tokens` counts all replies, thinking and stop tokens included. `host_tokens` of the cached ones came from
-    host memory, and `disk_tokens` of them from a disk.
+    host memory, and `disk_tokens` of them from a disk. `predicted_tokens` were drafted from a prediction, and
+    `accepted_tokens` of them are tokens of replies.
     """
 
     prompt_tokens: int
@@ -45,6 +46,8 @@ class TurnUsage:
     output_tokens: int
     host_tokens: int = 0
     disk_tokens: int = 0
+    predicted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def details(self) -> JsonObject:
@@ -61,6 +64,8 @@ class TurnUsage:
             sum(completion.usage.output_tokens for completion in all_replies(completions)),
             sum(min(each.usage.host_tokens, each.usage.cached_tokens) for each in completions),
             sum(min(each.usage.disk_tokens, each.usage.cached_tokens) for each in completions),
+            sum(each.usage.predicted_tokens for each in all_replies(completions)),
+            sum(each.usage.accepted_predicted_tokens for each in all_replies(completions)),
         )
 
 
@@ -68,6 +73,10 @@ def usage(completions: Sequence[Completion]) -> JsonObject:
     """Return the token counts of some requests in OpenAI's shape."""
     spent = TurnUsage.of(completions)
     counts = running_usage(spent.prompt_tokens, spent.output_tokens)
+    if spent.predicted_tokens:
+        accepted, drafted = spent.accepted_tokens, spent.predicted_tokens
+        about = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        counts["completion_tokens_details"] = about
     return {**counts, "prompt_tokens_details": spent.details}
 
 

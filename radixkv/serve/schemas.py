@@ -39,7 +39,7 @@ from radixkv.serve.bodies import (
 from radixkv.serve.constraints import Guided, NestedFormat, constraint_of, of_format
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import IgnoredFields, JsonObject
-from radixkv.serve.message_schemas import ChatTool, Messages, neutral_messages, neutral_tools
+from radixkv.serve.message_schemas import ChatTool, Content, Messages, neutral_messages, neutral_tools, text_of
 from radixkv.serve.sampling_fields import TokenId, sampling_params, wire, with_sampling
 from radixkv.serve.tool_choices import NestedChoice, call_rule
 
@@ -251,6 +251,13 @@ class Options(Sampling, Guided):
     prompt_cache_retention: Anything = None
 
 
+class Prediction(Body):
+    """Text that a reply may repeat."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class ChatBody(Options, TemplateFields):
     """The body of POST /v1/chat/completions."""
 
@@ -269,7 +276,9 @@ class ChatBody(Options, TemplateFields):
     audio: Annotated[Any, Only(why="this server reads and writes text only")] = None
     functions: Annotated[Any, Only(why=_OLDER)] = None
     function_call: Annotated[Any, Only(why=_OLDER)] = None
-    prediction: Annotated[Any, Prefer(why="the text of a reply is not predicted")] = None
+    prediction: Prediction | None = Field(
+        default=None, description="Text that the reply may repeat; has an effect only if the server speculates."
+    )
     web_search_options: Annotated[Any, Prefer(why="this server does not search")] = None
     verbosity: Annotated[Any, Prefer(why="the model decides how much it writes")] = None
 
@@ -330,6 +339,8 @@ def read_chat(given: JsonObject, ignored: IgnoredFields | None = None) -> ChatRe
     prefill = _prefill(body, messages)
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     options = _options(body, _chat_bound(body), wanted, ignored)
+    if body.prediction is not None:
+        options = replace(options, params=options.params.but(prediction=text_of(body.prediction.content)))
     if options.params.beam_width > 1 and rule.constrains(options.params):
         raise refuse("use_beam_search", "cannot be combined with a rule for tool calls: beams have no constraint")
     hides_thinking = body.reasoning is not None and bool(body.reasoning.exclude)

@@ -30,6 +30,7 @@ from radixkv.chat.messages import Message, ToolCall
 from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.serve import submit
+from radixkv.serve.bodies import without_effect
 from radixkv.serve.conversations import ChatPrompt
 from radixkv.serve.errors import ApiError, errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
@@ -144,6 +145,9 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
     that is too long is "context_length_exceeded".
     """
     options, caller = body.options, service.gate.caller(request)
+    if options.params.prediction and not (service.engine.config.speculate and options.params.speculate):
+        ignored = None if service.settings.strict_fields else request.state.ignored
+        without_effect("prediction", "has a meaning only if the server speculates", ignored)
     encoding = service.chat_prompt(caller, body, options.session_key, ignored=request.state.ignored)
     prompt = await service.gate.cancellable(request, encoding)
     with errors_about("messages", options.constraint_field):

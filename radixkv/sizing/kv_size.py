@@ -26,7 +26,10 @@ LARGEST_HEAD = 512
 """Numbers of a head, at most, in a pool of 8 bits."""
 
 DRAFT_TOKENS = 3 << 20
-"""Tokens of past text that an engine keeps for drafts, 28 MiB."""
+"""Tokens of past text that an engine keeps for drafts."""
+
+DRAFT_BYTES = 8 * DRAFT_TOKENS + (4 << 20)
+"""Bytes of that text, with the chains in which it is found."""
 
 
 def check_kv_dtype(kv_dtype: object, dtype: str = "float32", heads: Iterable[tuple[int, int]] = ()) -> None:

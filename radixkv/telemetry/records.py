@@ -154,7 +154,8 @@ class RequestRecord(Record):
     times of the newest preemptions, at most `PREEMPTIONS`, in milliseconds since the submission: begin, end, begin,
     end, ...; without the last end while the request is preempted. `request_id` is the id of the API request, which the
     server's log has too; it, `tenant` and `label` are the names that the sender gave the request.
-    `disk_tokens` were read from a disk into host memory while it waited.
+    `disk_tokens` were read from a disk into host memory while it waited. `drafted_tokens` were verified, and
+    `accepted_tokens` of them are tokens of its replies.
     """
 
     number: int
@@ -188,6 +189,8 @@ class RequestRecord(Record):
     tenant: str | None = None
     label: str | None = None
     disk_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def live(self) -> bool:

@@ -229,3 +229,21 @@ class TestTheFirstTokens:
         twin.commit()
         cache.check()
         assert cached(cache, tokens) == 10
+
+
+def test_slots_of_a_cut_draft_are_written_again_unless_a_fork_reads_them() -> None:
+    cache = PrefixCache(16, 4)
+    one = cache.open([])
+    plan = one.lengthen(one.extend([1]), [2, 3])
+    one.commit(publish=False)
+    one.publish(1)
+    other = cache.open([1, 7])
+    assert other.extend([7]).copies, "the slot after the first token is a draft's"
+    one.truncate(1)
+    again = one.extend([5, 6])
+    assert not again.copies and again.slots.tolist() == plan.slots.tolist()[1:]
+    one.commit(publish=False)
+    twin = one.fork()
+    one.truncate(2)
+    assert one.extend([9]).copies and twin.tokens.tolist() == [1, 5, 6]
+    cache.check()

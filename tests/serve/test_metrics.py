@@ -257,7 +257,7 @@ def test_no_label_and_no_help_names_a_client() -> None:
         body = (await metrics.scrape()).decode()
         assert "tenant-of-mine" not in body and "key-of-his" not in body
         allowed = {"reason", "state", "outcome", "cached", "direction", "le", "model", "device", "dtype", "attention"}
-        allowed |= {"kv_dtype"}
+        allowed |= {"kv_dtype", "source"}
         assert {label for _, labels in read(body.encode()) for label, _ in labels} <= allowed
 
     watched(test)

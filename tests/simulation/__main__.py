@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.simulation.draw import draw, with_host, with_limits, with_states
+from tests.simulation.draw import draw, with_drafts, with_host, with_limits, with_states
 from tests.simulation.gpu import live_on_gpu
 from tests.simulation.scenario import Scenario
 from tests.simulation.shrink import failure_of, shrink
@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="the same, on a simulated GPU")
     parser.add_argument("--host", action="store_true", help="of an engine with a host tier")
     parser.add_argument("--disk", action="store_true", help="with a disk below the host tier")
+    parser.add_argument("--drafts", action="store_true", help="of an engine that speculates, not with --states")
     chosen = parser.parse_args()
 
     def drawn(seed: int) -> Scenario:
@@ -48,6 +49,7 @@ def main() -> int:
         life = replace(life, overlap=chosen.overlap or chosen.gpu)
         life = with_host(life) if chosen.host or chosen.disk else life
         life = replace(life, disk=chosen.disk and life.reuse)
+        life = with_drafts(life) if chosen.drafts else life
         return with_states(life) if chosen.states else life
 
     run: Life = live_on_gpu if chosen.gpu else live_on_host

@@ -83,6 +83,10 @@ class RuleMatcher:
             text += state.allowed
         return list(text[len(self.text) :])
 
+    def valid(self, tokens: Sequence[int]) -> int:
+        allowed = (token in self.rule.after((*self.text, *tokens[:at])).allowed for at, token in enumerate(tokens))
+        return next((at for at, each in enumerate(allowed) if not each), len(tokens))
+
     def rollback(self, count: int) -> None:
         self.text = self.text[: len(self.text) - count]
 

@@ -104,6 +104,14 @@ def with_limits(scenario: Scenario) -> Scenario:
     return replace(scenario, limits=limits, asks=asks, num_blocks=int(room * scenario.num_blocks) + 1)
 
 
+def with_drafts(scenario: Scenario) -> Scenario:
+    """Return the same life of an engine that speculates: it is not deterministic, and steps have room for drafts."""
+    room = random.Random(f"drafts of {scenario.seed}").choice((0, 3, 20, 100))
+    budget = scenario.config.max_batch_tokens + room
+    config = replace(scenario.config, deterministic=False, speculate="tree", max_batch_tokens=budget)
+    return replace(scenario, config=config, drafts=True)
+
+
 def _is_hashable(ask: Ask) -> bool:
     return ask.flaw is None or ask.flaw.kind != "namespace"
 

@@ -154,7 +154,7 @@ class FinalChecks:
         committed = counters.computed_tokens + counters.recomputed_tokens
         # Chunks of a request that failed in another part of its step are wasted, and are not committed.
         in_parts = any(c.ask.flaw is not None for c in customers) or self.world.faults.fired or self.world.faults.began
-        most = committed + counters.wasted_tokens
+        most = committed + counters.wasted_tokens + self.world.draft_checks.rejected()
         least = committed if in_parts else most
         assert least <= stats.committed_tokens <= most, f"{counters}, {stats}"
         assert counters.host_tokens == stats.loaded_tokens, f"{counters}, {stats}"

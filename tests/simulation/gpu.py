@@ -25,7 +25,7 @@ from radixkv.sampling.sampler import Sampler
 from radixkv.sampling.token_mask import TokenMask
 from tests.simulation.late import LateSlotModel
 from tests.simulation.model import VOCAB, SlotModel, uploaded
-from tests.simulation.scenario import Scenario
+from tests.simulation.scenario import Ask, Scenario
 from tests.simulation.world import World
 from tests.virtual_gpu.gpu import PLACE, VirtualGpu
 from tests.virtual_gpu.launches import installed
@@ -126,6 +126,10 @@ class GpuWorld(World):
     """Runs a scenario on the GPU that is installed; the engine launches each step ahead."""
 
     device_class = GpuSlotModel
+
+    def drafts(self, ask: Ask) -> bool:
+        """Return whether the streams of a request speculate: those that read a history do not."""
+        return super().drafts(ask) and not ask.params.adjusts_logits
 
     def _sampler(self) -> Sampler:
         model = cast(SlotModel, self.model)

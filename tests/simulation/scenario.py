@@ -185,6 +185,7 @@ class Scenario:
     limits: tuple[tuple[Hashable, float], ...] = ()  # namespaces and their shares
     host: Host | None = None
     disk: bool = False  # a disk below the host
+    drafts: bool = False  # whether streams speculate
     overlap: bool = False  # whether a step is launched before the results of the preceding one are read
 
     @property
@@ -203,7 +204,7 @@ class Scenario:
         facts = [
             f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
             f"{self.config}, observer raises at {self.observer_raises}",
-            f"{self.states}, limits {dict(self.limits)}, {self.host}, overlap={self.overlap}",
+            f"{self.states}, limits {dict(self.limits)}, {self.host}, overlap={self.overlap}, drafts={self.drafts}",
             f"no backpressure from {self.disable_backpressure}, close at {self.close}",
         ]
         facts += map(str, (*self.asks, *self.pinnings, *self.forgettings, *self.audits, *self.faults))

@@ -72,7 +72,7 @@ class StepChecks:
             return True
         if stream.request.suspended and stream.sequence.length >= len(stream.request.prompt):
             return False  # the other streams begin at the end of the prompt, once its step has finished
-        if stream.pending:
+        if stream.pending > 0:  # less than none while a draft is verified
             return True
         return not stream.continuation.host_bound and stream.output_length + 1 < stream.request.max_tokens
 
@@ -120,7 +120,7 @@ class StepChecks:
     def _budget(self, work: list[Work]) -> None:
         running = self.core.scheduler.running
         computed = [len(each.tokens) for each in work if each.sources is None]
-        assert sum(computed) <= self.config.max_batch_tokens
+        assert sum(computed) + sum(len(each.draft or ()) for each in work) <= self.config.max_batch_tokens
         assert all(0 < count <= self.config.prefill_chunk for count in computed)
         assert len({id(each.stream) for each in work}) == len(work), "two chunks of one stream"
         assert sum(len(request.live) for request in running) <= self.config.max_sequences
@@ -147,11 +147,11 @@ class StepChecks:
         assert not away, f"computed, though its reader is away: {away}"
 
     def _additional_rows(self, work: list[Work]) -> int:
-        return sum(each.rows - 1 for each in work)
+        return sum(each.rows - 1 for each in work if each.draft is None)
 
     def _rows_of_logits(self, work: list[Work]) -> None:
         """The additional rows of a step are within bounds, unless one chunk alone must not be cut."""
-        scored = [each for each in work if each.rows > 1]
+        scored = [each for each in work if each.rows > 1 and each.draft is None]
         most = max((self.world.customer_of(each.stream.request).ask.most_rows for each in scored), default=0)
         alone = self.config.deterministic and len(scored) == 1
         assert self._additional_rows(work) <= most or alone, f"{scored} have too many rows of logits"

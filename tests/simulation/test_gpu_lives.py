@@ -34,14 +34,14 @@ def test_every_request_of_some_lives_ends_as_it_must() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "seed"), [("host", 1), ("host", 6), ("states", 4), ("states", 6), ("states", ALONE)]
+    ("option", "seed"), [("drafts", 2), ("host", 1), ("host", 6), ("states", 4), ("states", ALONE)]
 )
 def test_every_request_of_a_life_with_an_option_ends_as_it_must(option: str, seed: int) -> None:
     live_on_gpu(life_with(option)(seed))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("option", ["host", "states"])
+@pytest.mark.parametrize("option", ["drafts", "host", "states"])
 @pytest.mark.parametrize("first", range(0, 400 if LONG else 0, 40))
 def test_every_request_of_every_life_with_an_option_ends_as_it_must(first: int, option: str) -> None:
     for seed in range(first, first + 40):

@@ -13,7 +13,7 @@ from itertools import count
 import pytest
 
 from tests.selection import mostly_long
-from tests.simulation.draw import draw, with_host, with_limits, with_states
+from tests.simulation.draw import draw, with_drafts, with_host, with_limits, with_states
 from tests.simulation.late import LateSlotModel
 from tests.simulation.scenario import Fault, Flaw, Sabotage, Scenario
 from tests.simulation.test_faults import LIFE, LONG, failed, tokens_of
@@ -56,10 +56,11 @@ def life(seed: int) -> Scenario:
 
 
 def life_with(option: str) -> Callable[[int], Scenario]:
-    """Return a function that draws a life with host memory, recurrent state, or both."""
+    """Return a function that draws a life with drafts, host memory, recurrent state, or several."""
 
     def drawn(seed: int) -> Scenario:
         found = with_host(life(seed)) if "host" in option else life(seed)
+        found = with_drafts(found) if "drafts" in option else found
         return with_states(found) if "states" in option else found
 
     return drawn

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, ClassVar, cast
 from unittest import mock
 
@@ -21,11 +22,12 @@ import numpy as np
 from radixkv.cache import Pin, PrefixCache
 from radixkv.cache.events import Observer
 from radixkv.cache.recurrent import Spacing
-from radixkv.engine import draws
+from radixkv.engine import core as engine_core
+from radixkv.engine import draft_length, draws
 from radixkv.engine.audit import Auditor
 from radixkv.engine.core import Core
 from radixkv.engine.input_processor import replies_of
-from radixkv.engine.request import Request
+from radixkv.engine.request import Request, Stream
 from radixkv.engine.scheduler import Work
 from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
 from radixkv.engine.stats import AuditReport
@@ -37,6 +39,8 @@ from tests.simulation.accounting import Accounting
 from tests.simulation.channel import ScriptedChannel
 from tests.simulation.constraint import RuleMatcher
 from tests.simulation.disk import SimulatedDisk
+from tests.simulation.drafts import Adversary, DraftChecks
+from tests.simulation.draw import answers_of
 from tests.simulation.faults import Faults, FaultySampler, Listener
 from tests.simulation.final_checks import FinalChecks
 from tests.simulation.host import HostSlotModel
@@ -139,10 +143,12 @@ class World:
             self.model.host.fault = self.faults.in_transfer
         config = replace(scenario.config, prefix_cache=scenario.reuse)
         sampler = FaultySampler(self._sampler(), self.faults.in_sampler)
-        self.core = Core(self.cache, self.model, config, sampler=sampler, depth=int(scenario.overlap))
+        with mock.patch.object(engine_core, "source_of", return_value=Adversary(self._answer, scenario.seed)):
+            self.core = Core(self.cache, self.model, config, sampler=sampler, depth=int(scenario.overlap))
         self.auditor = Auditor(self.core)
         self.disk = SimulatedDisk(self) if scenario.disk else None
         self._wrap_scheduler()
+        self.draft_checks = DraftChecks(self)
         self.accounting, self.final_checks = Accounting(self), FinalChecks(self)
         self.step_checks, self.order_checks = StepChecks(self), OrderChecks(self)
 
@@ -225,6 +231,7 @@ class World:
             "disk_tokens",
         )
         names += ("wasted_tokens", "host_bound_rows", "scored_tokens", "reused_scores")
+        names += ("accepted_from_tree", "drafted_from_own", "drafting_steps")
         seen = Counter({name: getattr(counters, name) for name in names})
         seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
         seen |= Counter(closed=sum(isinstance(c.channel.error, EngineClosed) for c in self.customers.values()))
@@ -283,7 +290,14 @@ class World:
             channel=channel,  # type: ignore[arg-type]
             submitted=self.clock.now,
             reply_start=ask.reply_start,
-            replies=replies_of(ask.params, ask.max_tokens, ask.stop_ids, ask.bad_words, matcher),
+            replies=replies_of(
+                ask.params,
+                ask.max_tokens,
+                ask.stop_ids,
+                ask.bad_words,
+                matcher,
+                prediction=() if self.drafts(ask) else None,
+            ),
             scores=self._scores(ask),
         )
         try:
@@ -293,6 +307,13 @@ class World:
             return
         self.customers[ask.number] = Customer(ask, request, channel)
         self.core.add(request)
+
+    def _answer(self, stream: Stream) -> tuple[int, ...]:
+        return answers_of(self.customer_of(stream.request).ask)[stream.index].tokens
+
+    def drafts(self, ask: Ask) -> bool:
+        """Return whether the streams of a request speculate: most of those that may."""
+        return self.scenario.drafts and not ask.score_from and ask.number % 8 > 0
 
     def _scores(self, ask: Ask) -> Scores:
         if not ask.score_from:
@@ -364,7 +385,7 @@ class World:
 
     def _ask_of_row(self, row: SampleRow) -> Ask:
         for request in self.core.scheduler.running:
-            if any(stream.tokens is row.history for stream in request.streams):
+            if row.stream == (request.scheduling.number, row.stream[1]):
                 return self.customer_of(request).ask
         raise AssertionError("a row to sample of no running request")
 
@@ -418,6 +439,8 @@ class World:
                 if getattr(module, "time", None) is time:
                     stack.enter_context(mock.patch.object(module, "time", self.clock))
             stack.enter_context(mock.patch.object(draws, "begin_scores", self.model.begin_scores))
+            ticks = map(float, count(1))  # a step takes a second, whatever its rows
+            stack.enter_context(mock.patch.object(draft_length, "perf_counter", partial(next, ticks)))
             yield
 
     def _record(self) -> None:

@@ -334,7 +334,16 @@ def miss_sentence(request: RequestRecord) -> str:
         head = f"{head.removesuffix('.')}, {request.host_tokens:,} of them on the host."
     if request.disk_tokens:
         head += f" {request.disk_tokens:,} were read from disk."
-    return f"{head} {_rest(request)}".rstrip()
+    return f"{head} {_rest(request)} {draft_sentence(request)}".strip()
+
+
+def draft_sentence(request: RequestRecord) -> str:
+    """Say how many drafted tokens were accepted; empty without drafts."""
+    if not request.drafted_tokens:
+        return ""
+    steps = max(request.output_tokens - request.accepted_tokens, 1)
+    rate = f"{request.output_tokens / steps:.1f} tokens a step"
+    return f"{request.accepted_tokens:,} of {request.drafted_tokens:,} drafted tokens were accepted: {rate}."
 
 
 def _rest(request: RequestRecord) -> str:

@@ -204,6 +204,8 @@ class RequestRecorder(EngineObserver):
             miss_without_state=0 if miss is None else _without_state(miss),
             host_tokens=streams[0].counts.host_hits if streams else 0,
             disk_tokens=request.scheduling.disk_tokens,
+            drafted_tokens=sum(stream.counts.drafts.get("drafted_tokens", 0) for stream in streams),
+            accepted_tokens=sum(stream.counts.drafts.get("accepted_tokens", 0) for stream in streams),
             preempted_ms=tuple(round((at - request.submitted) * 1e3) for at in self._preempted.get(request, ())),
             **_names(request.origin),
         )

@@ -132,6 +132,35 @@ def _extend(machine: Machine, one: Tracked) -> None:
         machine.remember(one.tokens + tokens)
 
 
+def lengthen(machine: Machine) -> None:
+    """Draft after a planned token; mostly the draft is run, cut where it turned out to be wrong, and published.
+
+    Sometimes the sequence is forked at any of these points, or another request hits its tokens before it goes on.
+    """
+    world, rng, one = machine.world, machine.rng, machine.one()
+
+    def fork_perhaps() -> None:
+        if machine.options.forks and len(world.live) < machine.most_open and rng.random() < 0.15:
+            world.fork(one)
+
+    if one.plan is not None:
+        world.commit(one, rng.random() < 0.5)
+    fork_perhaps()
+    if world.states or one.unknown >= 0 or not world.plan(one, [rng.randrange(3)], one.seq.extend):
+        return
+    world.lengthen(one, machine.tokens(), rng.choice((0, 0, 1, 5)))
+    if rng.random() < 0.8:
+        start = len(one.tokens) + 1
+        world.commit(one, publish=False)
+        fork_perhaps()
+        world.truncate(one, rng.randint(start, len(one.tokens)))
+        world.publish(one, rng.choice((one.published, len(one.tokens), len(one.tokens))))
+        machine.remember(one.tokens)
+        if len(world.live) < machine.most_open and rng.random() < 0.3:
+            world.open(one.namespace, one.tokens, machine.limit(one.namespace, one.tokens))
+        world.plan(one, [rng.randrange(3)], one.seq.extend)
+
+
 def extend_by_nothing(machine: Machine) -> None:
     machine.world.extend(machine.one(), [])
 
@@ -382,6 +411,7 @@ VERBS = (
     Verb(17, open_and_extend),
     Verb(25, extend, ("live",)),
     Verb(1, extend_by_nothing, ("live",)),
+    Verb(5, lengthen, ("live",)),
     Verb(8, extend_unknown, ("live",)),
     Verb(10, load, ("live", "host")),
     Verb(5, resolve, ("live",)),

@@ -37,6 +37,7 @@ class Tracked:
     planned: list[int] = field(default_factory=list)
     executed: bool = False
     unknown: int = -1  # the position of the token that the cache does not have yet; -1 for none
+    forked: bool = False  # whether another sequence may read its unpublished tokens
 
     @property
     def readable(self) -> bool:

@@ -231,6 +231,16 @@ class World:
         one.unknown = len(one.tokens)
         return True
 
+    def lengthen(self, one: Tracked, tokens: Sequence[int], spare: int) -> None:
+        """Add tokens to a pending plan of known tokens, as far as that takes free blocks only."""
+        assert one.plan is not None and one.planned and not one.executed and one.unknown < 0
+        before, free = self.cache.stats(), self.cache.free_blocks
+        plan = one.seq.lengthen(one.plan, self.shaped(tokens), spare)
+        plans.lengthen(self, one, plan, list(tokens), spare, free)
+        after = self.cache.stats()
+        assert (after.evicted_blocks, after.copied_blocks) == (before.evicted_blocks, before.copied_blocks)
+        self.assert_refused(InvalidTokens, lambda: one.seq.lengthen(plan, [-1]))
+
     def resolve(self, one: Tracked) -> None:
         """Give the cache the token that it did not have, to every fork of its own."""
         if one.unknown < 0:
@@ -258,6 +268,7 @@ class World:
         one.seq.publish(length)
         one.table = one.seq.block_table.tolist()
         if one.purpose != "audit":
+            one.forked &= length < len(one.tokens) or one.published == length
             one.published = max(one.published, length)
             self.note_published(one)
             self.private.difference_update(one.table, *(one.plan.copies if one.plan else ()))
@@ -307,6 +318,7 @@ class World:
         if self.mirror and found:
             self.mirror.loaded(one, found)
         if publish and one.purpose != "audit":
+            one.forked &= one.published == len(one.tokens)
             one.published = len(one.tokens)
             self.note_published(one)
             self.private.difference_update(one.table)
@@ -333,7 +345,8 @@ class World:
             return None
         before = self.cache.stats()
         twin = Tracked(one.seq.fork(), one.namespace, list(one.tokens), one.published, list(one.table), one.purpose)
-        twin.unknown = one.unknown
+        twin.unknown, twin.forked = one.unknown, one.published < len(one.tokens)
+        one.forked |= twin.forked
         self.live.append(twin)
         assert twin.seq.cached_length == one.seq.cached_length
         assert (twin.seq.namespace, twin.seq.purpose) == (one.namespace, one.purpose)
@@ -350,6 +363,7 @@ class World:
             return
         before = self.cache.stats()
         one.seq.truncate(length)
+        plans.cut(self, one, one.seq.length)
         if self.states:
             length = self.states.cut(one, length)
         one.tokens, one.published = one.tokens[:length], min(one.published, length)
