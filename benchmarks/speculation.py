@@ -28,7 +28,7 @@ probabilities of the two likeliest tokens are closer than 0.001.
 
 --peers names cases that other engines answer, too: transformers' prompt lookup (`prompt_lookup_num_tokens=10`) in
 float32, and InputLookupTokenPredictor of node-llama-cpp (which `llama_cpp.py --install-peer` installs) with drafts of 3
-and of 10 tokens. Each runs with and without it, and is measured after the first token.
+tokens and of one. Each runs with and without it, and is measured after the first token.
 
 The last line is JSON. The exit code is 1 if a token differs that must not; missed bars of speed are listed there.
 """

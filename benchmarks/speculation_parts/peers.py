@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llama_cpp import leading_equal
 from llama_cpp_parts import worker
 from llama_cpp_parts.worker import WorkerError
 
 from .cases import CASES
 
-LOOKUPS: dict[str, Any] = {
-    "plain": None,
-    "default": {},  # of node-llama-cpp: from 1 token on, 3 tokens
-    "from 3, 10 tokens": {"patternLength": {"min": 3}, "predictionLength": {"max": 10}},
-}
-"""Settings of llama.cpp."""
+LOOKUPS: dict[str, Any] = {"plain": None, "3 tokens": {}, "1 token": {"predictionLength": {"max": 1}}}
+"""Settings of llama.cpp. The package accepts no more than the first token of a draft."""
 
 Prompts = dict[str, list[int]]
 Decode = Callable[[list[int], int], tuple[float, list[int]]]
@@ -83,8 +80,8 @@ def llama_cpp_peer(model: str, folder: Path, prompts: Prompts, rounds: int) -> d
 
 
 def compared(decodes: dict[str, Decode], prompts: Prompts, rounds: int) -> dict[str, Any]:
-    """Seconds without lookup over seconds with it, median of the rounds, and the settings with another reply."""
-    result: dict[str, Any] = {}
+    """Seconds without lookup over seconds with it, median of the rounds, and the tokens before replies differ."""
+    result: dict[tuple[str, str], Any] = {}
     for name, prompt in prompts.items():
         found: dict[str, list[float]] = {each: [] for each in decodes}
         replies = {}
@@ -92,8 +89,8 @@ def compared(decodes: dict[str, Decode], prompts: Prompts, rounds: int) -> dict[
             for each in decodes if number % 2 == 0 else reversed(decodes):
                 seconds, replies[each] = decodes[each](prompt, CASES[name].tokens)
                 found[each].append(seconds)
-        plain = found.pop("plain")
-        ratios = {each: [a / b for a, b in zip(plain, other, strict=True)] for each, other in found.items()}
-        result[name] = {each: round(statistics.median(of), 2) for each, of in ratios.items()}
-        result[name]["other reply"] = [each for each, reply in replies.items() if reply != replies["plain"]]
-    return result
+        plain, expected = found.pop("plain"), replies.pop("plain")
+        for each, reply in replies.items():
+            ratio = statistics.median(a / b for a, b in zip(plain, found[each], strict=True))
+            result[name, each] = {"speed": round(ratio, 2), "equal": leading_equal(expected, reply)}
+    return {" ".join(each): figures for each, figures in result.items()}
