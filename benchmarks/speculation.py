@@ -18,8 +18,8 @@ so, then the prompts, and only then the clock starts. So a time is the decode of
 
 Speed is the CPU time of the process (one thread) without speculation over the time with it, in the same round; a figure
 is the median of the rounds. Tokens a step and rows a step are those of one stream. Efficiency is the speed over the
-speed that the rows of the steps allow: the time of all steps' rows without speculation over that time with it, by
-`Runner.row_costs`, the least of the rounds. (For a chat this is tokens a step over the mean cost of a step in decodes.)
+speed that the rows of the steps allow: the time of all steps' rows without speculation over that time with it, by the
+CPU times of `Runner.row_costs`. (For one chat this is tokens a step over the mean cost of a step in decodes.)
 After the measured rounds each case runs once more at temperature 0.8.
 
 Differing tokens are counted in all runs, from the first difference of a reply on. They must be 0 with 4 and 8 bits.
@@ -138,8 +138,9 @@ def measure(model: str, weights: str, names: Sequence[str], rounds: int) -> Figu
     costs: dict[int, float] = {}
     for number in range(rounds + 1):  # the last one is sampled
         sides[None].engine.clear_cache()  # whose blocks the measurement overwrites
-        for rows, seconds in sides[None].engine.client.core.runner.row_costs():
-            costs[rows] = min(seconds, costs.get(rows, seconds))
+        with patch.object(time, "perf_counter", time.process_time):
+            for rows, seconds in sides[None].engine.client.core.runner.row_costs():
+                costs[rows] = min(seconds, costs.get(rows, seconds))
         for name in names:
             for mode in MODES if number % 2 == 0 else reversed(MODES):
                 runs[name][mode].append(sides[mode].run(CASES[name], None if number < rounds else 7))
