@@ -8,6 +8,7 @@ streams a row costs nearly as much as a decode, so drafts end by themselves.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from time import perf_counter
@@ -31,24 +32,28 @@ class RowCosts:
     """The seconds of a step, by its number of rows."""
 
     def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
-        """Interpolate the costs of at least two numbers of rows, ascending, and extrapolate the last ones.
+        """Take the costs of at least two numbers of rows, ascending; the last two are extrapolated.
 
-        A step takes no longer than one with more rows: a measurement that says so was disturbed.
+        Between two numbers the larger one counts: a CPU computes small weights for several rows at a time, so that 9
+        rows may cost as much as 12. A step takes no longer than one with more rows: a measurement that says so was
+        disturbed.
         """
-        least = [*accumulate((seconds for _, seconds in reversed(measured)), min)][::-1]
-        self._points = [(rows, seconds) for (rows, _), seconds in zip(measured, least, strict=True)]
+        self._numbers = [rows for rows, _ in measured]
+        self._seconds = [*accumulate((seconds for _, seconds in reversed(measured)), min)][::-1]
         self._factors = dict[int, float]()  # of steps with as many bits in their number of rows
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of a step of `rows`; they grow with the rows, except by corrections."""
         bits = rows.bit_length()
-        nearest = min(self._factors, key=lambda each: abs(each - bits), default=bits)
-        return self._measured(rows) * self._factors.get(nearest, 1.0)
+        if bits not in self._factors:
+            bits = min(self._factors, key=lambda each: abs(each - bits), default=bits)
+        return self._measured(rows) * self._factors.get(bits, 1.0)
 
     def _measured(self, rows: int) -> float:
-        right = next((place for place, (most, _) in enumerate(self._points) if rows <= most), -1) or 1
-        (low, before), (high, after) = self._points[right - 1], self._points[right]
-        return before + (after - before) * (rows - low) / (high - low)
+        if (more := rows - self._numbers[-1]) <= 0:
+            return self._seconds[bisect_left(self._numbers, rows)]
+        (low, high), (before, after) = self._numbers[-2:], self._seconds[-2:]
+        return after + (after - before) * more / (high - low)
 
     def correct(self, rows: int, seconds: float) -> None:
         """Take the seconds of a step; one that was disturbed counts at most twice the present cost."""

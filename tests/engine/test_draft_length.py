@@ -13,8 +13,8 @@ from radixkv.engine.draft_length import DraftLength, RowCosts, SentDraft, Tally
 from radixkv.engine.drafts import Draft
 from radixkv.engine.scheduler import Work
 
-CHEAP, DEAR = ((1, 1.0), (16, 1.1)), ((1, 1.0), (2, 1.97), (16, 16.0))
 ROWS = (1, 2, 4, 8, 16)
+CHEAP, DEAR = ((1, 1.0), (16, 1.1)), tuple((rows, float(rows)) for rows in ROWS)
 costs = st.lists(st.floats(0.01, 10), min_size=2, max_size=5).map(
     lambda seconds: tuple(zip(ROWS, seconds, strict=False))
 )
@@ -59,6 +59,11 @@ def test_costs_and_streams_decide() -> None:
     assert [longest(dear, streams) for streams in (1, 8, 64)] == [0, 0, 0]
     stepped = RowCosts(((1, 1.0), (2, 1.4), (16, 7.0)))  # a row costs little beside one stream, not beside many
     assert longest(DraftLength(stepped, 16), 1) > 0 == longest(DraftLength(stepped, 16), 64)
+
+
+def test_rows_between_two_measured_numbers_cost_as_much_as_the_larger_one() -> None:
+    found = RowCosts(((1, 1.0), (8, 3.0), (12, 4.0)))
+    assert [found.seconds(rows) for rows in (8, 9, 12, 13)] == [3.0, 4.0, 4.0, 4.25]
 
 
 def test_a_stream_whose_drafts_fail_pauses_longer_each_time_and_recovers() -> None:
