@@ -66,6 +66,8 @@ class NgramIndex:
 
     def places(self, suffix: Sequence[int]) -> Iterator[int]:
         """Yield places whose n-gram may equal the last tokens of `suffix`, the latest first."""
+        if len(suffix) < self.gram:
+            return
         link, later = int(self._heads[self._hash(suffix[-self.gram :])]), self.length
         for _ in range(_LINKS):
             place = self.length - 1 - (self.length - link) % self.capacity

@@ -90,7 +90,7 @@ class PastText(Follower):
         """
         index, starts, best = self._index, self._starts, max(more_than, GRAM - 1)
         first = last = 0
-        for place in index.places(suffix) if space is not None and len(suffix) >= GRAM else ():
+        for place in index.places(suffix) if space is not None else ():
             piece = bisect_right(starts, place) - 1
             if piece < 0 or self._owners[piece] is not space:
                 continue

@@ -230,10 +230,10 @@ class InputProcessor:
             return ()
         if self._model.codec is None:
             raise InvalidInput("prediction is a text, and this model has no tokenizer to read it")
-        ids: Sequence[int] = self._model.codec.encode(params.prediction, add_special_tokens=False)
+        ids: list[int] = self._model.codec.encode(params.prediction, add_special_tokens=False)
         if len(ids) > limit:
             raise InvalidInput(f"prediction has {len(ids)} tokens, and prompt and reply together at most {limit}")
-        return ids
+        return checked_ids(ids, self._model.vocab_size).tolist() if ids else ()
 
     def scored(
         self, ids: TokenIds, first: int, targets: tuple[int, ...], *, namespace: Hashable, timeout: float | None

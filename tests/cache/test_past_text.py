@@ -44,6 +44,7 @@ def test_an_index_finds_what_a_search_finds(seed: int, gram: int, capacity: int,
         if vocab > 2 and len(real) < 8 and len(suffix) >= gram:
             assert set(real) <= set(places)
             assert [each for each in places if each in real] == sorted(real, reverse=True), "the latest first"
+    assert not list(index.places([1] * (gram - 1)))
     index.clear()
     assert index.length == 0 and (index.tokens == -1).all() and not list(index.places([1] * gram))
 

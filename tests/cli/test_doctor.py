@@ -83,6 +83,7 @@ def test_the_bundled_model_is_well(examine: Any, tiny: LoadedModel) -> None:
     assert found["pool"] == [("ok", "1,024 blocks of 16 tokens, 96 KiB each: 96 MiB, 4 whole contexts")]
     assert found["attention"] == [("ok", "torch: Triton does not run on cpu")]
     assert "host memory" not in found  # only if a size is given
+    assert re.fullmatch(r"2 rows .*16 rows [0-9.]+ decodes: --speculate tree pays .*", found["drafts"][0][1])
     assert "float32 on cpu, context 4,096, 1,536 token ids" in found["model"][0][1]
     head = 1536 * 192  # it is the embedding's weight, unless it was packed for this CPU
     assert found["weights"] in [[("ok", weights(1_771_200))], [("ok", weights(1_771_200 + head))]]
@@ -223,6 +224,7 @@ def test_states_of_a_hybrid_model_have_the_memory_that_an_engine_would_give_them
     command = (str(tmp_path), "--device", "cpu", "--dtype", "float32", "--kv-memory", "1MiB", "--max-sequences", "4")
     _, found = examine(*command, "--state-memory", "3840")
     assert "of states: 4 sequences at once and 6 snapshots" in found["pool"][0][1]
+    assert found["drafts"][0][1].startswith("not possible: a draft that is rejected")
     status, found = examine(*command, "--state-memory", "1536")
     assert (status, found["pool"][0][0]) == (1, "problem")
     assert "holds 4 states, and max_sequences=4 needs a row each and one snapshot" in found["pool"][0][1]

@@ -204,6 +204,16 @@ def test_a_plan_divides_a_given_state_memory_as_an_engine_does(
     assert "has no recurrent state" in capsys.readouterr().err
 
 
+def test_a_plan_counts_past_text_as_an_engine_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", "--speculate", "tree"]) == 0
+    assert "note: the past text of drafts takes 28 MiB of host memory in addition" in capsys.readouterr().out
+    assert main(["plan", "tiny", "--speculate", "tree", "--json"]) == 0
+    with Engine.load("tiny", num_blocks=4, speculate="tree", monitor=False) as engine:
+        assert json.loads(capsys.readouterr().out)["past_text_bytes"] == engine.core.cache.past_text.nbytes
+    assert main(["plan", "tiny", "--speculate", "trie"]) == 2
+    assert "speculate='trie': allowed are 'ngram', 'tree', None" in capsys.readouterr().err
+
+
 def test_a_plan_counts_host_memory_as_an_engine_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SEVENTY, "--memory", "8GiB", "--host-memory", "64GiB"]) == 0
     line = r"  host memory of 64 GiB, each of 2 ranks +26,214 more blocks, 419,424 tokens\n"

@@ -30,6 +30,12 @@ from tests.monitor import samples
 from tests.monitor.view_host import hosted, screen, state
 
 
+def test_a_reply_with_drafts() -> None:
+    request = samples.request(output_tokens=60, drafted_tokens=50, accepted_tokens=40)
+    assert miss_sentence(request).endswith("40 of 50 drafted tokens were accepted: 3.0 tokens a step.")
+    assert "draft" not in miss_sentence(samples.request(output_tokens=60))
+
+
 def test_a_prompt_that_departs_from_what_is_cached() -> None:
     request = samples.request(cached_tokens=80, miss_reason="diverged", miss_at=80)
     assert miss_sentence(request) == (
