@@ -40,14 +40,18 @@ class RowCosts:
         """
         self._numbers = [rows for rows, _ in measured]
         self._seconds = [*accumulate((seconds for _, seconds in reversed(measured)), min)][::-1]
-        self._factors = dict[int, float]()  # of steps with as many bits in their number of rows
+        self._factors = dict[int, float]()  # of steps with similar numbers of rows
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of a step of `rows`; they grow with the rows, except by corrections."""
-        bits = rows.bit_length()
-        if bits not in self._factors:
-            bits = min(self._factors, key=lambda each: abs(each - bits), default=bits)
-        return self._measured(rows) * self._factors.get(bits, 1.0)
+        place = self._place(rows)
+        if place not in self._factors:
+            place = min(self._factors, key=lambda each: abs(each - place), default=place)
+        return self._measured(rows) * self._factors.get(place, 1.0)
+
+    def _place(self, rows: int) -> int:
+        """Return the place of the measured number that counts, and after the last one a place for each doubling."""
+        return bisect_left(self._numbers, rows) + (rows // (self._numbers[-1] + 1)).bit_length()
 
     def _measured(self, rows: int) -> float:
         if (more := rows - self._numbers[-1]) <= 0:
@@ -57,9 +61,9 @@ class RowCosts:
 
     def correct(self, rows: int, seconds: float) -> None:
         """Take the seconds of a step; one that was disturbed counts at most twice the present cost."""
-        bits, factor = rows.bit_length(), seconds / self._measured(rows)
-        before = self._factors.setdefault(bits, factor)
-        self._factors[bits] = before + _STEP * (min(max(factor, before / 2), before * 2) - before)
+        place, factor = self._place(rows), seconds / self._measured(rows)
+        before = self._factors.setdefault(place, factor)
+        self._factors[place] = before + _STEP * (min(max(factor, before / 2), before * 2) - before)
 
 
 class Rate:
