@@ -20,12 +20,13 @@ from radixkv.engine.stats import DRAFT_SOURCES
 
 _BOUNDS = (6, 12, 24)  # of match lengths with a probability of their own
 _FIRST_GUESS = {"tree": 0.9, "prediction": 0.8}  # of an accepted token, before drafts are counted
-_BY_MATCH = (0.4, 0.6, 0.75, 0.85)
+_BY_MATCH = (0.25, 0.5, 0.75, 0.85)
 _WEIGHT = 8.0  # of a guess, in tokens
 _MEMORY = 256.0  # tokens after which older ones count half
 _LONGEST_PAUSE = 32  # steps
 _STEP = 0.1  # of the correction of a cost by one step
 _SURE = 0.98
+_GAIN = 1.03  # of the tokens a second: a draft that promises less does not pay for its own handling
 
 
 class RowCosts:
@@ -147,7 +148,7 @@ class Step:
         return [each**place for place in range(1, count + 1)]
 
     def _best(self, chances: Sequence[float]) -> int:
-        rates = [self._tokens / self._seconds]
+        rates = [self._tokens / self._seconds * _GAIN]
         for expected, cost in zip(accumulate(chances), self._costs, strict=False):
             rates.append((self._tokens + expected) / (self._seconds + cost))
         return rates.index(max(rates))

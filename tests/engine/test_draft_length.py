@@ -50,6 +50,7 @@ def test_a_draft_has_the_most_expected_tokens_a_second(measured: Any, streams: i
     rates = [
         (streams + sum(chance**at for at in range(1, count + 1))) / seconds(streams + count) for count in range(17)
     ]
+    rates[0] *= 1.03  # a draft must gain that much
     assert rates[longest(length, streams, source=source)] == pytest.approx(max(rates))
 
 
