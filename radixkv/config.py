@@ -222,8 +222,8 @@ class EngineConfig:
     speculate: str | None = _setting(
         None,
         "draft the next tokens from text that is repeated, and verify all of them in one forward; replies stay the "
-        "same: ngram (the text of the request, and its prediction), tree (also all text that its namespace has "
-        "cached), or None",
+        "same: ngram (the text of the request, and its prediction) or tree (also all text that its namespace has "
+        "cached)",
         choices=SPECULATE,
     )
     prefix_cache: bool = _setting(True, "reuse cached prefixes; False computes every prompt in full, for comparisons")

@@ -39,6 +39,7 @@ class Summary:
     Figures of the last minute include records from before the monitor attached; counters cover `watched` of its
     seconds. Rates are means over `rate_window` seconds, ten or as many as were sampled. They are None, and it is 0,
     until a second was sampled; the times of prefill and decode are also None if an older engine does not count them.
+    `stream_tokens_per_step` are the decoded tokens of a step of a stream that may draft; None if no stream may.
     `missed_tokens` are the computed prompt tokens of the last minute's requests by the reason of the miss, most first.
     `failed` requests exclude the `timed_out` ones, and `waiting` requests the `preempted` ones. `states` is None for a
     model without recurrent state, `host` and `disk` for an engine without that tier, and `itl` and `process` for
@@ -94,6 +95,7 @@ class Summary:
     covered: float
     process: Process | None
     missed_tokens: Mapping[str, int]
+    stream_tokens_per_step: float | None = None
 
     @property
     def minute(self) -> str:
@@ -116,7 +118,7 @@ class Summary:
         for name in ("ttft", "ttft_hit", "ttft_miss", "queue_time", "itl", "e2e"):
             times = getattr(self, name)
             plain[name] = None if times is None else times.as_dict()
-        for name in ("itl", "process"):
+        for name in ("itl", "process", "stream_tokens_per_step"):
             if plain[name] is None:
                 del plain[name]
         if self.states is None:
@@ -216,7 +218,15 @@ def summarise(state: State) -> Summary:
         covered=minute.covered,
         process=occupancy.process_of(state),
         missed_tokens=missed_tokens((*state.ended.values(), *state.live.values()), now),
+        stream_tokens_per_step=_stream_tokens_per_step(history, stats, now),
     )
+
+
+def _stream_tokens_per_step(history: Sequence[Sample], stats: Mapping[str, float], now: float) -> float | None:
+    """Return the last minute's tokens per step of a stream that may draft: one, and the accepted ones."""
+    steps = _recent(history, "drafting_steps", now)
+    accepted = sum(_recent(history, name, now) for name in stats if name.startswith("accepted_from_"))
+    return 1 + accepted / steps if steps >= 1 else None
 
 
 def missed_tokens(requests: Iterable[RequestRecord], now: float) -> dict[str, int]:

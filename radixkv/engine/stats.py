@@ -51,10 +51,12 @@ class Counters:
     accepted_from_past: int = 0
     accepted_from_own: int = 0
     accepted_from_prediction: int = 0
+    drafts: int = 0
 
     def drafted(self, source: str, drafted: int, accepted: int) -> None:
         """Count the tokens of a draft that was verified."""
         counted = vars(self)
+        self.drafts += 1
         counted[f"drafted_from_{source}"] += drafted
         counted[f"accepted_from_{source}"] += accepted
 
@@ -85,7 +87,7 @@ class EngineStats:
     `decode_tokens` are the computed tokens that are not of a prompt; `computed_tokens` include them. `disk_tokens` were
     read from a disk into host memory, and `disk` has the numbers of its folder.
     Where the engine speculates, `drafting_steps` counts the steps of streams that may draft. Each gave a token, and
-    accepted tokens came in addition. Drafts are counted by the source of their text: the tree
+    accepted tokens came in addition. `drafts` were verified, with tokens by the source of their text: the tree
     (`drafted_from_tree`, `accepted_from_tree`), past text of the namespace (`drafted_from_past`, `accepted_from_past`),
     the request's own text (`drafted_from_own`, `accepted_from_own`), or a prediction (`drafted_from_prediction`,
     `accepted_from_prediction`).
@@ -142,6 +144,7 @@ class EngineStats:
     accepted_from_past: int = 0
     accepted_from_own: int = 0
     accepted_from_prediction: int = 0
+    drafts: int = 0
 
     @property
     def requests(self) -> int:

@@ -49,7 +49,7 @@ class ChatAnswer:
     async def whole(self) -> bytes:
         """Return the whole response, once all replies are complete."""
         replies = await self._turn.replies()
-        head, spent = self._head("chat.completion"), usage([self._turn.completion])
+        head, spent = self._head("chat.completion"), self._usage()
         head |= await asyncio.to_thread(self._prompt_logprobs)
         return await encode_response(head, lambda: map(self._choice, replies), spent)
 
@@ -121,7 +121,10 @@ class ChatAnswer:
         if not self._options.include_usage:
             return DONE
         head = self._head("chat.completion.chunk")
-        return sse_event({**head, "choices": [], "usage": usage([self._turn.completion])}) + DONE
+        return sse_event({**head, "choices": [], "usage": self._usage()}) + DONE
+
+    def _usage(self) -> JsonObject:
+        return usage([self._turn.completion], predicted=bool(self._options.params.prediction))
 
     def _text_event(self, index: int, text: str, call: int | None) -> bytes:
         """Return a delta of content or of a call's arguments from prepared parts; equal to `_event`, but faster."""

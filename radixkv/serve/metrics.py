@@ -222,6 +222,7 @@ _COUNTERS = {
     "scored_tokens": "Tokens of prompts whose log probability was computed",
     "reused_scores": "Tokens of prompts whose log probability an earlier request had computed",
     "drafting_steps": "Steps of streams that may draft; each gave a token, and accepted ones in addition",
+    "drafts": "Drafts that were verified",
     "steps": "Forward passes of the model",
     "eager_steps": "Forward passes that no CUDA graph served",
     "wasted_tokens": "Tokens computed for streams that had ended or failed",
@@ -295,6 +296,7 @@ def _vllms(snapshot: _Snapshot) -> Iterator[Metric]:
         "prompt_tokens": stats.prompt_tokens,
         "generation_tokens": stats.output_tokens,
         "num_preemptions": stats.preemptions,
+        "spec_decode_num_drafts": stats.drafts,
         "spec_decode_num_draft_tokens": stats.drafted_tokens,
         "spec_decode_num_accepted_tokens": stats.accepted_tokens,
     }

@@ -69,11 +69,11 @@ class TurnUsage:
         )
 
 
-def usage(completions: Sequence[Completion]) -> JsonObject:
-    """Return the token counts of some requests in OpenAI's shape."""
+def usage(completions: Sequence[Completion], *, predicted: bool = False) -> JsonObject:
+    """Return the token counts of some requests in OpenAI's shape; `predicted` ones have those of their prediction."""
     spent = TurnUsage.of(completions)
     counts = running_usage(spent.prompt_tokens, spent.output_tokens)
-    if spent.predicted_tokens:
+    if predicted:
         accepted, drafted = spent.accepted_tokens, spent.predicted_tokens
         about = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         counts["completion_tokens_details"] = about

@@ -39,7 +39,7 @@ from radixkv.serve.bodies import (
 from radixkv.serve.constraints import Guided, NestedFormat, constraint_of, of_format
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import IgnoredFields, JsonObject
-from radixkv.serve.message_schemas import ChatTool, Content, Messages, neutral_messages, neutral_tools, text_of
+from radixkv.serve.message_schemas import ChatTool, Content, Messages, neutral_messages, neutral_tools
 from radixkv.serve.sampling_fields import TokenId, sampling_params, wire, with_sampling
 from radixkv.serve.tool_choices import NestedChoice, call_rule
 
@@ -257,6 +257,11 @@ class Prediction(Body):
     type: Literal["content"]
     content: Content
 
+    @property
+    def text(self) -> str:
+        """The whole text, without line feeds between its parts: they would end drafts that go on."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
 
 class ChatBody(Options, TemplateFields):
     """The body of POST /v1/chat/completions."""
@@ -340,7 +345,7 @@ def read_chat(given: JsonObject, ignored: IgnoredFields | None = None) -> ChatRe
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     options = _options(body, _chat_bound(body), wanted, ignored)
     if body.prediction is not None:
-        options = replace(options, params=options.params.but(prediction=text_of(body.prediction.content)))
+        options = replace(options, params=options.params.but(prediction=body.prediction.text))
     if options.params.beam_width > 1 and rule.constrains(options.params):
         raise refuse("use_beam_search", "cannot be combined with a rule for tool calls: beams have no constraint")
     hides_thinking = body.reasoning is not None and bool(body.reasoning.exclude)

@@ -144,10 +144,8 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
     Raises ApiError (400 for wrong messages or a long prompt), RequestTimedOut and EngineClosed. The `code` of a prompt
     that is too long is "context_length_exceeded".
     """
+    body = _with_useful_prediction(service, request, body)
     options, caller = body.options, service.gate.caller(request)
-    if options.params.prediction and not (service.engine.config.speculate and options.params.speculate):
-        ignored = None if service.settings.strict_fields else request.state.ignored
-        without_effect("prediction", "has a meaning only if the server speculates", ignored)
     encoding = service.chat_prompt(caller, body, options.session_key, ignored=request.state.ignored)
     prompt = await service.gate.cancellable(request, encoding)
     with errors_about("messages", options.constraint_field):
@@ -156,6 +154,17 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
         encoded = EncodedPrompt(prompt.ids, prompt.reply_start)
         handle = await submit.start(service, request, caller, options, encoded, cleanup, prompt.session)
     return Turn(service, body, prompt, handle, request.state.log_fields)
+
+
+def _with_useful_prediction(service: Service, request: Request, body: ChatRequest) -> ChatRequest:
+    """Return the request, without its prediction if nothing is drafted for it; then the field is an ignored one."""
+    params = body.options.params
+    drafts = service.engine.config.speculate is not None and params.speculate
+    if not params.prediction or (drafts and params.beam_width == 1 and params.prompt_logprobs is None):
+        return body
+    ignored = None if service.settings.strict_fields else request.state.ignored
+    without_effect("prediction", "has a meaning only if replies are drafted, as with --speculate ngram", ignored)
+    return replace(body, options=replace(body.options, params=params.but(prediction="")))
 
 
 async def _constrained(service: Service, body: ChatRequest, prompt: ChatPrompt) -> RequestOptions:

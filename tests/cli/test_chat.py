@@ -67,6 +67,18 @@ def test_a_conversation_that_left_the_pool_returns_from_host_memory(monkeypatch)
     assert "tokens loaded from host memory" in said[1]
 
 
+def test_a_repeated_reply_has_accepted_drafts_in_its_cost(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n/rewind\nHello!\n"))
+    # Rows that cost nothing: on a busy machine the measured ones may make drafts too dear.
+    monkeypatch.setattr("radixkv.models.runner.Runner.row_costs", lambda *_: ((1, 1.0), (2, 1.001)))
+    out = io.StringIO()
+    with Engine.load("tiny", num_blocks=64, speculate="tree", monitor=False) as engine:
+        monkeypatch.setattr(engine.core.speculation._length, "_corrects", False)
+        Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=160)).loop()
+    first, again = re.findall(r"\d+ of \d+ prompt tokens cached.*", out.getvalue())
+    assert "drafted" not in first and re.search(r", [1-9]\d* of \d+ drafted tokens accepted, first token", again)
+
+
 def test_a_fork_leaves_the_first_branch_as_it_is(typed):
     out = typed(
         "My name is Nora.",

@@ -121,6 +121,15 @@ def test_an_older_engine_counts_output_tokens_only() -> None:
     assert "decode" not in text
 
 
+def test_an_engine_that_drafts_has_the_tokens_per_step_of_a_stream() -> None:
+    drafts = {"drafting_steps": 200.0, "accepted_from_own": 120.0, "accepted_from_tree": 40.0}
+    history = (Sample(940.0, FACTS.engine, {"drafting_steps": 100.0}), Sample(1000.0, FACTS.engine, STATS | drafts))
+    changes = Changes(time=1000.0, reset=True, stats=STATS | drafts)
+    text, _ = drawn(changes, (80, 24), history)
+    assert "20 ms and  6 tokens per step, 1 min\n2.6 per stream with drafts, 1 min" in text
+    assert "with drafts" not in drawn(Changes(time=1000.0, reset=True, stats=STATS), (80, 24))[0]
+
+
 @pytest.mark.parametrize(
     ("stats", "words"),
     [

@@ -10,7 +10,8 @@ from starlette.testclient import TestClient
 
 from radixkv import AsyncEngine, Engine, SamplingParams
 from radixkv.errors import InvalidInput
-from radixkv.serve import create_app
+from radixkv.serve import Settings, create_app
+from radixkv.serve.schemas import read_chat
 from tests.models.recurrent.hybrids import hybrid
 from tests.serve.served import LOCAL
 
@@ -24,7 +25,7 @@ def client() -> Iterator[TestClient]:
     # Rows that cost nothing: on a busy machine the measured ones may make drafts too dear.
     engine.core.speculation._length.costs.__init__(((1, 1.0), (2, 1.001)))
     engine.core.speculation._length._corrects = False
-    with engine, TestClient(create_app(AsyncEngine(engine)), LOCAL) as client:
+    with engine, TestClient(create_app(AsyncEngine(engine), Settings(vllm_metrics=True)), LOCAL) as client:
         yield client
 
 
@@ -32,6 +33,13 @@ def answered(client: TestClient, **fields: object) -> ChatCompletion:
     response = client.post(PATH, json={**ASKED, **fields})
     assert response.status_code == 200, response.text
     return ChatCompletion.model_validate(response.json())
+
+
+def counter(client: TestClient, name: str, labels: str = "") -> float:
+    """Return the value of a counter of /metrics, the only one with this name and these labels."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(f"{name}_total{labels}")]
+    assert len(lines) == 1, name
+    return float(lines[0].rpartition(" ")[2])
 
 
 def test_a_predicted_reply_is_the_same_and_its_tokens_are_counted(client: TestClient) -> None:
@@ -47,6 +55,60 @@ def test_a_predicted_reply_is_the_same_and_its_tokens_are_counted(client: TestCl
     numbers = client.get("/metrics").text
     assert 'radixkv:accepted_tokens_total{source="prediction"}' in numbers
     assert "radixkv:drafting_steps_total" in numbers
+    assert counter(client, "radixkv:drafts") == counter(client, "vllm:spec_decode_num_drafts") > 0
+    assert counter(client, "vllm:spec_decode_num_draft_tokens") >= counter(client, "vllm:spec_decode_num_drafts")
+
+
+def test_the_counts_of_several_replies_are_summed(client: TestClient) -> None:
+    text = answered(client, ignore_eos=True, speculate=False).choices[0].message.content
+    source = '{source="prediction"}'
+    before = [counter(client, f"radixkv:{kind}_tokens", source) for kind in ("drafted", "accepted")]
+    asked = {"ignore_eos": True, "n": 3, "prediction": {"type": "content", "content": text}}
+    usage = answered(client, **asked).usage
+    after = [counter(client, f"radixkv:{kind}_tokens", source) for kind in ("drafted", "accepted")]
+    drafted, accepted = (later - earlier for earlier, later in zip(before, after, strict=True))
+    assert usage and usage.completion_tokens_details and accepted > 40
+    assert usage.completion_tokens_details.accepted_prediction_tokens == accepted
+    assert usage.completion_tokens_details.rejected_prediction_tokens == drafted - accepted
+
+
+def test_a_prediction_that_drafts_nothing_has_counts_of_zero(client: TestClient) -> None:
+    usage = answered(client, max_tokens=1, prediction={"type": "content", "content": "Hello"}).usage
+    assert usage and usage.completion_tokens_details
+    assert usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert usage.completion_tokens_details.rejected_prediction_tokens == 0
+
+
+def test_the_parts_of_a_prediction_are_one_text() -> None:
+    parts = [{"type": "text", "text": "def "}, {"type": "text", "text": "main"}]
+    assert read_chat({**ASKED, "prediction": {"type": "content", "content": parts}}).options.params.prediction == (
+        "def main"
+    )
+    assert read_chat({**ASKED, "prediction": None}).options.params.prediction == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "options"),
+    [
+        (PATH, {"messages": ASKED["messages"]}, {"max_tokens": 4}),
+        ("/v1/completions", {"prompt": "Hello"}, {"max_tokens": 4}),
+        ("/v1/responses", {"input": "Hello"}, {"max_output_tokens": 4}),
+        ("/v1/messages", {"messages": ASKED["messages"]}, {"max_tokens": 4}),
+        ("/api/chat", {"messages": ASKED["messages"], "stream": False}, {"num_predict": 4}),
+        ("/api/generate", {"prompt": "Hello", "stream": False}, {"num_predict": 4}),
+    ],
+)
+def test_each_api_can_leave_a_request_without_drafts(
+    client: TestClient, path: str, body: dict[str, object], options: dict[str, object]
+) -> None:
+    def steps(speculate: bool) -> float:
+        before, chosen = counter(client, "radixkv:drafting_steps"), {**options, "speculate": speculate}
+        asked = {"options": chosen} if path.startswith("/api") else chosen
+        response = client.post(path, json={"model": "tiny", **body, **asked})
+        assert response.status_code == 200 and "warning" not in response.headers, response.text
+        return counter(client, "radixkv:drafting_steps") - before
+
+    assert steps(speculate=True) > 0 == steps(speculate=False)
 
 
 def test_a_stream_has_the_counts_in_its_last_event(client: TestClient) -> None:
@@ -72,9 +134,18 @@ def test_a_prediction_that_is_no_text_or_too_long_is_refused(client: TestClient,
     assert response.json()["error"]["param"].startswith("prediction")
 
 
-def test_a_request_without_drafts_ignores_a_prediction_with_a_warning(client: TestClient) -> None:
-    asked = {**ASKED, "speculate": False, "prediction": {"type": "content", "content": "Hello"}}
-    assert client.post(PATH, json=asked).headers["warning"] == '299 radixkv "ignored: prediction"'
+@pytest.mark.parametrize(
+    "without",
+    [{"speculate": False}, {"use_beam_search": True, "n": 2}, {"prompt_logprobs": 1}],
+    ids=lambda each: next(iter(each)),
+)
+def test_a_request_without_drafts_ignores_a_prediction_with_a_warning(
+    client: TestClient, without: dict[str, object]
+) -> None:
+    asked = {**ASKED, **without, "prediction": {"type": "content", "content": "Hello"}}
+    response = client.post(PATH, json=asked)
+    assert response.headers["warning"] == '299 radixkv "ignored: prediction"'
+    assert "completion_tokens_details" not in response.json()["usage"]
 
 
 def test_unknown_modes_and_wrong_predictions_are_refused() -> None:

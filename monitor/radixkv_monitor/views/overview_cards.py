@@ -116,6 +116,7 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
         series = counters.series(history, f"{name}_tokens", state.now, span, points)
         return [each * points / span for each in series]
 
+    window, drafted = name_of(summary.watched or MINUTE), summary.stream_tokens_per_step
     return [
         panel.title("Tokens/s", f"{rate_window(summary)}; graph: {name}, {span_name}"),
         panel.numbers(
@@ -123,11 +124,12 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
             (short(summary.prefill_per_second), "prefill"),
             (short(summary.cached_per_second), "cached"),
         ),
-        *panel.graph(produced, _room(panel, 3), short),
+        *panel.graph(produced, _room(panel, 3 + (drafted is not None)), short),
         panel.numbers(
             (duration(summary.seconds_per_step), "and"),
-            (short(summary.tokens_per_step), f"tokens per step, {name_of(summary.watched or MINUTE)}"),
+            (short(summary.tokens_per_step), f"tokens per step, {window}"),
         ),
+        *([panel.numbers((f"{drafted:.1f}", f"per stream with drafts, {window}"))] if drafted is not None else []),
     ]
 
 
