@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from radixkv import Completion, Engine, LogitsProcessor, SampleRow, SamplingParams
 from radixkv.engine import core, draft_length
+from radixkv.engine.admission import blocks_needed
 from radixkv.engine.output import Usage
-from radixkv.engine.request import Stream
+from radixkv.engine.request import Scheduling, Stream
+from radixkv.engine.speculation import DraftedTokens
 from radixkv.engine.stats import EngineStats
 from radixkv.errors import InvalidConstraint, RequestFailed
 from radixkv.grammar.matcher import GrammarMatcher
@@ -46,6 +49,33 @@ def _steps_of_a_second() -> Iterator[None]:
     ticks = map(float, count(1))
     with mock.patch.object(draft_length, "perf_counter", partial(next, ticks)):
         yield
+
+
+def test_on_a_gpu_rows_that_read_a_history_do_not_draft() -> None:
+    """Only the host knows the history of each row of a draft."""
+    with random_engine(speculate="ngram") as engine:
+        inputs = engine.client.inputs
+        for on_host, params, drafts in (
+            (True, SamplingParams(repetition_penalty=1.5), True),
+            (False, SamplingParams(repetition_penalty=1.5), False),
+            (False, SamplingParams(temperature=0.5), True),
+            (True, SamplingParams(speculate=False), False),
+            (True, SamplingParams(prompt_logprobs=0), False),
+        ):
+            inputs._host_sampler = on_host
+            made = inputs.request([5, 6, 7], params)
+            assert isinstance(made.replies.continuation, DraftedTokens) == drafts
+
+
+def test_a_draft_in_flight_takes_nothing_from_the_promise_to_its_stream() -> None:
+    sequence = SimpleNamespace(length=40, closed=False)
+    stream: Any = SimpleNamespace(sequence=sequence, tokens=[0] * 25, active=True)
+    request: Any = SimpleNamespace(
+        prompt=[0] * 20, max_tokens=60, live=[stream], streams_left=1, scheduling=Scheduling(), replies=None
+    )
+    assert blocks_needed(request, 4) == -(-25 // 4) - 25 // 4
+    request.scheduling.guaranteed = True
+    assert blocks_needed(request, 4) == -(-79 // 4) - 25 // 4
 
 
 class OncePerReply(LogitsProcessor):

@@ -19,12 +19,17 @@ ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "t
 PATH = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
-    engine = Engine.load("tiny", num_blocks=400, monitor=False, speculate="ngram")
-    # Rows that cost nothing: on a busy machine the measured ones may make drafts too dear.
+def drafting(mode: str) -> Engine:
+    """An engine whose rows cost nothing: on a busy machine the measured ones may make drafts too dear."""
+    engine = Engine.load("tiny", num_blocks=400, monitor=False, speculate=mode)
     engine.core.speculation._length.costs.__init__(((1, 1.0), (2, 1.001)))
     engine.core.speculation._length._corrects = False
+    return engine
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    engine = drafting("ngram")
     with engine, TestClient(create_app(AsyncEngine(engine), Settings(vllm_metrics=True)), LOCAL) as client:
         yield client
 
@@ -168,7 +173,7 @@ def test_models_that_cannot_verify_are_refused_and_deterministic_engines_draft_n
 def test_past_text_is_shared_within_a_namespace_only() -> None:
     """A reply of one namespace is the draft of its retry, and no draft of another namespace."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    with Engine.load("tiny", speculate="tree", monitor=False, num_blocks=200) as engine:
+    with drafting("tree") as engine:
         (first,) = engine.generate(["Hello"], params, namespace="ann")
         before = engine.stats()
         (theirs,) = engine.generate(["Hello"], params, namespace="ben")
@@ -178,6 +183,6 @@ def test_past_text_is_shared_within_a_namespace_only() -> None:
         after = engine.stats()
         assert between.drafted_from_tree == before.drafted_from_tree == 0
         assert between.drafted_from_past == before.drafted_from_past
-        assert after.drafted_from_tree >= after.accepted_from_tree
+        assert after.accepted_from_tree == after.drafted_from_tree > 10
         engine.clear_cache()
         assert not engine.core.cache.past_text.namespaces()
