@@ -18,7 +18,7 @@ from radixkv.cache.events import Events, Follower
 from radixkv.cache.namespaces import Namespace
 from radixkv.cache.ngrams import LONGEST, NgramIndex
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.cache.tokens import UNKNOWN, WIDTH
+from radixkv.cache.tokens import WIDTH
 from radixkv.cache.types import Node, OpenSequence
 
 GRAM = 4
@@ -46,7 +46,7 @@ class PastText(Follower):
         """Keep the text of sequences of `tree` from now on."""
         self._tree = tree
         self._index = NgramIndex(GRAM, max(capacity, 1), heads=capacity // 4)
-        self._starts: list[int] = []  # of the pieces, ascending
+        self._starts = array("q")  # of the pieces, ascending
         self._owners: list[Namespace | None] = []  # None for a piece that was wiped
         if capacity:
             events.connect(self)
@@ -62,14 +62,10 @@ class PastText(Follower):
         return {each for each in self._owners[:] if each is not None}
 
     def closed(self, sequence: OpenSequence) -> None:
-        """Keep the text of a closed sequence from a few tokens before the end of its hit on."""
-        if sequence.purpose == "audit" or sequence.length <= sequence.cached_length:
+        """Keep the published text of a closed sequence from a few tokens before the end of its hit on."""
+        if sequence.purpose == "audit" or sequence.node.end <= sequence.cached_length:
             return
-        raw = sequence.text_from(max(sequence.cached_length - LONGEST, 0))
-        unknown = raw.find(UNKNOWN)
-        while unknown % WIDTH and unknown > 0:
-            unknown = raw.find(UNKNOWN, unknown + 1)
-        tokens = np.frombuffer(raw if unknown < 0 else raw[:unknown], np.int32)
+        tokens = np.frombuffer(sequence.text_from(max(sequence.cached_length - LONGEST, 0)), np.int32)
         if len(tokens) > GRAM:
             self._add(tokens[-self._index.capacity :], self._tree.namespace_of(sequence.node))
 
@@ -102,7 +98,7 @@ class PastText(Follower):
     def clear(self) -> None:
         """Forget all text, and leave no token of it in memory."""
         self._index.clear()
-        self._starts.clear()
+        del self._starts[:]
         self._owners.clear()
 
     def clear_namespace(self, space: Namespace) -> None:
@@ -117,7 +113,7 @@ class PastText(Follower):
     def check(self) -> None:
         """Check the order of the pieces, and that no text is left of those that were wiped."""
         index = self._index
-        assert len(self._starts) == len(self._owners) and self._starts == sorted(set(self._starts))
+        assert len(self._starts) == len(self._owners) and [*self._starts] == sorted(set(self._starts))
         assert not self._starts or self._starts[-1] < index.length, "a piece is empty"
         for (start, end), owner in zip(pairwise([*self._starts, index.length]), self._owners, strict=True):
             kept = index.read(max(start, index.length - index.capacity), end)

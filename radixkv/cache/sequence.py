@@ -92,9 +92,14 @@ class Sequence:
         raw = bytearray().join([node.key for node in self._state.tree.path(self.node)])
         return np.frombuffer(raw + self._tail, np.int32)
 
+    @property
+    def follows(self) -> bool:
+        """Whether others have published text after its own: it takes their full blocks where it publishes the same."""
+        return bool(self.node.children)
+
     def text_from(self, start: int) -> bytes:
-        """Return the committed tokens from `start` on, as bytes, also while `close` sends its event. O(tokens)."""
-        node, keys = self.node, [bytes(self._tail)]
+        """Return the published tokens from `start` on, as bytes, also while `close` sends its event. O(tokens)."""
+        node, keys = self.node, list[bytes]()
         while node.parent is not None and node.end > start:
             keys.append(bytes(node.key))
             node = node.parent

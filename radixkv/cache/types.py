@@ -341,7 +341,7 @@ class OpenSequence(Protocol):
     purpose: Purpose
 
     def text_from(self, start: int) -> bytes:
-        """Return the committed tokens from `start` on, as bytes, also after close."""
+        """Return the published tokens from `start` on, as bytes, also after close."""
 
     def own_blocks(self) -> array[int]:
         """Return the blocks that the sequence references itself."""

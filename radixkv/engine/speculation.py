@@ -165,6 +165,7 @@ class Speculation:
         self._source, self._length = source, length
         self._counters, self._count, self._fail = counters, count, fail
         self._most_tokens, self._most_rows, self._spare = config.max_batch_tokens, most_rows, spare_blocks
+        self._block_size = config.block_size
         self._last_rows = LastRows()
 
     # ---- before the forward
@@ -193,6 +194,9 @@ class Speculation:
         continuation = _drafted(stream)
         continuation.waits = False
         most = min(MOST, room, request.max_tokens - stream.output_length - 1)
+        if stream.sequence.follows and self._block_size > MOST:
+            # At the end of a block, a plain decode goes on with the block of others, whose last bits may differ.
+            most = min(most, -work.end % self._block_size)
         if most <= 0 or not step.wants(continuation.tally):
             return 0
         draft = continuation.propose(self._source, stream, most)

@@ -12,6 +12,7 @@ import torch
 
 from radixkv.chat import Engine
 from radixkv.engine.output import Completion
+from radixkv.models.quantized.kernels import kernels
 from radixkv.sampling.params import SamplingParams
 from tests.engine.test_speculation import _steps_of_a_second, drafted, engine_of, known  # noqa: F401  # a fixture
 from tests.models.conftest import FAMILIES, make
@@ -67,3 +68,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_replies_with_drafts_equal_those_without_in_float32(name: str) -> None:
     options: dict[str, Any] = {"num_blocks": 200, "block_size": 4, **OPTIONS[name]}
     assert_the_same(partial(Engine.load, make(wide("llama")), monitor=False, **options), 1e-4)
+
+
+@pytest.mark.skipif(kernels() is None, reason="no compiler, or a CPU without AVX2")
+@pytest.mark.parametrize("mode", ["ngram", "tree"])
+def test_a_retry_with_small_weights_has_the_bits_of_single_decodes(mode: str) -> None:
+    """The KV of its prompt's last token is computed again, in a block of its own: it rounds as a decode does."""
+    params = SamplingParams(temperature=0, max_tokens=60, logprobs=0, ignore_eos=True)
+    found = []
+    for speculate in (None, mode):
+        with Engine.load("tiny", weights="int8", speculate=speculate, monitor=False, num_blocks=100) as engine:
+            if speculate:
+                engine.core.speculation._length.costs.__init__(((1, 1.0), (2, 1.001)))
+            prompt = [5 + at % 90 for at in range(39)]
+            done = [engine.generate([prompt], params)[0] for _ in range(3)]
+            found.append([[each.chosen for each in one.logprobs or ()] for one in done])
+            stats = engine.stats()
+    assert found[0] == found[1] and drafted(stats) > 20
