@@ -72,7 +72,7 @@ def test_the_counts_of_several_replies_are_summed(client: TestClient) -> None:
     usage = answered(client, **asked).usage
     after = [counter(client, f"radixkv:{kind}_tokens", source) for kind in ("drafted", "accepted")]
     drafted, accepted = (later - earlier for earlier, later in zip(before, after, strict=True))
-    assert usage and usage.completion_tokens_details and accepted > 40
+    assert usage and usage.completion_tokens_details and accepted > 30
     assert usage.completion_tokens_details.accepted_prediction_tokens == accepted
     assert usage.completion_tokens_details.rejected_prediction_tokens == drafted - accepted
 
