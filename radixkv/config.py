@@ -41,6 +41,8 @@ class EngineConfigFields(TypedDict, total=False):
     namespace_limits: Mapping[Any, float] | None
     device: str
     dtype: Any
+    tensor_parallel: int
+    rank_timeout: float
     attention: str
     kv_dtype: str
     weights: str
@@ -77,6 +79,10 @@ _COMPILE: _Rule = (
 _SCRUB: _Rule = (
     lambda value: isinstance(value, bool) or (isinstance(value, int | float) and 0 < value < float("inf")),
     "{name} is False, True, or blocks a second, above 0; got {value!r}",
+)
+_SECONDS: _Rule = (
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"),
+    "{name} is a number of seconds above 0, got {value!r}",
 )
 _MONITOR: _Rule = (
     lambda value: (
@@ -166,6 +172,13 @@ class EngineConfig:
     dtype: Any = _setting(  # noqa: RUF009 - it returns a field
         "auto", "float32, bfloat16, ...; auto is float32 on a CPU, elsewhere the dtype of the weights"
     )
+    tensor_parallel: int = _setting(
+        1,
+        "ranks that divide each layer of a model: processes that the engine starts, one for each GPU, or on a CPU for "
+        "tests. Sizes of memory are of one rank",
+        least=1,
+    )
+    rank_timeout: float = _setting(30.0, "seconds after which a rank that does not answer ends the engine", _SECONDS)
     attention: str = _setting(
         "auto",
         "attention backend: torch, triton, compiled (decodes in float32 on a CPU), or auto (triton on CUDA if it "

@@ -49,6 +49,7 @@ from radixkv.version import __version__
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
+    from radixkv.models.transport import Transport
 
 _log = logging.getLogger(__name__)
 
@@ -150,12 +151,8 @@ class RequestEngine:
         `EngineConfig()`), replaced by `fields`; `help(EngineConfig)` lists them.
         Raises UnsupportedModel or InvalidInput, OSError where `record` cannot be written.
         """
-        from radixkv.models.adapter import load, place_of
-        from radixkv.models.cuda_graphs import record_graphs
-        from radixkv.models.fusion import fuse, wanted
-        from radixkv.models.runner import Runner
-        from radixkv.models.step_memory import step_memory
-        from radixkv.models.weights.reload import watch_weights
+        from radixkv.models.adapter import place_of
+        from radixkv.models.transport import transport_of
 
         if not isinstance(config, EngineConfig | None):
             kind = type(config).__name__
@@ -165,71 +162,59 @@ class RequestEngine:
         config = replace(config or EngineConfig(), **fields)
         check_path(config.record)  # before the model is loaded, which takes longer
         if config.disk_cache is not None:
-            from radixkv.engine.disk_cache import connect, refuse_busy
+            from radixkv.engine.disk_cache import refuse_busy
 
             refuse_busy(config.disk_cache)
-        device = place_of(config.device)
-        fused = wanted(config.compile, device, deterministic=config.deterministic)
-        loaded = load(
+        transport = transport_of(config.tensor_parallel, config.rank_timeout, place_of(config.device))
+        try:
+            return cls._over(transport, model, tokenizer, config)
+        except BaseException:
+            transport.close()
+            raise
+
+    @classmethod
+    def _over(cls, transport: Transport, model: Any, tokenizer: Any | None, config: EngineConfig) -> Self:
+        """Load a model by its transport, and put an engine together."""
+        loaded = transport.load(
             model,
             tokenizer=tokenizer,
-            device=device,
+            compile=config.compile,
+            deterministic=config.deterministic,
             dtype=config.dtype,
             attention=config.attention,
             weights=config.weights,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
-            fuse=config.compile is not False,
             model_code=config.model_code,
             verify=config.verify,
             kv_dtype=config.kv_dtype,
         )
         config = speculating(loaded, config)
-        bytes_per_block = loaded.bytes_per_token * config.block_size
-        reserved = 0
-        if config.kv_memory == "auto" and (config.num_blocks is None or loaded.state):
-            reserved = step_memory(
-                loaded,
-                block_size=config.block_size,
-                max_batch_tokens=config.max_batch_tokens,
-                max_sequences=config.max_sequences,
-                prefill_chunk=config.prefill_chunk,
-            )
-        size = pool_size(
-            config.kv_memory,
-            str(loaded.device),
-            bytes_per_block=bytes_per_block,
-            num_blocks=config.num_blocks,
-            bytes_per_state=loaded.state_bytes,
-            max_sequences=config.max_sequences,
-            state_memory=config.state_memory,
-            host_memory=config.host_memory if config.prefix_cache else None,
-            reserved=reserved,
-            disk=config.disk_cache is not None,
-        )
+        size = _pool_size(transport, loaded, config)
         config, cache = _cache(loaded, config, size)
-        again = config.prefill_chunk if config.deterministic else piece_tokens(config.block_size)
-        runner = Runner(
+        runner, weights = transport.build(
             loaded,
             size.num_blocks,
             config.block_size,
+            max_sequences=config.max_sequences,
+            max_batch_tokens=config.max_batch_tokens,
             deterministic=config.deterministic,
-            recheck_tokens=again,
+            recheck_tokens=config.prefill_chunk if config.deterministic else piece_tokens(config.block_size),
             state_slots=cache.stats().state_rows + cache.stats().state_slots,
             host_blocks=size.host_blocks and size.host_blocks + SCRATCH * (config.disk_cache is not None),
             host_states=size.host_snapshots,
         )
-        if fused:
-            fuse(runner)
-        record_graphs(runner, config.max_sequences, config.max_batch_tokens)
-        weights = watch_weights(runner, None if isinstance(model, str | os.PathLike) else model)
+        bytes_per_block = loaded.bytes_per_token * config.block_size
         engine = cls(loaded, runner, cache, config, bytes_per_block=bytes_per_block, weights=weights)
-        if config.disk_cache is not None:
-            try:
+        try:
+            if config.disk_cache is not None:
+                from radixkv.engine.disk_cache import connect
+
                 connect(engine.client, config, loaded, runner.host)
-            except BaseException:
-                engine.close()
-                raise
+            engine.core.background.extend(transport.tasks())
+        except BaseException:
+            engine.close()
+            raise
         trim()
         return engine
 
@@ -519,6 +504,31 @@ def _shown(handles: list[Handle]) -> Any:
     from rich.progress import track
 
     return track(handles, description="generate")
+
+
+def _pool_size(transport: Transport, loaded: LoadedModel, config: EngineConfig) -> PoolSize:
+    """Return the size of the pool, of the states and of the host memory."""
+    reserved = 0
+    if config.kv_memory == "auto" and (config.num_blocks is None or loaded.state):
+        reserved = transport.step_memory(
+            loaded,
+            block_size=config.block_size,
+            max_batch_tokens=config.max_batch_tokens,
+            max_sequences=config.max_sequences,
+            prefill_chunk=config.prefill_chunk,
+        )
+    return pool_size(
+        config.kv_memory,
+        str(loaded.device),
+        bytes_per_block=loaded.bytes_per_token * config.block_size,
+        num_blocks=config.num_blocks,
+        bytes_per_state=loaded.state_bytes,
+        max_sequences=config.max_sequences,
+        state_memory=config.state_memory,
+        host_memory=config.host_memory if config.prefix_cache else None,
+        reserved=reserved,
+        disk=config.disk_cache is not None,
+    )
 
 
 def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[EngineConfig, PrefixCache]:

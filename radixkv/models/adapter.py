@@ -11,7 +11,7 @@ import copy
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,6 +56,7 @@ def load(
     model_code: str = "auto",
     verify: str = "always",
     kv_dtype: str = "auto",
+    load_options: Mapping[str, Any] | None = None,
 ) -> LoadedModel:
     """Load `model`: "tiny" (bundled), a folder, a GGUF file, a hub name, or a transformers model that is already built.
 
@@ -68,8 +69,9 @@ def load(
     else. `attention` is "torch", "triton", or "auto": Triton on CUDA if it serves the model (else one warning), torch
     elsewhere. With "auto", a model whose attention cannot be replaced runs by the fallback, with one warning that gives
     the reason. With `fuse`, the layers of Llama-like models are fused around attention in Triton on a GPU
-    (`native.fused`). `kv_dtype` is the format of the pool. Raises InvalidInput if there is no whole model to load, no
-    such attention or no such format, and UnsupportedModel with the reason if the model cannot run exactly. Costs the
+    (`native.fused`). `kv_dtype` is the format of the pool, and `load_options` are for transformers. Raises InvalidInput
+    if there is no whole model to load, no such attention or no such format, and UnsupportedModel with the reason if the
+    model cannot run exactly. Costs the
     reading of the weights and a self-test (0.1 s for small models).
     """
     place = place_of(device)
@@ -96,6 +98,7 @@ def load(
             revision=revision,
             trust_remote_code=trust_remote_code,
             model_code=model_code,
+            load_options=load_options,
         )
         name = model_path.shown_name(name)
         if verify == "always" and isinstance(module, NativeModel):

@@ -90,7 +90,16 @@ def versions_of_tensors(model: nn.Module) -> list[int]:
     return [-1 if each.is_inference() else each._version for each in tensors]
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds: the tensor itself, unless ranks divide it."""
+    import torch
+
+    with torch.no_grad():  # the part itself, not a view
+        found: Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    return found
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
     import torch
 
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return local_part(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -52,24 +52,21 @@ def read(
     trust_remote_code: bool,
     weights: str = "float32",
     model_code: str = "transformers",
+    load_options: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any | None]:
     """Return (model, tokenizer or None); weights come from safetensors or GGUF, and every one of them is in the files.
 
     With a `tokenizer`, the files of another one are not read. `dtype` "auto" is the dtype of the saved weights, and
     bfloat16 for quantised GGUF. With `weights` other than "float32", linear layers of a GGUF file keep 8 or 4 bits, as
     `gguf_weights.formats` chooses; the layers of other models are quantised later. With `model_code` "auto" the model
-    has layers of our own if `native.switches` lists it, else transformers'. Raises InvalidInput if there is no usable
-    model of this name or its weights do not fit into memory, UnsupportedModel if radixkv cannot run the model.
+    has layers of our own if `native.switches` lists it, else transformers', which takes `load_options`. Raises
+    InvalidInput if there is no usable model of this name or its weights do not fit into memory, UnsupportedModel if
+    radixkv cannot run the model.
     """
-    wanted = _Wanted(name, dtype, device, weights)
-    folder = model_path.find(name)
-    local = folder is not None
-    if folder is None:
-        folder = _fetched(name, revision)
-        revision = folder.name  # its commit: nothing changes between two files
-    elif revision is not None:
-        raise InvalidInput(f"revision={revision!r} is for models on the hub, and {name!r} is here")
-    elif model_path.is_gguf(folder):
+    wanted = _Wanted(name, dtype, device, weights, load_options or {})
+    folder, revision = folder_of(name, revision)
+    local = revision is None
+    if model_path.is_gguf(folder):
         return _read_gguf(folder, wanted, tokenizer, own_layers=model_code == "auto")
     place = str(folder) if local else name
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local}
@@ -86,12 +83,16 @@ def read(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The name of a model, and how its weights are to be held; dtype "auto" is the dtype of the saved ones."""
+    """The name of a model, and how its weights are to be held; dtype "auto" is the dtype of the saved ones.
+
+    `load_options` are for transformers' `from_pretrained`.
+    """
 
     name: str
     dtype: torch.dtype | str
     device: torch.device
     weights: str
+    load_options: Mapping[str, Any]
 
     def check_memory(self, needed: int, half: int) -> None:
         """Refuse weights that do not fit into memory, before the machine starts to swap: they are read, then moved.
@@ -114,6 +115,20 @@ class _Wanted:
 
 
 # ---- files
+
+
+def folder_of(name: str, revision: str | None) -> tuple[Path, str | None]:
+    """Return the folder or GGUF file of a model, fetched from the hub if need be, and its commit there.
+
+    Raises InvalidInput if there is none, and for a revision of a local model.
+    """
+    folder = model_path.find(name)
+    if folder is None:
+        folder = _fetched(name, revision)
+        return folder, folder.name  # the commit: nothing changes between two files
+    if revision is not None:
+        raise InvalidInput(f"revision={revision!r} is for models on the hub, and {name!r} is here")
+    return folder, None
 
 
 def _fetched(name: str, revision: str | None) -> Path:
@@ -179,6 +194,7 @@ def _read_model(found: Checkpoint, wanted: _Wanted, place: str, options: dict[st
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported, and check_weights refuses them
             **options,
+            **wanted.load_options,
         )
     except ImportError as error:
         raise UnsupportedModel(f"{name!r} needs a package that is not here: {_text(error)}") from error

@@ -8,8 +8,6 @@ writes to the slots that its inputs name, and to no others. `fusion` and `cuda_g
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +22,7 @@ from radixkv.attention import plan
 from radixkv.attention.host_store import HostCosts, HostStore
 from radixkv.attention.kv_store import KVStore
 from radixkv.device import device_of
-from radixkv.models import kv_recompute
+from radixkv.models import kv_recompute, step_costs
 from radixkv.models.attention_interface import (
     AttentionBackend,
     AttentionCall,
@@ -37,15 +35,10 @@ from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import AttentionWindow, LayerSpec, LoadedModel, SequenceInput
 from radixkv.models.recurrent.forward import RecurrentForward, StateArena
 from radixkv.models.step_batch import StepBatch, logit_places
-from radixkv.sizing.recurrent_state import StateRow, StateStep
 from radixkv_kernels.graph_capacity import Bucket
 from radixkv_kernels.work_list import WorkList
 
 _log = logging.getLogger(__name__)
-_FIRST_TOKENS = 16
-_PREFILL_SECONDS = 0.2  # of the forward that measures a prefill, about
-_MEASURING_SECONDS = 1.0  # after which no other forward measures a prefill
-_CONTEXT, _MOST_ROWS, _TIMES = 528, 16, 5  # tokens, rows and repetitions of the forwards that measure rows
 WorkLists = dict[AttentionWindow, WorkList]
 
 
@@ -175,61 +168,23 @@ class Runner:
             order += chain.from_iterable(places[index][:-1].tolist() for index in group)
         return logits[self._device.upload(np.argsort(order))]
 
-    def host_costs(self, chunk: int) -> HostCosts:
-        """Measure the seconds per token of loading KV from the host, and of a prefill of up to `chunk` tokens.
+    @property
+    def block_size(self) -> int:
+        """The tokens of a block."""
+        return self.store.block_size
 
-        Nothing may be cached yet: blocks of the pool and of the host, and a row of state, are overwritten. Costs a few
-        copies, and forwards of about half a second in all. On a busy machine they may take longer: after the first two,
-        none begins more than a second after the start. Needs `host`.
-        """
-        assert self.host is not None
-        size = self.store.block_size
-        load = self.host.bytes_per_block / size / self.host.measure()
-        most = max(1, min(chunk, self._spare_block * size, self.loaded.max_length))
-        count = first = min(_FIRST_TOKENS, most)
-        until = time.perf_counter() + _MEASURING_SECONDS
-        self._prefill_seconds(count)  # the first forward of a process takes longer
-        seconds = self._prefill_seconds(count)
-        while seconds < _PREFILL_SECONDS / 2 and count < most and time.perf_counter() < until:
-            count = min(most, max(2 * count, int(count * _PREFILL_SECONDS / seconds)))  # a GPU is faster with more
-            seconds = self._prefill_seconds(count)
-        if count > first and time.perf_counter() < until:  # and so does the first forward of a size
-            seconds = min(seconds, self._prefill_seconds(count))
-        return HostCosts(load, seconds / count)
+    @property
+    def room(self) -> int:
+        """The longest sequence that fits into an empty pool, in tokens."""
+        return min(self._spare_block * self.block_size, self.loaded.max_length)
+
+    def host_costs(self, chunk: int) -> HostCosts:
+        """Measure the seconds per token of a load and of a prefill of up to `chunk`: see `step_costs.host_costs`."""
+        return step_costs.host_costs(self, chunk)
 
     def row_costs(self) -> tuple[tuple[int, float], ...]:
-        """Measure the seconds of forwards of 1 to 16 rows after a context of up to 512 tokens.
-
-        All rows have logits. Nothing may be cached yet: blocks of the pool are overwritten. Costs a prefill of the
-        context, and up to five forwards of each; after a second, only those of numbers that have none.
-        """
-        room = min(_CONTEXT, self._spare_block * self.store.block_size, self.loaded.max_length)
-        context, found = max(0, room - _MOST_ROWS), dict[int, float]()
-        if context:
-            self._prefill_seconds(context)
-        until = time.perf_counter() + _MEASURING_SECONDS
-        for _ in range(_TIMES):
-            for rows in (1, 2, 4, 6, 8, 12, _MOST_ROWS):
-                if rows <= room and (rows not in found or time.perf_counter() < until):
-                    found[rows] = min(self._rows_seconds(context, rows), found.get(rows, math.inf))
-        return tuple(found.items())
-
-    def _rows_seconds(self, context: int, rows: int) -> float:
-        table = np.arange(-(-(context + rows) // self.store.block_size), dtype=np.int32)
-        places = context + np.arange(rows)
-        chunk = SequenceInput(np.zeros(rows, np.int32), context, places, table, logit_rows=rows)
-        began = time.perf_counter()
-        self.run([chunk]).cpu()  # waits for the device
-        return time.perf_counter() - began
-
-    def _prefill_seconds(self, count: int) -> float:
-        """Return the seconds of a forward of `count` tokens over the first blocks of the pool."""
-        table = np.arange(-(-count // self.store.block_size), dtype=np.int32)
-        state = None if self.states is None else StateStep(StateRow(0))
-        chunk = SequenceInput(np.zeros(count, np.int32), 0, np.arange(count), table, state=state)
-        began = time.perf_counter()
-        self.run([chunk]).cpu()  # waits for the device
-        return time.perf_counter() - began
+        """Measure the seconds of forwards of 1 to 16 rows: see `step_costs.row_costs`."""
+        return step_costs.row_costs(self)
 
     # ---- computing cached KV again
 

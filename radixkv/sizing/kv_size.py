@@ -124,6 +124,17 @@ class KVShape:
         check_kv_dtype(kv_dtype, heads=[(layer.key_dim, layer.value_dim) for layer in self.layers])
         return sum(layer.of_rank(ranks).bytes_per_token(width, kv_dtype) for layer in self.layers)
 
+    def ranks_obstacle(self, ranks: int) -> str:
+        """Return why an engine cannot divide the model between tensor-parallel ranks, with the numbers; "" if it can.
+
+        >>> KVShape("70B", (LayerKV(8, 128, 128),) * 80).ranks_obstacle(3)
+        'layer 0 has 8 KV heads, which do not divide by 3 ranks'
+        """
+        if self.states and ranks > 1:
+            return f"{len(self.states)} layers keep a recurrent state, which is not divided"
+        odd = ((at, each.kv_heads) for at, each in enumerate(self.layers) if each.kv_heads % ranks)
+        return next((f"layer {at} has {heads} KV heads, which do not divide by {ranks} ranks" for at, heads in odd), "")
+
     def _dtype(self, dtype: str | None) -> str:
         """Return the dtype to count with. Raises InvalidInput for an unsupported one."""
         dtype = dtype or self.dtype or ASSUMED_DTYPE

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from radixkv.errors import InvalidInput, WeightsChanged
 from radixkv.models.cuda_graphs import ReplayedForward
+from radixkv.models.identity import local_part
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.native.layers import NativeModel
 from radixkv.models.packed import PackedLinear
@@ -233,7 +234,17 @@ def _write(model: nn.Module, state: State) -> None:
     """Copy the values of a state into parameters and saved buffers of a model."""
     for name, owner, key in weight_places(model):
         if name in state:
-            owner[key].copy_(state[name])
+            local_part(owner[key]).copy_(_part_of(state[name], owner[key]))
+
+
+def _part_of(value: Tensor, place: Any) -> Tensor:
+    """Return the part of a whole value for a tensor that ranks may divide."""
+    if not hasattr(place, "placements"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    value = value.to(place.device, place.dtype)
+    return local_part(distribute_tensor(value, place.device_mesh, place.placements, src_data_rank=None))
 
 
 def _share_tensors(own: nn.Module, source: nn.Module) -> None:

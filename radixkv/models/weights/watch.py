@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from radixkv.device import device_of, refuse_fatal
 from radixkv.errors import WeightsChanged
+from radixkv.models.identity import local_part
 from radixkv.models.loaded import SequenceInput
 
 _ADVICE = (
@@ -47,7 +48,8 @@ class WeightWatch:
         self._names = [name for name, _, _ in places]
         self._owners = [(owner, key) for _, owner, key in places]
         self._users: list[Tensor] = [owner[key] for _, owner, key in places]
-        self._tensors = list({id(tensor): tensor for tensor in self._users}.values())
+        self._held = [local_part(tensor) for tensor in self._users]
+        self._tensors = list({id(tensor): tensor for tensor in self._held}.values())
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]  # the others have no version
         self._versions = [tensor._version for tensor in self._counted]
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
@@ -86,8 +88,8 @@ class WeightWatch:
         """Return the name of the first weight that is seen to have changed, for messages. O(weights)."""
         versions = dict(zip(map(id, self._counted), self._versions, strict=True))
         pointers = dict(zip(map(id, self._tensors), self._pointers, strict=True))
-        for name, (owner, key), tensor in zip(self._names, self._owners, self._users, strict=True):
-            if owner.get(key) is not tensor or tensor.data_ptr() != pointers[id(tensor)]:
+        for name, (owner, key), user, tensor in zip(self._names, self._owners, self._users, self._held, strict=True):
+            if owner.get(key) is not user or tensor.data_ptr() != pointers[id(tensor)]:
                 return name
             if id(tensor) in versions and tensor._version != versions[id(tensor)]:
                 return name

@@ -1,0 +1,1 @@
+"""Tensor parallelism: processes that hold a part of each layer of one model, and compute its steps together."""

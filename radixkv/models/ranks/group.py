@@ -1,0 +1,126 @@
+"""The collectives of tensor-parallel ranks, over connections that can be replaced.
+
+A rank that fails inside a forward leaves the others in a collective that never ends. It therefore closes its
+connections, so that theirs fail too, and all connect again. The group itself, which torch and transformers hold by
+name, stays. torchft reconfigures its groups in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from radixkv.errors import InvalidInput
+
+_BACKEND = "radixkv"
+_PASSED = (
+    "allreduce", "allreduce_coalesced", "broadcast", "barrier", "allgather", "_allgather_base",
+    "allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced", "reduce_scatter",
+    "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single", "alltoall_base",
+    "all_to_all_single",
+)  # fmt: skip
+
+
+class _World:
+    """The groups of this process, and the connections to the other ranks, which groups of all ranks share."""
+
+    def __init__(self) -> None:
+        self.groups: list[RankGroup] = []
+        self.connection: dist.ProcessGroup | None = None
+
+
+_world = _World()  # torch has one, too
+
+
+class RankGroup(dist.ProcessGroup):
+    """A process group of all ranks, or of this rank alone, whose connections may be closed and made again."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.store, self._name = store, ""
+        self._alone = _connection(dist.HashStore(), 0, 1, timeout) if size == 1 else None
+        _world.groups.append(self)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name under which torch makes such groups."""
+        return _BACKEND
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        super()._set_group_name(name)
+
+    @property
+    def group_name(self) -> str:
+        """The name by which torch's operators find the group."""
+        return self._name
+
+    @property
+    def connection(self) -> dist.ProcessGroup:
+        """The group that computes. Raises RuntimeError while the ranks are not connected."""
+        found = self._alone or _world.connection
+        if found is None:
+            raise RuntimeError("the ranks are not connected")
+        return found
+
+
+def _passed(name: str) -> Callable[..., Any]:
+    def collective(self: RankGroup, *args: Any, **options: Any) -> Any:
+        return getattr(self.connection, name)(*args, **options)
+
+    return collective
+
+
+for _name in _PASSED:
+    setattr(RankGroup, _name, _passed(_name))
+
+
+def _connection(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a group with connections to all its ranks, within this machine: gloo, and nccl where there are GPUs."""
+    made, kinds = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType
+    options = dist.ProcessGroupGloo._Options()
+    options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")], timeout
+    gloo = dist.ProcessGroupGloo(store, rank, size, options)
+    made._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if torch.cuda.is_available():
+        made._register_backend(torch.device("cuda"), kinds.NCCL, dist.ProcessGroupNCCL(store, rank, size))
+    return made
+
+
+def open_world(rank: int, size: int, folder: str, seconds: float) -> None:
+    """Make torch's world of ranks, which meet in a private folder. Raises InvalidInput if this process has one."""
+    if dist.is_initialized():
+        raise InvalidInput("tensor_parallel: this process already takes part in a torch.distributed world")
+    if not hasattr(dist.Backend, _BACKEND.upper()):
+        dist.Backend.register_backend(_BACKEND, RankGroup, devices=["cpu", "cuda"])
+    store, timeout = dist.FileStore(str(Path(folder) / "ranks"), size), timedelta(seconds=seconds)
+    dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
+    connect(0, seconds)
+
+
+def connect(number: int, seconds: float) -> None:
+    """Connect with all other ranks, each of which does so now; a collective may take as many seconds.
+
+    `number` counts the connections, and is equal on all ranks.
+    """
+    disconnect()
+    timeout, store = timedelta(seconds=seconds), dist.PrefixStore(str(number), _world.groups[0].store)
+    store.set_timeout(timeout)
+    _world.connection = _connection(store, dist.get_rank(), dist.get_world_size(), timeout)
+
+
+def disconnect() -> None:
+    """Close the connections, which ends the collectives of the other ranks with an error."""
+    _world.connection = None
+
+
+def close_world() -> None:
+    """Close all connections, and leave torch's world."""
+    disconnect()
+    if _world.groups:
+        dist.destroy_process_group()
+        _world.groups.clear()

@@ -1,0 +1,189 @@
+"""Start the other ranks, call all ranks together, and notice when one fails, hangs or ends.
+
+Rank 0 is the caller's process. Each call is sent to the other ranks by a pipe, executed by all, and answered by each:
+so a call that fails on one rank fails on all. Every rank answers before the next call.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from radixkv.device import refuse_fatal
+from radixkv.errors import DeviceLost
+from radixkv.models.ranks import group
+from radixkv.models.ranks.messages import Buffer
+
+Result = TypeVar("Result")
+STEP, CALL = b"s", b"c"
+FOLLOWER = "radixkv.models.ranks.follower"  # the module of the other ranks
+LOADING_SECONDS = 3600.0  # for the weights of a large model
+_GRACE_SECONDS = 2.0  # for answers after a failure of this rank
+
+
+class RankFailed(RuntimeError):
+    """Another rank raised an error in a call."""
+
+
+class Other(NamedTuple):
+    """Another rank: its number, process and pipe."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+
+
+class Processes:
+    """All ranks of one engine. Any thread may call; one call runs at a time."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        """Start `size` - 1 processes, which end with this one. Raises InvalidInput, OSError."""
+        self.size, self._timeout = size, timeout
+        self._seconds = LOADING_SECONDS  # until `loaded`
+        self._round, self.lost = 0, ""
+        self._lock = threading.RLock()
+        self._folder = tempfile.mkdtemp(prefix="radixkv-ranks-")
+        self._others: list[Other] = []
+        self.messages = self.bytes_sent = 0
+        try:
+            self._others = [_started(rank) for rank in range(1, size)]
+            self.call("open", size, self._folder, self._seconds, own=lambda: self._open(0))
+        except BaseException:
+            self.close()
+            raise
+
+    def loaded(self) -> None:
+        """Limit each call, from now on, to the seconds of the timeout."""
+        self._seconds = self._timeout
+        self._reconnect()
+
+    def step(self, buffer: Buffer, own: Callable[[], Result]) -> Result:
+        """Let the other ranks execute an encoded step, and this one `own`; return its result."""
+        return self._together(STEP + buffer.tobytes(), own)[0]
+
+    def call(self, name: str, *args: Any, own: Callable[[], Result]) -> tuple[Result, list[Any]]:
+        """Let the other ranks call `name`, and this one `own`; return its result, and the results of the others."""
+        return self._together(CALL + pickle.dumps((name, args)), own)
+
+    def _together(self, message: bytes, own: Callable[[], Result]) -> tuple[Result, list[Any]]:
+        with self._lock:
+            self._send(message)
+            began = time.monotonic()
+            try:
+                result = own()
+            except Exception as error:
+                group.disconnect()  # so that the collectives of the others end, too
+                self._answers(max(began + self._seconds, time.monotonic() + _GRACE_SECONDS))
+                self._reconnect()
+                refuse_fatal(error)
+                raise
+            answers = self._answers(time.monotonic() + self._seconds)
+            failed = [
+                f"rank {other.rank}: {text}" for other, (ok, text) in zip(self._others, answers, strict=True) if not ok
+            ]
+            if failed:
+                self._reconnect()
+                raise RankFailed("; ".join(failed))
+            return result, [value for _, value in answers]
+
+    def _send(self, message: bytes) -> None:
+        """Send a message to each other rank. Raises DeviceLost if one has ended."""
+        if self.lost:
+            raise DeviceLost(self.lost)
+        for other in self._others:
+            try:
+                other.pipe.send_bytes(message)
+            except OSError:
+                self._lose(other, "")
+        self.messages += 1
+        self.bytes_sent += len(message)
+
+    def _answers(self, until: float) -> list[tuple[bool, Any]]:
+        """Return the answer of each other rank. Raises DeviceLost if one has ended, or does not answer in time."""
+        return [self._answer(other, until) for other in self._others]
+
+    def _answer(self, other: Other, until: float) -> tuple[bool, Any]:
+        try:
+            if not other.pipe.poll(max(0.0, until - time.monotonic())):
+                self._lose(other, f"does not answer for {self._seconds:g} seconds")
+            answer: tuple[bool, Any] = other.pipe.recv()
+        except (EOFError, OSError):
+            self._lose(other, "")
+        return answer
+
+    def _open(self, rank: int) -> None:
+        group.open_world(rank, self.size, self._folder, self._seconds)
+
+    def _reconnect(self) -> None:
+        """Let all ranks connect again, after a failure or for another timeout."""
+        self._round += 1
+        group.disconnect()
+        self._send(CALL + pickle.dumps(("connect", (self._round, self._seconds))))
+        group.connect(self._round, self._seconds)
+        self._answers(time.monotonic() + self._seconds)
+
+    # ---- the end
+
+    def ended(self) -> str:
+        """Return why no call can succeed any more: a rank has ended; "" if all run."""
+        for other in self._others:
+            if not self.lost and other.process.poll() is not None:
+                self._note(other, "")
+        return self.lost
+
+    def _lose(self, other: Other, reason: str) -> NoReturn:
+        self._note(other, reason)
+        raise DeviceLost(self.lost) from None
+
+    def _note(self, other: Other, reason: str) -> None:
+        """Record why a rank is lost, and end all others."""
+        if not reason:
+            with suppress(subprocess.TimeoutExpired):
+                other.process.wait(_GRACE_SECONDS)
+            code = other.process.returncode
+            reason = f"was ended by signal {-code}" if (code or 0) < 0 else f"has ended with status {code}"
+        self.lost = f"rank {other.rank} of {self.size} {reason}: load the engine again"
+        self._kill()
+
+    def _kill(self) -> None:
+        for other in self._others:
+            other.process.kill()
+            other.process.wait()
+
+    def close(self) -> None:
+        """End all other ranks, and wait for that. May be called twice."""
+        with self._lock:
+            for other in self._others:
+                other.pipe.close()
+            until = time.monotonic() + _GRACE_SECONDS
+            for other in self._others:
+                with suppress(subprocess.TimeoutExpired):
+                    other.process.wait(max(0.0, until - time.monotonic()))
+            self._kill()
+            self.lost = self.lost or "the engine was closed"
+            group.close_world()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _started(rank: int) -> Other:
+    """Start a rank, in a session of its own: Ctrl-C reaches rank 0, which ends the others."""
+    ours, theirs = Pipe()
+    environment = {**os.environ, "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", FOLLOWER, str(theirs.fileno())],
+        pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    theirs.close()
+    return Other(rank, process, ours)
