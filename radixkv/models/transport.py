@@ -35,8 +35,17 @@ class Transport(Protocol):
         """Return the bytes to keep free for the tensors of steps, as `step_memory.step_memory` does."""
         ...
 
-    def build(self, loaded: LoadedModel, num_blocks: int, block_size: int, **options: Any) -> Built:
-        """Return the runner: options as in `Runner`, and `max_sequences` and `max_batch_tokens` of recorded steps."""
+    def build(
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_sequences: int,
+        max_batch_tokens: int,
+        **options: Any,
+    ) -> Built:
+        """Return the runner: options as in `Runner`; steps of up to so many sequences and tokens may be recorded."""
         ...
 
     def tasks(self) -> list[Any]:

@@ -105,9 +105,7 @@ class Follower:
 
     def _answer(self, message: bytes) -> tuple[bool, Any]:
         try:
-            if message[:1] != CALL:
-                return True, self.step(message[1:])
-            name, arguments = pickle.loads(message[1:])
+            name, arguments = pickle.loads(message[1:]) if message[:1] == CALL else ("step", (message[1:],))
             return True, getattr(self, name)(*arguments)
         except Exception as error:
             group.disconnect()  # so that the collectives of the others end, too

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from radixkv.errors import InvalidInput
 
+dist: Any = torch.distributed  # its stubs lack some of its classes
 _BACKEND = "radixkv"
 _PASSED = (
     "allreduce", "allreduce_coalesced", "broadcast", "barrier", "allgather", "_allgather_base",
@@ -31,16 +32,16 @@ class _World:
 
     def __init__(self) -> None:
         self.groups: list[RankGroup] = []
-        self.connection: dist.ProcessGroup | None = None
+        self.connection: Any | None = None
 
 
 _world = _World()  # torch has one, too
 
 
-class RankGroup(dist.ProcessGroup):
+class RankGroup(dist.ProcessGroup):  # type: ignore[misc]  # its stubs lack the constructor
     """A process group of all ranks, or of this rank alone, whose connections may be closed and made again."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.store, self._name = store, ""
         self._alone = _connection(dist.HashStore(), 0, 1, timeout) if size == 1 else None
@@ -60,7 +61,7 @@ class RankGroup(dist.ProcessGroup):
         return self._name
 
     @property
-    def connection(self) -> dist.ProcessGroup:
+    def connection(self) -> Any:
         """The group that computes. Raises RuntimeError while the ranks are not connected."""
         found = self._alone or _world.connection
         if found is None:
@@ -79,15 +80,19 @@ for _name in _PASSED:
     setattr(RankGroup, _name, _passed(_name))
 
 
-def _connection(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _connection(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a group with connections to all its ranks, within this machine: gloo, and nccl where there are GPUs."""
     made, kinds = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType
     options = dist.ProcessGroupGloo._Options()
-    options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")], timeout
+    local = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    for name, value in (("_devices", local), ("_timeout", timeout)):
+        setattr(options, name, value)  # torch has no other way to choose an interface
     gloo = dist.ProcessGroupGloo(store, rank, size, options)
     made._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     if torch.cuda.is_available():
-        made._register_backend(torch.device("cuda"), kinds.NCCL, dist.ProcessGroupNCCL(store, rank, size))
+        made._register_backend(
+            torch.device("cuda"), kinds.NCCL, dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        )
     return made
 
 

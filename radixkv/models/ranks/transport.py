@@ -71,7 +71,8 @@ class Ranks:
     def step_memory(self, loaded: LoadedModel, **sizes: int) -> int:
         """Return the largest of all ranks."""
         own, others = self._running.call("step_memory", sizes, own=lambda: step_memory(loaded, **sizes))
-        return max(own, *others)
+        largest: int = max([own, *others])
+        return largest
 
     def build(
         self,
