@@ -33,6 +33,7 @@ _HOST_TOKENS = 512  # of the prefill and of the load that are measured
 _SESSION = 4096  # tokens of a session that a disk has
 _DRAFT_CONTEXT = 544  # tokens
 _CHEAP_ROWS = 2.0  # decodes that 8 rows cost
+_LOAD_SETTINGS = "tokenizer device dtype kv_dtype weights model_code attention revision trust_remote_code"
 _UNLIMITED = 1 << 30  # tokens; the checkpoint of a model with a longer context states no limit
 
 
@@ -72,6 +73,9 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield problem("model", f"nothing can be loaded: {error}")
         return
     yield from _machine(torch.cuda.is_available())
+    if arguments.tensor_parallel > 1:
+        yield from _ranks(arguments)
+        return
     said: list[str] = []
     try:
         with _listening(said):
@@ -112,8 +116,17 @@ def _in_float32(arguments: argparse.Namespace) -> LoadedModel:
 def _load(arguments: argparse.Namespace) -> LoadedModel:
     from radixkv.models.adapter import load
 
-    names = "tokenizer device dtype kv_dtype weights model_code attention revision trust_remote_code"
-    return load(arguments.model, **{name: getattr(arguments, name) for name in names.split()})
+    return load(arguments.model, **{name: getattr(arguments, name) for name in _LOAD_SETTINGS.split()})
+
+
+def _ranks(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Report what each rank holds, or why the model cannot be divided."""
+    from radixkv.cli.doctor_ranks import ranks
+
+    try:
+        yield from ranks(arguments, _LOAD_SETTINGS)
+    except Exception as error:  # any error is a finding
+        yield _refused(error, arguments)
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def _add_doctor(add: AddCommand) -> None:
     _add_tokenizer(doctor)
     add_settings(doctor, "kv_memory", "state_memory", "host_memory", "disk_cache", "disk_memory", "max_sequences")
     add_settings(doctor, "block_size", "device", "dtype", "kv_dtype", "weights", "model_code", "attention", "revision")
-    add_settings(doctor, "trust_remote_code")
+    add_settings(doctor, "trust_remote_code", "tensor_parallel")
     output = doctor.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object with all findings, for scripts")
     about = "only fill Triton's cache with the kernels of an engine with these options, on a GPU"

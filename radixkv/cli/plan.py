@@ -185,15 +185,8 @@ def _notes(plan: Plan) -> list[str]:
     notes = list(plan.shape.notes)
     if plan.shape.dtype is None and plan.dtype == ASSUMED_DTYPE:
         notes.append(f"the model names no dtype; {ASSUMED_DTYPE} is assumed, the dtype of most weights")
-    heads = [layer.kv_heads for layer in plan.shape.layers]
-    if plan.ranks > 1:
-        notes.append("radixkv itself runs on one device; ranks are planned for engines that split KV heads")
-    if plan.ranks > 1 and plan.bytes_per_state:
-        notes.append("the recurrent state is counted whole on each rank")
-    if any(plan.ranks > each for each in heads):
-        notes.append(f"more ranks than KV heads ({min(heads)}): ranks keep copies of the same head")
-    elif any(each % plan.ranks for each in heads):
-        notes.append(f"{min(heads)} KV heads do not go evenly into {plan.ranks} ranks: the numbers are the fullest's")
+    if obstacle := plan.shape.ranks_obstacle(plan.ranks):
+        notes.append(f"radixkv refuses {plan.ranks} ranks: {obstacle}. The numbers are of the fullest rank")
     if plan.shape.context is not None and plan.context > plan.shape.context:
         notes.append(f"a context of {plan.context:,} tokens is more than the model's own {plan.shape.context:,}")
     if plan.past_text:

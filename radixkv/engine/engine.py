@@ -497,6 +497,7 @@ def _facts(
         exposes_text=exposes_text,
         host_blocks=cache.stats().host_blocks,
         kv_dtype=model.kv_dtype,
+        tensor_parallel=config.tensor_parallel,
     )
 
 

@@ -63,8 +63,9 @@ class EngineFacts(Record):
     """The constant facts of a loaded engine; `engine` is a name that is new with every load.
 
     `num_blocks` are the blocks of the pool, and `host_blocks` the blocks of the second tier in host memory, 0 without
-    one. Both have `block_size` tokens and `bytes_per_block` bytes, in the format `kv_dtype`. `control` is True if the
-    engine executes the commands of this connection; never for clients over TCP.
+    one. Both have `block_size` tokens and `bytes_per_block` bytes, in the format `kv_dtype`, on each of
+    `tensor_parallel` ranks. `control` is True if the engine executes the commands of this connection; never for clients
+    over TCP.
     """
 
     engine: str
@@ -87,6 +88,7 @@ class EngineFacts(Record):
     host_blocks: int = 0
     control: bool = False
     kv_dtype: str = "auto"
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)

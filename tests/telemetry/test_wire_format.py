@@ -34,7 +34,8 @@ FIELDS: dict[type[Record], tuple[int, str]] = {  # values in every version, and 
     EngineFacts: (
         16,
         "engine pid started version model device dtype attention eviction num_blocks block_size bytes_per_block "
-        "max_length max_sequences max_batch_tokens prefill_chunk exposes_text host_blocks control kv_dtype",
+        "max_length max_sequences max_batch_tokens prefill_chunk exposes_text host_blocks control kv_dtype "
+        "tensor_parallel",
     ),
     NodeRecord: (
         13,

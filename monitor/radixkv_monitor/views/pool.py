@@ -154,6 +154,7 @@ class PoolView(DetailView):
         counts = self.device.counts(len(legend))
         tier = "Device: " if state.facts.host_blocks else ""
         stored = "" if state.facts.kv_dtype == "auto" else f" · {state.facts.kv_dtype}"
+        stored += "" if state.facts.tensor_parallel == 1 else f" · on each of {state.facts.tensor_parallel} ranks"
         marked = "" if self._node is None else f" · node {self._node} is highlighted"
         self._show_headline(
             "device",

@@ -87,6 +87,10 @@ class Follower:
         """Take this rank's part of new weights, which rank 0 has written to a file."""
         return self.weights.reload(sharding.read_state(file))
 
+    def held_bytes(self) -> int:
+        """Return the bytes of this rank's weights."""
+        return sharding.held_bytes(self.loaded)
+
     def digest(self) -> str:
         """Return a digest of this rank's weights."""
         return sharding.digest(self.loaded)

@@ -179,7 +179,8 @@ class Processes:
 def _started(rank: int) -> Other:
     """Start a rank, in a session of its own: Ctrl-C reaches rank 0, which ends the others."""
     ours, theirs = Pipe()
-    environment = {**os.environ, "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "LOCAL_RANK": str(rank), "PYTHONPATH": path, "TQDM_DISABLE": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", FOLLOWER, str(theirs.fileno())],
         pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

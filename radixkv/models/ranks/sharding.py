@@ -13,7 +13,7 @@ from torch import Tensor
 from radixkv import model_path
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter, loader
-from radixkv.models.identity import digest_of_tensors
+from radixkv.models.identity import digest_of_tensors, local_part
 from radixkv.models.loaded import LoadedModel
 from radixkv.sizing.kv_shapes import kv_shape
 from radixkv.sizing.kv_size import KVShape
@@ -37,8 +37,12 @@ def shape_of(name: str, revision: str | None, size: int, settings: Mapping[str, 
 
 def load(name: str, rank: int, device: str, settings: Mapping[str, Any]) -> LoadedModel:
     """Load the part of this rank; all ranks do so together. `settings` as in `adapter.load`."""
-    from transformers.distributed import DistributedConfig
-
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"this transformers divides no model between ranks: install a newer one ({error})"
+        ) from error
     size = torch.distributed.get_world_size()
     options = {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
     place = f"{device}:{rank}" if device == "cuda" else device
@@ -70,3 +74,9 @@ def read_state(file: str) -> Mapping[str, Tensor]:
 def digest(loaded: LoadedModel) -> str:
     """Return a digest of the weights of this rank."""
     return hashlib.sha256(digest_of_tensors(loaded.model).encode()).hexdigest()
+
+
+def held_bytes(loaded: LoadedModel) -> int:
+    """Return the bytes of the weights of this rank."""
+    tensors = {id(each): local_part(each) for each in (*loaded.model.parameters(), *loaded.model.buffers())}
+    return sum(each.nbytes for each in tensors.values())

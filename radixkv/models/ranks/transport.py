@@ -74,6 +74,11 @@ class Ranks:
         largest: int = max([own, *others])
         return largest
 
+    def held_bytes(self, loaded: LoadedModel) -> list[int]:
+        """Return the bytes of the weights of each rank."""
+        own, others = self._running.call("held_bytes", own=partial(sharding.held_bytes, loaded))
+        return [own, *others]
+
     def build(
         self,
         loaded: LoadedModel,
