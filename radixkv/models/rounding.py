@@ -84,15 +84,22 @@ class _Layer:
 
     def widen(self, *_: Any) -> None:
         """Replace the tensors by copies in float32."""
-        self._narrow = [(each, each.data) for each in self._parameters]
-        for parameter, data in self._narrow:
-            parameter.data = data.float()
+        self._narrow = [(each, _wide(each)) for each in self._parameters]
+        self._swap()
 
     def restore(self, *_: Any) -> None:
         """Put the tensors back."""
-        for parameter, data in self._narrow:
-            parameter.data = data
+        self._swap()
         self._narrow = []
+
+    def _swap(self) -> None:
+        """Exchange the contents of each parameter and of its other tensor; ranks' parts change only so."""
+        for parameter, other in self._narrow:
+            torch.utils.swap_tensors(parameter, other)
+
+
+def _wide(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
