@@ -73,9 +73,11 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield problem("model", f"nothing can be loaded: {error}")
         return
     yield from _machine(torch.cuda.is_available())
-    if arguments.tensor_parallel > 1:
-        yield from _ranks(arguments)
-        return
+    yield from _ranks(arguments) if arguments.tensor_parallel > 1 else _whole(arguments, header)
+
+
+def _whole(arguments: argparse.Namespace, header: GGUFHeader | None) -> Iterator[Finding]:
+    """Load the model in this process, and report how it runs; `header` belongs to a GGUF file."""
     said: list[str] = []
     try:
         with _listening(said):

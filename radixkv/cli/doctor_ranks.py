@@ -1,4 +1,4 @@
-"""The findings of `radixkv doctor --tensor-parallel N`: what each rank holds of a model."""
+"""The findings of `radixkv doctor --tensor-parallel N`: weights and KV of each rank."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Transport(Protocol):
         max_batch_tokens: int,
         **options: Any,
     ) -> Built:
-        """Return the runner: options as in `Runner`; steps of up to so many sequences and tokens may be recorded."""
+        """Return the runner: options as in `Runner`. Steps of up to `max_batch_tokens` tokens may be recorded."""
         ...
 
     def tasks(self) -> list[Any]:
@@ -53,7 +53,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End what the transport has started."""
+        """End the processes of the transport."""
         ...
 
 

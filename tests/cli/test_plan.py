@@ -482,8 +482,9 @@ def test_notes_on_ranks_and_context(tmp_path: Path, capsys: pytest.CaptureFixtur
         return capsys.readouterr().out.partition("note:")[2]
 
     assert notes() == ""
-    assert "copies of the same head" in notes("--tensor-parallel", "8")
-    assert "do not go evenly into 3" in notes("--tensor-parallel", "3")
+    assert notes("--tensor-parallel", "2") == ""
+    assert "layer 0 has 4 KV heads, which do not divide by 8 ranks" in notes("--tensor-parallel", "8")
+    assert "which do not divide by 3 ranks" in notes("--tensor-parallel", "3")
     assert "more than the model's own 512" in notes("--context", "513")
     path = written(tmp_path, dtype=None)
     assert "names no dtype" in notes()

@@ -34,7 +34,7 @@ class LoadedRun(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What all ranks execute in this order: offloads (moves), loads, copies, and one forward of the inputs.
+    """The work of all ranks, in this order: offloads (moves), loads, copies, and one forward of the inputs.
 
     `sampled` is the number of sampled tokens that the forward takes from rank 0's device.
     """

@@ -22,7 +22,7 @@ from radixkv.sizing.kv_size import KVShape
 def shape_of(name: str, revision: str | None, size: int, settings: Mapping[str, Any]) -> KVShape:
     """Return the KV shape of a model that `size` ranks can share; fetches its files, and reads no weight.
 
-    Raises InvalidInput with the numbers for heads that do not divide, and for what ranks do not have.
+    Raises InvalidInput with the numbers for heads that do not divide, for states, and for weights of 8 or 4 bits.
     """
     if settings["weights"] in ("int8", "int4"):
         raise InvalidInput(f"tensor_parallel={size}: weights={settings['weights']!r} cannot be divided: use float32")

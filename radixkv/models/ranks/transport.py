@@ -38,7 +38,10 @@ class Ranks:
     """Runs each forward on `size` ranks: this process is rank 0, and starts the others."""
 
     def __init__(self, size: int, timeout: float, device: torch.device) -> None:
-        """Start nothing yet. Raises InvalidInput for more ranks than GPUs, and for a CPU beside GPUs."""
+        """Start nothing yet.
+
+        Raises InvalidInput for more ranks than GPUs, and for ranks on the CPU of a machine with GPUs.
+        """
         gpus = torch.cuda.device_count()
         if device.type == "cuda" and (gpus < size or device.index):
             raise InvalidInput(
