@@ -150,7 +150,7 @@ class RankedRunner:
 
     def __init__(self, own: Runner, processes: Processes) -> None:
         """Run each step on `own` and the other ranks."""
-        self.own, self._processes = own, processes
+        self.own, self.processes = own, processes
         self.host = None if own.host is None else RankedHost(own.host, processes)
         self.row_dependent, self.recheck_tokens = own.row_dependent, own.recheck_tokens
         self.recheck_obstacle, self.block_size, self.room = own.recheck_obstacle, own.block_size, own.room
@@ -165,12 +165,12 @@ class RankedRunner:
             return self.own.run(inputs, copies, sampled)
 
         step = Step(copies=copies, inputs=inputs, sampled=0 if sampled is None else len(sampled))
-        return self._processes.step(encode(step), own)
+        return self.processes.step(encode(step), own)
 
     def recheck(self, tokens: NDArray[np.int32], start: int, block_table: NDArray[np.int32]) -> Recheck:
         """Compute cached KV again on all ranks: a token differs if it does on one of them."""
         own = partial(self.own.recheck, tokens, start, block_table)
-        first, others = self._processes.call("recheck", tokens, start, block_table, own=own)
+        first, others = self.processes.call("recheck", tokens, start, block_table, own=own)
         found: list[Recheck] = [first, *others]
         differs = next((each for each in found if each.positions), first)
         positions = tuple(sorted({position for each in found for position in each.positions}))
