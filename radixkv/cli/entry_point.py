@@ -87,7 +87,7 @@ def add_settings(
             group.add_argument(option, action="store_true", help=declared["help"])
             continue
         is_number = isinstance(default, int) or declared.get("least") is not None
-        kind = declared.get("kind") or (int if is_number else str)
+        kind = declared.get("kind") or (int if is_number else float if isinstance(default, float) else str)
         shown = "" if default in (None, "auto", ()) else f" (default {default})"
         group.add_argument(
             option,

@@ -54,7 +54,7 @@ def _add_chat(add: AddCommand) -> None:
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
     add_settings(chat, "seed", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype", "kv_dtype")
-    add_settings(chat, "speculate")
+    add_settings(chat, "speculate", "tensor_parallel")
     add_settings(chat, "weights", "model_code", "record")
     _add_monitor(chat)
 
@@ -162,7 +162,7 @@ def _add_engine(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the settings of an engine that serves; return their group."""
     engine = command.add_argument_group("the engine")
     add_settings(engine, "max_sequences", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype")
-    add_settings(engine, "weights", "attention")
+    add_settings(engine, "weights", "attention", "tensor_parallel", "rank_timeout")
     add_settings(
         engine, "model_code", "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes", "deterministic"
     )

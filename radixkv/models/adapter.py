@@ -11,7 +11,7 @@ import copy
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from radixkv.models import architecture, attention_interface, loader, packed
 from radixkv.models.architecture import max_length
 from radixkv.models.attention_interface import IMPLEMENTATION, OWN, select
 from radixkv.models.loaded import LayerSpec, LoadedModel
+from radixkv.models.loader import WHOLE, Division
 from radixkv.models.native.layers import NativeModel
 from radixkv.models.native.places import is_fused, should_fuse, use_operators
 from radixkv.models.probe import Probed, probe
@@ -56,7 +57,7 @@ def load(
     model_code: str = "auto",
     verify: str = "always",
     kv_dtype: str = "auto",
-    load_options: Mapping[str, Any] | None = None,
+    division: Division = WHOLE,
 ) -> LoadedModel:
     """Load `model`: "tiny" (bundled), a folder, a GGUF file, a hub name, or a transformers model that is already built.
 
@@ -69,7 +70,7 @@ def load(
     else. `attention` is "torch", "triton", or "auto": Triton on CUDA if it serves the model (else one warning), torch
     elsewhere. With "auto", a model whose attention cannot be replaced runs by the fallback, with one warning that gives
     the reason. With `fuse`, the layers of Llama-like models are fused around attention in Triton on a GPU
-    (`native.fused`). `kv_dtype` is the format of the pool, and `load_options` are for transformers. Raises InvalidInput
+    (`native.fused`). `kv_dtype` is the format of the pool, and a `division` is for ranks. Raises InvalidInput
     if there is no whole model to load, no such attention or no such format, and UnsupportedModel with the reason if the
     model cannot run exactly. Costs the
     reading of the weights and a self-test (0.1 s for small models).
@@ -98,7 +99,7 @@ def load(
             revision=revision,
             trust_remote_code=trust_remote_code,
             model_code=model_code,
-            load_options=load_options,
+            division=division,
         )
         name = model_path.shown_name(name)
         if verify == "always" and isinstance(module, NativeModel):

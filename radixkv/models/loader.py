@@ -15,7 +15,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +43,16 @@ _SHOWN = 400  # letters of an error of another library
 _log = logging.getLogger(__name__)
 
 
+class Division(NamedTuple):
+    """The `share` of the weights that this process holds, and the options by which transformers divides them."""
+
+    share: float = 1.0
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+WHOLE = Division()
+
+
 def read(
     name: str,
     *,
@@ -52,18 +63,18 @@ def read(
     trust_remote_code: bool,
     weights: str = "float32",
     model_code: str = "transformers",
-    load_options: Mapping[str, Any] | None = None,
+    division: Division = WHOLE,
 ) -> tuple[Any, Any | None]:
     """Return (model, tokenizer or None); weights come from safetensors or GGUF, and every one of them is in the files.
 
     With a `tokenizer`, the files of another one are not read. `dtype` "auto" is the dtype of the saved weights, and
     bfloat16 for quantised GGUF. With `weights` other than "float32", linear layers of a GGUF file keep 8 or 4 bits, as
     `gguf_weights.formats` chooses; the layers of other models are quantised later. With `model_code` "auto" the model
-    has layers of our own if `native.switches` lists it, else transformers', which takes `load_options`. Raises
+    has layers of our own if `native.switches` lists it, else transformers', in this `division`. Raises
     InvalidInput if there is no usable model of this name or its weights do not fit into memory, UnsupportedModel if
     radixkv cannot run the model.
     """
-    wanted = _Wanted(name, dtype, device, weights, load_options or {})
+    wanted = _Wanted(name, dtype, device, weights, division)
     folder, revision = folder_of(name, revision)
     local = revision is None
     if model_path.is_gguf(folder):
@@ -83,22 +94,20 @@ def read(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The name of a model, and how its weights are to be held; dtype "auto" is the dtype of the saved ones.
-
-    `load_options` are for transformers' `from_pretrained`.
-    """
+    """The name of a model, and how its weights are to be held; dtype "auto" is the dtype of the saved ones."""
 
     name: str
     dtype: torch.dtype | str
     device: torch.device
     weights: str
-    load_options: Mapping[str, Any]
+    division: Division
 
     def check_memory(self, needed: int, half: int) -> None:
         """Refuse weights that do not fit into memory, before the machine starts to swap: they are read, then moved.
 
-        They take `needed` bytes in this form, and `half` in a dtype of 16 bits.
+        All weights take `needed` bytes in this form, and `half` in a dtype of 16 bits.
         """
+        needed, half = (int(each * self.division.share) for each in (needed, half))
         places = {"cpu": free_memory()}
         if device_of(self.device).is_gpu:
             places[str(self.device)] = device_of(self.device).memory()[0]
@@ -194,7 +203,7 @@ def _read_model(found: Checkpoint, wanted: _Wanted, place: str, options: dict[st
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported, and check_weights refuses them
             **options,
-            **wanted.load_options,
+            **wanted.division.options,
         )
     except ImportError as error:
         raise UnsupportedModel(f"{name!r} needs a package that is not here: {_text(error)}") from error

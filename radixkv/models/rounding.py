@@ -95,7 +95,7 @@ class _Layer:
     def _swap(self) -> None:
         """Exchange the contents of each parameter and of its other tensor; ranks' parts change only so."""
         for parameter, other in self._narrow:
-            torch.utils.swap_tensors(parameter, other)
+            torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 
 def _wide(parameter: nn.Parameter) -> nn.Parameter:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.ranks import group, sharding
@@ -66,7 +65,7 @@ class Follower:
             sampled = None
             if step.sampled:
                 sampled = torch.empty(step.sampled, dtype=torch.int64, device=self.loaded.device)
-                dist.broadcast(sampled, 0)
+                group.share(sampled)
             self.runner.run(step.inputs, step.copies, sampled)
 
     def recheck(self, *arguments: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch import Tensor
 
 from radixkv.errors import InvalidInput
 
@@ -116,6 +117,12 @@ def connect(number: int, seconds: float) -> None:
     timeout, store = timedelta(seconds=seconds), dist.PrefixStore(str(number), _world.groups[0].store)
     store.set_timeout(timeout)
     _world.connection = _connection(store, dist.get_rank(), dist.get_world_size(), timeout)
+
+
+@torch.inference_mode()
+def share(tensor: Tensor) -> None:
+    """Copy a tensor of rank 0 to all ranks, in place."""
+    dist.broadcast(tensor, 0)
 
 
 def disconnect() -> None:

@@ -84,9 +84,9 @@ class Processes:
                 result = own()
             except Exception as error:
                 group.disconnect()  # so that the collectives of the others end, too
+                refuse_fatal(error)
                 self._answers(max(began + self._seconds, time.monotonic() + _GRACE_SECONDS))
                 self._reconnect()
-                refuse_fatal(error)
                 raise
             answers = self._answers(time.monotonic() + self._seconds)
             failed = [
@@ -130,7 +130,12 @@ class Processes:
         self._round += 1
         group.disconnect()
         self._send(CALL + pickle.dumps(("connect", (self._round, self._seconds))))
-        group.connect(self._round, self._seconds)
+        try:
+            group.connect(self._round, self._seconds)
+        except RuntimeError as error:
+            for other in self._others:
+                self._answer(other, time.monotonic() + _GRACE_SECONDS)  # raises if this one is lost
+            self._lose(self._others[0], f"does not connect again ({error})")
         self._answers(time.monotonic() + self._seconds)
 
     # ---- the end
@@ -164,6 +169,7 @@ class Processes:
     def close(self) -> None:
         """End all other ranks, and wait for that. May be called twice."""
         with self._lock:
+            group.disconnect()
             for other in self._others:
                 other.pipe.close()
             until = time.monotonic() + _GRACE_SECONDS

@@ -44,9 +44,9 @@ def load(name: str, rank: int, device: str, settings: Mapping[str, Any]) -> Load
             f"this transformers divides no model between ranks: install a newer one ({error})"
         ) from error
     size = torch.distributed.get_world_size()
-    options = {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}
+    division = loader.Division(1 / size, {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")})
     place = f"{device}:{rank}" if device == "cuda" else device
-    return adapter.load(name, **settings, device=place, fuse=False, load_options=options)
+    return adapter.load(name, **settings, device=place, fuse=False, division=division)
 
 
 def check_divided(loaded: LoadedModel, shape: KVShape, size: int) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from radixkv.errors import DeviceLost, InvalidInput
 from radixkv.models import step_costs
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import LoadedModel, SequenceInput
-from radixkv.models.ranks import sharding
+from radixkv.models.ranks import group, sharding
 from radixkv.models.ranks.messages import Pairs, Step, encode
 from radixkv.models.ranks.processes import Processes
 from radixkv.models.runner import Runner
@@ -161,7 +160,7 @@ class RankedRunner:
 
         def own() -> Tensor:
             if sampled is not None:
-                dist.broadcast(sampled, 0)
+                group.share(sampled)
             return self.own.run(inputs, copies, sampled)
 
         step = Step(copies=copies, inputs=inputs, sampled=0 if sampled is None else len(sampled))
