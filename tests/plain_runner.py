@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.attention.host_store import HostCosts
+from radixkv.cache.types import Load
 from radixkv.engine.transfers import HostMemory, StateMemory
 from radixkv.models.kv_recompute import Recheck
 
@@ -18,6 +21,7 @@ class PlainRunner:
     states: StateMemory | None = None
     recheck_tokens = 0
     recheck_obstacle: str | None = None
+    image_bytes = 0
 
     def host_costs(self, chunk: int) -> HostCosts:
         """Refuse to measure what is not there."""
@@ -30,6 +34,14 @@ class PlainRunner:
     def recheck(self, tokens: NDArray[np.int32], start: int, block_table: NDArray[np.int32]) -> Recheck:
         """Refuse to compute KV again."""
         raise AssertionError("recheck_tokens is 0")
+
+    def read_images(self, blocks: Sequence[int], tokens: int) -> NDArray[np.uint8]:
+        """Refuse to export KV."""
+        raise AssertionError("there are no images")
+
+    def load_images(self, load: Load, images: NDArray[np.uint8]) -> None:
+        """Refuse to import KV."""
+        raise AssertionError("there are no images")
 
     def stats(self) -> dict[str, int]:
         """Return no counters."""

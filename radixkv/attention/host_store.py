@@ -32,6 +32,9 @@ PIECE = 1 << 30
 STAGE = 64 << 20
 """Bytes of the device's memory through which blocks are copied in each direction, unless one block is larger."""
 
+STAGED = 32
+"""Blocks whose images move between two engines at once."""
+
 _SHOWN = 4 * PIECE  # bytes that take seconds to pin
 _MEASURED = 16 << 20  # bytes that are loaded to measure the bandwidth
 
@@ -141,6 +144,14 @@ class HostStore:
         for part in self._transfers.image_parts(block):
             part[...] = image[at : at + part.nbytes].reshape(part.shape)
             at += part.nbytes
+
+    def blank(self, image: NDArray[np.uint8], tokens: int) -> None:
+        """Set all slots of an image but its first `tokens` to zero."""
+        at = 0
+        for pool in self._store.tensors:
+            heads, nbytes = pool.shape[0], pool.nbytes // self._store.num_blocks
+            image[at : at + nbytes].reshape(heads, self.block_size, -1)[:, tokens:] = 0
+            at += nbytes
 
     def measure(self) -> float:
         """Return the bytes per second of a load; overwrites the images of some blocks, and leaves the pool as it is.

@@ -40,6 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.cache import PrefixCache
+from radixkv.cache.types import Load
 from radixkv.config import EngineConfig
 from radixkv.device import refuse_fatal
 from radixkv.engine.draft_length import DraftLength, RowCosts
@@ -132,6 +133,22 @@ class Forward(Protocol):
 
     def host_costs(self, chunk: int) -> HostCosts:
         """Measure the seconds of a token's load and of its prefill, before anything is cached. Needs `host`."""
+        ...
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the image of a block, as `read_images` returns it."""
+        ...
+
+    def read_images(self, blocks: Sequence[int], tokens: int) -> NDArray[np.uint8]:
+        """Copy up to STAGED blocks with `tokens` tokens: [blocks, image_bytes]; slots without a token are zero."""
+        ...
+
+    def load_images(self, load: Load, images: NDArray[np.uint8]) -> None:
+        """Run the copies of a plan, then copy tokens of up to STAGED images to its slots.
+
+        `load.sources` counts in slots of `images`: image * block_size + offset.
+        """
         ...
 
     def stats(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.attention import plan
-from radixkv.attention.host_store import HostCosts, HostStore
+from radixkv.attention.host_store import STAGED, HostCosts, HostLoad, HostStore
 from radixkv.attention.kv_store import KVStore
 from radixkv.device import device_of
 from radixkv.models import kv_recompute, step_costs
@@ -185,6 +186,38 @@ class Runner:
     def row_costs(self) -> tuple[tuple[int, float], ...]:
         """Measure the seconds of forwards of 1 to 16 rows: see `step_costs.row_costs`."""
         return step_costs.row_costs(self)
+
+    # ---- images of blocks, which move between engines
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the image of a block: the keys and values of all layers."""
+        return self.store.bytes_per_block
+
+    @cached_property
+    def _staging(self) -> HostStore:
+        return HostStore(self.store, STAGED)
+
+    def read_images(self, blocks: Sequence[int], tokens: int) -> NDArray[np.uint8]:
+        """Copy up to STAGED blocks of the pool: [blocks, image_bytes]; slots after the first `tokens` are zero.
+
+        The layout is the layout of `HostStore.image`. The first call allocates the memory of STAGED blocks.
+        """
+        images = np.empty((len(blocks), self.image_bytes), np.uint8)
+        self._staging.offload([(block, number) for number, block in enumerate(blocks)])
+        for number, image in enumerate(images):
+            image[:] = self._staging.image(number)
+        self._staging.blank(images[-1], tokens - (len(blocks) - 1) * self.store.block_size)
+        return images
+
+    def load_images(self, load: HostLoad, images: NDArray[np.uint8]) -> None:
+        """Run the copies of a plan, then copy tokens of up to STAGED images to its slots.
+
+        `load.sources` counts in slots of `images` [images, image_bytes]: image * block_size + offset.
+        """
+        for number, image in enumerate(images):
+            self._staging.put_image(number, image)
+        self._staging.load([load])
 
     # ---- computing cached KV again
 
