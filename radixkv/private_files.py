@@ -99,6 +99,16 @@ def append_line(path: str | os.PathLike[str], line: bytes) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
+def open_own(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a regular file of this user to read its bytes. Raises PermissionError for any other file, and OSError."""
+    file: IO[bytes] = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    found = os.fstat(file.fileno())
+    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+        file.close()
+        raise PermissionError(f"{path} is no regular file, or belongs to another user: {found.st_uid}")
+    return file
+
+
 def open_folder(path: str | os.PathLike[str]) -> int:
     """Open a folder that no other user can read or change, and return its descriptor; the caller closes it.
 

@@ -24,6 +24,7 @@ fault_isolation.py  ends only the requests that cause an exception
 audit.py            recomputes cached KV, compares, and drops differing blocks
 audit_reads.py      cached runs of all tiers, read for an audit
 async_engine.py     AsyncRequestEngine and AsyncHandle, for asyncio
+runs.py             cached runs that move between engines
 observers/          telemetry records, monitoring, trace recording
 stats.py            counters, EngineStats and AuditReport
 latency.py          histograms
@@ -33,6 +34,7 @@ from radixkv.engine.async_engine import AsyncHandle, AsyncRequestEngine
 from radixkv.engine.engine import RequestEngine
 from radixkv.engine.output import Chunk, Completion, Handle, Usage, Warmed
 from radixkv.engine.request import Origin
+from radixkv.engine.runs import Run
 from radixkv.engine.score_batch import Score
 from radixkv.engine.stats import AuditReport, Difference, EngineStats
 
@@ -47,6 +49,7 @@ __all__ = [
     "Handle",
     "Origin",
     "RequestEngine",
+    "Run",
     "Score",
     "Usage",
     "Warmed",

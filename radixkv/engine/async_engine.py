@@ -23,6 +23,7 @@ from radixkv.engine.engine import NOT_COPIED, RequestEngine, explained_methods
 from radixkv.engine.input_processor import EncodedPrompt, Params, Prompt, start_of_reply
 from radixkv.engine.output import Chunk, Completion, Handle, Warmed
 from radixkv.engine.request import NO_ORIGIN, Origin, Request
+from radixkv.engine.runs import Run
 from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import EngineClosed, InvalidInput
@@ -163,6 +164,14 @@ class AsyncRequestEngine:
     async def demote(self, prompt: Prompt, *, keep: int = 0, namespace: Hashable = None) -> None:
         """Mark a cached prompt as no longer needed after its first `keep` tokens: see `Engine.demote`."""
         await self._prepared(self._engine.demote, prompt, keep=keep, namespace=namespace)
+
+    async def export_run(self, tokens: Prompt, namespace: Hashable = None) -> Run:
+        """Return the longest cached prefix of a prompt and its KV: see `Engine.export_run`."""
+        return await asyncio.to_thread(self._engine.export_run, tokens, namespace)
+
+    async def import_run(self, run: Run, namespace: Hashable = None) -> int:
+        """Cache the run of another engine; returns how many of its tokens are cached then: see `Engine.import_run`."""
+        return await asyncio.to_thread(self._engine.import_run, run, namespace)
 
     async def stats(self) -> EngineStats:
         """Return counters and gauges of one moment between two steps."""

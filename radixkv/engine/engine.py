@@ -34,6 +34,7 @@ from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.output import Completion, Handle, Warmed
 from radixkv.engine.request import NO_ORIGIN, Origin, Request
+from radixkv.engine.runs import Run, RunExchange
 from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
 from radixkv.engine.speculation import speculating
 from radixkv.engine.stats import AuditReport, EngineStats
@@ -124,7 +125,7 @@ class RequestEngine:
         )  # fmt: skip
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
-        self.client = CoreClient(core, auditor, thread, inputs, facts, decode)
+        self.client = CoreClient(core, auditor, thread, inputs, RunExchange(core, thread.ask), facts, decode)
         # Runs when neither the engine nor a handle is left, and at interpreter exit.
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self.client, _shut, thread, self._outputs)
         try:
@@ -329,6 +330,29 @@ class RequestEngine:
         Its blocks that no other prompt shares are evicted first; a request for the prompt undoes that.
         """
         self.client.demote(prompt, keep, namespace)
+
+    def export_run(self, tokens: Prompt, namespace: Hashable = None) -> Run:
+        """Return the longest cached prefix of a prompt with its KV, for `import_run` of an engine with equal weights.
+
+        Waits; requests go on meanwhile. The first export or import reads all weights. Raises InvalidInput if nothing is
+        cached, and for a model with recurrent state; WeightsChanged, EngineClosed.
+        """
+        inputs = self.client.inputs
+        ids, number = inputs.encode(tokens), inputs.namespaces.number(namespace)
+        run = self.client.runs.export_run(self._model, ids, number)
+        inputs.weights.check()  # last: the fingerprint may be younger than the KV
+        return run
+
+    def import_run(self, run: Run, namespace: Hashable = None) -> int:
+        """Cache the run of another engine, and return how many of its tokens are cached then, as far as there is room.
+
+        Waits as `export_run`. Raises InvalidInput, with nothing changed, for a run that is damaged, or was computed
+        with other weights or settings; WeightsChanged, EngineClosed.
+        """
+        inputs = self.client.inputs
+        inputs.weights.check()
+        inputs.encode(run.tokens)
+        return self.client.runs.import_run(self._model, run, inputs.namespaces.number(namespace))
 
     def stats(self) -> EngineStats:
         """Return counters and gauges of one moment between two steps."""

@@ -24,6 +24,7 @@ from radixkv.engine.core import Core
 from radixkv.engine.input_processor import InputProcessor, Prompt
 from radixkv.engine.output import Handle, Usage, Warmed
 from radixkv.engine.request import Request
+from radixkv.engine.runs import RunExchange
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import DeviceLost, EngineClosed, InvalidInput, WeightsChanged
 from radixkv.models.weights.fixed import State
@@ -202,11 +203,12 @@ class CoreClient:
         auditor: Auditor,
         thread: EngineThread,
         inputs: InputProcessor,
+        runs: RunExchange,
         facts: EngineFacts,
         decode: Callable[[list[int]], str] | None,
     ) -> None:
         """`decode` shows the tokens of a node in tree views; None shows none."""
-        self.core, self.thread, self.inputs = core, thread, inputs
+        self.core, self.thread, self.inputs, self.runs = core, thread, inputs, runs
         self._auditor, self._facts, self._decode = auditor, facts, decode
         self._loaded_at = time.perf_counter()
         self.loaded_again = False  # whether this process had unloaded the model before
@@ -294,6 +296,7 @@ class CoreClient:
             self.core.forget(WeightsChanged("the weights were reloaded while the request ran: send it again"))
             weights.reload(checked)
             self.core.records.weights_changed()
+            self.runs.weights_changed()
 
         return self.thread.call(reload)
 

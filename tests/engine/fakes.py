@@ -122,6 +122,23 @@ class FakeRunner(PlainRunner):
             for (_, target), source in zip(pairs, sources, strict=True):
                 blocks[target] = source
 
+    @property
+    def image_bytes(self) -> int:  # type: ignore[override]
+        return 16 * self.size
+
+    def read_images(self, blocks: Sequence[int], tokens: int) -> np.ndarray:
+        slots = (np.array(blocks)[:, None] * self.size + np.arange(self.size)).ravel()
+        slots[tokens:] = slots[0]
+        images = np.stack([each[slots].view(np.int64) for each in (self.state, self.tokens)])
+        images[:, tokens:] = 0
+        return images.reshape(2, len(blocks), self.size).swapaxes(0, 1).reshape(len(blocks), -1).view(np.uint8)
+
+    def load_images(self, load: Load, images: np.ndarray) -> None:
+        self.copy(load.plan.copies)
+        states, tokens = images.view(np.int64).reshape(-1, 2, self.size).swapaxes(0, 1).reshape(2, -1)
+        self.state[load.plan.slots] = states[load.sources].view(np.uint64)
+        self.tokens[load.plan.slots] = tokens[load.sources]
+
     def _slot(self, chunk: SequenceInput, position: int) -> int:
         return int(chunk.block_table[position // self.size]) * self.size + position % self.size
 
