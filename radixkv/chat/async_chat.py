@@ -170,9 +170,9 @@ class AsyncChatSession:
         """Whether `close` was called."""
         return self._session.closed
 
-    async def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the conversation to a JSON file, which `engine.resume` reads. Raises InvalidInput, OSError."""
-        await self._run(self._session.save, path)
+    async def save(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
+        """Write the conversation to a JSON file, which `engine.resume` reads: see `ChatSession.save`."""
+        await self._run(self._session.save, path, kv=kv)
 
     async def __aenter__(self) -> AsyncChatSession:
         """Use the session in an `async with` block."""

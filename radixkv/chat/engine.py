@@ -5,6 +5,7 @@ Everything else belongs to `radixkv.engine.RequestEngine`, which must not import
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -15,11 +16,13 @@ from radixkv.chat.messages import Message
 from radixkv.chat.saved import Overflow, SessionState
 from radixkv.chat.session import ChatSession
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine import RequestEngine
+from radixkv.engine import RequestEngine, Run
 from radixkv.engine.chat_messages import check_messages
 from radixkv.engine.engine import explained_methods
 from radixkv.engine.input_processor import is_chat, template_text
 from radixkv.errors import InvalidInput
+
+_log = logging.getLogger(__name__)
 
 
 @explained_methods
@@ -67,15 +70,22 @@ class Engine(RequestEngine):
     def resume(self, path: str | os.PathLike[str], *, namespace: Hashable = None) -> ChatSession:
         """Return the conversation that `ChatSession.save` wrote to `path`; it continues in `namespace`.
 
-        Its prefix is computed again unless it is still cached. Raises InvalidInput, with the reason, for a file that is
-        damaged, cannot be read or belongs to another model or chat template, and for a conversation of a namespace if
-        none is given.
+        Its prefix is computed again unless it is still cached, or was saved with its KV. Raises InvalidInput, with the
+        reason, for a file that is damaged, cannot be read or belongs to another model or chat template, and for a
+        conversation of a namespace if none is given.
         """
         model = self.model
         self.client.inputs.namespaces.number(namespace)  # an unusable one is refused now
         state = saved.read(path, model.name, model.vocab_size, namespace)
         with saved.damaged(path):
-            return ChatSession(self, self._template(state.tools, state.date), state)
+            session = ChatSession(self, self._template(state.tools, state.date), state)
+        try:
+            self.import_run(Run.read(saved.kv_path(path)), namespace)
+        except FileNotFoundError:
+            pass  # it was saved without its KV
+        except (InvalidInput, OSError) as error:
+            _log.warning("%s is computed again, because its KV cannot be used: %s", path, error)
+        return session
 
     def _template(self, tools: Sequence[Any] | None, date: str | None = None) -> ChatTemplate:
         model, limit, form = self.model, self.context_limit, self.config.tool_format

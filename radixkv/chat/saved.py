@@ -96,6 +96,11 @@ def read(path: str | os.PathLike[str], model: str, vocab_size: int, namespace: H
     return state
 
 
+def kv_path(path: str | os.PathLike[str]) -> str:
+    """Return the file of the KV of a conversation in `path`."""
+    return f"{os.fspath(path)}.kv"
+
+
 def digest(saved: dict[str, Any]) -> str:
     """Return the SHA-256 of the fields of a save, without the digest itself; independent of their order."""
     fields = {name: value for name, value in saved.items() if name != "digest"}

@@ -22,7 +22,7 @@ from radixkv.chat.messages import Message, Reply, ToolResult, tool_messages
 from radixkv.chat.reply_parser import ReplyParser
 from radixkv.chat.reply_schema import ReplySchema, Schema
 from radixkv.chat.reply_stream import ReplyStream
-from radixkv.chat.saved import SessionState, Turn, write
+from radixkv.chat.saved import SessionState, Turn, kv_path, write
 from radixkv.chat.session_use import SessionUse
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import Completion
@@ -191,15 +191,19 @@ class ChatSession:
         """Whether `close` was called."""
         return self._closed
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
         """Write the conversation to a JSON file that only its owner may read; `engine.resume` reads it.
 
         The file replaces one of that name, as a whole or not at all. It does not contain the namespace.
-        Raises InvalidInput, OSError.
+        With `kv`, the cached KV is then written to a second file, whose name ends in ".kv". An engine with equal
+        weights and settings resumes without computing it again. Raises InvalidInput, with `kv` also if nothing is
+        cached, and OSError.
         """
         with self._use.call():
             self._settle()
             write(self._state(), self._engine.model.name, path)
+            if kv:
+                self._engine.export_run(self._ids, self._namespace).write(kv_path(path))
 
     def __enter__(self) -> ChatSession:
         """Use the session in a `with` block."""

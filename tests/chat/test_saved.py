@@ -14,6 +14,7 @@ import pytest
 
 from radixkv import SamplingParams, ToolResult
 from radixkv.chat import saved
+from radixkv.engine.runs import RunExchange
 from radixkv.errors import InvalidInput
 from tests.chat.worlds import CHATML, THINKING, chat_engine
 
@@ -273,3 +274,23 @@ def test_a_conversation_of_another_template_is_refused_with_the_reason(two_turns
         pytest.raises(InvalidInput, match="cannot be continued with this engine's chat template"),
     ):
         engine.resume(two_turns)
+
+
+def test_a_conversation_moves_with_its_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, name = tmp_path / "chat.json", "f" * 24
+    monkeypatch.setattr(RunExchange, "fingerprint_of", lambda *_: name)
+    with chat_engine() as engine:
+        chat = engine.chat("Be kind.", namespace="me")
+        chat.send("one")
+        chat.save(path, kv=True)
+        hit, ids = len(chat.token_ids) - 1, chat.send("two").token_ids
+    with chat_engine() as second:
+        again = second.resume(path, namespace="you").send("two")
+        assert (again.usage.cached_tokens, again.token_ids, caplog.text) == (hit, ids, "")
+    name = "e" * 24
+    with chat_engine() as other:
+        again = other.resume(path, namespace="you").send("two")
+        assert (again.usage.cached_tokens, again.token_ids) == (0, ids)
+        assert caplog.text.count("its KV cannot be used") == 1
