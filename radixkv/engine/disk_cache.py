@@ -17,7 +17,7 @@ from radixkv.disk.folder import DiskFolder, stamp
 from radixkv.disk.store import Store
 from radixkv.disk.tier import DiskTier
 from radixkv.engine.disk_stage import DiskStage
-from radixkv.models.identity import digest_of_tensors, files_of, versions_of_tensors
+from radixkv.models.identity import files_of, versions_of_tensors
 from radixkv.models.verdicts import module_kinds
 from radixkv.sizing.memory import disk_blocks
 from radixkv.telemetry.records import namespace_value
@@ -58,7 +58,7 @@ def _connect(client: CoreClient, config: EngineConfig, loaded: LoadedModel, host
         def place() -> Path:
             if old is not None:
                 old.close(None)
-            weights = folder.digest(stamps) if files else digest_of_tensors(loaded.model)
+            weights = folder.digest(stamps) if files else client.inputs.weights.digest()
             if versions_of_tensors(loaded.model) != versions:
                 raise OSError("the weights were changed while their digest was computed")
             return folder.place({"weights": weights, **facts(loaded, config, host.bytes_per_block)}, loaded.name)

@@ -31,7 +31,6 @@ from radixkv.engine.core import Core
 from radixkv.engine.disk_cache import facts
 from radixkv.engine.request import TokenIds
 from radixkv.errors import InvalidInput, WeightsChanged
-from radixkv.models.identity import digest_of_tensors
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
@@ -110,9 +109,9 @@ def _checksums(images: Images) -> NDArray[np.uint32]:
 class RunExchange:
     """Exports and imports runs of one engine; any thread may call `export_run` and `import_run`, which wait."""
 
-    def __init__(self, core: Core, ask: Callable[[Callable[[], Any]], Any]) -> None:
-        """Use the core in calls that `ask` runs on the engine's thread, and waits for."""
-        self._core, self._ask, self._size = core, ask, core.cache.block_size
+    def __init__(self, core: Core, ask: Callable[[Callable[[], Any]], Any], digest: Callable[[], str]) -> None:
+        """Use the core in calls that `ask` runs on the engine's thread, and waits for; `digest` is of the weights."""
+        self._core, self._ask, self._digest, self._size = core, ask, digest, core.cache.block_size
         self._weights, self._known = 0, {-1: ""}  # how often they have changed, and their fingerprint
 
     def weights_changed(self) -> None:
@@ -151,7 +150,7 @@ class RunExchange:
         known = self._known
         if weights not in known:
             about = facts(loaded, self._core.config, image_bytes)
-            self._known = known = {weights: fingerprint({"weights": digest_of_tensors(loaded.model), **about})}
+            self._known = known = {weights: fingerprint({"weights": self._digest(), **about})}
         return known[weights]
 
     # ---- pieces, on the engine's thread

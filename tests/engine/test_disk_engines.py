@@ -26,6 +26,7 @@ from radixkv.engine import disk_cache, disk_stage
 from radixkv.errors import EngineError, InvalidInput, RequestTimedOut
 from radixkv.models import identity
 from radixkv.models.runner import Runner
+from radixkv.models.weights import reload
 from radixkv.sizing.memory import host_for_disk
 from tests.disk.stored import let_any_disk_do
 
@@ -366,7 +367,7 @@ def test_weights_that_change_before_their_digest_is_known_have_no_folder(
     with Engine.load("tiny", num_blocks=64, monitor=False) as engine:
         files = identity.files_of(engine.model.model)
     shutil.copytree(files[0].parent, source)
-    late, module = threading.Event(), {"file": folders.DiskFolder, "tensors": disk_cache}[change]
+    late, module = threading.Event(), {"file": folders.DiskFolder, "tensors": reload}[change]
     name = {"file": "digest", "tensors": "digest_of_tensors"}[change]
     digest = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args: late.wait(20.0) and digest(*args))

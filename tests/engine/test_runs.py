@@ -35,7 +35,7 @@ class Exchange(RunExchange):
 
 def fake(num_blocks: int = 64, block_size: int = SIZE, **more: Any) -> Engine:
     engine, _ = make_engine(num_blocks, block_size, **more)
-    engine.client.runs = Exchange(engine.core, engine.client.thread.ask)
+    engine.client.runs = Exchange(engine.core, engine.client.thread.ask, str)
     return engine
 
 
@@ -145,7 +145,7 @@ def before_call(engine: Engine, number: int, event: Callable[[RunExchange], obje
     """Let an event come before a call on the engine's thread; after the first call, each is a piece."""
     calls = iter([lambda _: None] * number + [event] + [lambda _: None] * 99)
     engine.client.runs = Exchange(
-        engine.core, lambda piece: (next(calls)(engine.client.runs), engine.client.thread.ask(piece))[1]
+        engine.core, lambda piece: (next(calls)(engine.client.runs), engine.client.thread.ask(piece))[1], str
     )
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.ranks import group, sharding
-from radixkv.models.ranks.messages import decode
+from radixkv.models.ranks.messages import LoadedRun, decode
 from radixkv.models.ranks.processes import CALL
 from radixkv.models.runner import Runner
 from radixkv.models.step_memory import step_memory
@@ -72,6 +73,14 @@ class Follower:
         """Compute cached KV again, and compare this rank's heads."""
         return self.runner.recheck(*arguments)
 
+    def read_images(self, blocks: Sequence[int], tokens: int) -> Any:
+        """Return this rank's images of blocks of the pool."""
+        return self.runner.read_images(blocks, tokens)
+
+    def load_images(self, load: LoadedRun, images: list[Any]) -> None:
+        """Load this rank's images: one of all ranks' parts."""
+        self.runner.load_images(load, images[self._rank])
+
     def image(self, block: int) -> Any:
         """Return this rank's image of a host block."""
         assert self.runner.host is not None
@@ -92,7 +101,7 @@ class Follower:
 
     def digest(self) -> str:
         """Return a digest of this rank's weights."""
-        return sharding.digest(self.loaded)
+        return self.weights.digest()
 
     # ---- the pipe
 

@@ -14,8 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -67,6 +67,16 @@ class Processes:
         """Limit each call, from now on, to the seconds of the timeout."""
         self._seconds = self._timeout
         self._reconnect()
+
+    @contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """Allow calls that read all weights more than the seconds of the timeout."""
+        with self._lock:
+            self._seconds = LOADING_SECONDS
+            try:
+                yield
+            finally:
+                self._seconds = self._timeout
 
     def step(self, buffer: Buffer, own: Callable[[], Result]) -> Result:
         """Let the other ranks execute an encoded step, and this one `own`; return its result."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from radixkv import model_path
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter, loader
-from radixkv.models.identity import digest_of_tensors, local_part
+from radixkv.models.identity import local_part
 from radixkv.models.loaded import LoadedModel
 from radixkv.sizing.kv_shapes import kv_shape
 from radixkv.sizing.kv_size import KVShape
@@ -69,11 +68,6 @@ def read_state(file: str) -> Mapping[str, Tensor]:
     """Map the weights that `write_state` wrote."""
     state: Mapping[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
     return state
-
-
-def digest(loaded: LoadedModel) -> str:
-    """Return a digest of the weights of this rank."""
-    return hashlib.sha256(digest_of_tensors(loaded.model).encode()).hexdigest()
 
 
 def held_bytes(loaded: LoadedModel) -> int:

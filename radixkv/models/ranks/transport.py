@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from radixkv.models import step_costs
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.ranks import group, sharding
-from radixkv.models.ranks.messages import Pairs, Step, encode
+from radixkv.models.ranks.messages import LoadedRun, LoadPlan, Pairs, Step, encode
 from radixkv.models.ranks.processes import Processes
 from radixkv.models.runner import Runner
 from radixkv.models.step_memory import step_memory
@@ -175,6 +176,24 @@ class RankedRunner:
         positions = tuple(sorted({position for each in found for position in each.positions}))
         return replace(differs, positions=positions, worst=max(each.worst for each in found))
 
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the images of a block on all ranks."""
+        return self.own.image_bytes * self.processes.size
+
+    def read_images(self, blocks: Sequence[int], tokens: int) -> NDArray[np.uint8]:
+        """Copy blocks as `Runner.read_images` does: the images of the ranks side by side."""
+        own, others = self.processes.call(
+            "read_images", blocks, tokens, own=partial(self.own.read_images, blocks, tokens)
+        )
+        return np.concatenate([own, *others], axis=1)
+
+    def load_images(self, load: HostLoad, images: NDArray[np.uint8]) -> None:
+        """Load images as `Runner.load_images` does."""
+        sent = LoadedRun(LoadPlan(load.plan.slots, load.plan.copies), load.sources)
+        parts = np.split(images, self.processes.size, axis=1)
+        self.processes.call("load_images", sent, parts, own=partial(self.own.load_images, load, parts[0]))
+
     def host_costs(self, chunk: int) -> HostCosts:
         """Measure loads and prefills: see `step_costs.host_costs`."""
         return step_costs.host_costs(self, chunk)
@@ -233,6 +252,12 @@ class RankedWeights:
     def reload(self, state: State | None) -> float:
         """Take new weights on all ranks."""
         assert state is not None
-        with TemporaryDirectory(prefix="radixkv-weights-") as folder:
+        with self._processes.unhurried(), TemporaryDirectory(prefix="radixkv-weights-") as folder:
             file = sharding.write_state(state, folder)
             return self._processes.call("reload", file, own=partial(self._own.reload, state))[0]
+
+    def digest(self) -> str:
+        """Return a digest of the weights of all ranks."""
+        with self._processes.unhurried():
+            own, others = self._processes.call("digest", own=self._own.digest)
+        return hashlib.sha256("".join([own, *others]).encode()).hexdigest()

@@ -32,6 +32,10 @@ class Weights(Protocol):
         RadixKVError."""
         ...
 
+    def digest(self) -> str:
+        """Return a digest of all bytes of the weights, of all ranks. Any thread may call; it reads all of them."""
+        ...
+
 
 class FixedWeights:
     """Weights that never change, as in a model that is not torch's."""
@@ -50,6 +54,10 @@ class FixedWeights:
     def reload(self, state: State | None) -> None:
         """Refuse as `checked`."""
         self.checked(state)
+
+    def digest(self) -> str:
+        """Refuse, too: nothing identifies the KV of such a model."""
+        raise self._error(self._message)
 
 
 FIXED_WEIGHTS: Weights = FixedWeights(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from radixkv.errors import InvalidInput, WeightsChanged
 from radixkv.models.cuda_graphs import ReplayedForward
-from radixkv.models.identity import local_part
+from radixkv.models.identity import digest_of_tensors, local_part
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.native.layers import NativeModel
 from radixkv.models.packed import PackedLinear
@@ -75,6 +75,10 @@ class ModelWeights:
         """The model whose parameters the caller may update."""
         source = None if self._source is None else self._source()
         return self._loaded.model if source is None else source
+
+    def digest(self) -> str:
+        """Return a digest of all bytes of the weights, packed and quantised ones included."""
+        return digest_of_tensors(self._loaded.model)
 
     # ---- new weights
 
