@@ -126,7 +126,7 @@ class RequestEngine:
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
         self.client = CoreClient(
-            core, auditor, thread, inputs, RunExchange(core, thread.ask, weights.digest), facts, decode
+            core, auditor, thread, inputs, RunExchange(core, thread.ask, lambda: inputs.weights.digest()), facts, decode
         )
         # Runs when neither the engine nor a handle is left, and at interpreter exit.
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self.client, _shut, thread, self._outputs)

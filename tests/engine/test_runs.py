@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import os
 import stat
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from radixkv import AsyncEngine, Engine, SamplingParams
 from radixkv.engine import Run, runs
 from radixkv.engine.runs import RunExchange
-from radixkv.errors import InvalidInput, WeightsChanged
+from radixkv.errors import EngineClosed, InvalidInput, WeightsChanged
 from tests.engine.fakes import check, greedy_reply, make_engine
 from tests.engine.host_world import GREEDY, SIZE, tokens
 
@@ -178,6 +180,16 @@ def test_reloaded_weights_have_another_fingerprint() -> None:
             engine.import_run(run)
         with pytest.raises(InvalidInput, match="nothing of this text"):
             engine.export_run(SHARED)
+
+
+def test_a_closed_engine_frees_its_model() -> None:
+    with Engine.load("tiny", num_blocks=64, monitor=False) as engine:
+        engine.generate([SHARED], GREEDY)
+        run, model = engine.export_run(SHARED), weakref.ref(engine.model.model)
+    gc.collect()
+    assert model() is None
+    with pytest.raises(EngineClosed):
+        engine.import_run(run)
 
 
 # ---- refusals
