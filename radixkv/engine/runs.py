@@ -111,7 +111,8 @@ class RunExchange:
 
     def __init__(self, core: Core, ask: Callable[[Callable[[], Any]], Any], digest: Callable[[], str]) -> None:
         """Use the core in calls that `ask` runs on the engine's thread, and waits for; `digest` is of the weights."""
-        self._core, self._ask, self._digest, self._size = core, ask, digest, core.cache.block_size
+        self._core, self._ask, self._digest = core, ask, digest
+        self._size, self._num_blocks = core.cache.block_size, core.cache.num_blocks
         self._weights, self._known = 0, {-1: ""}  # how often they have changed, and their fingerprint
 
     def weights_changed(self) -> None:
@@ -121,14 +122,17 @@ class RunExchange:
     def export_run(self, loaded: LoadedModel, tokens: TokenIds, namespace: Hashable) -> Run:
         """Return the cached prefix of a text; see `Engine.export_run`."""
         weights, image_bytes = self._ask(self._begin)
-        images, start, end = list[Images](), -1, 0
-        while start < end == len(images) * STAGED * self._size:
+        most = min(-(-len(tokens) // self._size), self._num_blocks)
+        images, start, end = np.empty((most, image_bytes), np.uint8), -1, 0
+        while start < end and end % (STAGED * self._size) == 0:
             start, (piece, end) = end, self._ask(partial(self._read, weights, tokens, namespace, end))
-            images.append(piece)
+            first = start // self._size
+            images[first : first + len(piece)] = piece
         if not end:
             raise InvalidInput("nothing of this text is cached in this namespace, so there is no run")
-        name, joined = self.fingerprint_of(loaded, weights, image_bytes), np.concatenate(images)
-        return Run(name, self._size, tokens[:end], joined, _checksums(joined))
+        images = images[: -(-end // self._size)]
+        name = self.fingerprint_of(loaded, weights, image_bytes)
+        return Run(name, self._size, tokens[:end].copy(), images, _checksums(images))
 
     def import_run(self, loaded: LoadedModel, run: Run, namespace: Hashable) -> int:
         """Cache a run, and return how many of its tokens are cached then; see `Engine.import_run`."""
