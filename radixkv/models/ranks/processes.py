@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from radixkv.device import refuse_fatal
-from radixkv.errors import DeviceLost
+from radixkv.errors import DeviceLost, EngineError, RadixKVError
 from radixkv.models.ranks import group
 from radixkv.models.ranks.messages import Buffer
 
@@ -32,7 +32,7 @@ LOADING_SECONDS = 3600.0  # for the weights of a large model
 _GRACE_SECONDS = 2.0  # for answers after a failure of this rank
 
 
-class RankFailed(RuntimeError):
+class RankFailed(EngineError, RuntimeError):
     """Another rank raised an error in a call."""
 
 
@@ -95,17 +95,19 @@ class Processes:
             except Exception as error:
                 group.disconnect()  # so that the collectives of the others end, too
                 refuse_fatal(error)
-                self._answers(max(began + self._seconds, time.monotonic() + _GRACE_SECONDS))
+                answers = self._answers(max(began + self._seconds, time.monotonic() + _GRACE_SECONDS))
                 self._reconnect()
-                raise
+                if isinstance(error, RadixKVError) or not (failed := self._failed(answers)):
+                    raise
+                raise RankFailed("; ".join([f"rank 0: {type(error).__name__}: {error}", *failed])) from error
             answers = self._answers(time.monotonic() + self._seconds)
-            failed = [
-                f"rank {other.rank}: {text}" for other, (ok, text) in zip(self._others, answers, strict=True) if not ok
-            ]
-            if failed:
+            if failed := self._failed(answers):
                 self._reconnect()
                 raise RankFailed("; ".join(failed))
             return result, [value for _, value in answers]
+
+    def _failed(self, answers: list[tuple[bool, Any]]) -> list[str]:
+        return [f"rank {each.rank}: {text}" for each, (ok, text) in zip(self._others, answers, strict=True) if not ok]
 
     def _send(self, message: bytes) -> None:
         """Send a message to each other rank. Raises DeviceLost if one has ended."""
