@@ -34,6 +34,9 @@ class Follower:
         """Begin without a model."""
         self._rank = rank
 
+    def started(self) -> None:
+        """Answer that this process takes calls."""
+
     def open(self, size: int, folder: str, seconds: float) -> None:
         """Join the world of ranks."""
         group.open_world(self._rank, size, folder, seconds)

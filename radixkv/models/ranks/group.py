@@ -97,10 +97,14 @@ def _connection(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return made
 
 
-def open_world(rank: int, size: int, folder: str, seconds: float) -> None:
-    """Make torch's world of ranks, which meet in a private folder. Raises InvalidInput if this process has one."""
+def refuse_second_world() -> None:
+    """Raise InvalidInput if this process takes part in a world of torch.distributed, such as another engine's."""
     if dist.is_initialized():
         raise InvalidInput("tensor_parallel: this process already takes part in a torch.distributed world")
+
+
+def open_world(rank: int, size: int, folder: str, seconds: float) -> None:
+    """Make torch's world of ranks, which meet in a private folder."""
     if not hasattr(dist.Backend, _BACKEND.upper()):
         dist.Backend.register_backend(_BACKEND, RankGroup, devices=["cpu", "cuda"])
     store, timeout = dist.FileStore(str(Path(folder) / "ranks"), size), timedelta(seconds=seconds)

@@ -49,6 +49,7 @@ class Processes:
 
     def __init__(self, size: int, timeout: float) -> None:
         """Start `size` - 1 processes, which end with this one. Raises InvalidInput, OSError."""
+        group.refuse_second_world()
         self.size, self._timeout = size, timeout
         self._seconds = LOADING_SECONDS  # until `loaded`
         self._round, self.lost = 0, ""
@@ -58,6 +59,7 @@ class Processes:
         self.messages = self.bytes_sent = 0
         try:
             self._others = [_started(rank) for rank in range(1, size)]
+            self.call("started", own=lambda: None)  # a process that ends before would be waited for
             self.call("open", size, self._folder, self._seconds, own=lambda: self._open(0))
         except BaseException:
             self.close()
