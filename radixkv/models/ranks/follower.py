@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import select
+import shutil
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -127,15 +130,30 @@ class Follower:
             return False, f"{type(error).__name__}: {error}"
 
 
+def _end_with_rank_0(pipe: int, folder: str) -> None:
+    """End this process when rank 0 has ended, whatever it computes or waits for, and remove the ranks' folder."""
+    poll = select.poll()
+    poll.register(pipe, 0)  # which reports the end of the other side only
+    poll.poll()
+    _end(folder)
+
+
+def _end(folder: str) -> NoReturn:
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)  # without waiting for libraries' threads
+
+
 def main() -> None:
-    """Run a rank whose pipe is the file descriptor that the command names."""
+    """Run a rank whose pipe and folder the command names."""
+    pipe = int(sys.argv[1])
+    threading.Thread(target=_end_with_rank_0, args=[pipe, sys.argv[2]], daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 ends this process by closing the pipe
     logging.basicConfig(level=logging.ERROR)  # rank 0 has the same warnings
     try:
-        Follower(int(os.environ["LOCAL_RANK"])).serve(Connection(int(sys.argv[1])))
+        Follower(int(os.environ["LOCAL_RANK"])).serve(Connection(pipe))
     finally:
-        os._exit(0)  # without waiting for libraries' threads
+        _end(sys.argv[2])
 
 
 if __name__ == "__main__":

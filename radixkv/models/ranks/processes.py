@@ -58,7 +58,7 @@ class Processes:
         self._others: list[Other] = []
         self.messages = self.bytes_sent = 0
         try:
-            self._others = [_started(rank) for rank in range(1, size)]
+            self._others = [_started(rank, self._folder) for rank in range(1, size)]
             self.call("started", own=lambda: None)  # a process that ends before would be waited for
             self.call("open", size, self._folder, self._seconds, own=lambda: self._open(0))
         except BaseException:
@@ -196,13 +196,13 @@ class Processes:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _started(rank: int) -> Other:
+def _started(rank: int, folder: str) -> Other:
     """Start a rank, in a session of its own: Ctrl-C reaches rank 0, which ends the others."""
     ours, theirs = Pipe()
     path = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, "LOCAL_RANK": str(rank), "PYTHONPATH": path, "TQDM_DISABLE": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", FOLLOWER, str(theirs.fileno())],
+        [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), folder],
         pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         start_new_session=True,
     )  # fmt: skip
