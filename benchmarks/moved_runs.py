@@ -44,10 +44,8 @@ def main() -> int:
         return 0
     print(f"{Path(model).name}, {options.tokens} tokens, {os.cpu_count()} cores, {load_average()}", flush=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        rounds = [
-            {name: started(name, model, options.tokens, folder) for name in ("export", "import", "compute")}
-            for _ in range(options.processes)
-        ]
+        names, count = ("export", "import", "compute"), options.tokens
+        rounds = [{name: started(name, model, count, folder) for name in names} for _ in range(options.processes)]
     result = summary(rounds)
     print(f"{'':12}{'CPU s':>10}{'wall s':>10}")
     for name, (cpu, wall) in result["seconds"].items():
@@ -92,7 +90,7 @@ def child(name: str, model: str, tokens: int, folder: str) -> Row:
 
     with Engine.load(model, kv_memory="1GiB", monitor=False) as engine:
         engine.generate([[1, 2, 3]], params)  # the first forward takes longer
-        short = timed("fingerprint", lambda: engine.export_run([1, 2, 3]))
+        timed("fingerprint", lambda: engine.export_run([1, 2, 3]))
         if name == "import":
             run = timed("read", lambda: Run.read(path))
             assert timed("import", lambda: engine.import_run(run)) == tokens
@@ -105,7 +103,6 @@ def child(name: str, model: str, tokens: int, folder: str) -> Row:
             run = timed("export", lambda: engine.export_run(prompt))
             timed("write", lambda: run.write(path))
             row["bytes"] = path.stat().st_size
-        assert run.fingerprint == short.fingerprint if name != "compute" else True
     return row
 
 
