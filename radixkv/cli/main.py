@@ -200,8 +200,23 @@ def _add_worker(add: AddCommand) -> None:
     fleet.add_argument(
         "--dyn-reasoning-parser", dest="reasoning_parser", metavar="NAME", help="the frontend's parser of thinking"
     )
+    _add_roles(worker.add_argument_group("prefill and decode apart"))
     add_settings(worker.add_argument_group("limits"), "max_waiting", "drain_timeout", of=Settings)
     _add_engine(worker)
+
+
+def _add_roles(group: argparse._ArgumentGroup) -> None:
+    roles = (
+        "prefill only computes prompts, without a frontend; decode has it compute long ones. RADIXKV_PREFILL_KEY is a "
+        "secret of both, or @FILE (default both: one worker does all)"
+    )
+    group.add_argument("--role", choices=("both", "prefill", "decode"), default="both", help=roles)
+    where = "of the prefill worker (default 127.0.0.1:7300); what is sent there is not encrypted"
+    group.add_argument("--prefill-address", default="127.0.0.1:7300", metavar="HOST:PORT", help=where)
+    least = "uncached tokens above which a decode worker asks it (default: measured at the start)"
+    group.add_argument("--prefill-threshold", type=float, metavar="N", help=least)
+    longest = "seconds after which a decode worker computes a prompt itself (default 60)"
+    group.add_argument("--prefill-timeout", type=float, default=60.0, metavar="S", help=longest)
 
 
 def _dynamos(name: str, default: str) -> str:

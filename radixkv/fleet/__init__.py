@@ -7,4 +7,6 @@ worker.py        Dynamo's interface of an engine
 requests.py      Dynamo's requests and chunks, and those of the engine
 publisher.py     the events of cached blocks, and the use of the pool, for the router
 model_folder.py  the files of a model that a frontend reads
+roles.py         prefill apart from decode: the two roles of workers
+transport.py     runs over TCP, from a prefill worker to decode workers
 """

@@ -28,6 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises RadixKVError without the version of Dynamo, and as `Engine.load`.
     """
+    if arguments.role == "prefill":
+        from radixkv.fleet.roles import serve_prefill
+
+        return serve_prefill(arguments)
     check_version()
     with naming_options():
         config = engine_config(arguments)
@@ -53,9 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
         name = arguments.served_model_name or engine.model.name
         for number in (signal.SIGINT, signal.SIGTERM):  # Dynamo's from now on: it drains first
             signal.signal(number, signal.SIG_DFL)
-        worker = Worker(AsyncEngine(engine), folder, name, limits)
+        worker = Worker(AsyncEngine(engine), folder, name, limits, _begin(arguments, engine))
         uvloop.run(DynamosWorker(worker, _settings(arguments, folder, name)).run())
     return int(worker.publisher.broken)
+
+
+def _begin(arguments: argparse.Namespace, engine: Any) -> Any:
+    """Return the call that begins a request of a decode worker; None for a worker with both roles."""
+    if arguments.role == "both":
+        return None
+    from radixkv.fleet.roles import remote_prefill
+
+    return remote_prefill(arguments, engine).submit
 
 
 def _settings(arguments: argparse.Namespace, folder: str, name: str) -> Any:

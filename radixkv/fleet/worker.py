@@ -10,7 +10,7 @@ import signal
 import sys
 from asyncio import to_thread
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Hashable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,15 +30,19 @@ from radixkv.fleet.requests import Call, call_of, chunk_of, end_of
 from radixkv.serve.metrics import ServerMetrics
 from radixkv.server_settings import Settings
 
+Begin = Callable[..., Awaitable[AsyncHandle]]
 _SESSIONS = 65_536  # names of sessions that are kept
 
 
 class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
     """Serves one engine, which it closes at its end."""
 
-    def __init__(self, engine: AsyncEngine, folder: str, name: str, limits: Settings) -> None:
-        """`folder` has the model's files for the frontend, which clients call `name`."""
+    def __init__(
+        self, engine: AsyncEngine, folder: str, name: str, limits: Settings, begin: Begin | None = None
+    ) -> None:
+        """`folder` has the model's files for the frontend, which clients call `name`; `begin` starts requests."""
         self._engine, self._folder, self._name, self._limits = engine, folder, name, limits
+        self._begin = begin or engine.submit
         self._replies = 0
         self._sessions: OrderedDict[int, int] = OrderedDict()
         self.publisher = Publisher(engine.client, ComponentSnapshot)
@@ -92,7 +96,7 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
 
     async def _submit(self, call: Call, name: str) -> AsyncHandle:
         room = self._engine.client.inputs.room_for_reply(len(call.tokens), call.namespace)
-        return await self._engine.submit(
+        return await self._begin(
             list(call.tokens),
             call.params if call.bounded else unbounded(call.params, room),
             namespace=call.namespace,

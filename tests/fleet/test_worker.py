@@ -68,13 +68,13 @@ def test_two_requests_of_one_name_end_apart(worker: Any) -> None:
 
 def test_a_session_belongs_to_its_namespace(worker: Any, monkeypatch: Any) -> None:
     sessions: list[Any] = []
-    submit = worker._engine.submit
+    begin = worker._begin
 
     async def noted(*args: Any, session: Any, **options: Any) -> Any:
         sessions.append(session)
-        return await submit(*args, session=session, **options)
+        return await begin(*args, session=session, **options)
 
-    monkeypatch.setattr(worker._engine, "submit", noted)
+    monkeypatch.setattr(worker, "_begin", noted)
 
     async def talk() -> None:
         for salt in ("ann", "ben", "ann", None):
