@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from tempfile import TemporaryFile
 from typing import Any
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = engine_config(arguments)
         waiting, drain = arguments.max_waiting, arguments.drain_timeout
         limits = Settings(max_running=config.max_sequences, max_waiting=waiting, drain_timeout=drain)
+    begin = _begin(arguments)  # refuses a missing key before the model is loaded
     set_environment(drain)
     if arguments.discovery_backend == "file":
         check_folder(os.environ.get("DYN_FILE_KV"))
@@ -57,18 +59,19 @@ def run(arguments: argparse.Namespace) -> int:
         name = arguments.served_model_name or engine.model.name
         for number in (signal.SIGINT, signal.SIGTERM):  # Dynamo's from now on: it drains first
             signal.signal(number, signal.SIG_DFL)
-        worker = Worker(AsyncEngine(engine), folder, name, limits, _begin(arguments, engine))
+        worker = Worker(AsyncEngine(engine), folder, name, limits, begin(engine))
         uvloop.run(DynamosWorker(worker, _settings(arguments, folder, name)).run())
     return int(worker.publisher.broken)
 
 
-def _begin(arguments: argparse.Namespace, engine: Any) -> Any:
-    """Return the call that begins a request of a decode worker; None for a worker with both roles."""
+def _begin(arguments: argparse.Namespace) -> Callable[[Any], Any]:
+    """Return a function from an engine to the call that begins its requests; to None for a worker with both roles."""
     if arguments.role == "both":
-        return None
-    from radixkv.fleet.roles import remote_prefill
+        return lambda engine: None
+    from radixkv.fleet.roles import place_of, remote_prefill
 
-    return remote_prefill(arguments, engine).submit
+    place = place_of(arguments)
+    return lambda engine: remote_prefill(arguments, place, engine).submit
 
 
 def _settings(arguments: argparse.Namespace, folder: str, name: str) -> Any:

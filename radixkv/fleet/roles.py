@@ -32,6 +32,8 @@ _UNMEASURED = 2_048  # tokens: the threshold where no prefill worker answers at 
 _SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # tokens of the texts that are measured
 _MEASURED = "radixkv: measured at the start"  # their namespace
 
+Place = tuple[tuple[str, int], bytes]  # address and key
+
 _log = logging.getLogger(__name__)
 
 
@@ -40,7 +42,7 @@ def serve_prefill(arguments: Namespace) -> int:
 
     Raises InvalidInput without a key, OSError for an address in use, and as `Engine.load`.
     """
-    address, key = _place(arguments)
+    address, key = place_of(arguments)
     limit_arenas()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -54,9 +56,9 @@ def serve_prefill(arguments: Namespace) -> int:
     return 0
 
 
-def remote_prefill(arguments: Namespace, engine: Engine) -> RemotePrefill:
-    """Return the part of a decode worker that starts requests. Raises InvalidInput without a key."""
-    transport, threshold = SocketTransport(*_place(arguments), arguments.prefill_timeout), arguments.prefill_threshold
+def remote_prefill(arguments: Namespace, place: Place, engine: Engine) -> RemotePrefill:
+    """Return the part of a decode worker that starts requests."""
+    transport, threshold = SocketTransport(*place, arguments.prefill_timeout), arguments.prefill_threshold
     try:
         threshold = measured_threshold(engine, transport) if threshold is None else threshold
     except (OSError, RadixKVError) as error:
@@ -123,7 +125,7 @@ def _arrives_sooner(engine: Engine, transport: Transport, size: int) -> bool:
     return arrived - begun < time.perf_counter() - arrived
 
 
-def _place(arguments: Namespace) -> tuple[tuple[str, int], bytes]:
+def place_of(arguments: Namespace) -> Place:
     """Return the prefill worker's address and the key. Raises InvalidInput, which never contains the key."""
     host, _, port = arguments.prefill_address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:

@@ -300,7 +300,8 @@ def test_a_decode_worker_measures_or_has_a_fixed_threshold(prefilling: Engine, m
     with listening(prefilling) as place, Engine.load("tiny") as engine:
         for port, options in ((place[1], []), (place[1], ["--prefill-threshold", "77"]), (1, [])):
             role = ["worker", "tiny", "--role", "decode", "--prefill-address", f"127.0.0.1:{port}", *options]
-            roles.remote_prefill(_parser().parse_args(role), engine)
+            arguments = _parser().parse_args(role)
+            roles.remote_prefill(arguments, roles.place_of(arguments), engine)
             said.append(capsys.readouterr().err)
     assert "cannot" not in said[0] and "more than 77 uncached" in said[1]
     assert "cannot be measured" in said[2] and "more than 2048 uncached" in said[2]
