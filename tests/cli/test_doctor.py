@@ -133,6 +133,21 @@ def test_a_model_that_is_not_there_is_a_problem(examine: Any) -> None:
         main(["doctor", "/no/such/folder", "--debug"])
 
 
+@pytest.mark.long
+def test_weights_and_kv_of_ranks_are_counted(examine: Any, tmp_path: Path) -> None:
+    make(transformers.LlamaConfig(**GROUPED)).save_pretrained(tmp_path)
+    with Engine.load(str(tmp_path), num_blocks=4, monitor=False) as engine:
+        token = engine.model.bytes_per_token
+    status, found = examine(str(tmp_path), "--tensor-parallel", "2")
+    assert status == 0 and [kind for kind, _ in found["ranks"]] == ["ok", "note"]
+    assert f": {size_text(token // 2)} a token" in found["KV"][0][1]
+
+
+def test_ranks_that_do_not_divide_a_model_are_a_problem(examine: Any) -> None:
+    status, found = examine("tiny", "--tensor-parallel", "2")
+    assert status == 1 and "3 KV heads, which do not divide by 2 ranks" in found["model"][0][1]
+
+
 def test_a_block_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--block-size", "0"]) == 2
     assert capsys.readouterr().err == "radixkv: --block-size 0: it must be at least 1\n"

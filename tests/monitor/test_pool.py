@@ -100,13 +100,14 @@ def test_few_blocks_grow_to_fill_the_map() -> None:
     run(script, small(), (160, 48))
 
 
-@pytest.mark.parametrize(("name", "shows"), [("auto", False), ("int8", True)])
-def test_the_headline_names_a_format_of_kv(name: str, shows: bool) -> None:
+@pytest.mark.parametrize(("name", "ranks", "shows"), [("auto", 1, False), ("int8", 2, True)])
+def test_the_headline_names_a_format_of_kv_and_ranks(name: str, ranks: int, shows: bool) -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
-        assert (f" · {name}" in screen(pilot.app)[0]) == shows
+        assert (f" · {name} · on each of {ranks} ranks" in screen(pilot.app)[0]) == shows
+        assert (" ranks" in screen(pilot.app)[0]) == shows
 
     shown = small()
-    run(script, replace(shown, facts=replace(shown.facts, kv_dtype=name)))
+    run(script, replace(shown, facts=replace(shown.facts, kv_dtype=name, tensor_parallel=ranks)))
 
 
 @both_sizes
