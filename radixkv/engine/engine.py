@@ -197,10 +197,9 @@ class RequestEngine:
         config, cache = _cache(loaded, config, size)
         runner, weights = transport.build(
             loaded,
-            size.num_blocks,
-            config.block_size,
-            max_sequences=config.max_sequences,
-            max_batch_tokens=config.max_batch_tokens,
+            (config.max_sequences, config.max_batch_tokens),
+            num_blocks=size.num_blocks,
+            block_size=config.block_size,
             deterministic=config.deterministic,
             recheck_tokens=config.prefill_chunk if config.deterministic else piece_tokens(config.block_size),
             state_slots=cache.stats().state_rows + cache.stats().state_slots,

@@ -28,7 +28,7 @@ from radixkv.cache import Sequence
 from radixkv.cache.types import Load
 from radixkv.disk.folder import fingerprint
 from radixkv.engine.core import Core
-from radixkv.engine.disk_cache import facts
+from radixkv.engine.kv_facts import facts
 from radixkv.engine.request import TokenIds
 from radixkv.errors import InvalidInput, WeightsChanged
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,13 +17,6 @@ from radixkv.models.weights.fixed import Weights
 from radixkv.models.weights.reload import watch_weights
 
 
-class Built(NamedTuple):
-    """A runner that is ready for steps, and the weights of its model, which may change."""
-
-    runner: Any
-    weights: Weights
-
-
 class Transport(Protocol):
     """Loads a model, and builds the runner that computes its steps."""
 
@@ -35,17 +28,11 @@ class Transport(Protocol):
         """Return the bytes to keep free for the tensors of steps, as `step_memory.step_memory` does."""
         ...
 
-    def build(
-        self,
-        loaded: LoadedModel,
-        num_blocks: int,
-        block_size: int,
-        *,
-        max_sequences: int,
-        max_batch_tokens: int,
-        **options: Any,
-    ) -> Built:
-        """Return the runner: options as in `Runner`. Steps of up to `max_batch_tokens` tokens may be recorded."""
+    def build(self, loaded: LoadedModel, recorded: tuple[int, int], **options: Any) -> tuple[Any, Weights]:
+        """Return a runner that is ready for steps, and the weights of its model; options as in `Runner`.
+
+        `recorded` are the sequences and tokens of the largest steps that may be recorded.
+        """
         ...
 
     def tasks(self) -> list[Any]:
@@ -75,22 +62,13 @@ class InProcess:
         """Measure it."""
         return step_memory(loaded, **sizes)
 
-    def build(
-        self,
-        loaded: LoadedModel,
-        num_blocks: int,
-        block_size: int,
-        *,
-        max_sequences: int,
-        max_batch_tokens: int,
-        **options: Any,
-    ) -> Built:
+    def build(self, loaded: LoadedModel, recorded: tuple[int, int], **options: Any) -> tuple[Any, Weights]:
         """Compile the model and record its steps, where that is possible."""
-        runner = Runner(loaded, num_blocks, block_size, **options)
+        runner = Runner(loaded, **options)
         if self._fused:
             fuse(runner)
-        record_graphs(runner, max_sequences, max_batch_tokens)
-        return Built(runner, watch_weights(runner, self._source))
+        record_graphs(runner, *recorded)
+        return runner, watch_weights(runner, self._source)
 
     def tasks(self) -> list[Any]:
         """Return none."""

@@ -22,7 +22,7 @@ from radixkv.disk import folder as folders
 from radixkv.disk import store as store_module
 from radixkv.disk.records import Index
 from radixkv.disk.slabs import Slabs
-from radixkv.engine import disk_cache, disk_stage
+from radixkv.engine import disk_cache, disk_stage, kv_facts
 from radixkv.errors import EngineError, InvalidInput, RequestTimedOut
 from radixkv.models import identity
 from radixkv.models.runner import Runner
@@ -141,7 +141,7 @@ def test_other_settings_have_a_folder_of_their_own(
 
 
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
-    assert disk_cache._plain({"c", "a", "b"}) == ["a", "b", "c"]  # sets of texts are in another order in each
+    assert kv_facts._plain({"c", "a", "b"}) == ["a", "b", "c"]  # sets of texts are in another order in each
 
 
 def test_other_weights_have_a_folder_of_their_own(tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ class Follower:
         """Measure the memory of steps."""
         return step_memory(self.loaded, **sizes)
 
-    def build(self, num_blocks: int, block_size: int, options: dict[str, Any]) -> None:
+    def build(self, options: dict[str, Any]) -> None:
         """Allocate the pool and the host memory."""
-        self.runner = Runner(self.loaded, num_blocks, block_size, **options)
+        self.runner = Runner(self.loaded, **options)
         self.weights = watch_weights(self.runner, None)
 
     def step(self, buffer: bytes) -> None:

@@ -27,8 +27,7 @@ from radixkv.models.ranks.messages import LoadedRun, LoadPlan, Pairs, Step, enco
 from radixkv.models.ranks.processes import Processes
 from radixkv.models.runner import Runner
 from radixkv.models.step_memory import step_memory
-from radixkv.models.transport import Built
-from radixkv.models.weights.fixed import State
+from radixkv.models.weights.fixed import State, Weights
 from radixkv.models.weights.reload import ModelWeights, watch_weights
 
 _WATCH_SECONDS = 1.0
@@ -82,24 +81,12 @@ class Ranks:
         own, others = self._running.call("held_bytes", own=partial(sharding.held_bytes, loaded))
         return [own, *others]
 
-    def build(
-        self,
-        loaded: LoadedModel,
-        num_blocks: int,
-        block_size: int,
-        *,
-        max_sequences: int,
-        max_batch_tokens: int,
-        **options: Any,
-    ) -> Built:
+    def build(self, loaded: LoadedModel, recorded: object, **options: Any) -> tuple[Any, Weights]:
         """Allocate the same blocks on all ranks; nothing is compiled or recorded."""
-        del max_sequences, max_batch_tokens
-        runner, _ = self._running.call(
-            "build", num_blocks, block_size, options, own=lambda: Runner(loaded, num_blocks, block_size, **options)
-        )
+        runner, _ = self._running.call("build", options, own=lambda: Runner(loaded, **options))
         weights = watch_weights(runner, None)
         self._running.loaded()
-        return Built(RankedRunner(runner, self._running), RankedWeights(weights, self._running))
+        return RankedRunner(runner, self._running), RankedWeights(weights, self._running)
 
     def tasks(self) -> list[Any]:
         """Return the task that ends the engine with a rank, and the ranks with the engine."""
