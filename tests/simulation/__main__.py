@@ -42,11 +42,12 @@ def main() -> int:
     parser.add_argument("--host", action="store_true", help="of an engine with a host tier")
     parser.add_argument("--disk", action="store_true", help="with a disk below the host tier")
     parser.add_argument("--drafts", action="store_true", help="of an engine that speculates, not with --states")
+    parser.add_argument("--ranks", action="store_true", help="of an engine on two ranks, which do not overlap here")
     chosen = parser.parse_args()
 
     def drawn(seed: int) -> Scenario:
         life = with_limits(draw(seed)) if chosen.limits else draw(seed)
-        life = replace(life, overlap=chosen.overlap or chosen.gpu)
+        life = replace(life, overlap=chosen.overlap or chosen.gpu, ranks=chosen.ranks)
         life = with_host(life) if chosen.host or chosen.disk else life
         life = replace(life, disk=chosen.disk and life.reuse)
         life = with_drafts(life) if chosen.drafts else life

@@ -186,6 +186,7 @@ class Scenario:
     host: Host | None = None
     disk: bool = False  # a disk below the host
     drafts: bool = False  # whether streams speculate
+    ranks: bool = False  # whether two ranks hold the model
     overlap: bool = False  # whether a step is launched before the results of the preceding one are read
 
     @property

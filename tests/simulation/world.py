@@ -47,6 +47,7 @@ from tests.simulation.host import HostSlotModel
 from tests.simulation.late import LateSampler, LateSlotModel
 from tests.simulation.model import SlotModel
 from tests.simulation.order_checks import OrderChecks
+from tests.simulation.ranks import RankedSlotModel
 from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
 from tests.simulation.stateful import StatefulSlotModel
 from tests.simulation.step_checks import StepChecks
@@ -167,6 +168,7 @@ class World:
         """Return the class of the model: a device, and a part for each option of the scenario."""
         states, host = self.scenario.states, self.scenario.host
         parts: list[Any] = [StatefulSlotModel] * (states is not None) + [HostSlotModel] * (host is not None)
+        parts = [RankedSlotModel] * self.scenario.ranks + parts
         device = self.device_class if self.scenario.overlap else SlotModel
         speed = {} if host is None else {"speed": host.speed}
         return type("Model", (*parts, device), speed)
