@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,14 @@ while True:
 SERVE = ("-m", "radixkv", "serve", "--tensor-parallel", "2", "--port", "0", "--kv-memory", "1MB", "--quiet")
 
 
-def process(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@contextmanager
+def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, *arguments], **pipes) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
 
 
 @pytest.mark.long
@@ -170,10 +177,10 @@ def test_a_server_ends_its_streams_and_then_all_ranks(folder: str) -> None:
         assert rank_0.stderr is not None
         url = next(line.split()[-1] for line in rank_0.stderr if "/v1" in line)
         (other,) = followers(rank_0.pid)
-        body = {"model": "any", "stream": True, "max_tokens": 40, "messages": [{"role": "user", "content": "Hi"}]}
+        body = {"model": folder, "stream": True, "max_tokens": 40, "messages": [{"role": "user", "content": "Hi"}]}
         with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
-            next(lines)
+            assert next(lines).startswith("data: ")
             rank_0.send_signal(signal.SIGTERM)
             assert [*filter(None, lines)][-1] == "data: [DONE]"
         rank_0.communicate(timeout=60)
