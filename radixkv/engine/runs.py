@@ -122,6 +122,7 @@ class RunExchange:
     def export_run(self, loaded: LoadedModel, tokens: TokenIds, namespace: Hashable) -> Run:
         """Return the cached prefix of a text; see `Engine.export_run`."""
         weights, image_bytes = self._ask(self._begin)
+        name = self.fingerprint_of(loaded, weights, image_bytes)  # first: each piece checks that it is of these weights
         most = min(-(-len(tokens) // self._size), self._num_blocks)
         images, start, end = np.empty((most, image_bytes), np.uint8), -1, 0
         while start < end and end % (STAGED * self._size) == 0:
@@ -131,7 +132,6 @@ class RunExchange:
         if not end:
             raise InvalidInput("nothing of this text is cached in this namespace, so there is no run")
         images = images[: -(-end // self._size)]
-        name = self.fingerprint_of(loaded, weights, image_bytes)
         return Run(name, self._size, tokens[:end].copy(), images, _checksums(images))
 
     def import_run(self, loaded: LoadedModel, run: Run, namespace: Hashable) -> int:

@@ -171,6 +171,19 @@ def test_new_weights_end_an_import_and_an_export(small_pieces: None) -> None:
                 call()
 
 
+def test_new_weights_during_a_digest_end_an_export() -> None:
+    class Reloaded(Exchange):
+        def fingerprint_of(self, *_: Any) -> str:
+            self.weights_changed()
+            return super().fingerprint_of()
+
+    with fake() as engine:
+        answered(engine, SHARED)
+        engine.client.runs = Reloaded(engine.core, engine.client.thread.ask, str)
+        with pytest.raises(WeightsChanged, match="reloaded while"):
+            engine.export_run(SHARED)
+
+
 def test_reloaded_weights_have_another_fingerprint() -> None:
     with Engine.load("tiny", num_blocks=64, monitor=False) as engine:
         engine.generate([SHARED], GREEDY)
