@@ -69,6 +69,10 @@ class RankGroup(dist.ProcessGroup):  # type: ignore[misc]  # its stubs lack the 
             raise RuntimeError("the ranks are not connected")
         return found
 
+    def close(self) -> None:
+        """Free the threads and sockets, since torch may hold the group for longer."""
+        self._alone = None
+
 
 def _passed(name: str) -> Callable[..., Any]:
     def collective(self: RankGroup, *args: Any, **options: Any) -> Any:
@@ -138,5 +142,7 @@ def close_world() -> None:
     """Close all connections, and leave torch's world."""
     disconnect()
     if _world.groups:
+        for each in _world.groups:
+            each.close()
         dist.destroy_process_group()
         _world.groups.clear()
