@@ -199,10 +199,10 @@ class Processes:
 def _started(rank: int, folder: str) -> Other:
     """Start a rank, in a session of its own: Ctrl-C reaches rank 0, which ends the others."""
     ours, theirs = Pipe()
-    path = os.pathsep.join(filter(None, sys.path))
+    path = os.pathsep.join(each or os.getcwd() for each in sys.path)
     environment = {**os.environ, "LOCAL_RANK": str(rank), "PYTHONPATH": path, "TQDM_DISABLE": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", FOLLOWER, str(theirs.fileno()), folder],
+        [sys.executable, "-P", "-m", FOLLOWER, str(theirs.fileno()), folder],
         pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         start_new_session=True,
     )  # fmt: skip
