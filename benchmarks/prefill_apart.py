@@ -63,7 +63,7 @@ async def measured(given: argparse.Namespace, place: tuple[str, int], key: bytes
 
     from radixkv import AsyncEngine, Engine
     from radixkv.fleet.roles import RemotePrefill, measured_threshold
-    from radixkv.fleet.transport import SocketTransport
+    from radixkv.fleet.run_transport import SocketTransport
 
     torch.set_num_threads(1)
     loaded, transport = Engine.load(given.model, kv_memory=MEMORY, monitor=False), SocketTransport(place, key, TIMEOUT)

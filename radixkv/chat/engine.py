@@ -20,7 +20,7 @@ from radixkv.engine import RequestEngine, Run
 from radixkv.engine.chat_messages import check_messages
 from radixkv.engine.engine import explained_methods
 from radixkv.engine.input_processor import is_chat, template_text
-from radixkv.errors import InvalidInput
+from radixkv.errors import EngineError, InvalidInput
 
 _log = logging.getLogger(__name__)
 
@@ -80,10 +80,13 @@ class Engine(RequestEngine):
         with saved.damaged(path):
             session = ChatSession(self, self._template(state.tools, state.date), state)
         try:
-            self.import_run(Run.read(saved.kv_path(path)), namespace)
+            run = Run.read(saved.kv_path(path))
+            if list(run.tokens) != list(state.token_ids[: len(run.tokens)]):
+                raise InvalidInput("it belongs to another conversation")
+            self.import_run(run, namespace)
         except FileNotFoundError:
             pass  # it was saved without its KV
-        except (InvalidInput, OSError) as error:
+        except (InvalidInput, EngineError, OSError) as error:
             _log.warning("%s is computed again, because its KV cannot be used: %s", path, error)
         return session
 

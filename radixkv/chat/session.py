@@ -7,9 +7,11 @@ of a reply has no KV yet, so the next turn computes it together with the new tok
 
 from __future__ import annotations
 
+import logging
 import os
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 # drop_oldest begins when less than a quarter of the context, or fewer than max_tokens, is left for a reply. It drops
 # turns until half of the context is left, so that the following turns hit the cache again.
+_log = logging.getLogger(__name__)
 _ROOM = 4
 _KEEP = 2
 
@@ -195,15 +198,24 @@ class ChatSession:
         """Write the conversation to a JSON file that only its owner may read; `engine.resume` reads it.
 
         The file replaces one of that name, as a whole or not at all. It does not contain the namespace.
-        With `kv`, the cached KV is then written to a second file, whose name ends in ".kv". An engine with equal
-        weights and settings resumes without computing it again. Raises InvalidInput, with `kv` also if nothing is
-        cached, and OSError.
+        With `kv`, the KV that is cached is then written to a second file, whose name ends in ".kv". An engine with
+        equal weights and settings resumes without computing it again. Raises InvalidInput, OSError.
         """
         with self._use.call():
             self._settle()
             write(self._state(), self._engine.model.name, path)
+            with suppress(FileNotFoundError):
+                os.remove(kv_path(path))  # of an earlier save
             if kv:
-                self._engine.export_run(self._ids, self._namespace).write(kv_path(path))
+                self._save_kv(path)
+
+    def _save_kv(self, path: str | os.PathLike[str]) -> None:
+        try:
+            run = self._engine.export_run(self._ids, self._namespace)
+        except InvalidInput as error:
+            _log.warning("%s was saved without its KV: %s", path, error)
+        else:
+            run.write(kv_path(path))
 
     def __enter__(self) -> ChatSession:
         """Use the session in a `with` block."""

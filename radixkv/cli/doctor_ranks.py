@@ -12,7 +12,7 @@ from radixkv.sizing.kv_size import size_text
 
 if TYPE_CHECKING:
     from radixkv.models.loaded import LoadedModel
-    from radixkv.models.ranks.transport import Ranks
+    from radixkv.models.ranks.rank_zero import Ranks
 
 
 def ranks(arguments: argparse.Namespace, names: str) -> Iterator[Finding]:
@@ -22,11 +22,11 @@ def ranks(arguments: argparse.Namespace, names: str) -> Iterator[Finding]:
     """
     from radixkv.config import EngineConfig
     from radixkv.models.adapter import place_of
-    from radixkv.models.ranks.transport import Ranks
+    from radixkv.models.ranks.rank_zero import Ranks
 
     size, usual = arguments.tensor_parallel, EngineConfig()
     settings = {name: getattr(arguments, name) for name in names.split() if name != "device"}
-    with closing(Ranks(size, usual.rank_timeout, place_of(arguments.device))) as transport:
+    with closing(Ranks(size, arguments.rank_timeout, place_of(arguments.device))) as transport:
         loaded = transport.load(arguments.model, compile=False, deterministic=False, **settings)
         yield from _held(loaded, transport, arguments.block_size)
         reserved = transport.step_memory(
@@ -48,9 +48,6 @@ def _held(loaded: LoadedModel, transport: Ranks, block_size: int) -> Iterator[Fi
     held = ", ".join(size_text(each) for each in weights)
     yield ok("ranks", f"{loaded.name} on {len(weights)} ranks; weights of each: {held}")
     heads = sorted({layer.kv_heads for layer in loaded.stored_layers})
-    token = loaded.bytes_per_token
-    yield ok(
-        "KV",
-        f"{' or '.join(map(str, heads))} KV heads of each layer on a rank: {size_text(token)} a token, "
-        f"{size_text(token * block_size)} a block of {block_size} tokens",
-    )
+    token, layer = loaded.bytes_per_token, f"{' or '.join(map(str, heads))} KV head{'s' * (heads != [1])} of each layer"
+    block = f"{size_text(token * block_size)} a block of {block_size} tokens"
+    yield ok("KV", f"{layer} on a rank: {size_text(token)} a token, {block}")

@@ -54,7 +54,7 @@ def _add_chat(add: AddCommand) -> None:
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
     add_settings(chat, "seed", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype", "kv_dtype")
-    add_settings(chat, "speculate", "tensor_parallel")
+    add_settings(chat, "speculate", "tensor_parallel", "rank_timeout")
     add_settings(chat, "weights", "model_code", "record")
     _add_monitor(chat)
 
@@ -119,7 +119,7 @@ def _add_doctor(add: AddCommand) -> None:
     _add_tokenizer(doctor)
     add_settings(doctor, "kv_memory", "state_memory", "host_memory", "disk_cache", "disk_memory", "max_sequences")
     add_settings(doctor, "block_size", "device", "dtype", "kv_dtype", "weights", "model_code", "attention", "revision")
-    add_settings(doctor, "trust_remote_code", "tensor_parallel")
+    add_settings(doctor, "trust_remote_code", "tensor_parallel", "rank_timeout")
     output = doctor.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object with all findings, for scripts")
     about = "only fill Triton's cache with the kernels of an engine with these options, on a GPU"

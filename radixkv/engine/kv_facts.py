@@ -1,4 +1,4 @@
-"""What decides the bits of the KV in a block: the facts from which a fingerprint is made."""
+"""Return the facts that decide the bits of a block; a fingerprint is made from them."""
 
 from __future__ import annotations
 

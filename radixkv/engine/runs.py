@@ -61,7 +61,7 @@ class Run:
                 return self.write(opened)
         numbers = self.block_size, len(self.tokens), self.images.shape[1]
         head = _HEAD.pack(_FORMAT, self.fingerprint.encode(), *numbers)
-        for part in (head, self.tokens.tobytes() + self.checksums.tobytes()):
+        for part in (head, self.tokens.astype("<i4").tobytes() + self.checksums.tobytes()):
             file.write(part + _CHECKSUM.pack(crc32(part)))
         file.write(self.images.data)
 
@@ -96,6 +96,8 @@ def _exactly(stream: IO[bytes], count: int) -> bytearray:
     data = bytearray()
     while len(data) < count:
         piece = stream.read(min(count - len(data), _PIECE))
+        if not isinstance(piece, bytes):
+            raise InvalidInput("the stream has text: open the file in binary mode")
         if not piece:
             raise InvalidInput(f"the run is damaged: it ends {count - len(data)} bytes early")
         data += piece
@@ -136,6 +138,8 @@ class RunExchange:
 
     def import_run(self, loaded: LoadedModel, run: Run, namespace: Hashable) -> int:
         """Cache a run, and return how many of its tokens are cached then; see `Engine.import_run`."""
+        if not isinstance(run, Run):
+            raise InvalidInput(f"a run is what export_run returns, or Run.read, got {run!r:.100}")
         weights, image_bytes = self._ask(self._begin)
         shape = -(-len(run.tokens) // self._size), image_bytes
         if run.block_size != self._size:

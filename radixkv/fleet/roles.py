@@ -19,7 +19,7 @@ from radixkv.chat import AsyncEngine, Engine
 from radixkv.engine import AsyncHandle
 from radixkv.engine.runs import Run
 from radixkv.errors import InvalidInput, RadixKVError
-from radixkv.fleet.transport import PrefillServer, SocketTransport, Transport
+from radixkv.fleet.run_transport import PrefillServer, SocketTransport, Transport
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.command import engine_config, naming_options, read_keys
 from radixkv.sizing.memory import limit_arenas

@@ -79,9 +79,9 @@ class InProcess:
 
 
 def transport_of(ranks: int, timeout: float, device: torch.device) -> Transport:
-    """Return the transport for as many ranks, which fail if one does not answer for `timeout` seconds."""
+    """Return the transport for `ranks` ranks; a call fails if one does not answer for `timeout` seconds."""
     if ranks == 1:
         return InProcess(device)
-    from radixkv.models.ranks.transport import Ranks
+    from radixkv.models.ranks.rank_zero import Ranks
 
     return Ranks(ranks, timeout, device)

@@ -294,3 +294,6 @@ def test_a_conversation_moves_with_its_kv(
         again = other.resume(path, namespace="you").send("two")
         assert (again.usage.cached_tokens, again.token_ids) == (0, ids)
         assert caplog.text.count("its KV cannot be used") == 1
+        (tmp_path / "other.json.kv").write_bytes((tmp_path / "chat.json.kv").read_bytes())
+        other.chat("Be kind.").save(tmp_path / "other.json")
+        assert not (tmp_path / "other.json.kv").exists()

@@ -25,7 +25,7 @@ from radixkv.engine.runs import Run
 from radixkv.errors import InvalidInput, ProtocolError
 from radixkv.fleet import roles
 from radixkv.fleet.roles import KEY, RemotePrefill, measured_threshold
-from radixkv.fleet.transport import PrefillServer, SocketTransport
+from radixkv.fleet.run_transport import PrefillServer, SocketTransport
 
 SECRET = b"a secret of both roles"
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -7,6 +7,7 @@ name, stays. torchft reconfigures its groups in the same way.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -95,9 +96,8 @@ def _connection(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloo = dist.ProcessGroupGloo(store, rank, size, options)
     made._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     if torch.cuda.is_available():
-        made._register_backend(
-            torch.device("cuda"), kinds.NCCL, dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
-        )
+        nccl = dist.ProcessGroupNCCL(store, rank, size, timeout)
+        made._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     return made
 
 
@@ -112,12 +112,14 @@ def open_world(rank: int, size: int, folder: str, seconds: float) -> None:
     if not hasattr(dist.Backend, _BACKEND.upper()):
         dist.Backend.register_backend(_BACKEND, RankGroup, devices=["cpu", "cuda"])
     store, timeout = dist.FileStore(str(Path(folder) / "ranks"), size), timedelta(seconds=seconds)
+    hook = sys.excepthook  # which torch replaces
     dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
+    sys.excepthook = hook
     connect(0, seconds)
 
 
 def connect(number: int, seconds: float) -> None:
-    """Connect with all other ranks, each of which does so now; a collective may take as many seconds.
+    """Connect with all other ranks, which call this, too. A collective fails after `seconds`.
 
     `number` counts the connections, and is equal on all ranks.
     """

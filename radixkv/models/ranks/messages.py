@@ -19,18 +19,17 @@ Pairs = Sequence[tuple[int, int]]
 _HEAD, _PER_INPUT, _PER_LOAD = 5, 6, 2
 
 
-class LoadPlan(NamedTuple):
-    """The part of a write plan that a load reads."""
+class RankLoad(NamedTuple):
+    """A load as it travels: the slots and copies of its plan, and its sources."""
 
     slots: Buffer
     copies: Pairs
-
-
-class LoadedRun(NamedTuple):
-    """A cached run that is copied from host blocks to slots."""
-
-    plan: LoadPlan
     sources: Buffer
+
+    @property
+    def plan(self) -> RankLoad:
+        """The part of a plan that a load reads."""
+        return self
 
 
 class Step(NamedTuple):
@@ -91,10 +90,9 @@ class _Reader:
         return [(first, second) for first, second in self.array(2 * count).reshape(-1, 2).tolist()]
 
 
-def _load(read: _Reader) -> LoadedRun:
+def _load(read: _Reader) -> RankLoad:
     copies, slots = read.numbers(_PER_LOAD)
-    plan = LoadPlan(copies=read.pairs(copies), slots=read.array(slots))
-    return LoadedRun(plan, read.array(slots))
+    return RankLoad(copies=read.pairs(copies), slots=read.array(slots), sources=read.array(slots))
 
 
 def _input(read: _Reader) -> SequenceInput:

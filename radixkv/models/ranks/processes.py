@@ -15,9 +15,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from struct import Struct
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from radixkv.device import refuse_fatal
@@ -27,13 +28,23 @@ from radixkv.models.ranks.messages import Buffer
 
 Result = TypeVar("Result")
 STEP, CALL = b"s", b"c"
-FOLLOWER = "radixkv.models.ranks.follower"  # the module of the other ranks
+HEAD = Struct("<cq")  # of a message: its kind and number
+PROGRAM = "radixkv.models.ranks.rank_process"  # the module of the other ranks
 LOADING_SECONDS = 3600.0  # for the weights of a large model
 _GRACE_SECONDS = 2.0  # for answers after a failure of this rank
+_BUFFERED = 1 << 16  # bytes that a pipe takes from one process before the other one reads
 
 
 class RankFailed(EngineError, RuntimeError):
     """Another rank raised an error in a call."""
+
+
+class Answer(NamedTuple):
+    """The answer to a message of this number: the result of a call that succeeded, or an error."""
+
+    number: int
+    succeeded: bool
+    value: Any
 
 
 class Other(NamedTuple):
@@ -52,7 +63,7 @@ class Processes:
         group.refuse_second_world()
         self.size, self._timeout = size, timeout
         self._seconds = LOADING_SECONDS  # until `loaded`
-        self._round, self.lost = 0, ""
+        self._round, self._number, self.lost, self._late = 0, 0, "", False
         self._lock = threading.RLock()
         self._folder = tempfile.mkdtemp(prefix="radixkv-ranks-")
         self._others: list[Other] = []
@@ -71,8 +82,8 @@ class Processes:
         self._reconnect()
 
     @contextmanager
-    def unhurried(self) -> Iterator[None]:
-        """Allow calls that read all weights more than the seconds of the timeout."""
+    def without_timeout(self) -> Iterator[None]:
+        """Allow calls that read or write all weights more than the seconds of the timeout."""
         with self._lock:
             self._seconds = LOADING_SECONDS
             try:
@@ -82,59 +93,85 @@ class Processes:
 
     def step(self, buffer: Buffer, own: Callable[[], Result]) -> Result:
         """Let the other ranks execute an encoded step, and this one `own`; return its result."""
-        return self._together(STEP + buffer.tobytes(), own)[0]
+        return self._together(STEP, buffer.tobytes(), own)[0]
 
     def call(self, name: str, *args: Any, own: Callable[[], Result]) -> tuple[Result, list[Any]]:
         """Let the other ranks call `name`, and this one `own`; return its result, and the results of the others."""
-        return self._together(CALL + pickle.dumps((name, args)), own)
+        return self._together(CALL, pickle.dumps((name, args)), own)
 
-    def _together(self, message: bytes, own: Callable[[], Result]) -> tuple[Result, list[Any]]:
+    def _together(self, kind: bytes, body: bytes, own: Callable[[], Result]) -> tuple[Result, list[Any]]:
         with self._lock:
-            self._send(message)
+            self._send(kind, body)
             began = time.monotonic()
             try:
                 result = own()
             except Exception as error:
                 group.disconnect()  # so that the collectives of the others end, too
                 refuse_fatal(error)
-                answers = self._answers(max(began + self._seconds, time.monotonic() + _GRACE_SECONDS))
+                answers = self._answers(max(began + self._seconds - time.monotonic(), _GRACE_SECONDS))
                 self._reconnect()
                 if isinstance(error, RadixKVError) or not (failed := self._failed(answers)):
                     raise
                 raise RankFailed("; ".join([f"rank 0: {type(error).__name__}: {error}", *failed])) from error
-            answers = self._answers(time.monotonic() + self._seconds)
+            answers = self._answers(self._seconds)
             if failed := self._failed(answers):
                 self._reconnect()
                 raise RankFailed("; ".join(failed))
-            return result, [value for _, value in answers]
+            return result, [each.value for each in answers]
 
-    def _failed(self, answers: list[tuple[bool, Any]]) -> list[str]:
-        return [f"rank {each.rank}: {text}" for each, (ok, text) in zip(self._others, answers, strict=True) if not ok]
+    def _failed(self, answers: list[Answer]) -> list[str]:
+        pairs = zip(self._others, answers, strict=True)
+        return [f"rank {other.rank}: {each.value}" for other, each in pairs if not each.succeeded]
 
-    def _send(self, message: bytes) -> None:
-        """Send a message to each other rank. Raises DeviceLost if one has ended."""
+    def _send(self, kind: bytes, body: bytes) -> None:
+        """Send a message to each other rank. Raises DeviceLost if one has ended, or does not read it."""
         if self.lost:
             raise DeviceLost(self.lost)
-        for other in self._others:
-            try:
-                other.pipe.send_bytes(message)
-            except OSError:
-                self._lose(other, "")
+        self._number, self._kind = self._number + 1, kind
+        message = HEAD.pack(kind, self._number) + body
+        with self._limited(self._seconds) if len(message) > _BUFFERED else nullcontext():
+            for other in self._others:
+                try:
+                    other.pipe.send_bytes(message)
+                except OSError:
+                    self._lose(other, "")
         self.messages += 1
         self.bytes_sent += len(message)
 
-    def _answers(self, until: float) -> list[tuple[bool, Any]]:
+    def _answers(self, seconds: float) -> list[Answer]:
         """Return the answer of each other rank. Raises DeviceLost if one has ended, or does not answer in time."""
-        return [self._answer(other, until) for other in self._others]
+        until = time.monotonic() + seconds
+        with self._limited(seconds) if self._kind == CALL else nullcontext():  # answers to steps are short
+            return [self._answer(other, until) for other in self._others]
 
-    def _answer(self, other: Other, until: float) -> tuple[bool, Any]:
+    def _answer(self, other: Other, until: float) -> Answer:
         try:
-            if not other.pipe.poll(max(0.0, until - time.monotonic())):
-                self._lose(other, f"does not answer for {self._seconds:g} seconds")
-            answer: tuple[bool, Any] = other.pipe.recv()
+            while other.pipe.poll(max(0.0, until - time.monotonic())):
+                answer: Answer = other.pipe.recv()
+                if answer.number == self._number:  # not of a call that Ctrl-C has ended
+                    return answer
+            self._lose(other, self._silence)
         except (EOFError, OSError):
             self._lose(other, "")
-        return answer
+
+    @contextmanager
+    def _limited(self, seconds: float) -> Iterator[None]:
+        """End all other ranks if this is open for longer: a stopped process neither reads nor writes."""
+        timer = threading.Timer(seconds, self._expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _expire(self) -> None:
+        self._late = True
+        self._kill()
+
+    @property
+    def _silence(self) -> str:
+        return f"does not answer for {self._seconds:g} seconds"
 
     def _open(self, rank: int) -> None:
         group.open_world(rank, self.size, self._folder, self._seconds)
@@ -143,14 +180,13 @@ class Processes:
         """Let all ranks connect again, after a failure or for another timeout."""
         self._round += 1
         group.disconnect()
-        self._send(CALL + pickle.dumps(("connect", (self._round, self._seconds))))
+        self._send(CALL, pickle.dumps(("connect", (self._round, self._seconds))))
         try:
             group.connect(self._round, self._seconds)
         except RuntimeError as error:
-            for other in self._others:
-                self._answer(other, time.monotonic() + _GRACE_SECONDS)  # raises if this one is lost
+            self._answers(_GRACE_SECONDS)  # raises if one is lost
             self._lose(self._others[0], f"does not connect again ({error})")
-        self._answers(time.monotonic() + self._seconds)
+        self._answers(self._seconds)
 
     # ---- the end
 
@@ -167,6 +203,8 @@ class Processes:
 
     def _note(self, other: Other, reason: str) -> None:
         """Record why a rank is lost, and end all others."""
+        if self._late:
+            reason = self._silence
         if not reason:
             with suppress(subprocess.TimeoutExpired):
                 other.process.wait(_GRACE_SECONDS)
@@ -202,7 +240,7 @@ def _started(rank: int, folder: str) -> Other:
     path = os.pathsep.join(each or os.getcwd() for each in sys.path)
     environment = {**os.environ, "LOCAL_RANK": str(rank), "PYTHONPATH": path, "TQDM_DISABLE": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", FOLLOWER, str(theirs.fileno()), folder],
+        [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno()), folder, str(os.getpid())],
         pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         start_new_session=True,
     )  # fmt: skip

@@ -29,9 +29,25 @@ def shape_of(name: str, revision: str | None, size: int, settings: Mapping[str, 
     if model_path.is_gguf(folder):
         raise InvalidInput(f"tensor_parallel={size} needs a folder of safetensors, and {name!r} is a GGUF file")
     shape = kv_shape(str(folder))
-    if obstacle := shape.ranks_obstacle(size):
+    if obstacle := shape.ranks_obstacle(size) or _plan_obstacle(
+        folder, trust_remote_code=settings["trust_remote_code"]
+    ):
         raise InvalidInput(f"tensor_parallel={size}: {obstacle}")
     return shape
+
+
+def _plan_obstacle(folder: Path, *, trust_remote_code: bool) -> str:
+    """Return why transformers' plan does not divide the attention of a model; "" if it does."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    styles = [style for name, style in plan.items() if "attn" in name or "attention" in name]
+    if not styles:
+        return f"transformers has no plan that divides the attention of {config.model_type}"
+    if any("gather" in style for style in styles):
+        return f"transformers' plan of {config.model_type} leaves all heads on each rank"
+    return ""
 
 
 def load(name: str, rank: int, device: str, settings: Mapping[str, Any]) -> LoadedModel:

@@ -14,7 +14,7 @@ from radixkv import Engine, SamplingParams
 from radixkv.errors import UnsupportedModel
 from radixkv.models.loaded import SequenceInput
 from tests.models.conftest import FAMILIES, GROUPED, make
-from tests.models.ranks.worlds import GREEDY, LOAD, followers, llama, ranked, tokens
+from tests.models.ranks.worlds import GREEDY, LOAD, llama, others, ranked, tokens
 
 pytestmark = pytest.mark.long
 DIVIDED = {name: FAMILIES[name] for name in ("gemma2", "gpt_neox", "mistral", "qwen3")} | {
@@ -98,4 +98,4 @@ def test_a_family_whose_heads_stay_whole_is_refused(name: str, tmp_path: Path) -
     make(WHOLE[name]()).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="transformers' plan leaves 2 of 2 KV heads on each of 2 ranks"):
         Engine.load(str(tmp_path), **LOAD, tensor_parallel=2)
-    assert not followers()
+    assert not others()

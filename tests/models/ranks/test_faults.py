@@ -19,10 +19,10 @@ import transformers
 
 from radixkv import Engine
 from radixkv.errors import DeviceLost, EngineClosed, InvalidInput, RequestFailed
-from radixkv.models.ranks import processes, transport
+from radixkv.models.ranks import processes, rank_zero
 from tests.models.conftest import SIZES, make
-from tests.models.ranks.faulty_follower import FILE, PHASES, faulty, order
-from tests.models.ranks.worlds import GREEDY, LOAD, followers, llama, ranked, runs, tokens, until
+from tests.models.ranks.faulty_rank import FILE, PHASES, faulty, order
+from tests.models.ranks.worlds import GREEDY, LOAD, llama, others, ranked, runs, tokens, until
 from tests.models.recurrent.hybrids import hybrid
 from tests.selection import mostly_long
 
@@ -42,7 +42,7 @@ def orders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The file that orders faults of transfers."""
     with pytest.MonkeyPatch.context() as patch:
         path = tmp_path_factory.mktemp("orders") / "order"
-        patch.setattr(processes, "FOLLOWER", "tests.models.ranks.faulty_follower")
+        patch.setattr(processes, "PROGRAM", "tests.models.ranks.faulty_rank")
         patch.setenv(FILE, str(path))
         yield path
 
@@ -88,7 +88,7 @@ def ends(engine: Engine, prompts: list[list[int]], reason: str) -> None:
         with pytest.raises(EngineClosed, match=f"rank 1 of 2 {reason}") as caught:
             handle.result(60)
         assert isinstance(caught.value.__cause__, DeviceLost)
-    assert time.monotonic() - began < 15 and not followers()
+    assert time.monotonic() - began < 15 and not others()
     with pytest.raises(EngineClosed, match=f"rank 1 of 2 {reason}"):
         engine.submit(GOOD[0])
 
@@ -117,9 +117,9 @@ def test_so_does_one_in_a_transfer(folder: str, orders: Path, fault: str, transf
 @pytest.mark.long
 def test_an_idle_engine_ends_with_a_rank_and_the_next_one_works(folder: str) -> None:
     with ranked(folder) as engine:
-        followers()[0].terminate()  # which a rank ignores
+        others()[0].terminate()  # which a rank ignores
         before = tokens(engine, GOOD)
-        followers()[0].kill()
+        others()[0].kill()
         until(lambda: engine.client.thread.closed, 3 * 2)
     with ranked(folder) as engine:
         assert tokens(engine, GOOD) == before
@@ -153,7 +153,7 @@ def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 def test_the_other_rank_ends_with_rank_0(folder: str, number: signal.Signals) -> None:
     with process("-c", SCRIPT, folder) as rank_0:
         assert rank_0.stdout is not None and rank_0.stdout.readline() == "loaded\n"
-        (other,) = followers(rank_0.pid)
+        (other,) = others(rank_0.pid)
         rank_0.send_signal(number)
         rank_0.communicate(timeout=30)
         until(lambda: not runs(other), 15)
@@ -163,8 +163,8 @@ def test_the_other_rank_ends_with_rank_0(folder: str, number: signal.Signals) ->
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 2.0, 4.0])
 def test_an_interrupt_while_a_model_is_loaded_leaves_no_process(folder: str, seconds: float) -> None:
     with process("-c", SCRIPT, folder) as rank_0:
-        until(lambda: followers(rank_0.pid))
-        (other,) = followers(rank_0.pid)
+        until(lambda: others(rank_0.pid))
+        (other,) = others(rank_0.pid)
         time.sleep(seconds)
         rank_0.send_signal(signal.SIGINT)
         rank_0.communicate(timeout=60)
@@ -176,7 +176,7 @@ def test_a_server_ends_its_streams_and_then_all_ranks(folder: str) -> None:
     with process(*SERVE, folder) as rank_0:
         assert rank_0.stderr is not None
         url = next(line.split()[-1] for line in rank_0.stderr if "/v1" in line)
-        (other,) = followers(rank_0.pid)
+        (other,) = others(rank_0.pid)
         body = {"model": folder, "stream": True, "max_tokens": 40, "messages": [{"role": "user", "content": "Hi"}]}
         with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
@@ -205,7 +205,7 @@ def test_a_server_ends_its_streams_and_then_all_ranks(folder: str) -> None:
 def test_what_ranks_cannot_run_is_refused_before_a_process_starts(
     options: dict[str, Any], reason: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(transport, "Processes")
+    monkeypatch.delattr(rank_zero, "Processes")
     options = {name: value(tmp_path) if callable(value) else value for name, value in options.items()}
     with pytest.raises(InvalidInput, match=re.escape(reason)):
         Engine.load(**{"model": folder, **options}, device="cpu", tensor_parallel=2)
@@ -216,12 +216,12 @@ def test_a_process_with_a_world_of_its_own_starts_no_rank(folder: str) -> None:
     try:
         with pytest.raises(InvalidInput, match=r"already takes part in a torch\.distributed world"):
             Engine.load(folder, device="cpu", tensor_parallel=2)
-        assert not followers()
+        assert not others()
     finally:
         dist.destroy_process_group()
 
 
 def test_a_rank_that_cannot_start_is_reported(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "FOLLOWER", "no.such.module")
+    monkeypatch.setattr(processes, "PROGRAM", "no.such.module")
     with pytest.raises(DeviceLost, match="rank 1 of 2 has ended with status 1"):
         Engine.load(folder, device="cpu", tensor_parallel=2)

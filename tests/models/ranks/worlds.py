@@ -15,7 +15,7 @@ import transformers
 import radixkv
 from radixkv import Engine, SamplingParams
 from tests.models.conftest import GROUPED, make
-from tests.models.ranks.faulty_follower import FIRST
+from tests.models.ranks.faulty_rank import FIRST
 
 LOAD: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "block_size": 8, "monitor": False, "seed": 5}
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -42,13 +42,13 @@ def ranked(folder: str, **options: Any) -> Iterator[Engine]:
     """Load a model on two ranks; check that no process is left afterwards."""
     with Engine.load(folder, **{**LOAD, "tensor_parallel": 2, **options}) as engine:
         yield engine
-    assert not followers()
+    assert not others()
 
 
-def followers(parent: int | None = None) -> list[psutil.Process]:
+def others(parent: int | None = None) -> list[psutil.Process]:
     """Return the running ranks that a process, or this one, has started."""
     children = [each for each in psutil.Process(parent).children(recursive=True) if runs(each)]
-    return [each for each in children if any("follower" in part for part in each.cmdline())]
+    return [each for each in children if any("rank" in part for part in each.cmdline())]
 
 
 def runs(process: psutil.Process) -> bool:

@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 
-from radixkv.models.ranks import follower, group
+from radixkv.models.ranks import group, rank_process
 from radixkv.models.ranks.messages import decode
 
 FIRST, FILE = 100, "RADIXKV_TEST_FAULT"
@@ -59,7 +59,7 @@ def faulty(inputs: Sequence[Any], rank: int, step: Callable[[], Any]) -> Any:
     return result
 
 
-class FaultyFollower(follower.Follower):
+class FaultyRank(rank_process.RankProcess):
     """A rank that obeys orders."""
 
     def step(self, buffer: bytes) -> None:
@@ -67,9 +67,9 @@ class FaultyFollower(follower.Follower):
         fault, _, transfer = file.read_text().partition(" ") if file.exists() else ("", "", "")
         if {"offload": step.moves, "load": step.loads}.get(transfer):
             FAULTS[fault]()
-        faulty(step.inputs, 1, lambda: super(FaultyFollower, self).step(buffer))
+        faulty(step.inputs, 1, lambda: super(FaultyRank, self).step(buffer))
 
 
 if __name__ == "__main__":
-    follower.Follower = FaultyFollower  # type: ignore[misc]
-    follower.main()
+    rank_process.RankProcess = FaultyRank  # type: ignore[misc]
+    rank_process.main()

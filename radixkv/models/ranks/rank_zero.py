@@ -23,14 +23,14 @@ from radixkv.models import step_costs
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.ranks import group, sharding
-from radixkv.models.ranks.messages import LoadedRun, LoadPlan, Pairs, Step, encode
+from radixkv.models.ranks.messages import Pairs, RankLoad, Step, encode
 from radixkv.models.ranks.processes import Processes
 from radixkv.models.runner import Runner
 from radixkv.models.step_memory import step_memory
 from radixkv.models.weights.fixed import State, Weights
 from radixkv.models.weights.reload import ModelWeights, watch_weights
 
-_WATCH_SECONDS = 1.0
+_WATCH_SECONDS, _DIGEST_SECONDS = 1.0, 0.1  # between two looks
 
 
 class Ranks:
@@ -157,7 +157,7 @@ class RankedRunner:
     def recheck(self, tokens: NDArray[np.int32], start: int, block_table: NDArray[np.int32]) -> Recheck:
         """Compute cached KV again on all ranks: a token differs if it does on one of them."""
         own = partial(self.own.recheck, tokens, start, block_table)
-        first, others = self.processes.call("recheck", tokens, start, block_table, own=own)
+        first, others = self.processes.call("runner.recheck", tokens, start, block_table, own=own)
         found: list[Recheck] = [first, *others]
         differs = next((each for each in found if each.positions), first)
         positions = tuple(sorted({position for each in found for position in each.positions}))
@@ -171,13 +171,13 @@ class RankedRunner:
     def read_images(self, blocks: Sequence[int], tokens: int) -> NDArray[np.uint8]:
         """Copy blocks as `Runner.read_images` does: the images of the ranks side by side."""
         own, others = self.processes.call(
-            "read_images", blocks, tokens, own=partial(self.own.read_images, blocks, tokens)
+            "runner.read_images", blocks, tokens, own=partial(self.own.read_images, blocks, tokens)
         )
         return np.concatenate([own, *others], axis=1)
 
     def load_images(self, load: HostLoad, images: NDArray[np.uint8]) -> None:
         """Load images as `Runner.load_images` does."""
-        sent = LoadedRun(LoadPlan(load.plan.slots, load.plan.copies), load.sources)
+        sent = RankLoad(load.plan.slots, load.plan.copies, load.sources)
         parts = np.split(images, self.processes.size, axis=1)
         self.processes.call("load_images", sent, parts, own=partial(self.own.load_images, load, parts[0]))
 
@@ -209,7 +209,7 @@ class RankedHost:
 
     def image(self, block: int) -> NDArray[np.uint8]:
         """Return a copy of the images of all ranks."""
-        own, others = self._processes.call("image", block, own=partial(self._own.image, block))
+        own, others = self._processes.call("runner.host.image", block, own=partial(self._own.image, block))
         return np.concatenate([own, *others])
 
     def put_image(self, block: int, image: NDArray[np.uint8]) -> None:
@@ -239,12 +239,15 @@ class RankedWeights:
     def reload(self, state: State | None) -> float:
         """Take new weights on all ranks."""
         assert state is not None
-        with self._processes.unhurried(), TemporaryDirectory(prefix="radixkv-weights-") as folder:
+        with self._processes.without_timeout(), TemporaryDirectory(prefix="radixkv-weights-") as folder:
             file = sharding.write_state(state, folder)
             return self._processes.call("reload", file, own=partial(self._own.reload, state))[0]
 
     def digest(self) -> str:
-        """Return a digest of the weights of all ranks."""
-        with self._processes.unhurried():
-            own, others = self._processes.call("digest", own=self._own.digest)
+        """Return a digest of the weights of all ranks, each of which computes its own meanwhile."""
+        own, others = "", list[Any]([None])
+        while None in others:
+            others = self._processes.call("digest", own=lambda: None)[1]
+            own = own or self._own.digest()
+            time.sleep(_DIGEST_SECONDS * (None in others))
         return hashlib.sha256("".join([own, *others]).encode()).hexdigest()

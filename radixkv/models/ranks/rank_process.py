@@ -10,8 +10,10 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,23 +21,24 @@ import torch
 
 from radixkv.models.loaded import LoadedModel
 from radixkv.models.ranks import group, sharding
-from radixkv.models.ranks.messages import LoadedRun, decode
-from radixkv.models.ranks.processes import CALL
+from radixkv.models.ranks.messages import RankLoad, decode
+from radixkv.models.ranks.processes import HEAD, STEP, Answer
 from radixkv.models.runner import Runner
 from radixkv.models.step_memory import step_memory
 from radixkv.models.weights.reload import ModelWeights, watch_weights
 
 
-class Follower:
-    """The model, pool and host memory of one rank. Its public methods are the calls of rank 0."""
+class RankProcess:
+    """The model, pool and host memory of one rank. Rank 0 calls its methods, and methods of its parts, by name."""
 
+    _digest: Future[str] | None
     loaded: LoadedModel
     runner: Runner
     weights: ModelWeights
 
     def __init__(self, rank: int) -> None:
         """Begin without a model."""
-        self._rank = rank
+        self._rank, self._digest = rank, None
 
     def started(self) -> None:
         """Answer that this process takes calls."""
@@ -75,22 +78,9 @@ class Follower:
                 group.share(sampled)
             self.runner.run(step.inputs, step.copies, sampled)
 
-    def recheck(self, *arguments: Any) -> Any:
-        """Compute cached KV again, and compare this rank's heads."""
-        return self.runner.recheck(*arguments)
-
-    def read_images(self, blocks: Sequence[int], tokens: int) -> Any:
-        """Return this rank's images of blocks of the pool."""
-        return self.runner.read_images(blocks, tokens)
-
-    def load_images(self, load: LoadedRun, images: list[Any]) -> None:
+    def load_images(self, load: RankLoad, images: list[Any]) -> None:
         """Load this rank's images: one of all ranks' parts."""
         self.runner.load_images(load, images[self._rank])
-
-    def image(self, block: int) -> Any:
-        """Return this rank's image of a host block."""
-        assert self.runner.host is not None
-        return self.runner.host.image(block)
 
     def put_image(self, block: int, images: list[Any]) -> None:
         """Set this rank's image of a host block: one of all ranks' images."""
@@ -99,20 +89,24 @@ class Follower:
 
     def reload(self, file: str) -> float:
         """Take this rank's part of new weights, which rank 0 has written to a file."""
+        self._digest = None
         return self.weights.reload(sharding.read_state(file))
 
     def held_bytes(self) -> int:
         """Return the bytes of this rank's weights."""
         return sharding.held_bytes(self.loaded)
 
-    def digest(self) -> str:
-        """Return a digest of this rank's weights."""
-        return self.weights.digest()
+    def digest(self) -> str | None:
+        """Begin to compute a digest of this rank's weights; return it once it is known."""
+        if self._digest is None:
+            self._digest = Future()
+            threading.Thread(target=_settle, args=[self._digest, self.weights.digest], daemon=True).start()
+        return self._digest.result() if self._digest.done() else None
 
     # ---- the pipe
 
     def serve(self, pipe: Connection) -> None:
-        """Answer each message with (whether it succeeded, result or error); returns when rank 0 has ended."""
+        """Answer each message with its number, success, and result or error; return when rank 0 has ended."""
         while True:
             try:
                 message = pipe.recv_bytes()
@@ -121,20 +115,30 @@ class Follower:
             except (EOFError, OSError):
                 return
 
-    def _answer(self, message: bytes) -> tuple[bool, Any]:
+    def _answer(self, message: bytes) -> Answer:
+        kind, number = HEAD.unpack_from(message)
         try:
-            name, arguments = pickle.loads(message[1:]) if message[:1] == CALL else ("step", (message[1:],))
-            return True, getattr(self, name)(*arguments)
+            body = message[HEAD.size :]
+            name, arguments = ("step", (body,)) if kind == STEP else pickle.loads(body)
+            return Answer(number, True, attrgetter(name)(self)(*arguments))
         except Exception as error:
             group.disconnect()  # so that the collectives of the others end, too
-            return False, f"{type(error).__name__}: {error}"
+            return Answer(number, False, f"{type(error).__name__}: {error}")
 
 
-def _end_with_rank_0(pipe: int, folder: str) -> None:
+def _settle(future: Future[str], call: Callable[[], str]) -> None:
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _end_with_rank_0(pipe: int, folder: str, parent: int) -> None:
     """End this process when rank 0 has ended, whatever it computes or waits for, and remove the ranks' folder."""
     poll = select.poll()
     poll.register(pipe, 0)  # which reports the end of the other side only
-    poll.poll()
+    while not poll.poll(1000) and os.getppid() == parent:  # a child of rank 0 may hold the other side
+        pass
     _end(folder)
 
 
@@ -144,16 +148,16 @@ def _end(folder: str) -> NoReturn:
 
 
 def main() -> None:
-    """Run a rank whose pipe and folder the command names."""
-    pipe = int(sys.argv[1])
-    threading.Thread(target=_end_with_rank_0, args=[pipe, sys.argv[2]], daemon=True).start()
+    """Run a rank; the command names its pipe, the folder of the ranks, and the process of rank 0."""
+    pipe, folder, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    threading.Thread(target=_end_with_rank_0, args=[pipe, folder, parent], daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 ends this process by closing the pipe
     logging.basicConfig(level=logging.ERROR)  # rank 0 has the same warnings
     try:
-        Follower(int(os.environ["LOCAL_RANK"])).serve(Connection(pipe))
+        RankProcess(int(os.environ["LOCAL_RANK"])).serve(Connection(pipe))
     finally:
-        _end(sys.argv[2])
+        _end(folder)
 
 
 if __name__ == "__main__":
