@@ -21,7 +21,8 @@ from radixkv.sizing.kv_size import KVShape
 def shape_of(name: str, revision: str | None, size: int, settings: Mapping[str, Any]) -> KVShape:
     """Return the KV shape of a model that `size` ranks can share; fetches its files, and reads no weight.
 
-    Raises InvalidInput with the numbers for heads that do not divide, for states, and for weights of 8 or 4 bits.
+    Raises InvalidInput with the numbers for heads that do not divide, for states, and for weights of 8 or 4 bits;
+    UnsupportedModel for a model without a plan.
     """
     if settings["weights"] in ("int8", "int4"):
         raise InvalidInput(f"tensor_parallel={size}: weights={settings['weights']!r} cannot be divided: use float32")
@@ -29,10 +30,10 @@ def shape_of(name: str, revision: str | None, size: int, settings: Mapping[str, 
     if model_path.is_gguf(folder):
         raise InvalidInput(f"tensor_parallel={size} needs a folder of safetensors, and {name!r} is a GGUF file")
     shape = kv_shape(str(folder))
-    if obstacle := shape.ranks_obstacle(size) or _plan_obstacle(
-        folder, trust_remote_code=settings["trust_remote_code"]
-    ):
+    if obstacle := shape.ranks_obstacle(size):
         raise InvalidInput(f"tensor_parallel={size}: {obstacle}")
+    if obstacle := _plan_obstacle(folder, trust_remote_code=settings["trust_remote_code"]):
+        raise UnsupportedModel(f"tensor_parallel={size}: {obstacle}")
     return shape
 
 

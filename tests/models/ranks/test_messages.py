@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radixkv.models.loaded import SequenceInput
-from radixkv.models.ranks.messages import LoadedRun, LoadPlan, Step, decode, encode
+from radixkv.models.ranks.messages import RankLoad, Step, decode, encode
 
 LARGEST = 2**63 - 1
 NUMBERS, PAIRS = st.integers(-LARGEST, LARGEST), st.lists(st.tuples(*[st.integers(0, LARGEST)] * 2), max_size=4)
@@ -22,8 +22,8 @@ def arrays(length: int, dtype: Any) -> st.SearchStrategy[Any]:
 
 
 def load_of(length: int) -> st.SearchStrategy[Any]:
-    plans = st.builds(LoadPlan, slots=arrays(length, np.int64), copies=PAIRS)
-    return st.builds(LoadedRun, plan=plans, sources=arrays(length, np.int64))
+    slots = sources = arrays(length, np.int64)
+    return st.builds(RankLoad, slots=slots, copies=PAIRS, sources=sources)
 
 
 def input_of(length: int) -> st.SearchStrategy[Any]:
