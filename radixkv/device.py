@@ -492,6 +492,14 @@ def registered(device: Device) -> Iterator[None]:
             _DEVICES[device.place] = before
 
 
+GPU = "cuda"  # torch's name of a kind of device
+
+
+def gpu_count() -> int:
+    """Return the number of GPUs that torch can use."""
+    return torch.cuda.device_count()
+
+
 def default_place() -> torch.device:
     """Return the present GPU if torch can use one, else the CPU; warns about an `unusable_gpu`."""
     if reason := unusable_gpu():

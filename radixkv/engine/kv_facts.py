@@ -11,7 +11,6 @@ import torch
 
 from radixkv.config import EngineConfig
 from radixkv.device import device_of
-from radixkv.models.verdicts import module_kinds
 from radixkv.version import __version__
 
 if TYPE_CHECKING:
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 def facts(loaded: LoadedModel, config: EngineConfig, image_bytes: int) -> dict[str, Any]:
     """Return all that decides the bits of a block, except the values of the weights."""
+    from radixkv.models.verdicts import module_kinds  # imports layers and kernels
+
     settings = {name: value for name, value in vars(loaded.config).items() if name != "_name_or_path"}
     found = {
         "modules": _digest(module_kinds(loaded.model)),

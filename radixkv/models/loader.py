@@ -100,7 +100,7 @@ class _Wanted:
     dtype: torch.dtype | str
     device: torch.device
     weights: str
-    division: Division
+    division: Division = WHOLE
 
     def check_memory(self, needed: int, half: int) -> None:
         """Refuse weights that do not fit into memory, before the machine starts to swap: they are read, then moved.

@@ -181,7 +181,7 @@ def test_measuring_ends_soon_on_a_busy_machine(
 
     monkeypatch.setattr(runner, "run", counted)
     clock = itertools.count(0, tick)
-    monkeypatch.setattr("radixkv.models.runner.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("radixkv.models.step_costs.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     costs = runner.host_costs(512)
     assert computed == counts
     assert costs.prefill_seconds_per_token == pytest.approx(tick / counts[-1])

@@ -17,6 +17,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from radixkv.device import GPU, gpu_count
 from radixkv.errors import InvalidInput
 
 dist: Any = torch.distributed  # its stubs lack some of its classes
@@ -95,9 +96,9 @@ def _connection(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         setattr(options, name, value)  # torch has no other way to choose an interface
     gloo = dist.ProcessGroupGloo(store, rank, size, options)
     made._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-    if torch.cuda.is_available():
+    if gpu_count():
         nccl = dist.ProcessGroupNCCL(store, rank, size, timeout)
-        made._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+        made._register_backend(torch.device(GPU), kinds.NCCL, nccl)
     return made
 
 
@@ -110,7 +111,7 @@ def refuse_second_world() -> None:
 def open_world(rank: int, size: int, folder: str, seconds: float) -> None:
     """Make torch's world of ranks, which meet in a private folder."""
     if not hasattr(dist.Backend, _BACKEND.upper()):
-        dist.Backend.register_backend(_BACKEND, RankGroup, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(_BACKEND, RankGroup, devices=["cpu", GPU])
     store, timeout = dist.FileStore(str(Path(folder) / "ranks"), size), timedelta(seconds=seconds)
     hook = sys.excepthook  # which torch replaces
     dist.init_process_group(_BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from radixkv import model_path
 from radixkv.attention.host_store import HostCosts, HostLoad, HostStore
+from radixkv.device import GPU, gpu_count
 from radixkv.errors import DeviceLost, InvalidInput
 from radixkv.models import step_costs
 from radixkv.models.kv_recompute import Recheck
@@ -41,8 +42,8 @@ class Ranks:
 
         Raises InvalidInput for more ranks than GPUs, and for ranks on the CPU of a machine with GPUs.
         """
-        gpus = torch.cuda.device_count()
-        if device.type == "cuda" and (gpus < size or device.index):
+        gpus = gpu_count()
+        if device.type == GPU and (gpus < size or device.index):
             raise InvalidInput(
                 f"tensor_parallel={size} takes the first {size} GPUs, and {gpus} are here: device='cuda'"
             )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from radixkv import model_path
+from radixkv.device import GPU
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter, loader
 from radixkv.models.identity import local_part
@@ -61,7 +62,7 @@ def load(name: str, rank: int, device: str, settings: Mapping[str, Any]) -> Load
         ) from error
     size = torch.distributed.get_world_size()
     division = loader.Division(1 / size, {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")})
-    place = f"{device}:{rank}" if device == "cuda" else device
+    place = f"{device}:{rank}" if device == GPU else device
     return adapter.load(name, **settings, device=place, fuse=False, division=division)
 
 
