@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from radixkv.engine import RequestEngine
 
 
+_log = logging.getLogger(__name__)
+
 # drop_oldest begins when less than a quarter of the context, or fewer than max_tokens, is left for a reply. It drops
 # turns until half of the context is left, so that the following turns hit the cache again.
-_log = logging.getLogger(__name__)
 _ROOM = 4
 _KEEP = 2
 

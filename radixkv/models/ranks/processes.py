@@ -83,13 +83,15 @@ class Processes:
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
-        """Allow calls that read or write all weights more than the seconds of the timeout."""
+        """Allow calls that read or write all weights, and their collectives, more than the seconds of the timeout."""
         with self._lock:
+            self.call("started", own=lambda: None)  # a rank that hangs already is lost within the timeout
             self._seconds = LOADING_SECONDS
+            self._reconnect()
             try:
                 yield
             finally:
-                self._seconds = self._timeout
+                self.loaded()
 
     def step(self, buffer: Buffer, own: Callable[[], Result]) -> Result:
         """Let the other ranks execute an encoded step, and this one `own`; return its result."""
@@ -210,7 +212,7 @@ class Processes:
                 other.process.wait(_GRACE_SECONDS)
             code = other.process.returncode
             reason = f"was ended by signal {-code}" if (code or 0) < 0 else f"has ended with status {code}"
-        self.lost = f"rank {other.rank} of {self.size} {reason}: load the engine again"
+        self.lost = self.lost or f"rank {other.rank} of {self.size} {reason}: load the engine again"
         self._kill()
 
     def _kill(self) -> None:

@@ -1,7 +1,7 @@
 """A rank other than 0 that fails, dies or hangs where a token of a step, or a file, demands it.
 
 Each fault at each phase of a step, on each of two ranks, has a token, from FIRST on. Transfers fail while the file that
-RADIXKV_TEST_FAULT names has a text such as "raise load".
+RADIXKV_TEST_FAULT names has a text such as "raise load"; with "slow" a reload takes SLOW seconds.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from radixkv.models.ranks.messages import decode
 
 FIRST, FILE = 100, "RADIXKV_TEST_FAULT"
 PHASES = ("before", "inside", "after")
+SLOW = 5.0
 INSIDE = 2  # the sum over all ranks at which a forward fails
 
 
@@ -68,6 +69,10 @@ class FaultyRank(rank_process.RankProcess):
         if {"offload": step.moves, "load": step.loads}.get(transfer):
             FAULTS[fault]()
         faulty(step.inputs, 1, lambda: super(FaultyRank, self).step(buffer))
+
+    def reload(self, file: str) -> float:
+        time.sleep(SLOW * (Path(os.environ[FILE]).read_text() == "slow"))
+        return super().reload(file)
 
 
 if __name__ == "__main__":

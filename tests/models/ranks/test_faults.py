@@ -114,6 +114,16 @@ def test_so_does_one_in_a_transfer(folder: str, orders: Path, fault: str, transf
     orders.write_text("")
 
 
+def test_a_rank_may_take_longer_than_the_timeout_to_reload(folder: str, orders: Path) -> None:
+    state = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    with ranked(folder, rank_timeout=3.0) as engine:
+        before = tokens(engine, GOOD)
+        orders.write_text("slow")
+        engine.reload_weights(state)
+        assert tokens(engine, GOOD) == before
+    orders.write_text("")
+
+
 @pytest.mark.long
 def test_an_idle_engine_ends_with_a_rank_and_the_next_one_works(folder: str) -> None:
     with ranked(folder) as engine:
