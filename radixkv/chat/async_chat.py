@@ -6,6 +6,7 @@ happens on the event loop, so no call blocks it.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from asyncio import CancelledError, wrap_future
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
@@ -172,7 +173,8 @@ class AsyncChatSession:
 
     async def save(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
         """Write the conversation to a JSON file, which `engine.resume` reads: see `ChatSession.save`."""
-        await self._run(self._session.save, path, kv=kv)
+        with self._use.call():
+            await asyncio.to_thread(self._session.save, path, kv=kv)  # which may wait for the engine
 
     async def __aenter__(self) -> AsyncChatSession:
         """Use the session in an `async with` block."""
@@ -250,4 +252,7 @@ class AsyncEngine(AsyncRequestEngine):
 
     async def resume(self, path: str | os.PathLike[str], *, namespace: Hashable = None) -> AsyncChatSession:
         """Return the conversation that was saved to `path`; see `Engine.resume`."""
-        return AsyncChatSession(await self._prepared(self._engine.resume, path, namespace=namespace), self._preparing)
+        session = await asyncio.to_thread(
+            self._engine.resume, path, namespace=namespace
+        )  # which may wait for the engine
+        return AsyncChatSession(session, self._preparing)
