@@ -27,6 +27,7 @@ from radixkv.sizing.memory import limit_arenas
 KEY = "RADIXKV_PREFILL_KEY"
 _LEAST_KEY = 16
 _PAUSE = 10.0  # seconds for which a prefill worker is not asked after it has failed
+_LONGEST = 1e9  # seconds
 _CALLS = 32  # at once
 _UNMEASURED = 2_048  # tokens: the threshold where no prefill worker answers at the start
 _SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # tokens of the texts that are measured
@@ -49,7 +50,8 @@ def serve_prefill(arguments: Namespace) -> int:
     with naming_options():
         engine = Engine.load(arguments.model, engine_config(arguments), tokenizer=arguments.tokenizer)
     with engine, PrefillServer(engine, address, key) as server, suppress(KeyboardInterrupt):
-        _say(f"prefill at {arguments.prefill_address}")
+        host, _, _ = arguments.prefill_address.rpartition(":")
+        _say(f"prefill at {host}:{server.server_address[1]}")
         while not engine.client.thread.closed:
             server.handle_request()
         return 1
@@ -130,10 +132,12 @@ def place_of(arguments: Namespace) -> Place:
     host, _, port = arguments.prefill_address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise InvalidInput(f"--prefill-address {arguments.prefill_address}: HOST:PORT is needed, with a port's number")
+    if not 0 < arguments.prefill_timeout <= _LONGEST or not (arguments.prefill_threshold or 0) >= 0:  # or NaN
+        raise InvalidInput("--prefill-timeout is seconds above 0, and --prefill-threshold a number of at least 0")
     key = read_keys([f"prefill={os.environ.get(KEY, '')}"])["prefill"].encode()
     if len(key) < _LEAST_KEY:
         raise InvalidInput(f"{KEY} must be a secret of at least {_LEAST_KEY} bytes, or @FILE, the same for both roles")
-    return (host, int(port)), key
+    return (host.strip("[]"), int(port)), key
 
 
 def _say(text: str) -> None:

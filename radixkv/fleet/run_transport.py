@@ -11,6 +11,7 @@ import json
 import logging
 import secrets
 import socket
+import threading
 from collections.abc import Sequence
 from socketserver import ThreadingTCPServer
 from typing import IO, Any, Protocol
@@ -23,6 +24,8 @@ _DECODE, _PREFILL = b"radixkv runs 1, decode", b"radixkv runs 1, prefill"
 _RANDOM = 32  # bytes, as many as a proof has
 _LONGEST = 16 << 20  # bytes of a request: a million token ids
 _BUFFER = 1 << 18
+_MOST_THREADS = 256
+_PROOF_SECONDS = 10.0  # for each part of a proof
 _NEXT = b"\n"  # the worker has computed the text; the run may be sent
 
 _log = logging.getLogger(__name__)
@@ -79,13 +82,19 @@ class PrefillServer(ThreadingTCPServer):
     def __init__(self, engine: Engine, address: tuple[str, int], key: bytes, lease: float = 60.0) -> None:
         """Listen. Raises OSError for an address that is in use, or of another machine."""
         self._engine, self._key, self._lease = engine, key, lease
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, self._serve)
+
+    def verify_request(self, *_: Any) -> bool:
+        """Return whether a new connection may have a thread."""
+        return threading.active_count() < _MOST_THREADS
 
     def _serve(self, sock: socket.socket, *_: Any) -> Any:
         try:
-            sock.settimeout(self._lease)
+            sock.settimeout(min(self._lease, _PROOF_SECONDS))
             with _opened(sock) as stream:
                 _prove(stream, self._key, _PREFILL, _DECODE)
+                sock.settimeout(self._lease)
                 self._answer(stream, **json.loads(stream.readline(_LONGEST)))
         except (OSError, ValueError, TypeError, RecursionError, RadixKVError) as error:
             _log.warning("a decode worker got no run: %s", error)

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from socketserver import TCPServer, ThreadingTCPServer
 from typing import Any
@@ -23,7 +23,7 @@ from radixkv.cli import main
 from radixkv.cli.main import _parser
 from radixkv.engine.runs import Run
 from radixkv.errors import InvalidInput, ProtocolError
-from radixkv.fleet import roles
+from radixkv.fleet import roles, run_transport
 from radixkv.fleet.roles import KEY, RemotePrefill, measured_threshold
 from radixkv.fleet.run_transport import PrefillServer, SocketTransport
 
@@ -100,6 +100,13 @@ def ask(
         return await asyncio.gather(*map(one, prompts))
 
     return asyncio.run(all_of_them())
+
+
+def received(sock: socket.socket) -> bytes:
+    """All that the other end sends until it closes."""
+    with suppress(ConnectionResetError), sock.makefile("rb") as stream:
+        return stream.read()
+    return b""
 
 
 def answers(completions: list[Completion]) -> list[Any]:
@@ -220,6 +227,22 @@ def test_another_key_is_refused_by_both_ends(prefilling: Engine, caplog: pytest.
             assert not stream.read(1)
 
 
+def test_connections_without_a_proof_end_soon_and_have_few_threads(
+    prefilling: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_transport, "_PROOF_SECONDS", 0.5)
+    monkeypatch.setattr(run_transport, "_MOST_THREADS", threading.active_count() + 3)
+    with listening(prefilling) as place, ExitStack() as open_:
+        idle = [open_.enter_context(socket.create_connection(place, PATIENCE)) for _ in range(9)]
+        assert 1 <= sum(len(received(sock)) == 32 for sock in idle) <= 3
+        assert transport(place).fetch(transport(place).offer([5, 6], None)).tokens.tolist() == [5, 6]
+
+
+def test_a_prefill_worker_may_have_an_address_of_ipv6(prefilling: Engine) -> None:
+    with running(PrefillServer(prefilling, ("::1", 0), SECRET)) as place:
+        assert transport(place[:2]).fetch(transport(place[:2]).offer([5, 6], None)).tokens.tolist() == [5, 6]
+
+
 @pytest.mark.parametrize("request_", ["[]", "{}", "no JSON", "[" * 9999])
 def test_a_wrong_request_ends_its_connection_only(
     request_: str, prefilling: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -257,11 +280,17 @@ def test_the_threshold_is_the_first_size_that_arrives_sooner(
 
 @pytest.mark.parametrize(
     ("key", "address", "said"),
-    [("", "127.0.0.1:0", KEY), ("short", "127.0.0.1:0", KEY), ("k" * 16, "here", "HOST:PORT")],
+    [
+        ("", "127.0.0.1:0", KEY),
+        ("short", "127.0.0.1:0", KEY),
+        ("k" * 16, "here", "HOST:PORT"),
+        *(("k" * 16, f"127.0.0.1:0 --prefill-timeout={wrong}", "-timeout") for wrong in ("0", "-1", "nan", "inf")),
+        *(("k" * 16, f"127.0.0.1:0 --prefill-threshold={wrong}", "-threshold") for wrong in ("-1", "nan")),
+    ],
 )
 def test_wrong_options_are_refused(key: str, address: str, said: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv(KEY, key)
-    assert main(["worker", "tiny", "--role", "prefill", "--prefill-address", address]) == 2
+    assert main(["worker", "tiny", "--role", "prefill", "--prefill-address", *address.split()]) == 2
     assert said in capsys.readouterr().err
 
 
