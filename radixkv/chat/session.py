@@ -27,7 +27,7 @@ from radixkv.chat.reply_stream import ReplyStream
 from radixkv.chat.saved import SessionState, Turn, kv_path, write
 from radixkv.chat.session_use import SessionUse
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine import Completion
+from radixkv.engine import Completion, Run
 from radixkv.engine.engine import explained_methods
 from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, SessionClosed
@@ -205,8 +205,9 @@ class ChatSession:
         with self._use.call():
             self._settle()
             write(self._state(), self._engine.model.name, path)
-            with suppress(FileNotFoundError):
-                os.remove(kv_path(path))  # of an earlier save
+            with suppress(OSError):
+                if Run.begins(kv_path(path)):  # an earlier save wrote it
+                    os.remove(kv_path(path))
             if kv:
                 self._save_kv(path)
 

@@ -65,6 +65,12 @@ class Run:
             file.write(part + _CHECKSUM.pack(crc32(part)))
         file.write(self.images.data)
 
+    @staticmethod
+    def begins(path: str | os.PathLike[str]) -> bool:
+        """Return whether a file of this user begins as a run does. Raises OSError."""
+        with private_files.open_own(path) as opened:
+            return opened.read(len(_FORMAT)) == _FORMAT
+
     @classmethod
     def read(cls, file: str | os.PathLike[str] | IO[bytes]) -> Self:
         """Read a run from a path, or from a binary stream up to the run's end; `import_run` checks its images.

@@ -297,3 +297,6 @@ def test_a_conversation_moves_with_its_kv(
         (tmp_path / "other.json.kv").write_bytes((tmp_path / "chat.json.kv").read_bytes())
         other.chat("Be kind.").save(tmp_path / "other.json")
         assert not (tmp_path / "other.json.kv").exists()
+        (tmp_path / "other.json.kv").write_text("a file of the user")
+        other.chat("Be kind.").save(tmp_path / "other.json")
+        assert (tmp_path / "other.json.kv").read_text() == "a file of the user"
