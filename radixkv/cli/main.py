@@ -207,13 +207,13 @@ def _add_worker(add: AddCommand) -> None:
 
 def _add_roles(group: argparse._ArgumentGroup) -> None:
     roles = (
-        "prefill only computes prompts, without a frontend; decode has it compute long ones. RADIXKV_PREFILL_KEY is a "
-        "secret of both, or @FILE (default both: one worker does all)"
+        "prefill: only compute prompts, without a frontend; decode: fetch long prompts from it. RADIXKV_PREFILL_KEY is "
+        "a secret of both, or @FILE (default both: one worker does all)"
     )
     group.add_argument("--role", choices=("both", "prefill", "decode"), default="both", help=roles)
-    where = "of the prefill worker (default 127.0.0.1:7300); what is sent there is not encrypted"
+    where = "address of the prefill worker (default 127.0.0.1:7300); prompts and runs are not encrypted"
     group.add_argument("--prefill-address", default="127.0.0.1:7300", metavar="HOST:PORT", help=where)
-    least = "uncached tokens above which a decode worker asks it (default: measured at the start)"
+    least = "uncached tokens above which a decode worker asks the prefill worker (default: measured at the start)"
     group.add_argument("--prefill-threshold", type=float, metavar="N", help=least)
     longest = "seconds after which a decode worker computes a prompt itself (default 60)"
     group.add_argument("--prefill-timeout", type=float, default=60.0, metavar="S", help=longest)

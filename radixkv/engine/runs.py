@@ -45,7 +45,8 @@ Images = NDArray[np.uint8]
 class Run:
     """The tokens of a cached prefix, int32 [n], and images of its blocks, uint8 [ceil(n / block_size), bytes].
 
-    `checksums` are uint32, one for each image. `fingerprint` names all that decides the bits of the images.
+    `checksums` are uint32, one for each image. `fingerprint` identifies the weights and settings that determine the
+    images.
     """
 
     fingerprint: str

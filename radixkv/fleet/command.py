@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _begin(arguments: argparse.Namespace) -> Callable[[Any], Any]:
-    """Return a function from an engine to the call that begins its requests; to None for a worker with both roles."""
+    """Return a factory: of an engine it makes the function that starts requests, or None for `engine.submit`."""
     if arguments.role == "both":
         return lambda engine: None
     from radixkv.fleet.roles import place_of, remote_prefill

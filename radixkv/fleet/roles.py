@@ -1,4 +1,4 @@
-"""Prefill apart from decode: a worker that computes prompts, and the requests of a worker that takes their runs."""
+"""Serve prompts as a prefill worker, and fetch the runs of long prompts as a decode worker."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from argparse import Namespace
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +20,7 @@ from radixkv.chat import AsyncEngine, Engine
 from radixkv.engine import AsyncHandle
 from radixkv.engine.runs import Run
 from radixkv.errors import InvalidInput, RadixKVError
-from radixkv.fleet.run_transport import PrefillServer, SocketTransport, Transport
+from radixkv.fleet.run_transport import PrefillServer, Refused, SocketTransport, Transport
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.command import engine_config, naming_options, read_keys
 from radixkv.sizing.memory import limit_arenas
@@ -29,6 +30,7 @@ _LEAST_KEY = 16
 _PAUSE = 10.0  # seconds for which a prefill worker is not asked after it has failed
 _LONGEST = 1e9  # seconds
 _CALLS = 32  # at once
+_SHARE = 4  # a run is moved whole: a prompt of which less than a quarter is missing is computed here
 _UNMEASURED = 2_048  # tokens: the threshold where no prefill worker answers at the start
 _SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # tokens of the texts that are measured
 _MEASURED = "radixkv: measured at the start"  # their namespace
@@ -65,7 +67,7 @@ def remote_prefill(arguments: Namespace, place: Place, engine: Engine) -> Remote
         threshold = measured_threshold(engine, transport) if threshold is None else threshold
     except (OSError, RadixKVError) as error:
         _say(f"the prefill worker cannot be measured: {error}")
-        threshold = _UNMEASURED
+        threshold = _UNMEASURED if isinstance(error, OSError) else math.inf  # as for one with other weights
     _say(f"prompts of more than {threshold:.0f} uncached tokens are computed at {arguments.prefill_address}")
     return RemotePrefill(AsyncEngine(engine), transport, threshold, arguments.prefill_timeout)
 
@@ -80,7 +82,7 @@ class RemotePrefill:
         """Ask for prompts with more than `threshold` uncached tokens, and wait at most `timeout` seconds for a run."""
         self._engine, self._transport, self._threshold, self._timeout = engine, transport, max(threshold, 1), timeout
         self._paused_until = 0.0
-        self._threads = ThreadPoolExecutor(_CALLS, "radixkv-fetch")
+        self._calls = asyncio.Semaphore(_CALLS)
 
     async def submit(
         self, prompt: list[int], params: SamplingParams, *, namespace: str | None, **options: Any
@@ -89,22 +91,35 @@ class RemotePrefill:
         is_whole = params.prompt_logprobs is not None  # computed here in any case
         if not is_whole and len(prompt) > self._threshold and time.monotonic() >= self._paused_until:
             found = await self._engine.probe(prompt, namespace=namespace)
-            if len(prompt) - found.reached - found.disk > self._threshold:
+            missing = len(prompt) - found.reached - found.disk
+            if missing > max(self._threshold, len(prompt) / _SHARE):
                 await self._bring(prompt[:-1], namespace)  # the last token is computed for its logits
         return await self._engine.submit(prompt, params, namespace=namespace, **options)
 
     async def _bring(self, tokens: list[int], namespace: str | None) -> None:
         """Import the run of a text; log a warning if that fails."""
-        fetching = asyncio.get_running_loop().run_in_executor(self._threads, self._fetched, tokens, namespace)
         try:
-            run = await asyncio.wait_for(fetching, self._timeout)
+            run = await asyncio.wait_for(self._fetch(tokens, namespace), self._timeout)
             await self._engine.import_run(run, namespace=namespace)
         except Exception as error:
-            self._paused_until = time.monotonic() + _PAUSE
+            if not isinstance(error, Refused):
+                self._paused_until = time.monotonic() + _PAUSE
             _log.warning("a prompt of %d tokens is computed here, because no run came: %r", len(tokens), error)
 
-    def _fetched(self, tokens: list[int], namespace: str | None) -> Run:
-        return self._transport.fetch(self._transport.offer(tokens, namespace))
+    async def _fetch(self, tokens: list[int], namespace: str | None) -> Run:
+        """Fetch a run on a thread that the end of the process does not wait for."""
+        found: Future[Run] = Future()
+
+        def fetch() -> None:
+            try:
+                found.set_result(self._transport.fetch(self._transport.offer(tokens, namespace)))
+            except BaseException as error:
+                found.set_exception(error)
+
+        async with self._calls:
+            found.set_running_or_notify_cancel()
+            threading.Thread(target=fetch, name="radixkv-fetch", daemon=True).start()
+            return await asyncio.wrap_future(found)
 
 
 def measured_threshold(engine: Engine, transport: Transport) -> float:

@@ -13,12 +13,13 @@ import secrets
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from socketserver import ThreadingTCPServer
 from typing import IO, Any, Protocol
 
 from radixkv.chat import Engine
 from radixkv.engine.runs import Run
-from radixkv.errors import ProtocolError, RadixKVError
+from radixkv.errors import InvalidInput, PinBudgetExceeded, ProtocolError, RadixKVError
 
 _DECODE, _PREFILL = b"radixkv runs 1, decode", b"radixkv runs 1, prefill"
 _RANDOM = 32  # bytes, as many as a proof has
@@ -26,9 +27,13 @@ _LONGEST = 16 << 20  # bytes of a request: a million token ids
 _BUFFER = 1 << 18
 _MOST_THREADS = 256
 _PROOF_SECONDS = 10.0  # for each part of a proof
-_NEXT = b"\n"  # the worker has computed the text; the run may be sent
+_NEXT, _NO = b"\n", b"!"  # the worker has computed the text, the run may be sent; it does not compute this text
 
 _log = logging.getLogger(__name__)
+
+
+class Refused(ProtocolError):
+    """The prefill worker cannot compute this text, and may compute others."""
 
 
 class Transport(Protocol):
@@ -38,7 +43,7 @@ class Transport(Protocol):
         """Let the worker compute a text and hold it for a while; return a ticket, which must be fetched."""
 
     def fetch(self, ticket: Any) -> Run:
-        """Return the run of a ticket; the worker holds it no longer, also after an error."""
+        """Return the run of a ticket; the worker releases it, even after an error."""
 
 
 class SocketTransport:
@@ -49,14 +54,15 @@ class SocketTransport:
         self._address, self._key, self._timeout = address, key, timeout
 
     def offer(self, tokens: Sequence[int], namespace: str | None) -> Any:
-        """Raise OSError, and ProtocolError for another key."""
+        """Raise OSError, ProtocolError for another key, and Refused."""
         with socket.create_connection(self._address, self._timeout) as sock:
             stream = _opened(sock)  # which remains open
         try:
             _prove(stream, self._key, _DECODE, _PREFILL)
             asked = {"tokens": list(tokens), "namespace": namespace, "timeout": self._timeout}
             _send(stream, json.dumps(asked).encode() + b"\n")
-            _exactly(stream, len(_NEXT))
+            if _exactly(stream, len(_NEXT)) != _NEXT:
+                raise Refused("the prefill worker refuses the text: see its log")
         except BaseException:
             stream.close()
             raise
@@ -72,7 +78,8 @@ class SocketTransport:
 class PrefillServer(ThreadingTCPServer):
     """Computes texts for decode workers, and sends their runs, each connection on a thread of its own.
 
-    A run is leased: it is pinned until it was taken, its connection ends, or `lease` seconds have passed.
+    A run is leased: it is pinned, if the budget of pins allows, until it is taken, its connection ends, or `lease`
+    seconds have passed.
     """
 
     allow_reuse_address = daemon_threads = True
@@ -100,7 +107,14 @@ class PrefillServer(ThreadingTCPServer):
             _log.warning("a decode worker got no run: %s", error)
 
     def _answer(self, stream: IO[bytes], tokens: list[int], namespace: str | None, timeout: float) -> None:
-        with self._engine.warm(tokens, pin=True, ttl=self._lease, namespace=namespace, timeout=timeout):
+        try:
+            leased: Any = self._engine.warm(tokens, pin=True, ttl=self._lease, namespace=namespace, timeout=timeout)
+        except PinBudgetExceeded:
+            leased = nullcontext()  # it is computed, and cached for now
+        except InvalidInput:
+            _send(stream, _NO)
+            raise
+        with leased:
             _send(stream, _NEXT)
             _exactly(stream, len(_NEXT))
             run = self._engine.export_run(tokens, namespace=namespace)
@@ -130,5 +144,5 @@ def _send(stream: IO[bytes], data: bytes) -> None:
 def _exactly(stream: IO[bytes], length: int) -> bytes:
     data = stream.read(length)
     if len(data) < length:
-        raise ConnectionResetError("the other worker has closed the connection, and its log says why")
+        raise ConnectionResetError("the other worker closed the connection: see its log")
     return data

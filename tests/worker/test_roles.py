@@ -195,14 +195,25 @@ def test_a_dead_prefill_worker_is_not_asked_for_a_while(decoding: Engine, caplog
     assert len(logged(caplog, HERE)) == 1
 
 
-def test_runs_of_other_settings_and_prompts_above_the_budget_of_pins_are_computed_here(
+def test_runs_of_other_settings_and_prompts_that_do_not_fit_are_computed_here(
     decoding: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for options, said in (({"kv_dtype": "int8"}, "other weights or settings"), ({"num_blocks": 12}, "pin")):
+    for options, said in (({"kv_dtype": "int8"}, "other weights or settings"), ({"num_blocks": 8}, "refuses the text")):
         with Engine.load("tiny", **options) as other, listening(other) as place:
             prompt = text(len(said))
             assert answers(ask(decoding, place, prompt)) == alone(prompt)
         assert logged(caplog, said)
+
+
+def test_a_refused_prompt_does_not_stop_others_and_a_text_above_the_budget_of_pins_moves(decoding: Engine) -> None:
+    with Engine.load("tiny", num_blocks=12) as other, listening(other) as place:
+        remote = RemotePrefill(AsyncEngine(decoding), transport(place), 8, PATIENCE)
+
+        async def both() -> list[int]:
+            found = [await remote.submit(text(size, size), GREEDY, namespace=f"{size}") for size in (400, 120)]
+            return [(await each.result()).usage.cached_tokens for each in found]
+
+        assert asyncio.run(both()) == [0, 119]
 
 
 def test_a_lease_ends(prefilling: Engine) -> None:

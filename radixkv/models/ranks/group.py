@@ -120,7 +120,7 @@ def open_world(rank: int, size: int, folder: str, seconds: float) -> None:
 
 
 def connect(number: int, seconds: float) -> None:
-    """Connect with all other ranks, which call this, too. A collective fails after `seconds`.
+    """Connect with all other ranks. Every rank must call this; a collective fails after `seconds`.
 
     `number` counts the connections, and is equal on all ranks.
     """

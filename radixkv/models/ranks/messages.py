@@ -20,7 +20,7 @@ _HEAD, _PER_INPUT, _PER_LOAD = 5, 6, 2
 
 
 class RankLoad(NamedTuple):
-    """A load as it travels: the slots and copies of its plan, and its sources."""
+    """A load as sent to other ranks: the slots and copies of its plan, and its sources."""
 
     slots: Buffer
     copies: Pairs

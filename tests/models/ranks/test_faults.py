@@ -114,6 +114,7 @@ def test_so_does_one_in_a_transfer(folder: str, orders: Path, fault: str, transf
     orders.write_text("")
 
 
+@pytest.mark.long
 def test_a_rank_may_take_longer_than_the_timeout_to_reload(folder: str, orders: Path) -> None:
     state = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     with ranked(folder, rank_timeout=3.0) as engine:
