@@ -84,22 +84,23 @@ class _Layer:
 
     def widen(self, *_: Any) -> None:
         """Replace the tensors by copies in float32."""
-        self._narrow = [(each, _wide(each)) for each in self._parameters]
-        self._swap()
+        self._narrow = [(each, _exchange(each, each.detach().float())) for each in self._parameters]
 
     def restore(self, *_: Any) -> None:
         """Put the tensors back."""
-        self._swap()
+        for parameter, tensor in self._narrow:
+            _exchange(parameter, tensor)
         self._narrow = []
 
-    def _swap(self) -> None:
-        """Exchange the contents of each parameter and of its other tensor; ranks' parts change only so."""
-        for parameter, other in self._narrow:
-            torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
-
-def _wide(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+def _exchange(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    """Give a parameter another tensor, and return its own."""
+    if not hasattr(parameter, "placements"):
+        before, parameter.data = parameter.data, tensor
+        return before
+    other = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call] # `data` of a rank's part is a copy
+    return other
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,12 @@ def test_layers_compute_in_float32_one_at_a_time_and_stay_where_they_were(tied: 
     def count(*_: Any) -> None:
         wide.append(sum(each.numel() for each in model.parameters() if each.dtype == torch.float32))
 
-    before = places(model)
+    before, watched = places(model), [weakref.ref(each) for each in model.parameters()]
     with widened_by_layers(model, torch.bfloat16):
         for module in model.modules():
             module.register_forward_hook(count)
         found = logits(model)
+    assert all(watch() is not None for watch in watched)  # as an optimizer or torch.compile watches
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, logits(whole), rtol=1e-5, atol=1e-5)
     assert places(model) == before
