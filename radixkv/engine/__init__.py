@@ -25,6 +25,7 @@ audit.py            recomputes cached KV, compares, and drops differing blocks
 audit_reads.py      cached runs of all tiers, read for an audit
 async_engine.py     AsyncRequestEngine and AsyncHandle, for asyncio
 runs.py             cached runs that move between engines
+kv_facts.py         the facts that decide the bits of cached KV
 observers/          telemetry records, monitoring, trace recording
 stats.py            counters, EngineStats and AuditReport
 latency.py          histograms

@@ -170,13 +170,13 @@ class RequestEngine:
             refuse_busy(config.disk_cache)
         transport = transport_of(config.tensor_parallel, config.rank_timeout, place_of(config.device))
         try:
-            return cls._over(transport, model, tokenizer, config)
+            return cls._load_by(transport, model, tokenizer, config)
         except BaseException:
             transport.close()
             raise
 
     @classmethod
-    def _over(cls, transport: Transport, model: Any, tokenizer: Any | None, config: EngineConfig) -> Self:
+    def _load_by(cls, transport: Transport, model: Any, tokenizer: Any | None, config: EngineConfig) -> Self:
         """Load a model by its transport, and put an engine together."""
         loaded = transport.load(
             model,
@@ -341,7 +341,7 @@ class RequestEngine:
         inputs = self.client.inputs
         ids, number = inputs.encode(tokens), inputs.namespaces.number(namespace)
         run = self.client.runs.export_run(self._model, ids, number)
-        inputs.weights.check()  # last: the fingerprint may be younger than the KV
+        inputs.weights.check()  # last: they may have been updated in place meanwhile
         return run
 
     def import_run(self, run: Run, namespace: Hashable = None) -> int:
@@ -350,6 +350,8 @@ class RequestEngine:
         Waits as `export_run`. Raises InvalidInput, with nothing changed, for a run that is damaged, or was computed
         with other weights or settings; WeightsChanged, EngineClosed.
         """
+        if not isinstance(run, Run):
+            raise InvalidInput(f"a run is what export_run returns, or Run.read, got {run!r:.100}")
         inputs = self.client.inputs
         inputs.weights.check()
         inputs.encode(run.tokens)

@@ -122,7 +122,7 @@ class RunExchange:
         """Use the core in calls that `ask` runs on the engine's thread, and waits for; `digest` is of the weights."""
         self._core, self._ask, self._digest = core, ask, digest
         self._size, self._num_blocks = core.cache.block_size, core.cache.num_blocks
-        self._weights, self._known = 0, {-1: ""}  # how often they have changed, and their fingerprint
+        self._weights, self._known = 0, dict[int, str]()  # how often they have changed, and their fingerprint
 
     def weights_changed(self) -> None:
         """Have another fingerprint from now on; on the engine's thread."""
@@ -145,8 +145,6 @@ class RunExchange:
 
     def import_run(self, loaded: LoadedModel, run: Run, namespace: Hashable) -> int:
         """Cache a run, and return how many of its tokens are cached then; see `Engine.import_run`."""
-        if not isinstance(run, Run):
-            raise InvalidInput(f"a run is what export_run returns, or Run.read, got {run!r:.100}")
         weights, image_bytes = self._ask(self._begin)
         shape = -(-len(run.tokens) // self._size), image_bytes
         if run.block_size != self._size:

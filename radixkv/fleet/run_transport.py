@@ -110,7 +110,7 @@ class PrefillServer(ThreadingTCPServer):
         try:
             leased: Any = self._engine.warm(tokens, pin=True, ttl=self._lease, namespace=namespace, timeout=timeout)
         except PinBudgetExceeded:
-            leased = nullcontext()  # it is computed, and cached for now
+            leased = nullcontext()  # its KV is cached, and may be evicted
         except InvalidInput:
             _send(stream, _NO)
             raise

@@ -208,6 +208,13 @@ def test_a_closed_engine_frees_its_model() -> None:
 # ---- refusals
 
 
+def test_other_objects_and_text_streams_are_no_runs() -> None:
+    with fake() as engine, pytest.raises(InvalidInput, match="a run is what export_run returns"):
+        engine.import_run("x")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="binary mode"):
+        Run.read(io.StringIO("x"))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("message", "options", "change"),
     [
