@@ -54,6 +54,7 @@ class EngineConfigFields(TypedDict, total=False):
     prefill_chunk: int
     order: str
     max_overtakes: int
+    max_delay: float | None
     victim: str
     speculate: str | None
     prefix_cache: bool
@@ -83,6 +84,10 @@ _SCRUB: _Rule = (
 _SECONDS: _Rule = (
     lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"),
     "{name} is a number of seconds above 0, got {value!r}",
+)
+_DELAY: _Rule = (
+    lambda value: value is None or _SECONDS[0](value),
+    "{name} is a number of seconds above 0, or None, got {value!r}",
 )
 _MONITOR: _Rule = (
     lambda value: (
@@ -114,9 +119,18 @@ _PROCESSORS: _Rule = (
 
 
 def _setting(
-    default: Any, help: str, rule: _Rule | None = None, *, least: int | None = None, choices: tuple[str, ...] = ()
+    default: Any,
+    help: str,
+    rule: _Rule | None = None,
+    *,
+    least: int | None = None,
+    choices: tuple[str, ...] = (),
+    kind: type | None = None,
 ) -> Any:
-    """Declare a field: its meaning, and which values are allowed. `least` is the smallest int."""
+    """Declare a field: its meaning, and which values are allowed. `least` is the smallest int.
+
+    `kind` is the type of an option's value where the default does not say it.
+    """
     if least is not None:
         optional = default is None
         rule = (
@@ -126,7 +140,9 @@ def _setting(
     if choices:
         allowed = (*choices, None) if default is None else choices
         rule = (allowed.__contains__, f"{{name}}={{value!r}}: allowed are {', '.join(map(repr, allowed))}")
-    return field(default=default, metadata={"help": help, "rule": rule, "least": least, "choices": choices})
+    return field(
+        default=default, metadata={"help": help, "rule": rule, "least": least, "choices": choices, "kind": kind}
+    )
 
 
 @explained
@@ -226,6 +242,12 @@ class EngineConfig:
         choices=ORDERS,
     )
     max_overtakes: int = _setting(32, "later requests that may overtake a waiting one", least=0)
+    max_delay: float | None = _setting(
+        None,
+        "seconds after which a waiting request goes before all others of its priority and its group of namespaces",
+        _DELAY,
+        kind=float,
+    )
     victim: str = _setting(
         "cheapest",
         "which request is preempted when blocks run out: the one that is cheapest to resume (cheapest), or the one "

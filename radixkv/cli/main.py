@@ -164,7 +164,15 @@ def _add_engine(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     add_settings(engine, "max_sequences", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype")
     add_settings(engine, "weights", "attention", "tensor_parallel", "rank_timeout")
     add_settings(
-        engine, "model_code", "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes", "deterministic"
+        engine,
+        "model_code",
+        "eviction",
+        "max_batch_tokens",
+        "prefill_chunk",
+        "order",
+        "max_overtakes",
+        "max_delay",
+        "deterministic",
     )
     add_settings(engine, "kv_dtype", "speculate", "verify", "seed", "record", "revision", "trust_remote_code")
     _add_monitor(engine)

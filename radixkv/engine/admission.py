@@ -13,6 +13,7 @@ and those of a lower priority than others.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
@@ -24,6 +25,7 @@ from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.shares import Promise, Shares
 from radixkv.engine.wait_queue import WaitQueue
 from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong
+from radixkv.turns import Group
 
 Key = tuple[int, int]
 
@@ -64,6 +66,12 @@ class Accounts(Protocol):
     def victims(self, request: Request, running: list[Request]) -> list[Request]:
         """Return the running requests whose preemption gives blocks to a running request."""
 
+    def waits_for_own(self, promises: SequenceOf[Promise]) -> bool:
+        """Return whether the last request, which does not fit, exceeds its share with running ones of the same share.
+
+        It waits for these then, and other shares need not wait for it.
+        """
+
 
 class CommonPool:
     """All blocks are for all requests."""
@@ -102,6 +110,10 @@ class CommonPool:
     def victims(self, request: Request, running: list[Request]) -> list[Request]:
         """Return all of them."""
         return running
+
+    def waits_for_own(self, promises: SequenceOf[Promise]) -> bool:
+        """Return False: all blocks are for all."""
+        return False
 
 
 class Admission:
@@ -160,14 +172,19 @@ class Admission:
             return False
         return self._is_covered(request, match) and self._can_return(request)
 
-    def fits_without_paused(self, request: Request, match: Match) -> bool:
-        """Return whether the request could fit if every paused request was preempted."""
-        paused = [each for each in self._running if each.channel.paused]
-        if len(paused) == len(self._running):
+    def fits_without(self, victims: SequenceOf[Request], request: Request, match: Match) -> bool:
+        """Return whether the request could fit if these running requests were preempted."""
+        if len(victims) == len(self._running):
             return True
-        streams = self.streams() - sum(each.streams_left for each in paused) + request.streams_left
-        room = streams <= self._max_sequences and self._is_covered(request, match, paused)
-        return bool(paused) and room and self._can_return(request)
+        streams = self.streams() - sum(each.streams_left for each in victims) + request.streams_left
+        room = streams <= self._max_sequences and self._is_covered(request, match, victims)
+        return bool(victims) and room and self._can_return(request)
+
+    def waits_for_own_blocks(self, request: Request, match: Match) -> bool:
+        """Return whether a request that does not fit waits for blocks of running requests of its own share."""
+        if self.streams() + request.streams_left > self._max_sequences:
+            return False
+        return self.accounts.waits_for_own([*self._promises(), (request, self._new_blocks(request, match))])
 
     def cut_to_fit(self, request: Request, sequence: Sequence) -> bool:
         """Cut the hit of a request that runs alone until it can finish; returns False if it cannot even so.
@@ -211,9 +228,12 @@ class Admission:
         `without` are running requests that would be preempted first.
         """
         freed = sum(most_blocks_freed(each, self.block_size) for each in without)
-        new = blocks_needed(request, self.block_size, match.length) + request.streams_left
-        promises = [*self._promises(without), (request, new)]
+        promises = [*self._promises(without), (request, self._new_blocks(request, match))]
         return self.accounts.cover(promises, idle=match.idle_blocks, freed=freed)
+
+    def _new_blocks(self, request: Request, match: Match) -> int:
+        """Return how many blocks a waiting request is sure to take, with its headroom."""
+        return blocks_needed(request, self.block_size, match.length) + request.streams_left
 
     def _promises(self, without: Collection[Request] = ()) -> list[Promise]:
         """Return how many blocks the running requests may still take, except `without`."""
@@ -307,18 +327,39 @@ class Admission:
 
     def victim(self, request: Request) -> Request:
         """Return the running request to preempt for a running one; O(running requests * depth of the tree)."""
-        return self._first_to_go(self.accounts.victims(request, self._running))
+        return min(self.accounts.victims(request, self._running), key=self._preempted_first)
 
-    def paused_victim(self) -> Request | None:
-        """Return the paused request to preempt, if there is one."""
+    def paused(self) -> list[Request]:
+        """Return the paused requests, in the order in which they are preempted."""
         paused = [request for request in self._running if request.channel.paused]
-        return self._first_to_go(paused) if paused else None
+        return sorted(paused, key=self._preempted_first)
 
-    def _first_to_go(self, requests: list[Request]) -> Request:
-        key = self._victim_key
-        return min(
-            requests, key=lambda each: (not each.channel.paused, each.priority, each.scheduling.guaranteed, key(each))
-        )
+    def turn_victims(self, request: Request) -> list[Request]:
+        """Return the requests to preempt so that a request of a group without a running one gets its streams.
+
+        These are the newest ones of the groups with the most streams for their share. None gives its turn twice, nor
+        to a lower priority.
+        """
+        streams = Counter[Group]()
+        for each in self._running:
+            streams[each.scheduling.group] += each.streams_left
+        left = [each for each in self._running if not each.scheduling.gave_turn and each.priority <= request.priority]
+        victims: list[Request] = []
+        missing = self.streams() + request.streams_left - self._max_sequences
+        while missing > 0 and left:
+            group = max((each.scheduling.group for each in left), key=lambda group: streams[group] / group.share)
+            victim = max(
+                (each for each in left if each.scheduling.group is group), key=lambda each: each.scheduling.admitted
+            )
+            left.remove(victim)
+            victims.append(victim)
+            streams[group] -= victim.streams_left
+            missing -= victim.streams_left
+        return victims if missing <= 0 else []
+
+    def _preempted_first(self, request: Request) -> tuple[bool, int, bool, Key]:
+        scheduling = request.scheduling
+        return not request.channel.paused, request.priority, scheduling.guaranteed, self._victim_key(request)
 
 
 def blocks_needed(request: Request, block_size: int, start: int | None = None, *, worst_case: bool = False) -> int:

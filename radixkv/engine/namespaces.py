@@ -17,6 +17,7 @@ from typing import Any
 from radixkv.cache.quotas import NamespaceLimits
 from radixkv.errors import InvalidInput
 from radixkv.telemetry.records import NamespaceId
+from radixkv.turns import group_key
 
 MOST = 65_536
 """Namespaces that are kept, if they are more than twice the namespaces with cached prefixes."""
@@ -65,9 +66,13 @@ class NamespaceTable:
             raise InvalidInput(
                 f"a namespace must be hashable (a string, say), and {type(namespace).__name__} is not: {error}"
             ) from error
-        if self._limits is not None and not found.used:
-            found.group = self._limits.group(namespace)
+        if not found.used:
+            found.group = 0 if self._limits is None else self._limits.group(namespace)
+            key = group_key(namespace, self._limits)
+            found.turn = None if key is namespace else self.number(key)
         found.used = next(self._uses)
+        if found.turn is not None:
+            found.turn.used = found.used  # kept as long as its members
         if len(self._ids) > self._limit:
             self._drop()
         return found

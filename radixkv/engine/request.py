@@ -26,6 +26,7 @@ from radixkv.cache import Explanation, Hint, Sequence
 from radixkv.engine.output import Chunk, Completion, FinishReason, OutputChannel, Usage
 from radixkv.engine.scores import NO_SCORES, Scores
 from radixkv.engine.text_stream import Decode, TextStream
+from radixkv.turns import Group
 
 if TYPE_CHECKING:
     from radixkv.sampling.params import Candidates, SamplingParams, TokenLogprobs
@@ -290,7 +291,8 @@ class Scheduling:
     were promised to it. `publish_late` means that it publishes nothing until a stream ends, which takes no block beyond
     its own. `counted` means that its prompt is in the engine's counters. `started_at` is the time of its first
     admission. `miss` explains why it did not hit all. `disk_reads` counts the reads that it waited for, and
-    `disk_tokens` the tokens that they brought into host memory.
+    `disk_tokens` the tokens that they brought into host memory. `group` takes turns with others, `gave_turn` means that
+    the request was preempted for another group, and `queued_at` is the time since which it waits.
     """
 
     number: int = 0
@@ -307,6 +309,9 @@ class Scheduling:
     miss: Explanation | None = None
     disk_reads: int = 0
     disk_tokens: int = 0
+    group: Group = field(default_factory=Group)
+    gave_turn: bool = False
+    queued_at: float = 0.0
 
 
 @dataclass(frozen=True)

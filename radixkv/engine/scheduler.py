@@ -17,6 +17,7 @@ first and which one waits for a shared prefix.
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from bisect import insort
 from dataclasses import dataclass
@@ -34,8 +35,9 @@ from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.stats import Counters
-from radixkv.engine.wait_queue import QUEUES
+from radixkv.engine.wait_queue import WaitQueue
 from radixkv.errors import OutOfBlocks
+from radixkv.turns import Group
 
 _log = logging.getLogger(__name__)
 _MAX_DELAYED = 64  # requests that one admission may delay, each compared with the running prompts
@@ -101,7 +103,8 @@ class Scheduler:
         steps: Steps,
     ) -> None:
         """Schedule onto `cache`, for `steps`."""
-        self.waiting = QUEUES[config.order](config, cache.block_size, reuse)
+        limits = None if cache.quotas is None else cache.quotas.limits
+        self.waiting = WaitQueue(config, cache.block_size, reuse, counters, limits)
         self.running: list[Request] = []  # by rank
         self.closing: list[Stream] = []  # that have ended, and are closed after the step in flight
         self.admission = Admission(cache, config, reuse, self.running, self.waiting, self.closing)
@@ -128,13 +131,32 @@ class Scheduler:
         """Take out a request, waiting or running, and free its blocks."""
         if request in self.running:
             self.running.remove(request)
+            request.scheduling.group.requests -= 1
+            request.scheduling.group.ran_until = time.perf_counter()
         elif request in self.waiting:
             self.waiting.remove(request)
+            request.scheduling.group.requests -= 1
         for stream in request.streams:
             if stream not in self.closing:
                 if self._planned:
                     self._unplan(stream)
                 stream.close()
+
+    @property
+    def head_waits_for(self) -> str | None:
+        """Return why the first waiting request by priority and arrival is not admitted; None if none waits.
+
+        "running streams", "blocks", "turn", "shared prefix", "disk", or "tokens of a step". Costs a match.
+        """
+        head = next(iter(self.waiting), None)
+        if head is None or (reason := self.waiting.reason(head)) is not None:
+            return None if head is None else reason
+        if self.admission.streams() + head.streams_left > self._max_sequences:
+            return "running streams"
+        first = self.waiting.first()
+        if first is not None and first.scheduling.group is not head.scheduling.group:
+            return "turn"
+        return "tokens of a step" if self.admission.fits(head, self._reuse.match(head)) else "blocks"
 
     # ---- schedule
 
@@ -190,6 +212,7 @@ class Scheduler:
                     self._planned[stream] = work
                     self._budget -= len(work.tokens)
                     self._more_rows += work.rows - 1
+                    stream.request.scheduling.group.tokens += len(work.tokens)
                 return
             except OutOfBlocks:
                 self._free_blocks(stream.request)
@@ -253,6 +276,7 @@ class Scheduler:
         if work.sources is None:
             self._budget += len(work.tokens)
             self._more_rows -= work.rows - 1
+            stream.request.scheduling.group.tokens -= len(work.tokens)
         else:
             self._load_room += len(work.tokens)
 
@@ -302,14 +326,18 @@ class Scheduler:
     # ---- admit
 
     def _admit(self) -> Request | None:
-        """Start the first request that fits; returns None if none waits, or if the first one does not fit."""
+        """Start the first request that fits; returns None if none waits, or if the first one does not fit.
+
+        Groups whose first request waits for blocks of their own are passed over.
+        """
         if not len(self.waiting):
             return None
         alone = not self.running and not self.closing
-        if not alone and self.admission.streams() >= self._max_sequences and self.admission.paused_victim() is None:
-            return None  # before the cache is searched for waiting requests
+        full = not alone and self.admission.streams() >= self._max_sequences and not self.admission.paused()
+        blocked: list[Group] = []
         for _ in range(_MAX_DELAYED):
-            request = next((each for each in self.waiting.in_order() if not each.channel.paused), None)
+            # If the engine is full, this comes before the cache is searched for waiting requests.
+            request = self.waiting.starved(self.running) if full else self.waiting.first(blocked)
             if request is None:
                 return None
             try:
@@ -321,22 +349,30 @@ class Scheduler:
                 match = self._reuse.match(request)
                 if self.waiting.delay(request, self.running, match.length):
                     continue
-                fits = self._make_room(request, match)
+                fits = self._make_room(request, match, turn=full)
                 if not self.running:
                     return self._start_alone(request)
-                return self._start(request, self._open(request)) if fits else None
+                if fits:
+                    return self._start(request, self._open(request))
+                if not self.admission.waits_for_own_blocks(request, match):
+                    return None
+                blocked.append(request.scheduling.group)
             except Exception as error:
                 self._fail(request, error)
                 return None
         return None
 
-    def _make_room(self, request: Request, match: Match) -> bool:
-        """Preempt paused requests until the request fits, if that can be enough; returns whether it fits."""
+    def _make_room(self, request: Request, match: Match, *, turn: bool) -> bool:
+        """Preempt requests until the request fits, if that can be enough; returns whether it fits.
+
+        These are paused requests, or those that give their `turn`.
+        """
         if self.admission.fits(request, match):
             return True
-        if self.admission.fits_without_paused(request, match):
-            while (paused := self.admission.paused_victim()) is not None:
-                self.preempt(paused)
+        victims = self.admission.turn_victims(request) if turn else self.admission.paused()
+        if self.admission.fits_without(victims, request, match):
+            for victim in victims:
+                self.preempt(victim, turn=turn)
                 if self.admission.fits(request, match):
                     return True
         return False
@@ -384,10 +420,11 @@ class Scheduler:
 
     # ---- preempt and resume
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: Request, *, turn: bool = False) -> None:
         """Free all blocks of a running request; it waits again, ahead of the requests that came later.
 
-        Finishes the step in flight first. If the request ends with that step, nothing is preempted.
+        Finishes the step in flight first. If the request ends with that step, nothing is preempted. A request that
+        gives its `turn` is promised no blocks when it comes back.
         """
         self._steps.finish_step()
         if request not in self.running:
@@ -399,9 +436,13 @@ class Scheduler:
                 self._unplan(stream)
                 stream.sequence.close()
         self.running.remove(request)
-        request.scheduling.preemptions += 1
-        request.scheduling.guaranteed, request.scheduling.publish_late = True, False
+        scheduling = request.scheduling
+        scheduling.preemptions += 1
+        scheduling.guaranteed, scheduling.publish_late = scheduling.guaranteed or not turn, False
+        scheduling.gave_turn |= turn
+        scheduling.group.ran_until = time.perf_counter()
         self._counters.preemptions += 1
+        self._counters.turn_preemptions += turn
         self.waiting.add(request)
         for observer in self._observers:
             observer.preempted(request)

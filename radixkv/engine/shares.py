@@ -135,3 +135,10 @@ class Shares:
         shares, own = self._quotas.shares, self._limits.group(request.namespace)
         group_of = {each: self._limits.group(each.namespace) for each in running}
         return [each for each, group in group_of.items() if group == own or shares.exceeds(group)]
+
+    def waits_for_own(self, promises: Sequence[Promise]) -> bool:
+        """See Accounts."""
+        shares, own = self._quotas.shares, self._limits.group(promises[-1][0].namespace)
+        same = [blocks for each, blocks in promises if self._limits.group(each.namespace) == own]
+        held = shares.used[own] - shares.evictable_in[own]
+        return len(same) > 1 and held + sum(same) > shares.guaranteed[own]

@@ -52,6 +52,9 @@ class Counters:
     accepted_from_own: int = 0
     accepted_from_prediction: int = 0
     drafts: int = 0
+    turn_admissions: int = 0
+    turn_preemptions: int = 0
+    overdue_admissions: int = 0
 
     def drafted(self, source: str, drafted: int, accepted: int) -> None:
         """Count the tokens of a draft that was verified."""
@@ -70,8 +73,10 @@ class EngineStats:
     `failed` count requests. `prompt_tokens` and `cached_tokens` are counted once per request, when its first step is
     committed, `computed_tokens` when their step is committed, and `output_tokens` when they are sampled.
     `forced_tokens` are output tokens that were not sampled, since a constraint left no choice. `preemptions` counts
-    requests that were preempted when blocks ran out.
-    `recomputed_tokens` were computed again because of that; `computed_tokens` counts them once.
+    requests that were preempted: when blocks ran out, or so that another group of namespaces gets its turn
+    (`turn_preemptions`). `recomputed_tokens` were computed again because of that; `computed_tokens` counts them once.
+    `turn_admissions` are requests that were admitted before an older one of another group, and `overdue_admissions`
+    waited for `max_delay` seconds or were overtaken `max_overtakes` times.
     `coalesced_requests` waited while another request computed their prefix, and hit `coalesced_tokens` more because of
     that. `failed` includes requests that `timed_out`. `audited_blocks` were recomputed by audits, which count nowhere
     else, and `differing_blocks` of them differed. `cache` has the pool's own counters and gauges, which include
@@ -145,6 +150,9 @@ class EngineStats:
     accepted_from_own: int = 0
     accepted_from_prediction: int = 0
     drafts: int = 0
+    turn_admissions: int = 0
+    turn_preemptions: int = 0
+    overdue_admissions: int = 0
 
     @property
     def requests(self) -> int:

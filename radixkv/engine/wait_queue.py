@@ -1,7 +1,14 @@
 """Order waiting requests, and delay a request while a running one prefills their shared prefix.
 
-A higher priority always goes first. Within a priority, preempted requests go first, as their callers have already seen
-a part of the answer. Then `WaitQueue` goes by arrival, and `LongestPrefixQueue` by the length of the cached prefix.
+The order, first rule first:
+
+1. A higher priority.
+2. Preempted requests, as their callers have already seen a part of the answer; of these the oldest.
+3. Turns between the groups of namespaces: see `turns`. "longest-prefix" may choose among the groups that are at most a
+   step's tokens ahead.
+4. Overdue requests, the oldest first: those that waited `max_delay` seconds, or that `max_overtakes` later ones of
+   their group have overtaken.
+5. The oldest request ("fcfs"), or the one with the longest cached prefix ("longest-prefix", SGLang's "lpm").
 
 Sixteen agents that start together with one system prompt would compute it sixteen times: at their start it is not
 cached. So a request is delayed while a running request is about to compute a prefix of its prompt, and hits that prefix
@@ -12,87 +19,231 @@ A request whose cached prefix is being read from a disk is held, and others over
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from heapq import merge
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
+from math import inf
 from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
+from radixkv.cache.quotas import NamespaceLimits
 from radixkv.config import EngineConfig
 from radixkv.engine.request import PrefixWait, Request, Scheduling, common_prefix
 from radixkv.engine.reuse_policy import ReusePolicy
+from radixkv.engine.stats import Counters
+from radixkv.telemetry.records import NamespaceId
+from radixkv.turns import Group, Turns, group_key
 
-LOOKED_AT = 128  # requests of one priority, by arrival, whose cached prefix is looked up for "longest-prefix"
+LOOKED_AT = 128  # requests by arrival: of one priority for "longest-prefix", and of all for announcements
+PATIENCE = 1.0  # seconds that a group without a running stream waits before another group's stream is preempted
 _SLACK = 8  # steps: other requests may keep a leader from its chunk for a few
 _RANK = attrgetter("rank")
 
 
 class WaitQueue:
-    """Waiting requests, first come, first served; delayed ones are not offered. O(log n) to add and remove."""
+    """The waiting requests; delayed and held ones are not offered. O(log n) to add and remove."""
 
-    def __init__(self, config: EngineConfig, block_size: int, reuse: ReusePolicy) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        block_size: int,
+        reuse: ReusePolicy,
+        counters: Counters,
+        limits: NamespaceLimits | None = None,
+    ) -> None:
         """Start empty. A prefix is worth a wait if the request saves two blocks."""
-        self._ready: SortedKeyList = SortedKeyList(key=_RANK)
+        self._all: SortedKeyList = SortedKeyList(key=_RANK)
+        self._ready: dict[Group, SortedKeyList] = {}  # the requests of each group that may be admitted, if it has any
         self._delayed: SortedKeyList = SortedKeyList(key=_RANK)
-        self._held: SortedKeyList = SortedKeyList(key=_RANK)  # until another part of the engine releases them
-        self._reuse = reuse
+        self._held: set[Request] = set()  # until another part of the engine releases them
+        self._reuse, self._counters, self._limits = reuse, counters, limits
+        self._turns = Turns(() if limits is None else limits.shares)
         self._min_saving = 2 * block_size
         self._prefill_chunk = config.prefill_chunk
-        self._max_overtakes = config.max_overtakes
-        self._step = 0
+        self._max_overtakes, self._max_delay = config.max_overtakes, config.max_delay or inf
+        self._key = KEYS[config.order]
+        self._ahead = (
+            0 if self._key is None else config.max_batch_tokens
+        )  # tokens that a group may be ahead of its turn
+        self._cached: dict[Request, int] = {}  # tokens, as looked up in this step
+        self._step, self._now = 0, 0.0
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._delayed) + len(self._held)
+        return len(self._all)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield all requests by priority, then by arrival."""
-        return merge(self._ready, self._delayed, self._held, key=_RANK)
+        """Yield all requests by priority, preempted ones first, then by arrival."""
+        return iter(self._all)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._ready or request in self._delayed or request in self._held
+        return request in self._all
 
     def add(self, request: Request) -> None:
-        """Queue a request at the place of its arrival."""
-        self._ready.add(request)
+        """Queue a request that arrived or was preempted, at the place of its arrival."""
+        scheduling, namespace = request.scheduling, request.namespace
+        scheduling.queued_at = time.perf_counter()
+        if not scheduling.admitted:
+            key = None if namespace is None else self._group_key(namespace)
+            group = self._turns.groups.get(key)
+            if group is None or (not group.requests and len(self._turns.groups) > 1):
+                group = self._turns.enter(key, self._share(namespace))
+            group.requests += 1
+            scheduling.group = group
+        self._all.add(request)
+        self._offer(request)
 
     def remove(self, request: Request) -> None:
         """Take out a request that ended or was admitted."""
-        next(each for each in (self._ready, self._delayed, self._held) if request in each).remove(request)
+        self._all.remove(request)
+        ready = self._ready.get(request.scheduling.group, ())
+        if request in ready:
+            self._withdraw(request)
+        elif request in self._held:
+            self._held.remove(request)
+        else:
+            self._delayed.remove(request)
 
     def unheld(self) -> Iterator[Request]:
         """Yield the requests that wait for blocks or for other requests, in no order."""
-        return chain(self._ready, self._delayed)
+        return chain(*self._ready.values(), self._delayed)
+
+    def reason(self, request: Request) -> str | None:
+        """Return why a waiting request is not offered; None if it is."""
+        if request in self._held:
+            return "disk"
+        return "shared prefix" if request in self._delayed else None
+
+    def _offer(self, request: Request) -> None:
+        ready = self._ready.get(request.scheduling.group)
+        if ready is None:
+            ready = self._ready[request.scheduling.group] = SortedKeyList(key=_RANK)
+        ready.add(request)
+
+    def _withdraw(self, request: Request) -> None:
+        ready = self._ready[request.scheduling.group]
+        ready.remove(request)
+        if not ready:
+            del self._ready[request.scheduling.group]
+
+    def _group_key(self, namespace: Hashable) -> Hashable:
+        if isinstance(namespace, NamespaceId):
+            return namespace.turn or namespace
+        return group_key(namespace, self._limits)
+
+    def _share(self, namespace: Hashable) -> float:
+        return 0.0 if self._limits is None else self._limits.shares[self._limits.group(namespace)]
+
+    # ---- order
+
+    def first(self, blocked: Collection[Group] = ()) -> Request | None:
+        """Return the request to admit next; None if all are paused, delayed, held, or of a group that is `blocked`.
+
+        O(groups). For "longest-prefix" it looks up the cached prefixes of LOOKED_AT requests, once in a step.
+        """
+        heads: list[Request] = []
+        for group, ready in self._ready.items():
+            if group not in blocked:
+                heads += islice((each for each in ready if not each.channel.paused), 1)
+        if not heads:
+            return None
+        head = min(heads, key=_RANK)
+        if self._key is None and (len(heads) == 1 or head.scheduling.preemptions):
+            return head
+        same = sorted((each for each in heads if each.rank[:2] == head.rank[:2]), key=_RANK)
+        first = {each.scheduling.group: each for each in same}
+        groups = list(first) if head.scheduling.preemptions else self._turns.next(first, self._ahead)
+        return first[groups[0]] if self._key is None or len(self) == 1 else self._best(groups, head.rank[:2])
+
+    def _best(self, groups: list[Group], kind: tuple[int, bool]) -> Request:
+        """Return the next request of some groups; `kind` is the beginning of its rank."""
+        ready = merge(*(self._ready[each].irange_key((*kind, 0), (*kind, inf)) for each in groups), key=_RANK)
+        unpaused = (each for each in ready if not each.channel.paused)
+        best: Request = min(islice(unpaused, LOOKED_AT), key=self._order)
+        return best
+
+    def _order(self, request: Request) -> tuple[bool, int, int]:
+        assert self._key is not None
+        overdue = self._is_overdue(request)
+        return not overdue, 0 if overdue else self._key(self, request), request.scheduling.number
+
+    def _is_overdue(self, request: Request) -> bool:
+        scheduling = request.scheduling
+        return scheduling.overtaken >= self._max_overtakes or self._now - scheduling.queued_at >= self._max_delay
+
+    def starved(self, running: Iterable[Request]) -> Request | None:
+        """Return the next request of the groups that run none and have waited for PATIENCE seconds; None if none has.
+
+        O(groups + running requests).
+        """
+        served = {each.scheduling.group for each in running}
+        blocked = [
+            group
+            for group, ready in self._ready.items()
+            if group in served or self._now - max(group.ran_until, ready[0].scheduling.queued_at) < PATIENCE
+        ]
+        return self.first(blocked) if len(blocked) < len(self._ready) else None
+
+    def admitted(self, request: Request) -> None:
+        """Take out a request that was admitted, and count it for the earlier requests that could have run instead."""
+        self.remove(request)
+        if request.scheduling.preemptions:
+            return
+        if self._key is not None:
+            self._count_overtakes(request)
+        if self._ready:
+            older = (
+                ready[0].rank < request.rank
+                for group, ready in self._ready.items()
+                if group is not request.scheduling.group
+            )
+            self._counters.turn_admissions += any(older)
+
+    def _count_overtakes(self, request: Request) -> None:
+        self._counters.overdue_admissions += self._is_overdue(request)
+        ready = self._ready.get(request.scheduling.group)
+        if ready is None:
+            return
+        for other in islice(ready, ready.bisect_key_left(request.rank)):
+            if other.priority == request.priority and not other.channel.paused:
+                other.scheduling.overtaken += 1
+
+    def cached_length(self, request: Request) -> int:
+        """Return how many tokens a request would hit now, as looked up once in a step."""
+        if request not in self._cached:
+            try:
+                self._cached[request] = self._reuse.match(request).length
+            except Exception:  # it fails alone, when it is admitted
+                self._cached[request] = 0
+        return self._cached[request]
 
     # ---- waiting for a read
 
     def hold(self, request: Request) -> None:
         """Hold a request back until `release`."""
-        self.remove(request)
+        if request in self._delayed:
+            self._delayed.remove(request)
+        else:
+            self._withdraw(request)
         self._held.add(request)
 
     def release(self, request: Request) -> None:
         """Offer a request again that is held."""
         self._held.remove(request)
-        self._ready.add(request)
-
-    def admitted(self, request: Request) -> None:
-        """Take out a request that was admitted."""
-        self._ready.remove(request)
-
-    def in_order(self) -> Iterator[Request]:
-        """Yield the requests that may be admitted, best first. Valid until the queue changes."""
-        return iter(self._ready)
+        self._offer(request)
 
     # ---- waiting for a shared prefix
 
     def begin_step(self) -> None:
         """Count a step, and offer delayed requests again whose wait is over."""
         self._step += 1
+        self._now = time.perf_counter()
+        self._cached.clear()
         if self._delayed:
             for request in self.ended_waits():
                 self._delayed.remove(request)
-                self._ready.add(request)
+                self._offer(request)
 
     def ended_waits(self) -> list[Request]:
         """Return the requests whose prefix is cached, whose leader is gone, or whose leader took too long.
@@ -134,66 +285,17 @@ class WaitQueue:
                 request.scheduling.prefix_wait = PrefixWait(leader, shared, self._step + 2 * steps + _SLACK, before)
                 part = self._reuse.aligned(min(shared, len(request.prompt) - 1))
                 next(each for each in leader.live if each.active).sequence.snapshot_at(part, shared=True)
-                self._ready.remove(request)
+                self._withdraw(request)
                 self._delayed.add(request)
                 return True
         return False
 
 
-class LongestPrefixQueue(WaitQueue):
-    """Within a priority, offer the request with the longest cached prefix first (SGLang's "lpm").
-
-    A stream of hits could starve a cold request for as long as it lasts. So a request that `max_overtakes` later ones
-    have passed goes before all others of its priority.
-    """
-
-    def __init__(self, config: EngineConfig, block_size: int, reuse: ReusePolicy) -> None:
-        """Start empty."""
-        super().__init__(config, block_size, reuse)
-        self._cached: dict[Request, int] = {}  # tokens, as looked up in this step
-
-    def begin_step(self) -> None:
-        """Look up cached prefixes again, too."""
-        self._cached.clear()
-        super().begin_step()
-
-    def in_order(self) -> Iterator[Request]:
-        """Yield the requests that may be admitted, best first. Valid until the queue changes."""
-        if len(self._ready) < 2:
-            return iter(self._ready)
-        first = self._ready[0].priority
-        highest = takewhile(lambda request: request.priority == first, islice(self._ready, LOOKED_AT))
-        best = sorted(highest, key=self._key)
-        return chain(best, islice(self._ready, len(best), None))
-
-    def admitted(self, request: Request) -> None:
-        """Take out a request that was admitted, and count it for the earlier requests that could have run instead."""
-        super().admitted(request)
-        if request.scheduling.preemptions:
-            return
-        for other in islice(self._ready, self._ready.bisect_key_left(request.rank)):
-            if other.priority == request.priority and not other.channel.paused:
-                other.scheduling.overtaken += 1
-
-    def _key(self, request: Request) -> tuple[bool, bool, int, int]:
-        aged = request.scheduling.overtaken >= self._max_overtakes
-        return (
-            not request.scheduling.preemptions,
-            not aged,
-            0 if aged else -self._cached_length(request),
-            request.scheduling.number,
-        )
-
-    def _cached_length(self, request: Request) -> int:
-        if request not in self._cached:
-            try:
-                self._cached[request] = self._reuse.match(request).length
-            except Exception:  # it fails alone, when it is admitted
-                self._cached[request] = 0
-        return self._cached[request]
-
-
-QUEUES: dict[str, type[WaitQueue]] = {"fcfs": WaitQueue, "longest-prefix": LongestPrefixQueue}
+KEYS: dict[str, Callable[[WaitQueue, Request], int] | None] = {
+    "fcfs": None,
+    "longest-prefix": lambda queue, request: -queue.cached_length(request),
+}
+"""What decides within a turn, the least first, before arrival."""
 
 
 def _prefill_position(leader: Request) -> int | None:

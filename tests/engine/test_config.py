@@ -17,7 +17,7 @@ from radixkv import AsyncEngine, Engine, EngineConfig
 from radixkv.cache import POLICIES
 from radixkv.config import ATTENTION, ORDERS, VICTIMS, EngineConfigFields, settings_in
 from radixkv.engine import admission
-from radixkv.engine.wait_queue import QUEUES
+from radixkv.engine.wait_queue import KEYS
 from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv.models.attention_interface import BACKENDS
 from radixkv.sizing.kv_size import parse_bytes
@@ -140,4 +140,4 @@ def test_settings_load_no_torch_and_no_numpy() -> None:
 
 
 def test_orders_and_victims_match_the_engines_tables() -> None:
-    assert set(ORDERS) == set(QUEUES) and set(VICTIMS) == set(admission.VICTIMS)
+    assert set(ORDERS) == set(KEYS) and set(VICTIMS) == set(admission.VICTIMS)

@@ -188,7 +188,7 @@ def test_an_engine_with_many_tenants_keeps_few_names() -> None:
 
 
 def test_threads_with_equal_values_get_one_number() -> None:
-    table = NamespaceTable(lambda: (), most=200)
+    table = NamespaceTable(lambda: (), most=400)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

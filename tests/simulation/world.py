@@ -417,7 +417,7 @@ class World:
         self.core.scheduler.schedule = scheduling  # type: ignore[method-assign]
         preempt = self.core.scheduler.preempt
 
-        def preempting(request: Request) -> None:
+        def preempting(request: Request, *, turn: bool = False) -> None:
             self.preempted += 1
             if self.preempted > 10 * len(self.customers):
                 raise Stuck(f"step {self.step}: they preempt each other forever")
@@ -426,7 +426,7 @@ class World:
                 self.preempted -= 1
                 return
             kept = self.order_checks.before_preemption(request)
-            preempt(request)
+            preempt(request, turn=turn)
             self.customer_of(request).shaken |= self.model.runs > 0
             self._print(f"{self.customer_of(request).ask.number} is preempted")
             self.order_checks.after_preemption(request, kept)

@@ -242,8 +242,8 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="'tiny' (bundled, the default), a local folder, a GGUF file, or a hub name")
-    add_settings(group, "kv_memory", "num_blocks", "host_memory", "block_size", "eviction", "max_sequences", "order")
-    add_settings(group, "attention", "device", "dtype")
+    add_settings(group, "kv_memory", "num_blocks", "host_memory", "block_size", "eviction", "max_sequences")
+    add_settings(group, "order", "max_delay", "attention", "device", "dtype")
     group.add_argument("--compare", choices=("off",), help="off: replay again with the prefix cache off, and compare")
 
 
