@@ -394,7 +394,9 @@ class Scheduler:
         except BaseException:
             sequence.close()
             raise
-        self.waiting.admitted(request)
+        self.waiting.remove(request)
+        if len(self.waiting):
+            self.waiting.count_overtaken(request)
         insort(self.running, request, key=lambda each: each.rank)
         self._admissions += 1
         request.scheduling.admitted = self._admissions

@@ -20,7 +20,9 @@ A request whose cached prefix is being read from a disk is held, and others over
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from functools import partial
 from heapq import merge
 from itertools import chain, islice
 from math import inf
@@ -55,7 +57,7 @@ class WaitQueue:
     ) -> None:
         """Start empty. A prefix is worth a wait if the request saves two blocks."""
         self._all: SortedKeyList = SortedKeyList(key=_RANK)
-        self._ready: dict[Group, SortedKeyList] = {}  # the requests of each group that may be admitted, if it has any
+        self._ready: defaultdict[Group, SortedKeyList] = defaultdict(partial(SortedKeyList, key=_RANK))  # none is empty
         self._delayed: SortedKeyList = SortedKeyList(key=_RANK)
         self._held: set[Request] = set()  # until another part of the engine releases them
         self._reuse, self._counters, self._limits = reuse, counters, limits
@@ -92,18 +94,16 @@ class WaitQueue:
             group.requests += 1
             scheduling.group = group
         self._all.add(request)
-        self._offer(request)
+        self._ready[scheduling.group].add(request)
 
     def remove(self, request: Request) -> None:
         """Take out a request that ended or was admitted."""
         self._all.remove(request)
-        ready = self._ready.get(request.scheduling.group, ())
-        if request in ready:
-            self._withdraw(request)
-        elif request in self._held:
-            self._held.remove(request)
-        else:
-            self._delayed.remove(request)
+        group = request.scheduling.group
+        ready = self._ready[group]
+        next(each for each in (ready, self._delayed, self._held) if request in each).remove(request)
+        if not ready:
+            del self._ready[group]
 
     def unheld(self) -> Iterator[Request]:
         """Yield the requests that wait for blocks or for other requests, in no order."""
@@ -114,12 +114,6 @@ class WaitQueue:
         if request in self._held:
             return "disk"
         return "shared prefix" if request in self._delayed else None
-
-    def _offer(self, request: Request) -> None:
-        ready = self._ready.get(request.scheduling.group)
-        if ready is None:
-            ready = self._ready[request.scheduling.group] = SortedKeyList(key=_RANK)
-        ready.add(request)
 
     def _withdraw(self, request: Request) -> None:
         ready = self._ready[request.scheduling.group]
@@ -185,29 +179,21 @@ class WaitQueue:
         ]
         return self.first(blocked) if len(blocked) < len(self._ready) else None
 
-    def admitted(self, request: Request) -> None:
-        """Take out a request that was admitted, and count it for the earlier requests that could have run instead."""
-        self.remove(request)
-        if request.scheduling.preemptions:
+    def count_overtaken(self, request: Request) -> None:
+        """Count a request that was admitted, for the earlier requests that could have run instead."""
+        scheduling = request.scheduling
+        if scheduling.preemptions:
             return
-        if self._key is not None:
-            self._count_overtakes(request)
-        if self._ready:
-            older = (
-                ready[0].rank < request.rank
-                for group, ready in self._ready.items()
-                if group is not request.scheduling.group
-            )
-            self._counters.turn_admissions += any(older)
-
-    def _count_overtakes(self, request: Request) -> None:
+        others = (ready[0] for group, ready in self._ready.items() if group is not scheduling.group)
+        self._counters.turn_admissions += any(each.rank < request.rank for each in others)
+        if self._key is None:
+            return
         self._counters.overdue_admissions += self._is_overdue(request)
-        ready = self._ready.get(request.scheduling.group)
-        if ready is None:
-            return
-        for other in islice(ready, ready.bisect_key_left(request.rank)):
-            if other.priority == request.priority and not other.channel.paused:
-                other.scheduling.overtaken += 1
+        ready = self._ready.get(scheduling.group)
+        if ready is not None:
+            for other in islice(ready, ready.bisect_key_left(request.rank)):
+                if other.priority == request.priority and not other.channel.paused:
+                    other.scheduling.overtaken += 1
 
     def cached_length(self, request: Request) -> int:
         """Return how many tokens a request would hit now, as looked up once in a step."""
@@ -231,7 +217,7 @@ class WaitQueue:
     def release(self, request: Request) -> None:
         """Offer a request again that is held."""
         self._held.remove(request)
-        self._offer(request)
+        self._ready[request.scheduling.group].add(request)
 
     # ---- waiting for a shared prefix
 
@@ -243,7 +229,7 @@ class WaitQueue:
         if self._delayed:
             for request in self.ended_waits():
                 self._delayed.remove(request)
-                self._offer(request)
+                self._ready[request.scheduling.group].add(request)
 
     def ended_waits(self) -> list[Request]:
         """Return the requests whose prefix is cached, whose leader is gone, or whose leader took too long.
