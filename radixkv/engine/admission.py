@@ -337,13 +337,18 @@ class Admission:
     def turn_victims(self, request: Request) -> list[Request]:
         """Return the requests to preempt so that a request of a group without a running one gets its streams.
 
-        These are the newest ones of the groups with the most streams for their share. None gives its turn twice, nor
-        to a lower priority.
+        These are the newest ones of the groups with the most streams for their share. None gives its turn to a lower
+        priority, nor again before it has computed more new tokens than tokens that eviction made it compute again: so
+        each turn brings it forward.
         """
         streams = Counter[Group]()
         for each in self._running:
             streams[each.scheduling.group] += each.streams_left
-        left = [each for each in self._running if not each.scheduling.gave_turn and each.priority <= request.priority]
+        left = [
+            each
+            for each in self._running
+            if each.priority <= request.priority and each.progress > each.scheduling.gave_turn_at
+        ]
         victims: list[Request] = []
         missing = self.streams() + request.streams_left - self._max_sequences
         while missing > 0 and left:

@@ -254,6 +254,11 @@ class Request:
         return self.replies.width - len(self.streams) + len(self.live)
 
     @property
+    def progress(self) -> int:
+        """The number of tokens that its streams computed or hit, less those that they computed again."""
+        return sum(each.counts.reached - each.counts.recomputed_tokens for each in self.streams)
+
+    @property
     def known(self) -> TokenIds:
         """The tokens whose KV the first stream needs before it can sample: int32[n], the prompt at least."""
         return np.array(self.live[0].tokens, np.int32) if self.streams else self.prompt
@@ -291,8 +296,8 @@ class Scheduling:
     were promised to it. `publish_late` means that it publishes nothing until a stream ends, which takes no block beyond
     its own. `counted` means that its prompt is in the engine's counters. `started_at` is the time of its first
     admission. `miss` explains why it did not hit all. `disk_reads` counts the reads that it waited for, and
-    `disk_tokens` the tokens that they brought into host memory. `group` takes turns with others, `gave_turn` means that
-    the request was preempted for another group, and `queued_at` is the time since which it waits.
+    `disk_tokens` the tokens that they brought into host memory. `group` takes turns with others, `gave_turn_at` is the
+    request's progress when it was last preempted for another group, and `queued_at` is the time since which it waits.
     """
 
     number: int = 0
@@ -310,7 +315,7 @@ class Scheduling:
     disk_reads: int = 0
     disk_tokens: int = 0
     group: Group = field(default_factory=Group)
-    gave_turn: bool = False
+    gave_turn_at: int = -1
     queued_at: float = 0.0
 
 

@@ -441,7 +441,8 @@ class Scheduler:
         scheduling = request.scheduling
         scheduling.preemptions += 1
         scheduling.guaranteed, scheduling.publish_late = scheduling.guaranteed or not turn, False
-        scheduling.gave_turn |= turn
+        if turn:
+            scheduling.gave_turn_at = request.progress
         scheduling.group.ran_until = time.perf_counter()
         self._counters.preemptions += 1
         self._counters.turn_preemptions += turn
