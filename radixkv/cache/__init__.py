@@ -11,6 +11,7 @@ state                    the parts of one cache, and the counters
 prefix_cache, readings   the public methods; match and explain
 eviction, policies       the order of eviction; the table of policies
 ghosts, pins             evicted runs; prefixes that are protected from eviction
+announcements            the text of waiting requests, which is evicted last
 events                   the events of a cache, and their followers
 change_tracker, reuse    two records for a mirror: nodes that changed, and how often they were found
 block_events             the full blocks that were stored and removed, for a router of several engines

@@ -132,6 +132,9 @@ class Follower:
     def covered(self, host: Node, node: Node, end: int) -> None:
         """The tokens of `host` up to `end` are on the device, on the path to `node`; they leave the host next."""
 
+    def settled(self, node: Node) -> None:
+        """The tokens up to the end of `node` are on the device only, as are the nodes and host nodes around it."""
+
     def marked(self, node: Node) -> None:
         """Locks, blocks, hits or demotion of a node changed, and no other event says so."""
 
@@ -195,6 +198,7 @@ class Events:
     arrived: tuple[Callable[[Node], None], ...]
     leaving: tuple[Callable[[Node, int], None], ...]
     covered: tuple[Callable[[Node, Node, int], None], ...]
+    settled: tuple[Callable[[Node], None], ...]
     marked: tuple[Callable[[Node], None], ...]
     rooted: tuple[Callable[[Node], None], ...]
     uprooted: tuple[Callable[[Node], None], ...]

@@ -36,7 +36,7 @@ class Victims(Protocol):
 
 
 class EvictionIndex:
-    """The unlocked leaves, coldest first, by (priority, demoted first, rank, recency). Equal ranks go by recency."""
+    """The unlocked leaves, coldest first, by (priority, standing, rank, recency): see `Node.standing`."""
 
     __slots__ = ("_coldest", "_order", "_rank", "_tick", "clock")
 
@@ -74,7 +74,8 @@ class EvictionIndex:
     def add(self, node: Node) -> None:
         """Insert a node that became an unlocked leaf."""
         rank = 0 if self._rank is None else self._rank(node)
-        node.eviction_key = (node.priority, not node.demoted, rank, node.tick, node)
+        standing = node.standing if node.announced else not node.demoted
+        node.eviction_key = (node.priority, standing, rank, node.tick, node)
         self._coldest = None
         self._order.add(node.eviction_key)
 
@@ -150,7 +151,7 @@ class EvictionIndex:
                 f"node {node.id}: in the index iff an unlocked leaf"
             )
             if key is not None:
-                assert key[:2] == (node.priority, not node.demoted), f"node {node.id}: its key in the index is stale"
+                assert key[:2] == (node.priority, node.standing), f"node {node.id}: its key in the index is stale"
                 assert key[3] == node.tick, f"node {node.id}: its recency in the index is stale"
         gone = len(listed) - sum(node.eviction_key is not None for node in nodes)
         assert not gone, f"the eviction index lists {gone} nodes that are not in the tree"
@@ -184,7 +185,7 @@ class SegmentedIndex(EvictionIndex):
         victims: list[Node] = []
         start = 0
         while start < len(self._order) and len(victims) < count:
-            group = self._order[start][:2]  # priority, not demoted: these come before segments
+            group = self._order[start][:2]  # priority, standing: these come before segments
             middle = self._order.bisect_left((*group, 1))
             end = self._order.bisect_left((*group, 2))
             victims += self._of_group(start, middle, end, count - len(victims))

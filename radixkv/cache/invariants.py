@@ -35,6 +35,7 @@ def check(state: CacheState) -> None:
         _check_sequence(tree, sequence)
     if state.host is not None:
         host_tier.check(state, state.host, sequences)
+    state.announcements.check()
     if state.snapshots is not None:
         recurrent.check(state, state.snapshots, sequences)
 

@@ -50,7 +50,7 @@ class PastText(Follower):
         self._owners: list[Namespace | None] = []  # None for a piece that was wiped
         if capacity:
             events.connect(self)
-            tree.text_owners = lambda: {each.number for each in self.namespaces()}
+            tree.text_owners.append(lambda: {each.number for each in self.namespaces()})
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,7 @@ from typing import cast
 import numpy as np
 
 from radixkv.cache import invariants, readings
+from radixkv.cache.announcements import Announcement
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.change_tracker import ChangeTracker
 from radixkv.cache.events import Observer
@@ -498,6 +499,18 @@ class PrefixCache:
         last = self.state.snapshots.last(pin.node, pin.length) if length >= pin.length else None
         return 0 if last is None else last.position
 
+    def announce(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Announcement:
+        """Evict the cached prefix of `tokens[:limit]` after all other blocks of its priority, until `close`.
+
+        For a request that waits: its text may be cached or evicted meanwhile. All policies keep this order. Pins,
+        priorities and shares come first. Costs a match + O(depth).
+        """
+        raw = as_bytes(tokens)
+        refuse_negative(raw)
+        check_limit(limit)
+        space = self._namespaces.find(namespace) or self.state.tree.add_namespace(namespace)
+        return self.state.announcements.add(raw if limit is None else raw[: limit * WIDTH], space)
+
     def demote(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> None:
         """Put the cached tokens of this text from `start` on at the cold end: they leave first, but not yet.
 
@@ -575,7 +588,8 @@ class PrefixCache:
         while len(state.index):
             state.tree.remove(state.index.victim())
         self.past_text.clear()
-        self._namespaces.keep({space.number for space in state.tree.roots})
+        waiting = (owners() for owners in state.tree.text_owners)
+        self._namespaces.keep({space.number for space in state.tree.roots}.union(*waiting))
 
     def clear_namespace(self, namespace: Hashable = None) -> int:
         """Forget all of one namespace that no sequence or pin holds, its ghosts, past text and all tiers included.

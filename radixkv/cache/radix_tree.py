@@ -46,7 +46,7 @@ class RadixTree:
         self.nodes = 0  # of the device, roots not counted
         self.events = events
         self.lower: Residence | None = None  # a second tier connects itself
-        self.text_owners: Callable[[], Set[int]] = frozenset  # the namespaces of past text, by number
+        self.text_owners: list[Callable[[], Set[int]]] = []  # the namespaces of past and of waiting text, by number
         self.evictions = 0
         self._ids = count(1)
 
@@ -169,8 +169,8 @@ class RadixTree:
     def add_namespace(self, value: Hashable) -> Namespace:
         """Make the namespace of a value that is not known, and forget unused ones at times. Amortised O(1)."""
         if len(self.namespaces) >= self.namespaces.limit:
-            used = {root.ghost_owner for root in self.roots.values()} | self.text_owners()
-            self.namespaces.keep(used | self.ghosts.owners(), len(self.ghosts))
+            used = {root.ghost_owner for root in self.roots.values()} | self.ghosts.owners()
+            self.namespaces.keep(used.union(*(owners() for owners in self.text_owners)), len(self.ghosts))
         return self.namespaces.add(value)
 
     def add_root(self, namespace: Namespace) -> Node:

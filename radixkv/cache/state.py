@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 
+from radixkv.cache.announcements import Announcements
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.events import Events, Observer, ObserverFollower
 from radixkv.cache.eviction import EvictionIndex
@@ -51,8 +52,8 @@ class CacheState:
     """The parts of one cache."""
 
     __slots__ = (
-        "clock", "counters", "events", "ghosts", "host", "index", "open", "pins", "pool", "snapshots", "tracker",
-        "tree",
+        "announcements", "clock", "counters", "events", "ghosts", "host", "index", "open", "pins", "pool", "snapshots",
+        "tracker", "tree",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +75,7 @@ class CacheState:
         self.ghosts = Ghosts(pool.num_blocks * pool.block_size, pool.num_blocks, forget)
         self.tree = RadixTree(pool, index, self.ghosts, namespaces, self.events)
         self.host = HostTier(self.tree, host_blocks) if host_blocks else None
+        self.announcements = Announcements(self.tree, self.host, self.events)
         self.pins = Pins(self.tree, clock, pin_budget)
         self.snapshots = Snapshots(slots, spacing, self.pins.nodes, self.events) if slots.num_rows else None
         self.counters = Counters()
@@ -106,7 +108,7 @@ class CacheState:
         now, pressure = self.clock(), _pressure((count, free))
         while (missing := count - len(pool.free)) > 0 and len(index):
             victim = index.victim()
-            most = index.trim_limit(victim, missing)
+            most = victim.trim_limit(index.trim_limit(victim, missing), pool.block_size)
             if self.host is None:
                 counters.evicted_tokens += tree.evict_tail(victim, most, now, pressure)
             else:

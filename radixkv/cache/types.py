@@ -212,7 +212,7 @@ class CacheStats:
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
 
-EvictionKey: TypeAlias = "tuple[int, bool, int, int, Node]"  # priority, not demoted, rank, tick; then the leaf itself
+EvictionKey: TypeAlias = "tuple[int, int, int, int, Node]"  # priority, standing, rank, tick; then the leaf itself
 NO_CHILDREN: dict[bytes, Node] = {}
 
 
@@ -241,6 +241,7 @@ class Node:
     priority: int = 0  # higher stays longer
     demoted: bool = False  # leaves its tier before other nodes of its priority
     done: bool = False  # demoted by a hint that its text is not needed again: evicted, not offloaded
+    announced: int = 0  # the end of its last block that a waiting request would hit, or its own end; 0 for none
     may_share_any_block: bool = False  # with a fork; otherwise only its first and last block can be shared
     eviction_key: EvictionKey | None = None  # its place in an eviction index while it is an unlocked leaf
     policy_data: Any = None  # the eviction policy's own
@@ -249,6 +250,15 @@ class Node:
     def end(self) -> int:
         """The position after its last token."""
         return self.start + len(self.key) // WIDTH
+
+    @property
+    def standing(self) -> int:
+        """Its place among the leaves of its priority: 0 if demoted, else 1; 2 more if its last block is announced."""
+        return (not self.demoted) + 2 * (0 < self.announced >= self.end)
+
+    def trim_limit(self, blocks: int, size: int) -> int:
+        """Return how many blocks, at most `blocks`, to take off the tail at once: none before the announced ones."""
+        return min(blocks, -(-(self.end - self.announced) // size)) if 0 < self.announced < self.end else blocks
 
     def boundary(self) -> array[int]:
         """The blocks that it may share with others."""

@@ -148,7 +148,7 @@ class HostTier:
                 victim = self._victim(node)
                 if victim is None:
                     break
-                lost += self._evict(victim, missing, now, pressure)
+                lost += self._evict(victim, self._limit(victim, missing), now, pressure)
             if missing <= 0:
                 return blocks, lost
         lost += self._evict_all(list(self.nodes(node)), now, pressure)
@@ -280,7 +280,7 @@ class HostTier:
             unread = (leaf for leaf in leaves if leaf is not above and not self.blocks.are_read(leaf.blocks))
             if (victim := next(unread, None)) is None:
                 break
-            lost += self._evict(victim, missing, now, Pressure(count, len(free)))
+            lost += self._evict(victim, self._limit(victim, missing), now, Pressure(count, len(free)))
         return self.blocks.lend(0 if inside else min(count, len(free))), lost
 
     def arrive(self, node: Node | None, raw: bytes, at: int, lent: array[int], arrived: int) -> bool:
@@ -386,9 +386,13 @@ class HostTier:
         for number in range(len(self.index)):
             leaf = self.index.at(number)
             if not self.blocks.are_read(leaf.blocks):
-                colder = (leaf.priority, not leaf.demoted, leaf.tick) <= (node.priority, not node.demoted, node.tick)
+                colder = (leaf.priority, leaf.standing, leaf.tick) <= (node.priority, node.standing, node.tick)
                 return leaf if colder else None
         return None
+
+    def _limit(self, leaf: Node, blocks: int) -> int:
+        """Return how many blocks, at most `blocks`, to evict off a leaf before the next one."""
+        return leaf.trim_limit(blocks, self._tree.pool.block_size)
 
     # ---- out of the host
 
@@ -519,6 +523,8 @@ class HostTier:
                 node.ghost_owner = tree.ghosts.adopt(host.ghost_owner, position, raw[at:], node.ghost_owner)
             host = following
         tree.merge(upper, covered=True)
+        for settle in tree.events.settled:
+            settle(node)
 
     def _ending(self, node: Node, position: int) -> Node:
         """Return the node that ends at `position`: a leaf, or its new upper half."""

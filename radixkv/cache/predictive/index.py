@@ -118,8 +118,8 @@ class PredictiveIndex(EvictionIndex):
                 node = self._least_recent(oldest)
             else:
                 cheapest = _refilled(cheapest, by_worth, victims)
-                first = (cheapest[0].priority, cheapest[0].demoted)
-                alike = [each for each in cheapest if (each.priority, each.demoted) == first]
+                first = (cheapest[0].priority, cheapest[0].standing)
+                alike = [each for each in cheapest if (each.priority, each.standing) == first]
                 node = self._worth_less(min(alike, key=self._worth), oldest[0])
             victims[node] = None
         return list(victims)
@@ -130,7 +130,7 @@ class PredictiveIndex(EvictionIndex):
         if self.baseline.overdrawn:
             return first
         for node in oldest:
-            if (node.priority, node.demoted) != (first.priority, first.demoted):
+            if (node.priority, node.standing) != (first.priority, first.standing):
                 break
             if not self._is_expected(node.policy_data):
                 return node
@@ -314,7 +314,7 @@ class PredictiveIndex(EvictionIndex):
         return worth
 
     def _insert(self, node: Node, record: AccessRecord, worth: float) -> None:
-        record.worth_key = (node.priority, not node.demoted, worth, node.tick, node)
+        record.worth_key = (node.priority, node.standing, worth, node.tick, node)
         self._by_worth.add(record.worth_key)
 
     def _update_worth(self, record: AccessRecord) -> bool:
@@ -340,7 +340,7 @@ class PredictiveIndex(EvictionIndex):
             node = key[4]
             record: Any = node.policy_data
             assert record.leaf is node and record.worth_key is key, f"node {node.id}: its key by worth is stale"
-            assert (key[0], key[1], key[3]) == (node.priority, not node.demoted, node.tick), (
+            assert (key[0], key[1], key[3]) == (node.priority, node.standing, node.tick), (
                 f"node {node.id}: its priority or recency by worth is stale"
             )
             assert record.runs, f"node {node.id}: no access is known for this leaf"

@@ -340,6 +340,18 @@ def wait(machine: Machine) -> None:
     machine.world.wait(machine.rng.randint(1, 3))
 
 
+def announce(machine: Machine) -> None:
+    """Let a request wait, mostly for text that is cached; sometimes its namespace has no text."""
+    world, rng = machine.world, machine.rng
+    said = machine.prompt() if rng.random() < 0.3 else machine.earlier()
+    limit = rng.choice((None, None, rng.randrange(len(said) + 1)))
+    world.announce(rng.choice((machine.namespace(), "new")), said, limit)
+
+
+def end_an_announcement(machine: Machine) -> None:
+    machine.world.end_an_announcement(machine.rng.choice(machine.world.waiting))
+
+
 def demote(machine: Machine) -> None:
     said = machine.earlier()
     machine.world.demote(machine.namespace(), said, machine.rng.randrange(len(said) + 1))
@@ -402,7 +414,7 @@ class Verb(NamedTuple):
 
     def needs(self, machine: Machine) -> bool:
         """Whether the machine has all that the verb needs."""
-        has = {"live": machine.world.live, "pinned": machine.world.pins}
+        has = {"live": machine.world.live, "pinned": machine.world.pins, "announced": machine.world.waiting}
         return all(has[want] if want in has else getattr(machine.options, want) for want in self.wants)
 
 
@@ -437,6 +449,8 @@ VERBS = (
     Verb(4, pin, ("pins",)),
     Verb(1, release, ("pinned",)),
     Verb(1, unpin, ("pinned",)),
+    Verb(4, announce),
+    Verb(2, end_an_announcement, ("announced",)),
     Verb(2, wait),
     Verb(2, demote),
     Verb(2, discard),

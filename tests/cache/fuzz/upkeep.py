@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from radixkv.cache import CacheStats
 from radixkv.errors import PinBudgetExceeded, PrefixHeld
-from tests.cache.fuzz import inside
+from tests.cache.fuzz import inside, waiting
 from tests.cache.fuzz.tracked import Pinned, common, leaves
 from tests.cache.naive import Texts
 
@@ -191,7 +191,8 @@ def evict(world: World, count: int) -> None:
     """Evict until `count` blocks are free; the result says whether they are, and held texts stay."""
     world.cache.stats()
     before = world.cache.stats()
-    _evict(world, count, before)
+    with waiting.announced_last(world):
+        _evict(world, count, before)
     if world.exact:
         forget_evicted(world)
 
