@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from radixkv.cache import Match, PrefixCache
+from radixkv.cache.announcements import Announcement
 from radixkv.config import EngineConfig
 from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.scores import KeptScores
@@ -79,6 +80,11 @@ class ReusePolicy:
         """Return the cached prefix that a request would hit if it were admitted now; changes nothing."""
         tokens = request.known
         return self._cache.match(tokens[: self.limit(tokens, request)], request.namespace)
+
+    def announce(self, request: Request) -> Announcement:
+        """Announce to the cache the prefix that a waiting request would hit."""
+        tokens = request.known
+        return self._cache.announce(tokens, request.namespace, self.limit(tokens, request))
 
     def limit(self, tokens: TokenIds, request: Request) -> int:
         """Return how many of these tokens, the first ones of a request, may be a hit.

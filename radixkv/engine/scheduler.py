@@ -126,6 +126,8 @@ class Scheduler:
         self._arrivals += 1
         request.scheduling.number = self._arrivals
         self.waiting.add(request)
+        if self.running:  # else it is admitted at once
+            self.waiting.announce()
 
     def remove(self, request: Request) -> None:
         """Take out a request, waiting or running, and free its blocks."""
@@ -188,6 +190,8 @@ class Scheduler:
             self._plan(stream)
             if stream not in self._planned:
                 break  # it was preempted at once, or its chunk does not fit this step
+        if len(self.waiting):
+            self.waiting.announce()
         work, self._planned = list(self._planned.values()), {}
         if overlaps and self._steps.flight is None:
             return [each for each in work if each.stream.active]
@@ -447,6 +451,7 @@ class Scheduler:
         self._counters.preemptions += 1
         self._counters.turn_preemptions += turn
         self.waiting.add(request)
+        self.waiting.announce()
         for observer in self._observers:
             observer.preempted(request)
 

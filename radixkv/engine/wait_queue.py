@@ -15,6 +15,9 @@ cached. So a request is delayed while a running request is about to compute a pr
 then. The wait for each running request is bounded: twice the steps that the shared part takes, plus eight.
 
 A request whose cached prefix is being read from a disk is held, and others overtake it.
+
+The cached prefixes of the first `LOOKED_AT` requests by priority and arrival are announced to the cache, which evicts
+them after all others.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from operator import attrgetter
 
 from sortedcontainers import SortedKeyList
 
+from radixkv.cache.announcements import Announcement
 from radixkv.cache.quotas import NamespaceLimits
 from radixkv.config import EngineConfig
 from radixkv.engine.request import PrefixWait, Request, Scheduling, common_prefix
@@ -60,6 +64,8 @@ class WaitQueue:
         self._ready: defaultdict[Group, SortedKeyList] = defaultdict(partial(SortedKeyList, key=_RANK))  # none is empty
         self._delayed: SortedKeyList = SortedKeyList(key=_RANK)
         self._held: set[Request] = set()  # until another part of the engine releases them
+        self._announced: dict[Request, Announcement] = {}
+        self._is_changed = False  # since requests were announced
         self._reuse, self._counters, self._limits = reuse, counters, limits
         self._turns = Turns(() if limits is None else limits.shares)
         self._min_saving = 2 * block_size
@@ -95,10 +101,14 @@ class WaitQueue:
             scheduling.group = group
         self._all.add(request)
         self._ready[scheduling.group].add(request)
+        self._is_changed = True
 
     def remove(self, request: Request) -> None:
         """Take out a request that ended or was admitted."""
         self._all.remove(request)
+        self._is_changed = True
+        if request in self._announced:
+            self._announced.pop(request).close()
         group = request.scheduling.group
         ready = self._ready[group]
         next(each for each in (ready, self._delayed, self._held) if request in each).remove(request)
@@ -108,6 +118,17 @@ class WaitQueue:
     def unheld(self) -> Iterator[Request]:
         """Yield the requests that wait for blocks or for other requests, in no order."""
         return chain(*self._ready.values(), self._delayed)
+
+    def announce(self) -> None:
+        """Announce the cached prefixes of the first LOOKED_AT requests. O(requests that joined or left * tokens)."""
+        if self._is_changed:
+            self._is_changed = False
+            first = dict.fromkeys(islice(self._all, LOOKED_AT))
+            for request in [each for each in self._announced if each not in first]:
+                self._announced.pop(request).close()
+            for request in first:
+                if request not in self._announced:
+                    self._announced[request] = self._reuse.announce(request)
 
     def reason(self, request: Request) -> str | None:
         """Return why a waiting request is not offered; None if it is."""
