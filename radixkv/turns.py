@@ -62,11 +62,11 @@ class Turns:
     2
     """
 
-    def __init__(self, shares: Collection[float] = ()) -> None:
-        """Start with the group of the default namespace. `shares` are the shares of all groups that have one."""
+    def __init__(self, shares: Collection[float] = (), default: float = 0.0) -> None:
+        """Start with the group of the default namespace, and its share; `shares` are those of all groups with one."""
         self._least = min((share for share in shares if share), default=1.0)
         self._floor = 0.0  # the lowest count of the active groups, when it was last looked at
-        self.groups: dict[Hashable, Group] = {None: Group(self._least)}
+        self.groups: dict[Hashable, Group] = {None: Group(default or self._least)}
 
     def enter(self, key: Hashable, share: float = 0.0) -> Group:
         """Return the group of a key, whose first request arrives. O(groups)."""

@@ -67,7 +67,7 @@ class WaitQueue:
         self._announced: dict[Request, Announcement] = {}
         self._is_changed = False  # since requests were announced
         self._reuse, self._counters, self._limits = reuse, counters, limits
-        self._turns = Turns(() if limits is None else limits.shares)
+        self._turns = Turns(() if limits is None else limits.shares, self._share(None))
         self._min_saving = 2 * block_size
         self._prefill_chunk = config.prefill_chunk
         self._max_overtakes, self._max_delay = config.max_overtakes, config.max_delay or inf
