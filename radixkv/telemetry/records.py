@@ -157,7 +157,8 @@ class RequestRecord(Record):
     end, ...; without the last end while the request is preempted. `request_id` is the id of the API request, which the
     server's log has too; it, `tenant` and `label` are the names that the sender gave the request.
     `disk_tokens` were read from a disk into host memory while it waited. `drafted_tokens` were verified, and
-    `accepted_tokens` of them are tokens of its replies.
+    `accepted_tokens` of them are tokens of its replies. `waits_for` is the reason why the first request of the wait
+    queue is not admitted, in the words of `Scheduler.head_waits_for`; it is None for every other request.
     """
 
     number: int
@@ -193,6 +194,7 @@ class RequestRecord(Record):
     disk_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    waits_for: str | None = None
 
     @property
     def live(self) -> bool:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import wraps
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from radixkv.cache import Explanation, Sequence
@@ -80,6 +81,7 @@ class RequestRecorder(EngineObserver):
         self._queued: dict[Request, None] = {}
         self._preempted: dict[Request, list[float]] = {}  # begin, end, begin, end, ...; by perf_counter
         self._running: list[Request] = []
+        self._waits_for: dict[Request, str | None] = {}  # the first request of the wait queue, and why it waits
         self._steps = -1
         self._reuses = core.config.prefix_cache
         core.observers.append(self)
@@ -110,6 +112,7 @@ class RequestRecorder(EngineObserver):
     def ended(self, request: Request, error: Exception | None) -> None:
         """Record the end of a request."""
         self._queued.pop(request, None)
+        self._waits_for.pop(request, None)
         now = time.perf_counter()
         phase: Phase = "finished" if error is None else "cancelled" if isinstance(error, RequestCancelled) else "failed"
         finish = request.streams[0].finish_reason if error is None else type(error).__name__
@@ -131,10 +134,12 @@ class RequestRecorder(EngineObserver):
         return self._core.counters.steps != self._steps or bool(self._queued) or self.cache_recorder.pending
 
     def collect(self) -> Changes:
-        """Return the changes since the last call. O(changes + running requests)."""
+        """Return the changes since the last call. O(changes + running requests), and a match if a request waits."""
         begun = time.perf_counter_ns()
-        running = list(self._core.scheduler.running)
-        for request in dict.fromkeys((*self._queued, *self._running, *running)):
+        scheduler, before = self._core.scheduler, self._waits_for
+        running = list(scheduler.running)
+        self._waits_for = dict.fromkeys(islice(scheduler.waiting, 1), scheduler.head_waits_for)
+        for request in dict.fromkeys((*self._queued, *self._running, *running, *before, *self._waits_for)):
             if not request.channel.ended:
                 self.cache_recorder.request(self._record(request, _phase(request, running)))
         self._queued, self._running = {}, running
@@ -204,6 +209,7 @@ class RequestRecorder(EngineObserver):
             miss_without_state=0 if miss is None else _without_state(miss),
             host_tokens=streams[0].counts.host_hits if streams else 0,
             disk_tokens=request.scheduling.disk_tokens,
+            waits_for=self._waits_for.get(request),
             drafted_tokens=sum(stream.counts.drafts.get("drafted_tokens", 0) for stream in streams),
             accepted_tokens=sum(stream.counts.drafts.get("accepted_tokens", 0) for stream in streams),
             preempted_ms=tuple(round((at - request.submitted) * 1e3) for at in self._preempted.get(request, ())),
