@@ -16,8 +16,10 @@ from radixkv_traces.workload import Workload, prepare
 SERVICE = Service(prefill_rate=10.0, decode_rate=2.0, max_sequences=8)
 
 
-def request(seconds: float, blocks: list[int], output: int = 0, session: str | None = None) -> TraceRequest:
-    return TraceRequest(seconds * 1000, 10 * len(blocks), output, array("q", blocks), session)
+def request(
+    seconds: float, blocks: list[int], output: int = 0, session: str | None = None, namespace: str | None = None
+) -> TraceRequest:
+    return TraceRequest(seconds * 1000, 10 * len(blocks), output, array("q", blocks), session, namespace=namespace)
 
 
 def workload(*requests: TraceRequest) -> Workload:
@@ -63,6 +65,44 @@ def test_a_request_is_overtaken_a_bounded_number_of_times() -> None:
         assert cold in (None, 1)
 
 
+def test_an_overdue_request_goes_before_longer_prefixes_and_older_ones_first() -> None:
+    made = workload(request(0, [1]), *(request(0.5, [each]) for each in (8, 9)), *[request(0.5, [1, 2])] * 5)
+    service = Service(10.0, 2.0, 8, max_delay=1.4)
+    waits = list(replay_queue(made, 100, "lru", "longest-prefix", service).waits)
+    assert waits == [0.0, 0.5, 1.5, 2.5, 3.5, 3.5, 3.5, 3.5]  # [1, 2] goes first; at 2.0 s the others are overdue
+    alone = replay_queue(made, 100, "lru", "longest-prefix", SERVICE)
+    assert list(alone.waits) == [0.0, 0.5, *[1.5] * 5, 2.5]
+
+
+@pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
+def test_namespaces_take_turns(order: str) -> None:
+    many = [request(0, [each] * 300, namespace="busy") for each in range(9)]
+    made = workload(*many, request(1, [50], namespace="quiet"), request(1, [51], namespace="quiet"))
+    ttfts = list(replay_queue(made, 9000, "lru", order, SERVICE).ttfts)
+    assert ttfts[:4] == [300.0, 600.0, 600.0, 601.0]  # counts are equal after one of the nine, so the oldest goes
+
+
+def test_only_requests_of_the_same_namespace_overtake() -> None:
+    cached = [request(0, [1], namespace="a"), request(0, [3], namespace="b")]
+    hits = [request(0.5, [1], namespace="a")] * 2 + [request(0.5, [3], namespace="b")] * 5
+    made = workload(*cached, request(0.25, [9], namespace="a"), *hits)
+    for most, position, wait in ((2, 3, 0.75), (3, 9, 1.75)):
+        waits = replay_queue(made, 9, "lru", "longest-prefix", Service(10.0, 2.0, 8, most)).waits
+        assert waits[position] == wait, "the hits of b count as overtakes"
+
+
+@pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "slru", "predictive"])
+def test_eviction_spares_the_prefixes_of_waiting_requests(policy: str, order: str) -> None:
+    cold = [request(0.1, [10 + each] * 3) for each in range(3)]
+    made = workload(request(0, [1, 2, 3]), *cold, request(0.2, [1, 2, 3, 4]))
+    hits = [
+        replay_queue(made, 6, policy, order, Service(10.0, 2.0, 8, 0, queue_blind=blind)).hit_tokens
+        for blind in (True, False)
+    ]
+    assert hits == [0, 30], "a cold request evicts the prefix of the last one, unless it is announced"
+
+
 @pytest.mark.parametrize("name", ["conversation", "cc_agent"])
 def test_an_engine_that_is_fast_enough_hits_what_a_serial_replay_hits(name: str) -> None:
     made = prepare(read(sample(name)), 512 if name == "conversation" else 64)
@@ -78,7 +118,10 @@ def test_the_command_prints_hits_and_waits_of_each_order(capsys: pytest.CaptureF
     assert "20,000 prompt tokens per second" in said and "longest-prefix" in said and "clairvoyant" not in said
     assert cli.main([*command, "--policy", "lru,fifo", "--prefill-rate", "30000", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["service"]["prefill_rate"] == 30000.0
+    assert found["service"]["prefill_rate"] == 30000.0 and not any(row["queue_blind"] for row in found["rows"])
+    assert cli.main([*command, "--queue-blind", "--max-delay", "10", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all(row["queue_blind"] and row["max_delay"] == 10.0 for row in rows)
     assert [(row["policy"], row["order"]) for row in found["rows"]] == [
         ("lru", "fcfs"), ("lru", "longest-prefix"), ("fifo", "fcfs"), ("fifo", "longest-prefix"),
     ]  # fmt: skip
@@ -94,6 +137,8 @@ def test_the_command_prints_hits_and_waits_of_each_order(capsys: pytest.CaptureF
         (["--order", "random"], "order 'random': allowed are fcfs, longest-prefix"),
         (["--order", "fcfs", "--policy", "clairvoyant"], "policy 'clairvoyant' with --order"),
         (["--order", "fcfs", "--prefill-rate", "0"], "prefill_rate=0.0"),
+        (["--order", "fcfs", "--max-delay", "0"], "max_delay=0.0: allowed are seconds > 0"),
+        (["--max-delay", "9"], "--max-delay and --queue-blind need --order"),
         (["--order", "fcfs", "--by", "session"], "--by needs a replay without a queue"),
     ],
 )

@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     for policy in policies:
         check_policy(policy)
     cases = replica_cases(arguments.replicas, arguments.routing)
+    service = service_of(arguments)
     kv_bytes = kv_bytes_of(arguments)
     workload = load(arguments)
     if workload.lengths_only:
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         for each in arguments.capacity.split(",")
     ]
     if arguments.order is not None or cases:
-        return _run_in_time(arguments, workload, capacities, policies, cases)
+        return _run_in_time(arguments, workload, capacities, policies, cases, service)
     pools = _pools(arguments, workload, capacities, kv_bytes)
     tiers = [tier for tier in TIERS if getattr(arguments, tier) is not None]
     with interrupted_by_signals() as stop:
@@ -129,6 +130,7 @@ def _run_in_time(
     capacities: Sequence[Capacity],
     policies: Sequence[str],
     cases: Sequence[tuple[int, str]],
+    service: Service,
 ) -> int:
     """Simulate each policy with each order of waiting requests, or in each case of replicas and router, and print hit
     rates and waits.
@@ -139,9 +141,6 @@ def _run_in_time(
             raise InvalidInput(f"--{option} needs a replay without {without}")
     if arguments.policy == _POLICIES:
         policies = [policy for policy in policies if policy not in BOUNDS]
-    service = service_of(arguments)
-    if cases and service != Service(service.prefill_rate):
-        raise InvalidInput("--decode-rate and --max-sequences need --order: with --replicas, answers take no time")
     with interrupted_by_signals() as stop:
         if cases:
             count = len(cases)

@@ -5,8 +5,12 @@ the answer to the one before. Prompts are computed one at a time, at a constant 
 generated in parallel, each at a constant rate. The cache is the real one, with one token for each recorded block, as in
 `simulate`.
 
+The order follows the rules of the engine's wait queue: turns between the namespaces of a trace, then overdue requests,
+then "fcfs" or "longest-prefix". The first waiting requests are announced to the cache, which evicts their cached
+prefixes last.
+
 The model leaves out chunks of prompts, preemption, and memory of running answers. A prompt is not held while its answer
-is generated. "longest-prefix" follows the rules of the engine's wait queue.
+is generated. For the turns, a request has computed its prompt and its answer as soon as its prefill starts.
 """
 
 from __future__ import annotations
@@ -14,41 +18,50 @@ from __future__ import annotations
 import argparse
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from heapq import heappop, heappush
+from dataclasses import dataclass
+from heapq import heappop, heappush, merge
 from itertools import accumulate, islice, product
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from radixkv.cache import POLICIES, Hint, PrefixCache
+from radixkv.cache.announcements import Announcement
 from radixkv.cli.entry_point import table
-from radixkv.config import ORDERS
+from radixkv.config import ORDERS, EngineConfig
 from radixkv.errors import InvalidInput, UnknownPolicy
+from radixkv.turns import Group, Turns, group_key
 from radixkv_traces import cli
 from radixkv_traces.cli import Capacity, positive
 from radixkv_traces.simulate import Progress
 from radixkv_traces.workload import Workload
 
-LOOKED_AT = 128  # waiting requests whose cached prefix is compared, as in the engine
+LOOKED_AT = 128  # waiting requests whose cached prefix is compared, and announced, as in the engine
+_BY_ARRIVAL = attrgetter("arrival", "index")
 _STRIDE = 64  # requests between two calls of `progress`
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The speed of a simulated engine."""
+    """The speed of a simulated engine, and the bounds and the eviction of its queue."""
 
     prefill_rate: float = 20000.0  # prompt tokens per second that miss, over all requests
     decode_rate: float = 50.0  # tokens per second of each answer
     max_sequences: int = 64  # requests that run at once
-    max_overtakes: int = 32  # later requests that may overtake a waiting one
+    max_overtakes: int = 32  # later requests of its namespace that may overtake a waiting one
+    max_delay: float | None = None  # seconds after which a waiting request goes before others of its namespace
+    queue_blind: bool = False  # evict without regard to waiting requests
 
     def __post_init__(self) -> None:
         for name in ("prefill_rate", "decode_rate"):
             if not 0 < getattr(self, name) < inf:
                 raise InvalidInput(f"{name}={getattr(self, name)!r}: allowed are tokens per second > 0")
+        if self.max_delay is not None and not 0 < self.max_delay < inf:
+            raise InvalidInput(f"max_delay={self.max_delay!r}: allowed are seconds > 0")
         for name, least in (("max_sequences", 1), ("max_overtakes", 0)):
             if getattr(self, name) < least:
                 raise InvalidInput(f"{name}={getattr(self, name)!r}: allowed is an int of at least {least}")
@@ -115,27 +128,32 @@ def replay_queue(
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """A request that arrived and was not served yet."""
 
     index: int
     arrival: float
+    group: Group
     overtaken: int = 0
+    announcement: Announcement | None = None
 
 
 class _Queue:
     def __init__(self, workload: Workload, capacity: int, policy: str, order: str, service: Service) -> None:
         self._workload = workload
-        self._order = order
         self._service = service
+        self._by_prefix = order == "longest-prefix"
         self._now = 0.0
         self._cache = PrefixCache(capacity, 1, policy, clock=lambda: self._now)
-        self._waiting: list[_Waiting] = []  # by arrival
+        self._turns = Turns()
+        self._waiting: dict[Group, list[_Waiting]] = {}  # by arrival, of each group that has any
+        self._unannounced: deque[_Waiting] = deque()  # by arrival
+        self._to_announce = 0 if service.queue_blind else LOOKED_AT
         self._arrivals: list[tuple[float, int]] = []  # heap of (time, index), the next one of each session
         self._following = _following(workload)
         self._times = array("d", accumulate((each.timestamp / 1000 for each in workload.requests), max))
-        self._running: list[float] = []  # heap of the ends of answers
+        self._running: list[tuple[float, int, Group]] = []  # heap of the ends of answers
         self._prefilled = 0.0  # the end of the present prefill
         self.input_tokens = self.hit_tokens = 0
         self.waits, self.ttfts = array("d"), array("d")
@@ -155,34 +173,64 @@ class _Queue:
         while self._arrivals or self._waiting:
             self._advance()
             if self._waiting:
-                yield self._serve(self._take())
+                waiting = self._take()
+                self._announce(waiting)
+                yield self._serve(waiting)
 
     def _advance(self) -> None:
         """Move the clock to the next start of a prefill, or to the next arrival if no request waits."""
         full = len(self._running) >= self._service.max_sequences
-        ready = max(self._now, self._prefilled, self._running[0] if full else 0.0)
+        ready = max(self._now, self._prefilled, self._running[0][0] if full else 0.0)
         self._now = ready if self._waiting else max(ready, self._arrivals[0][0])
-        while self._running and self._running[0] <= self._now:
-            heappop(self._running)
+        while self._running and self._running[0][0] <= self._now:
+            end, _, group = heappop(self._running)
+            group.requests, group.ran_until = group.requests - 1, end
         while self._arrivals and self._arrivals[0][0] <= self._now:
-            arrival, index = heappop(self._arrivals)
-            self._waiting.append(_Waiting(index, arrival))
+            self._arrive(*heappop(self._arrivals))
+
+    def _arrive(self, arrival: float, index: int) -> None:
+        group = self._turns.enter(group_key(self._workload.requests[index].namespace))
+        group.requests += 1
+        waiting = _Waiting(index, arrival, group)
+        self._waiting.setdefault(group, []).append(waiting)
+        self._unannounced.append(waiting)
 
     def _take(self) -> _Waiting:
         """Take the next request from the queue."""
-        at = 0
-        if self._order == "longest-prefix" and len(self._waiting) > 1:
-            at = min(range(min(len(self._waiting), LOOKED_AT)), key=self._key)
-            for other in islice(self._waiting, at):
-                other.overtaken += 1
-        return self._waiting.pop(at)
+        oldest = sorted(self._waiting, key=lambda group: _BY_ARRIVAL(self._waiting[group][0]))
+        groups = self._turns.next(oldest, EngineConfig.max_batch_tokens if self._by_prefix else 0)
+        by_arrival = merge(*map(self._waiting.__getitem__, groups), key=_BY_ARRIVAL)
+        offered = list(islice(by_arrival, LOOKED_AT if self._by_prefix else 1))
+        chosen = min(offered, key=self._key) if len(offered) > 1 else offered[0]
+        queue = self._waiting[chosen.group]
+        at = queue.index(chosen)
+        for other in islice(queue, at):
+            other.overtaken += 1
+        del queue[at]
+        if not queue:
+            del self._waiting[chosen.group]
+        return chosen
 
-    def _key(self, at: int) -> tuple[bool, int, int]:
-        waiting = self._waiting[at]
-        if waiting.overtaken >= self._service.max_overtakes:
-            return False, 0, at
+    def _key(self, waiting: _Waiting) -> tuple[bool, int, float, int]:
+        service = self._service
+        too_long = service.max_delay is not None and self._now - waiting.arrival >= service.max_delay
+        if too_long or waiting.overtaken >= service.max_overtakes:
+            return False, 0, waiting.arrival, waiting.index
         request = self._workload.requests[waiting.index]
-        return True, -self._cache.match(request.blocks, request.namespace).length, at
+        return True, -self._cache.match(request.blocks, request.namespace).length, waiting.arrival, waiting.index
+
+    def _announce(self, taken: _Waiting) -> None:
+        """Announce the first waiting requests in place of one that was taken from the queue."""
+        if taken.announcement is None:
+            self._unannounced.remove(taken)
+        else:
+            taken.announcement.close()
+            self._to_announce += 1
+        while self._unannounced and self._to_announce:
+            waiting = self._unannounced.popleft()
+            request = self._workload.requests[waiting.index]
+            waiting.announcement = self._cache.announce(request.blocks, request.namespace)
+            self._to_announce -= 1
 
     def _serve(self, waiting: _Waiting) -> int:
         """Compute a prompt, and begin its answer; returns the number of served requests."""
@@ -195,7 +243,8 @@ class _Queue:
         self._prefilled = self._now + (request.input_length - hit) / service.prefill_rate
         sequence.close(Hint(kind=request.stop or None, output_length=request.output_length))
         end = self._prefilled + request.output_length / service.decode_rate
-        heappush(self._running, end)
+        heappush(self._running, (end, index, waiting.group))
+        waiting.group.tokens += request.input_length - hit + request.output_length
         self._last_answer = max(self._last_answer, end)
         following = self._following.get(index)
         if following is not None:
@@ -238,11 +287,20 @@ def add_queue(parser: argparse.ArgumentParser) -> None:
     queue.add_argument(
         "--max-sequences", type=positive, default=64, metavar="N", help="requests that run at once (default 64)"
     )
+    queue.add_argument(
+        "--max-delay", type=float, metavar="SECONDS",
+        help="a request that has waited so long goes before others of its namespace",
+    )  # fmt: skip
+    queue.add_argument("--queue-blind", action="store_true", help="evict without regard to waiting requests")
 
 
 def service_of(arguments: argparse.Namespace) -> Service:
-    """Return the speed that the options state. Raises InvalidInput."""
-    return Service(arguments.prefill_rate, arguments.decode_rate, arguments.max_sequences)
+    """Return the speed and the bounds that the options state. Raises InvalidInput."""
+    given = arguments.prefill_rate, arguments.decode_rate, arguments.max_sequences
+    service = Service(*given, max_delay=arguments.max_delay, queue_blind=arguments.queue_blind)
+    if arguments.order is None and service != Service(service.prefill_rate):
+        raise InvalidInput("--decode-rate, --max-sequences, --max-delay and --queue-blind need --order")
+    return service
 
 
 def queue_rows(
@@ -255,17 +313,18 @@ def queue_rows(
                 result = replay_queue(workload, capacity.blocks, policy, order, service, progress)
         except KeyboardInterrupt:  # before its first request
             return
-        yield _row(capacity, result)
+        yield _row(capacity, service, result)
         if not result.finished:
             return
 
 
 def queue_text(service: Service, rows: Sequence[dict[str, Any]]) -> str:
     """Return the speed of the engine, and a table with a row for each replay."""
-    said = asdict(service)
+    bound = "" if service.max_delay is None else f", overdue after {service.max_delay:g} s"
     head = (
-        f"{said['prefill_rate']:,.0f} prompt tokens per second, {said['decode_rate']:,.0f} tokens per second of each "
-        f"answer, {said['max_sequences']:,} requests at once"
+        f"{service.prefill_rate:,.0f} prompt tokens per second, {service.decode_rate:,.0f} tokens per second of each "
+        f"answer, {service.max_sequences:,} requests at once{bound}, eviction "
+        f"{'without' if service.queue_blind else 'with'} regard to waiting requests"
     )
     columns = ("capacity", "blocks", "policy", "order", "hit rate", "wait p50", "p99", "TTFT p50", "p99", "duration")
     lines = [
@@ -277,10 +336,12 @@ def queue_text(service: Service, rows: Sequence[dict[str, Any]]) -> str:
     return head + "\n\n" + table(columns, lines, left=(0, 2, 3))
 
 
-def _row(capacity: Capacity, result: QueueResult) -> dict[str, Any]:
+def _row(capacity: Capacity, service: Service, result: QueueResult) -> dict[str, Any]:
     return {
         "policy": result.policy,
         "order": result.order,
+        "max_delay": service.max_delay,
+        "queue_blind": service.queue_blind,
         "capacity": capacity.text,
         "capacity_blocks": result.capacity_blocks,
         "token_hit_rate": result.token_hit_rate,
