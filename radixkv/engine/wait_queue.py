@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from functools import partial
 from heapq import merge
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from math import inf
 from operator import attrgetter
 
@@ -190,7 +190,7 @@ class WaitQueue:
     def starved(self, running: Iterable[Request]) -> Request | None:
         """Return the next request of the groups that run none and have waited for PATIENCE seconds; None if none has.
 
-        O(groups + running requests).
+        A higher priority of another group goes first, and waits for a stream to end. O(groups + running requests).
         """
         served = {each.scheduling.group for each in running}
         blocked = [
@@ -198,7 +198,11 @@ class WaitQueue:
             for group, ready in self._ready.items()
             if group in served or self._now - max(group.ran_until, ready[0].scheduling.queued_at) < PATIENCE
         ]
-        return self.first(blocked) if len(blocked) < len(self._ready) else None
+        found = self.first(blocked) if len(blocked) < len(self._ready) else None
+        if found is None:
+            return None
+        higher = (takewhile(lambda each: each.priority > found.priority, ready) for ready in self._ready.values())
+        return None if any(not each.channel.paused for each in chain(*higher)) else found
 
     def count_overtaken(self, request: Request) -> None:
         """Count a request that was admitted, for the earlier requests that could have run instead."""
