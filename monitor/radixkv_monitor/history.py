@@ -121,7 +121,7 @@ class LastMinute:
 
     `host_tokens` is the part of the cached tokens that was loaded from host memory. The counter of loaded tokens
     includes preempted requests. So the part comes from the recorded requests. `failed` excludes
-    the requests whose own timeout ended them.
+    the requests whose own timeout ended them. `turn_preemptions` are the preemptions that gave another group its turn.
     """
 
     watched: float
@@ -134,6 +134,7 @@ class LastMinute:
     timed_out: int
     cancelled: int
     preemptions: int
+    turn_preemptions: int
     query_tokens: float
     regret_tokens: float
 
@@ -174,6 +175,7 @@ def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
     failed = max(sum(each.phase == "failed" for each in ended), round(growth("failed")))
     watched = min(MINUTE, state.now - history[0].time) if history else 0.0
     oldest = min((each.ended for each in state.ended.values() if each.ended is not None), default=since)
+    preemptions = _preemptions(history, growth("preemptions"), requests, is_recent, now)
     recorded = min(MINUTE, max(0.0, now - oldest)) if len(state.ended) >= ENDED_REQUESTS else MINUTE
     return LastMinute(
         watched=watched,
@@ -185,7 +187,8 @@ def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
         failed=max(0, failed - timed_out),
         timed_out=timed_out,
         cancelled=max(sum(each.phase == "cancelled" for each in ended), round(growth("cancelled"))),
-        preemptions=_preemptions(history, growth("preemptions"), requests, is_recent, now),
+        preemptions=preemptions,
+        turn_preemptions=min(preemptions, _turn_preemptions(state, growth, watched)),
         query_tokens=queried,
         regret_tokens=max(growth("cache.regret_tokens"), wanted),
     )
@@ -213,6 +216,12 @@ def _prompts(requests: Iterable[RequestRecord]) -> tuple[float, float, float]:
     admitted = list(requests)
     prompt, cached = sum(each.prompt_tokens for each in admitted), sum(each.cached_tokens for each in admitted)
     return prompt, cached, sum(each.host_tokens for each in admitted)
+
+
+def _turn_preemptions(state: State, growth: Callable[[str], float], watched: float) -> int:
+    """Count preemptions for a turn: of the minute if it was watched, else all, because records do not name the cause."""
+    name = "turn_preemptions"
+    return round(growth(name) if watched >= MINUTE else state.stats.get(name, 0))
 
 
 def _preemptions(

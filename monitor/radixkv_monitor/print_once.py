@@ -16,7 +16,7 @@ from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.occupancy import Process
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
-from radixkv_monitor.summary import Summary, summarise, verdict
+from radixkv_monitor.summary import Summary, head_sentence, summarise, verdict
 
 NAMES = 12
 """The columns of the names in `to_text`."""
@@ -126,12 +126,12 @@ def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
         f"queue time  {_percentiles(summary.queue_time)}, {summary.latency_window}",
         f"ITL         {_percentiles(summary.itl, 'token')}" + (f", {summary.itl_window}" if summary.itl else ""),
         f"E2E         {_percentiles(summary.e2e)}, {summary.latency_window}",
-        f"requests    {summary.running} running, {summary.waiting} waiting; since load {count(summary.finished)} "
-        f"finished, {count(summary.failed)} failed, {count(summary.timed_out)} timed out, "
-        f"{count(summary.cancelled)} cancelled, {count(summary.preemptions)} preemptions",
+        f"requests    {_requests(summary)}",
         f"regret      {count(summary.regret_lifetime.part)} of {count(summary.regret_lifetime.whole)} requested tokens "
         "had been evicted, since load",
     ]
+    if summary.turn_admissions or summary.turn_preemptions or summary.overdue_admissions:
+        lines.append(f"turns       {_turns(summary)}, since load")
     if summary.process is not None:
         lines.append(f"process     {_process(summary.process)}")
     if isinstance(feed, FileFeed):
@@ -147,6 +147,24 @@ def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
     if summary.disk is not None:
         lines.insert(place + 2 * (summary.host is not None), f"disk        {summary.disk}")
     return "\n".join(lines)
+
+
+def _requests(summary: Summary) -> str:
+    """Count the requests by phase and outcome, and say why the first waiting one waits."""
+    head = head_sentence(summary.waits_for)
+    return (
+        f"{summary.running} running, {summary.waiting} waiting{head and f', {head}'}; since load "
+        f"{count(summary.finished)} finished, {count(summary.failed)} failed, {count(summary.timed_out)} timed out, "
+        f"{count(summary.cancelled)} cancelled, {count(summary.preemptions)} preemptions"
+    )
+
+
+def _turns(summary: Summary) -> str:
+    """Name the admissions and the preemptions for the turn of a group, and the overdue admissions."""
+    return (
+        f"{count(summary.turn_admissions)} admitted before an older request of another group, "
+        f"{plural(summary.turn_preemptions, 'preemption')} for a turn, {count(summary.overdue_admissions)} overdue"
+    )
 
 
 def _misses(summary: Summary) -> str:

@@ -96,6 +96,11 @@ class Summary:
     process: Process | None
     missed_tokens: Mapping[str, int]
     stream_tokens_per_step: float | None = None
+    waits_for: str | None = None
+    turn_admissions: int = 0
+    turn_preemptions: int = 0
+    turn_preemptions_minute: int = 0
+    overdue_admissions: int = 0
 
     @property
     def minute(self) -> str:
@@ -219,6 +224,11 @@ def summarise(state: State) -> Summary:
         process=occupancy.process_of(state),
         missed_tokens=missed_tokens((*state.ended.values(), *state.live.values()), now),
         stream_tokens_per_step=_stream_tokens_per_step(history, stats, now),
+        waits_for=head_waits_for(state.live.values()),
+        turn_admissions=total("turn_admissions"),
+        turn_preemptions=total("turn_preemptions"),
+        turn_preemptions_minute=minute.turn_preemptions,
+        overdue_admissions=total("overdue_admissions"),
     )
 
 
@@ -249,6 +259,23 @@ def missed_tokens(requests: Iterable[RequestRecord], now: float) -> dict[str, in
 def longest_wait(requests: Iterable[RequestRecord], now: float) -> float:
     """Return the seconds since the oldest request that is not admitted was submitted; 0 without one."""
     return max((now - each.submitted for each in requests if each.phase == "waiting"), default=0.0)
+
+
+def head_waits_for(requests: Iterable[RequestRecord]) -> str | None:
+    """Return why the first request of the wait queue is not admitted; None if none waits, or if it is unknown."""
+    return next((each.waits_for for each in requests if each.waits_for is not None), None)
+
+
+_NOUNS = {"turn": "its group's turn", "shared prefix": "a shared prefix", "disk": "a read from disk"}
+
+
+def head_sentence(reason: str | None) -> str:
+    """Say why the first request of the wait queue is not admitted; empty without a reason.
+
+    >>> head_sentence("turn"), head_sentence("blocks"), head_sentence(None)
+    ("first in queue waits for its group's turn", 'first in queue waits for blocks', '')
+    """
+    return "" if reason is None else f"first in queue waits for {_NOUNS.get(reason, reason)}"
 
 
 def _recent(history: Sequence[Sample], name: str, now: float) -> float:
@@ -309,9 +336,10 @@ def _warnings(summary: Summary, thresholds: Thresholds, until: str) -> Iterable[
     if thresholds.longest_wait is not None and summary.longest_wait >= thresholds.longest_wait:
         sentence = f"{plural(summary.waiting, 'request')} waiting, the longest for {duration(summary.longest_wait)}"
         yield Reason("longest_wait", "warn", sentence)
-    if thresholds.preemptions is not None and summary.preemptions_minute > thresholds.preemptions:
+    out_of_blocks = summary.preemptions_minute - summary.turn_preemptions_minute
+    if thresholds.preemptions is not None and out_of_blocks > thresholds.preemptions:
         when = f"in {minute}" if summary.watched >= MINUTE else f"of requests of {minute}"
-        preempted = plural(summary.preemptions_minute, "preemption")
+        preempted = plural(out_of_blocks, "preemption")
         yield Reason("preemptions", "warn", f"{preempted} {when}: the pool is too small for this load")
     if thresholds.regret is not None and (summary.regret_minute.share or 0) >= thresholds.regret:
         sentence = f"{summary.regret_minute} of the tokens requested in {minute} had been evicted"

@@ -15,6 +15,7 @@ from radixkv_monitor import questions
 from radixkv_monitor.formatting import duration, plural, share
 from radixkv_monitor.questions import ControlledView, Question
 from radixkv_monitor.state import State
+from radixkv_monitor.summary import head_sentence, head_waits_for
 from radixkv_monitor.views import RequestSelected, Selection
 from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.widgets.panel import widths
@@ -177,10 +178,11 @@ class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the 
         return row.request
 
     def more_words(self, row: RequestRow) -> str:
-        """Return its session, and whether it was preempted or coalesced."""
+        """Return its session, whether it was preempted or coalesced, and the reason of its wait."""
         request = row.request
         session = "" if request.session is None else f"session {request.session}"
-        return f"{session} {'preempted' * (request.preemptions > 0)} {'coalesced' * request.coalesced}"
+        marks = f"{'preempted' * (request.preemptions > 0)} {'coalesced' * request.coalesced}"
+        return f"{session} {marks} {request.waits_for or ''}"
 
     def headline(self, rows: Sequence[RequestRow], state: State) -> str:
         """Count the requests by phase and outcome, and describe the waterfall."""
@@ -188,15 +190,17 @@ class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the 
         running, queued = (int(state.stats.get(name, 0)) for name in ("running", "waiting"))
         waiting = max(0, queued - counts["preempted"])  # preempted requests are in the wait queue too
         ended = ", ".join(f"{counts[name]:,} {name}" for name in ENDS if counts[name]) or "none"
+        head = head_sentence(head_waits_for(state.live.values()))
         axis = f" · {LEGEND} · waterfall: the last {duration(rows[0].axis.length)}" if rows else ""
         return (
-            f"{running:,} running, {waiting:,} waiting, {counts['preempted']:,} preempted · newest "
-            f"{len(state.ended):,} ended: {ended}{axis}"
+            f"{running:,} running, {waiting:,} waiting, {counts['preempted']:,} preempted"
+            f"{head and f' · {head}'} · newest {len(state.ended):,} ended: {ended}{axis}"
         )
 
     def detail(self, row: RequestRow, state: State) -> Content:
         """Describe the request, its miss, and its times."""
-        return Content("\n".join((_origin(row), miss_sentence(row.request), _times(row))))
+        head = head_sentence(row.request.waits_for)
+        return Content("\n".join((_origin(row), miss_sentence(row.request), _times(row) + (head and f" The {head}."))))
 
     def selected(self, selection: Selection) -> Hashable:
         """Return the number of the selected request."""
