@@ -63,7 +63,7 @@ class Turns:
     """
 
     def __init__(self, shares: Collection[float] = (), default: float = 0.0) -> None:
-        """Start with the group of the default namespace, and its share; `shares` are those of all groups with one."""
+        """Start with the group of the default namespace, whose share is `default`; `shares` has all shares."""
         self._least = min((share for share in shares if share), default=1.0)
         self._floor = 0.0  # the lowest count of the active groups, when it was last looked at
         self.groups: dict[Hashable, Group] = {None: Group(default or self._least)}
