@@ -219,9 +219,8 @@ def _prompts(requests: Iterable[RequestRecord]) -> tuple[float, float, float]:
 
 
 def _turn_preemptions(state: State, growth: Callable[[str], float], watched: float) -> int:
-    """Count preemptions for a turn: of the minute if it was watched, else all, because records do not name the cause."""
-    name = "turn_preemptions"
-    return round(growth(name) if watched >= MINUTE else state.stats.get(name, 0))
+    """Count preemptions for a turn, of all time before a minute was watched: records do not name the cause."""
+    return round(growth("turn_preemptions") if watched >= MINUTE else state.stats.get("turn_preemptions", 0))
 
 
 def _preemptions(

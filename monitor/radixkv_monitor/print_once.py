@@ -130,8 +130,6 @@ def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
         f"regret      {count(summary.regret_lifetime.part)} of {count(summary.regret_lifetime.whole)} requested tokens "
         "had been evicted, since load",
     ]
-    if summary.turn_admissions or summary.turn_preemptions or summary.overdue_admissions:
-        lines.append(f"turns       {_turns(summary)}, since load")
     if summary.process is not None:
         lines.append(f"process     {_process(summary.process)}")
     if isinstance(feed, FileFeed):
@@ -151,19 +149,13 @@ def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
 
 def _requests(summary: Summary) -> str:
     """Count the requests by phase and outcome, and say why the first waiting one waits."""
-    head = head_sentence(summary.waits_for)
+    head, counts = head_sentence(summary.waits_for), (summary.turn_admissions, summary.overdue_admissions)
+    turns = f" ({count(summary.turn_preemptions)} for turns)" * (summary.turn_preemptions > 0)
+    more = f", {count(counts[0])} admitted in turn, {count(counts[1])} overdue" * any(counts)
     return (
         f"{summary.running} running, {summary.waiting} waiting{head and f', {head}'}; since load "
         f"{count(summary.finished)} finished, {count(summary.failed)} failed, {count(summary.timed_out)} timed out, "
-        f"{count(summary.cancelled)} cancelled, {count(summary.preemptions)} preemptions"
-    )
-
-
-def _turns(summary: Summary) -> str:
-    """Name the admissions and the preemptions for the turn of a group, and the overdue admissions."""
-    return (
-        f"{count(summary.turn_admissions)} admitted before an older request of another group, "
-        f"{plural(summary.turn_preemptions, 'preemption')} for a turn, {count(summary.overdue_admissions)} overdue"
+        f"{count(summary.cancelled)} cancelled, {count(summary.preemptions)} preemptions{turns}{more}"
     )
 
 

@@ -270,11 +270,7 @@ _NOUNS = {"turn": "its group's turn", "shared prefix": "a shared prefix", "disk"
 
 
 def head_sentence(reason: str | None) -> str:
-    """Say why the first request of the wait queue is not admitted; empty without a reason.
-
-    >>> head_sentence("turn"), head_sentence("blocks"), head_sentence(None)
-    ("first in queue waits for its group's turn", 'first in queue waits for blocks', '')
-    """
+    """Say why the first request of the wait queue is not admitted; empty without a reason."""
     return "" if reason is None else f"first in queue waits for {_NOUNS.get(reason, reason)}"
 
 
