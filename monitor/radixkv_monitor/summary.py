@@ -266,7 +266,12 @@ def head_waits_for(requests: Iterable[RequestRecord]) -> str | None:
     return next((each.waits_for for each in requests if each.waits_for is not None), None)
 
 
-_NOUNS = {"turn": "its group's turn", "shared prefix": "a shared prefix", "disk": "a read from disk"}
+_NOUNS = {
+    "turn": "its group's turn",
+    "shared prefix": "a shared prefix",
+    "disk": "a read from disk",
+    "slow reader": "its slow reader",
+}
 
 
 def head_sentence(reason: str | None) -> str:

@@ -148,7 +148,7 @@ class Scheduler:
     def head_waits_for(self) -> str | None:
         """Return why the first waiting request by priority and arrival is not admitted; None if none waits.
 
-        "running streams", "blocks", "turn", "shared prefix", "disk", or "tokens of a step". Costs a match.
+        "running streams", "blocks", "turn", "shared prefix", "disk", "slow reader", "tokens of a step". Costs a match.
         """
         head = next(iter(self.waiting), None)
         if head is None or (reason := self.waiting.reason(head)) is not None:

@@ -134,7 +134,9 @@ class WaitQueue:
         """Return why a waiting request is not offered; None if it is."""
         if request in self._held:
             return "disk"
-        return "shared prefix" if request in self._delayed else None
+        if request in self._delayed:
+            return "shared prefix"
+        return "slow reader" if request.channel.paused else None
 
     def _withdraw(self, request: Request) -> None:
         ready = self._ready[request.scheduling.group]
