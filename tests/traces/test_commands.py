@@ -101,6 +101,13 @@ def test_each_row_has_the_hit_rate_of_twice_the_memory(say: Say, monkeypatch: py
     assert lru[0]["token_hit_rate_twice"] == lru[1]["token_hit_rate"]
 
 
+def test_rows_with_hints_follow_their_policy(say: Say) -> None:
+    simulate = ("simulate", "sample:cc_agent", "--limit", "60", "--capacity", "1000", "--hints", "end,returns+end")
+    found = rows(say(*simulate, "--policy", "lru,clairvoyant", "--json"))["rows"]
+    assert [row["policy"] for row in found] == ["lru", "lru+end", "lru+returns+end", "clairvoyant"]
+    assert found[1]["gap_closed"] >= 0 == found[0]["gap_closed"]
+
+
 def test_hit_rates_over_time_and_by_group_add_up(say: Say) -> None:
     said = rows(
         say("simulate", "sample:cc_agent", "--capacity", "1000", "--policy", "lru", "--by", "session", "--json")
@@ -196,6 +203,8 @@ def test_times_that_look_wrong_are_warned_about(say: Say, tmp_path: Path) -> Non
         (("simulate", "sample:chat", "--kv-dtype", "int8"), "--kv-dtype int8 is a format of --model"),
         (("simulate", "sample:chat", "--model", "tiny", "--kv-bytes", "9", "--kv-dtype", "int8"), "without --kv-bytes"),
         (("simulate", "sample:chat", "--capacity", "0%"), "not even one block"),
+        (("simulate", "sample:chat", "--hints", "end,never"), "hints after a +: returns, end"),
+        (("simulate", "sample:chat", "--hints", "end", "--order", "fcfs"), "--hints needs a replay without a queue"),
         (("simulate", "sample:chat", "--start", "1000"), "no request"),
         (("simulate", "sample:conversation", "--tokenizer", "tiny"), "block ids"),
         (("simulate", "sample:chat", "--format", "mooncake"), "input_length: missing"),

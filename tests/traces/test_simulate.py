@@ -140,6 +140,26 @@ def test_the_cache_gets_the_hints_of_a_live_engine(hints: list[tuple[float, Hash
     ]
 
 
+def turn(at: float, session: str | None, stop: str = "tool_use", blocks: tuple[int, ...] = (1,)) -> TraceRequest:
+    return TraceRequest(1000.0 * at, len(blocks), 1, array("q", blocks), session=session, stop=stop)
+
+
+def test_the_median_gap_after_tool_calls_is_announced_from_five_on(hints: list[tuple[float, Hashable, Hint]]) -> None:
+    turns = [turn(at, "a") for at in (0, 9, 10, 13, 17, 19, 49)]  # gaps 9, 1, 3, 4, 2, 30
+    replay([*turns, turn(50, "a", "end_turn"), turn(149, "a"), turn(150, None)], 9, "predictive+returns", 1)
+    # The answer after the last call took one second; the user's next message is no gap of a tool.
+    assert [hint.returns_in for _, _, hint in hints] == [*[None] * 5, 3.0, 3.5, None, 3.0, None]
+
+
+def test_the_last_text_of_a_session_is_evicted_first() -> None:
+    trace = [
+        turn(0, "old", blocks=(1, 2)), turn(1, "ends", blocks=(3, 4)), turn(2, "ends", blocks=(3, 4, 5)),
+        turn(3, "new", blocks=(6, 7)), turn(4, "old", blocks=(1, 2)), turn(5, "new", blocks=(6, 7)),
+    ]  # fmt: skip
+    assert list(replay(trace, 5, "lru", 1).hits) == [0, 0, 2, 0, 0, 2]
+    assert list(replay(trace, 5, "lru+end", 1).hits) == [0, 0, 2, 0, 2, 2]
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_of_the_cache_keeps_its_books(policy: str, hints: list[Any]) -> None:
     requests = list(islice(read(sample("conversation")), 60))

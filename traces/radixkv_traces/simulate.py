@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from radixkv.cache import POLICIES, Hint, PrefixCache, Sequence
+from radixkv.cache import POLICIES, PrefixCache, Sequence
 from radixkv.cache.tokens import check_int
 from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv_traces.clairvoyant import ClairvoyantPool
 from radixkv_traces.records import TraceRequest
+from radixkv_traces.simulate_hints import HINTS, Closing
 from radixkv_traces.simulated_disk import SimulatedDisk
 from radixkv_traces.workload import Workload, prepare
 
@@ -99,9 +100,11 @@ Progress = Callable[[int, int], None]
 
 
 def check_policy(policy: str) -> None:
-    """Raise UnknownPolicy unless `policy` is one of the cache's or one of BOUNDS."""
-    if policy not in POLICIES and policy not in BOUNDS:
-        raise UnknownPolicy(f"policy {policy!r}: allowed are {', '.join([*sorted(POLICIES), *BOUNDS])}")
+    """Raise UnknownPolicy unless `policy` is one of BOUNDS, or one of the cache's with hints or without."""
+    name, *hints = policy.split("+")
+    if policy not in BOUNDS and (name not in POLICIES or not set(hints) <= set(HINTS)):
+        allowed = ", ".join([*sorted(POLICIES), *BOUNDS])
+        raise UnknownPolicy(f"policy {policy!r}: allowed are {allowed}, and hints after a +: {', '.join(HINTS)}")
 
 
 def unique_blocks(requests: Iterable[TraceRequest]) -> int:
@@ -210,7 +213,9 @@ class _CachePool:
     def __init__(self, workload: Workload, capacity: int, policy: str, host_blocks: int, disk_blocks: int) -> None:
         self._workload = workload
         self._now = 0.0
-        self._cache = PrefixCache(capacity, 1, policy, clock=lambda: self._now, host_blocks=host_blocks)
+        name, *hints = policy.split("+")
+        self._closing = Closing(workload, hints)
+        self._cache = PrefixCache(capacity, 1, name, clock=lambda: self._now, host_blocks=host_blocks)
         self._has_host = host_blocks > 0
         self._disk = SimulatedDisk(self._cache, disk_blocks) if disk_blocks else None
         self._loaded_at_once = max(1, LOAD_TOKENS // workload.block_tokens)
@@ -246,7 +251,7 @@ class _CachePool:
         if self._has_host:
             self._run_moves()
         sequence.commit()
-        sequence.close(Hint(kind=request.stop or None, output_length=request.output_length))
+        self._closing.close(index, sequence, cache)
         return hit
 
     def _load(self, sequence: Sequence, chain: array[int]) -> None:

@@ -57,6 +57,10 @@ def add(add_command: AddCommand) -> None:
         "--policy", default=_POLICIES, metavar="LIST",
         help=f"policies: {', '.join([*sorted(POLICIES), *BOUNDS])}; default lru,clairvoyant",
     )  # fmt: skip
+    pools.add_argument(
+        "--hints", metavar="LIST",
+        help="add rows of each policy with hints: returns (of tool calls), end (of sessions, an oracle), returns+end",
+    )  # fmt: skip
     add_kv_bytes(pools)
     add_tiers(pools)
     add_queue(parser)
@@ -70,7 +74,9 @@ def add(add_command: AddCommand) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate each policy at each capacity, and print the results."""
-    policies = [each.strip() for each in arguments.policy.split(",")]
+    hints = [] if arguments.hints is None else [f"+{each.strip()}" for each in arguments.hints.split(",")]
+    names = [each.strip() for each in arguments.policy.split(",")]
+    policies = [name + each for name in names for each in ("", *([] if name in BOUNDS else hints))]
     for policy in policies:
         check_policy(policy)
     cases = replica_cases(arguments.replicas, arguments.routing)
@@ -136,7 +142,7 @@ def _run_in_time(
     rates and waits.
     """
     without = "replicas: leave out --replicas" if cases else "a queue: leave out --order"
-    for option in ("by", *TIERS, *(["order"] if cases else [])):
+    for option in ("by", "hints", *TIERS, *(["order"] if cases else [])):
         if getattr(arguments, option) is not None:
             raise InvalidInput(f"--{option} needs a replay without {without}")
     if arguments.policy == _POLICIES:
