@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -100,7 +101,7 @@ def _model_routes(models: Models) -> list[Route]:
         post("/v1/responses", openai_responses.create),
         post("/v1/responses/input_tokens", openai_responses.input_tokens),
         stored("/v1/responses/{response_id}", openai_responses.retrieve),
-        stored("/v1/responses/{response_id}", openai_responses.delete, "DELETE"),
+        stored("/v1/responses/{response_id}", partial(openai_responses.delete, models), "DELETE"),
         stored("/v1/responses/{response_id}/cancel", openai_responses.cancel, "POST"),
         stored("/v1/responses/{response_id}/input_items", openai_responses.input_items),
         post("/infill", infill.create),

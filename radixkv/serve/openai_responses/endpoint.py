@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
+from functools import partial
 from typing import NoReturn
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixkv.chat.calls.block import CallDelta
-from radixkv.errors import RequestCancelled
+from radixkv.errors import EngineClosed, RequestCancelled
 from radixkv.serve.access import SALT, namespace
 from radixkv.serve.errors import TOO_LONG, ApiError
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.gate import Caller, Gate
 from radixkv.serve.openai_responses.events import ResponseEvents, Status
-from radixkv.serve.openai_responses.schemas import ResponseRequest, read_response
+from radixkv.serve.openai_responses.schemas import ResponseRequest, ended, read_response
 from radixkv.serve.openai_responses.store import Items, ResponseStore, Running, StoredResponse
 from radixkv.serve.reply import Piece
 from radixkv.serve.responses import COMMENT
+from radixkv.serve.served_models import Models
 from radixkv.serve.service import Service
 from radixkv.serve.turn import End, Step, Turn, respond
 
@@ -63,11 +65,17 @@ async def retrieve(gate: Gate, stored: ResponseStore, request: Request) -> Respo
     return JSONResponse(_stored(gate, stored, request).response if running is None else running.response())
 
 
-async def delete(gate: Gate, stored: ResponseStore, request: Request) -> Response:
-    """Delete a stored response; raise ApiError 404 if there is none."""
+async def delete(models: Models, gate: Gate, stored: ResponseStore, request: Request) -> Response:
+    """Delete a stored response, whose cached text is then evicted first; raise ApiError 404 if there is none."""
     caller, number = gate.caller(request), request.path_params["response_id"]
-    if not stored.delete(caller.tenant, caller.namespace, number):
-        _not_found(number)
+    found = stored.delete(caller.tenant, caller.namespace, number) or _not_found(number)
+    parent = stored.get(caller.tenant, caller.namespace, found.response["previous_response_id"] or "")
+    if (service := models.find(found.response["model"]).service) is not None:
+        with suppress(ApiError, EngineClosed):  # the text, or the engine, is not there any more
+            chat = await service.gate.in_background(partial(ended, found, service.role_order))
+            prompt = await service.chat_prompt(caller, chat, ignored=IgnoredFields())
+            keep = 0 if parent is None else (parent.response["usage"] or {}).get("total_tokens", 0)
+            await service.engine.demote(prompt.ids, keep=keep, namespace=caller.namespace)
     return JSONResponse({"id": number, "object": "response", "deleted": True})
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from radixkv.serve.openai_responses.store import StoredResponse
 from radixkv.serve.openai_responses.tools import ToolList, read_tools
 from radixkv.serve.role_order import RoleOrder
 from radixkv.serve.sampling_fields import sampling_params, wire
-from radixkv.serve.schemas import ChatRequest, Effort, RequestOptions, Sampling
+from radixkv.serve.schemas import ChatRequest, Dialogue, Effort, RequestOptions, Sampling
 from radixkv.serve.tool_choices import Choice, call_rule
 
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # values of `include`
@@ -141,6 +141,13 @@ def read_response(
         call_rule=rule,
         template_options=() if effort is None else (effort_option("reasoning.effort", effort),),
     )
+
+
+def ended(stored: StoredResponse, order: RoleOrder) -> Dialogue:
+    """Return the conversation up to the end of a stored response, as a prompt that its reply ends."""
+    fields = {name: stored.response[name] for name in ("model", "instructions", "reasoning", "tools")}
+    given = {**fields, "input": [], "previous_response_id": stored.response["id"]}
+    return replace(read_response(given, IgnoredFields(), lambda _: stored, order), prefill=True)
 
 
 def _echo(body: ResponseBody, given: JsonObject, options: RequestOptions) -> JsonObject:

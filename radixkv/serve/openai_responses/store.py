@@ -91,8 +91,8 @@ class ResponseStore:
         with self._lock:
             return self._tenants[tenant].get((owner, number))
 
-    def delete(self, tenant: str | None, owner: Hashable, number: str) -> bool:
-        """Remove a response; return whether it was stored. Responses that continue it stay."""
+    def delete(self, tenant: str | None, owner: Hashable, number: str) -> StoredResponse | None:
+        """Remove a response and return it; None if it is not stored. Responses that continue it stay."""
         with self._lock:
             return self._tenants[tenant].remove((owner, number))
 
@@ -133,17 +133,17 @@ class _TenantStore:
             self._stored.move_to_end(key)
         return stored
 
-    def remove(self, key: Hashable) -> bool:
+    def remove(self, key: Hashable) -> StoredResponse | None:
         stored = self._stored.pop(key, None)
         if stored is None:
-            return False
+            return None
         self.size -= stored.size
         for part in stored.conversation:
             self._uses[part] -= 1
             if not self._uses[part]:
                 del self._uses[part]
                 self.size -= part.size
-        return True
+        return stored
 
     def check(self) -> None:
         uses = Counter(part for stored in self._stored.values() for part in stored.conversation)

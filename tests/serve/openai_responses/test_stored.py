@@ -16,7 +16,7 @@ from radixkv.serve.access import NAMESPACE_HEADER
 from radixkv.serve.openai_responses.events import ResponseEvents
 from radixkv.serve.openai_responses.store import Items, ResponseStore, StoredResponse
 from radixkv.serve.reply import Piece
-from tests.serve.openai_responses.served_responses import ASKED, PATH, checked, client_of, stream, whole
+from tests.serve.openai_responses.served_responses import ASKED, PATH, WEATHER, checked, client_of, stream, whole
 from tests.serve.served import hosted, says, served
 
 KEYS = {"ada": "ada-secret-1", "bob": "bob-secret-2"}
@@ -48,6 +48,31 @@ def test_the_official_client_reads_continues_and_deletes_a_response() -> None:
         assert third.usage is not None
         assert third.usage.input_tokens_details.cached_tokens == second.usage.total_tokens - 1
         server.service.responses.check()
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(history_bytes=0)])
+def test_the_cached_text_of_a_deleted_response_is_evicted_first(settings: Settings) -> None:
+    asked: dict[str, Any] = {**ASKED, "tools": [WEATHER], "instructions": "Be short.", "reasoning": {"effort": "low"}}
+    with served(settings, brain=says("Hello, you.")) as server:
+        tree, client = server.engine.core.cache.state.tree, client_of(server)
+        first = whole(server, asked)
+        numbers, ends = [first["id"]], [first["usage"]["total_tokens"]]
+        for text in ("And again?", "More?"):
+            answer = whole(server, {**asked, "input": text, "previous_response_id": numbers[-1]})
+            numbers, ends = [*numbers, answer["id"]], [*ends, answer["usage"]["total_tokens"]]
+
+        def demoted() -> list[tuple[int, int]]:
+            server.engine.stats()  # waits for the engine's thread
+            return [(node.start, node.end) for node in tree.walk() if node.demoted]
+
+        client.responses.delete(numbers[0])
+        assert demoted() == []  # two others continue it
+        client.responses.delete(numbers[2])
+        assert demoted() == [(ends[1], ends[2] - 1)]  # without the stored text that it continues
+        again = whole(server, {**asked, "input": "More?", "previous_response_id": numbers[1]})
+        client.responses.delete(numbers[1])
+        client.responses.delete(again["id"])
+        assert demoted() == [(0, ends[1]), (ends[1], ends[2] - 1)]  # the responses before it were deleted first
 
 
 def test_instructions_are_not_continued() -> None:
