@@ -502,8 +502,7 @@ class PrefixCache:
     def announce(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Announcement:
         """Evict the cached prefix of `tokens[:limit]` after all other blocks of its priority, until `close`.
 
-        For a request that waits: its text may be cached or evicted meanwhile. All policies keep this order. Pins,
-        priorities and shares come first. Costs a match + O(depth).
+        For a request that waits. All policies keep this order. Costs a match + O(depth).
         """
         raw = as_bytes(tokens)
         refuse_negative(raw)

@@ -87,7 +87,7 @@ class TestTokens:
         seq = held(cache, [1, 5])
         cache.stats()
         before = freeze(cache, seq)
-        for verb in (cache.match, cache.explain, cache.open, cache.pin, seq.extend):
+        for verb in (cache.match, cache.explain, cache.open, cache.pin, cache.announce, seq.extend):
             with pytest.raises(InvalidTokens):
                 verb(BAD[name])
             assert freeze(cache, seq) == before
@@ -146,6 +146,8 @@ class TestNumbers:
             cache.open(prompt(1, 8), limit=limit)
         with pytest.raises(InvalidInput):
             cache.explain(prompt(1, 8), limit=limit)
+        with pytest.raises(InvalidInput):
+            cache.announce(prompt(1, 8), limit=limit)
         assert freeze(cache) == before
 
     @pytest.mark.parametrize("priority", [1.5, "high", None])
@@ -186,7 +188,7 @@ class TestNamespaces:
         cache = PrefixCache(8, 4)
         publish(cache, [1, 2, 3])
         before = freeze(cache)
-        for verb in (cache.match, cache.explain, cache.open, cache.pin):
+        for verb in (cache.match, cache.explain, cache.open, cache.pin, cache.announce):
             with pytest.raises((InvalidInput, TypeError)):
                 verb([1, 2, 3], [])  # type: ignore[arg-type]
         assert freeze(cache) == before

@@ -142,13 +142,13 @@ class HostTier:
         It evicts host leaves that are colder than the node. Without room for all blocks, all host nodes after the node
         are evicted, since its tail goes. A node that is done finds no room: it is evicted, not offloaded.
         """
-        lost, free = 0, self.blocks.free
+        lost, free, size = 0, self.blocks.free, self._tree.pool.block_size
         if not node.done:
             while (missing := blocks - self._images_below(node) - len(free)) > 0:
                 victim = self._victim(node)
                 if victim is None:
                     break
-                lost += self._evict(victim, self._limit(victim, missing), now, pressure)
+                lost += self._evict(victim, victim.trim_limit(missing, size), now, pressure)
             if missing <= 0:
                 return blocks, lost
         lost += self._evict_all(list(self.nodes(node)), now, pressure)
@@ -272,7 +272,7 @@ class HostTier:
         continues. There are no blocks for a text that branches off inside a host run.
         """
         above, inside = self._end_of(node, raw, at)[0::2]
-        free, lost = self.blocks.free, 0
+        free, lost, size = self.blocks.free, 0, self._tree.pool.block_size
         if above is not None and above.residence == "host":
             self.touch([above])  # else others evict it before the text arrives
         while not inside and (missing := count - len(free)) > 0:
@@ -280,7 +280,7 @@ class HostTier:
             unread = (leaf for leaf in leaves if leaf is not above and not self.blocks.are_read(leaf.blocks))
             if (victim := next(unread, None)) is None:
                 break
-            lost += self._evict(victim, self._limit(victim, missing), now, Pressure(count, len(free)))
+            lost += self._evict(victim, victim.trim_limit(missing, size), now, Pressure(count, len(free)))
         return self.blocks.lend(0 if inside else min(count, len(free))), lost
 
     def arrive(self, node: Node | None, raw: bytes, at: int, lent: array[int], arrived: int) -> bool:
@@ -389,10 +389,6 @@ class HostTier:
                 colder = (leaf.priority, leaf.standing, leaf.tick) <= (node.priority, node.standing, node.tick)
                 return leaf if colder else None
         return None
-
-    def _limit(self, leaf: Node, blocks: int) -> int:
-        """Return how many blocks, at most `blocks`, to evict off a leaf before the next one."""
-        return leaf.trim_limit(blocks, self._tree.pool.block_size)
 
     # ---- out of the host
 
@@ -522,9 +518,9 @@ class HostTier:
             if at < len(raw):
                 node.ghost_owner = tree.ghosts.adopt(host.ghost_owner, position, raw[at:], node.ghost_owner)
             host = following
-        tree.merge(upper, covered=True)
         for settle in tree.events.settled:
-            settle(node)
+            settle(upper)
+        tree.merge(upper, covered=True)
 
     def _ending(self, node: Node, position: int) -> Node:
         """Return the node that ends at `position`: a leaf, or its new upper half."""

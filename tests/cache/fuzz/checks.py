@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from radixkv.cache import CacheStats
-from tests.cache.fuzz import inside, upkeep, waiting
+from tests.cache.fuzz import inside, upkeep
 from tests.cache.fuzz.tracked import Tracked, leaves
 from tests.cache.naive import kv
 
@@ -33,7 +33,7 @@ def verify(world: World) -> None:
     """Check everything."""
     world.cache.check()
     assert_gauges(world)
-    waiting.assert_ends(world)
+    upkeep.assert_announced(world)
     for one in world.live:
         world.assert_sequence(one)
     for part in (world.host, world.states, world.shares, world.mirror):

@@ -86,22 +86,6 @@ def first_victims(cache: PrefixCache, groups: list[Hashable]) -> dict[Hashable, 
     return {name: leaves[0].id for name, leaves in found.items() if leaves}
 
 
-def evictable_leaves(cache: PrefixCache) -> dict[int, tuple[Hashable, int, list[int]]]:
-    """The namespace, the priority and the text of each unlocked leaf of the device, by its id."""
-    tree = cache.state.tree
-    leaves = [node for node in tree.walk() if node.parent is not None and not node.locks and not node.children]
-    return {node.id: (tree.namespace(node), node.priority, text_of(cache, node)) for node in leaves}
-
-
-def priorities(cache: PrefixCache, tokens: Ids, namespace: Hashable) -> list[int]:
-    """The priority of each token of a text with KV on the device, or of as many as there are."""
-    tree, raw = cache.state.tree, as_bytes(tokens)
-    root = tree.find_root(tree.namespaces.find(namespace))
-    node, matched = (None, 0) if root is None else tree.match(root, raw)
-    path = [] if node is None else tree.path(node)
-    return [node.priority for node in path for _ in range(node.start, node.end)][: matched // WIDTH]
-
-
 # The host tier
 
 

@@ -343,9 +343,11 @@ def wait(machine: Machine) -> None:
 def announce(machine: Machine) -> None:
     """Let a request wait, mostly for text that is cached; sometimes its namespace has no text."""
     world, rng = machine.world, machine.rng
+    if len(world.waiting) == 6:
+        world.end_an_announcement(world.waiting[0])
     said = machine.prompt() if rng.random() < 0.3 else machine.earlier()
     limit = rng.choice((None, None, rng.randrange(len(said) + 1)))
-    world.announce(rng.choice((machine.namespace(), "new")), said, limit)
+    world.announce(rng.choice((machine.namespace(), machine.namespace(), "new")), said, limit)
 
 
 def end_an_announcement(machine: Machine) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from radixkv.cache import Pin, WritePlan
 from radixkv.cache import Sequence as CacheSequence
+from radixkv.cache.announcements import Announcement
 from radixkv.cache.types import Purpose
 from tests.cache.naive import Texts
 from tests.cache.verbs import Ids
@@ -58,6 +60,14 @@ class Pinned:
     namespace: Hashable
     tokens: list[int]
     expires: float
+
+
+class Announced(NamedTuple):
+    """The model of one announcement."""
+
+    announcement: Announcement
+    namespace: Hashable
+    text: list[int]
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from radixkv.cache import CacheStats
 from radixkv.errors import PinBudgetExceeded, PrefixHeld
-from tests.cache.fuzz import inside, waiting
-from tests.cache.fuzz.tracked import Pinned, common, leaves
+from tests.cache.fuzz import inside
+from tests.cache.fuzz.tracked import Announced, Pinned, common, leaves
 from tests.cache.naive import Texts
 
 if TYPE_CHECKING:
@@ -58,6 +58,30 @@ def wait(world: World, seconds: float) -> None:
     world.now += seconds
     world.cache.stats()
     world.pins = [pinned for pinned in world.pins if world.now < pinned.expires]
+
+
+# Announcements
+
+
+def announce(world: World, namespace: Hashable, prompt: Sequence[int], limit: int | None) -> None:
+    """Change the order of eviction, and nothing else that is visible."""
+    before = world.cache.stats()
+    made = world.cache.announce(world.shaped(prompt), namespace, limit)
+    assert world.cache.stats() == before
+    world.waiting.append(Announced(made, namespace, list(prompt[:limit])))
+
+
+def end_an_announcement(world: World, waiting: Announced) -> None:
+    world.waiting.remove(waiting)
+    waiting.announcement.close()
+    waiting.announcement.close()
+
+
+def assert_announced(world: World) -> None:
+    """Check that each announcement ends where the cached prefix of its text does, also if its moves are pending."""
+    for announcement, namespace, text in world.waiting:
+        least, most = world.reach(namespace, text), world.texts_of(namespace).longest_prefix(text)
+        assert least <= announcement.end <= (most if world.host else least)
 
 
 # Demoting and discarding
@@ -191,8 +215,7 @@ def evict(world: World, count: int) -> None:
     """Evict until `count` blocks are free; the result says whether they are, and held texts stay."""
     world.cache.stats()
     before = world.cache.stats()
-    with waiting.announced_last(world):
-        _evict(world, count, before)
+    _evict(world, count, before)
     if world.exact:
         forget_evicted(world)
 

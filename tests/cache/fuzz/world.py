@@ -16,14 +16,14 @@ from radixkv.cache import Hint, WritePlan
 from radixkv.cache.types import Purpose
 from radixkv.errors import InvalidInput, InvalidTokens, OutOfBlocks, PlanPending, SequenceClosed, UnknownToken
 from tests.cache.freeze import freeze
-from tests.cache.fuzz import checks, lookups, plans, upkeep, waiting
+from tests.cache.fuzz import checks, lookups, plans, upkeep
 from tests.cache.fuzz.disk import DiskModel
 from tests.cache.fuzz.host import HostModel
 from tests.cache.fuzz.mirror import Events, Mirror
 from tests.cache.fuzz.options import Options, Sizes, new_cache
 from tests.cache.fuzz.shares import ShareModel
 from tests.cache.fuzz.states import StateModel
-from tests.cache.fuzz.tracked import SHAPES, Pinned, Tracked, common
+from tests.cache.fuzz.tracked import SHAPES, Announced, Pinned, Tracked, common
 from tests.cache.naive import Pool, Texts, Values, Work, kv
 from tests.cache.verbs import Ids
 
@@ -49,7 +49,7 @@ class World:
         self.texts: dict[Hashable, Texts] = {}
         self.live: list[Tracked] = []
         self.pins: list[Pinned] = []
-        self.waiting: list[waiting.Waiting] = []
+        self.waiting: list[Announced] = []
         self.marks: dict[int, int] = {}  # block -> slots reserved since it was last taken
         self.private: set[int] = set()  # blocks that were in no published table since they were last taken
         self.before = self.cache.stats()
@@ -73,7 +73,7 @@ class World:
     pin, release, unpin, wait = upkeep.pin, upkeep.release, upkeep.unpin, upkeep.wait
     demote, discard, clear, clear_namespace = upkeep.demote, upkeep.discard, upkeep.clear, upkeep.clear_namespace
     evict, drain, forget_what_is_gone = upkeep.evict, upkeep.drain, upkeep.forget_what_is_gone
-    announce, end_an_announcement = waiting.announce, waiting.end_an_announcement
+    announce, end_an_announcement = upkeep.announce, upkeep.end_an_announcement
     verify, wind_down, assert_sequence = checks.verify, checks.wind_down, checks.assert_sequence
     assert_little_is_stranded, read_blocks = checks.assert_little_is_stranded, checks.read_blocks
 
@@ -200,8 +200,7 @@ class World:
         if self.shares:
             self.shares.begin(one.namespace, held_first=holds is not None)
         try:
-            with waiting.announced_last(self):
-                plan = verb(self.shaped(tokens))
+            plan = verb(self.shaped(tokens))
         except OutOfBlocks:
             assert most > available, "refused, although free and evictable blocks suffice"
             self.assert_unchanged(before)
