@@ -476,6 +476,8 @@ class PrefixCache:
         pins.expire()
         blocks = tree.table(node)[: -(-length // self.block_size)]
         pins.refuse_over_budget(blocks)
+        if self.quotas is not None:
+            self.quotas.refuse_pin(self.state, blocks)
         if length < node.end:
             node = tree.split(node, length - node.start)
         return pins.add(node, length, matched == len(raw), len(blocks), ttl)

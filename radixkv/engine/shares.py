@@ -99,12 +99,10 @@ class Shares:
         return f"its namespace can have {most}, as the pool has {self._num_blocks} with the shares of others"
 
     def most_beside_pins(self, namespace: Hashable, pinned: int) -> int:
-        """See Accounts: pins of other groups are in their shares."""
+        """See Accounts: pins of other groups with a share are in their shares, which are kept free anyway."""
         own = self._limits.group(namespace)
         pinned_in = self._quotas.pinned_blocks(self._cache.state)
-        guaranteed = self._quotas.shares.guaranteed
-        kept = sum(max(pair) for at, pair in enumerate(zip(guaranteed, pinned_in, strict=True)) if at != own)
-        return self._num_blocks - kept - pinned_in[own]
+        return self._most[own] - sum(pinned_in[group] for group in {0, own})
 
     def allows(self, request: Request, need: Callable[[Request], int]) -> bool:
         """See Accounts."""

@@ -11,7 +11,7 @@ import pytest
 
 from radixkv.cache import POLICIES, PrefixCache
 from radixkv.cache.quotas import NamespaceLimits
-from radixkv.errors import InvalidInput, OutOfBlocks
+from radixkv.errors import InvalidInput, OutOfBlocks, PinBudgetExceeded
 from tests.cache.verbs import cached, prompt, publish
 
 
@@ -149,6 +149,26 @@ class TestRules:
         owner = {node.id: roots[node.parent.id] for node in cache.state.tree.walk() if node.parent is not None}
         assert [owner[node] for node in cache.next_victims()] == [None] * 2 + ["b"] * 3 + ["a"] * 3
         assert [owner[node] for node in cache.next_victims(3)] == [None] * 2 + ["b"]
+
+    def test_pins_beyond_a_share_are_refused_with_the_numbers(self):
+        cache = PrefixCache(10, 1, pin_budget=1.0, namespace_limits={"a": 0.4, "b": 0.5})
+        fill(cache, "a", 2, length=3)
+        pins = [cache.pin(prompt(0, 3), "a"), cache.pin(prompt(0, 2), "a")]
+        with pytest.raises(PinBudgetExceeded, match=r"^3 blocks more .*, 3 are, and its share is 4: release pins"):
+            cache.pin(prompt(1, 3), "a")
+        assert cache.pin(prompt(1, 1), "a").blocks == 1
+        pins[0].release()
+        cache.check()
+        assert cache.stats().pinned_blocks == 3
+
+    def test_namespaces_without_a_share_may_pin_what_the_shares_leave_free(self):
+        cache = PrefixCache(10, 1, pin_budget=1.0, namespace_limits={"a": 0.4, "b": 0.4})
+        fill(cache, None, 1, length=2)
+        fill(cache, "other", 1, length=1)
+        cache.pin(prompt(0, 2))
+        with pytest.raises(PinBudgetExceeded, match="2 are, and the pool without the shares of others is 2"):
+            cache.pin(prompt(0, 1), "other")
+        cache.check()
 
     def test_clearing_ignores_limits(self):
         cache = PrefixCache(10, 1, namespace_limits={"a": 1.0})

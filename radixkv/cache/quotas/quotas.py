@@ -11,6 +11,7 @@ from radixkv.cache.quotas.index import QuotaIndex
 from radixkv.cache.quotas.limits import NamespaceLimits
 from radixkv.cache.quotas.shares import Shares
 from radixkv.cache.state import CacheState
+from radixkv.errors import PinBudgetExceeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,26 @@ class Quotas:
             pinned[self.shares.owner[block]] += 1
         return pinned
 
+    def most_pinned(self, group: int) -> int:
+        """The most blocks that pins of a group may hold: its share, or without one what all shares leave free."""
+        return self.shares.guaranteed[group] if group else self.shares.most_blocks(group)
+
+    def refuse_pin(self, state: CacheState, blocks: array[int]) -> None:
+        """Raise PinBudgetExceeded if a pin of these blocks would exceed the share of their group. O(pinned blocks)."""
+        owner, group = self.shares.owner, self.shares.owner[blocks[0]]
+        pinned = {block for block in state.pins.blocks() if owner[block] == group}
+        new, most = len(set(blocks) - pinned), self.most_pinned(group)
+        if len(pinned) + new > most:
+            source = "its share" if group else "the pool without the shares of others"
+            raise PinBudgetExceeded(
+                f"{new} blocks more would be pinned for this namespace, {len(pinned)} are, and {source} is {most}: "
+                "release pins, or give the namespace a larger share"
+            )
+
     def check(self, state: CacheState) -> None:
         """Recount the blocks of each group. AssertionError names the broken invariant. O(blocks)."""
+        for group, pinned in enumerate(self.pinned_blocks(state)):
+            assert pinned <= self.most_pinned(group), f"group {group} has {pinned} pinned blocks, beyond its share"
         idle = {block for node in state.tree.walk() if not node.locks for block in node.blocks}
         held = {block for node in state.tree.walk() if node.locks for block in node.blocks}
         for sequence in state.open.values():

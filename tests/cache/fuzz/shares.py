@@ -6,7 +6,7 @@ A group is a namespace with a share; all others are the group "others".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -103,6 +103,16 @@ class ShareModel:
         """Raise the first failure at an eviction."""
         for failure in self.failures:
             raise failure
+
+    def refuses_pin(self, namespace: Hashable, blocks: Iterable[int]) -> bool:
+        """Whether a pin of these blocks would exceed its namespace's share, or what shares leave free for others."""
+        world, group = self.world, self.group(namespace)
+        free = world.num_blocks - sum(map(self.guaranteed, self.limits))
+        pinned = set(blocks)
+        for each in world.pins:
+            if self.group(each.namespace) == group:
+                pinned |= set(inside.cached_kv(world.cache, each.tokens, each.namespace).blocks.tolist())
+        return len(pinned) > (self.guaranteed(group) if group in self.limits else free)
 
     # Verbs
 

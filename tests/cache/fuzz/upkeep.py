@@ -26,7 +26,8 @@ def pin(world: World, namespace: Hashable, prompt: Sequence[int], ttl: float | N
     try:
         pin = world.cache.pin(world.shaped(prompt), namespace, ttl)
     except PinBudgetExceeded:
-        assert pinned + len(found.blocks) > budget
+        refused = world.shares is not None and world.shares.refuses_pin(namespace, found.blocks)
+        assert refused or pinned + len(found.blocks) > budget
         world.assert_unchanged(before)
         return
     assert pin.length == found.length
@@ -35,6 +36,7 @@ def pin(world: World, namespace: Hashable, prompt: Sequence[int], ttl: float | N
     expires = float("inf") if ttl is None else world.now + ttl
     world.pins.append(Pinned(pin, namespace, list(prompt[: found.length]), expires))
     assert pinned <= world.cache.stats().pinned_blocks <= budget
+    assert world.shares is None or not world.shares.refuses_pin(namespace, found.blocks)
 
 
 def release(world: World, pinned: Pinned) -> None:
