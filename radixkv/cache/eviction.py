@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 from sortedcontainers import SortedList
 
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.cache.types import EvictionKey, Hint, Node
+from radixkv.cache.types import Accounts, EvictionKey, Hint, Node
 
 Rank = Callable[[Node], int]
 
@@ -27,6 +27,12 @@ class Victims(Protocol):
 
     def victim(self) -> Node:
         """Return the leaf to evict next; there must be one."""
+
+    def at(self, number: int) -> Node:
+        """Return a leaf by its number in the order of eviction; it is the victim now."""
+
+    def owes(self, node: Node) -> bool:
+        """Whether the victim leaves in any case: its group exceeds its share more than the group that asks."""
 
     def trim_limit(self, node: Node, blocks: int) -> int:
         """Return how many blocks, at most `blocks`, to evict from the tail of the victim at once."""
@@ -41,6 +47,7 @@ class EvictionIndex:
     __slots__ = ("_coldest", "_order", "_rank", "_tick", "clock")
 
     remembers_faded = False  # whether old ghosts keep a hash of their tokens: see `ghosts`
+    accounts: tuple[Accounts, ...] = ()  # none, or one that counts the blocks of each group of namespaces
 
     def __init__(self, rank: Rank | None = None) -> None:
         self.clock: Callable[[], float] | None = None  # dates nodes while a change tracker is attached
@@ -104,9 +111,17 @@ class EvictionIndex:
         """Return the next `count` leaves in the order of eviction, fewer if there are fewer. O(count)."""
         return [key[4] for key in islice(self._order, count)]
 
+    def group_of(self, node: Node) -> int:
+        """Return the group of namespaces that a node belongs to: here there is one."""
+        return 0
+
     def victims_for(self, group: int) -> Victims:
-        """Return the leaves that may be evicted for a sequence of this group of namespaces: here all of them."""
+        """Return the leaves that may be evicted for a sequence of this group: here all of them."""
         return self
+
+    def owes(self, node: Node) -> bool:
+        """Return whether the group of a victim exceeds its share more than the group that asks."""
+        return False
 
     # ---- hooks for policies that learn
 

@@ -20,6 +20,7 @@ from radixkv.cache.announcements import Announcement
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.change_tracker import ChangeTracker
 from radixkv.cache.events import Observer
+from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.host.tier import HostRun
 from radixkv.cache.namespaces import Namespace, Namespaces, refusal
 from radixkv.cache.ngrams import LONGEST
@@ -123,17 +124,17 @@ class PrefixCache:
         self.num_blocks, self.block_size, self.host_blocks = int(num_blocks), int(block_size), int(host_blocks)
         self.eviction, self.clock = eviction, clock  # the name of the policy
         shape = self.num_blocks, self.block_size
-        index, shares, namespaces = new_index(eviction, *shape, clock), None, Namespaces()
+        new = partial(new_index, eviction, *shape, clock)
+        index, lower, namespaces = new(), EvictionIndex(), Namespaces()
         self.quotas: Quotas | None = None
         if namespace_limits is not None:
-            self.quotas = Quotas(namespace_limits, self.num_blocks, lambda: new_index(eviction, *shape, clock))
-            index, shares = self.quotas.index, self.quotas.shares
-            namespaces = Namespaces(self.quotas.limits.group)
+            self.quotas = Quotas(namespace_limits, self.num_blocks, self.host_blocks, new)
+            index, lower, namespaces = self.quotas.index, self.quotas.host_index, Namespaces(self.quotas.limits.group)
         self.copies = StateSlots(int(state_rows), int(state_snapshots), int(host_snapshots))
-        budget, spacing = int(pin_budget * num_blocks), state_spacing or Spacing()
-        pool = BlockPool(*shape, shares)
+        budget, host = int(pin_budget * num_blocks), (self.host_blocks, lower)
+        pool = BlockPool(*shape, *index.accounts)
         # For the cache's own modules, and for checks.
-        self.state = CacheState(pool, index, namespaces, clock, budget, self.host_blocks, self.copies, spacing)
+        self.state = CacheState(pool, index, namespaces, clock, budget, *host, self.copies, state_spacing or Spacing())
         self._namespaces = namespaces
         self.past_text = PastText(self.state.tree, draft_tokens, self.state.events)
         if observer is not None:
@@ -330,7 +331,7 @@ class PrefixCache:
         if state.host is None:
             return array("i")
         _, node, at = self._find(raw, namespace)
-        lent, lost = state.host.lend(node, raw, at, count, self.clock())
+        lent, lost = state.host.lend(node, raw, at, count, self._group(namespace), self.clock())
         state.counters.evicted_tokens += lost
         return lent
 

@@ -64,6 +64,7 @@ class CacheState:
         clock: Callable[[], float],
         pin_budget: int,
         host_blocks: int,
+        host_index: EvictionIndex,
         slots: StateSlots,
         spacing: Spacing,
     ) -> None:
@@ -74,7 +75,7 @@ class CacheState:
         forget = index.forget if index.remembers_faded else None
         self.ghosts = Ghosts(pool.num_blocks * pool.block_size, pool.num_blocks, forget)
         self.tree = RadixTree(pool, index, self.ghosts, namespaces, self.events)
-        self.host = HostTier(self.tree, host_blocks) if host_blocks else None
+        self.host = HostTier(self.tree, host_blocks, host_index) if host_blocks else None
         self.announcements = Announcements(self.tree, self.host, self.events)
         self.pins = Pins(self.tree, clock, pin_budget)
         self.snapshots = Snapshots(slots, spacing, self.pins.nodes, self.events) if slots.num_rows else None

@@ -290,6 +290,9 @@ class LeafIndex(Protocol):
     def remove(self, node: Node) -> None:
         """Remove a leaf."""
 
+    def group_of(self, node: Node) -> int:
+        """Return the group of a node's namespace."""
+
     def inherit(self, parent: Node, child: Node) -> None:
         """Let a new leaf have the uses of the child that was removed."""
 

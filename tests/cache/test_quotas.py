@@ -150,25 +150,16 @@ class TestRules:
         assert [owner[node] for node in cache.next_victims()] == [None] * 2 + ["b"] * 3 + ["a"] * 3
         assert [owner[node] for node in cache.next_victims(3)] == [None] * 2 + ["b"]
 
-    def test_pins_beyond_a_share_are_refused_with_the_numbers(self):
-        cache = PrefixCache(10, 1, pin_budget=1.0, namespace_limits={"a": 0.4, "b": 0.5})
-        fill(cache, "a", 2, length=3)
-        pins = [cache.pin(prompt(0, 3), "a"), cache.pin(prompt(0, 2), "a")]
-        with pytest.raises(PinBudgetExceeded, match=r"^3 blocks more .*, 3 are, and its share is 4: release pins"):
-            cache.pin(prompt(1, 3), "a")
-        assert cache.pin(prompt(1, 1), "a").blocks == 1
-        pins[0].release()
-        cache.check()
-        assert cache.stats().pinned_blocks == 3
-
-    def test_namespaces_without_a_share_may_pin_what_the_shares_leave_free(self):
+    def test_pins_beyond_a_share_are_refused_and_without_a_share_beyond_what_is_left(self):
         cache = PrefixCache(10, 1, pin_budget=1.0, namespace_limits={"a": 0.4, "b": 0.4})
-        fill(cache, None, 1, length=2)
-        fill(cache, "other", 1, length=1)
-        cache.pin(prompt(0, 2))
-        with pytest.raises(PinBudgetExceeded, match="2 are, and the pool without the shares of others is 2"):
-            cache.pin(prompt(0, 1), "other")
-        cache.check()
+        for namespace, most in (("a", 4), (None, 2)):
+            fill(cache, namespace, 1, length=most + 1)
+            first = cache.pin(prompt(0, 2), namespace)
+            with pytest.raises(PinBudgetExceeded, match=rf"^{most + 1} blocks .*, 2 are, .* allow {most}: release"):
+                cache.pin(prompt(0, most + 1), namespace)
+            cache.pin(prompt(0, most), namespace)
+            first.release()
+            cache.check()
 
     def test_clearing_ignores_limits(self):
         cache = PrefixCache(10, 1, namespace_limits={"a": 1.0})
@@ -181,6 +172,22 @@ class TestRules:
         cache = PrefixCache(8, 1)
         fill(cache, "a", 2)
         assert cache.namespace_usage() == () and cache.evictable_for("b") == cache.evictable_blocks == 2
+
+
+def test_on_the_host_a_namespace_loses_the_recent_blocks_beyond_its_share_and_no_more() -> None:
+    cache = PrefixCache(10, 1, host_blocks=5, namespace_limits={"a": 0.6, "b": 0.4})
+    publish(cache, prompt(0, 4), "b")
+    publish(cache, prompt(1, 5), "a")
+    cache.evict(6, "a")
+    assert len(cache.moves()) == cache.namespace_usage()[0].host_blocks == 5
+    cache.moves_done()
+    lent = cache.take_host_blocks(prompt(2, 4), "b", 4)
+    for _ in ("lent", "offloaded"):
+        cache.check()
+        assert cache.match(prompt(1, 5), "a").host == 3
+        assert [each.host_blocks for each in cache.namespace_usage()] == [3, 2]
+        cache.arrive(prompt(2, 4), "b", lent, 0)
+        cache.evict(10, "b")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -17,11 +17,11 @@ from radixkv.cache.types import Hint, Node
 class QuotaIndex(EvictionIndex):
     """The unlocked leaves of each group in the order of the policy; groups that exceed their share most come first."""
 
-    __slots__ = ("_indexes", "_shares", "remembers_faded")
+    __slots__ = ("_indexes", "_shares", "accounts", "remembers_faded")
 
     def __init__(self, shares: Shares, new_index: Callable[[], EvictionIndex]) -> None:
         super().__init__()
-        self._shares = shares
+        self._shares, self.accounts = shares, (shares,)
         self._indexes = [new_index() for _ in range(len(shares.limits))]
         self.remembers_faded = self._indexes[0].remembers_faded
 
@@ -33,6 +33,10 @@ class QuotaIndex(EvictionIndex):
     def of(self, group: int) -> EvictionIndex:
         """The index of a group."""
         return self._indexes[group]
+
+    def group_of(self, node: Node) -> int:
+        """Return the group of a node. O(1)."""
+        return self._shares.group_of(node)
 
     def at(self, number: int) -> Node:
         """Return a leaf by its number, one group after the other. O(groups + log leaves)."""
@@ -127,6 +131,19 @@ class GroupVictims:
         """Return the leaf to evict next, of the group that exceeds its share most; there must be one."""
         self._chosen = self._index.by_excess(self._allowed())[0]
         return self._index.of(self._chosen).victim()
+
+    def at(self, number: int) -> Node:
+        """Return a leaf by its number, the groups that exceed their shares most first; it is the victim now."""
+        for group in self._index.by_excess(self._allowed()):
+            self._chosen, index = group, self._index.of(group)
+            if number < len(index):
+                return index.at(number)
+            number -= len(index)
+        raise IndexError(number)
+
+    def owes(self, node: Node) -> bool:
+        """Return whether the group of the victim exceeds its share more than the group that asks."""
+        return self._shares.excess(self._chosen) > self._shares.excess(self._group)
 
     def trim_limit(self, node: Node, blocks: int) -> int:
         """Return how many blocks to evict at once; a group keeps its guaranteed blocks."""

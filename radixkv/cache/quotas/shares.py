@@ -39,7 +39,7 @@ class Shares:
     # ---- reading
 
     def group_of(self, node: Node) -> int:
-        """The group of a device node."""
+        """The group of a node in the tier of these blocks."""
         return self.owner[node.blocks[0]] if node.namespace is None else node.namespace.group
 
     def evictable_for(self, group: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,6 +106,28 @@ def free_host_blocks(cache: PrefixCache) -> list[int]:
 def unwritten_nodes(cache: PrefixCache) -> set[int]:
     """The ids of host nodes whose moves are not confirmed."""
     return {node.id for node in (*_tier(cache).planned, *_tier(cache).drained)}
+
+
+def host_leaves(cache: PrefixCache) -> list[int]:
+    """Count the leaves on the host that can be evicted, by the number of their group."""
+    tier, found = _tier(cache), [0] * len(cache.quotas.limits)  # type: ignore[union-attr]  # it has limits
+    for number in range(len(tier.index)):
+        leaf = tier.index.at(number)
+        found[tier.index.group_of(leaf)] += not tier.blocks.are_read(leaf.blocks)
+    return found
+
+
+def watch_host_room(cache: PrefixCache, check: Callable[[int, bool, list[int], list[int]], None]) -> None:
+    """Check all room that is made for a device node: its group, whether room is missing, blocks before and after."""
+    tier, used, make_room = _tier(cache), cache.quotas.host.used, _tier(cache).make_room  # type: ignore[union-attr]
+
+    def making(node: Node, blocks: int, *facts: Any) -> tuple[int, int]:
+        group, before = cache.state.tree.namespace_of(node).group, [*used]
+        room, lost = make_room(node, blocks, *facts)
+        check(group, room < blocks and not node.done, before, [*used])
+        return room, lost
+
+    tier.make_room = making
 
 
 # Recurrent state

@@ -6,7 +6,7 @@ A group is a namespace with a share; all others are the group "others".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -113,6 +113,19 @@ class ShareModel:
             if self.group(each.namespace) == group:
                 pinned |= set(inside.cached_kv(world.cache, each.tokens, each.namespace).blocks.tolist())
         return len(pinned) > (self.guaranteed(group) if group in self.limits else free)
+
+    # Room on the host
+
+    def assert_room_on_host(self, number: int, short: bool, before: Sequence[int], after: Sequence[int]) -> None:
+        """Check what groups have lost when room was made for one of them, by number; it may be `short` of blocks."""
+        assert self.world.host
+        size, left = self.world.host.num_blocks, inside.host_leaves(self.world.cache)
+        least = [int(self.limits.get(group, 0) * size + 1e-9) for group in ["others", *self.limits]]
+        for other, lost in enumerate(was - now for was, now in zip(before, after, strict=True)):
+            if other != number:
+                assert lost <= max(0, before[other] - least[other]), "a group lost host blocks within its share"
+                ready = left[other] and after[other] > least[other]
+                assert not (short and ready and after[number] < least[number]), "others have more than their share"
 
     # Verbs
 

@@ -16,7 +16,7 @@ from radixkv.cache import Hint, WritePlan
 from radixkv.cache.types import Purpose
 from radixkv.errors import InvalidInput, InvalidTokens, OutOfBlocks, PlanPending, SequenceClosed, UnknownToken
 from tests.cache.freeze import freeze
-from tests.cache.fuzz import checks, lookups, plans, upkeep
+from tests.cache.fuzz import checks, inside, lookups, plans, upkeep
 from tests.cache.fuzz.disk import DiskModel
 from tests.cache.fuzz.host import HostModel
 from tests.cache.fuzz.mirror import Events, Mirror
@@ -43,6 +43,8 @@ class World:
         self.shares = ShareModel(self) if options.shares else None
         events = Events(self) if options.watched or options.shares else None
         self.cache = new_cache(options, self.sizes(), lambda: self.now, events)
+        if self.shares and self.host:
+            inside.watch_host_room(self.cache, self.shares.assert_room_on_host)
         self.mirror = Mirror(self, events) if options.watched else None
         self.pool = Pool(num_blocks, self.block_size, self.rng)
         self.disk = DiskModel(self) if options.disk and options.host else None
