@@ -26,7 +26,6 @@ from tests.simulation.scenario import (
     Pinning,
     Scenario,
     States,
-    Unhashable,
 )
 
 
@@ -63,18 +62,39 @@ CROWD = MIXED._replace(
 FAMILIES = CROWD._replace(
     block_size=(1, 2, 3), widest=(2, 4), room=(1, 1.2, 1.5, 2), streams=(8, 16), chunk=(1, 2, 5), budget=(0, 1, 3, 10)
 )
+GROUPS: tuple[tuple[Hashable, ...], ...] = (("tenant",), (7,), (("ann", 1), ("ann", 2)), (("ben", 1), ("ben", 1, 2)))
+"""The namespaces of each group that takes turns with others."""
+# Halves of halves, so that the counts of turns are exact.
 LIMITS: tuple[tuple[tuple[Hashable, float], ...], ...] = (
     (("tenant", 0.5),),
-    (("tenant", 0.3), (7, 0.3)),
-    (("tenant", 0.2), (None, 0.5)),
-    (("tenant", 0.1), (7, 0.6), (None, 0.3)),
+    (("tenant", 0.25), (7, 0.25)),
+    (("tenant", 0.25), (None, 0.5)),
+    (("tenant", 0.125), (7, 0.5), (None, 0.25)),
+    ((("ann",), 0.25), (("ben", 1), 0.5)),
 )
 PROFILES = (MIXED, CROWD, FAMILIES)
 
 
 def draw(seed: int) -> Scenario:
     """Return the scenario of a seed."""
-    return _Draw(seed).scenario()
+    return _with_turns(_Draw(seed).scenario())
+
+
+def _with_turns(scenario: Scenario) -> Scenario:
+    """Return the same life of up to four groups, mostly with few streams; the other draws do not depend on it."""
+    rng = random.Random(f"turns of {scenario.seed}")
+    if rng.random() < 0.3:
+        return scenario
+    namespaces = [each for group in rng.sample(GROUPS, rng.choice((0, 1, 2, 3))) for each in group]
+    asks = tuple(replace(ask, namespace=rng.choice((ask.namespace, *namespaces))) for ask in scenario.asks)
+    widest = max(ask.streams for ask in asks)
+    most = rng.choice((widest, widest + 1, scenario.config.max_sequences, scenario.config.max_sequences))
+    config = replace(
+        scenario.config,
+        max_sequences=min(most, scenario.config.max_sequences),
+        max_delay=rng.choice((None, None, 1.0, 3.0, 10.0)),
+    )
+    return replace(scenario, asks=asks, config=config, tick=rng.choice((1.0, 1.0, 0.25, 0.5, 3.0)))
 
 
 def with_states(scenario: Scenario) -> Scenario:
@@ -89,14 +109,13 @@ def with_states(scenario: Scenario) -> Scenario:
 
 
 def with_limits(scenario: Scenario) -> Scenario:
-    """Return the same life with limits of namespaces; every request has one that can be hashed."""
+    """Return the same life with limits of namespaces."""
     rng = random.Random(f"limits of {scenario.seed}")
     limits = rng.choice(LIMITS)
     asks = tuple(
         replace(
             ask,
-            namespace=rng.choice((ask.namespace, "tenant", 7)) if _is_hashable(ask) else rng.choice((None, 7)),
-            flaw=ask.flaw if _is_hashable(ask) else None,
+            namespace=rng.choice((ask.namespace, *(each for each, _ in limits), 7)),
         )
         for ask in scenario.asks
     )
@@ -110,10 +129,6 @@ def with_drafts(scenario: Scenario) -> Scenario:
     budget = scenario.config.max_batch_tokens + room
     config = replace(scenario.config, deterministic=False, speculate="tree", max_batch_tokens=budget)
     return replace(scenario, config=config, drafts=True)
-
-
-def _is_hashable(ask: Ask) -> bool:
-    return ask.flaw is None or ask.flaw.kind != "namespace"
 
 
 def with_host(scenario: Scenario) -> Scenario:
@@ -130,7 +145,6 @@ def with_host(scenario: Scenario) -> Scenario:
     again = tuple(
         replace(ask, number=len(scenario.asks) + ask.number, at=ask.at + later, cancel=None, lags=(), flaw=None)
         for ask in scenario.asks
-        if _is_hashable(ask)
     )
     last = scenario.last + later
     faults = tuple(Fault(rng.randint(0, last), kind, rng.randrange(2), rng.choice((1, 1, 2, 5))) for kind in kinds)
@@ -340,13 +354,11 @@ class _Draw:
             )
         if self._happens("flaw"):
             ask = replace(ask, flaw=self._flaw(ask))
-            if ask.flaw and ask.flaw.kind == "namespace":
-                ask = replace(ask, namespace=Unhashable())
         return ask
 
     def _flaw(self, ask: Ask) -> Flaw:
         rng = self.rng
-        kind = rng.choice(("forward", "forward", "memory", "nan", "put", "finish", "namespace"))
+        kind = rng.choice(("forward", "forward", "memory", "nan", "put", "finish", "open"))
         at = rng.randrange(len(ask.prompt) + ask.max_tokens) if kind in ("forward", "memory") else rng.randrange(3)
         return Flaw(kind, at)
 

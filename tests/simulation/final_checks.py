@@ -84,9 +84,8 @@ class FinalChecks:
             assert usage.preemptions == customer.request.scheduling.preemptions
             assert 0 <= usage.ttft_s <= usage.total_s
         if ask.timeout is not None:
-            assert done.usage.total_s <= ask.timeout + 1 + self.world.scenario.overlap, (
-                f"request {ask.number} finished after its deadline"
-            )
+            late = (1 + self.world.scenario.overlap) * self.world.scenario.tick
+            assert done.usage.total_s <= ask.timeout + late, f"request {ask.number} finished after its deadline"
 
     def _scores(self, customer: Customer) -> None:
         """All scores that were asked for are those of the whole prompt, computed at once."""
@@ -128,10 +127,8 @@ class FinalChecks:
             return True
         if flaw is not None and flaw.kind == "rule" and isinstance(cause, InvalidConstraint):
             return True
-        if flaw is not None and flaw.kind == "namespace" and isinstance(cause, InvalidInput):
-            return isinstance(cause.__cause__, Sabotage)
-        if flaw is not None and flaw.kind == "namespace" and ask.score_from:
-            return isinstance(cause, Sabotage)  # kept scores of the namespace are looked for first
+        if flaw is not None and flaw.kind == "open" and isinstance(cause, Sabotage):
+            return True
         return cause is customer.channel.raised is not None or faults.explains(cause, ask)
 
     def _counters(self) -> None:

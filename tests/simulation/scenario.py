@@ -19,16 +19,6 @@ class Sabotage(Exception):
     """The exception of every injected fault except lack of memory, distinct from any real one."""
 
 
-class Unhashable:
-    """A namespace whose `__hash__` raises."""
-
-    def __hash__(self) -> int:
-        raise Sabotage("do not hash me")
-
-    def __repr__(self) -> str:
-        return "Unhashable()"
-
-
 @dataclass(frozen=True)
 class Flaw:
     """A fault of one request: `kind` is the place where it raises, `at` the first token that does.
@@ -39,7 +29,7 @@ class Flaw:
     put       its channel does not take chunk `at`
     finish    its channel does not take the completion
     rule      its constraint cannot be followed beyond `at` tokens
-    namespace its namespace cannot be hashed
+    open      the cache opens no sequence for it
     """
 
     kind: str
@@ -48,7 +38,7 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. Steps count from the beginning of the world; seconds are virtual, one per step.
+    """One request. Steps count from the beginning of the world; seconds are virtual.
 
     `cancel` is the step and `cancel_in` the stage in which it is cancelled. `lags` are spans of steps in which its
     reader is away; with `flickers` the reader comes and goes. `rule` is the seed of a constraint on its answers.
@@ -174,6 +164,7 @@ class Scenario:
     policy: str = "lru"
     reuse: bool = True
     pin_budget: float = 0.5
+    tick: float = 1.0  # seconds of a step
     observer_raises: int | None = None  # the event at which it raises; None for no observer
     pinnings: tuple[Pinning, ...] = ()
     forgettings: tuple[Forgetting, ...] = ()
@@ -204,7 +195,7 @@ class Scenario:
         """Return one line per fact."""
         facts = [
             f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
-            f"{self.config}, observer raises at {self.observer_raises}",
+            f"{self.config}, tick {self.tick}, observer raises at {self.observer_raises}",
             f"{self.states}, limits {dict(self.limits)}, {self.host}, overlap={self.overlap}, drafts={self.drafts}",
             f"no backpressure from {self.disable_backpressure}, close at {self.close}",
         ]

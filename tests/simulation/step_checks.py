@@ -24,7 +24,7 @@ class Before:
     running: tuple[Request, ...]
     active: tuple[tuple[Any, Any], ...]  # streams with their sequences, unless their readers are away
     decoding: tuple[tuple[Any, Any], ...]  # the streams that must decode a token
-    preemptions: tuple[int, ...]  # of running requests
+    preemptions: tuple[int, ...]  # of running requests, except for turns
     computed: dict[int, int]  # tokens that requests had computed which ran or had ended, by id
     progress: tuple[int, ...]
     in_flight: bool  # whether a step was launched and not finished
@@ -53,7 +53,7 @@ class StepChecks:
             running,
             tuple((stream, stream.sequence) for stream in active),
             tuple((stream, stream.sequence) for stream in active if _decodes(stream)),
-            tuple(request.scheduling.preemptions for request in running),
+            tuple(self.world.order_model.preempted_for_blocks(request) for request in running),
             self._computed(),
             self._progress(),
             self.in_flight,
@@ -250,7 +250,11 @@ class StepChecks:
     def _deadlines(self) -> None:
         for customer in self.world.customers.values():
             deadline = customer.request.deadline
-            late = deadline is not None and not customer.channel.ended and deadline <= self.world.clock.now - 1
+            late = (
+                deadline is not None
+                and not customer.channel.ended
+                and deadline <= self.world.clock.now - self.world.scenario.tick
+            )
             assert not late, f"{customer.ask.number} lives beyond its deadline"
 
     def idle(self, idle: float | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 
-from radixkv.cache import Pin, PrefixCache
+from radixkv.cache import Pin, PrefixCache, Sequence
 from radixkv.cache.events import Observer
 from radixkv.cache.recurrent import Spacing
 from radixkv.engine import core as engine_core
@@ -27,7 +27,8 @@ from radixkv.engine import draft_length, draws
 from radixkv.engine.audit import Auditor
 from radixkv.engine.core import Core
 from radixkv.engine.input_processor import replies_of
-from radixkv.engine.request import Request, Stream
+from radixkv.engine.namespaces import NamespaceTable, NumberedLimits
+from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.scheduler import Work
 from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
 from radixkv.engine.stats import AuditReport
@@ -47,8 +48,9 @@ from tests.simulation.host import HostSlotModel
 from tests.simulation.late import LateSampler, LateSlotModel
 from tests.simulation.model import SlotModel
 from tests.simulation.order_checks import OrderChecks
+from tests.simulation.order_model import OrderModel
 from tests.simulation.ranks import RankedSlotModel
-from tests.simulation.scenario import Ask, Forgetting, Pinning, Scenario
+from tests.simulation.scenario import Ask, Forgetting, Pinning, Sabotage, Scenario
 from tests.simulation.stateful import StatefulSlotModel
 from tests.simulation.step_checks import StepChecks
 
@@ -80,7 +82,6 @@ class Customer:
     channel: ScriptedChannel
     cancelled: bool = False
     ended_at: float | None = None
-    overtaken: int = 0  # counted here
     shaken: bool = False  # preempted because a forward failed that it shared
 
     @property
@@ -127,6 +128,8 @@ class World:
         scenario = self.scenario
         raises = scenario.observer_raises
         self.listener = None if raises is None else Listener(raises)
+        limits = NumberedLimits(dict(scenario.limits)) if scenario.limits else None
+        self.namespaces = NamespaceTable(lambda: (), limits=limits)
         self.cache: PrefixCache = self._cache_class()(
             scenario.num_blocks,
             scenario.block_size,
@@ -134,7 +137,7 @@ class World:
             clock=self.clock.perf_counter,
             observer=cast("Observer | None", self.listener),
             pin_budget=scenario.pin_budget,
-            namespace_limits=dict(scenario.limits) or None,
+            namespace_limits=limits,
         )
         self.model = self._model_class()(self.cache, scenario.seed)
         self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)
@@ -148,6 +151,7 @@ class World:
             self.core = Core(self.cache, self.model, config, sampler=sampler, depth=int(scenario.overlap))
         self.auditor = Auditor(self.core)
         self.disk = SimulatedDisk(self) if scenario.disk else None
+        self.order_model = OrderModel(self)
         self._wrap_scheduler()
         self.draft_checks = DraftChecks(self)
         self.accounting, self.final_checks = Accounting(self), FinalChecks(self)
@@ -193,7 +197,7 @@ class World:
                     self.disk.deliver()
                 self._perhaps_step()
                 self.step += 1
-                self.clock.now += 1
+                self.clock.now += self.scenario.tick
             if self.disk:
                 self.disk.end()
             self.final_checks.check()
@@ -237,7 +241,8 @@ class World:
         seen = Counter({name: getattr(counters, name) for name in names})
         seen |= Counter(evicted=stats.evicted_blocks, copied=stats.copied_blocks, hits=stats.hit_tokens)
         seen |= Counter(closed=sum(isinstance(c.channel.error, EngineClosed) for c in self.customers.values()))
-        seen |= Counter(refused=len(self.refused), pinned=len(self.pins), overtaken=self.order_checks.overtaken)
+        seen |= Counter(refused=len(self.refused), pinned=len(self.pins))
+        seen |= Counter({f"order: {rule}": count for rule, count in self.order_model.decided.items()})
         seen |= Counter(self.stages)
         if self.disk:
             disk = self.disk.store.stats()
@@ -286,7 +291,7 @@ class World:
             max_tokens=ask.max_tokens,
             stop_ids=ask.stop_ids,
             seed=ask.seed,
-            namespace=ask.namespace,
+            namespace=self.namespace(ask.namespace),
             priority=ask.priority,
             deadline=None if ask.timeout is None else self.clock.now + ask.timeout,
             channel=channel,  # type: ignore[arg-type]
@@ -334,8 +339,9 @@ class World:
     def _change_pins(self) -> bool:
         for pinning in self.scenario.pinnings:
             if pinning.at == self.step:
+                namespace = self.namespace(pinning.namespace)
                 try:
-                    pin = self.core.admission.pin(np.array(pinning.tokens, np.int32), pinning.namespace, pinning.ttl)
+                    pin = self.core.admission.pin(np.array(pinning.tokens, np.int32), namespace, pinning.ttl)
                     self.pins.append((pinning, pin))
                 except PinBudgetExceeded:
                     self._print("a pin was refused")
@@ -345,16 +351,16 @@ class World:
         return any(self.step in (pinning.at, pinning.until) for pinning in self.scenario.pinnings)
 
     def _forget(self, forgetting: Forgetting) -> None:
-        tokens = np.array(forgetting.tokens, np.int32)
+        tokens, namespace = np.array(forgetting.tokens, np.int32), self.namespace(forgetting.namespace)
         if forgetting.verb == "clear":
             self.cache.clear()
         elif forgetting.verb == "clear_namespace":
-            self.core.clear_namespace(forgetting.namespace)
+            self.core.clear_namespace(namespace)
         elif forgetting.verb == "demote":
-            self.core.demote(tokens, forgetting.start, forgetting.namespace)
+            self.core.demote(tokens, forgetting.start, namespace)
         else:
             try:
-                self.cache.discard(tokens, forgetting.namespace, forgetting.start)
+                self.cache.discard(tokens, namespace, forgetting.start)
             except PrefixHeld:
                 self._print("a prefix to be discarded is held")
 
@@ -364,6 +370,10 @@ class World:
                 customer.ended_at = self.clock.now
 
     # ---- owners
+
+    def namespace(self, namespace: Hashable) -> Hashable:
+        """Return the number of a namespace, as callers of the engine pass it on."""
+        return self.namespaces.number(namespace)
 
     def customer_of(self, request: Request) -> Customer:
         """Return the customer of a request."""
@@ -432,6 +442,14 @@ class World:
             self.order_checks.after_preemption(request, kept)
 
         self.core.scheduler.preempt = preempting  # type: ignore[method-assign]
+        open = self.core.scheduler._open
+
+        def opening(request: Request, *tokens: TokenIds) -> Sequence:
+            if (flaw := self.customer_of(request).ask.flaw) is not None and flaw.kind == "open":
+                raise Sabotage("no sequence for this request")
+            return open(request, *tokens)
+
+        self.core.scheduler._open = opening  # type: ignore[method-assign]
 
     @contextmanager
     def _virtual(self) -> Iterator[None]:
