@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from functools import partial
 from heapq import merge
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from math import inf
 from operator import attrgetter
 
@@ -195,16 +195,17 @@ class WaitQueue:
         A higher priority of another group goes first, and waits for a stream to end. O(groups + running requests).
         """
         served = {each.scheduling.group for each in running}
-        blocked = [
+        unpaused = (islice((each for each in ready if not each.channel.paused), 1) for ready in self._ready.values())
+        heads = list(chain(*unpaused))
+        highest = max((each.priority for each in heads), default=0)
+        starved = {
             group
-            for group, ready in self._ready.items()
-            if group in served or self._now - max(group.ran_until, ready[0].scheduling.queued_at) < PATIENCE
-        ]
-        found = self.first(blocked) if len(blocked) < len(self._ready) else None
-        if found is None:
-            return None
-        higher = (takewhile(lambda each: each.priority > found.priority, ready) for ready in self._ready.values())
-        return None if any(not each.channel.paused for each in chain(*higher)) else found
+            for each in heads
+            if (group := each.scheduling.group) not in served
+            and each.priority == highest
+            and self._now - max(group.ran_until, each.scheduling.queued_at) >= PATIENCE
+        }
+        return self.first(self._ready.keys() - starved) if starved else None
 
     def count_overtaken(self, request: Request) -> None:
         """Count a request that was admitted, for the earlier requests that could have run instead."""
