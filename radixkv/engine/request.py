@@ -315,7 +315,7 @@ class Scheduling:
     disk_reads: int = 0
     disk_tokens: int = 0
     group: Group = field(default_factory=Group)
-    gave_turn_at: int = -1
+    gave_turn_at: int = 0
     queued_at: float = 0.0
 
 
