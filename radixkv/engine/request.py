@@ -255,8 +255,8 @@ class Request:
 
     @property
     def progress(self) -> int:
-        """The number of tokens that its streams computed or hit, less those that they computed again."""
-        return sum(each.counts.reached - each.counts.recomputed_tokens for each in self.streams)
+        """The number of tokens that its streams computed, less those that they computed again."""
+        return sum(each.counts.computed_tokens - each.counts.recomputed_tokens for each in self.streams)
 
     @property
     def known(self) -> TokenIds:
