@@ -18,7 +18,7 @@ from radixkv.cache.tokens import WIDTH
 from radixkv.cache.types import Node
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Announcement:
     """A request that waits. The first `end` tokens of its text are cached, in any tier, in the nodes of `path`."""
 

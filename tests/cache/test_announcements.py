@@ -5,19 +5,24 @@ import random
 import pytest
 
 from radixkv.cache import POLICIES, Hint, PrefixCache
+from radixkv.cache.predictive.lru_baseline import LruBaseline
 from tests.cache.test_eviction import flood
 from tests.cache.verbs import cached, prompt, publish
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(10))
-def test_no_announced_block_is_evicted_while_another_one_is_there(policy: str, seed: int) -> None:
+def test_no_announced_block_is_evicted_while_another_one_is_there(
+    policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Texts of whole blocks, in one namespace or in another one with a share, branch, are hit and are demoted."""
+    for name, value in (("leads", seed % 2 > 0), ("overdrawn", False)):
+        monkeypatch.setattr(LruBaseline, name, value)
     rng = random.Random(seed)
     cache = PrefixCache(64, 4, policy, namespace_limits=rng.choice((None, {"a": 0.5})))
     texts = [prompt(name % 4, 8) + [name] * rng.randrange(4, 24, 4) for name in range(8)]
     for text in rng.choices(texts, k=16) + texts:
-        publish(cache, text, "a", rng.choice((None, Hint(kind="end_turn"), Hint(done=True))))
+        publish(cache, text, "a", rng.choice((None, Hint(returns_in=1e6), Hint(done=True))))
     waiting = {tuple(text): rng.choice((9, len(text))) for text in rng.sample(texts, 2)}
     announced = [cache.announce(text, "a", limit) for text, limit in waiting.items()]
     kept = {text[:end] for text, limit in waiting.items() for end in range(4, limit // 4 * 4 + limit % 4 * 4 + 1, 4)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -62,12 +61,7 @@ class Pinned:
     expires: float
 
 
-class Announced(NamedTuple):
-    """The model of one announcement."""
-
-    announcement: Announcement
-    namespace: Hashable
-    text: list[int]
+Announced = tuple[Announcement, Hashable, list[int]]  # the model of one announcement: its namespace and text
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:

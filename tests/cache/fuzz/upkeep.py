@@ -70,13 +70,13 @@ def announce(world: World, namespace: Hashable, prompt: Sequence[int], limit: in
     before = world.cache.stats()
     made = world.cache.announce(world.shaped(prompt), namespace, limit)
     assert world.cache.stats() == before
-    world.waiting.append(Announced(made, namespace, list(prompt[:limit])))
+    world.waiting.append((made, namespace, list(prompt[:limit])))
 
 
-def end_an_announcement(world: World, waiting: Announced) -> None:
-    world.waiting.remove(waiting)
-    waiting.announcement.close()
-    waiting.announcement.close()
+def end_an_announcement(world: World, announced: Announced) -> None:
+    world.waiting.remove(announced)
+    announced[0].close()
+    announced[0].close()
 
 
 def assert_announced(world: World) -> None:
