@@ -52,7 +52,7 @@ class Announcements(Follower):
     def _close(self, announcement: Announcement) -> None:
         if announcement in self._open:
             del self._open[announcement]
-            self._file(announcement, [], 0)
+            self._put([announcement])
             if not self._open:
                 self._events.disconnect(self)
 
@@ -70,17 +70,17 @@ class Announcements(Follower):
         return self._tree.path(node), at // WIDTH
 
     def _put(self, announcements: Iterable[Announcement]) -> None:
-        """Let announcements end where their text does now."""
+        """Let announcements end where their text does now, closed ones nowhere."""
+        changed: dict[Node, None] = {}
         for each in list(announcements):
-            self._file(each, *self._find(each.text, each.space))
-
-    def _file(self, announcement: Announcement, path: list[Node], end: int) -> None:
-        before, announcement.path, announcement.end = announcement.path, path, end
-        for node in before:
-            del self._reaching[node][announcement]
-        for node in path:
-            self._reaching.setdefault(node, {})[announcement] = None
-        for node in {*before, *path}:
+            before = each.path
+            each.path, each.end = self._find(each.text, each.space) if each in self._open else ([], 0)
+            for node in before:
+                del self._reaching[node][each]
+            for node in each.path:
+                self._reaching.setdefault(node, {})[each] = None
+            changed |= dict.fromkeys([*before, *each.path])
+        for node in changed:
             self._update(node)
 
     def _update(self, node: Node) -> None:
