@@ -274,44 +274,6 @@ def test_longest_prefix_first_never_starves_beyond_its_bound(bound: int) -> None
     assert all(map(is_right, [cold, *hot]))
 
 
-def test_an_endless_stream_of_hits_does_not_starve_a_cold_request() -> None:
-    world, cold, hot = _long_and_cold(8, 1)
-    warm = hot[0].prompt.tolist()[:-1]
-    for i in range(100):
-        if cold.channel.ended:
-            break
-        hot.append(world.submit([*warm, i % 49], GREEDY.but(max_tokens=1)))
-        world.step()
-    assert cold.channel.ended and len(hot) <= 8 + 3
-
-
-def test_first_come_first_served_by_default() -> None:
-    world = World(512, 4, EngineConfig(max_sequences=1))
-    requests = [world.submit(tokens(10 + i, i % 3), GREEDY.but(max_tokens=1)) for i in range(12)]
-    order = []
-    while world.core.busy:
-        world.step()
-        order += [each for each in requests if each.channel.ended and each not in order]
-    assert order == requests
-
-
-@pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
-def test_priority_goes_before_either_order(order: str) -> None:
-    world = World(512, 4, EngineConfig(max_sequences=1, order=order))
-    warm = tokens(40, 1)
-    world.submit(warm, GREEDY.but(max_tokens=1))
-    world.finish()
-    low = [world.submit([*warm, i], GREEDY.but(max_tokens=1)) for i in range(3)]
-    high = [world.submit(tokens(10, 7 + i), GREEDY.but(max_tokens=1), priority=2) for i in range(2)]
-    high.append(world.submit([*warm, 9], GREEDY.but(max_tokens=1), priority=2))
-    ended: list[Request] = []
-    while world.core.busy:
-        world.step()
-        ended += [each for each in [*low, *high] if each.channel.ended and each not in ended]
-    expected = high if order == "fcfs" else [high[2], *high[:2]]
-    assert ended == [*expected, *low]
-
-
 @pytest.mark.parametrize("wrong", [{"order": "sjf"}, {"victim": "random"}, {"max_overtakes": -1}, {"order": None}])
 def test_unknown_orders_and_victims_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=next(iter(wrong))):

@@ -21,7 +21,7 @@ class ScriptedChannel:
         self.ends = 0
         self.raised: Sabotage | None = None
         self._backpressure_disabled = False
-        self._fixed: bool | None = None
+        self.fixed: bool | None = None  # what `paused` is now
         self._rng = random.Random(ask.number)
 
     # ---- the engine's side
@@ -53,19 +53,11 @@ class ScriptedChannel:
     @property
     def paused(self) -> bool:
         """Whether the reader is away. It may come and go while the engine looks, so this may flicker within a span."""
-        if self._fixed is not None:
-            return self._fixed
+        if self.fixed is not None:
+            return self.fixed
         return self.in_span and not self.ended and not (self.ask.flickers and self._rng.random() < 0.5)
 
     # ---- the world's side
-
-    def fix(self) -> None:
-        """Let `paused` be what it is now, until `unfix`."""
-        self._fixed = self.paused
-
-    def unfix(self) -> None:
-        """Let `paused` flicker again."""
-        self._fixed = None
 
     @property
     def in_span(self) -> bool:

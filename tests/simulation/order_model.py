@@ -1,8 +1,8 @@
-"""A plain model of the order of admissions, beside the engine: the queue must offer the request that the model chooses.
+"""A plain model of the order of admissions: the queue must offer the request that the model chooses.
 
-The model follows the rules in the docstring of `radixkv.engine.wait_queue`. It only lists what happened, and computes
-counts, waits and overtakes from these lists for each offer. Which requests are delayed, and what fits, it reads from
-the engine.
+The model follows the rules in the docstring of `radixkv.engine.wait_queue`. It lists what happened, and computes
+counts, waits and overtakes from the lists for each offer. It reads from the engine only which requests are delayed,
+how long cached prefixes are, and what fits.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from radixkv.engine.admission import blocks_needed
+from radixkv.engine import wait_queue
 from radixkv.engine.request import Request, Stream
 from radixkv.engine.scheduler import Work
-from radixkv.engine.wait_queue import PATIENCE
 
 if TYPE_CHECKING:
-    from radixkv.cache.sequence import Sequence
     from tests.simulation.world import World
 
 Call = Callable[..., Any]
+WRAPPED = {
+    "waiting": ("add", "begin_step", "first", "starved"),
+    "admission": ("turn_victims",),
+    "scheduler": ("remove", "preempt", "schedule", "_plan", "_admit", "_start"),
+}
 
 
 class OrderModel:
-    """The order of one world; `wrong` lists the offers and admissions that break a rule."""
+    """The order of one world. `wrong` lists broken rules, as an exception would only end a request."""
 
     def __init__(self, world: World) -> None:
-        """Observe the scheduler of a world."""
         self.world, self.scheduler, self.config = world, world.core.scheduler, world.scenario.config
         self.waiting, self.admission = self.scheduler.waiting, self.scheduler.admission
+        self.ahead = 0 if self.config.order == "fcfs" else self.config.max_batch_tokens
         self.arrived: list[Request] = []
         self.since: dict[Request, float] = {}  # the times at which requests were queued
         self.preempted: list[Request] = []
@@ -40,26 +43,16 @@ class OrderModel:
         self.planned: dict[Stream, int] = {}  # tokens of the step that is being planned
         self.cached: dict[Request, int] = {}  # as looked up in this step
         self.offered: Request | None = None  # in this admission
-        self.passed: list[Request] = []  # that wait for blocks of their own groups, in this admission
+        self.passed: list[Hashable] = []  # groups that wait for blocks of their own, in this admission
         self.admitting = self.full = False
         self.rules: list[str] = []  # that decided the last offer
         self.decided = Counter[str]()
-        self.wrong: list[str] = []  # an exception would only end a request
-        self.lags: dict[Hashable, dict[Hashable, float]] = {}  # of waiting groups: all counts when their waits began
-        for owner, name in (
-            (self.waiting, "add"),
-            (self.waiting, "begin_step"),
-            (self.waiting, "first"),
-            (self.waiting, "starved"),
-            (self.admission, "turn_victims"),
-            (self.scheduler, "remove"),
-            (self.scheduler, "preempt"),
-            (self.scheduler, "schedule"),
-            (self.scheduler, "_plan"),
-            (self.scheduler, "_admit"),
-            (self.scheduler, "_start"),
-        ):
-            setattr(owner, name, partial(getattr(self, f"on_{name.strip('_')}"), getattr(owner, name)))
+        self.starts: dict[Hashable, dict[Hashable, float]] = {}  # of waiting groups: all counts when their waits began
+        self.wrong: list[str] = []
+        for owner, names in WRAPPED.items():
+            for name in names:
+                call = getattr(getattr(self, owner), name)
+                setattr(getattr(self, owner), name, partial(getattr(self, f"on_{name.strip('_')}"), call))
         if (speculation := world.core.speculation) is not None:
             setattr(speculation, "_verify", partial(self.on_verify, speculation._verify))  # noqa: B010  # mypy
 
@@ -70,29 +63,32 @@ class OrderModel:
         self.since[request] = self.world.clock.now
         if request not in self.arrived:
             self.arrived.append(request)
-            self.history.append(("came", self.group(request), 0))
+            self._note("came", request)
 
     def on_remove(self, remove: Call, request: Request) -> None:
-        ran, known = request in self.scheduler.running, request in self.waiting
+        ran, waited = request in self.scheduler.running, request in self.waiting
         remove(request)
         if ran:
-            self.history.append(("ran", self.group(request), self.world.clock.now))
-        if ran or known:
-            self.history.append(("left", self.group(request), 0))
+            self._note("ran", request, self.world.clock.now)
+        if ran or waited:
+            self._note("left", request)
 
     def on_preempt(self, preempt: Call, request: Request, *, turn: bool = False) -> None:
         preempt(request, turn=turn)
-        if request not in self.scheduler.running and not request.channel.ended:
-            self.history.append(("ran", self.group(request), self.world.clock.now))
-            self.preempted.append(request)
-            if turn:
-                self.gave.append((request, request.progress))
-                self.decided["a turn was given"] += 1
+        self._note("ran", request, self.world.clock.now)
+        self.preempted.append(request)
+        if turn:
+            self.gave.append((request, request.progress))
+            self.decided["a turn was given"] += 1
 
     def on_schedule(self, schedule: Call) -> list[Work]:
         work: list[Work] = schedule()
-        self.history += [("tokens", self.group(each.request), count) for each, count in self.planned.items()]
+        for stream, count in self.planned.items():
+            self._note("tokens", stream.request, count)
         self.planned = {}
+        first = sorted(self.waiting, key=self._rank)[: wait_queue.LOOKED_AT]
+        announced, opened = self.waiting._announced, self.world.cache.state.announcements._open
+        self._expect({*announced} == {*first} and len(opened) == len(first), "other requests are announced")
         return work
 
     def on_plan(self, plan: Call, stream: Stream) -> None:
@@ -101,12 +97,14 @@ class OrderModel:
 
     def on_verify(self, verify: Call, work: Work, draft: Any) -> None:
         verify(work, draft)
-        accepted = work.stream.sequence.length - work.end
-        self.history.append(("tokens", self.group(work.stream.request), accepted))
+        self._note("tokens", work.stream.request, work.stream.sequence.length - work.end)
 
     def on_begin_step(self, begin_step: Call) -> None:
         begin_step()
         self.cached = {}
+
+    def _note(self, what: str, request: Request, value: float = 0) -> None:
+        self.history.append((what, self.group(request), value))
 
     def _note_plans(self) -> None:
         plans = self.scheduler._planned.items()
@@ -115,91 +113,70 @@ class OrderModel:
     # ---- what the engine decides
 
     def on_admit(self, admit: Call) -> Request | None:
-        channels = [customer.channel for customer in self.world.customers.values()]
-        for channel in channels:
-            channel.fix()
-        running, closing = self.scheduler.running, self.scheduler.closing
-        self.full = bool(running or closing) and self.admission.streams() >= self.config.max_sequences
-        self.full &= not any(each.channel.paused for each in running)
-        self.offered, self.passed, self.admitting = None, [], True
-        admitted: Request | None = admit()
-        self.admitting = False
-        for channel in channels:
-            channel.unfix()
-        self._note_plans()
-        last = self.offered
-        if admitted is None and last in self._ready() and running:
-            assert last is not None
-            self._expect(not self._fits(last), f"{self._name(last)} fits, and was not admitted")
-            self._expect(self.full or not self._waits_for_own(last), f"{self._name(last)} delays other groups")
+        running = self.scheduler.running
+        with self.world.fixed_readers():
+            busy = running or self.scheduler.closing
+            self.full = bool(busy) and self.admission.streams() >= self.config.max_sequences
+            self.full &= not any(each.channel.paused for each in running)
+            self.offered, self.passed, self.admitting = None, [], True
+            admitted: Request | None = admit()
+            self.admitting, last = False, self.offered
+            self._note_plans()
+            if admitted is None and running and last is not None and last in self._ready():
+                self._expect(not self._fits(last), f"{self._name(last)} fits, and was not admitted")
+                self._expect(self.full or not self._waits_for_own(last), f"{self._name(last)} delays other groups")
         return admitted
 
     def on_first(self, first: Call, blocked: Any = ()) -> Request | None:
         if not self.admitting or self.full:
             return first(blocked)  # type: ignore[no-any-return]
-        if self.offered in self._ready():
-            assert self.offered is not None
-            own = not self._fits(self.offered) and self._waits_for_own(self.offered)
-            self._expect(own, f"{self._name(self.offered)} is passed over, and waits for no blocks of its own")
-            self.passed.append(self.offered)
-        passed = [self.group(each) for each in self.passed]
-        expected = self._next([each for each in self._ready() if self.group(each) not in passed])
+        if (last := self.offered) is not None and last in self._ready():
+            own = not self._fits(last) and self._waits_for_own(last)
+            self._expect(own, f"{self._name(last)} is passed over, and waits for no blocks of its own")
+            self.passed.append(self.group(last))
+        expected = self._next([each for each in self._ready() if self.group(each) not in self.passed])
         return self._compare(first(blocked), expected)
 
     def on_starved(self, starved: Call, running: list[Request]) -> Request | None:
-        self._expect(self.full, "a turn is asked for, though the engine has room")
-        ready, running_groups = self._ready(), [self.group(each) for each in running]
-        starved_groups = [
-            group
-            for group in {self.group(each) for each in ready}
-            if group not in running_groups and self.world.clock.now - self._waits_since(group) >= PATIENCE
-        ]
-        expected = self._next([each for each in ready if self.group(each) in starved_groups])
+        ready, served = self._ready(), [self.group(each) for each in running]
+        expected = self._next([each for each in ready if self.group(each) not in served and self._is_starved(each)])
         if expected is not None and any(each.priority > expected.priority for each in ready):
             expected = None
         return self._compare(starved(running), expected)
 
     def on_turn_victims(self, turn_victims: Call, request: Request) -> list[Request]:
         victims: list[Request] = turn_victims(request)
-        missing = self.admission.streams() + request.streams_left - self.config.max_sequences
-        left = [each for each in self.scheduler.running if each.priority <= request.priority]
-        left = [each for each in left if each.progress > dict(self.gave).get(each, -1)]
-        if missing > sum(each.streams_left for each in left):
-            self._expect(not victims, "streams are preempted in vain")
-            return victims
         running = list(self.scheduler.running)
+        left = [each for each in running if each.priority <= request.priority]
+        left = [each for each in left if each.progress > dict(self.gave).get(each, 0)]
+        missing = self.admission.streams() + request.streams_left - self.config.max_sequences
+        enough = missing <= sum(each.streams_left for each in left)
         for victim in victims:
-            self._expect(victim in left and missing > 0, f"{self._name(victim)} must not give its turn")
-            streams = {
-                self.group(each): sum(other.streams_left for other in running if self.group(other) == self.group(each))
-                for each in left
-            }
-            most = max(count / self._share(group) for group, count in streams.items())
-            same = [each for each in left if self.group(each) == self.group(victim)]
-            first = streams.get(self.group(victim), 0) / self._share(self.group(victim)) == most
-            newest = victim.scheduling.admitted == max((each.scheduling.admitted for each in same), default=0)
-            self._expect(first and newest, f"another stream must give its turn before {self._name(victim)}")
-            left = [each for each in left if each is not victim]
-            running.remove(victim)
+            streams = Counter[Hashable]()
+            for each in running:
+                streams[self.group(each)] += each.streams_left / self._share(self.group(each))  # type: ignore[assignment]
+            own, newest = self.group(victim), victim.scheduling.admitted
+            fair = all(streams[self.group(each)] <= streams[own] for each in left)
+            fair &= not any(self.group(each) == own and each.scheduling.admitted > newest for each in left)
+            self._expect(victim in left and missing > 0 and fair, f"{self._name(victim)} must not give its turn")
+            left, running = [[each for each in some if each is not victim] for some in (left, running)]
             missing -= victim.streams_left
-        self._expect(missing <= 0, "too few streams give their turn")
+        self._expect(missing <= 0 if enough else not victims, "too few or too many streams give their turn")
         return victims
 
-    def on_start(self, start: Call, request: Request, sequence: Sequence) -> Request:
+    def on_start(self, start: Call, request: Request, sequence: Any) -> Request:
         self._expect(request is self.offered, f"{self._name(request)} was admitted, and not offered")
         ready = [each for each in self._ready() if each is not request]
-        overtaken = [each for each in ready if self._is_later(request, each)]
-        turn = request not in self.preempted and not self.full
         start(request, sequence)
-        self._check_bound(request, ready, turn=turn)
-        if turn or request not in self.preempted:
-            self.overtakes += [(request, each) for each in overtaken]
+        if request not in self.preempted:
+            self.overtakes += [(request, each) for each in ready if self._is_earlier(each, request)]
+        self._check_bound(request, ready)
         self.decided.update(self.rules)
         self.decided["a group was passed over"] += bool(self.passed)
         return request
 
     def _compare(self, offered: Request | None, expected: Request | None) -> Request | None:
-        text = f"{self._name(offered)} is offered, not {self._name(expected)}; counts {self._counts()}, {self.rules}"
+        text = f"{self._name(offered)} is offered, not {self._name(expected)}: {self.rules}, {self._counts()}"
         self._expect(offered is expected, text)
         self.offered = offered
         return offered
@@ -211,45 +188,47 @@ class OrderModel:
         self.rules = []
         if not requests:
             return None
-        best = self._keep("priority", requests, lambda each: each.priority == max(r.priority for r in requests))
+        highest = max(each.priority for each in requests)
+        best = self._keep("priority", requests, lambda each: each.priority == highest)
+        groups = [self.group(each) for each in best]
         if any(each in self.preempted for each in best):
             best = self._keep("preempted", best, lambda each: each in self.preempted)
         else:
-            best = self._in_turn(best)
+            groups = self._in_turn(best)
+            best = self._keep("turn", best, lambda each: self.group(each) in groups)
         if self.config.order == "fcfs":
-            return min(best, key=self.arrived.index)
+            return self._oldest(best)
+        best = sorted(best, key=self.arrived.index)[: wait_queue.LOOKED_AT]
         overdue = [each for each in best if self._is_overdue(each)]
         lengths = {each: self._cached(each) for each in best if each not in overdue}
         if overdue:
-            oldest = min(overdue, key=self.arrived.index)
-            if max(lengths.values(), default=0) > self._length(oldest):
-                self.rules.append("overdue")
-            return oldest
-        longest = self._keep("longest prefix", best, lambda each: lengths[each] == max(lengths.values()))
-        return min(longest, key=self.arrived.index)
+            self.rules += ["overdue"] * (max(lengths.values(), default=0) > self._length(self._oldest(overdue)))
+            return self._oldest(overdue)
+        longest = max(lengths.values())
+        chosen = self._oldest(self._keep("longest prefix", best, lambda each: lengths[each] == longest))
+        self.rules += ["ahead"] * (chosen not in self.preempted and self.group(chosen) != groups[0])
+        return chosen
 
     def _keep(self, rule: str, requests: list[Request], is_kept: Callable[[Request], bool]) -> list[Request]:
         """Return the requests that a rule keeps, and note the rule if the oldest one is not among them."""
         kept = [each for each in requests if is_kept(each)]
-        if min(requests, key=self.arrived.index) not in kept:
-            self.rules.append(rule)
+        self.rules += [rule] * (self._oldest(requests) not in kept)
         return kept
 
-    def _in_turn(self, requests: list[Request]) -> list[Request]:
-        """Return the requests of the group with the lowest count, and of those that are not too far ahead of it."""
-        counts, ahead = self._counts(), 0 if self.config.order == "fcfs" else self.config.max_batch_tokens
-        oldest = sorted(requests, key=self.arrived.index)
-        lowest = self.group(min(oldest, key=lambda each: counts[self.group(each)]))
-        groups = [lowest]
-        if ahead:
-            groups += [each for each in counts if (counts[each] - counts[lowest]) * self._share(each) <= ahead]
-        return self._keep("turn", requests, lambda each: self.group(each) in groups)
+    def _in_turn(self, requests: list[Request]) -> list[Hashable]:
+        """Return the group with the lowest count, and those that are not too far ahead of it."""
+        counts, oldest_first = self._counts(), sorted(requests, key=self.arrived.index)
+        lowest = min((self.group(each) for each in oldest_first), key=lambda each: counts[each])
+        if not self.ahead:
+            return [lowest]
+        near = [each for each in counts if (counts[each] - counts[lowest]) * self._share(each) <= self.ahead]
+        return [lowest, *near]
 
     def _counts(self) -> dict[Hashable, float]:
-        """Return the count of each group: the tokens that its requests computed for its share, and what it was raised.
+        """Return the count of each group: the tokens that its requests computed, divided by its share.
 
-        A group that comes back is raised to the lowest count of the groups that have requests, else to the group that
-        ran last, and at least to an earlier start.
+        A group that comes back starts at the lowest count of the groups that have requests, else of the group that ran
+        last, and at an earlier start at least.
         """
         tokens: dict[Hashable, float] = {None: 0.0}
         ran: dict[Hashable, float] = {None: 0.0}
@@ -257,9 +236,8 @@ class OrderModel:
         plans = [("tokens", self.group(each.request), float(count)) for each, count in self.planned.items()]
         for what, group, value in [*self.history, *plans]:
             if what == "came" and not requests[group]:
-                active = [each for each in tokens if requests[each]]
-                others = active or [max(tokens, key=lambda each: ran[each])]
-                start = max(start, min(tokens[each] / self._share(each) for each in others))
+                active = [each for each in tokens if requests[each]] or [max(tokens, key=lambda each: ran[each])]
+                start = max(start, min(tokens[each] / self._share(each) for each in active))
                 tokens[group] = max(tokens.get(group, 0.0), start * self._share(group))
                 ran.setdefault(group, 0.0)
             requests[group] += (what == "came") - (what == "left")
@@ -268,36 +246,28 @@ class OrderModel:
         return {group: count / self._share(group) for group, count in tokens.items()}
 
     def _is_overdue(self, request: Request) -> bool:
-        overtaken, most = self.overtaken(request), self.config.max_delay
-        delayed = most is not None and self.world.clock.now - self.since[request] >= most
-        return delayed or overtaken >= self.config.max_overtakes
+        waited, most = self.world.clock.now - self.since[request], self.config.max_delay
+        return (most is not None and waited >= most) or self.overtaken(request) >= self.config.max_overtakes
 
-    def overtaken(self, request: Request) -> int:
-        """Return how many later requests of its group were admitted before it, though it could run."""
-        return sum(each is request for _, each in self.overtakes)
+    def _is_starved(self, request: Request) -> bool:
+        """Return whether the group of a request has waited long, since it ran or its first request was queued."""
+        group = self.group(request)
+        first = min((each for each in self._ready() if self.group(each) == group), key=self._rank)
+        ran = [time for what, each, time in self.history if what == "ran" and each == group]
+        return self.world.clock.now - max(*ran, 0.0, self.since[first]) >= wait_queue.PATIENCE
 
-    def preempted_for_blocks(self, request: Request) -> int:
-        """Return how often a request was preempted, except for turns."""
-        return self.preempted.count(request) - sum(each is request for each, _ in self.gave)
+    def _check_bound(self, admitted: Request, ready: list[Request]) -> None:
+        """While a group waits, each other group is admitted until it has made up its lag, and `ahead` more tokens.
 
-    def _is_later(self, later: Request, earlier: Request) -> bool:
-        same = self.group(later) == self.group(earlier) and later.priority == earlier.priority
-        return same and self.arrived.index(later) > self.arrived.index(earlier)
-
-    def _check_bound(self, admitted: Request, ready: list[Request], *, turn: bool) -> None:
-        """Until the last admission that goes before a waiting group, each other group makes up its lag, and a step.
-
-        Preempted requests, higher priorities, and requests that are no longer blocked are not counted.
+        Preempted requests, turns that preempt, and lower priorities do not count.
         """
         group, counts = self.group(admitted), self._counts()
-        passed = [self.group(each) for each in self.passed]
-        waiting = {self.group(each) for each in ready if each.priority == admitted.priority} - {group, *passed}
-        self.lags = {each: self.lags.get(each, counts) for each in waiting}
-        ahead = 0 if self.config.order == "fcfs" else self.config.max_batch_tokens
-        for each in waiting if turn else ():
-            lag = max(0.0, counts[each] - self.lags[each].get(group, 0.0)) * self._share(group)
-            got = (counts[group] - self.lags[each].get(group, 0.0)) * self._share(group)
-            self._expect(got <= lag + ahead, f"{group} got {got} tokens, not {lag} + {ahead}, while {each} waited")
+        waiting = {self.group(each) for each in ready if each.priority == admitted.priority} - {group, *self.passed}
+        self.starts = {each: self.starts.get(each, counts) for each in waiting}
+        for each in () if admitted in self.preempted or self.full else waiting:
+            start = self.starts[each].get(group, 0.0)
+            got, lag = (counts[group] - start) * self._share(group), (counts[each] - start) * self._share(group)
+            self._expect(got <= max(lag, 0) + self.ahead, f"{group} got {got} tokens, and {each} waited")
 
     # ---- facts
 
@@ -309,20 +279,30 @@ class OrderModel:
         shares = [each for each, _ in self.world.scenario.limits if isinstance(each, tuple)]
         return max((each for each in shares if namespace[: len(each)] == each), key=len, default=namespace[:1])
 
+    def overtaken(self, request: Request) -> int:
+        """Return how many later requests of its group were admitted before it, though it could run."""
+        return sum(each is request for _, each in self.overtakes)
+
+    def preempted_for_blocks(self, request: Request) -> int:
+        """Return how often a request was preempted, except for turns."""
+        return self.preempted.count(request) - sum(each is request for each, _ in self.gave)
+
+    def _is_earlier(self, request: Request, other: Request) -> bool:
+        same = self.group(request) == self.group(other) and request.priority == other.priority
+        return same and self.arrived.index(request) < self.arrived.index(other)
+
+    def _rank(self, request: Request) -> tuple[int, bool, int]:
+        return -request.priority, request not in self.preempted, self.arrived.index(request)
+
+    def _oldest(self, requests: list[Request]) -> Request:
+        return min(requests, key=self.arrived.index)
+
     def _share(self, group: Hashable) -> float:
         shares = dict(self.world.scenario.limits)
-        return shares.get(group) or min((each for each in shares.values() if each), default=1.0)
+        return shares.get(group) or min(shares.values(), default=1.0)
 
     def _ready(self) -> list[Request]:
-        offered = [each for each in self.waiting if self.waiting.reason(each) is None]
-        return [each for each in offered if not each.channel.paused]
-
-    def _waits_since(self, group: Hashable) -> float:
-        """Return since when a group without a running request waits: since it ran, or its first request was queued."""
-        ran = [time for what, each, time in self.history if what == "ran" and each == group]
-        ready = [each for each in self._ready() if self.group(each) == group]
-        first = min(ready, key=lambda each: (-each.priority, each not in self.preempted, self.arrived.index(each)))
-        return max(*ran, 0.0, self.since[first])
+        return [each for each in self.waiting if self.waiting.reason(each) is None]
 
     def _cached(self, request: Request) -> int:
         if request not in self.cached:
@@ -336,21 +316,10 @@ class OrderModel:
         return self.admission.fits(request, self.world.core._reuse.match(request))
 
     def _waits_for_own(self, request: Request) -> bool:
-        """Return whether a request exceeds the share of its namespaces together with running ones."""
-        quotas = self.world.cache.quotas
-        if quotas is None or self.admission.streams() + request.streams_left > self.config.max_sequences:
-            return False
-        own = quotas.limits.group(request.namespace)
-        running = [each for each in self.scheduler.running if quotas.limits.group(each.namespace) == own]
-        size, hit = self.world.scenario.block_size, self._length(request)
-        blocks = sum(blocks_needed(each, size) + each.streams_left for each in running)
-        blocks += blocks_needed(request, size, hit) + request.streams_left
-        held = quotas.shares.used[own] - quotas.shares.evictable_in[own]
-        return bool(running) and blocks + held > quotas.shares.guaranteed[own]
+        return self.admission.waits_for_own_blocks(request, self.world.core._reuse.match(request))
 
     def _expect(self, holds: bool, text: str) -> None:
-        if not holds:
-            self.wrong.append(text)
+        self.wrong += [] if holds else [text]
 
     def _name(self, request: Request | None) -> str:
         return "no request" if request is None else self.world.name_of(request)

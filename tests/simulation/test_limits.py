@@ -21,6 +21,7 @@ SIGHTS = (  # events that must occur, or the lives are too easy
     "refused",
     "audited_blocks",
     "a fault: forward",
+    "order: a group was passed over",
 )
 
 

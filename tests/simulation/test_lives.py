@@ -40,7 +40,6 @@ SIGHTS = (  # events that must occur, or the lives are too easy
     "recomputed_tokens",
     "forced_tokens",
     "coalesced_tokens",
-    "overtaken",
     "evicted",
     "copied",
     "hits",
@@ -64,6 +63,13 @@ SIGHTS = (  # events that must occur, or the lives are too easy
     "a fault: sampler",
     "a fault: schedule",
     "a fault: garbled",
+    "order: priority",  # the rules that decided between waiting requests
+    "order: preempted",
+    "order: turn",
+    "order: ahead",
+    "order: overdue",
+    "order: longest prefix",
+    "order: a turn was given",
 )
 
 
@@ -115,19 +121,6 @@ def test_what_a_failure_does_not_need_is_dropped() -> None:
     assert failure(least)
     assert (len(least.asks), len(least.faults), len(least.pinnings), len(least.forgettings)) == (1, 1, 0, 0)
     assert least.asks[0].params.n > 1 and len(least.asks[0].prompt) == 3
-
-
-def test_a_request_ages_once_its_wait_for_a_neighbour_is_over() -> None:
-    """The second request waits for a prefix of the first; then hits overtake it, once too often."""
-    greedy = SamplingParams(max_tokens=20, temperature=0)
-    cold, hot = (0, 0, 1, 1), (2,) * 6
-    asks = [Ask(0, 0, cold, greedy, 1), Ask(1, 0, cold, greedy, 1), Ask(2, 0, hot, greedy, 20)]
-    asks += [Ask(3 + number, 1 + number, (*hot, number), greedy, 1) for number in range(8)]
-    config = EngineConfig(
-        max_sequences=2, max_batch_tokens=16, prefill_chunk=8, order="longest-prefix", max_overtakes=3
-    )
-    world = World(Scenario(0, 64, 1, config, tuple(asks))).run()
-    assert world.order_model.overtaken(world.customers[1].request) == 3
 
 
 def test_what_a_paused_request_kept_to_itself_is_cached_when_it_gives_way() -> None:

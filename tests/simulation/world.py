@@ -23,7 +23,7 @@ from radixkv.cache import Pin, PrefixCache, Sequence
 from radixkv.cache.events import Observer
 from radixkv.cache.recurrent import Spacing
 from radixkv.engine import core as engine_core
-from radixkv.engine import draft_length, draws
+from radixkv.engine import draft_length, draws, wait_queue
 from radixkv.engine.audit import Auditor
 from radixkv.engine.core import Core
 from radixkv.engine.input_processor import replies_of
@@ -369,6 +369,15 @@ class World:
             if customer.channel.ended and customer.ended_at is None:
                 customer.ended_at = self.clock.now
 
+    @contextmanager
+    def fixed_readers(self) -> Iterator[None]:
+        """Let no reader come or go."""
+        for customer in self.customers.values():
+            customer.channel.fixed = customer.channel.paused
+        yield
+        for customer in self.customers.values():
+            customer.channel.fixed = None
+
     # ---- owners
 
     def namespace(self, namespace: Hashable) -> Hashable:
@@ -458,6 +467,8 @@ class World:
             for module in ENGINE:
                 if getattr(module, "time", None) is time:
                     stack.enter_context(mock.patch.object(module, "time", self.clock))
+            if self.scenario.seed % 4 == 2:
+                stack.enter_context(mock.patch.object(wait_queue, "LOOKED_AT", 3))
             stack.enter_context(mock.patch.object(draws, "begin_scores", self.model.begin_scores))
             ticks = map(float, count(1))  # a step takes a second, whatever its rows
             stack.enter_context(mock.patch.object(draft_length, "perf_counter", partial(next, ticks)))
