@@ -244,7 +244,8 @@ class EngineConfig:
     max_overtakes: int = _setting(32, "later requests that may overtake a waiting one", least=0)
     max_delay: float | None = _setting(
         None,
-        "seconds after which a waiting request goes before all others of its priority and its group of namespaces",
+        "seconds after which a request that was overtaken goes before all others of its priority and its group of "
+        "namespaces",
         _DELAY,
         kind=float,
     )

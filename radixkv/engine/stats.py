@@ -76,7 +76,7 @@ class EngineStats:
     requests that were preempted: when blocks ran out, or so that another group of namespaces gets its turn
     (`turn_preemptions`). `recomputed_tokens` were computed again because of that; `computed_tokens` counts them once.
     `turn_admissions` are requests that were admitted before an older one of another group, and `overdue_admissions`
-    went before others because they had waited for `max_delay` seconds or been overtaken `max_overtakes` times.
+    went before others because they had been overtaken `max_delay` seconds ago or `max_overtakes` times.
     `coalesced_requests` waited while another request computed their prefix, and hit `coalesced_tokens` more because of
     that. `failed` includes requests that `timed_out`. `audited_blocks` were recomputed by audits, which count nowhere
     else, and `differing_blocks` of them differed. `cache` has the pool's own counters and gauges, which include

@@ -6,8 +6,8 @@ The order, first rule first:
 2. Preempted requests, as their callers have already seen a part of the answer; of these the oldest.
 3. Turns between the groups of namespaces: see `turns`. "longest-prefix" may choose among the groups that are at most a
    step's tokens ahead.
-4. Overdue requests, the oldest first: those that waited `max_delay` seconds, or that `max_overtakes` later ones of
-   their group have overtaken.
+4. Overdue requests, the oldest first: those that a later one of their group overtook `max_delay` seconds ago, or that
+   `max_overtakes` later ones have overtaken.
 5. The oldest request ("fcfs"), or the one with the longest cached prefix ("longest-prefix", SGLang's "lpm").
 
 Sixteen agents that start together with one system prompt would compute it sixteen times: at their start it is not
@@ -187,7 +187,7 @@ class WaitQueue:
 
     def _is_overdue(self, request: Request) -> bool:
         scheduling = request.scheduling
-        return scheduling.overtaken >= self._max_overtakes or self._now - scheduling.queued_at >= self._max_delay
+        return scheduling.overtaken >= self._max_overtakes or self._now - scheduling.overtaken_at >= self._max_delay
 
     def starved(self, running: Iterable[Request]) -> Request | None:
         """Return the next request of the groups that run none and have waited for PATIENCE seconds; None if none has.
@@ -222,6 +222,7 @@ class WaitQueue:
             for other in islice(ready, ready.bisect_key_left(request.rank)):
                 if other.priority == request.priority and not other.channel.paused:
                     other.scheduling.overtaken += 1
+                    other.scheduling.overtaken_at = min(other.scheduling.overtaken_at, self._now)
 
     def cached_length(self, request: Request) -> int:
         """Return how many tokens a request would hit now, as looked up once in a step."""

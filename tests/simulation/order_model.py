@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from radixkv.engine import wait_queue
@@ -39,6 +40,7 @@ class OrderModel:
         self.preempted: list[Request] = []
         self.gave: list[tuple[Request, int]] = []  # requests that were preempted for a turn, and their progress then
         self.overtakes: list[tuple[Request, Request]] = []  # a request that was admitted, and an earlier one
+        self.overtaken_at: dict[Request, float] = {}  # the times of the first ones
         self.history: list[tuple[str, Hashable, float]] = []  # of groups: "came", "left", "ran" until, "tokens"
         self.planned: dict[Stream, int] = {}  # tokens of the step that is being planned
         self.cached: dict[Request, int] = {}  # as looked up in this step
@@ -169,7 +171,9 @@ class OrderModel:
         ready = [each for each in self._ready() if each is not request]
         start(request, sequence)
         if request not in self.preempted:
-            self.overtakes += [(request, each) for each in ready if self._is_earlier(each, request)]
+            overtaken = [each for each in ready if self._is_earlier(each, request)]
+            self.overtakes += [(request, each) for each in overtaken]
+            self.overtaken_at = dict.fromkeys(overtaken, self.world.clock.now) | self.overtaken_at
         self._check_bound(request, ready)
         self.decided.update(self.rules)
         self.decided["a group was passed over"] += bool(self.passed)
@@ -246,7 +250,8 @@ class OrderModel:
         return {group: count / self._share(group) for group, count in tokens.items()}
 
     def _is_overdue(self, request: Request) -> bool:
-        waited, most = self.world.clock.now - self.since[request], self.config.max_delay
+        waited = self.world.clock.now - self.overtaken_at.get(request, inf)
+        most = self.config.max_delay
         return (most is not None and waited >= most) or self.overtaken(request) >= self.config.max_overtakes
 
     def _is_starved(self, request: Request) -> bool:

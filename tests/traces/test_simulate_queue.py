@@ -66,12 +66,13 @@ def test_a_request_is_overtaken_a_bounded_number_of_times() -> None:
 
 
 def test_an_overdue_request_goes_before_longer_prefixes_and_older_ones_first() -> None:
-    made = workload(request(0, [1]), *(request(0.5, [each]) for each in (8, 9)), *[request(0.5, [1, 2])] * 5)
+    cold = [request(0.25, [each]) for each in (8, 9)]
+    made = workload(request(0, [1]), *cold, *(request(0.5, [1, each]) for each in (2, 3, 4)))
     service = Service(10.0, 2.0, 8, max_delay=1.4)
     waits = list(replay_queue(made, 100, "lru", "longest-prefix", service).waits)
-    assert waits == [0.0, 0.5, 1.5, 2.5, 3.5, 3.5, 3.5, 3.5]  # [1, 2] goes first; at 2.0 s the others are overdue
+    assert waits == [0.0, 0.5, 1.5, 2.75, 3.75, 4.5]  # [1, 2] overtakes both at 1.0 s, so they are overdue at 3.0 s
     alone = replay_queue(made, 100, "lru", "longest-prefix", SERVICE)
-    assert list(alone.waits) == [0.0, 0.5, *[1.5] * 5, 2.5]
+    assert list(alone.waits) == [0.0, 0.5, 1.5, 2.5, 3.75, 4.75]
 
 
 @pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])

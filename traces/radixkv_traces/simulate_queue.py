@@ -53,7 +53,7 @@ class Service:
     decode_rate: float = 50.0  # tokens per second of each answer
     max_sequences: int = 64  # requests that run at once
     max_overtakes: int = 32  # later requests of its namespace that may overtake a waiting one
-    max_delay: float | None = None  # seconds after which a waiting request goes before others of its namespace
+    max_delay: float | None = None  # seconds after which an overtaken request goes before others of its namespace
     queue_blind: bool = False  # evict without regard to waiting requests
 
     def __post_init__(self) -> None:
@@ -136,6 +136,7 @@ class _Waiting:
     arrival: float
     group: Group
     overtaken: int = 0
+    overtaken_at: float = inf  # for the first time
     announcement: Announcement | None = None
 
 
@@ -206,6 +207,7 @@ class _Queue:
         at = queue.index(chosen)
         for other in islice(queue, at):
             other.overtaken += 1
+            other.overtaken_at = min(other.overtaken_at, self._now)
         del queue[at]
         if not queue:
             del self._waiting[chosen.group]
@@ -213,7 +215,7 @@ class _Queue:
 
     def _key(self, waiting: _Waiting) -> tuple[bool, int, float, int]:
         service = self._service
-        too_long = service.max_delay is not None and self._now - waiting.arrival >= service.max_delay
+        too_long = service.max_delay is not None and self._now - waiting.overtaken_at >= service.max_delay
         if too_long or waiting.overtaken >= service.max_overtakes:
             return False, 0, waiting.arrival, waiting.index
         request = self._workload.requests[waiting.index]
@@ -289,7 +291,7 @@ def add_queue(parser: argparse.ArgumentParser) -> None:
     )
     queue.add_argument(
         "--max-delay", type=float, metavar="SECONDS",
-        help="a request that has waited so long goes before others of its namespace",
+        help="a request that was first overtaken so long ago goes before others of its namespace",
     )  # fmt: skip
     queue.add_argument("--queue-blind", action="store_true", help="evict without regard to waiting requests")
 
