@@ -42,7 +42,7 @@ def test_every_request_of_every_life_ends_as_it_must(first: int, overlap: bool) 
     live([*range(first, min(first + SHARD, LIVES)), *fresh], lambda seed: replace(life(seed), overlap=overlap))
 
 
-@pytest.mark.parametrize(("overlap", "blocks"), [(False, 11), (True, 40)])
+@pytest.mark.parametrize(("overlap", "blocks"), [(False, 12), (True, 40)])
 def test_a_fault_or_a_cancellation_at_any_step_costs_nothing_else(overlap: bool, blocks: int) -> None:
     """With few blocks a life preempts while drafts are verified; then each third step has a fault, or cancels."""
     drafted = with_drafts(replace(LIFE, seed=2, overlap=overlap, num_blocks=blocks))
