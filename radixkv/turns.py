@@ -1,14 +1,14 @@
 """Turns between groups of namespaces: the group that computed the fewest tokens for its share goes next.
 
 A group is a namespace, or all tuples that begin with it. The count of a group is the number of tokens that its requests
-computed, prompts and replies, divided by its share. A group that comes back starts at the lowest count of the active
-groups at least, so that it cannot save up turns while it is idle. The idea is the virtual token counter of Sheng et
-al., "Fairness in Serving Large Language Models" (OSDI 2024).
+computed, prompts and replies, divided by its share. A group that begins to wait starts at the lowest count of the
+waiting groups at least. So it cannot save up turns while it is idle, or while it has fewer requests than its share
+allows. The idea is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 from radixkv.cache.quotas import NamespaceLimits
@@ -20,7 +20,7 @@ _KEPT = 1024  # idle groups whose counts are kept, and as many as there are acti
 class Group:
     """The requests of the namespaces of one group: how many there are, and the `tokens` that all so far computed.
 
-    `tokens` is raised where the group comes back. The group last ran a request until `ran_until`, in seconds.
+    `tokens` is raised where the group begins to wait. The group last ran a request until `ran_until`, in seconds.
     """
 
     share: float = 1.0
@@ -60,20 +60,25 @@ class Turns:
     True
     >>> len(turns.next([ann, ben], ahead=100))
     2
+    >>> turns.enter("ben", waiting=[ann]).count
+    100.0
     """
 
     def __init__(self, shares: Collection[float] = (), default: float = 0.0) -> None:
         """Start with the group of the default namespace, whose share is `default`; `shares` has all shares."""
         self._least = min((share for share in shares if share), default=1.0)
-        self._floor = 0.0  # the lowest count of the active groups, when it was last looked at
+        self._floor = 0.0  # the lowest count of the waiting groups, when it was last looked at
         self.groups: dict[Hashable, Group] = {None: Group(default or self._least)}
 
-    def enter(self, key: Hashable, share: float = 0.0) -> Group:
-        """Return the group of a key, whose first request arrives. O(groups)."""
-        active = [each.count for each in self.groups.values() if each.requests]
-        last = max(self.groups.values(), key=lambda each: each.ran_until).count  # where no group is active
-        self._floor = max(self._floor, min(active, default=last))
-        if len(self.groups) > 2 * len(active) + _KEPT:
+    def enter(self, key: Hashable, share: float = 0.0, waiting: Iterable[Group] = ()) -> Group:
+        """Return the group of a key, which has no waiting request and gets one; `waiting` groups have some. O(groups).
+
+        Where no group waits, it starts at the count of the group that ran last.
+        """
+        last = max(self.groups.values(), key=lambda each: each.ran_until).count
+        self._floor = max(self._floor, min((each.count for each in waiting), default=last))
+        active = sum(each.requests > 0 for each in self.groups.values())
+        if len(self.groups) > 2 * active + _KEPT:
             self._forget()
         group = self.groups.setdefault(key, Group(share or self._least))
         group.tokens = max(group.tokens, self._floor * group.share)

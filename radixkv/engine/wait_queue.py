@@ -95,8 +95,8 @@ class WaitQueue:
         if not scheduling.admitted:
             key = None if namespace is None else self._group_key(namespace)
             group = self._turns.groups.get(key)
-            if group is None or (not group.requests and len(self._turns.groups) > 1):
-                group = self._turns.enter(key, self._share(namespace))
+            if group is None or (group not in self._ready and len(self._turns.groups) > 1):
+                group = self._turns.enter(key, self._share(namespace), self._ready)
             group.requests += 1
             scheduling.group = group
         self._all.add(request)

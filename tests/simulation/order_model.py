@@ -41,7 +41,7 @@ class OrderModel:
         self.gave: list[tuple[Request, int]] = []  # requests that were preempted for a turn, and their progress then
         self.overtakes: list[tuple[Request, Request]] = []  # a request that was admitted, and an earlier one
         self.overtaken_at: dict[Request, float] = {}  # the times of the first ones
-        self.history: list[tuple[str, Hashable, float]] = []  # of groups: "came", "left", "ran" until, "tokens"
+        self.history: list[tuple[str, Hashable, Any]] = []  # of groups: "came" to waiting ones, "ran" until, "tokens"
         self.planned: dict[Stream, int] = {}  # tokens of the step that is being planned
         self.cached: dict[Request, int] = {}  # as looked up in this step
         self.offered: Request | None = None  # in this admission
@@ -61,19 +61,18 @@ class OrderModel:
     # ---- what happens
 
     def on_add(self, add: Call, request: Request) -> None:
+        waiting = {self.group(each) for each in self.waiting if self.waiting.reason(each) in (None, "slow reader")}
         add(request)
         self.since[request] = self.world.clock.now
         if request not in self.arrived:
             self.arrived.append(request)
-            self._note("came", request)
+            self._note("came", request, waiting)
 
     def on_remove(self, remove: Call, request: Request) -> None:
-        ran, waited = request in self.scheduler.running, request in self.waiting
+        ran = request in self.scheduler.running
         remove(request)
         if ran:
             self._note("ran", request, self.world.clock.now)
-        if ran or waited:
-            self._note("left", request)
 
     def on_preempt(self, preempt: Call, request: Request, *, turn: bool = False) -> None:
         preempt(request, turn=turn)
@@ -105,7 +104,7 @@ class OrderModel:
         begin_step()
         self.cached = {}
 
-    def _note(self, what: str, request: Request, value: float = 0) -> None:
+    def _note(self, what: str, request: Request, value: Any = 0) -> None:
         self.history.append((what, self.group(request), value))
 
     def _note_plans(self) -> None:
@@ -230,20 +229,19 @@ class OrderModel:
     def _counts(self) -> dict[Hashable, float]:
         """Return the count of each group: the tokens that its requests computed, divided by its share.
 
-        A group that comes back starts at the lowest count of the groups that have requests, else of the group that ran
-        last, and at an earlier start at least.
+        A group that begins to wait starts at the lowest count of the groups that wait, else of the group that ran last,
+        and at an earlier start at least.
         """
         tokens: dict[Hashable, float] = {None: 0.0}
         ran: dict[Hashable, float] = {None: 0.0}
-        requests, start = Counter[Hashable](), 0.0
-        plans = [("tokens", self.group(each.request), float(count)) for each, count in self.planned.items()]
+        start = 0.0
+        plans = [("tokens", self.group(each.request), count) for each, count in self.planned.items()]
         for what, group, value in [*self.history, *plans]:
-            if what == "came" and not requests[group]:
-                active = [each for each in tokens if requests[each]] or [max(tokens, key=lambda each: ran[each])]
-                start = max(start, min(tokens[each] / self._share(each) for each in active))
+            if what == "came" and group not in value:
+                others = value or [max(tokens, key=lambda each: ran[each])]
+                start = max(start, min(tokens[each] / self._share(each) for each in others))
                 tokens[group] = max(tokens.get(group, 0.0), start * self._share(group))
                 ran.setdefault(group, 0.0)
-            requests[group] += (what == "came") - (what == "left")
             tokens[group] += value if what == "tokens" else 0
             ran[group] = value if what == "ran" else ran[group]
         return {group: count / self._share(group) for group, count in tokens.items()}

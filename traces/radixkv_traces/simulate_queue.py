@@ -190,7 +190,10 @@ class _Queue:
             self._arrive(*heappop(self._arrivals))
 
     def _arrive(self, arrival: float, index: int) -> None:
-        group = self._turns.enter(group_key(self._workload.requests[index].namespace))
+        key = group_key(self._workload.requests[index].namespace)
+        group = self._turns.groups.get(key)
+        if group not in self._waiting:
+            group = self._turns.enter(key, waiting=self._waiting)
         group.requests += 1
         waiting = _Waiting(index, arrival, group)
         self._waiting.setdefault(group, []).append(waiting)
