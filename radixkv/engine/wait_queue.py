@@ -159,10 +159,7 @@ class WaitQueue:
 
         O(groups). For "longest-prefix" it looks up the cached prefixes of LOOKED_AT requests, once in a step.
         """
-        heads: list[Request] = []
-        for group, ready in self._ready.items():
-            if group not in blocked:
-                heads += islice((each for each in ready if not each.channel.paused), 1)
+        heads = self._heads(blocked)
         if not heads:
             return None
         head = min(heads, key=_RANK)
@@ -173,9 +170,18 @@ class WaitQueue:
         groups = list(first) if head.scheduling.preemptions else self._turns.next(first, self._ahead)
         return first[groups[0]] if self._key is None or len(self) == 1 else self._best(groups, head.rank[:2])
 
+    def _heads(self, blocked: Collection[Group] = ()) -> list[Request]:
+        """Return the first request of each group that has one which is not paused. O(groups)."""
+        heads = [ready[0] for group, ready in self._ready.items() if group not in blocked]
+        if not any(each.channel.paused for each in heads):
+            return heads
+        unpaused = (islice((each for each in ready if not each.channel.paused), 1) for ready in self._ready.values())
+        return [each for each in chain(*unpaused) if each.scheduling.group not in blocked]
+
     def _best(self, groups: list[Group], kind: tuple[int, bool]) -> Request:
         """Return the next request of some groups; `kind` is the beginning of its rank."""
-        ready = merge(*(self._ready[each].irange_key((*kind, 0), (*kind, inf)) for each in groups), key=_RANK)
+        queues = (self._ready[each] for each in groups[:LOOKED_AT])  # these have the first LOOKED_AT requests
+        ready = merge(*(each.irange_key((*kind, 0), (*kind, inf)) for each in queues), key=_RANK)
         unpaused = (each for each in ready if not each.channel.paused)
         best: Request = min(islice(unpaused, LOOKED_AT), key=self._order)
         return best
@@ -195,8 +201,7 @@ class WaitQueue:
         A higher priority of another group goes first, and waits for a stream to end. O(groups + running requests).
         """
         served = {each.scheduling.group for each in running}
-        unpaused = (islice((each for each in ready if not each.channel.paused), 1) for ready in self._ready.values())
-        heads = list(chain(*unpaused))
+        heads = self._heads()
         highest = max((each.priority for each in heads), default=0)
         starved = {
             group
