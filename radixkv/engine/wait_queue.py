@@ -72,9 +72,8 @@ class WaitQueue:
         self._prefill_chunk = config.prefill_chunk
         self._max_overtakes, self._max_delay = config.max_overtakes, config.max_delay or inf
         self._key = KEYS[config.order]
-        self._ahead = (
-            0 if self._key is None else config.max_batch_tokens
-        )  # tokens that a group may be ahead of its turn
+        # Tokens that a group may be ahead of its turn:
+        self._ahead = 0 if self._key is None else config.max_batch_tokens
         self._cached: dict[Request, int] = {}  # tokens, as looked up in this step
         self._step, self._now = 0, 0.0
 
@@ -159,11 +158,13 @@ class WaitQueue:
 
         O(groups). For "longest-prefix" it looks up the cached prefixes of LOOKED_AT requests, once in a step.
         """
+        if self._key is None and len(self._ready) == 1 and not blocked:
+            return next((each for ready in self._ready.values() for each in ready if not each.channel.paused), None)
         heads = self._heads(blocked)
         if not heads:
             return None
         head = min(heads, key=_RANK)
-        if self._key is None and (len(heads) == 1 or head.scheduling.preemptions):
+        if self._key is None and head.scheduling.preemptions:
             return head
         same = sorted((each for each in heads if each.rank[:2] == head.rank[:2]), key=_RANK)
         first = {each.scheduling.group: each for each in same}
