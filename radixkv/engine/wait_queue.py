@@ -3,7 +3,7 @@
 The order, first rule first:
 
 1. A higher priority.
-2. Preempted requests, as their callers have already seen a part of the answer; of these the oldest.
+2. Preempted requests, as their callers have already seen a part of the answer. They take no turns.
 3. Turns between the groups of namespaces: see `turns`. "longest-prefix" may choose among the groups that are at most a
    step's tokens ahead.
 4. Overdue requests, the oldest first: those that a later one of their group overtook `max_delay` seconds ago, or that
