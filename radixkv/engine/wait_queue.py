@@ -158,26 +158,23 @@ class WaitQueue:
 
         O(groups). For "longest-prefix" it looks up the cached prefixes of LOOKED_AT requests, once in a step.
         """
-        if self._key is None and len(self._ready) == 1 and not blocked:
-            return next((each for ready in self._ready.values() for each in ready if not each.channel.paused), None)
-        heads = self._heads(blocked)
+        heads: list[Request] = [ready[0] for group, ready in self._ready.items() if group not in blocked]
+        if any(each.channel.paused for each in heads):
+            heads = [each for each in self._unpaused() if each.scheduling.group not in blocked]
         if not heads:
             return None
         head = min(heads, key=_RANK)
-        if self._key is None and head.scheduling.preemptions:
+        if self._key is None and (len(heads) == 1 or head.scheduling.preemptions):
             return head
         same = sorted((each for each in heads if each.rank[:2] == head.rank[:2]), key=_RANK)
         first = {each.scheduling.group: each for each in same}
         groups = list(first) if head.scheduling.preemptions else self._turns.next(first, self._ahead)
         return first[groups[0]] if self._key is None or len(self) == 1 else self._best(groups, head.rank[:2])
 
-    def _heads(self, blocked: Collection[Group] = ()) -> list[Request]:
-        """Return the first request of each group that has one which is not paused. O(groups)."""
-        heads = [ready[0] for group, ready in self._ready.items() if group not in blocked]
-        if not any(each.channel.paused for each in heads):
-            return heads
-        unpaused = (islice((each for each in ready if not each.channel.paused), 1) for ready in self._ready.values())
-        return [each for each in chain(*unpaused) if each.scheduling.group not in blocked]
+    def _unpaused(self) -> list[Request]:
+        """Return the first request of each group that is not paused. O(groups + paused requests)."""
+        heads = (next((each for each in ready if not each.channel.paused), None) for ready in self._ready.values())
+        return [each for each in heads if each is not None]
 
     def _best(self, groups: list[Group], kind: tuple[int, bool]) -> Request:
         """Return the next request of some groups; `kind` is the beginning of its rank."""
@@ -202,7 +199,7 @@ class WaitQueue:
         A higher priority of another group goes first, and waits for a stream to end. O(groups + running requests).
         """
         served = {each.scheduling.group for each in running}
-        heads = self._heads()
+        heads = self._unpaused()
         highest = max((each.priority for each in heads), default=0)
         starved = {
             group
