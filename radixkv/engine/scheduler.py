@@ -41,6 +41,7 @@ from radixkv.turns import Group
 
 _log = logging.getLogger(__name__)
 _MAX_DELAYED = 64  # requests that one admission may delay, each compared with the running prompts
+_MAX_PASSED = 8  # groups that one admission to a full engine may pass over, at a match each
 
 
 @dataclass(slots=True, eq=False)
@@ -332,7 +333,8 @@ class Scheduler:
     def _admit(self) -> Request | None:
         """Start the first request that fits; returns None if none waits, or if the first one does not fit.
 
-        Groups whose first request waits for blocks of their own are passed over.
+        Groups whose first request waits for blocks of their own are passed over, and if the engine is full up to
+        _MAX_PASSED groups that lack blocks.
         """
         if not len(self.waiting):
             return None
@@ -341,7 +343,7 @@ class Scheduler:
         blocked: list[Group] = []
         for _ in range(_MAX_DELAYED):
             # If the engine is full, this comes before the cache is searched for waiting requests.
-            request = self.waiting.starved(self.running) if full else self.waiting.first(blocked)
+            request = self.waiting.starved(self.running, blocked) if full else self.waiting.first(blocked)
             if request is None:
                 return None
             try:
@@ -358,7 +360,8 @@ class Scheduler:
                     return self._start_alone(request)
                 if fits:
                     return self._start(request, self._open(request))
-                if not self.admission.waits_for_own_blocks(request, match):
+                passed = full and len(blocked) < _MAX_PASSED
+                if not passed and not self.admission.waits_for_own_blocks(request, match):
                     return None
                 blocked.append(request.scheduling.group)
             except Exception as error:

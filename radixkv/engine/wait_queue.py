@@ -193,10 +193,11 @@ class WaitQueue:
         scheduling = request.scheduling
         return scheduling.overtaken >= self._max_overtakes or self._now - scheduling.overtaken_at >= self._max_delay
 
-    def starved(self, running: Iterable[Request]) -> Request | None:
+    def starved(self, running: Iterable[Request], blocked: Collection[Group] = ()) -> Request | None:
         """Return the next request of the groups that run none and have waited for PATIENCE seconds; None if none has.
 
-        A higher priority of another group goes first, and waits for a stream to end. O(groups + running requests).
+        Passes over the groups that are `blocked`. A higher priority of another group goes first, and waits for a stream
+        to end. O(groups + running requests).
         """
         served = {each.scheduling.group for each in running}
         heads = self._unpaused()
@@ -205,6 +206,7 @@ class WaitQueue:
             group
             for each in heads
             if (group := each.scheduling.group) not in served
+            and group not in blocked
             and each.priority == highest
             and self._now - max(group.ran_until, each.scheduling.queued_at) >= PATIENCE
         }

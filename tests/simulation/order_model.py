@@ -138,12 +138,15 @@ class OrderModel:
         expected = self._next([each for each in self._ready() if self.group(each) not in self.passed])
         return self._compare(first(blocked), expected)
 
-    def on_starved(self, starved: Call, running: list[Request]) -> Request | None:
-        ready, served = self._ready(), [self.group(each) for each in running]
+    def on_starved(self, starved: Call, running: list[Request], blocked: Any = ()) -> Request | None:
+        if (last := self.offered) is not None and last in self._ready():
+            self._expect(not self._fits(last), f"{self._name(last)} is passed over, and fits")
+            self.passed.append(self.group(last))
+        ready, served = self._ready(), [*map(self.group, running), *self.passed]
         expected = self._next([each for each in ready if self.group(each) not in served and self._is_starved(each)])
         if expected is not None and any(each.priority > expected.priority for each in ready):
             expected = None
-        return self._compare(starved(running), expected)
+        return self._compare(starved(running, blocked), expected)
 
     def on_turn_victims(self, turn_victims: Call, request: Request) -> list[Request]:
         victims: list[Request] = turn_victims(request)

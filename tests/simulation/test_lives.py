@@ -123,6 +123,18 @@ def test_what_a_failure_does_not_need_is_dropped() -> None:
     assert least.asks[0].params.n > 1 and len(least.asks[0].prompt) == 3
 
 
+def test_a_starved_request_that_needs_too_many_blocks_does_not_delay_other_groups() -> None:
+    """The first four requests fill the engine; a long prompt arrives, and then a short one of a third group."""
+    greedy = SamplingParams(max_tokens=130, temperature=0)
+    asks = [Ask(number, 0, (number,) * 4, greedy, 130, namespace="long") for number in range(4)]
+    asks += [Ask(4, 80, tuple(range(39)) * 8, greedy, 4, namespace="big"), Ask(5, 82, (9,) * 4, greedy, 4)]
+    config = EngineConfig(max_sequences=4, max_batch_tokens=64, prefill_chunk=64, block_size=1)
+    world = World(Scenario(0, 140, 4, config, tuple(asks), tick=0.05)).run()
+    short = world.customers[5]
+    assert short.channel.completion is not None and short.ended_at is not None
+    assert short.ended_at < 1000 + 110 * 0.05, "it waits about a second"
+
+
 def test_what_a_paused_request_kept_to_itself_is_cached_when_it_gives_way() -> None:
     """The first request fills the pool, so it publishes late; its reader leaves, and the second request arrives."""
     greedy = SamplingParams(max_tokens=9, temperature=0)
