@@ -83,6 +83,7 @@ class NamespaceTable:
             return  # another thread does it
         try:
             cached = set(self._cached())
+            cached |= {each.turn for each in list(self._ids.values()) if each in cached and each.turn}
             oldest_first = sorted(self._ids.items(), key=lambda item: item[1].used)
             for key, number in oldest_first[: -(self._most // 2)]:
                 if number not in cached:

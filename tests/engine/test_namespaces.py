@@ -164,6 +164,17 @@ def test_memory_is_bounded_and_cached_namespaces_stay() -> None:
     assert table.number("a") not in seen
 
 
+def test_the_name_of_a_group_stays_as_long_as_a_member_is_cached() -> None:
+    cached: set[Any] = set()
+    table = NamespaceTable(lambda: cached, most=100)
+    member = table.number(("ann", "mail"))
+    cached.add(member)
+    for at in range(1000):
+        table.number(at)
+    other, same = table.number(("ann", "news")), table.number(("ann", "mail"))
+    assert other is not None and same is member is not None and other.turn is member.turn
+
+
 def test_many_cached_namespaces_raise_the_bound() -> None:
     cached: set[Any] = set()
     table = NamespaceTable(lambda: cached, most=10)
