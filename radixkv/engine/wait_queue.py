@@ -217,8 +217,9 @@ class WaitQueue:
         scheduling = request.scheduling
         if scheduling.preemptions:
             return
-        others = (ready[0] for group, ready in self._ready.items() if group is not scheduling.group)
-        self._counters.turn_admissions += any(each.rank < request.rank for each in others)
+        others = (each.scheduling for each in self._unpaused() if each.priority == request.priority)
+        older = (each for each in others if each.number < scheduling.number)
+        self._counters.turn_admissions += any(each.group is not scheduling.group for each in older)
         if self._key is None:
             return
         self._counters.overdue_admissions += self._is_overdue(request)

@@ -135,6 +135,14 @@ def test_a_starved_request_that_needs_too_many_blocks_does_not_delay_other_group
     assert short.ended_at < 1000 + 110 * 0.05, "it waits about a second"
 
 
+def test_a_paused_request_of_another_group_loses_no_turn() -> None:
+    greedy = SamplingParams(max_tokens=9, temperature=0)
+    asks = (Ask(0, 0, (0,) * 8, greedy, 9, lags=((4, 20),)), Ask(1, 6, (1, 2, 3), greedy, 2, namespace="other"))
+    world = World(Scenario(0, 4, 4, EngineConfig(max_sequences=2, max_batch_tokens=8, prefill_chunk=8), asks)).run()
+    counters = world.core.counters
+    assert (counters.preemptions, counters.turn_admissions, counters.turn_preemptions) == (1, 0, 0)
+
+
 def test_what_a_paused_request_kept_to_itself_is_cached_when_it_gives_way() -> None:
     """The first request fills the pool, so it publishes late; its reader leaves, and the second request arrives."""
     greedy = SamplingParams(max_tokens=9, temperature=0)
