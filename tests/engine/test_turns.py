@@ -16,8 +16,8 @@ def test_idle_groups_are_forgotten_and_active_ones_stay(monkeypatch: pytest.Monk
     active = groups.enter("active")
     active.requests, active.tokens = 1, 500
     for number in range(100_000):
-        group = groups.enter(number)
-        assert group.count == 500, "it begins where the active group is"
+        group = groups.enter(number, waiting=[active])
+        assert group.count == 500, "it begins where the waiting group is"
         group.tokens, group.ran_until = 600, number
     assert len(groups.groups) <= 20 and groups.groups["active"] is active
     active.requests = 0
