@@ -245,7 +245,7 @@ class EngineConfig:
     max_delay: float | None = _setting(
         None,
         "seconds after which a request that was overtaken goes before all others of its priority and its group of "
-        "namespaces",
+        "namespaces; fcfs overtakes none",
         _DELAY,
         kind=float,
     )

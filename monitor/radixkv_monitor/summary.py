@@ -271,6 +271,8 @@ _NOUNS = {
     "shared prefix": "a shared prefix",
     "disk": "a read from disk",
     "slow reader": "its slow reader",
+    "longer hits": "requests with longer hits",
+    "next step": "the next step",
 }
 
 

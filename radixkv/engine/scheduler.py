@@ -149,17 +149,17 @@ class Scheduler:
     def head_waits_for(self) -> str | None:
         """Return why the first waiting request by priority and arrival is not admitted; None if none waits.
 
-        "running streams", "blocks", "turn", "shared prefix", "disk", "slow reader", "tokens of a step". Costs a match.
+        "running streams", "blocks", "turn", "shared prefix", "disk", "slow reader", "longer hits" or "next step".
         """
         head = next(iter(self.waiting), None)
         if head is None or (reason := self.waiting.reason(head)) is not None:
             return None if head is None else reason
         if self.admission.streams() + head.streams_left > self._max_sequences:
             return "running streams"
-        first = self.waiting.first()
-        if first is not None and first.scheduling.group is not head.scheduling.group:
-            return "turn"
-        return "tokens of a step" if self.admission.fits(head, self._reuse.match(head)) else "blocks"
+        first = self.waiting.first() or head
+        if first is not head:
+            return "longer hits" if first.scheduling.group is head.scheduling.group else "turn"
+        return "next step" if self.admission.fits(head, self._reuse.match(head)) else "blocks"
 
     # ---- schedule
 
