@@ -18,13 +18,11 @@ from __future__ import annotations
 import argparse
 import time
 from array import array
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, merge
+from heapq import heappop, heappush
 from itertools import accumulate, islice, product
 from math import inf
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -41,7 +39,6 @@ from radixkv_traces.simulate import Progress
 from radixkv_traces.workload import Workload
 
 LOOKED_AT = 128  # waiting requests whose cached prefix is compared, and announced, as in the engine
-_BY_ARRIVAL = attrgetter("arrival", "index")
 _STRIDE = 64  # requests between two calls of `progress`
 
 
@@ -148,9 +145,8 @@ class _Queue:
         self._now = 0.0
         self._cache = PrefixCache(capacity, 1, policy, clock=lambda: self._now)
         self._turns = Turns()
-        self._waiting: dict[Group, list[_Waiting]] = {}  # by arrival, of each group that has any
-        self._unannounced: deque[_Waiting] = deque()  # by arrival
-        self._to_announce = 0 if service.queue_blind else LOOKED_AT
+        self._waiting: list[_Waiting] = []  # by arrival
+        self._most_announced = 0 if service.queue_blind else LOOKED_AT
         self._arrivals: list[tuple[float, int]] = []  # heap of (time, index), the next one of each session
         self._following = _following(workload)
         self._times = array("d", accumulate((each.timestamp / 1000 for each in workload.requests), max))
@@ -174,9 +170,7 @@ class _Queue:
         while self._arrivals or self._waiting:
             self._advance()
             if self._waiting:
-                waiting = self._take()
-                self._announce(waiting)
-                yield self._serve(waiting)
+                yield self._serve(self._take())
 
     def _advance(self) -> None:
         """Move the clock to the next start of a prefill, or to the next arrival if no request waits."""
@@ -190,52 +184,45 @@ class _Queue:
             self._arrive(*heappop(self._arrivals))
 
     def _arrive(self, arrival: float, index: int) -> None:
-        key = group_key(self._workload.requests[index].namespace)
+        key, waiting = group_key(self._workload.requests[index].namespace), self._groups()
         group = self._turns.groups.get(key)
-        if group not in self._waiting:
-            group = self._turns.enter(key, waiting=self._waiting)
+        if group not in waiting:
+            group = self._turns.enter(key, waiting=waiting)
         group.requests += 1
-        waiting = _Waiting(index, arrival, group)
-        self._waiting.setdefault(group, []).append(waiting)
-        self._unannounced.append(waiting)
+        self._waiting.append(_Waiting(index, arrival, group))
+
+    def _groups(self) -> dict[Group, None]:
+        """Return the groups with waiting requests, by the arrival of their oldest one."""
+        waiting = self._waiting if len(self._turns.groups) > 1 else self._waiting[:1]  # else all are of one group
+        return dict.fromkeys(each.group for each in waiting)
 
     def _take(self) -> _Waiting:
-        """Take the next request from the queue."""
-        oldest = sorted(self._waiting, key=lambda group: _BY_ARRIVAL(self._waiting[group][0]))
-        groups = self._turns.next(oldest, EngineConfig.max_batch_tokens if self._by_prefix else 0)
-        by_arrival = merge(*map(self._waiting.__getitem__, groups), key=_BY_ARRIVAL)
-        offered = list(islice(by_arrival, LOOKED_AT if self._by_prefix else 1))
+        """Take the next request from the queue, and announce the first ones of the others."""
+        groups = set(self._turns.next(self._groups(), EngineConfig.max_batch_tokens if self._by_prefix else 0))
+        ready = (each for each in self._waiting if each.group in groups)
+        offered = list(islice(ready, LOOKED_AT if self._by_prefix else 1))
         chosen = min(offered, key=self._key) if len(offered) > 1 else offered[0]
-        queue = self._waiting[chosen.group]
-        at = queue.index(chosen)
-        for other in islice(queue, at):
-            other.overtaken += 1
-            other.overtaken_at = min(other.overtaken_at, self._now)
-        del queue[at]
-        if not queue:
-            del self._waiting[chosen.group]
+        at = self._waiting.index(chosen)
+        for other in islice(self._waiting, at):
+            if other.group is chosen.group:
+                other.overtaken += 1
+                other.overtaken_at = min(other.overtaken_at, self._now)
+        del self._waiting[at]
+        if chosen.announcement is not None:
+            chosen.announcement.close()
+        for each in islice(self._waiting, self._most_announced):
+            if each.announcement is None:
+                request = self._workload.requests[each.index]
+                each.announcement = self._cache.announce(request.blocks, request.namespace)
         return chosen
 
-    def _key(self, waiting: _Waiting) -> tuple[bool, int, float, int]:
+    def _key(self, waiting: _Waiting) -> tuple[bool, int]:
         service = self._service
         too_long = service.max_delay is not None and self._now - waiting.overtaken_at >= service.max_delay
         if too_long or waiting.overtaken >= service.max_overtakes:
-            return False, 0, waiting.arrival, waiting.index
+            return False, 0
         request = self._workload.requests[waiting.index]
-        return True, -self._cache.match(request.blocks, request.namespace).length, waiting.arrival, waiting.index
-
-    def _announce(self, taken: _Waiting) -> None:
-        """Announce the first waiting requests in place of one that was taken from the queue."""
-        if taken.announcement is None:
-            self._unannounced.remove(taken)
-        else:
-            taken.announcement.close()
-            self._to_announce += 1
-        while self._unannounced and self._to_announce:
-            waiting = self._unannounced.popleft()
-            request = self._workload.requests[waiting.index]
-            waiting.announcement = self._cache.announce(request.blocks, request.namespace)
-            self._to_announce -= 1
+        return True, -self._cache.match(request.blocks, request.namespace).length
 
     def _serve(self, waiting: _Waiting) -> int:
         """Compute a prompt, and begin its answer; returns the number of served requests."""
