@@ -31,8 +31,8 @@ class Victims(Protocol):
     def at(self, number: int) -> Node:
         """Return a leaf by its number in the order of eviction; it is the victim now."""
 
-    def owes(self, node: Node) -> bool:
-        """Whether the victim leaves in any case: its group exceeds its share more than the group that asks."""
+    def owes(self) -> bool:
+        """Return whether the group of the victim exceeds its share more than the group that asks."""
 
     def trim_limit(self, node: Node, blocks: int) -> int:
         """Return how many blocks, at most `blocks`, to evict from the tail of the victim at once."""
@@ -112,15 +112,15 @@ class EvictionIndex:
         return [key[4] for key in islice(self._order, count)]
 
     def group_of(self, node: Node) -> int:
-        """Return the group of namespaces that a node belongs to: here there is one."""
+        """Return the group of a node's namespace: here there is one."""
         return 0
 
     def victims_for(self, group: int) -> Victims:
         """Return the leaves that may be evicted for a sequence of this group: here all of them."""
         return self
 
-    def owes(self, node: Node) -> bool:
-        """Return whether the group of a victim exceeds its share more than the group that asks."""
+    def owes(self) -> bool:
+        """Return False: there is one group."""
         return False
 
     # ---- hooks for policies that learn

@@ -389,7 +389,7 @@ class HostTier:
             leaf = leaves.at(number)
             if not self.blocks.are_read(leaf.blocks):
                 colder = (leaf.priority, leaf.standing, leaf.tick) <= (node.priority, node.standing, node.tick)
-                return leaf if colder or leaves.owes(leaf) else None
+                return leaf if colder or leaves.owes() else None
         return None
 
     def _limit(self, leaf: Node, blocks: int, leaves: Victims) -> int:

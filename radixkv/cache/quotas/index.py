@@ -141,7 +141,7 @@ class GroupVictims:
             number -= len(index)
         raise IndexError(number)
 
-    def owes(self, node: Node) -> bool:
+    def owes(self) -> bool:
         """Return whether the group of the victim exceeds its share more than the group that asks."""
         return self._shares.excess(self._chosen) > self._shares.excess(self._group)
 
