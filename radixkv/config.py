@@ -85,10 +85,7 @@ _SECONDS: _Rule = (
     lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"),
     "{name} is a number of seconds above 0, got {value!r}",
 )
-_DELAY: _Rule = (
-    lambda value: value is None or _SECONDS[0](value),
-    "{name} is a number of seconds above 0, or None, got {value!r}",
-)
+_DELAY: _Rule = (lambda value: value is None or _SECONDS[0](value), _SECONDS[1].replace("0,", "0, or None,"))
 _MONITOR: _Rule = (
     lambda value: (
         isinstance(value, bool)
@@ -119,18 +116,9 @@ _PROCESSORS: _Rule = (
 
 
 def _setting(
-    default: Any,
-    help: str,
-    rule: _Rule | None = None,
-    *,
-    least: int | None = None,
-    choices: tuple[str, ...] = (),
-    kind: type | None = None,
+    default: Any, help: str, rule: _Rule | None = None, *, least: int | None = None, choices: tuple[str, ...] = ()
 ) -> Any:
-    """Declare a field: its meaning, and which values are allowed. `least` is the smallest int.
-
-    `kind` is the type of an option's value where the default does not say it.
-    """
+    """Declare a field: its meaning, and which values are allowed. `least` is the smallest int."""
     if least is not None:
         optional = default is None
         rule = (
@@ -140,9 +128,7 @@ def _setting(
     if choices:
         allowed = (*choices, None) if default is None else choices
         rule = (allowed.__contains__, f"{{name}}={{value!r}}: allowed are {', '.join(map(repr, allowed))}")
-    return field(
-        default=default, metadata={"help": help, "rule": rule, "least": least, "choices": choices, "kind": kind}
-    )
+    return field(default=default, metadata={"help": help, "rule": rule, "least": least, "choices": choices})
 
 
 @explained
@@ -247,7 +233,6 @@ class EngineConfig:
         "seconds after which a request that was overtaken goes before all others of its priority and its group of "
         "namespaces; fcfs overtakes none",
         _DELAY,
-        kind=float,
     )
     victim: str = _setting(
         "cheapest",

@@ -87,7 +87,8 @@ def add_settings(
             group.add_argument(option, action="store_true", help=declared["help"])
             continue
         is_number = isinstance(default, int) or declared.get("least") is not None
-        kind = declared.get("kind") or (int if is_number else float if isinstance(default, float) else str)
+        is_float = str(setting.type).startswith("float")  # "float | None" too
+        kind = declared.get("kind") or (int if is_number else float if is_float else str)
         shown = "" if default in (None, "auto", ()) else f" (default {default})"
         group.add_argument(
             option,

@@ -163,18 +163,9 @@ def _add_engine(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     engine = command.add_argument_group("the engine")
     add_settings(engine, "max_sequences", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype")
     add_settings(engine, "weights", "attention", "tensor_parallel", "rank_timeout")
-    add_settings(
-        engine,
-        "model_code",
-        "eviction",
-        "max_batch_tokens",
-        "prefill_chunk",
-        "order",
-        "max_overtakes",
-        "max_delay",
-        "deterministic",
-    )
-    add_settings(engine, "kv_dtype", "speculate", "verify", "seed", "record", "revision", "trust_remote_code")
+    add_settings(engine, "model_code", "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes")
+    add_settings(engine, "max_delay", "deterministic", "kv_dtype", "speculate", "verify", "seed", "record", "revision")
+    add_settings(engine, "trust_remote_code")
     _add_monitor(engine)
     return engine
 
