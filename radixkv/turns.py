@@ -64,13 +64,14 @@ class Turns:
     100.0
     """
 
-    def __init__(self, shares: Collection[float] = (), default: float = 0.0) -> None:
-        """Start with the group of the default namespace, whose share is `default`; `shares` has all shares."""
-        self._least = min((share for share in shares if share), default=1.0)
+    def __init__(self, limits: NamespaceLimits | None = None) -> None:
+        """Start with the group of the default namespace."""
+        self._limits = limits or NamespaceLimits({})
+        self._least = min((share for share in self._limits.shares if share), default=1.0)
         self._floor = 0.0  # the lowest count of the waiting groups, when it was last looked at
-        self.groups: dict[Hashable, Group] = {None: Group(default or self._least)}
+        self.groups: dict[Hashable, Group] = {None: Group(self._share(None))}
 
-    def enter(self, key: Hashable, share: float = 0.0, waiting: Iterable[Group] = ()) -> Group:
+    def enter(self, key: Hashable, waiting: Iterable[Group] = ()) -> Group:
         """Return the group of a key, which has no waiting request and gets one; `waiting` groups have some. O(groups).
 
         Where no group waits, it starts at the count of the group that ran last.
@@ -80,7 +81,7 @@ class Turns:
         active = sum(each.requests > 0 for each in self.groups.values())
         if len(self.groups) > 2 * active + _KEPT:
             self._forget()
-        group = self.groups.setdefault(key, Group(share or self._least))
+        group = self.groups.setdefault(key, Group(self._share(key)))
         group.tokens = max(group.tokens, self._floor * group.share)
         return group
 
@@ -92,6 +93,9 @@ class Turns:
         first = min(groups, key=lambda each: each.count)
         lowest = first.count
         return [each for each in groups if each is first or (ahead and (each.count - lowest) * each.share <= ahead)]
+
+    def _share(self, key: Hashable) -> float:
+        return self._limits.shares[self._limits.group(key)] or self._least
 
     def _forget(self) -> None:
         """Drop half of the idle groups, those with the lowest counts; most of them would start there anyway."""

@@ -67,7 +67,7 @@ class WaitQueue:
         self._announced: dict[Request, Announcement] = {}
         self._is_changed = False  # since requests were announced
         self._reuse, self._counters, self._limits = reuse, counters, limits
-        self._turns = Turns(() if limits is None else limits.shares, self._share(None))
+        self._turns = Turns(limits)
         self._min_saving = 2 * block_size
         self._prefill_chunk = config.prefill_chunk
         self._max_overtakes, self._max_delay = config.max_overtakes, config.max_delay or inf
@@ -96,7 +96,7 @@ class WaitQueue:
             key = None if namespace is None else self._group_key(namespace)
             group = self._turns.groups.get(key)
             if group is None or (group not in self._ready and len(self._turns.groups) > 1):
-                group = self._turns.enter(key, self._share(namespace), self._ready)
+                group = self._turns.enter(key, self._ready)
             group.requests += 1
             scheduling.group = group
         self._all.add(request)
@@ -148,9 +148,6 @@ class WaitQueue:
         if isinstance(namespace, NamespaceId):
             return namespace.turn or namespace
         return group_key(namespace, self._limits)
-
-    def _share(self, namespace: Hashable) -> float:
-        return 0.0 if self._limits is None else self._limits.shares[self._limits.group(namespace)]
 
     # ---- order
 
