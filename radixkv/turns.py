@@ -18,7 +18,7 @@ _KEPT = 1024  # idle groups whose counts are kept, and as many as there are acti
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The requests of the namespaces of one group: how many there are, and the `tokens` that all so far computed.
+    """A group of namespaces: how many requests wait or run, and the `tokens` that all its requests have computed.
 
     `tokens` is raised where the group begins to wait. The group last ran a request until `ran_until`, in seconds.
     """
@@ -72,7 +72,7 @@ class Turns:
         self.groups: dict[Hashable, Group] = {None: Group(self._share(None))}
 
     def enter(self, key: Hashable, waiting: Iterable[Group] = ()) -> Group:
-        """Return the group of a key, which has no waiting request and gets one; `waiting` groups have some. O(groups).
+        """Return the group of a key, which begins to wait as the groups in `waiting` do. O(groups).
 
         Where no group waits, it starts at the count of the group that ran last.
         """
@@ -98,7 +98,7 @@ class Turns:
         return self._limits.shares[self._limits.group(key)] or self._least
 
     def _forget(self) -> None:
-        """Drop half of the idle groups, those with the lowest counts; most of them would start there anyway."""
+        """Drop half of the idle groups, those with the lowest counts: most would begin to wait at a higher one."""
         idle = [(each.count, at, key) for at, (key, each) in enumerate(self.groups.items()) if not each.requests]
         for _, _, key in sorted(idle)[: len(idle) // 2]:
             if key is not None:

@@ -219,7 +219,7 @@ def _prompts(requests: Iterable[RequestRecord]) -> tuple[float, float, float]:
 
 
 def _turn_preemptions(state: State, growth: Callable[[str], float], watched: float) -> int:
-    """Count preemptions for a turn, of all time before a minute was watched: records do not name the cause."""
+    """Count preemptions for a turn; since load, until a minute was watched, as records do not name the cause."""
     return round(growth("turn_preemptions") if watched >= MINUTE else state.stats.get("turn_preemptions", 0))
 
 

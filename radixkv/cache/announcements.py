@@ -24,7 +24,7 @@ class Announcement:
 
     text: bytes
     space: Namespace
-    close: Callable[[], None]  # lets the text be evicted as others are; later calls do nothing
+    close: Callable[[], None]  # lets the text be evicted like other text; a second call does nothing
     path: list[Node] = field(default_factory=list)
     end: int = 0
 
@@ -41,7 +41,7 @@ class Announcements(Follower):
         tree.text_owners.append(lambda: {each.space.number for each in self._open})
 
     def add(self, text: bytes, space: Namespace) -> Announcement:
-        """Open an announcement of a text. Costs a match + O(depth)."""
+        """Open an announcement of a text. Costs a match + O(depth * open announcements)."""
         if not self._open:
             self._events.connect(self)
         made = Announcement(text, space, lambda: self._close(made))
@@ -70,7 +70,7 @@ class Announcements(Follower):
         return self._tree.path(node), at // WIDTH
 
     def _put(self, announcements: Iterable[Announcement]) -> None:
-        """Let announcements end where their text does now, closed ones nowhere."""
+        """Match the texts of announcements again, and record where they end; closed ones end nowhere."""
         changed: dict[Node, None] = {}
         for each in list(announcements):
             before = each.path
@@ -84,7 +84,7 @@ class Announcements(Follower):
             self._update(node)
 
     def _update(self, node: Node) -> None:
-        """Compute up to where a node is announced, and its place in the order of eviction."""
+        """Set how far a node is announced, and move it in the order of eviction."""
         if not self._reaching[node]:
             del self._reaching[node]
         node.announced, key = self._announced(node), node.eviction_key
@@ -94,13 +94,13 @@ class Announcements(Follower):
             index.add(node)
 
     def _announced(self, node: Node) -> int:
-        """Return the end of the last block of a node that has announced tokens; at most the end of the node."""
+        """Return the end of the last announced block of a node, at most the end of the node; 0 for none."""
         end, size = node.end, self._tree.pool.block_size
         reach = max((each.end for each in self._reaching.get(node, ())), default=0)
         return min(end, -(-reach // size) * size)
 
     def _after(self, node: Node) -> Iterable[Announcement]:
-        """Return the announcements that reach into a node, or all of the namespace of a root."""
+        """Return the announcements that reach into a node; for a root, all of its namespace."""
         of_root = (each for each in self._open if each.space is node.namespace)
         return self._reaching.get(node, ()) if node.namespace is None else of_root
 
@@ -116,12 +116,12 @@ class Announcements(Follower):
         self._put(self._after(node))
 
     def appended(self, node: Node) -> None:
-        """Let announcements go on into a new leaf of any tier."""
+        """Extend announcements into a new leaf of any tier."""
         assert node.parent is not None
         self._extend(self._after(node.parent), node, node.start)
 
     def grown(self, node: Node, tokens: int) -> None:
-        """Let announcements go on into the new tokens."""
+        """Extend announcements into the new tokens of a leaf."""
         if node in self._reaching:
             self._extend(self._after(node), node, node.end - tokens)
             self._update(node)
@@ -138,7 +138,7 @@ class Announcements(Follower):
             assert (each.path, each.end) == found, f"an announcement ends at {each.end}, its cached prefix at {found}"
             for node in each.path:
                 reaching.setdefault(node, {})[each] = None
-        assert reaching == self._reaching, "the announcements that reach into nodes are not those recounted"
+        assert reaching == self._reaching, "the announcements of nodes differ from a recount"
         for node in self._tree.residents():
             announced = self._announced(node)
             assert node.announced == announced, f"node {node.id} is announced to {node.announced}, not to {announced}"

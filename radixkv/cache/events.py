@@ -133,7 +133,7 @@ class Follower:
         """The tokens of `host` up to `end` are on the device, on the path to `node`; they leave the host next."""
 
     def settled(self, node: Node) -> None:
-        """Text after `node` moved from the host to the device, which is complete."""
+        """A move of text after `node` from the host to the device is complete."""
 
     def marked(self, node: Node) -> None:
         """Locks, blocks, hits or demotion of a node changed, and no other event says so."""

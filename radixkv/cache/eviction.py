@@ -29,7 +29,7 @@ class Victims(Protocol):
         """Return the leaf to evict next; there must be one."""
 
     def at(self, number: int) -> Node:
-        """Return a leaf by its number in the order of eviction; it is the victim now."""
+        """Return a leaf by its number in the order of eviction; the leaf becomes the victim."""
 
     def owes(self) -> bool:
         """Return whether the group of the victim exceeds its share more than the group that asks."""

@@ -257,7 +257,7 @@ class Node:
         return (not self.demoted) + 2 * (0 < self.announced >= self.end)
 
     def trim_limit(self, blocks: int, size: int) -> int:
-        """Return how many blocks, at most `blocks`, to take off the tail at once: none before the announced ones."""
+        """Return how many blocks, at most `blocks`, to take off the tail at once: first the ones not announced."""
         return min(blocks, -(-(self.end - self.announced) // size)) if 0 < self.announced < self.end else blocks
 
     def boundary(self) -> array[int]:

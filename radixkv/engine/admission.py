@@ -67,9 +67,9 @@ class Accounts(Protocol):
         """Return the running requests whose preemption gives blocks to a running request."""
 
     def waits_for_own(self, promises: SequenceOf[Promise]) -> bool:
-        """Return whether the last request, which does not fit, exceeds its share with running ones of the same share.
+        """Return whether the last request, which does not fit, and running ones of its share exceed the share.
 
-        It waits for these then, and other shares need not wait for it.
+        Then it waits for these, and requests of other shares need not wait for it.
         """
 
 

@@ -333,8 +333,8 @@ class Scheduler:
     def _admit(self) -> Request | None:
         """Start the first request that fits; returns None if none waits, or if the first one does not fit.
 
-        Groups whose first request waits for blocks of their own are passed over, and if the engine is full up to
-        _MAX_PASSED groups that lack blocks.
+        It passes over groups whose first request waits for blocks of its own share. In a full engine it also passes
+        over up to _MAX_PASSED groups that lack blocks.
         """
         if not len(self.waiting):
             return None

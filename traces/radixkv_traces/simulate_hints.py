@@ -14,7 +14,7 @@ from radixkv.cache import Hint, PrefixCache, Sequence
 from radixkv_traces.workload import Workload
 
 HINTS = ("returns", "end")
-LEAST, KEPT = 5, 64  # the gaps from which on a median is a hint, and the latest gaps that are kept
+LEAST, KEPT = 5, 64  # gaps that a median needs, and the number of latest gaps that are kept
 
 
 class Closing:

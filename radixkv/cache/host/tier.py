@@ -139,9 +139,9 @@ class HostTier:
     def make_room(self, node: Node, blocks: int, now: float, pressure: Pressure) -> tuple[int, int]:
         """Make room for the last `blocks` of an unlocked leaf; returns the blocks that have room, and tokens evicted.
 
-        It evicts host leaves that are colder than the node, and leaves of groups that exceed their shares more. Without
-        room for all blocks, all host nodes after the node are evicted, since its tail goes. A node that is done finds
-        no room: it is evicted, not offloaded.
+        It evicts host leaves that are colder than the node, and leaves of groups that exceed their shares more than the
+        node's group does. Without room for all blocks, all host nodes after the node are evicted, since its tail goes.
+        A node that is done finds no room: it is evicted, not offloaded.
         """
         lost, free = 0, self.blocks.free
         if not node.done:

@@ -133,7 +133,7 @@ class GroupVictims:
         return self._index.of(self._chosen).victim()
 
     def at(self, number: int) -> Node:
-        """Return a leaf by its number, the groups that exceed their shares most first; it is the victim now."""
+        """Return a leaf by its number, groups that exceed their shares most first; the leaf becomes the victim."""
         for group in self._index.by_excess(self._allowed()):
             self._chosen, index = group, self._index.of(group)
             if number < len(index):
