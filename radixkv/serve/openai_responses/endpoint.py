@@ -69,12 +69,12 @@ async def delete(models: Models, gate: Gate, stored: ResponseStore, request: Req
     """Delete a stored response, whose cached text is then evicted first; raise ApiError 404 if there is none."""
     caller, number = gate.caller(request), request.path_params["response_id"]
     found = stored.delete(caller.tenant, caller.namespace, number) or _not_found(number)
-    parent = stored.get(caller.tenant, caller.namespace, found.response["previous_response_id"] or "")
+    kept = stored.longest_continued(caller.tenant, caller.namespace, found)
     if (service := models.find(found.response["model"]).service) is not None:
         with suppress(ApiError, EngineClosed):  # the text, or the engine, is not there any more
             chat = await service.gate.in_background(partial(ended, found, service.role_order))
             prompt = await service.chat_prompt(caller, chat, ignored=IgnoredFields())
-            keep = 0 if parent is None else (parent.response["usage"] or {}).get("total_tokens", 0)
+            keep = 0 if kept is None else (kept.response["usage"] or {}).get("total_tokens", 0)
             await service.engine.demote(prompt.ids, keep=keep, namespace=caller.namespace)
     return JSONResponse({"id": number, "object": "response", "deleted": True})
 

@@ -96,6 +96,11 @@ class ResponseStore:
         with self._lock:
             return self._tenants[tenant].remove((owner, number))
 
+    def longest_continued(self, tenant: str | None, owner: Hashable, stored: StoredResponse) -> StoredResponse | None:
+        """Return the longest response in the store that `stored` continues. O(responses of the tenant)."""
+        with self._lock:
+            return self._tenants[tenant].longest_continued(owner, set(stored.conversation[:-1]))
+
     def size(self, tenant: str | None) -> int:
         """Return the approximate number of bytes that a tenant's responses take."""
         with self._lock:
@@ -114,10 +119,10 @@ class _TenantStore:
     def __init__(self, capacity: int) -> None:
         self.size = 0
         self._capacity = capacity
-        self._stored: OrderedDict[Hashable, StoredResponse] = OrderedDict()
+        self._stored: OrderedDict[tuple[Hashable, str], StoredResponse] = OrderedDict()
         self._uses: Counter[Items] = Counter()
 
-    def add(self, key: Hashable, stored: StoredResponse) -> None:
+    def add(self, key: tuple[Hashable, str], stored: StoredResponse) -> None:
         self.remove(key)
         self._stored[key] = stored
         self.size += stored.size
@@ -127,13 +132,17 @@ class _TenantStore:
         while self.size > self._capacity:
             self.remove(next(iter(self._stored)))
 
-    def get(self, key: Hashable) -> StoredResponse | None:
+    def get(self, key: tuple[Hashable, str]) -> StoredResponse | None:
         stored = self._stored.get(key)
         if stored is not None:
             self._stored.move_to_end(key)
         return stored
 
-    def remove(self, key: Hashable) -> StoredResponse | None:
+    def longest_continued(self, owner: Hashable, parts: set[Items]) -> StoredResponse | None:
+        found = (each for key, each in self._stored.items() if each.conversation[-1] in parts and key[0] == owner)
+        return max(found, key=lambda each: len(each.conversation), default=None)
+
+    def remove(self, key: tuple[Hashable, str]) -> StoredResponse | None:
         stored = self._stored.pop(key, None)
         if stored is None:
             return None
