@@ -25,6 +25,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from heapq import merge
 from itertools import chain, islice
@@ -128,7 +129,8 @@ class WaitQueue:
                 self._announced.pop(request).close()
             for request in first:
                 if request not in self._announced:
-                    self._announced[request] = self._reuse.announce(request)
+                    with suppress(Exception):  # it fails alone, when it is admitted
+                        self._announced[request] = self._reuse.announce(request)
 
     def reason(self, request: Request) -> str | None:
         """Return why a waiting request is not offered; None if it is."""

@@ -117,6 +117,19 @@ def test_a_request_that_cannot_be_admitted_fails_alone(monkeypatch: pytest.Monke
     _beside({"params": LONG})
 
 
+def test_a_request_that_cannot_be_announced_harms_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(cache: PrefixCache, *text: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(PrefixCache, "announce", refusing)
+    engine, _ = make_engine(max_sequences=1)
+    with engine:
+        handles = [engine.submit([first, 2, 3], LONG) for first in range(4)]
+        for first, handle in enumerate(handles):
+            assert list(handle.result(timeout=10).token_ids) == greedy_reply([first, 2, 3], 30)
+        check(engine)
+
+
 def test_a_prompt_whose_text_cannot_be_decoded_fails_alone() -> None:
     _beside({"params": LONG}, FakeModel(tokenizer=Letters()), prompt=[9, 48])
 
