@@ -77,7 +77,6 @@ class WaitQueue:
         self._ahead = 0 if self._key is None else config.max_batch_tokens
         self._cached: dict[Request, int] = {}  # tokens, as looked up in this step
         self._step, self._now = 0, 0.0
-        self._look_at = 0.0  # when groups without a running stream are looked for again
 
     def __len__(self) -> int:
         return len(self._all)
@@ -197,10 +196,8 @@ class WaitQueue:
         """Return the next request of the groups that run none and have waited for PATIENCE seconds; None if none has.
 
         Passes over the groups that are `blocked`. A higher priority of another group goes first, and waits for a stream
-        to end. O(groups + running requests), at most sixteen times a second while none has waited so long.
+        to end. O(groups + running requests).
         """
-        if self._now < self._look_at:
-            return None
         served = {each.scheduling.group for each in running}
         heads = self._unpaused()
         highest = max((each.priority for each in heads), default=0)
@@ -212,10 +209,7 @@ class WaitQueue:
             and each.priority == highest
             and self._now - max(group.ran_until, each.scheduling.queued_at) >= PATIENCE
         }
-        if not starved:
-            self._look_at = self._now + PATIENCE / 16
-            return None
-        return self.first(self._ready.keys() - starved)
+        return self.first(self._ready.keys() - starved) if starved else None
 
     def count_overtaken(self, request: Request) -> None:
         """Count a request that was admitted, for the earlier requests that could have run instead."""
