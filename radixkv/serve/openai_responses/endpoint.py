@@ -70,8 +70,8 @@ async def delete(models: Models, gate: Gate, stored: ResponseStore, request: Req
     caller, number = gate.caller(request), request.path_params["response_id"]
     found = stored.delete(caller.tenant, caller.namespace, number) or _not_found(number)
     kept = stored.longest_continued(caller.tenant, caller.namespace, found)
-    if (service := models.find(found.response["model"]).service) is not None:
-        with suppress(ApiError, EngineClosed):  # the text, or the engine, is not there any more
+    with suppress(ApiError, EngineClosed):  # the model, the text, or the engine is not there any more
+        if (service := models.find(found.response["model"]).service) is not None:
             chat = await service.gate.in_background(partial(ended, found, service.role_order))
             prompt = await service.chat_prompt(caller, chat, ignored=IgnoredFields())
             keep = 0 if kept is None else (kept.response["usage"] or {}).get("total_tokens", 0)
