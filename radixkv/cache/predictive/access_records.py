@@ -16,7 +16,7 @@ from radixkv.cache.types import Node
 MOST_USES = 4  # the number of earlier accesses is counted up to this
 KINDS = 16  # reasons for the end of a turn that are kept apart; later ones count as one more
 
-WorthKey = tuple[int, int, float, int, Node]  # of a leaf: priority, not demoted, worth, tick; then the leaf itself
+WorthKey = tuple[int, int, float, int, Node]  # of a leaf: priority, standing, worth, tick; then the leaf itself
 
 
 class AccessRecord:
