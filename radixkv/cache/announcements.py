@@ -41,7 +41,7 @@ class Announcements(Follower):
         tree.text_owners.append(lambda: {each.space.number for each in self._open})
 
     def add(self, text: bytes, space: Namespace) -> Announcement:
-        """Open an announcement of a text. Costs a match + O(depth * open announcements)."""
+        """Open an announcement of a text. Costs a match + O(depth + announcements that end in its nodes)."""
         if not self._open:
             self._events.connect(self)
         made = Announcement(text, space, lambda: self._close(made))
@@ -95,9 +95,10 @@ class Announcements(Follower):
 
     def _announced(self, node: Node) -> int:
         """Return the end of the last announced block of a node, at most the end of the node; 0 for none."""
-        end, size = node.end, self._tree.pool.block_size
-        reach = max((each.end for each in self._reaching.get(node, ())), default=0)
-        return min(end, -(-reach // size) * size)
+        end, size, reaching = node.end, self._tree.pool.block_size, self._reaching.get(node, ())
+        if any(each.end >= end for each in reaching):  # most of a shared prefix: seldom looks at more than one
+            return end
+        return min(end, -(-max((each.end for each in reaching), default=0) // size) * size)
 
     def _after(self, node: Node) -> Iterable[Announcement]:
         """Return the announcements that reach into a node; for a root, all of its namespace."""

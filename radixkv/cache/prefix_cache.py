@@ -505,7 +505,7 @@ class PrefixCache:
     def announce(self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None) -> Announcement:
         """Evict the cached prefix of `tokens[:limit]` after all other blocks of its priority, until `close`.
 
-        For a request that waits. All policies keep this order. Costs a match + O(depth * open announcements).
+        For a request that waits. All policies keep this order. Costs a match + O(depth + open announcements).
         """
         raw = as_bytes(tokens)
         refuse_negative(raw)
