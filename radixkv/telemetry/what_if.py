@@ -17,13 +17,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from itertools import pairwise
-from math import inf
+from math import ceil, inf
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Ids: TypeAlias = npt.NDArray[np.uint64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+Places: TypeAlias = npt.NDArray[np.int64]
 Figures: TypeAlias = npt.NDArray[np.float64]  # requests, prompt tokens, cached tokens, then hit tokens of SIZES
 
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, inf)
@@ -31,9 +33,10 @@ SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, inf)
 MINUTES = 10
 """The length of the recent window."""
 
-_HIGHEST = 2**64 - 1
-_KEPT = 15 / 16  # of the sample, when the threshold falls
-_CLEAR = 0.005  # of hit rate: a change below half a point is not worth a clause
+_MIX = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
+_LAST_SHIFT, _POSITION = np.uint64(31), np.uint64(32)
+_KEPT = 7 / 8  # of the sample, when the threshold falls
+_CLEAR, _FINE = 0.005, 0.02  # changes of a hit rate: a smaller one is left out, or shown with a decimal
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +75,27 @@ class WhatIfReport:
         curve = self.recent if self.recent.prompt_tokens else self.since_load
         if not curve.prompt_tokens:
             return "No prompt has been served yet."
-        rates = dict(zip(SIZES, curve.hit_rates, strict=True))
-        now, twice, most = rates[1.0], rates[2.0], rates[inf]
+        _, half, now, twice, *_, most = curve.hit_rates
+        digits = int(any(_CLEAR <= change < _FINE for change in (twice - now, now - half, most - twice)))
         if twice - now < _CLEAR:
-            clauses = [f"Twice the pool would not raise hits ({now:.0%})"]
+            clauses = [f"Twice the pool would not raise hits ({now:.{digits}%})"]
         else:
-            clauses = [f"Twice the pool would raise hits from {now:.0%} to {twice:.0%}"]
-        if now - rates[0.5] >= _CLEAR:
-            clauses.append(f"half of it would cost {_points(100 * (now - rates[0.5]))}")
+            clauses = [f"Twice the pool would raise hits from {now:.{digits}%} to {twice:.{digits}%}"]
+        if now - half >= _CLEAR:
+            clauses.append(f"half of it would cost {100 * (now - half):.{digits}f} points")
         if most - twice >= _CLEAR:
-            clauses.append(f"no pool could hit more than {most:.0%}")
+            clauses.append(f"no pool could hit more than {most:.{digits}%}")
         return "; ".join(clauses) + "."
 
     def as_fields(self) -> dict[str, Any]:
         """Return plain ints, lists and strings, for telemetry and JSON."""
-        return asdict(self)
+        return asdict(self, dict_factory=_plain)
 
     @classmethod
     def from_fields(cls, said: Mapping[str, Any]) -> WhatIfReport:
         """Return the report of `as_fields`; unknown fields are left out. Raises KeyError for a missing one."""
-        curves = {name: _curve_of(said[name]) for name in ("recent", "since_load")}
-        return cls(said["pool_blocks"], **curves, dropped=said["dropped"], reasons=tuple(said.get("reasons", ())))
+        recent, since_load = _curve_of(said["recent"]), _curve_of(said["since_load"])
+        return cls(said["pool_blocks"], recent, since_load, said["dropped"], tuple(said.get("reasons", ())))
 
 
 class WhatIf:
@@ -102,13 +105,12 @@ class WhatIf:
         self, pool_blocks: int, block_size: int, sampled_blocks: int = 8192, *, computed_tokens: int = 1
     ) -> None:
         """Begin with an empty stack. Of each prompt, at least the last `computed_tokens` tokens miss."""
-        self._pool_blocks, self._block_size = pool_blocks, block_size
-        self._limit, self._computed_tokens = sampled_blocks, computed_tokens
-        self._blocks = np.maximum(1, np.floor(np.array(SIZES) * pool_blocks))
+        self._pool_blocks, self._block_size, self._computed_tokens = pool_blocks, block_size, computed_tokens
+        self._above = np.maximum(1, np.floor(np.array(SIZES) * pool_blocks)) - 1  # blocks above the last one that hits
         self._stamps: dict[int, int] = {}  # id of a sampled block -> its last use
-        self._order = np.empty(0, np.int64)  # the stamps, sorted: the top of the stack is at the end
+        self._order = np.empty(sampled_blocks, np.int64)  # the stamps, sorted: the top of the stack is the last one
         self._clock = 0
-        self._threshold = _HIGHEST
+        self._threshold, self._rate = np.uint64(2**64 - 1), 1.0
         self._since_load = np.zeros(3 + len(SIZES))
         self._minutes: deque[tuple[int, Figures]] = deque(maxlen=MINUTES)
         self._dropped = 0
@@ -119,17 +121,12 @@ class WhatIf:
         An id stands for a full block and all tokens before it in its namespace. `ids` may go on after the prompt, for
         the reply. `now` is in seconds.
         """
-        sampled = np.flatnonzero(ids <= np.uint64(self._threshold))
-        names = ids[sampled].tolist()
-        stamps = [stamp for stamp in map(self._stamps.get, names) if stamp is not None]
-        if len(self._stamps) + len(names) - len(stamps) > self._limit:
-            self._lower_threshold(names)
-            return self.add(ids, prompt_tokens, cached_tokens, now)
-        places = np.searchsorted(self._order, stamps)
-        hits = self._hit_tokens(sampled, places, len(ids), prompt_tokens - self._computed_tokens)
-        self._count(np.concatenate(([1, prompt_tokens, cached_tokens], hits)), now)
+        sampled, names, places = self._find(ids)
+        figures = np.empty(3 + len(SIZES))
+        figures[:3] = 1, prompt_tokens, cached_tokens
+        figures[3:] = self._hit_tokens(sampled, places, prompt_tokens - self._computed_tokens)
+        self._count(figures, now)
         self._touch(names, places)
-        return None
 
     def drop(self, count: int = 1) -> None:
         """Count requests that were not added."""
@@ -143,9 +140,10 @@ class WhatIf:
 
     def check(self) -> None:
         """Assert that the stack, the sample and the counts agree. O(sample log sample)."""
-        assert sorted(self._stamps.values()) == self._order.tolist()
-        assert len(self._stamps) <= self._limit and max(self._stamps, default=0) <= self._threshold
-        assert len(set(self._order.tolist())) == len(self._order) and max(self._order, default=-1) < self._clock
+        order = self._order[: len(self._stamps)].tolist()
+        assert sorted(self._stamps.values()) == order
+        assert len(set(order)) == len(order) and max(order, default=-1) < self._clock
+        assert max(self._stamps, default=0) <= int(self._threshold)
         minutes = [minute for minute, _ in self._minutes]
         assert all(before < after for before, after in pairwise(minutes))
         recent = sum((figures for _, figures in self._minutes), np.zeros_like(self._since_load))
@@ -153,37 +151,49 @@ class WhatIf:
         for _, prompt, _, *hits in (recent, self._since_load):
             assert all(before <= after for before, after in pairwise([*hits, prompt]))
 
-    def _hit_tokens(
-        self, sampled: npt.NDArray[np.int64], places: npt.NDArray[np.int64], count: int, most: int
-    ) -> Figures:
-        """Return the hit tokens of each size, estimated from the sampled blocks of a path of `count` blocks.
+    def _find(self, ids: Ids) -> tuple[Flags, list[int], Places]:
+        """Return which blocks of a path are in the sample, their ids, and where the known ones are in the stack."""
+        sampled = ids <= self._threshold
+        names = ids[sampled].tolist()
+        stamps = [stamp for stamp in map(self._stamps.get, names) if stamp is not None]
+        if len(self._stamps) + len(names) - len(stamps) > len(self._order):
+            self._lower_threshold(names)
+            return self._find(ids)
+        return sampled, names, self._order[: len(self._stamps)].searchsorted(np.array(stamps, np.int64))
+
+    def _hit_tokens(self, sampled: Flags, places: Places, most: int) -> Figures:
+        """Return the hit tokens of each size, at most `most`, from the places in the stack of the path's known blocks.
 
         Distances grow along a path, so that each size hits its beginning.
         """
-        starts = np.append(sampled, 0) * self._block_size
-        weights = np.clip(most - starts, 0, self._block_size)
-        weights[-1] = 0
-        missed = np.cumsum(weights[::-1])[::-1]  # if this sampled block is the first miss
-        rate = (self._threshold + 1) / 2**64
-        hits = np.searchsorted(len(self._order) - 1 - places, (self._blocks - 1) * rate, side="right")
-        full = max(0, min(most, count * self._block_size))
-        return full - missed[hits] / rate
+        blocks = max(0, min(len(sampled), -(-most // self._block_size)))
+        tokens = max(0, min(most, blocks * self._block_size))
+        lacking = blocks * self._block_size - tokens if blocks and sampled[blocks - 1] else 0  # of the last block
+        hits = (len(self._stamps) - 1 - places).searchsorted(self._above * self._rate, side="right")
+        missed = (np.count_nonzero(sampled[:blocks]) - hits) * self._block_size - lacking
+        estimated: Figures = tokens - np.maximum(missed, 0) / self._rate
+        return estimated
 
-    def _touch(self, names: list[int], places: npt.NDArray[np.int64]) -> None:
+    def _touch(self, names: list[int], places: Places) -> None:
         """Move the path to the top of the stack: the deepest block first, the root last."""
-        kept = np.ones(len(self._order), np.bool_)
-        kept[places] = False
-        end = self._clock + len(names)
-        self._order = np.concatenate((self._order[kept], np.arange(self._clock, end)))
-        self._stamps.update(zip(names, range(end - 1, self._clock - 1, -1), strict=True))
-        self._clock = end
+        end, clock = len(self._stamps), self._clock + len(names)
+        if len(places):
+            lowest = places[-1]
+            kept = np.ones(end - lowest, np.bool_)
+            kept[places - lowest] = False
+            self._order[lowest : end - len(places)] = self._order[lowest:end][kept]
+        self._order[end - len(places) : end - len(places) + len(names)] = np.arange(self._clock, clock)
+        self._stamps.update(zip(names, range(clock - 1, self._clock - 1, -1), strict=True))
+        self._clock = clock
 
     def _lower_threshold(self, names: list[int]) -> None:
-        """Let blocks with the highest ids leave, so that there is room for a path."""
-        ids = np.unique(np.array([*self._stamps, *names], np.uint64))
-        self._threshold = int(ids[int(self._limit * _KEPT) - 1])
-        self._stamps = {each: stamp for each, stamp in self._stamps.items() if each <= self._threshold}
-        self._order = np.sort(np.fromiter(self._stamps.values(), np.int64, len(self._stamps)))
+        """Let the blocks with the highest ids leave, so that there is room for a path."""
+        ids = np.sort(np.fromiter({**self._stamps, **dict.fromkeys(names)}, np.uint64))
+        self._threshold = ids[ceil(len(self._order) * _KEPT) - 1]
+        highest = int(self._threshold)
+        self._rate = (highest + 1) / 2**64
+        self._stamps = {each: stamp for each, stamp in self._stamps.items() if each <= highest}
+        self._order[: len(self._stamps)] = sorted(self._stamps.values())
 
     def _count(self, figures: Figures, now: float) -> None:
         minute = int(now // 60)
@@ -196,21 +206,20 @@ class WhatIf:
 def prefix_ids(tokens: npt.ArrayLike, block_size: int, key: bytes) -> Ids:
     """Return an id for each full block of `tokens` (ints below 2**32) and all tokens before it. O(tokens).
 
-    An id is a keyed hash: the sum of the mixed (position, token) pairs up to its end, mixed again.
+    An id is a keyed hash: the sum of the mixed pairs of position and token.
     """
-    count = len(np.asarray(tokens)) // block_size
-    first, last = np.frombuffer(blake2b(key, digest_size=16).digest(), np.uint64)
-    pairs = np.arange(count * block_size, dtype=np.uint64) << np.uint64(32)
-    pairs |= np.asarray(tokens)[: len(pairs)].astype(np.uint64)
-    sums = np.cumsum(mixed(pairs ^ first).reshape(count, block_size).sum(axis=1, dtype=np.uint64), dtype=np.uint64)
-    return mixed(sums ^ last)
+    found = np.asarray(tokens)
+    pairs = np.arange(len(found), dtype=np.uint64) << _POSITION
+    np.add(pairs, found, out=pairs, casting="unsafe")
+    pairs ^= np.frombuffer(blake2b(key, digest_size=8).digest(), np.uint64)
+    return mixed(pairs).cumsum()[block_size - 1 :: block_size]
 
 
 def mixed(numbers: Ids) -> Ids:
     """Return numbers that look uniform: the finalizer of SplitMix64, one to one."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))
+    for shift, factor in _MIX:
+        numbers = (numbers ^ (numbers >> shift)) * factor
+    return numbers ^ (numbers >> _LAST_SHIFT)
 
 
 def _curve(figures: Figures) -> WhatIfCurve:
@@ -223,5 +232,5 @@ def _curve_of(said: Mapping[str, Any]) -> WhatIfCurve:
     return WhatIfCurve(**kept | {"hit_tokens": tuple(kept["hit_tokens"])})
 
 
-def _points(change: float) -> str:
-    return f"{change:.0f} point{'' if round(change) == 1 else 's'}"
+def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
