@@ -26,6 +26,7 @@ from radixkv_traces.cli import (
 )
 from radixkv_traces.saved_results import row_name
 from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
+from radixkv_traces.simulate_curve import curve_rows, curve_text
 from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
 from radixkv_traces.simulate_queue import Service, add_queue, queue_rows, queue_text, service_of
 from radixkv_traces.simulate_replicas import add_replicas, replica_cases, replica_rows, replicas_text
@@ -66,6 +67,10 @@ def add(add_command: AddCommand) -> None:
     add_queue(parser)
     add_replicas(parser)
     shown = parser.add_argument_group("output")
+    shown.add_argument(
+        "--curve", action="store_true", default=None,
+        help="add LRU hit rates of 1/4 to 8 times each capacity and without limit, estimated as a running engine does",
+    )  # fmt: skip
     shown.add_argument("--by", choices=GROUPINGS, help="add a row for each session, tenant or stop reason")
     shown.add_argument(
         "--json", action="store_true", help="print one JSON object: rows, occupancy and hit rate over time"
@@ -109,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
         bool(tiers) or all(row["token_hit_rate_twice"] is not None for row in rows)
     )
     summary = _summary(arguments.trace, workload, finished=finished)
+    if arguments.curve:
+        summary["curve"] = curve_rows(workload, capacities)
     print(json.dumps({**summary, "rows": rows}) if arguments.json else _text(summary, rows, arguments.by))
     return 0 if summary["finished"] and all(row["finished"] for row in rows) else stop.status
 
@@ -142,7 +149,7 @@ def _run_in_time(
     rates and waits.
     """
     without = "replicas: leave out --replicas" if cases else "a queue: leave out --order"
-    for option in ("by", "hints", *TIERS, *(["order"] if cases else [])):
+    for option in ("by", "curve", "hints", *TIERS, *(["order"] if cases else [])):
         if getattr(arguments, option) is not None:
             raise InvalidInput(f"--{option} needs a replay without {without}")
     if arguments.policy == _POLICIES:
@@ -293,6 +300,8 @@ def _text(summary: dict[str, Any], rows: list[dict[str, Any]], grouping: str | N
     parts = [_head(summary), table(columns, lines, left=(0, columns.index("policy")))]
     if grouping is not None and rows:
         parts += _groups(rows, grouping)
+    if "curve" in summary:
+        parts.append(curve_text(summary["curve"]))
     if not summary["finished"] or not all(row["finished"] for row in rows):
         parts.append(_INTERRUPTED)
     return "\n\n".join(parts)

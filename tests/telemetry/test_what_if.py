@@ -1,0 +1,209 @@
+"""The curve of pool sizes, compared with an exact stack and with replays through the real cache."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.telemetry.what_if import SIZES, Ids, WhatIf, WhatIfCurve, WhatIfReport, mixed, prefix_ids
+from radixkv_traces.formats import read, sample
+from radixkv_traces.generate import KINDS, generate
+from radixkv_traces.simulate import replay
+from radixkv_traces.simulate_curve import curve
+from radixkv_traces.workload import Workload, prepare
+
+Prompt = tuple[int, list[int], int]  # a namespace, tokens of a prompt and its reply, and the length of the prompt
+NOTHING = WhatIfCurve(0, 0, 0, (0,) * len(SIZES))
+
+# Two namespaces and two symbols, so that paths branch and come back; runs of one token make paths long.
+PROMPTS = st.tuples(
+    st.integers(0, 1),
+    st.lists(st.tuples(st.integers(0, 1), st.integers(1, 5)), max_size=5).map(
+        lambda runs: [token for token, count in runs for _ in range(count)]
+    ),
+    st.floats(0, 1),
+).map(lambda drawn: (drawn[0], drawn[1], round(len(drawn[1]) * drawn[2])))
+
+
+class ExactStack:
+    """A list of prefixes as texts, the last used one first. A pool holds its beginning."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.stack: list[tuple[int, ...]] = []
+
+    def hits(self, prompt: Prompt, blocks: float) -> int:
+        path, most = self._path(prompt), max(0, prompt[2] - 1)
+        cached = self.stack[: int(min(blocks, len(self.stack)))]
+        hit = next((i for i, each in enumerate(path) if each not in cached), len(path))
+        return min(hit * self.block_size, most)
+
+    def touch(self, prompt: Prompt) -> None:
+        for each in reversed(self._path(prompt)):
+            if each in self.stack:
+                self.stack.remove(each)
+            self.stack.insert(0, each)
+
+    def _path(self, prompt: Prompt) -> list[tuple[int, ...]]:
+        namespace, tokens, _ = prompt
+        ends = range(self.block_size, len(tokens) + 1, self.block_size)
+        return [(namespace, *tokens[:end]) for end in ends]
+
+
+def ids_of(prompt: Prompt, block_size: int) -> Ids:
+    namespace, tokens, _ = prompt
+    return prefix_ids(np.array(tokens, np.int32), block_size, b"key of %d" % namespace)
+
+
+def total(hits: list[list[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*hits, strict=True))) if hits else (0,) * len(SIZES)
+
+
+@given(st.lists(PROMPTS, max_size=20), st.integers(1, 12), st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_the_curve_below_the_limit_is_exact(prompts: list[Prompt], pool_blocks: int, block_size: int) -> None:
+    what_if, stack = WhatIf(pool_blocks, block_size), ExactStack(block_size)
+    hits = []
+    for now, prompt in enumerate(prompts):
+        hits.append([stack.hits(prompt, max(1, size * pool_blocks)) for size in SIZES])
+        stack.touch(prompt)
+        what_if.add(ids_of(prompt, block_size), prompt[2], 1, 45.0 * now)
+        what_if.check()
+        recent = [(at, each) for at, each in enumerate(hits) if 45 * at // 60 > 45 * now // 60 - 10]
+        report = what_if.report(45.0 * now)
+        assert report.since_load.hit_tokens == total(hits)
+        assert report.recent.hit_tokens == total([each for _, each in recent])
+        assert report.recent.requests == report.recent.cached_tokens == len(recent)
+        assert report.recent.prompt_tokens == sum(prompts[at][2] for at, _ in recent)
+
+
+@given(st.lists(PROMPTS, max_size=20), st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_a_small_sample_stays_within_its_limit(prompts: list[Prompt], sampled_blocks: int) -> None:
+    what_if = WhatIf(4, 1, sampled_blocks)
+    for prompt in prompts:
+        what_if.add(ids_of(prompt, 1), prompt[2], 0, 0.0)
+        what_if.check()
+    assert what_if.report(0.0).since_load.requests == len(prompts)
+
+
+def test_the_recent_window_ends_after_ten_minutes_and_counts_begin_at_load() -> None:
+    what_if = WhatIf(4, 2)
+    what_if.add(ids_of((0, [1, 2, 3], 3), 2), 3, 0, 0.0)
+    what_if.add(ids_of((0, [1, 2, 3], 3), 2), 3, 2, 500.0)
+    what_if.drop()
+    what_if.drop(2)
+    assert what_if.report(599.0).recent.requests == 2
+    late = what_if.report(601.0)
+    assert (late.recent.requests, late.since_load.requests, late.dropped) == (1, 2, 3)
+    assert late.recent.hit_tokens == (2,) * len(SIZES) and late.recent.measured == pytest.approx(2 / 3)
+    assert what_if.report(9000.0).recent == NOTHING
+    what_if.check()
+
+
+def test_the_last_token_of_a_prompt_is_computed_in_any_case() -> None:
+    what_if = WhatIf(4, 2)
+    for _ in range(2):
+        what_if.add(ids_of((0, [1, 2, 3, 4], 4), 2), 4, 0, 0.0)
+    assert what_if.report(0.0).since_load.hit_tokens == (2, 3, 3, 3, 3, 3, 3)  # a quarter of the pool is one block
+
+
+def workloads(name: str) -> Workload:
+    if name in KINDS:
+        return prepare(islice(generate(KINDS[name], sessions=60, seed=1), 400), 64)
+    return prepare(read(sample(name)), {"conversation": 512, "cc_agent": 64}[name])
+
+
+def errors(workload: Workload, pool_blocks: int) -> list[float]:
+    """The differences from replays at the sizes with a limit, in points."""
+    rates = curve(workload, pool_blocks).hit_rates
+    capacities = [max(1, int(size * pool_blocks)) for size in SIZES[:-1]]
+    exact = [replay(workload, each, "lru").token_hit_rate for each in capacities]
+    return [100 * abs(rate - other) for rate, other in zip(rates, exact, strict=False)]
+
+
+@pytest.mark.parametrize("name", ["conversation", "cc_agent", *KINDS])
+def test_the_curve_of_a_trace_is_the_one_of_the_simulator(name: str) -> None:
+    workload = workloads(name)
+    pool_blocks = max(1, workload.unique_blocks // 10)
+    limit = 0.1 if workload.unique_blocks <= 8192 else 2.0
+    assert max(errors(workload, pool_blocks)) <= limit
+    part = prepare(islice(workload.requests, 60), workload.block_tokens)
+    assert part.unique_blocks <= 8192 and max(errors(part, pool_blocks)) < 1e-9
+
+
+def test_a_sample_estimates_the_exact_curve() -> None:
+    """A popular prefix, which the sample may leave out, has a third of all tokens; the correction makes up for it."""
+    draw, paths = random.Random(4), np.arange(20 * 4000, dtype=np.uint64).reshape(4000, 20)
+    exact, sampled = WhatIf(8000, 16, 80_000), WhatIf(8000, 16, 1024)
+    for _ in range(8000):
+        path = mixed(np.concatenate((np.arange(10, dtype=np.uint64) + np.uint64(10**6), draw.choice(paths))))
+        for each in (exact, sampled):
+            each.add(path, 16 * len(path), 0, 0.0)
+    exact.check()
+    sampled.check()
+    found, true = (each.report(0.0).since_load.hit_rates for each in (sampled, exact))
+    assert found == pytest.approx(true, abs=0.04) and found != true
+
+
+def test_ids_stand_for_a_block_and_all_tokens_before_it() -> None:
+    tokens = np.random.default_rng(0).integers(0, 50_000, 1000).astype(np.int32)
+    ids = prefix_ids(tokens, 16, b"a")
+    assert ids.dtype == np.uint64 and len(ids) == 62 == len(set(ids.tolist()))
+    assert prefix_ids(tokens[:100], 16, b"a").tolist() == ids[:6].tolist()
+    changed = tokens.copy()
+    changed[[40, 41]] = changed[[41, 40]]
+    assert (prefix_ids(changed, 16, b"a") == ids).tolist() == [True] * 2 + [False] * 60
+    assert not set(prefix_ids(tokens, 16, b"b").tolist()) & set(ids.tolist())
+    assert prefix_ids([], 16, b"a").tolist() == prefix_ids(tokens[:15], 16, b"a").tolist() == []
+    assert abs((prefix_ids(tokens, 1, b"a") < np.uint64(2**63)).mean() - 0.5) < 0.05
+
+
+def report_of(*rates: float) -> WhatIfReport:
+    hits = WhatIfCurve(5, 10_000, 4_000, tuple(round(10_000 * rate) for rate in rates))
+    return WhatIfReport(100, NOTHING, hits, dropped=1, reasons=("pins",))
+
+
+def test_a_report_survives_json_and_later_fields() -> None:
+    report = report_of(0.1, 0.57, 0.61, 0.83, 0.9, 0.9, 0.91)
+    fields = json.loads(json.dumps(report.as_fields()))
+    assert fields == report.as_fields() and isinstance(fields["since_load"]["hit_tokens"], list)
+    assert WhatIfReport.from_fields(fields) == report
+    later = fields | {"new": 1, "recent": fields["recent"] | {"new": 2}}
+    assert WhatIfReport.from_fields(later) == report
+    del later["reasons"]
+    assert WhatIfReport.from_fields(later) == replace(report, reasons=())
+
+
+@pytest.mark.parametrize(
+    ("rates", "sentence"),
+    [
+        (
+            (0.3, 0.57, 0.61, 0.83, 0.9, 0.9, 0.91),
+            "Twice the pool would raise hits from 61% to 83%; half of it would cost 4 points; "
+            "no pool could hit more than 91%.",
+        ),
+        ((0.61,) * 7, "Twice the pool would not raise hits (61%)."),
+        ((0.6, 0.6, 0.61, 0.61, 0.61, 0.61, 0.613), "Twice the pool would not raise hits (61.0%); half of it would "
+         "cost 1.0 points."),
+        ((0, 0, 0.0, 0.006, 0.1, 0.1, 0.1), "Twice the pool would raise hits from 0.0% to 0.6%; no pool could hit "
+         "more than 10.0%."),
+        ((0.2, 0.2, 0.2, 0.2, 0.9, 0.9, 0.9), "Twice the pool would not raise hits (20%); no pool could hit more "
+         "than 90%."),
+    ],
+)  # fmt: skip
+def test_the_sentence_leaves_out_clauses_that_say_nothing(rates: tuple[float, ...], sentence: str) -> None:
+    assert report_of(*rates).sentence == sentence
+    recent = replace(report_of(*rates), recent=report_of(0, 0, 0.1, 0.1, 0.1, 0.1, 0.1).since_load)
+    assert recent.sentence.startswith("Twice the pool would not raise hits (10%); half of it would cost 10 points")
+
+
+def test_a_curve_without_requests_says_so() -> None:
+    assert WhatIf(10, 16).report(0.0).sentence == "No prompt has been served yet."
