@@ -102,28 +102,15 @@ def test_each_row_has_the_hit_rate_of_twice_the_memory(say: Say, monkeypatch: py
 
 
 def test_the_curve_has_the_rates_of_other_pools_of_the_same_trace(say: Say) -> None:
-    command = (
-        "simulate",
-        "sample:conversation",
-        "--limit",
-        "200",
-        "--policy",
-        "lru",
-        "--capacity",
-        "100,400",
-        "--curve",
-    )
+    chosen = ("sample:conversation", "--limit", "200", "--policy", "lru", "--capacity", "100,400")
+    command = ("simulate", *chosen, "--curve")
     said = rows(say(*command, "--json"))
-    small, large = (each["hit_rates"] for each in said["curve"])
+    small, large = (said["curve"][name] for name in ("100", "400"))
     assert list(small) == ["0.25", "0.5", "1", "2", "4", "8", "inf"]
     assert [small["1"], large["1"]] == pytest.approx([row["token_hit_rate"] for row in said["rows"]])
-    assert (small["4"], small["8"], small["inf"]) == (
-        large["1"],
-        large["2"],
-        pytest.approx(said["infinite_token_hit_rate"]),
-    )
-    printed = say(*command)[1]
-    assert "lru curve" in printed and f"  {small['8']:.4f}    {small['inf']:.4f}" in printed
+    assert (small["4"], small["8"]) == (large["1"], large["2"])
+    assert small["inf"] == pytest.approx(said["infinite_token_hit_rate"])
+    assert f"  {small['8']:.4f}  {small['inf']:.4f}" in say(*command)[1]
     assert "--curve needs a replay without a queue" in say(*command, "--order", "fcfs")[2]
 
 

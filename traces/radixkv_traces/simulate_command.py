@@ -26,8 +26,7 @@ from radixkv_traces.cli import (
 )
 from radixkv_traces.saved_results import row_name
 from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
-from radixkv_traces.simulate_curve import curve_rows, curve_text
-from radixkv_traces.simulate_detail import GROUPINGS, by_group, over_time
+from radixkv_traces.simulate_detail import GROUPINGS, by_group, curve, over_time
 from radixkv_traces.simulate_queue import Service, add_queue, queue_rows, queue_text, service_of
 from radixkv_traces.simulate_replicas import add_replicas, replica_cases, replica_rows, replicas_text
 from radixkv_traces.workload import Workload
@@ -115,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     summary = _summary(arguments.trace, workload, finished=finished)
     if arguments.curve:
-        summary["curve"] = curve_rows(workload, capacities)
+        summary["curve"] = {each.text: curve(workload, each.blocks) for each in capacities}
     print(json.dumps({**summary, "rows": rows}) if arguments.json else _text(summary, rows, arguments.by))
     return 0 if summary["finished"] and all(row["finished"] for row in rows) else stop.status
 
@@ -301,7 +300,9 @@ def _text(summary: dict[str, Any], rows: list[dict[str, Any]], grouping: str | N
     if grouping is not None and rows:
         parts += _groups(rows, grouping)
     if "curve" in summary:
-        parts.append(curve_text(summary["curve"]))
+        curves = [[name, *(f"{rate:.4f}" for rate in each.values())] for name, each in summary["curve"].items()]
+        sizes = [f"x {size}" for size in next(iter(summary["curve"].values()))]
+        parts.append(table(["lru curve", *sizes], curves, left=(0,)))
     if not summary["finished"] or not all(row["finished"] for row in rows):
         parts.append(_INTERRUPTED)
     return "\n\n".join(parts)

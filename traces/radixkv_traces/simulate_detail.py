@@ -1,4 +1,4 @@
-"""Break a replay's result down by session or tenant, and over time."""
+"""Break a replay's result down by session or tenant and over time, and estimate the hits of other pools of a trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from radixkv.errors import InvalidInput
+from radixkv.telemetry.what_if import SIZES, WhatIf, mixed
 from radixkv_traces.simulate import ReplayResult
 from radixkv_traces.workload import Workload
 
@@ -70,3 +73,13 @@ def _spans(count: int, most: int) -> Iterator[tuple[int, int]]:
 def _rate(workload: Workload, result: ReplayResult, begin: int, end: int) -> float:
     asked = sum(workload.requests[i].input_length for i in range(begin, end))
     return sum(workload.hit_tokens(i, result.hits[i]) for i in range(begin, end)) / asked if asked else 0.0
+
+
+def curve(workload: Workload, pool_blocks: int) -> dict[str, float]:
+    """Return the hit rates of LRU pools by size: "2" is twice `pool_blocks`. Only prompts enter them. O(blocks)."""
+    what_if = WhatIf(pool_blocks, workload.block_tokens, computed_tokens=0)
+    for request in workload.requests:
+        numbers = np.frombuffer(request.blocks, np.int32).astype(np.uint64)
+        what_if.add(mixed(numbers), request.input_length, cached_tokens=0, now=0.0)
+    rates = what_if.report(0.0).since_load.hit_rates
+    return {f"{size:g}": rate for size, rate in zip(SIZES, rates, strict=True)}
