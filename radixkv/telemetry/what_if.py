@@ -115,9 +115,9 @@ class WhatIf:
         if not self._minutes or self._minutes[-1][0] < now // 60:
             self._minutes.append((int(now // 60), np.zeros_like(self._since_load)))
         hit_tokens = self._hit_tokens(sampled, places, prompt_tokens - self._computed_tokens)
-        for figures in (self._since_load, self._minutes[-1][1]):
-            figures[:3] += 1, prompt_tokens, cached_tokens
-            figures[3:] += hit_tokens
+        figures = np.array((1, prompt_tokens, cached_tokens, *hit_tokens.tolist()))
+        for window in (self._since_load, self._minutes[-1][1]):
+            np.add(window, figures, out=window)
         self._touch(names, places)
 
     def drop(self, count: int = 1) -> None:
@@ -155,7 +155,7 @@ class WhatIf:
         tokens = max(0, min(most, blocks * self._block_size))
         lacking = blocks * self._block_size - tokens if blocks and sampled[blocks - 1] else 0  # of the last block
         hits = (len(self._stamps) - 1 - places).searchsorted(self._above * self._rate, side="right")
-        missed = (np.count_nonzero(sampled[:blocks]) - hits) * self._block_size - lacking
+        missed = np.count_nonzero(sampled[:blocks]) * self._block_size - lacking - hits * self._block_size
         return np.asarray(tokens - np.maximum(missed, 0) / self._rate)
 
     def _touch(self, names: list[int], places: npt.NDArray[np.int64]) -> None:
@@ -181,7 +181,7 @@ class WhatIf:
 
 def prefix_ids(tokens: Sequence[int] | npt.NDArray[np.int32], block_size: int, key: bytes) -> Ids:
     """Return a keyed hash of each full block of `tokens` (ints below 2**32) and all tokens before it. O(tokens)."""
-    pairs = np.arange(len(tokens), dtype=np.uint64) << np.uint64(32)
+    pairs = np.arange(0, len(tokens) << 32, 1 << 32, dtype=np.uint64)  # the position above the token
     np.add(pairs, tokens, out=pairs, casting="unsafe")
     pairs ^= np.frombuffer(blake2b(key, digest_size=8).digest(), np.uint64)
     return mixed(pairs).cumsum()[block_size - 1 :: block_size]

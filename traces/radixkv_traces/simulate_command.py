@@ -113,8 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         bool(tiers) or all(row["token_hit_rate_twice"] is not None for row in rows)
     )
     summary = _summary(arguments.trace, workload, finished=finished)
-    if arguments.curve:
-        summary["curve"] = {each.text: curve(workload, each.blocks) for each in capacities}
+    summary |= {"curve": {each.text: curve(workload, each.blocks) for each in capacities}} if arguments.curve else {}
     print(json.dumps({**summary, "rows": rows}) if arguments.json else _text(summary, rows, arguments.by))
     return 0 if summary["finished"] and all(row["finished"] for row in rows) else stop.status
 
