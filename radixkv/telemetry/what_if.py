@@ -100,11 +100,10 @@ class WhatIf:
         self._above = np.maximum(1, np.floor(np.array(SIZES) * pool_blocks)) - 1  # blocks above the last one that hits
         self._stamps: dict[int, int] = {}  # id of a sampled block -> its last use
         self._order = np.empty(sampled_blocks, np.int64)  # the stamps, sorted: the top of the stack is the last one
-        self._clock = 0
         self._threshold, self._rate = np.uint64(2**64 - 1), 1.0
         self._since_load = np.zeros(3 + len(SIZES))
         self._minutes: deque[tuple[int, Figures]] = deque(maxlen=_MINUTES)
-        self._dropped = 0
+        self._clock = self._dropped = 0
 
     def add(self, ids: Ids, prompt_tokens: int, cached_tokens: int, now: float) -> None:
         """Count the hits of a prompt, then touch its path and the reply's: `ids` of full blocks, root first.
@@ -127,8 +126,10 @@ class WhatIf:
     def report(self, now: float) -> WhatIfReport:
         """Return the curves of the last ten minutes and since load."""
         recent = [figures for minute, figures in self._minutes if minute > now // 60 - _MINUTES]
-        curves = _curve(sum(recent, np.zeros_like(self._since_load))), _curve(self._since_load)
-        return WhatIfReport(self._pool_blocks, *curves, dropped=self._dropped)
+        windows = sum(recent, np.zeros_like(self._since_load)), self._since_load
+        rounded = ([max(0, round(each)) for each in figures.tolist()] for figures in windows)
+        curves = [WhatIfCurve(each[0], each[1], each[2], tuple(each[3:])) for each in rounded]
+        return WhatIfReport(self._pool_blocks, curves[0], curves[1], self._dropped)
 
     def check(self) -> None:
         """Assert that the stack, the sample and the counts agree. O(sample log sample)."""
@@ -192,8 +193,3 @@ def mixed(numbers: Ids) -> Ids:
     for shift, factor in _MIX:
         numbers = (numbers ^ (numbers >> shift)) * factor
     return numbers ^ (numbers >> np.uint64(31))
-
-
-def _curve(figures: Figures) -> WhatIfCurve:
-    requests, prompt, cached, *hits = (max(0, round(each)) for each in figures.tolist())
-    return WhatIfCurve(requests, prompt, cached, tuple(hits))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 import pytest
@@ -27,29 +27,10 @@ TEXTS = st.lists(st.integers(0, 1), max_size=12)
 PROMPTS = st.tuples(st.integers(0, 1), TEXTS, TEXTS).map(lambda drawn: (drawn[0], drawn[1] + drawn[2], len(drawn[1])))
 
 
-class ExactStack:
-    """A list of prefixes as texts, the last used one first. A pool holds its beginning."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.stack: list[tuple[int, ...]] = []
-
-    def hits(self, prompt: Prompt, blocks: float) -> int:
-        path, most = self._path(prompt), max(0, prompt[2] - 1)
-        cached = self.stack[: int(min(blocks, len(self.stack)))]
-        hit = next((i for i, each in enumerate(path) if each not in cached), len(path))
-        return min(hit * self.block_size, most)
-
-    def touch(self, prompt: Prompt) -> None:
-        for each in reversed(self._path(prompt)):
-            if each in self.stack:
-                self.stack.remove(each)
-            self.stack.insert(0, each)
-
-    def _path(self, prompt: Prompt) -> list[tuple[int, ...]]:
-        namespace, tokens, _ = prompt
-        ends = range(self.block_size, len(tokens) + 1, self.block_size)
-        return [(namespace, *tokens[:end]) for end in ends]
+def path_of(prompt: Prompt, block_size: int) -> list[tuple[int, ...]]:
+    """The blocks of a prompt and its reply, as texts."""
+    namespace, tokens, _ = prompt
+    return [(namespace, *tokens[:end]) for end in range(block_size, len(tokens) + 1, block_size)]
 
 
 def ids_of(prompt: Prompt, block_size: int) -> Ids:
@@ -64,11 +45,14 @@ def total(hits: list[list[int]]) -> tuple[int, ...]:
 @given(st.lists(PROMPTS, max_size=20), st.integers(1, 12), st.integers(1, 3))
 @settings(max_examples=150, deadline=None)
 def test_the_curve_below_the_limit_is_exact(prompts: list[Prompt], pool_blocks: int, block_size: int) -> None:
-    what_if, stack = WhatIf(pool_blocks, block_size), ExactStack(block_size)
-    hits = []
+    what_if, hits = WhatIf(pool_blocks, block_size), []
+    stack: list[tuple[int, ...]] = []  # the block that was used last comes first, so that a pool holds the beginning
     for now, prompt in enumerate(prompts):
-        hits.append([stack.hits(prompt, max(1, size * pool_blocks)) for size in SIZES])
-        stack.touch(prompt)
+        path, most = path_of(prompt, block_size), max(0, prompt[2] - 1)
+        pools = [stack[: int(min(max(1, size * pool_blocks), len(stack)))] for size in SIZES]
+        cached = [len(list(takewhile(pool.__contains__, path))) for pool in pools]
+        hits.append([min(blocks * block_size, most) for blocks in cached])
+        stack = [*path, *(block for block in stack if block not in path)]
         what_if.add(ids_of(prompt, block_size), prompt[2], 1, 45.0 * now)
         what_if.check()
         recent = [(at, each) for at, each in enumerate(hits) if 45 * at // 60 > 45 * now // 60 - 10]

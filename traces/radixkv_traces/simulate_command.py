@@ -67,9 +67,8 @@ def add(add_command: AddCommand) -> None:
     add_replicas(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument(
-        "--curve", action="store_true", default=None,
-        help="add LRU hit rates of 1/4 to 8 times each capacity and without limit, estimated as a running engine does",
-    )  # fmt: skip
+        "--curve", action="store_true", default=None, help="add LRU rates at 1/4 to 8 times each capacity"
+    )
     shown.add_argument("--by", choices=GROUPINGS, help="add a row for each session, tenant or stop reason")
     shown.add_argument(
         "--json", action="store_true", help="print one JSON object: rows, occupancy and hit rate over time"
