@@ -135,6 +135,7 @@ def test_ids_stand_for_a_block_and_all_tokens_before_it() -> None:
     assert (prefix_ids(changed, 16, b"a") == ids).tolist() == [True] * 2 + [False] * 60
     assert not set(prefix_ids(tokens, 16, b"b").tolist()) & set(ids.tolist())
     assert prefix_ids([], 16, b"a").tolist() == prefix_ids(tokens[:15], 16, b"a").tolist() == []
+    assert prefix_ids([5, 3], 2, b"a") != prefix_ids([4, 4], 2, b"a")  # equal sums of tokens and positions
     assert abs((prefix_ids(tokens, 1, b"a") < np.uint64(2**63)).mean() - 0.5) < 0.05
 
 
@@ -160,7 +161,7 @@ def test_a_report_survives_json_and_later_fields() -> None:
     [
         ((0.3, 0.57, 0.61, 0.83, 0.91), "Twice the pool would raise hits from 61% to 83%; half of it would cost 4 "
          "points; no pool could hit more than 91%."),
-        ((0.61,), "Twice the pool would not raise hits (61%)."),
+        ((0.6, 0.607, 0.61, 0.61, 0.613), "Twice the pool would not raise hits (61%)."),
         ((0.6, 0.6, 0.61, 0.614), "Twice the pool would not raise hits (61.0%); half of it would cost 1.0 points."),
         ((0, 0, 0, 0.006), "Twice the pool would raise hits from 0.0% to 0.6%."),
         ((0.2, 0.2, 0.2, 0.2, 0.9), "Twice the pool would not raise hits (20%); no pool could hit more than 90%."),
