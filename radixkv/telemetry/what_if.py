@@ -24,8 +24,7 @@ import numpy.typing as npt
 Ids: TypeAlias = npt.NDArray[np.uint64]
 Figures: TypeAlias = npt.NDArray[np.float64]  # requests, prompt tokens, cached tokens, then the hit tokens of SIZES
 
-SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, inf)
-"""The sizes of the pools of a curve, as multiples of the real one."""
+SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, inf)  # of the pools of a curve, as multiples of the real one
 _MINUTES = 10  # of the recent window
 _KEPT = 7 / 8  # of the sample, when the threshold falls
 _CLEAR, _FINE = 0.005, 0.02  # changes of a hit rate: a smaller one is left out, or shown with a decimal

@@ -79,7 +79,6 @@ def curve(workload: Workload, pool_blocks: int) -> dict[str, float]:
     """Return the hit rates of LRU pools by size: "2" is twice `pool_blocks`. Only prompts enter them. O(blocks)."""
     what_if = WhatIf(pool_blocks, workload.block_tokens, computed_tokens=0)
     for request in workload.requests:
-        numbers = np.frombuffer(request.blocks, np.int32).astype(np.uint64)
-        what_if.add(mixed(numbers), request.input_length, cached_tokens=0, now=0.0)
+        what_if.add(mixed(np.frombuffer(request.blocks, np.int32).astype(np.uint64)), request.input_length, 0, 0.0)
     rates = what_if.report(0.0).since_load.hit_rates
     return {f"{size:g}": rate for size, rate in zip(SIZES, rates, strict=True)}
