@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 Ids: TypeAlias = npt.NDArray[np.uint64]
 Figures: TypeAlias = npt.NDArray[np.float64]  # requests, prompt tokens, cached tokens, then the hit tokens of SIZES
-
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, inf)  # of the pools of a curve, as multiples of the real one
 _MINUTES = 10  # of the recent window
 _KEPT = 7 / 8  # of the sample, when the threshold falls
@@ -172,9 +171,8 @@ class WhatIf:
     def _lower_threshold(self, names: list[int]) -> None:
         """Let the blocks with the highest ids leave, so that there is room for a path."""
         ids = np.sort(np.fromiter({**self._stamps, **dict.fromkeys(names)}, np.uint64))
-        self._threshold = ids[ceil(len(self._order) * _KEPT) - 1]
-        highest = int(self._threshold)
-        self._rate = (highest + 1) / 2**64
+        highest = int(ids[ceil(len(self._order) * _KEPT) - 1])
+        self._threshold, self._rate = np.uint64(highest), (highest + 1) / 2**64
         self._stamps = {each: stamp for each, stamp in self._stamps.items() if each <= highest}
         self._order[: len(self._stamps)] = sorted(self._stamps.values())
 

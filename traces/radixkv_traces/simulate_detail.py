@@ -80,5 +80,4 @@ def curve(workload: Workload, pool_blocks: int) -> dict[str, float]:
     what_if = WhatIf(pool_blocks, workload.block_tokens, computed_tokens=0)
     for request in workload.requests:
         what_if.add(mixed(np.frombuffer(request.blocks, np.int32).astype(np.uint64)), request.input_length, 0, 0.0)
-    rates = what_if.report(0.0).since_load.hit_rates
-    return {f"{size:g}": rate for size, rate in zip(SIZES, rates, strict=True)}
+    return {f"{size:g}": rate for size, rate in zip(SIZES, what_if.report(0.0).since_load.hit_rates, strict=True)}
