@@ -110,7 +110,7 @@ def _encoded(frame: Snapshot) -> bytes:
 
 
 def _with_changed_stats(changes: Changes, known: Mirror) -> Changes:
-    """Leave out stats that are unchanged, infinite or NaN."""
-    before = {} if changes.reset else known.stats
+    """Leave out an unchanged what-if report, and stats that are unchanged, infinite or NaN."""
+    before, report = ({}, None) if changes.reset else (known.stats, known.what_if)
     fresh = {name: value for name, value in changes.stats.items() if before.get(name) != value and isfinite(value)}
-    return replace(changes, stats=fresh)
+    return replace(changes, stats=fresh, what_if=None if changes.what_if == report else changes.what_if)

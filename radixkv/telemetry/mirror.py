@@ -6,7 +6,7 @@ A publisher sends it as a snapshot, a monitor shows it, and a recording rebuilds
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from radixkv.telemetry.records import Changes, EvictionRecord, NodeRecord, RequestRecord, SequenceRecord, SessionRecord
 
@@ -36,6 +36,7 @@ class Mirror:
         self.sessions: OrderedDict[int, SessionRecord] = OrderedDict()
         self.evictions: OrderedDict[int, EvictionRecord] = OrderedDict()
         self.next_victims: tuple[int, ...] | None = None
+        self.what_if: dict[str, Any] | None = None
 
     def apply(self, changes: Changes) -> None:
         """Add changes. O(changes), except for a reset, which drops everything first."""
@@ -60,6 +61,7 @@ class Mirror:
                 keep_newest(self.evictions, eviction.number, eviction, EVICTIONS, move=False)
         if changes.next_victims is not None:
             self.next_victims = changes.next_victims
+        self.what_if = changes.what_if or self.what_if
 
     def everything(self) -> Changes:
         """Return the whole state as changes that begin with a reset. O(state)."""
@@ -73,6 +75,7 @@ class Mirror:
             sessions=tuple(self.sessions.values()),
             evictions=tuple(self.evictions.values()),
             next_victims=self.next_victims,
+            what_if=self.what_if,
         )
 
     def _was_dropped(self, eviction: EvictionRecord) -> bool:

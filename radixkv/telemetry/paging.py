@@ -29,8 +29,7 @@ def paginate(changes: Changes, pause: Callable[[], None] = _no_pause) -> list[Ch
     """Cut changes into pages, at least one, which are applied in order. O(changes); `pause` is called between two
     pages.
 
-    Only the first page resets. Only the last has the stats and the next victims, so a reader that has them has
-    everything.
+    Only the first page resets. Only the last has the stats, the next victims and `what_if`: its reader has everything.
     """
     found: list[dict[str, list[Any]]] = [{}]
     room = PAGE_BYTES
@@ -44,7 +43,7 @@ def paginate(changes: Changes, pause: Callable[[], None] = _no_pause) -> list[Ch
         room -= size
     cut = [Changes(changes.time, **{name: tuple(items) for name, items in page.items()}) for page in found]  # type: ignore[arg-type]  # the names are LISTS
     cut[0] = replace(cut[0], reset=changes.reset)
-    cut[-1] = replace(cut[-1], stats=changes.stats, next_victims=changes.next_victims)
+    cut[-1] = replace(cut[-1], stats=changes.stats, next_victims=changes.next_victims, what_if=changes.what_if)
     return cut
 
 

@@ -7,8 +7,9 @@ ProtocolError, and the memory of one frame is bounded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -182,6 +183,8 @@ def _body(changes: Changes) -> dict[str, Any]:
             body[name] = [each.pack() for each in values] if name in RECORDS else values
     if changes.next_victims is not None:
         body["next_victims"] = changes.next_victims
+    if changes.what_if is not None:
+        body["what_if"] = json.dumps(changes.what_if)  # a text: older readers refuse frames with more maps
     return body
 
 
@@ -263,7 +266,7 @@ def _frame(body: bytes) -> Frame:
         return _DECODERS[name](fields, seq=_count(fields, "seq"), ts=_number(fields, "ts"))
     except ProtocolError:
         raise
-    except (ValueError, TypeError, RecursionError, MemoryError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, MemoryError, msgpack.UnpackException) as error:
         raise ProtocolError(f"a frame that makes no sense: {str(error)[:200] or type(error).__name__}") from error
 
 
@@ -339,6 +342,8 @@ def _changes(fields: dict[str, Any]) -> Changes:
             parts[name] = _list(name, _tuple(body, name))
     if "next_victims" in body:
         parts["next_victims"] = _list("next_victims", _tuple(body, "next_victims"))
+    if "what_if" in body:
+        parts["what_if"] = _what_if(_get(body, "what_if", str))
     if "stats" in body:
         parts["stats"] = _stats(_get(body, "stats", dict))
     return Changes(_number(body, "time"), _get(body, "reset", bool) if "reset" in body else False, **parts)
@@ -357,6 +362,17 @@ def _stats(fields: dict[str, Any]) -> dict[str, float]:
     for key in fields:
         _number(fields, key)
     return fields
+
+
+def _what_if(text: str) -> dict[str, Any]:
+    from radixkv.telemetry.what_if import SIZES, WhatIfReport  # numpy takes 0.1 s, which `radixkv ps` does not need
+
+    report = WhatIfReport.from_fields(json.loads(text))
+    for each in (report.recent, report.since_load):
+        counts = (report.pool_blocks, report.dropped, *astuple(each)[:-1], *each.hit_tokens)
+        right = all(type(count) is int and 0 <= count <= MOST_INT for count in counts)
+        _require(right and len(counts) == 5 + len(SIZES), "the counts of a curve are out of range")
+    return replace(report, reasons=tuple(drawable(str(each)) for each in report.reasons)).as_fields()
 
 
 def _hello(fields: dict[str, Any], **common: Any) -> Hello:

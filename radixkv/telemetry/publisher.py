@@ -65,16 +65,17 @@ class Publisher:
         flight: FlightRecorder | None = None,
         execute: Execute | None = None,
         figures: ProcessFigures | None = None,
+        what_if: Callable[[], dict[str, object] | None] = lambda: None,
     ) -> None:
         """Open nothing yet. Raises InvalidInput for an invalid `listen`, or one that other machines could reach.
 
         `tcp://0.0.0.0:PORT?allow=remote` allows other machines. `execute` schedules the commands of clients that may
-        send them; None refuses all commands.
+        send them; None refuses all commands. `what_if` is called once a second.
         """
         self.facts = facts
         limits = limits or ClientLimits()
         self._frame_log = FrameLog(facts, flight or FlightRecorder(facts))
-        self._figures = figures or ProcessFigures()
+        self._figures, self._what_if = figures or ProcessFigures(), what_if
         self._collector = Collector(collect, pending, self._publish, self._wake, limits.hz)
         control = None if execute is None else Control(execute, self._frame_log.reply, self._wake)
         self._clients = ClientSet(
@@ -212,7 +213,7 @@ class Publisher:
     def _publish(self, changes: Changes) -> None:
         figures = self._figures.due(time.monotonic())
         if figures:
-            changes = replace(changes, stats={**changes.stats, **figures})
+            changes = replace(changes, stats={**changes.stats, **figures}, what_if=self._what_if())
         self._frame_log.append(changes, self._clients.send)
 
     # ---- the end

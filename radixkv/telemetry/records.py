@@ -272,7 +272,7 @@ class Changes:
     "computed_tokens" and "recomputed_tokens" together. `ITL_NAMES` count the times between two tokens of a stream,
     `PROCESS_NAMES` describe the engine's process, and are measured once a second at most. A record replaces the one
     with its id or number. `next_victims` are the ids of the nodes that would be evicted next, the first one first, at
-    most `NEXT_VICTIMS`; None if they are unchanged, or unknown (old recordings).
+    most `NEXT_VICTIMS`, and `what_if` the fields of a WhatIfReport; None if unchanged, or unknown (old recordings).
     """
 
     time: float
@@ -286,6 +286,7 @@ class Changes:
     sessions: tuple[SessionRecord, ...] = ()
     evictions: tuple[EvictionRecord, ...] = ()
     next_victims: tuple[int, ...] | None = None
+    what_if: dict[str, Any] | None = None
 
 
 ITL_BOUNDS = (

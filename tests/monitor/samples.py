@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixkv.telemetry.records import EvictionRecord, NodeRecord, RequestRecord, SequenceRecord, SessionRecord
+from radixkv.telemetry.what_if import WhatIfCurve, WhatIfReport
 
 STATES = {
     "cache.state_rows": 8.0,
@@ -34,6 +35,11 @@ DISK = {
     "disk.damaged_records": 2.0,
 }
 """Gauges and counters of an engine with a disk cache."""
+
+
+CURVE = WhatIfCurve(400, 100_000, 52_000, (30_000, 57_000, 61_000, 83_000, 88_000, 90_000, 91_000))
+WHAT_IF = WhatIfReport(64, CURVE, CURVE, 3, ("another policy evicts",))
+"""A curve that is far from the measured rate, with the reason."""
 
 
 def request(**values: Any) -> RequestRecord:

@@ -55,8 +55,8 @@ def test_a_reset_forgets_everything_first():
 
 
 def test_next_victims_stay_until_others_are_sent_and_are_unknown_after_a_reset_without_them():
-    mirror = mirror_of(Changes(1.0, next_victims=(4, 2)), Changes(2.0))
-    assert mirror.next_victims == (4, 2)
+    mirror = mirror_of(Changes(1.0, next_victims=(4, 2), what_if={"dropped": 1}), Changes(2.0))
+    assert mirror.next_victims == (4, 2) and mirror.what_if == {"dropped": 1}
     mirror.apply(Changes(3.0, next_victims=()))
     assert mirror.next_victims == ()
     mirror.apply(Changes(4.0, reset=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,6 +29,7 @@ from radixkv.telemetry.protocol import (
     encode,
 )
 from radixkv.telemetry.records import Changes, EngineFacts, SessionRecord, drawable
+from tests.monitor import samples
 from tests.telemetry.wire import CHANGES, COUNT, FACTS, TEXT, TIME, eviction, node, records, request
 
 COMMON = {"seq": COUNT, "ts": TIME}
@@ -57,6 +59,9 @@ def framed(body: object) -> bytes:
 
 def hello(**other: int) -> bytes:
     return framed({"v": 1, "t": "hello", "seq": 1, "ts": 0.0, "engine": replace(FACTS, **other).pack()})
+
+
+WHAT_IF = samples.WHAT_IF.as_fields()
 
 
 def delta(**body: object) -> bytes:
@@ -165,6 +170,12 @@ def test_frames_of_wrong_types_are_refused(name, fields):
         (delta(gone_nodes=[1, "2"]), "list of ids"),
         (delta(gone_nodes=[-1]), "list of ids"),
         (delta(next_victims=[1.5]), "list of ids"),
+        (delta(what_if=7), "'what_if'"),
+        (delta(what_if="[]"), "makes no sense"),
+        (delta(what_if="{}"), "makes no sense"),
+        (delta(what_if=json.dumps(WHAT_IF | {"dropped": -1})), "out of range"),
+        (delta(what_if=json.dumps(WHAT_IF | {"dropped": 1e999})), "out of range"),
+        (delta(what_if=json.dumps(WHAT_IF | {"recent": WHAT_IF["recent"] | {"hit_tokens": [1]}})), "out of range"),
         (delta(nodes=[[1, 2]]), "NodeRecord has 13 to 18 values, not 2"),
         (delta(nodes=[[*node(1).pack()[:-3], 5]]), "NodeRecord.text cannot be a int"),
         (delta(nodes=[[*node(1).pack()[:-2], "shelf"]]), "NodeRecord.residence cannot be shelf"),

@@ -17,6 +17,7 @@ from radixkv.telemetry.records import (
     SessionRecord,
     drawable,
 )
+from radixkv.telemetry.what_if import SIZES, WhatIfCurve, WhatIfReport
 
 FACTS = EngineFacts(
     "e-1", 4242, 1000.0, "0.1.0", "tiny", "cpu", "float32", "torch", "lru", 64, 16, 4096, 2048, 64, 2048, 512
@@ -68,6 +69,8 @@ def _any(hint: object) -> st.SearchStrategy:
 
 
 IDS = st.lists(COUNT, max_size=5).map(tuple)
+CURVES = st.builds(WhatIfCurve, COUNT, COUNT, COUNT, st.tuples(*[COUNT] * len(SIZES)))
+REPORTS = st.builds(WhatIfReport, COUNT, CURVES, CURVES, COUNT, st.lists(TEXT, max_size=2).map(tuple))
 CHANGES = st.builds(
     Changes,
     time=TIME,
@@ -81,4 +84,5 @@ CHANGES = st.builds(
     sessions=st.lists(records(SessionRecord), max_size=3).map(tuple),
     evictions=st.lists(records(EvictionRecord), max_size=3).map(tuple),
     next_victims=st.none() | IDS,
+    what_if=st.none() | REPORTS.map(WhatIfReport.as_fields),
 )
