@@ -63,6 +63,7 @@ class EngineConfigFields(TypedDict, total=False):
     monitor: bool | str
     expose_text: bool
     record: str | os.PathLike[str] | None
+    what_if: bool
     seed: int
     logits_processors: Sequence[Any]
     tool_format: str
@@ -270,6 +271,7 @@ class EngineConfig:
     record: str | os.PathLike[str] | None = _setting(  # noqa: RUF009 - it returns a field
         None, "new file for a trace of all requests, without their text, for radixkv-replay", _RECORD
     )
+    what_if: bool = _setting(True, "show the hit rates that smaller and larger pools would have", _FLAG)
     seed: int = _setting(0, "root of the seeds of requests that have none", _INT)
     logits_processors: Sequence[Any] = _setting(
         (), "objects that change logits before sampling, applied in order: see radixkv.LogitsProcessor", _PROCESSORS

@@ -83,8 +83,10 @@ def add_settings(
         declared = setting.metadata
         name, default = declared.get("option") or setting.name, declared.get("text", setting.default)
         option = f"--{name.replace('_', '-')}"
-        if default is False:
-            group.add_argument(option, action="store_true", help=declared["help"])
+        if isinstance(default, bool):
+            option, no = (f"--no-{option[2:]}", "do not ") if default else (option, "")
+            action = f"store_{not default}".lower()
+            group.add_argument(option, dest=setting.name, action=action, help=no + declared["help"])
             continue
         is_number = isinstance(default, int) or declared.get("least") is not None
         is_float = str(setting.type).startswith("float")  # "float | None" too

@@ -55,7 +55,7 @@ def _add_chat(add: AddCommand) -> None:
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
     add_settings(chat, "seed", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype", "kv_dtype")
     add_settings(chat, "speculate", "tensor_parallel", "rank_timeout")
-    add_settings(chat, "weights", "model_code", "record")
+    add_settings(chat, "weights", "model_code", "record", "what_if")
     _add_monitor(chat)
 
 
@@ -165,7 +165,7 @@ def _add_engine(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     add_settings(engine, "weights", "attention", "tensor_parallel", "rank_timeout")
     add_settings(engine, "model_code", "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes")
     add_settings(engine, "max_delay", "deterministic", "kv_dtype", "speculate", "verify", "seed", "record", "revision")
-    add_settings(engine, "trust_remote_code")
+    add_settings(engine, "trust_remote_code", "what_if")
     _add_monitor(engine)
     return engine
 

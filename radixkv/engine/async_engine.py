@@ -30,6 +30,7 @@ from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.models.weights.fixed import State
 from radixkv.sampling.params import SamplingParams
 from radixkv.telemetry.tree_view import ALL, TreeView
+from radixkv.telemetry.what_if import WhatIfReport
 
 if TYPE_CHECKING:
     from radixkv.engine.core import Core
@@ -176,6 +177,10 @@ class AsyncRequestEngine:
     async def stats(self) -> EngineStats:
         """Return counters and gauges of one moment between two steps."""
         return await asyncio.wrap_future(self.client.thread.call(self.client.stats))
+
+    async def what_if(self) -> WhatIfReport | None:
+        """Return the hit rates that LRU pools of other sizes would have; None with `what_if=False`."""
+        return await asyncio.to_thread(self._engine.what_if)
 
     async def tree(self, namespace: Hashable = ALL) -> TreeView:
         """Return the cached tree of one moment, of one namespace if that is given: see `Engine.tree`."""

@@ -34,7 +34,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,7 +205,7 @@ class Core:
         self.depth = depth
         self.counters = Counters()
         self.token_times, self.observers = TokenTimes(), list[EngineObserver]()
-        self.background: list[BackgroundTask] = []
+        self.background, self.end_queues = list[BackgroundTask](), list[SimpleQueue[Any]]()  # queues of ended requests
         self.step_seconds, self.step_tokens = 0.0, 0  # of all steps that ran something
         self.host_costs = runner.host_costs(config.prefill_chunk) if cache.host_blocks else None
         costs = self.host_costs
@@ -588,6 +589,8 @@ class Core:
             self.counters.finished += 1
             for observer in self.observers:
                 observer.ended(request, None)
+            for queue in self.end_queues:
+                queue.put(request)
 
     def _close_late(self, stream: Stream) -> None:
         """Close a stream that has ended after the step in flight.
@@ -614,6 +617,8 @@ class Core:
             request.channel.fail(error)
             for observer in self.observers:
                 observer.ended(request, error)
+            for queue in self.end_queues:
+                queue.put(request)
 
     def _preempt(self, request: Request) -> None:
         self.scheduler.preempt(request)

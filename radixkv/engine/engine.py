@@ -32,6 +32,7 @@ from radixkv.engine.input_processor import EncodedPrompt, InputProcessor, Params
 from radixkv.engine.namespaces import NamespaceTable, NumberedLimits
 from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
+from radixkv.engine.observers.what_if import WhatIfThread
 from radixkv.engine.output import Completion, Handle, Warmed
 from radixkv.engine.request import NO_ORIGIN, Origin, Request
 from radixkv.engine.runs import Run, RunExchange
@@ -46,6 +47,7 @@ from radixkv.sizing.kv_size import DRAFT_TOKENS, size_text
 from radixkv.sizing.memory import PoolSize, pool_size, trim
 from radixkv.telemetry.records import EngineFacts
 from radixkv.telemetry.tree_view import ALL, TreeView
+from radixkv.telemetry.what_if import WhatIfReport
 from radixkv.version import __version__
 
 if TYPE_CHECKING:
@@ -108,11 +110,14 @@ class RequestEngine:
         sampler = sampler_of(model, config.logits_processors)
         core = Core(cache, runner, config, sampler=sampler, depth=int(device.is_gpu))
         auditor = Auditor(core, scrub=config.scrub_rate)
-        self._outputs: list[TraceWriter | monitoring.Monitoring] = []
+        self._outputs: list[TraceWriter | WhatIfThread | monitoring.Monitoring] = []
         if (file := check_path(config.record)) is not None:
             trace = TraceWriter(file, cache.block_size)
             core.observers.append(trace)
             self._outputs.append(trace)
+        self._outputs.append(curve := WhatIfThread(config, cache))
+        if config.what_if:
+            core.end_queues.append(curve.inbox)
         thread = EngineThread(core.step, core.idle_for, lambda: core.busy, core.close, partial(_crashed, self._outputs))
         limits = None if cache.quotas is None else cache.quotas.limits
         # A weak reference, as closing frees the cache.
@@ -125,13 +130,12 @@ class RequestEngine:
         )  # fmt: skip
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
-        self.client = CoreClient(
-            core, auditor, thread, inputs, RunExchange(core, thread.ask, lambda: inputs.weights.digest()), facts, decode
-        )
+        runs = RunExchange(core, thread.ask, lambda: inputs.weights.digest())
+        self.client = CoreClient(core, auditor, thread, inputs, runs, facts, decode, curve)
         # Runs when neither the engine nor a handle is left, and at interpreter exit.
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self.client, _shut, thread, self._outputs)
         try:
-            self.monitoring = monitoring.start(config.monitor, facts, core, thread, decode, device)
+            self.monitoring = monitoring.start(config.monitor, facts, core, thread, decode, device, curve.latest)
         except BaseException:
             self.close()
             raise
@@ -361,6 +365,10 @@ class RequestEngine:
         """Return counters and gauges of one moment between two steps."""
         return self.client.thread.ask(self.client.stats)
 
+    def what_if(self) -> WhatIfReport | None:
+        """Return the hit rates that LRU pools of other sizes would have; None with `what_if=False`."""
+        return self.client.thread.ask(self.client.curve.ask).result()
+
     def tree(self, namespace: Hashable = ALL) -> TreeView:
         """Return the cached tree of one moment, of one namespace if that is given. O(nodes), between steps.
 
@@ -478,13 +486,13 @@ class RequestEngine:
         return self.client.inputs.context_limit
 
 
-def _shut(thread: EngineThread, outputs: list[TraceWriter | monitoring.Monitoring]) -> None:
+def _shut(thread: EngineThread, outputs: list[TraceWriter | WhatIfThread | monitoring.Monitoring]) -> None:
     thread.close()
     for each in outputs:
         each.close()
 
 
-def _crashed(outputs: list[TraceWriter | monitoring.Monitoring], error: BaseException) -> None:
+def _crashed(outputs: list[TraceWriter | WhatIfThread | monitoring.Monitoring], error: BaseException) -> None:
     for each in outputs:
         each.crashed(error)
 

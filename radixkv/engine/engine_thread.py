@@ -32,6 +32,7 @@ from radixkv.sampling.params import is_int
 from radixkv.telemetry.tree_view import ALL, TreeView, tree_view
 
 if TYPE_CHECKING:
+    from radixkv.engine.observers.what_if import WhatIfThread
     from radixkv.telemetry.records import EngineFacts
 
 _log = logging.getLogger(__name__)
@@ -206,9 +207,10 @@ class CoreClient:
         runs: RunExchange,
         facts: EngineFacts,
         decode: Callable[[list[int]], str] | None,
+        curve: WhatIfThread,
     ) -> None:
         """`decode` shows the tokens of a node in tree views; None shows none."""
-        self.core, self.thread, self.inputs, self.runs = core, thread, inputs, runs
+        self.core, self.thread, self.inputs, self.runs, self.curve = core, thread, inputs, runs, curve
         self._auditor, self._facts, self._decode = auditor, facts, decode
         self._loaded_at = time.perf_counter()
         self.loaded_again = False  # whether this process had unloaded the model before

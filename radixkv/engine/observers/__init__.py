@@ -4,6 +4,7 @@ request_recorder.py  builds the records that radixkv-monitor shows
 monitoring.py        publishes them, and writes the last minutes after a crash
 engine_control.py    executes the commands of radixkv-monitor
 trace_writer.py      writes a trace of all requests that can be replayed
+what_if.py           measures the hit rates of smaller and larger pools, from a queue of ended requests
 """
 
 from __future__ import annotations

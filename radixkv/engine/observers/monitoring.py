@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from radixkv.engine.engine_thread import EngineThread
 from radixkv.engine.observers.request_recorder import RequestRecorder
@@ -64,6 +64,7 @@ def start(
     thread: EngineThread,
     decode: Callable[[list[int]], str] | None,
     device: Device,
+    what_if: Callable[[], dict[str, Any] | None],
 ) -> Monitoring | None:
     """Record the requests and the cache of `core` from now on, and publish them.
 
@@ -87,8 +88,8 @@ def start(
         return thread.call(recorder.collect)
 
     execute = _execute(core, thread) if writable else None
-    figures = ProcessFigures(_device_memory(device))
-    publisher = Publisher(facts, collect, lambda: recorder.pending, address, execute=execute, figures=figures)
+    options: dict[str, Any] = {"figures": ProcessFigures(_device_memory(device)), "what_if": what_if}
+    publisher = Publisher(facts, collect, lambda: recorder.pending, address, execute=execute, **options)
     try:
         publisher.start()
     except (OSError, RadixKVError) as error:

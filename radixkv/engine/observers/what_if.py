@@ -1,0 +1,107 @@
+"""Measure on a second thread which hit rates an LRU pool of other sizes would have.
+
+The engine's thread only queues each request that ended. Of its tokens keyed hashes are kept; the key is random.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from radixkv.engine.observers.trace_writer import CLOSE_TIMEOUT
+from radixkv.telemetry.what_if import SIZES, WhatIf, WhatIfReport, prefix_ids
+
+if TYPE_CHECKING:
+    from radixkv.cache import PrefixCache
+    from radixkv.config import EngineConfig
+    from radixkv.engine.request import Request
+
+_log = logging.getLogger(__name__)
+MAX_QUEUED = 1_000  # requests in the inbox: while there are more, the oldest ones are dropped and counted
+
+
+class WhatIfThread:
+    """Collects the curve of one engine, if `what_if` is set; `inbox` takes each `Request` that has ended."""
+
+    def __init__(self, config: EngineConfig, cache: PrefixCache) -> None:
+        """Start the thread. It does not keep the cache alive."""
+        self.inbox: SimpleQueue[Request | Future[WhatIfReport | None] | None] = SimpleQueue()
+        self._config, self._cache, self._block_size = config, weakref.ref(cache), cache.block_size
+        self._curve = WhatIf(cache.num_blocks + cache.host_blocks, cache.block_size) if config.what_if else None
+        self._report: WhatIfReport | None = None
+        self._secret = secrets.token_bytes(32)
+        self._thread = threading.Thread(target=self._run, name="radixkv-what-if", daemon=True)
+        self._thread.start()
+
+    def ask(self) -> Future[WhatIfReport | None]:
+        """Request a report that includes every request in the inbox; None if it is off, or after a fault."""
+        self.inbox.put(answer := Future[WhatIfReport | None]())
+        return answer
+
+    def latest(self) -> dict[str, Any] | None:
+        """Return the fields of the newest report at once, and request a report for the next call."""
+        self.ask()
+        return None if self._report is None else self._report.as_fields()
+
+    def crashed(self, error: BaseException) -> None:
+        """Do nothing: there is no file to end."""
+
+    def close(self) -> None:
+        """End the thread after the requests in the inbox. May be called twice."""
+        self.inbox.put(None)
+        self._thread.join(CLOSE_TIMEOUT)
+
+    def _run(self) -> None:
+        """Take requests and answer callers until the end. A fault is logged, and ends the curve only."""
+        while (item := self.inbox.get()) is not None:
+            try:
+                if self._curve is not None:
+                    self._take(self._curve, item)
+            except Exception:
+                self._curve = self._report = None
+                _log.exception("the what-if curve has ended; the engine goes on")
+            if isinstance(item, Future):
+                item.set_result(self._report)
+
+    def _take(self, curve: WhatIf, item: Request | Future[WhatIfReport | None]) -> None:
+        """Add a request whose prompt the engine has counted, drop it if too many wait, or make a report."""
+        if isinstance(item, Future):
+            report = curve.report(time.monotonic())
+            self._report = replace(report, reasons=reasons(self._config, self._cache(), report))
+        elif item.scheduling.counted and self.inbox.qsize() > MAX_QUEUED:
+            curve.drop()
+        elif item.scheduling.counted:
+            key = self._secret + str(item.namespace).encode()  # the number of the namespace
+            kept = (np.array(each.tokens, np.int32)[: each.counts.reached] for each in item.streams)
+            ids, *others = (prefix_ids(each, self._block_size, key) for each in kept)
+            if others:
+                ids = np.array(list(dict.fromkeys(np.concatenate([ids, *others]).tolist())), np.uint64)
+            curve.add(ids, len(item.prompt), item.streams[0].counts.cached_tokens, time.monotonic())
+
+
+def reasons(config: EngineConfig, cache: PrefixCache | None, report: WhatIfReport) -> tuple[str, ...]:
+    """Return why the measured hit rate of the last minutes is far from the curve; () if it is not."""
+    gap = report.recent.measured - report.recent.hit_rates[SIZES.index(1.0)]
+    if cache is None or abs(gap) <= 0.03:
+        return ()
+    held = {
+        "prefix_cache is off": not config.prefix_cache,
+        "another policy evicts": config.eviction != "lru",
+        "pins hold blocks": cache.state.pins.nodes(),
+        "shares of the pool are guaranteed": cache.quotas is not None,
+        "hits need a recurrent state": cache.state_rows,
+        "the curve begins at device + host blocks": cache.host_blocks,
+        "hits are read from a disk, too": config.disk_cache is not None,
+        "hits end on multiples of prefill_chunk": config.deterministic,
+        "hits may end inside a block": gap > 0,
+    }
+    return tuple(reason for reason, holds in held.items() if holds)
