@@ -21,6 +21,7 @@ from radixkv.engine.latency import Histogram
 from radixkv.engine.stats import DRAFT_SOURCES
 from radixkv.serve.history import HistoryStats
 from radixkv.serve.request_watch import RequestCounts, RequestWatch
+from radixkv.telemetry.what_if import SIZES, WhatIfReport
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -34,6 +35,7 @@ class _Snapshot:
     history: HistoryStats | None
     model: str
     refused: int
+    what_if: WhatIfReport | None
 
 
 class ServerMetrics:
@@ -63,15 +65,18 @@ class ServerMetrics:
 
     async def families(self) -> list[Metric]:
         """Return all metrics between two steps; raise EngineClosed."""
-        return self._families(*await wrap_future(self._engine.client.thread.call(self._look)))
+        looked = await wrap_future(self._engine.client.thread.call(self._look))
+        return self._families(*looked, await self._engine.what_if())
 
     def text(self) -> str:
         """Return what `scrape` does, and wait for that."""
-        return exposition(self._families(*self._engine.client.thread.call(self._look).result())).decode()
+        client = self._engine.client
+        report = client.thread.ask(client.curve.ask).result()
+        return exposition(self._families(*client.thread.ask(self._look), report)).decode()
 
-    def _families(self, stats: EngineStats, requests: RequestCounts) -> list[Metric]:
+    def _families(self, stats: EngineStats, requests: RequestCounts, report: WhatIfReport | None) -> list[Metric]:
         history = None if self._history is None else self._history()
-        snapshot = _Snapshot(stats, requests, history, self._model, self._refused())
+        snapshot = _Snapshot(stats, requests, history, self._model, self._refused(), report)
         return [*_own(snapshot), *(_vllms(snapshot) if self._vllm else ())]
 
     def _begin(self) -> RequestWatch:
@@ -159,6 +164,9 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
         yield _counter(f"radixkv:{kind}_tokens", f"{about}, by the source of the draft", numbers, "source")
     if snapshot.history is not None:
         yield from _own_history(snapshot.history)
+    if (report := snapshot.what_if) is not None and report.recent.requests:
+        rates = {f"{size:g}": rate for size, rate in zip(SIZES, report.recent.hit_rates, strict=True)}
+        yield _gauge("radixkv:what_if_hit_ratio", "Hit rate of an LRU pool of this relative size", rates, "pool")
 
 
 def _own_memory(stats: EngineStats) -> Iterator[Metric]:

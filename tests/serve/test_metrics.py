@@ -90,6 +90,9 @@ def test_counters_and_gauges_are_the_engines() -> None:
         assert numbers["radixkv:state_rows", (("state", "free"),)] == cache.state_rows == 0
         assert numbers["radixkv:host_blocks", (("state", "used"),)] == cache.host_blocks == 0
         assert numbers["radixkv:tree_nodes", ()] == cache.nodes > 0
+        assert [numbers["radixkv:what_if_hit_ratio", (("pool", each),)] for each in ("0.25", "1", "inf")] == [
+            4 / 11
+        ] * 3
         ends = {dict(labels)["outcome"]: value for (name, labels), value in numbers.items() if "ended_total" in name}
         assert ends == {"finished": 2, "cancelled": 0, "timed_out": 0, "failed": 0, "refused": 3}
 
@@ -260,7 +263,7 @@ def test_no_label_and_no_help_names_a_client() -> None:
         body = (await metrics.scrape()).decode()
         assert "tenant-of-mine" not in body and "key-of-his" not in body
         allowed = {"reason", "state", "outcome", "cached", "direction", "le", "model", "device", "dtype", "attention"}
-        allowed |= {"kv_dtype", "source"}
+        allowed |= {"kv_dtype", "source", "pool"}
         assert {label for _, labels in read(body.encode()) for label, _ in labels} <= allowed
 
     watched(test)
