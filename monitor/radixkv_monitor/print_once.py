@@ -16,7 +16,7 @@ from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.occupancy import Process
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
-from radixkv_monitor.summary import Summary, head_sentence, summarise, verdict
+from radixkv_monitor.summary import Summary, head_sentence, summarise, verdict, what_if_sentence
 
 NAMES = 12
 """The columns of the names in `to_text`."""
@@ -87,7 +87,7 @@ def damage(feed: Feed) -> str:
 def to_dict(state: State, feed: Feed | None = None, thresholds: Thresholds = DEFAULTS) -> dict[str, Any]:
     """Return the verdict, the summary, the engine's facts, and all counters, for scripts; of a recording, its end."""
     ending = feed.ending if feed is not None else Ending()
-    summary = summarise(state)
+    summary, report = summarise(state), state.what_if
     return {
         "verdict": asdict(verdict(state, summary, thresholds)),
         "time": state.time,
@@ -104,6 +104,7 @@ def to_dict(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
         "sequences": len(state.sequences),
         "sessions": len(state.sessions),
         "stats": dict(state.stats),
+        "what_if": None if report is None else {**report.as_fields(), "sentence": report.sentence},
     }
 
 
@@ -130,6 +131,8 @@ def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
         f"regret      {count(summary.regret_lifetime.part)} of {count(summary.regret_lifetime.whole)} requested tokens "
         "had been evicted, since load",
     ]
+    if state.what_if is not None:
+        lines.append(f"what if     {what_if_sentence(state.what_if)}")
     if summary.process is not None:
         lines.append(f"process     {_process(summary.process)}")
     if isinstance(feed, FileFeed):

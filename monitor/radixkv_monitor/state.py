@@ -20,6 +20,7 @@ from radixkv.telemetry.records import (
     SequenceRecord,
     SessionRecord,
 )
+from radixkv.telemetry.what_if import WhatIfReport
 from radixkv_monitor.formatting import clock
 
 KINDS = ("nodes", "gone_nodes", "sequences", "gone_sequences", "requests", "sessions", "evictions")
@@ -77,6 +78,7 @@ class State:
     sessions: Mapping[int, SessionRecord]
     evictions: Mapping[int, EvictionRecord]
     next_victims: tuple[int, ...] | None = None
+    what_if: WhatIfReport | None = None
     history: tuple[Sample, ...] = ()
     recent: tuple[Touched, ...] = ()
     stale: bool = False
@@ -170,6 +172,7 @@ class StateCopier:
             sessions=kept("sessions", "sessions"),
             evictions=kept("evictions", "evictions"),
             next_victims=mirror.next_victims,
+            what_if=None if mirror.what_if is None else WhatIfReport.from_fields(mirror.what_if),
             history=history,
             recent=self._recent,
         )

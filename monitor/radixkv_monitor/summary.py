@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from radixkv.telemetry.protocol import CRASHED
 from radixkv.telemetry.records import RequestRecord
+from radixkv.telemetry.what_if import WhatIfReport
 from radixkv_monitor import history as counters
 from radixkv_monitor import occupancy
 from radixkv_monitor.alert_settings import DEFAULTS, Thresholds
@@ -399,3 +400,11 @@ def _mood(summary: Summary) -> tuple[Level, str]:
     if busy or summary.requests_minute or summary.hit_minute.whole >= 1:
         return "good", "Running"
     return "idle", "Idle" if summary.hit_lifetime.whole else "Ready, no request yet"
+
+
+def what_if_sentence(report: WhatIfReport) -> str:
+    """Return the sentence of a report, the measured hit rate, why it differs, and the number of dropped requests."""
+    curve, window = (report.recent, "last 10 min") if report.recent.requests else (report.since_load, "since load")
+    why = f" ({', '.join(report.reasons)})" if report.reasons else ""
+    dropped = f" {plural(report.dropped, 'request')} came too fast to be counted." if report.dropped else ""
+    return f"{report.sentence} Measured: {curve.measured:.0%}, {window}{why}.{dropped}"

@@ -16,10 +16,12 @@ import pytest
 from radixkv.telemetry.protocol import Bye, Delta, Hello, Snapshot, encode
 from radixkv.telemetry.recording import MAGIC
 from radixkv.telemetry.records import Changes
+from radixkv.telemetry.what_if import WhatIfReport
 from radixkv_monitor import cli
 from radixkv_monitor.live import SocketFeed
 from tests.monitor.fake_feed import FACTS
 from tests.monitor.frames import Engines, delta, node, send, snapshot, until
+from tests.monitor.samples import WHAT_IF
 
 
 def written(path: Path, *frames: Any, tail: bytes = b"") -> Path:
@@ -35,6 +37,15 @@ def once(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
 
 
 # ---- recordings
+
+
+def test_the_curve_is_printed_if_it_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = snapshot(1000.0, 1), Delta(Changes(1004.0, what_if=WHAT_IF.as_fields()), seq=2, ts=1004.0)
+    for path, printed in ((written(tmp_path / "a.rec", old), False), (written(tmp_path / "b.rec", old, new), True)):
+        said = once(capsys, str(path))[1]["what_if"]
+        assert said is None or (WhatIfReport.from_fields(said), said["sentence"]) == (WHAT_IF, WHAT_IF.sentence)
+        cli.main([str(path), "--once"])
+        assert (said is not None) == printed == ("what if     Twice the pool" in capsys.readouterr().out)
 
 
 def test_a_whole_recording_has_no_end_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ from radixkv_monitor.theme import LIGHT
 from radixkv_monitor.views import VIEWS
 from scripts.draw_monitor import FOLDER, PICTURES, RECORDING, Moment, draw
 from scripts.record_demo import BEGAN, SECONDS, frames
-from tests.monitor.samples import DISK, HOST, STATES
+from tests.monitor.samples import DISK, HOST, STATES, WHAT_IF
 from tests.selection import mostly_long
 
 DREW = {"textual": "8.2.8", "rich": "15.0.0"}
@@ -177,6 +177,15 @@ def on_host(shown: State) -> State:
 
 
 @pytest.mark.long
+@pictured
+@SIZES
+def test_the_curve_of_pool_sizes(looks: Looks, size: tuple[int, int]) -> None:
+    feed = Moment()
+    assert feed.latest is not None
+    feed._shown = replace(feed.latest, what_if=WHAT_IF)
+    looks(watching("overview", feed), size)
+
+
 @pictured
 @SIZES
 def test_a_node_is_lit_in_the_pool(looks: Looks, size: tuple[int, int]) -> None:

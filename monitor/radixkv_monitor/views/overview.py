@@ -1,4 +1,4 @@
-"""The Overview: one sentence, the pool as a bar, and six cards of numbers with graphs."""
+"""The Overview: one sentence, the pool as a bar, the curve of pool sizes, and six cards of numbers with graphs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from textual import events
 from textual.app import ComposeResult
 from textual.containers import Grid
 
+from radixkv.telemetry.what_if import WhatIfReport
 from radixkv_monitor import history as counters
 from radixkv_monitor import theme
 from radixkv_monitor.formatting import count, duration, plural, share, short, size
 from radixkv_monitor.occupancy import Disk, Host, Part, States
 from radixkv_monitor.state import State
-from radixkv_monitor.summary import Summary, summarise, verdict
+from radixkv_monitor.summary import Summary, summarise, verdict, what_if_sentence
 from radixkv_monitor.views import Table, View
 from radixkv_monitor.views.overview_cards import CARDS, rate_window
-from radixkv_monitor.widgets.panel import Panel, stacked
+from radixkv_monitor.widgets.panel import Panel, columns, stacked
 
 SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
 POOL = (("active", theme.ACTIVE), ("pinned", theme.PINNED), ("cached", theme.CACHED), ("free", theme.FREE))
 GAUGE = 10
 """Cells of a bar of used rows, snapshots, or blocks of a tier."""
+POOL_SIZES = ("¼*", "½*", "1* you are here", "2*", "4*", "8*", "∞*")  # a star is a hit rate
 SOURCES = (
     ("from_device", "device", theme.CACHED),
     ("from_host", "host", theme.HOST),
@@ -44,6 +46,7 @@ class OverviewView(View):
     #verdict { height: auto; max-height: 2; }
     #facts { height: 1; }
     #pool-bar { height: 3; }
+    #what-if { height: auto; max-height: 4; }
     #cards { grid-size: 2 3; grid-gutter: 0 3; height: 1fr; }
     OverviewView.-states { #pool-bar { height: 4; } }
     OverviewView.-host { #pool-bar { height: 5; } }
@@ -52,6 +55,7 @@ class OverviewView(View):
         #cards { grid-size: 3 2; grid-gutter: 1 4; }
         #verdict { margin: 1 0; }
         #pool-bar { height: 5; margin: 1 0; }
+        #what-if { margin: 0 0 1 0; }
     }
     OverviewView.-wide.-states { #pool-bar { height: 6; } }
     OverviewView.-wide.-host { #pool-bar { height: 7; } }
@@ -70,7 +74,7 @@ class OverviewView(View):
 
     def compose(self) -> ComposeResult:
         """Lay out the sentence, facts, pool and cards."""
-        for name in ("verdict", "facts", "pool-bar"):
+        for name in ("verdict", "facts", "pool-bar", "what-if"):
             yield Panel(name)
         with Grid(id="cards"):
             for name in CARDS:
@@ -105,6 +109,10 @@ class OverviewView(View):
         self._draw_verdict(self._state, self._summary)
         self._panel("facts").show([Text(facts_line(self._state), self._panel("facts").style_of("dim"), no_wrap=True)])
         self._panel("pool-bar").show(self._pool(self._panel("pool-bar"), self._state, self._summary))
+        curve, report = self._panel("what-if"), self._state.what_if
+        curve.display = report is not None and not self.has_class("-low")
+        if report is not None and curve.show(what_if_lines(curve, report)):
+            self.call_after_refresh(self._draw)
         history = counters.of_one_engine(self._state.history)
         for name, card in CARDS.items():
             panel = self._panel(f"card-{name}")
@@ -148,6 +156,15 @@ class OverviewView(View):
         below += [] if summary.host is None else host_lines(panel, summary.host, rate_window(summary))
         below += [] if summary.disk is None else [disk_line(panel, summary.disk)]
         return [panel.title("Pool", aside), *([bar] * max(1, panel.size.height - 1 - len(below))), *below]
+
+
+def what_if_lines(panel: Panel, report: WhatIfReport) -> list[Text]:
+    """Draw the hit rates of other pool sizes as a line of small columns, and the sentence."""
+    line = Text("What if", panel.style_of("title"), no_wrap=True, overflow="ellipsis")
+    curve = report.recent if report.recent.requests else report.since_load
+    for name, rate in zip(POOL_SIZES, curve.hit_rates, strict=True):
+        line.append(f"  {name}".replace("*", columns([rate], top=1.0)[0] + f"{rate:.0%}"), panel.style_of("spark"))
+    return [line, Text(what_if_sentence(report), panel.style_of("dim"))]
 
 
 def states_line(panel: Panel, states: States) -> Text:
