@@ -26,11 +26,11 @@ _VOLATILE = re.compile(
     rf"""(?ix)
     \b(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?\b,?
     | \b{_MONTH}\ \d{{1,2}}(?:st|nd|rd|th)?\b(?:,?\ \d{{4}})? | \b\d{{1,2}}\.?\ {_MONTH}\ \d{{4}}
-    | \b\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d{{1,4}}(?![\d.])(?:T(?=\d))?
+    | \b\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d{{1,4}}(?!\.?\d)(?:T(?=\d))?
     | \d{{1,2}}:\d{{2}}(?::\d{{2}}(?:[.,]\d+)?)?(?:\ ?[ap]m\b)?(?:\ ?(?:z|utc|gmt)\b|[+-]\d{{2}}:?\d{{2}})?
     | \b[0-9a-f]{{8}}(?:-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}\b | \b(?=[a-f]*\d)[0-9a-f]{{8,}}\b | \b\d{{9,}}(?:\.\d+)?\b
     | \b[a-z]+[_-](?=[a-z]*\d)[a-z0-9]{{6,}}\b | \b(?=[a-z]*\d)[a-z0-9]{{16,}}\b
-    | \b(?:id|request|session|trace|run)\ ?(?:id|number|no\.)?\ ?[:=#]?\ ?\w*\d\w*
+    | \b(?:id|request|session|trace|run)\ ?(?:id|number|no\.)?\ ?[:=#]?\ ?[\w-]*\d[\w-]*
     """
 )
 """Dates, times, UUIDs, hashes, Unix times and ids of requests."""

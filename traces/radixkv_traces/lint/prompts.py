@@ -40,8 +40,8 @@ class Texts:
         return self._texts[part.digest]
 
     def said(self, part: Part) -> str:
-        """Return the text without the line of its role."""
-        return self.of(part).partition("\n")[2] if part.role else self.of(part)
+        """Return the text without the line of its role and the last line break."""
+        return self.of(part)[:-1].partition("\n")[2] if part.role else self.of(part)
 
     def shared(self, one: str, other: str) -> int:
         """Return the number of tokens with which both texts begin."""
