@@ -38,7 +38,7 @@ TEXT_BLOCK_TOKENS = 16
 
 PROGRAM = "radixkv-replay"
 COMMANDS = (
-    "simulate_command", "fragmentation", "generate", "import_command", "live.command", "report_command",
+    "simulate_command", "fragmentation", "generate", "import_command", "lint.command", "live.command", "report_command",
 )  # fmt: skip
 """Modules of this package with `add(add_command)`, which adds the command, and `run(arguments)`."""
 

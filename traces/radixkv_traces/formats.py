@@ -92,6 +92,7 @@ FORMAT_TABLE: dict[str, Format] = {
 """The formats by name, in the order in which they are tried."""
 
 FORMATS = ("auto", *FORMAT_TABLE)
+TEXT_FORMATS = tuple(name for name, format in FORMAT_TABLE.items() if format.read.__module__ != mooncake.__name__)
 SAMPLES = {"conversation": "jsonl", "cc_agent": "jsonl", "chat": "jsonl", "taubench": "json", "recording": "jsonl"}
 
 

@@ -41,9 +41,14 @@ class LintReport:
     findings: tuple[Finding, ...]
 
     @property
+    def tokens(self) -> int:
+        """The tokens of all findings."""
+        return sum(each.tokens for each in self.findings)
+
+    @property
     def share(self) -> float:
         """The share of prompt tokens that all findings cost."""
-        return sum(each.tokens for each in self.findings) / max(1, self.prompt_tokens)
+        return self.tokens / max(1, self.prompt_tokens)
 
 
 def lint(requests: Iterable[ChatRequest], encode: Encode = estimate, block_size: int = 1) -> LintReport:
