@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import takewhile
 from marshal import dumps
+from operator import eq
 from typing import Any
 
 Prompt = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -95,7 +96,7 @@ def break_between(before: Sequence[Part], now: Sequence[Part], same: bool = Fals
     at = first_difference(before, now)
     if at is None:
         return None
-    change = Change(before, now, at, same)
+    change = _Change(before, now, at, same)
     return next((Break(at, change.first.name, name) for name, rule in RULES.items() if rule.test(change)), None)
 
 
@@ -104,126 +105,89 @@ def first_difference(before: Sequence[Part], now: Sequence[Part]) -> int | None:
     return next((at for at, (old, new) in enumerate(zip(before, now, strict=False)) if old.digest != new.digest), None)
 
 
-@dataclass(frozen=True)
-class Change:
-    """Two prompts that differ from part `at` on."""
-
-    before: Sequence[Part]
-    now: Sequence[Part]
-    at: int
-    same: bool = False
-
-    @property
-    def old(self) -> Part:
-        """The first part that differs, as it was."""
-        return self.before[self.at]
-
-    @property
-    def new(self) -> Part:
-        """The first part that differs, as it is."""
-        return self.now[self.at]
-
-    @property
-    def first(self) -> Part:
-        """The one of both parts whose kind is first in a prompt."""
-        return min(self.old, self.new, key=lambda part: _ORDER.index(part.kind))
-
-    @cached_property
-    def kept(self) -> tuple[int, int]:
-        """The number of later parts at the end of `before` that `now` has in a row, and the row's end in `now`."""
-        old, new = ([part.digest for part in each] for each in (self.before[self.at + 1 :], self.now[self.at :]))
-        most = 0, 0
-        for end in (end for end, digest in enumerate(new, 1) if old and digest == old[-1]):
-            row = next((n for n in range(min(len(old), end)) if old[-1 - n] != new[end - 1 - n]), min(len(old), end))
-            most = max(most, (row, self.at + end))
-        return most
-
-    @cached_property
-    def continues(self) -> bool:
-        """Whether `now` goes on with the conversation of `before`."""
-        kept = self.before[len(self.before) - self.kept[0] :]
-        return bool(kept) and (self.same or (len(kept) > 1 and any(part.role == "assistant" for part in kept)))
-
-    @cached_property
-    def remaining(self) -> set[int]:
-        """The digests of later parts of `before` that `now` has."""
-        return {part.digest for part in self.before[self.at + 1 :]} & {part.digest for part in self.now[self.at :]}
-
-    def undone(self, rule: str) -> list[Part]:
-        """Return the later prompt with the parts that break the rule as they were in the earlier one. O(parts)."""
-        if RULES[rule].undo == "kind":
-            rank = _ORDER.index(self.first.kind)
-            ranked = [(_ORDER.index(part.kind), part) for part in self.now]
-            old = [part for part in self.before if part.kind == self.first.kind]
-            return [part for at, part in ranked if at < rank] + old + [part for at, part in ranked if at > rank]
-        if RULES[rule].undo == "all":
-            return [*self.before, *self.now[self.kept[1] or self.at + len(self.remaining) :]]
-        parts = list(self.now)
-        for at in range(self.at, min(len(self.before), len(parts))):
-            if self.before[at].digest == parts[at].digest:
-                continue
-            if not RULES[rule].test(Change(self.before, self.now, at, self.same)):
+def undone(before: Sequence[Part], now: Sequence[Part], found: Break, same: bool = False) -> list[Part]:
+    """Return `now` with all parts that break the rule as they were in `before`. O(parts)."""
+    rule, parts = RULES[found.rule], list(now)
+    if rule.whole:
+        return [*before, *now[_Change(before, now, found.at, same).end :]]
+    for at, (old, new) in enumerate(zip(before, now, strict=False)):
+        if old.digest != new.digest:
+            if not rule.test(_Change(before, now, at, same)):
                 break
-            parts[at] = self.before[at]
-        return parts
+            parts[at] = old
+    return parts
+
+
+class _Change:
+    """Two prompts that differ from part `at` on, and the later parts that both have."""
+
+    def __init__(self, before: Sequence[Part], now: Sequence[Part], at: int, same: bool) -> None:
+        self.before, self.now, self.at, self.same = before, now, at, same
+        self.old, self.new = before[at], now[at]
+        self.first = min(self.old, self.new, key=lambda part: _ORDER.index(part.kind))
+        later, rest = [part.digest for part in before[at + 1 :]], [part.digest for part in now[at:]]
+        self.remaining = {*later}.intersection(rest)
+        ends = (end for end, digest in enumerate(rest, 1) if later and digest == later[-1])
+        rows = ((sum(takewhile(bool, map(eq, reversed(later), reversed(rest[:end])))), at + end) for end in ends)
+        # The number of parts at the end of `before` that `now` has in a row, and the end of that row.
+        self.kept, self.end = max(rows, default=(0, at + len(self.remaining)))
+        kept = before[len(before) - self.kept :]
+        replied = self.kept > 1 and any(part.role == "assistant" for part in kept)
+        self.continues = replied or (same and self.kept > 0)
 
 
 def _asked(*parts: Part) -> bool:
-    """Whether no model or tool wrote any of these parts, which may be tools."""
+    """Whether no model and no tool wrote any of these parts."""
     return all(part.role in ("", "system", "developer", "user") for part in parts)
 
 
-def _volatile(it: Change) -> bool:
+def _both(it: _Change, *fields: str) -> bool:
+    return all(getattr(it.old, field) == getattr(it.new, field) for field in fields)
+
+
+def _volatile(it: _Change) -> bool:
     last = it.new.kind == "message" and it.at + 1 == len(it.now)  # another question, unless it ends alike
-    return (it.old.kind, it.old.form) == (it.new.kind, it.new.form) and (not last or 0 != it.old.tail == it.new.tail)
+    return _both(it, "kind", "form") and (not last or 0 != it.old.tail == it.new.tail)
 
 
-def _tools_order(it: Change) -> bool:
+def _tools_order(it: _Change) -> bool:
     old, new = (sorted(part.digest for part in each if part.kind == "tool") for each in (it.before, it.now))
     return it.old.kind == it.new.kind == "tool" and old == new
 
 
-def _call_rewritten(it: Change) -> bool:
-    alike = (it.old.role, it.old.words, it.old.thought) == (it.new.role, it.new.words, it.new.thought)
-    return alike and 0 not in (it.old.calls, it.new.calls) and (it.old.form == it.new.form or it.continues)
+def _call_rewritten(it: _Change) -> bool:
+    alike = _both(it, "role", "words", "thought") and 0 not in (it.old.calls, it.new.calls)
+    return alike and (it.continues or _both(it, "form"))
 
 
-def _thinking_dropped(it: Change) -> bool:
-    alike = (it.old.role, it.old.words, it.old.calls) == (it.new.role, it.new.words, it.new.calls)
-    return alike and it.old.thought != 0 == it.new.thought
-
-
-def _summarised(it: Change) -> bool:
+def _summarised(it: _Change) -> bool:
     """Fewer messages stand in the place of several, or after the few that remain."""
-    kept, end = it.kept
-    gone, new = len(it.before) - it.at - kept, end - it.at - kept
-    if it.continues:
-        return new < gone > 1
-    return len(it.now) < len(it.before) and it.new.digest in it.remaining and (it.same or len(it.remaining) > 1)
+    gone, new = (size - it.at - it.kept for size in (len(it.before), it.end))
+    few = len(it.now) < len(it.before) and it.new.digest in it.remaining and (it.same or len(it.remaining) > 1)
+    return new < gone > 1 if it.continues else few
 
 
-def _message_changed(it: Change) -> bool:
+def _message_changed(it: _Change) -> bool:
     cut = it.old.role == "tool" and it.at + 1 < len(it.now) and not _asked(*it.before[: it.at])
-    return it.old.kind == "message" and it.old.role == it.new.role and (it.continues or cut)
+    return it.old.kind == "message" and _both(it, "kind", "role") and (it.continues or cut)
 
 
-def _private_first(it: Change) -> bool:
-    head = not it.same and (it.old.kind, it.old.role) == (it.new.kind, it.new.role) and it.old.kind != "tool"
+def _private_first(it: _Change) -> bool:
     old, new = it.before[it.at + 1 : it.at + 2], it.now[it.at + 1 : it.at + 2]
-    shared = bool(old and new) and old[0].digest == new[0].digest and old[0].kind == it.old.kind and _asked(*old)
-    return head and _asked(*it.before[: it.at + 1]) and (shared or 0 != it.old.tail == it.new.tail)
+    next_one = bool(old and new) and old[0].digest == new[0].digest and old[0].kind == it.old.kind and _asked(*old)
+    head = not it.same and _both(it, "kind", "role") and it.old.role != "" and _asked(*it.before[: it.at + 1])
+    return head and (next_one or 0 != it.old.tail == it.new.tail)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule: its test, a remedy, and two prompts that break it.
+    """A rule: its test, a remedy, and two prompts that break it; a break has a character of the text if `in_text`.
 
-    `undo` names the parts that an undone break has as they were: "each" that breaks the rule, all of its "kind", "all".
-    `in_text` states that a character of the text locates the break.
+    Undone, a prompt has each part that breaks the rule as it was, or the `whole` earlier prompt.
     """
 
-    test: Callable[[Change], bool]
-    undo: str
+    test: Callable[[_Change], bool]
+    whole: bool
     in_text: bool
     remedy: str
     example: tuple[Prompt, Prompt]
@@ -233,57 +197,55 @@ def _call(text: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "read", "arguments": text}}]}
 
 
-def _systems(*texts: str) -> Prompt:
-    return [{"role": "system", "content": text} for text in texts], []
+def _said(role: str, *texts: str) -> Prompt:
+    return [{"role": role, "content": text} for text in texts], []
 
 
 _READ, _GREP = {"name": "read", "parameters": {"path": 1, "limit": 2}}, {"name": "grep"}
-_TURNED = {"name": "read", "parameters": {"limit": 2, "path": 1}}
-_ASK, _GO = {"role": "user", "content": "Read it."}, {"role": "user", "content": "Go on."}
+_ASK, _NOTE, _GO = _said("user", "Read it.", "A file was read.", "Go on.")[0]
 _RESULT, _END = {"role": "tool", "content": "No lines."}, {"role": "assistant", "content": "It is empty."}
-_NOTE, _THINKS = {"role": "user", "content": "A file was read."}, {**_END, "reasoning_content": "Hm."}
-_TALK = [_ASK, _call('{"path": "a"}'), _RESULT, _END, _GO]
-_BEFORE = _TALK, [_READ, _GREP]
+_TALK, _TOOLS = [_ASK, _call('{"path": "a"}'), _RESULT, _END, _GO], [_READ, _GREP]
+_BEFORE = _TALK, _TOOLS
 
 RULES: dict[str, Rule] = {
     "template-changed": Rule(
-        lambda it: it.first.kind == "template", "kind", False,
-        "Keep the chat template and its arguments within a conversation.",
-        (([{"role": "template", "content": "a"}, _ASK], []), ([{"role": "template", "content": "b"}, _ASK], []))),
+        lambda it: it.first.kind == "template", False, False,
+        "Keep the chat template and its arguments within a conversation.", (_said("template", "a"), _said("template", "b"))),
     "schema-order": Rule(
-        lambda it: it.old.kind == it.new.kind == "tool" and it.old.words == it.new.words, "kind", False,
-        "Write the keys of each schema in one order, such as sorted.", (_BEFORE, (_TALK, [_TURNED, _GREP]))),
+        lambda it: it.old.kind == it.new.kind == "tool" and _both(it, "words"), False, False,
+        "Write the keys of each schema in one order, such as sorted.",
+        (_BEFORE, (_TALK, [{"name": "read", "parameters": {"limit": 2, "path": 1}}, _GREP]))),
     "tools-order": Rule(
-        _tools_order, "kind", False,
-        "Send the tools in one order, such as sorted by name.", (_BEFORE, (_TALK, [_GREP, _READ]))),
+        _tools_order, False, False, "Send the tools in one order, such as sorted by name.", (_BEFORE, (_TALK, [_GREP, _READ]))),
     "call-rewritten": Rule(
-        _call_rewritten, "each", False, "Send calls back as the model wrote them: the same ids, spaces and keys.",
-        (_BEFORE, ([_ASK, _call('{"path":"a"}'), *_TALK[2:]], _BEFORE[1]))),
+        _call_rewritten, False, False, "Send calls back as the model wrote them: the same ids, spaces and keys.",
+        (_BEFORE, ([_ASK, _call('{"path":"a"}'), *_TALK[2:]], _TOOLS))),
     "thinking-dropped": Rule(
-        _thinking_dropped, "each", False, "Send thinking back, or drop it before the reply is first sent back.",
-        (([_ASK, _THINKS, _GO], []), ([_ASK, _END, _GO], []))),
+        lambda it: _both(it, "role", "words", "calls") and it.old.thought != 0 == it.new.thought, False, False,
+        "Send thinking back, or drop it before the reply is first sent back.",
+        (([_ASK, {**_END, "reasoning_content": "Hm."}, _GO], []), ([_ASK, _END, _GO], []))),
     "volatile-text": Rule(
-        _volatile, "each", True, "Move dates, times and ids to the end of the prompt, or leave them out.",
-        (_systems("It is 12:01:07."), _systems("It is 12:02:30."))),
+        _volatile, False, True, "Move dates, times and ids to the end of the prompt, or leave them out.",
+        (_said("system", "It is 12:01:07."), _said("system", "It is 12:02:30."))),
     "tools-changed": Rule(
-        lambda it: it.first.kind == "tool" and it.continues, "kind", False,
+        lambda it: it.first.kind == "tool" and it.continues, True, False,
         "Define all tools from the start, and keep their definitions.", (_BEFORE, (_TALK, [_READ]))),
     "system-changed": Rule(
-        lambda it: it.first.kind == "system" and it.continues, "kind", True,
+        lambda it: it.first.kind == "system" and it.continues, True, True,
         "Keep the system prompt within a conversation, and append news as messages.",
-        ((_systems("Be brief.")[0] + _TALK, []), (_systems("Be polite.")[0] + _TALK, []))),
+        ((_said("system", "Be brief.")[0] + _TALK, []), (_said("system", "Be polite.")[0] + _TALK, []))),
     "message-dropped": Rule(
-        lambda it: it.continues and it.new.digest in it.remaining, "all", False,
-        "Keep messages while the context has room, or drop many at a time.", (_BEFORE, (_TALK[2:], _BEFORE[1]))),
+        lambda it: it.continues and it.new.digest in it.remaining, True, False,
+        "Keep messages while the context has room, or drop many at a time.", (_BEFORE, (_TALK[2:], _TOOLS))),
     "history-summarised": Rule(
-        _summarised, "all", False, "Summarise seldom, and keep tools and system prompt as they were.",
-        (_BEFORE, ([_NOTE, *_TALK[3:]], _BEFORE[1]))),
+        _summarised, True, False, "Summarise seldom, and keep tools and system prompt as they were.",
+        (_BEFORE, ([_NOTE, *_TALK[3:]], _TOOLS))),
     "message-changed": Rule(
-        _message_changed, "each", True, "Append corrections, and cut results of tools before they are first sent.",
-        (_BEFORE, ([_NOTE, *_TALK[1:]], _BEFORE[1]))),
+        _message_changed, False, True, "Append corrections, and cut results of tools before they are first sent.",
+        (_BEFORE, ([_NOTE, *_TALK[1:]], _TOOLS))),
     "private-first": Rule(
-        _private_first, "each", False, "Move text of one user or session after the text that all share.",
-        (_systems("Moss garden.", "Be brief."), _systems("Fern valley.", "Be brief."))),
+        _private_first, False, False, "Move text of one user or session after the text that all share.",
+        (_said("system", "Moss garden.", "Be brief."), _said("system", "Fern valley.", "Be brief."))),
 }  # fmt: skip
 """The rules by name, in the order in which they are tried."""
 
