@@ -12,12 +12,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from marshal import dumps
 from operator import eq
 from typing import Any
 
-Prompt = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+Objects = Sequence[dict[str, Any]]
+Prompt = tuple[Objects, Objects]
 """The messages and the tools of a request."""
 
 _TAIL = 256  # characters at the end of a text; fewer may be equal by chance
@@ -36,6 +38,8 @@ _VOLATILE = re.compile(
 )
 """Dates, times, UUIDs, hashes, Unix times and ids of requests."""
 _THINKING = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+_masked = partial(_VOLATILE.sub, "#")
+_sorted = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +66,7 @@ class Break:
     rule: str
 
 
-def parts_of(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
-    known: Mapping[int, Part] | None = None,
-) -> list[Part]:
+def parts_of(messages: Objects, tools: Objects = (), known: Mapping[int, Part] | None = None) -> list[Part]:
     """Return the parts of a prompt in its order: tools, system messages, other messages.
 
     `known` are parts of earlier prompts by their digests; only other texts are masked. O(bytes).
@@ -127,12 +127,13 @@ class _Change:
         self.first = min(self.old, self.new, key=lambda part: _ORDER.index(part.kind))
         later, rest = [part.digest for part in before[at + 1 :]], [part.digest for part in now[at:]]
         self.remaining = {*later}.intersection(rest)
-        ends = (end for end, digest in enumerate(rest, 1) if later and digest == later[-1])
-        rows = ((sum(takewhile(bool, map(eq, reversed(later), reversed(rest[:end])))), at + end) for end in ends)
+        ends = [end for end, digest in enumerate(rest, 1) if later and digest == later[-1]]
+        rows: list[tuple[int, int]] = [
+            (sum(takewhile(bool, map(eq, reversed(later), reversed(rest[:end])))), at + end) for end in ends
+        ]
         # The number of parts at the end of `before` that `now` has in a row, and the end of that row.
         self.kept, self.end = max(rows, default=(0, at + len(self.remaining)))
-        kept = before[len(before) - self.kept :]
-        replied = self.kept > 1 and any(part.role == "assistant" for part in kept)
+        replied = self.kept > 1 and any(part.role == "assistant" for part in before[-self.kept :])
         self.continues = replied or (same and self.kept > 0)
 
 
@@ -143,21 +144,6 @@ def _asked(*parts: Part) -> bool:
 
 def _both(it: _Change, *fields: str) -> bool:
     return all(getattr(it.old, field) == getattr(it.new, field) for field in fields)
-
-
-def _volatile(it: _Change) -> bool:
-    last = it.new.kind == "message" and it.at + 1 == len(it.now)  # another question, unless it ends alike
-    return _both(it, "kind", "form") and (not last or 0 != it.old.tail == it.new.tail)
-
-
-def _tools_order(it: _Change) -> bool:
-    old, new = (sorted(part.digest for part in each if part.kind == "tool") for each in (it.before, it.now))
-    return it.old.kind == it.new.kind == "tool" and old == new
-
-
-def _call_rewritten(it: _Change) -> bool:
-    alike = _both(it, "role", "words", "thought") and 0 not in (it.old.calls, it.new.calls)
-    return alike and (it.continues or _both(it, "form"))
 
 
 def _summarised(it: _Change) -> bool:
@@ -181,71 +167,79 @@ def _private_first(it: _Change) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule: its test, a remedy, and two prompts that break it; a break has a character of the text if `in_text`.
+    """A rule: its test, a remedy, and two prompts that break it.
 
-    Undone, a prompt has each part that breaks the rule as it was, or the `whole` earlier prompt.
+    Undone, a prompt has each part that breaks the rule as it was, or the `whole` earlier prompt. A character of the
+    text locates a break if it is `in_text`.
     """
 
     test: Callable[[_Change], bool]
-    whole: bool
-    in_text: bool
     remedy: str
     example: tuple[Prompt, Prompt]
+    whole: bool = False
+    in_text: bool = False
 
 
 def _call(text: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "read", "arguments": text}}]}
 
 
-def _said(role: str, *texts: str) -> Prompt:
-    return [{"role": role, "content": text} for text in texts], []
+def _said(role: str, *texts: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": text} for text in texts]
 
 
-_READ, _GREP = {"name": "read", "parameters": {"path": 1, "limit": 2}}, {"name": "grep"}
-_ASK, _NOTE, _GO = _said("user", "Read it.", "A file was read.", "Go on.")[0]
-_RESULT, _END = {"role": "tool", "content": "No lines."}, {"role": "assistant", "content": "It is empty."}
-_TALK, _TOOLS = [_ASK, _call('{"path": "a"}'), _RESULT, _END, _GO], [_READ, _GREP]
-_BEFORE = _TALK, _TOOLS
+_ASK, _NOTE, _GO = _said("user", "Read it.", "A file was read.", "Go on.")
+_RESULT, _END = *_said("tool", "No lines."), *_said("assistant", "It is empty.")
+_TALK = [_ASK, _call('{"path": "a"}'), _RESULT, _END, _GO]
+_GREP: dict[str, Any] = {"name": "grep"}
+_TOOLS = [{"name": "read", "parameters": {"path": 1, "limit": 2}}, _GREP]
+_BEFORE: Prompt = _TALK, _TOOLS
 
 RULES: dict[str, Rule] = {
     "template-changed": Rule(
-        lambda it: it.first.kind == "template", False, False,
-        "Keep the chat template and its arguments within a conversation.", (_said("template", "a"), _said("template", "b"))),
+        lambda it: it.first.kind == "template", "Keep the chat template and its arguments within a conversation.",
+        ((_said("template", "a"), []), (_said("template", "b"), []))),
     "schema-order": Rule(
-        lambda it: it.old.kind == it.new.kind == "tool" and _both(it, "words"), False, False,
+        lambda it: it.old.kind == "tool" and _both(it, "kind", "words"),
         "Write the keys of each schema in one order, such as sorted.",
         (_BEFORE, (_TALK, [{"name": "read", "parameters": {"limit": 2, "path": 1}}, _GREP]))),
     "tools-order": Rule(
-        _tools_order, False, False, "Send the tools in one order, such as sorted by name.", (_BEFORE, (_TALK, [_GREP, _READ]))),
+        lambda it: it.old.kind == it.new.kind == "tool" and _tools(it.before) == _tools(it.now),
+        "Send the tools in one order, such as sorted by name.", (_BEFORE, (_TALK, _TOOLS[::-1]))),
     "call-rewritten": Rule(
-        _call_rewritten, False, False, "Send calls back as the model wrote them: the same ids, spaces and keys.",
+        lambda it: 0 not in (it.old.calls, it.new.calls) and _both(it, "role", "words", "thought")
+        and (it.continues or _both(it, "form")),
+        "Send calls back as the model wrote them: the same ids, spaces and keys.",
         (_BEFORE, ([_ASK, _call('{"path":"a"}'), *_TALK[2:]], _TOOLS))),
     "thinking-dropped": Rule(
-        lambda it: _both(it, "role", "words", "calls") and it.old.thought != 0 == it.new.thought, False, False,
+        lambda it: _both(it, "role", "words", "calls") and it.old.thought != 0 == it.new.thought,
         "Send thinking back, or drop it before the reply is first sent back.",
         (([_ASK, {**_END, "reasoning_content": "Hm."}, _GO], []), ([_ASK, _END, _GO], []))),
-    "volatile-text": Rule(
-        _volatile, False, True, "Move dates, times and ids to the end of the prompt, or leave them out.",
-        (_said("system", "It is 12:01:07."), _said("system", "It is 12:02:30."))),
+    "volatile-text": Rule(  # a message at the end is another question, unless both end alike
+        lambda it: _both(it, "kind", "form")
+        and (it.new.kind != "message" or it.at + 1 < len(it.now) or 0 != it.old.tail == it.new.tail),
+        "Move dates, times and ids to the end of the prompt, or leave them out.",
+        ((_said("system", "It is 12:01:07."), []), (_said("system", "It is 12:02:30."), [])), in_text=True),
     "tools-changed": Rule(
-        lambda it: it.first.kind == "tool" and it.continues, True, False,
-        "Define all tools from the start, and keep their definitions.", (_BEFORE, (_TALK, [_READ]))),
+        lambda it: it.first.kind == "tool" and it.continues,
+        "Define all tools from the start, and keep their definitions.", (_BEFORE, (_TALK, _TOOLS[:1])), whole=True),
     "system-changed": Rule(
-        lambda it: it.first.kind == "system" and it.continues, True, True,
+        lambda it: it.first.kind == "system" and it.continues,
         "Keep the system prompt within a conversation, and append news as messages.",
-        ((_said("system", "Be brief.")[0] + _TALK, []), (_said("system", "Be polite.")[0] + _TALK, []))),
+        ((_said("system", "Be brief.") + _TALK, []), (_said("system", "Be polite.") + _TALK, [])),
+        whole=True, in_text=True),
     "message-dropped": Rule(
-        lambda it: it.continues and it.new.digest in it.remaining, True, False,
-        "Keep messages while the context has room, or drop many at a time.", (_BEFORE, (_TALK[2:], _TOOLS))),
+        lambda it: it.continues and it.new.digest in it.remaining,
+        "Keep messages while there is room, or drop many at a time.", (_BEFORE, (_TALK[2:], _TOOLS)), whole=True),
     "history-summarised": Rule(
-        _summarised, True, False, "Summarise seldom, and keep tools and system prompt as they were.",
-        (_BEFORE, ([_NOTE, *_TALK[3:]], _TOOLS))),
+        _summarised, "Summarise seldom, and keep tools and system prompt as they were.",
+        (_BEFORE, ([_NOTE, *_TALK[3:]], _TOOLS)), whole=True),
     "message-changed": Rule(
-        _message_changed, False, True, "Append corrections, and cut results of tools before they are first sent.",
-        (_BEFORE, ([_NOTE, *_TALK[1:]], _TOOLS))),
+        _message_changed, "Append corrections, and cut results of tools before they are first sent.",
+        (_BEFORE, ([_NOTE, *_TALK[1:]], _TOOLS)), in_text=True),
     "private-first": Rule(
-        _private_first, False, False, "Move text of one user or session after the text that all share.",
-        (_said("system", "Moss garden.", "Be brief."), _said("system", "Fern valley.", "Be brief."))),
+        _private_first, "Move text of one user or session after the text that all share.",
+        ((_said("system", "Moss garden.", "Be brief."), []), (_said("system", "Fern valley.", "Be brief."), []))),
 }  # fmt: skip
 """The rules by name, in the order in which they are tried."""
 
@@ -255,22 +249,18 @@ def _text(content: Any) -> str:
     return "".join(part["text"] if isinstance(part.get("text"), str) else _sorted(part) for part in parts)
 
 
-def _sorted(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
-def _form(text: str) -> str:
-    return _VOLATILE.sub("#", text)
+def _tools(parts: Sequence[Part]) -> list[int]:
+    return sorted(part.digest for part in parts if part.kind == "tool")
 
 
 def _tool(tool: Mapping[str, Any], digest: int) -> Part:
     text = _sorted(tool)
-    return Part("", "tool", digest, hash((_form(text), "tool")), words=hash(text))
+    return Part("", "tool", digest, hash((_masked(text), "tool")), words=hash(text))
 
 
 def _message(head: bool, digest: int, role: str, text: str, thought: str, calls: Any) -> Part:
     words = _THINKING.sub("", text, 1) if role == "assistant" else text
-    form = hash((role, _form(words), *(_form(_sorted(_values(call))) for call in calls or ())))
+    form = hash((role, _masked(words), *(_masked(_sorted(_values(call))) for call in calls or ())))
     thinks = hash((thought, text)) if thought or len(words) < len(text) else 0
     tail = hash(words[-_TAIL:]) if len(words) >= 2 * _TAIL else 0
     kind = "system" if head else "template" if role == "template" else "message"
@@ -281,6 +271,6 @@ def _values(call: Mapping[str, Any]) -> list[Any]:
     """Return the name and the arguments of a call as values, without its id."""
     function = call.get("function") or call
     arguments = function.get("arguments")
-    with suppress(TypeError, ValueError):  # values already, or no JSON
-        arguments = json.loads(arguments)
+    with suppress(ValueError):  # no JSON
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return [function.get("name"), arguments]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.prompt_breaks import RULES, Break, break_between, parts_of
+from radixkv.prompt_breaks import RULES, break_between, parts_of
 
 
 @pytest.mark.parametrize("name", RULES)

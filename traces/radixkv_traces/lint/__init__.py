@@ -1,7 +1,7 @@
 """Find the parts of prompts that break caching in a log of requests, and count the tokens that each break costs.
 
-prompts      the text of each part, and the prompts as a cache without limit holds them
-linter       the earlier prompts that a request may continue, and the findings
+prompts      the prompts so far, as a cache without limit holds them
+linter       the breaks of a prompt, their cost, and the findings of a log
 command      `radixkv-replay lint`
 """
 

@@ -75,19 +75,17 @@ def _cost(report: LintReport) -> int:
 
 
 def _text(report: LintReport, name: str, *, show: bool) -> str:
+    cost, size = _cost(report), report.prompt_tokens
     lines = [
-        f"{name}: {report.requests:,} requests, {report.prompt_tokens:,} prompt tokens, {report.missed_tokens:,} missed; "
-        f"breaks cost {_cost(report):,} ({_cost(report) / max(1, report.prompt_tokens):.1%})"
+        f"{name}: {report.requests:,} requests, {size:,} prompt tokens, {report.missed_tokens:,} missed; "
+        f"breaks cost {cost:,} ({cost / max(1, size):.1%})"
     ]
     rows = []
     for each in report.findings:
         day = "-" if each.tokens_a_day is None else f"{each.tokens_a_day:,.0f}"
         rows.append((each.rule, each.place, f"{each.requests:,}", f"{each.tokens:,}", f"{each.share:.1%}", day))
-    if rows:
-        lines += ["", table(("rule", "place", "requests", "tokens", "share", "tokens a day"), rows, left=(0, 1)), ""]
-    for each in report.findings:
-        lines += [
-            f"{each.rule}: {each.remedy}",
-            *([f"  before {each.before!r}", f"  after  {each.after!r}"] if show else []),
-        ]
+        lines.append(f"{each.rule}: {each.remedy}")
+        lines += [f"  before {each.before!r}", f"  after  {each.after!r}"] if show else []
+    columns = "rule", "place", "requests", "tokens", "share", "tokens a day"
+    lines[1:1] = ["", table(columns, rows, left=(0, 1)), ""] if rows else []
     return "\n".join(lines)

@@ -9,7 +9,7 @@ from operator import eq
 
 from radixkv.prompt_breaks import RULES, Break, Part, break_between, first_difference, undone
 from radixkv_traces.chats import ChatRequest
-from radixkv_traces.lint.prompts import EarlierPrompts, Parts, Texts
+from radixkv_traces.lint.prompts import Parts, Prompts
 from radixkv_traces.text_blocks import Encode, estimate
 
 _SHOWN = 80  # characters of a text around the first difference
@@ -53,27 +53,25 @@ class Linter:
     """The findings of the requests so far."""
 
     def __init__(self, encode: Encode = estimate, block_size: int = 1) -> None:
-        self._texts, self._block_size = Texts(encode), block_size
-        self._namespaces: dict[str | None, EarlierPrompts] = {}
+        self._prompts, self._block_size = Prompts(encode), block_size
         self._findings: dict[tuple[str, str], Finding] = {}
         self._requests = self._tokens = self._missed = 0
         self._begin, self._end = float("inf"), float("-inf")  # milliseconds
 
     def add(self, request: ChatRequest) -> None:
         """Compare a request with the earlier ones of its namespace, and add it to them."""
-        parts = self._texts.parts(request)
-        earlier = self._namespaces.setdefault(request.namespace, EarlierPrompts(self._texts))
-        own = earlier.last_of(request.session)
+        prompts, where = self._prompts, (request.namespace, request.session)
+        parts = prompts.parts(request)
+        own = prompts.last_of(*where)
         if not own or first_difference(own, parts) is not None:
-            found = [
-                [*self._breaks(earlier, each, parts, each is own)] for each in earlier.alike(request.session, parts)
-            ]
+            alike = prompts.alike(*where, parts)
+            found = [[*self._breaks(request.namespace, each, parts, each is own)] for each in alike]
             for cost, place, old, new in max(found, key=lambda breaks: sum(each[0] for each in breaks), default=[]):
                 self._count(cost, place, old, new)
-        self._requests, self._tokens = self._requests + 1, self._tokens + self._texts.tokens(parts)
-        self._missed += self._missing(earlier, parts)
+        self._requests, self._tokens = self._requests + 1, self._tokens + prompts.tokens(parts)
+        self._missed += self._missing(request.namespace, parts)
         self._begin, self._end = min(self._begin, request.timestamp), max(self._end, request.timestamp)
-        earlier.add(request.session, parts)
+        prompts.add(*where, parts)
 
     def report(self) -> LintReport:
         """Return the findings so far."""
@@ -85,33 +83,31 @@ class Linter:
         return LintReport(self._requests, self._tokens, self._missed, seconds, tuple(findings))
 
     def _breaks(
-        self, earlier: EarlierPrompts, before: Parts, now: Parts, same: bool
+        self, namespace: str | None, before: Parts, now: Parts, same: bool
     ) -> Iterator[tuple[int, Break, Part, Part]]:
         """Undo one break after the other; returns the cost of each."""
         at = -1
         while (found := break_between(before, now, same)) and found.at > at:
             at, better = found.at, tuple(undone(before, now, found, same))
-            fewer = self._missing(earlier, now) - self._missing(earlier, better)
-            cost = min(fewer, fewer + self._texts.tokens(better) - self._texts.tokens(now))
+            fewer = self._missing(namespace, now) - self._missing(namespace, better)
+            cost = min(fewer, fewer + self._prompts.tokens(better) - self._prompts.tokens(now))
             if found.rule == "private-first":  # in its place after the shared text, it would miss as it does now
                 cost = min(cost, self._shared_after(before[at:], now[at:]))
             if cost > 0:
                 yield cost, found, before[at], now[at]
             now = better
 
-    def _missing(self, earlier: EarlierPrompts, parts: Parts) -> int:
-        hits = earlier.hits(parts)
-        return self._texts.tokens(parts) - hits + hits % self._block_size
+    def _missing(self, namespace: str | None, parts: Parts) -> int:
+        hits = self._prompts.hits(namespace, parts)
+        return self._prompts.tokens(parts) - hits + hits % self._block_size
 
     def _shared_after(self, before: Parts, now: Parts) -> int:
         """Return the tokens after the first difference that both prompts have in a row."""
         rest = takewhile(lambda both: both[0].digest == both[1].digest, zip(before[1:], now[1:], strict=False))
-        ends = (
-            [self._texts.text(part)[::-1] for part in (before[0], now[0])]
-            if before[0].tail == now[0].tail
-            else ["", ""]
-        )
-        return self._texts.tokens([part for part, _ in rest]) + self._texts.shared(*ends)
+        shared = self._prompts.tokens([part for part, _ in rest])
+        if 0 != before[0].tail == now[0].tail:
+            shared += self._prompts.shared(*(self._prompts.text(part)[::-1] for part in (before[0], now[0])))
+        return shared
 
     def _count(self, cost: int, found: Break, old: Part, new: Part) -> None:
         key = found.rule, found.part.partition("[")[0]
@@ -120,7 +116,7 @@ class Linter:
 
     def _finding(self, found: Break, *parts: Part) -> Finding:
         """Return a finding without requests; its texts lack the line of a role, and the last line break."""
-        texts = [self._texts.text(part)[:-1].removeprefix(f"<|{part.role}|>\n") for part in parts]
+        texts = [self._prompts.text(part)[:-1].removeprefix(f"<|{part.role}|>\n") for part in parts]
         at = sum(takewhile(bool, map(eq, *texts)))
         place = f"{found.part}, character {at}" if RULES[found.rule].in_text else found.part
         begin = max(0, at - _SHOWN // 2)

@@ -1,10 +1,10 @@
-"""The earlier prompts of a namespace: as a prefix cache without limit holds them, and as a later one may change them."""
+"""The prompts of a log so far: as a prefix cache without limit holds them, and by signs that a later one may share."""
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -14,23 +14,27 @@ from radixkv_traces.chats import ChatRequest
 from radixkv_traces.text_blocks import Encode, rendered, spoken
 
 Parts = tuple[Part, ...]
+Sign = tuple[str, object, object]
+"""A name, a namespace or the hash of a path in it, and what a prompt has there."""
 
 
-class Texts:
-    """The texts of all parts so far; a text that many prompts have is held, rendered and encoded once."""
+class Prompts:
+    """The prompts so far. A text that many of them have is held, rendered and encoded once."""
 
     def __init__(self, encode: Encode) -> None:
         self._encode = encode
         self._known: dict[int, Part] = {}
-        self._shown: dict[int, tuple[str, int]] = {}  # a text and its number of tokens
+        self._shown: dict[int, tuple[str, int]] = {}  # by the digest of a part: its text and number of tokens
+        self._children: dict[int, list[str]] = {}  # by the hash of a path of parts: the sorted texts that follow it
+        self._last: dict[Sign, Parts] = {}  # the last prompt with a sign
 
     def parts(self, request: ChatRequest) -> Parts:
         """Return the parts of a prompt. O(parts) + O(bytes of new texts)."""
         parts = parts_of(request.messages, request.tools, self._known)
         for part, said in zip(parts, (*request.tools, *request.messages), strict=True):
-            if self._known.setdefault(part.digest, part) is part and part.digest not in self._shown:
+            if part.digest not in self._known:
                 text = shown(said)
-                self._shown[part.digest] = text, len(self._encode(text))
+                self._known[part.digest], self._shown[part.digest] = part, (text, len(self._encode(text)))
         return tuple(parts)
 
     def tokens(self, parts: Sequence[Part]) -> int:
@@ -45,66 +49,46 @@ class Texts:
         """Return the number of tokens with which both texts begin. O(bytes)."""
         return common_prefix(self._encode(one).tobytes(), 0, self._encode(other).tobytes()) // WIDTH
 
-
-def shown(said: dict[str, Any]) -> str:
-    """Return a tool with its keys as sent, or a message with its thinking as sent, as they appear in the prompt."""
-    if "role" not in said:
-        return json.dumps(said, ensure_ascii=False, separators=(",", ":")) + "\n"
-    thought = said.get("reasoning_content")
-    return rendered(
-        {**said, "content": f"<think>\n{thought}\n</think>\n{spoken({**said, 'tool_calls': None})}"}
-        if thought
-        else said
-    )
-
-
-class EarlierPrompts:
-    """The prompts of a namespace so far, as a tree of their parts and by signs that a changed one may share."""
-
-    def __init__(self, texts: Texts) -> None:
-        self._texts = texts
-        self._children: dict[int, list[str]] = {0: []}  # by the hash of a path: the sorted texts that follow it
-        self._last: dict[tuple[object, ...], Parts] = {}  # by a sign: the last prompt with it
-
-    def hits(self, parts: Sequence[Part]) -> int:
+    def hits(self, namespace: str | None, parts: Parts) -> int:
         """Return the tokens of the longest beginning that an earlier prompt has. O(parts) + O(log children) texts."""
-        paths = self._paths(parts)
-        known = len(paths) - 1
-        siblings, texts = self._children[paths[-1]], [self._texts.text(part) for part in parts[known : known + 1]]
-        near = [
-            (text, each)
-            for text in texts
-            for at in [bisect_left(siblings, text)]
-            for each in siblings[max(0, at - 1) : at + 1]
-        ]
-        return self._texts.tokens(parts[:known]) + max((self._texts.shared(*both) for both in near), default=0)
+        paths = self._paths(namespace, parts)
+        known, siblings = len(paths) - 1, self._children.get(paths[-1], [])
+        hits = self.tokens(parts[:known])
+        for text in map(self.text, parts[known : known + 1]):
+            at = bisect_left(siblings, text)
+            hits += max((self.shared(text, each) for each in siblings[max(0, at - 1) : at + 1]), default=0)
+        return hits
 
-    def last_of(self, session: str) -> Parts:
+    def last_of(self, namespace: str | None, session: str) -> Parts:
         """Return the last prompt of a session; an empty one if there is none."""
-        return self._last.get(("session", session), ())
+        return self._last.get(("session", namespace, session), ())
 
-    def alike(self, session: str, parts: Parts) -> list[Parts]:
+    def alike(self, namespace: str | None, session: str, parts: Parts) -> list[Parts]:
         """Return prompts of the same conversation, and others that differ in one part of their beginnings."""
-        paths = self._paths(parts)
-        ends = [("end", part.form) for part in reversed(parts) if ("end", part.form) in self._last]
-        signs = [("session", session), _tools(parts), *ends[:1], *_signs(paths[-1], parts, len(paths) - 1)]
+        paths = self._paths(namespace, parts)
+        ends = [("end", namespace, part.form) for part in reversed(parts)]
+        signs = [
+            ("session", namespace, session), _tools(namespace, parts),
+            *[each for each in ends if each in self._last][:1], *_signs(paths[-1], parts[len(paths) - 1 :]),
+        ]  # fmt: skip
         return [*{id(self._last[sign]): self._last[sign] for sign in signs if sign in self._last}.values()]
 
-    def add(self, session: str, parts: Parts) -> None:
+    def add(self, namespace: str | None, session: str, parts: Parts) -> None:
         """Add a prompt. O(parts)."""
-        paths = self._paths(parts)
+        paths = self._paths(namespace, parts)
         for part in parts[len(paths) - 1 :]:
-            siblings, text = self._children[paths[-1]], self._texts.text(part)
+            siblings, text = self._children.setdefault(paths[-1], []), self.text(part)
             siblings.insert(bisect_left(siblings, text), text)
             paths.append(hash((paths[-1], part.digest)))
             self._children[paths[-1]] = []
         asked = len([*takewhile(lambda part: part.role != "assistant", parts)])
-        signs = [sign for at in range(asked) for sign in _signs(paths[at], parts, at)]
-        self._last |= dict.fromkeys([("session", session), ("end", parts[-1].form), _tools(parts), *signs], parts)
+        signs = [sign for at in range(asked) for sign in _signs(paths[at], parts[at:])]
+        signs += [("session", namespace, session), ("end", namespace, parts[-1].form), _tools(namespace, parts)]
+        self._last.update(dict.fromkeys(signs, parts))
 
-    def _paths(self, parts: Sequence[Part]) -> list[int]:
+    def _paths(self, namespace: str | None, parts: Parts) -> list[int]:
         """Return the hashes of the known beginnings of a prompt, from the empty one to the longest."""
-        paths = [0]
+        paths = [hash(namespace)]
         for part in parts:
             path = hash((paths[-1], part.digest))
             if path not in self._children:
@@ -113,13 +97,21 @@ class EarlierPrompts:
         return paths
 
 
-def _tools(parts: Parts) -> tuple[object, ...]:
-    return "tools", sum(part.digest for part in parts if part.kind == "tool")
+def _tools(namespace: str | None, parts: Parts) -> Sign:
+    return "tools", namespace, sum(part.digest for part in parts if part.kind == "tool")
 
 
-def _signs(path: int, parts: Parts, at: int) -> Iterator[tuple[object, ...]]:
-    """Return what a prompt may share with one that has the same path and then another part."""
-    for part in parts[at : at + 1]:
-        yield "form", path, part.form
-        yield from [("tail", path, part.tail)] if part.tail else []
-    yield from (("next", path, part.digest) for part in parts[at + 1 : at + 2])
+def _signs(path: int, parts: Parts) -> list[Sign]:
+    """Return what a prompt may share with one that has another part after the same path."""
+    signs: list[Sign] = [("form", path, part.form) for part in parts[:1]]
+    signs += [("tail", path, part.tail) for part in parts[:1] if part.tail]
+    return [*signs, *(("next", path, part.digest) for part in parts[1:2])]
+
+
+def shown(said: dict[str, Any]) -> str:
+    """Return a tool with its keys as sent, or a message with its thinking as sent, as they appear in the prompt."""
+    if "role" not in said:
+        return json.dumps(said, ensure_ascii=False, separators=(",", ":")) + "\n"
+    if thought := said.get("reasoning_content"):
+        said = {**said, "content": f"<think>\n{thought}\n</think>\n{spoken({'content': said.get('content')})}"}
+    return rendered(said)
