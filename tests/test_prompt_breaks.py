@@ -1,15 +1,119 @@
-"""The rules of breaks, each on its own example, and the prompts that break none."""
+"""The rules of breaks, each on its own example, and prompts that break none."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from radixkv.prompt_breaks import RULES, break_between, parts_of
+from radixkv.prompt_breaks import RULES, Break, break_between, parts_of, undone
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOL = {"name": "read", "parameters": {"path": 1}}
+
+
+def talk(*texts: str) -> list[dict[str, Any]]:
+    """Return questions and answers in turn."""
+    return [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(texts)]
+
+
+def found(before: list[dict[str, Any]], now: list[dict[str, Any]], same: bool = False) -> Break | None:
+    return break_between(parts_of(before), parts_of(now), same)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_an_example_breaks_its_rule_and_no_other(name: str) -> None:
     before, now = (parts_of(*prompt) for prompt in RULES[name].example)
-    found = break_between(before, now)
-    assert found is not None
-    assert found.rule == name
+    broken = break_between(before, now)
+    assert broken is not None
+    assert broken.rule == name
+    mended = undone(before, now, broken)
+    assert break_between(before, mended) is None
+    assert mended[broken.at].digest == before[broken.at].digest
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (talk("a", "b", "c"), talk("a", "b", "c", "d", "e")),  # it goes on
+        (talk("a", "b", "c"), talk("a", "b", "c")),  # a retry
+        (talk("a", "b", "c"), talk("a", "b", "x")),  # another last question
+        (talk("a", "b", "On 2026-01-02?"), talk("a", "b", "On 2026-01-03?")),
+        (talk("a", "b", "c", "d", "e"), talk("a", "x", "y")),  # a branch
+        (talk("hi", "Hello!", "a"), talk("hello", "Hello!", "b")),  # other conversations
+        (talk("a", "b", "more"), talk("x", "y", "more")),
+        ([SYSTEM, *talk("a", "b", "c")], [{**SYSTEM, "content": "Plan."}, *talk("a", "x", "y")]),  # another agent
+    ],
+)
+def test_other_prompts_break_no_rule(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+    assert found(before, now) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("2026-11-28T10:00:01.5Z", "2026-11-29T11:20:01.75Z"),
+        ("28.11.2026, 9:05 am", "1.12.2026, 10:15 pm"),
+        ("Saturday, November 28th, 2026", "Sunday, November 29th, 2026"),
+        ("Sat 28 Nov 2026 10:00:01 UTC", "Mon 1 Dec 2026 11:07:59 UTC"),
+        ("1732788001", "1732788222.25"),
+        ("0b9a4c1e-1f1e-4f3b-9c63-0d5a9a0c1c11", "7d1f4c1e-2f1e-4a3b-8c63-ad5a9a0c1c22"),
+        ("req_011CVabc9XYZ", "req_7700Kdef1ABC"),
+        ("session 4711", "session 4712"),
+        ("commit 3f2a9c1d", "commit 9e0b1d2c"),
+    ],
+)
+def test_dates_times_and_ids_are_volatile(one: str, other: str) -> None:
+    before, now = ([{"role": "system", "content": f"It is {text}."}] for text in (one, other))
+    assert found(before, now) == Break(0, "system", "volatile-text")
+
+
+@pytest.mark.parametrize(("one", "other"), [("3 apples", "4 apples"), ("version 1.2", "version 1.3"), ("moss", "fern")])
+def test_other_texts_are_not_volatile(one: str, other: str) -> None:
+    assert found([{"role": "system", "content": one}], [{"role": "system", "content": other}]) is None
+
+
+def test_an_id_before_a_long_text_is_volatile_in_the_last_message_too() -> None:
+    assert found(talk("id=41 " + "moss " * 200), talk("id=42 " + "moss " * 200)) == Break(
+        0, "messages[0]", "volatile-text"
+    )
+
+
+def test_what_remains_of_a_compacted_conversation_is_found() -> None:
+    asked = talk("a", "b", "c", "d", "e", "f", "g")
+    compacted = [*asked[:3:2], asked[4], {"role": "user", "content": "They talked."}]
+    assert found(asked[:6], compacted) == Break(1, "messages[1]", "history-summarised")
+
+
+def test_a_session_that_goes_on_needs_no_reply_in_common() -> None:
+    before, now = [SYSTEM, *talk("a")], [{**SYSTEM, "content": "Be polite."}, *talk("a", "b", "c")]
+    assert found(before, now) is None
+    assert found(before, now, same=True) == Break(0, "system", "system-changed")
+
+
+def test_thinking_in_tags_is_thinking() -> None:
+    before, now = talk("a", "<think>\nHm.\n</think>\n\nb", "c"), talk("a", "b", "c")
+    assert found(before, now) == Break(1, "messages[1]", "thinking-dropped")
+
+
+def test_known_parts_are_used_again_under_their_new_names() -> None:
+    tools = [TOOL, {"name": "grep"}]
+    known = {part.digest: part for part in parts_of([SYSTEM, *talk("a", "b")], tools)}
+    parts = parts_of([SYSTEM, {**SYSTEM, "role": "developer"}, *talk("a", "b")], tools[::-1], known)
+    assert [part.name for part in parts] == [
+        "tools[0]",
+        "tools[1]",
+        "system",
+        "system[1]",
+        "messages[2]",
+        "messages[3]",
+    ]
+    assert parts == parts_of([SYSTEM, {**SYSTEM, "role": "developer"}, *talk("a", "b")], tools[::-1])
+    assert parts[-1] is not known[parts[-1].digest] and parts_of([SYSTEM], tools, known)[0] is known[parts[1].digest]
+
+
+def test_parts_hold_no_text_and_ignore_the_form_of_content() -> None:
+    said = {"role": "user", "content": [{"type": "text", "text": "secret", "cache_control": {"type": "ephemeral"}}]}
+    parts = parts_of([said])
+    assert "secret" not in repr(parts)
+    assert parts == parts_of([{"role": "user", "content": "secret"}])
