@@ -24,21 +24,14 @@ Prompt = tuple[Objects, Objects]
 
 _TAIL = 256  # characters at the end of a text; fewer may be equal by chance
 _ORDER = ("template", "tool", "system", "message")  # of kinds in a prompt
-_MONTH = r"(?:jan|feb|mar|apr|may|june?|july?|aug|sep|oct|nov|dec)[a-z]*\.?"
-_VOLATILE = re.compile(
-    rf"""(?ix)
-    \b(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?\b,?
-    | \b{_MONTH}\ \d{{1,2}}(?:st|nd|rd|th)?\b(?:,?\ \d{{4}})? | \b\d{{1,2}}\.?\ {_MONTH}\ \d{{4}}
-    | \b\d{{1,4}}[-/.]\d{{1,2}}[-/.]\d{{1,4}}(?!\.?\d)(?:T(?=\d))?
-    | \d{{1,2}}:\d{{2}}(?::\d{{2}}(?:[.,]\d+)?)?(?:\ ?[ap]m\b)?(?:\ ?(?:z|utc|gmt)\b|[+-]\d{{2}}:?\d{{2}})?
-    | \b[0-9a-f]{{8}}(?:-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}\b | \b\d{{9,}}(?:\.\d+)?\b | \b(?=[a-f]*\d)[0-9a-f]{{8,}}\b
-    | \b[a-z]+[_-](?=[a-z]*\d)[a-z0-9]{{6,}}\b | \b(?=[a-z]*\d)[a-z0-9]{{16,}}\b
-    | \b(?:id|request|session|trace|run)\ ?(?:id|number|no\.)?\ ?[:=#]?\ ?[\w-]*\d[\w-]*
-    """
-)
-"""Dates, times, UUIDs, hashes, Unix times and ids of requests."""
-_THINKING = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+_DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
+_MONTH = "Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?"
+_MONTH += "|Sep(?:t|tember)?|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?"
+_VOLATILE = re.compile(rf"\b(?:[A-Za-z_-]{{0,40}}+\d[\w:.,/+-]*(?: ?[AaPp][Mm]\b)?|(?:{_DAY}|{_MONTH})\b)")
+"""Words with digits, such as dates, times, ids and counts, and the names of days and months."""
 _masked = partial(_VOLATILE.sub, "#")
+_FLAT = dict.fromkeys(map(ord, "0123456789abcdefABCDEF"), "0")
+"""A mask for the long texts of tools and models: ten times as fast, for dates, times and ids of equal length."""
 _sorted = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
 
@@ -49,7 +42,7 @@ class Part:
     name: str
     kind: str  # "system", "tool", "message" or "template"
     digest: int  # of the text as sent
-    form: int  # of the text without dates, times and ids, its keys sorted
+    form: int  # of the text without dates, times, ids and counts, its keys sorted
     role: str = ""
     words: int = 0  # of a tool with its keys sorted; of a message without thinking and calls
     calls: int = 0  # of the calls as sent; 0: none
@@ -218,7 +211,7 @@ RULES: dict[str, Rule] = {
     "volatile-text": Rule(  # a message at the end is another question, unless both end alike
         lambda it: _both(it, "kind", "form")
         and (it.new.kind != "message" or it.at + 1 < len(it.now) or 0 != it.old.tail == it.new.tail),
-        "Move dates, times and ids to the end of the prompt, or leave them out.",
+        "Move dates, times, ids and counts to the end of the prompt, or leave them out.",
         ((_said("system", "It is 12:01:07."), []), (_said("system", "It is 12:02:30."), [])), in_text=True),
     "tools-changed": Rule(
         lambda it: it.first.kind == "tool" and it.continues,
@@ -259,8 +252,10 @@ def _tool(tool: Mapping[str, Any], digest: int) -> Part:
 
 
 def _message(head: bool, digest: int, role: str, text: str, thought: str, calls: Any) -> Part:
-    words = _THINKING.sub("", text, 1) if role == "assistant" else text
-    form = hash((role, _masked(words), *(_masked(_sorted(_values(call))) for call in calls or ())))
+    inline, tag, answer = text.partition("</think>") if role == "assistant" else (text, "", "")
+    words = answer.lstrip() if tag and "<think>" in inline else text
+    flat = words.translate(_FLAT) if role in ("assistant", "tool") else _masked(words)
+    form = hash((role, flat, *(_sorted(_values(call)) for call in calls or ())))
     thinks = hash((thought, text)) if thought or len(words) < len(text) else 0
     tail = hash(words[-_TAIL:]) if len(words) >= 2 * _TAIL else 0
     kind = "system" if head else "template" if role == "template" else "message"

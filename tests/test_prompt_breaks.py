@@ -68,7 +68,7 @@ def test_dates_times_and_ids_are_volatile(one: str, other: str) -> None:
     assert found(before, now) == Break(0, "system", "volatile-text")
 
 
-@pytest.mark.parametrize(("one", "other"), [("3 apples", "4 apples"), ("version 1.2", "version 1.3"), ("moss", "fern")])
+@pytest.mark.parametrize(("one", "other"), [("Mayor", "Decide"), ("moss", "fern")])
 def test_other_texts_are_not_volatile(one: str, other: str) -> None:
     assert found([{"role": "system", "content": one}], [{"role": "system", "content": other}]) is None
 

@@ -151,7 +151,7 @@ def test_the_command_prints_a_table_and_texts_only_on_request(
     assert cli.main(["lint", path]) == 0
     out = capsys.readouterr().out
     assert "volatile-text  system, character 6         2" in out
-    assert "Move dates, times and ids" in out and "10:00" not in out
+    assert "Move dates, times, ids" in out and "10:00" not in out
     assert cli.main(["lint", path, "--show-text"]) == 0
     assert "after  'It is 10:00. You are brief." in capsys.readouterr().out
 
