@@ -15,7 +15,7 @@ import pytest
 from radixkv.cache import PrefixCache
 from radixkv_traces import cli
 from radixkv_traces.chats import ChatRequest
-from radixkv_traces.formats import open_trace, sample
+from radixkv_traces.formats import TEXT_FORMATS
 from radixkv_traces.lint import LintReport, lint
 from radixkv_traces.lint.prompts import shown
 from radixkv_traces.text_blocks import estimate
@@ -23,6 +23,7 @@ from tests.traces.format_samples import SAMPLES
 
 SYSTEM = {"role": "system", "content": "You are brief. " * 20}
 Said = dict[str, Any]
+Captured = pytest.CaptureFixture[str]
 
 
 def talk(*texts: str) -> tuple[Said, ...]:
@@ -102,10 +103,6 @@ def test_two_breaks_of_one_request_are_two_findings() -> None:
     assert sum(each.tokens for each in report.findings) == len(tokens(before)) - 2  # a rendered role is shared
 
 
-def test_namespaces_share_nothing() -> None:
-    assert lint([clock(9, "a", "b", "c", namespace=name) for name in "nm"]).findings == ()
-
-
 def test_the_instructions_after_a_document_are_private_text_first() -> None:
     asked = [
         request(SYSTEM, {"role": "user", "content": f"Text {name}. {'Sum it up. ' * 90}"}, session=name)
@@ -120,19 +117,10 @@ def test_hits_end_at_full_blocks() -> None:
     assert by_block.missed_tokens - one.missed_tokens == (one.prompt_tokens - one.missed_tokens) % 64 > 0
 
 
-@pytest.mark.parametrize("name", ["taubench", "chat"])
-def test_the_samples_have_no_findings(name: str) -> None:
-    report = lint(each for each in open_trace(sample(name)) if isinstance(each, ChatRequest))
-    assert report.requests > 0 and report.findings == ()
-
-
-@pytest.mark.parametrize(
-    "name", ["taubench", "openai-batch", "sharegpt", "chat-logs", "claude-code", "codex", "otel", "chat"]
-)
-def test_lint_reads_every_format_with_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "log"
-    path.write_text(SAMPLES[name])
-    assert cli.main(["lint", str(path), "--fail-over", "0%"]) == 0
+@pytest.mark.parametrize("name", [*TEXT_FORMATS, "sample:taubench", "sample:chat"])
+def test_a_log_of_every_format_with_text_is_clean(name: str, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "log").write_text(SAMPLES.get(name, ""))
+    assert cli.main(["lint", str(tmp_path / "log") if name in SAMPLES else name, "--fail-over", "0%"]) == 0
     assert "breaks cost 0 (0.0%)" in capsys.readouterr().out
 
 
@@ -144,9 +132,7 @@ def write(path: Path) -> str:
     return str(path)
 
 
-def test_the_command_prints_a_table_and_texts_only_on_request(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_and_texts_only_on_request(tmp_path: Path, capsys: Captured) -> None:
     path = write(tmp_path / "log.jsonl")
     assert cli.main(["lint", path]) == 0
     out = capsys.readouterr().out
@@ -156,9 +142,7 @@ def test_the_command_prints_a_table_and_texts_only_on_request(
     assert "after  'It is 10:00. You are brief." in capsys.readouterr().out
 
 
-def test_json_and_the_status_of_a_bar(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_and_the_status_of_a_bar(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "log.jsonl")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(Path(path).read_bytes())))
     assert cli.main(["lint", "-", "--json", "--fail-over", "5%"]) == 1
@@ -169,7 +153,7 @@ def test_json_and_the_status_of_a_bar(
     assert json.loads(capsys.readouterr().out)["findings"][0]["before"].startswith("It is 09:00")
 
 
-def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named(tmp_path: Path, capsys: Captured) -> None:
     path = Path(write(tmp_path / "log.jsonl"))
     path.write_text(path.read_text().replace('"role": "assistant"', '"role": "bot"', 1))
     assert cli.main(["lint", str(path)]) == 2

@@ -86,14 +86,15 @@ class Linter:
         self, namespace: str | None, before: Parts, now: Parts, same: bool
     ) -> Iterator[tuple[int, Break, Part, Part]]:
         """Undo one break after the other; returns the cost of each."""
-        at = -1
+        at, missed = -1, self._missing(namespace, now)
         while (found := break_between(before, now, same)) and found.at > at:
             at, better = found.at, tuple(undone(before, now, found, same))
-            fewer = self._missing(namespace, now) - self._missing(namespace, better)
+            fewer = missed - self._missing(namespace, better)
             cost = min(fewer, fewer + self._prompts.tokens(better) - self._prompts.tokens(now))
             if found.rule == "private-first":  # in its place after the shared text, it would miss as it does now
                 cost = min(cost, self._shared_after(before[at:], now[at:]))
             if cost > 0:
+                missed -= fewer
                 yield cost, found, before[at], now[at]
             now = better
 
