@@ -67,7 +67,7 @@ def parts_of(messages: Objects, tools: Objects = (), known: Mapping[int, Part] |
     known, parts, head = known or {}, list[Part](), True
     for at, tool in enumerate(tools):
         digest, name = hash(dumps(tool, 2)), f"tools[{at}]"  # version 2 writes equal objects alike
-        part = known.get(digest) or _tool(tool, digest)
+        part = known.get(digest) or _tool(name, digest, tool)
         parts.append(part if part.name == name else replace(part, name=name))
     for at, message in enumerate(messages):
         role, text, calls = message["role"], message.get("content"), message.get("tool_calls")
@@ -75,8 +75,8 @@ def parts_of(messages: Objects, tools: Objects = (), known: Mapping[int, Part] |
         head = head and role in ("system", "developer")
         thought = message.get("reasoning_content") or ""
         digest = hash((head, role, text, thought, dumps(calls, 2) if calls else 0))
-        part = known.get(digest) or _message(head, digest, role, text, thought, calls)
         name = f"messages[{at}]" if not head else f"system[{at}]" if at else "system"
+        part = known.get(digest) or _message(name, digest, role, text, thought, calls)
         parts.append(part if part.name == name else replace(part, name=name))
     return parts
 
@@ -246,26 +246,26 @@ def _tools(parts: Sequence[Part]) -> list[int]:
     return sorted(part.digest for part in parts if part.kind == "tool")
 
 
-def _tool(tool: Mapping[str, Any], digest: int) -> Part:
+def _tool(name: str, digest: int, tool: dict[str, Any]) -> Part:
     text = _sorted(tool)
-    return Part("", "tool", digest, hash((_masked(text), "tool")), words=hash(text))
+    return Part(name, "tool", digest, hash((_masked(text), "tool")), words=hash(text))
 
 
-def _message(head: bool, digest: int, role: str, text: str, thought: str, calls: Any) -> Part:
+def _message(name: str, digest: int, role: str, text: str, thought: str, calls: Any) -> Part:
     inline, tag, answer = text.partition("</think>") if role == "assistant" else (text, "", "")
     words = answer.lstrip() if tag and "<think>" in inline else text
     flat = words.translate(_FLAT) if role in ("assistant", "tool") else _masked(words)
-    form = hash((role, flat, *(_sorted(_values(call)) for call in calls or ())))
+    form = hash((role, flat, *map(_values, calls or ())))
+    kind = "system" if name.startswith("system") else "template" if role == "template" else "message"
     thinks = hash((thought, text)) if thought or len(words) < len(text) else 0
     tail = hash(words[-_TAIL:]) if len(words) >= 2 * _TAIL else 0
-    kind = "system" if head else "template" if role == "template" else "message"
-    return Part("", kind, digest, form, role, hash(words), hash(dumps(calls, 2)) if calls else 0, thinks, tail)
+    return Part(name, kind, digest, form, role, hash(words), hash(dumps(calls, 2)) if calls else 0, thinks, tail)
 
 
-def _values(call: Mapping[str, Any]) -> list[Any]:
-    """Return the name and the arguments of a call as values, without its id."""
+def _values(call: dict[str, Any]) -> str:
+    """Return the name and the arguments of a call with sorted keys, without its id."""
     function = call.get("function") or call
     arguments = function.get("arguments")
     with suppress(ValueError):  # no JSON
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return [function.get("name"), arguments]
+    return _sorted([function.get("name"), arguments])

@@ -158,6 +158,9 @@ def test_bad_input_is_named(tmp_path: Path, capsys: Captured) -> None:
     path.write_text(path.read_text().replace('"role": "assistant"', '"role": "bot"', 1))
     assert cli.main(["lint", str(path)]) == 2
     assert "log.jsonl:2: messages[2].role: 'bot'" in capsys.readouterr().err
+    path.write_text("")
+    assert cli.main(["lint", str(path), "--fail-over", "5%"]) == 2
+    assert "no request" in capsys.readouterr().err
     assert cli.main(["lint", "sample:conversation"]) == 2
     assert "formats with text are taubench, openai-batch" in capsys.readouterr().err
     with pytest.raises(SystemExit):

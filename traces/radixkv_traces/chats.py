@@ -113,9 +113,9 @@ class RequestLog:
             said = [message["role"], message.get("content") or "", message.get("tool_calls") or []]
             ends.append(hash((ends[-1], json.dumps(said, sort_keys=True))))
         del ends[0]
+        both = enumerate(zip(ends, self._last_ends, whole, self._last, strict=False))
         equal = next(
-            (at for at, (one, two) in enumerate(zip(ends, self._last_ends, strict=False)) if one != two),
-            min(len(ends), len(self._last_ends)),
+            (at for at, (one, two, new, old) in both if one != two or new != old), min(len(ends), len(self._last_ends))
         )
         whole = (*self._last[:equal], *whole[equal:])
         self._last, self._last_ends = whole, ends

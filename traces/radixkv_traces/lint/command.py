@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             status = stop.status
     report = linter.report()
+    if not report.requests and not status:
+        raise InvalidInput(f"{arguments.trace}: no request, or none between --start and --end")
     found = asdict(report)
     for finding in [] if arguments.show_text else found["findings"]:
         del finding["before"], finding["after"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -29,13 +30,14 @@ class Prompts:
         self._last: dict[Sign, Parts] = {}  # the last prompt with a sign
 
     def parts(self, request: ChatRequest) -> Parts:
-        """Return the parts of a prompt. O(parts) + O(bytes of new texts)."""
-        parts = parts_of(request.messages, request.tools, self._known)
-        for part, said in zip(parts, (*request.tools, *request.messages), strict=True):
-            if part.digest not in self._known:
+        """Return the parts of a prompt, with digests of the texts as they appear in it. O(bytes)."""
+        prompt = request.messages, request.tools
+        for part, said in zip(parts_of(*prompt, self._known), (*request.tools, *request.messages), strict=True):
+            if part.digest not in self._shown:
                 text = shown(said)
-                self._known[part.digest], self._shown[part.digest] = part, (text, len(self._encode(text)))
-        return tuple(parts)
+                self._known[part.digest] = replace(part, digest=hash(text))
+                self._shown[hash(text)] = text, len(self._encode(text))
+        return tuple(parts_of(*prompt, self._known))
 
     def tokens(self, parts: Sequence[Part]) -> int:
         """Return the number of tokens. O(parts)."""
