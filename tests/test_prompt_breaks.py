@@ -9,7 +9,7 @@ import pytest
 from radixkv.prompt_breaks import RULES, Break, break_between, parts_of, undone
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-TOOL = {"name": "read", "parameters": {"path": 1}}
+TOOL: dict[str, Any] = {"name": "read", "parameters": {"path": 1}}
 
 
 def talk(*texts: str) -> list[dict[str, Any]]:

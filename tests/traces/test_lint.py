@@ -16,8 +16,8 @@ from radixkv.cache import PrefixCache
 from radixkv_traces import cli
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.formats import TEXT_FORMATS
-from radixkv_traces.lint import LintReport, lint
-from radixkv_traces.lint.prompts import shown
+from radixkv_traces.lint import lint
+from radixkv_traces.lint.linter import shown
 from radixkv_traces.text_blocks import estimate
 from tests.traces.format_samples import SAMPLES
 
@@ -58,10 +58,6 @@ def missed_by_a_cache(log: list[ChatRequest]) -> int:
     return missed
 
 
-def rules(report: LintReport) -> list[tuple[str, str, int]]:
-    return [(each.rule, each.place, each.requests) for each in report.findings]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_cost_of_random_changes_is_at_most_the_misses_of_a_real_cache(seed: int) -> None:
     rng, log = Random(seed), list[ChatRequest]()
@@ -83,15 +79,11 @@ def test_a_clock_costs_what_a_cache_hits_more_without_it() -> None:
     sent = [clock(hours, *"abcdefg"[: 2 * hours - 17]) for hours in (9, 10, 11)]
     report = lint(sent)
     undone = [request(sent[0].messages[0], *each.messages[1:]) for each in sent]
-    assert rules(report) == [("volatile-text", "system, character 6", 2)]
+    assert (report.findings[0].place, report.findings[0].requests) == ("system, character 6", 2)
     assert report.findings[0].tokens == missed_by_a_cache(sent) - missed_by_a_cache(undone)
     assert report.findings[0].tokens_a_day == report.findings[0].tokens * 12
     assert report.findings[0].before[:12] == "It is 09:00."
-
-
-def test_a_short_log_has_no_cost_of_a_day() -> None:
-    (found,) = lint([clock(9, "a"), replace(clock(10, "a", "b", "c"), timestamp=9 * 3_600_000 + 3_599_000)]).findings
-    assert found.tokens > 0 and found.tokens_a_day is None
+    assert lint(replace(each, timestamp=0.0) for each in sent).findings[0].tokens_a_day is None
 
 
 def test_two_breaks_of_one_request_are_two_findings() -> None:
@@ -99,16 +91,13 @@ def test_two_breaks_of_one_request_are_two_findings() -> None:
     before = clock(9, "a", "b", "c", tools=tools)
     now = clock(10, "a", "b", "c", "d", "e", tools=tools[::-1])
     report = lint([before, now])
-    assert rules(report) == [("volatile-text", "system, character 6", 1), ("tools-order", "tools[0]", 1)]
+    assert [each.rule for each in report.findings] == ["volatile-text", "tools-order"]
     assert sum(each.tokens for each in report.findings) == len(tokens(before)) - 2  # a rendered role is shared
 
 
 def test_the_instructions_after_a_document_are_private_text_first() -> None:
-    asked = [
-        request(SYSTEM, {"role": "user", "content": f"Text {name}. {'Sum it up. ' * 90}"}, session=name)
-        for name in "ab"
-    ]
-    (found,) = lint(asked).findings
+    asked = ({"role": "user", "content": f"Text {name}. {'Sum it up. ' * 90}"} for name in "ab")
+    (found,) = lint(request(SYSTEM, each, session=each["content"][:6]) for each in asked).findings
     assert (found.rule, found.place, found.tokens) == ("private-first", "messages[1]", 248)
 
 

@@ -1,18 +1,23 @@
-"""Compare each prompt of a log with the earlier ones that it may continue, and count what its breaks cost."""
+"""Compare each prompt of a log with earlier ones, and count the tokens that its breaks cost in an unlimited cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import eq
+from typing import Any
 
-from radixkv.prompt_breaks import RULES, Break, Part, break_between, first_difference, undone
+from radixkv.cache.tokens import WIDTH, common_prefix
+from radixkv.prompt_breaks import RULES, Break, Part, break_between, first_difference, parts_of, undone
 from radixkv_traces.chats import ChatRequest
-from radixkv_traces.lint.prompts import Parts, Prompts
-from radixkv_traces.text_blocks import Encode, estimate
+from radixkv_traces.text_blocks import Encode, estimate, rendered, spoken
 
 _SHOWN = 80  # characters of a text around the first difference
+_Parts = tuple[Part, ...]
+_Sign = tuple[str, object, object]  # a name, a namespace or the hash of a path in it, and what a prompt has there
 
 
 @dataclass(slots=True)
@@ -53,7 +58,7 @@ class Linter:
     """The findings of the requests so far."""
 
     def __init__(self, encode: Encode = estimate, block_size: int = 1) -> None:
-        self._prompts, self._block_size = Prompts(encode), block_size
+        self._prompts, self._block_size = _Prompts(encode), block_size
         self._findings: dict[tuple[str, str], Finding] = {}
         self._requests = self._tokens = self._missed = 0
         self._begin, self._end = float("inf"), float("-inf")  # milliseconds
@@ -83,7 +88,7 @@ class Linter:
         return LintReport(self._requests, self._tokens, self._missed, seconds, tuple(findings))
 
     def _breaks(
-        self, namespace: str | None, before: Parts, now: Parts, same: bool
+        self, namespace: str | None, before: _Parts, now: _Parts, same: bool
     ) -> Iterator[tuple[int, Break, Part, Part]]:
         """Undo one break after the other; returns the cost of each."""
         at, missed = -1, self._missing(namespace, now)
@@ -98,11 +103,11 @@ class Linter:
                 yield cost, found, before[at], now[at]
             now = better
 
-    def _missing(self, namespace: str | None, parts: Parts) -> int:
+    def _missing(self, namespace: str | None, parts: _Parts) -> int:
         hits = self._prompts.hits(namespace, parts)
         return self._prompts.tokens(parts) - hits + hits % self._block_size
 
-    def _shared_after(self, before: Parts, now: Parts) -> int:
+    def _shared_after(self, before: _Parts, now: _Parts) -> int:
         """Return the tokens after the first difference that both prompts have in a row."""
         rest = takewhile(lambda both: both[0].digest == both[1].digest, zip(before[1:], now[1:], strict=False))
         shared = self._prompts.tokens([part for part, _ in rest])
@@ -123,3 +128,99 @@ class Linter:
         begin = max(0, at - _SHOWN // 2)
         before, after = (text[begin : begin + _SHOWN] for text in texts)
         return Finding(found.rule, place, 0, 0, 0.0, None, RULES[found.rule].remedy, before, after)
+
+
+class _Prompts:
+    """The prompts so far. A text that many of them have is held, rendered and encoded once."""
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode = encode
+        self._known: dict[int, Part] = {}
+        self._shown: dict[int, tuple[str, int]] = {}  # by the digest of a part: its text and number of tokens
+        self._children: dict[int, list[str]] = {}  # by the hash of a path of parts: the sorted texts that follow it
+        self._last: dict[_Sign, _Parts] = {}  # the last prompt with a sign
+
+    def parts(self, request: ChatRequest) -> _Parts:
+        """Return the parts of a prompt, with digests of the texts as they appear in it. O(bytes)."""
+        prompt = request.messages, request.tools
+        for part, said in zip(parts_of(*prompt, self._known), (*request.tools, *request.messages), strict=True):
+            if part.digest not in self._shown:
+                text = shown(said)
+                self._known[part.digest] = replace(part, digest=hash(text))
+                self._shown[hash(text)] = text, len(self._encode(text))
+        return tuple(parts_of(*prompt, self._known))
+
+    def tokens(self, parts: Sequence[Part]) -> int:
+        return sum(self._shown[part.digest][1] for part in parts)
+
+    def text(self, part: Part) -> str:
+        return self._shown[part.digest][0]
+
+    def shared(self, one: str, other: str) -> int:
+        """Return the number of tokens with which both texts begin. O(bytes)."""
+        return common_prefix(self._encode(one).tobytes(), 0, self._encode(other).tobytes()) // WIDTH
+
+    def hits(self, namespace: str | None, parts: _Parts) -> int:
+        """Return the tokens of the longest beginning that an earlier prompt has. O(parts) + O(log children) texts."""
+        paths = self._paths(namespace, parts)
+        known, siblings = len(paths) - 1, self._children.get(paths[-1], [])
+        hits = self.tokens(parts[:known])
+        for text in map(self.text, parts[known : known + 1]):
+            at = bisect_left(siblings, text)
+            hits += max((self.shared(text, each) for each in siblings[max(0, at - 1) : at + 1]), default=0)
+        return hits
+
+    def last_of(self, namespace: str | None, session: str) -> _Parts:
+        return self._last.get(("session", namespace, session), ())
+
+    def alike(self, namespace: str | None, session: str, parts: _Parts) -> list[_Parts]:
+        """Return prompts of the same conversation, and others that differ in one part of their beginnings."""
+        paths = self._paths(namespace, parts)
+        ends = [("end", namespace, part.form) for part in reversed(parts)]
+        signs = [
+            ("session", namespace, session), _tools(namespace, parts),
+            *[each for each in ends if each in self._last][:1], *_signs(paths[-1], parts[len(paths) - 1 :]),
+        ]  # fmt: skip
+        return [*{id(self._last[sign]): self._last[sign] for sign in signs if sign in self._last}.values()]
+
+    def add(self, namespace: str | None, session: str, parts: _Parts) -> None:
+        paths = self._paths(namespace, parts)
+        for part in parts[len(paths) - 1 :]:
+            siblings, text = self._children.setdefault(paths[-1], []), self.text(part)
+            siblings.insert(bisect_left(siblings, text), text)
+            paths.append(hash((paths[-1], part.digest)))
+            self._children[paths[-1]] = []
+        asked = len([*takewhile(lambda part: part.role != "assistant", parts)])
+        signs = [sign for at in range(asked) for sign in _signs(paths[at], parts[at:])]
+        signs += [("session", namespace, session), ("end", namespace, parts[-1].form), _tools(namespace, parts)]
+        self._last.update(dict.fromkeys(signs, parts))
+
+    def _paths(self, namespace: str | None, parts: _Parts) -> list[int]:
+        """Return the hashes of the known beginnings of a prompt, from the empty one to the longest."""
+        paths = [hash(namespace)]
+        for part in parts:
+            path = hash((paths[-1], part.digest))
+            if path not in self._children:
+                break
+            paths.append(path)
+        return paths
+
+
+def _tools(namespace: str | None, parts: _Parts) -> _Sign:
+    return "tools", namespace, sum(part.digest for part in parts if part.kind == "tool")
+
+
+def _signs(path: int, parts: _Parts) -> list[_Sign]:
+    """Return what a prompt may share with one that has another part after the same path."""
+    signs: list[_Sign] = [("form", path, part.form) for part in parts[:1]]
+    signs += [("tail", path, part.tail) for part in parts[:1] if part.tail]
+    return [*signs, *(("next", path, part.digest) for part in parts[1:2])]
+
+
+def shown(said: dict[str, Any]) -> str:
+    """Return a tool with its keys as sent, or a message with its thinking as sent, as they appear in the prompt."""
+    if "role" not in said:
+        return json.dumps(said, ensure_ascii=False, separators=(",", ":")) + "\n"
+    if thought := said.get("reasoning_content"):
+        said = {**said, "content": f"<think>\n{thought}\n</think>\n{spoken({'content': said.get('content')})}"}
+    return rendered(said)
