@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, Literal
 
 from radixkv.durations import parse_duration
@@ -140,6 +141,11 @@ class Settings:
         "psm", "order of a prompt that fills in the middle: psm, or spm for models trained with it, which hits more"
     )
     vllm_metrics: bool = _setting(False, "export the metrics under vLLM's names as well")
+    record_text: str | None = _setting(
+        None,
+        "new file that gets the texts of all chat requests, for radixkv-replay lint; only its owner may read it "
+        "(default: no text is written)",
+    )
 
     def __post_init__(self) -> None:
         """Check all values, and refuse to be reachable from other machines without keys."""
@@ -207,6 +213,8 @@ class Settings:
             raise InvalidInput(
                 f"allowed_hosts must be names, or [IPv6] addresses, without scheme and port, not {wrong[0]!r}"
             )
+        if self.record_text is not None and Path(self.record_text).exists():
+            raise InvalidInput(f"record_text: {self.record_text} exists, name a new file")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidInput("tls_cert and --tls-key belong together: give both")
 

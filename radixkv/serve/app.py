@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -43,6 +44,7 @@ def application(models: Models) -> Starlette:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await models.begin()
         yield
+        await asyncio.to_thread(models.gate.texts.close)
 
     app = Starlette(
         routes=[*models.routes(), *_with_aliases([*_own_routes(models), *_model_routes(models)])],

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from time import monotonic
 from typing import Any, Literal, Protocol
 
 from starlette.requests import Request
@@ -144,7 +145,7 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
     Raises ApiError (400 for wrong messages or a long prompt), RequestTimedOut and EngineClosed. The `code` of a prompt
     that is too long is "context_length_exceeded".
     """
-    body = _with_useful_prediction(service, request, body)
+    began, body = monotonic(), _with_useful_prediction(service, request, body)
     options, caller = body.options, service.gate.caller(request)
     encoding = service.chat_prompt(caller, body, options.session_key, ignored=request.state.ignored)
     prompt = await service.gate.cancellable(request, encoding)
@@ -153,7 +154,9 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
             options = await _constrained(service, body, prompt)
         encoded = EncodedPrompt(prompt.ids, prompt.reply_start)
         handle = await submit.start(service, request, caller, options, encoded, cleanup, prompt.session)
-    return Turn(service, body, prompt, handle, request.state.log_fields)
+    turn = Turn(service, body, prompt, handle, request.state.log_fields)
+    cleanup.callback(turn.record, began)
+    return turn
 
 
 def _with_useful_prediction(service: Service, request: Request, body: ChatRequest) -> ChatRequest:
@@ -234,6 +237,12 @@ class Turn:
     def cancel(self) -> None:
         """Stop the replies: their readers raise RequestCancelled. Computed tokens stay cached."""
         self._handle.cancel()
+
+    def record(self, began: float) -> None:
+        """Record the texts of the request, which arrived at `began`, where the server records texts."""
+        prompt, output = self.prompt, self.usage.output_tokens if self.complete else 0
+        texts = self.service.gate.texts
+        texts.add(began, prompt.namespace, prompt.session, self.request.messages, prompt.tools, output)
 
     async def steps(self) -> AsyncGenerator[Step, None]:
         """Yield the replies as they are generated, a step for each sampled token. Raises the request's error.

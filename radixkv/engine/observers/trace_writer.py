@@ -74,7 +74,7 @@ class TraceWriter(EngineObserver):
 
     def __init__(self, path: Path, block_size: int) -> None:
         """Create the file, for blocks of `block_size` tokens. Raises OSError."""
-        self._path, self._file = path, _LineFile(path)
+        self._path, self._file = path, LineFile(path)
         self._block_size, self._started = block_size, time.perf_counter()
         self._key = secrets.token_bytes(32)
         self._roots: OrderedDict[Hashable, tuple[int, bytes]] = OrderedDict()
@@ -169,7 +169,7 @@ def _line(ended: _Ended, block_size: int, started: float) -> str:
     return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
-class _LineFile:
+class LineFile:
     """A new file of whole lines: a line that a full disk took in part is truncated."""
 
     def __init__(self, path: Path) -> None:
@@ -187,7 +187,7 @@ class _LineFile:
             raise
         self._size += len(data)
 
-    def __enter__(self) -> _LineFile:
+    def __enter__(self) -> LineFile:
         return self
 
     def __exit__(self, *_: object) -> None:

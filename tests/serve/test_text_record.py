@@ -1,0 +1,68 @@
+"""`--record-text`: the file reads as a trace of chats, and neither its disk nor its absence disturbs a request."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.errors import InvalidInput
+from radixkv.serve import Settings
+from radixkv.serve.text_record import TextFile
+from radixkv_traces.chats import ChatRequest
+from radixkv_traces.formats import open_trace
+from tests.serve.served import ASKED, Served, says, served
+
+WHO: dict[str, Any] = {"type": "function", "function": {"name": "who", "parameters": {"type": "object"}}}
+
+
+def read(path: Path) -> list[ChatRequest]:
+    found = list(open_trace(path))
+    assert all(isinstance(each, ChatRequest) for each in found)
+    return [each for each in found if isinstance(each, ChatRequest)]
+
+
+def continued(server: Served, **fields: Any) -> Any:
+    reply = server.chat(**fields)["choices"][0]["message"]
+    return [*ASKED, {"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "Where?"}]
+
+
+def test_the_file_has_each_chat_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "texts.jsonl"
+    with served(Settings(record_text=str(path)), brain=says("Me.")) as server:
+        messages = continued(server, tools=[WHO])
+        server.post("/v1/messages", {"model": "fake", "max_tokens": 9, "messages": messages, "cache_salt": "secret"})
+        server.post("/api/chat", {"model": "fake", "stream": False, "messages": ASKED})
+    assert f"the texts of all chat requests are written to {path}" in caplog.text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    first, second, third = read(path)
+    assert first.messages == tuple(ASKED) and first.tools == (WHO,) and first.namespace is None
+    assert [each["content"] for each in second.messages] == ["Hello!", "Me.", "Where?"]
+    assert second.namespace is not None and "secret" not in path.read_text()
+    assert [each.output_length for each in (first, second, third)] == [4, 4, 4]  # the stop token too
+    assert len({each.session for each in (first, second, third)}) == 3
+    assert 0 <= first.timestamp <= second.timestamp <= third.timestamp
+
+
+def test_an_existing_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("mine")
+    with pytest.raises(InvalidInput, match="record_text: .* exists"):
+        Settings(record_text=str(path))
+    assert path.read_text() == "mine"
+
+
+def test_a_full_disk_ends_the_record_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with served(brain=says("Me.")) as server:
+        server.service.gate.texts = texts = TextFile(tmp_path / "texts.jsonl")
+        server.chat()
+        full: Any = texts._file
+        full.write = lambda data: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        for _ in range(3):
+            assert server.chat()["choices"][0]["message"]["content"] == "Me."
+    warnings = [each for each in caplog.records if each.levelno == logging.WARNING and "has ended" in each.message]
+    assert len(warnings) == 1 and "No space left" in warnings[0].message
+    assert len((tmp_path / "texts.jsonl").read_text().splitlines()) == 1
