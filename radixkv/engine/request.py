@@ -185,13 +185,16 @@ ONE_SAMPLE = Samples()
 class Origin:
     """The names that the sender gave a request, for observers: the id of an API request, a tenant, and a label.
 
-    `session` is the number of its conversation.
+    `session` is the number of its conversation. `changed_part` is the part of the prompt that an earlier prompt of the
+    conversation had otherwise, and `changed_rule` the rule that it breaks.
     """
 
     request_id: str | None = None
     tenant: str | None = None
     label: str | None = None
     session: int | None = None
+    changed_part: str | None = None
+    changed_rule: str | None = None
 
 
 NO_ORIGIN = Origin()

@@ -37,6 +37,7 @@ class _Conversation:
     """
 
     namespace: Hashable
+    form: int  # of all parts, see `_forms`
     session: str | None = None
     parts: list[Part] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)
@@ -72,7 +73,7 @@ class BreakIndex:
             shared = len(now)
             while shared and chain[shared - 1] not in self._latest:
                 shared -= 1
-            nearest = self._latest[chain[shared - 1]] if shared else _Conversation(namespace)
+            nearest = self._latest[chain[shared - 1]] if shared else _new(namespace)
             found = next(self._breaks(session, now, nearest, shared), None)
             self._add(session, now, chain, nearest, shared)
             return Comparison(chain[-1], found)
@@ -120,27 +121,38 @@ class BreakIndex:
             yield from _different([*now[:shared], reply, *now[shared + 1 : shared + 2]], now, shared, same=True)
         if shared == len(nearest.parts) > 0:
             return
-        for each in self._candidates(nearest.namespace, session, now, shared):
-            yield from _different(each.parts, now, shared, same=session is not None and each.session == session)
+        sent = {part.digest for part in now}
+        for each, least in self._candidates(session, now, nearest, shared):
+            end = next((at for at in range(len(each.parts), 0, -1) if each.parts[at - 1].digest in sent), 0)
+            same = session is not None and each.session == session
+            yield from _different(each.parts[: max(end, shared + 1)], now, least, same=same)
 
     def _candidates(
-        self, namespace: Hashable, session: str | None, now: list[Part], shared: int
-    ) -> dict[_Conversation, None]:
-        """Return conversations with a later message, of the session, and with the longest beginning of this form."""
-        later = [hash((namespace, part.digest)) for part in reversed(now[shared + 1 :])]
-        keys = [*later, hash((namespace, session)), *reversed(_forms(namespace, now)[shared:])]
-        return dict.fromkeys(self._latest[key] for key in keys if key in self._latest)
+        self, session: str | None, now: list[Part], nearest: _Conversation, shared: int
+    ) -> Iterator[tuple[_Conversation, int]]:
+        """Yield conversations, each with the least number of parts that it must share with `now`.
+
+        A conversation with a later message may differ in a part that another conversation shares.
+        """
+        space = nearest.namespace
+        later = [hash((space, part.digest)) for part in reversed(now[shared:])]
+        yield from ((each, 0) for each in dict.fromkeys(map(self._latest.get, later)) if each is not None)
+        others = [hash((space, session)), *reversed(_forms(_new(space).form, now)[shared:])]
+        yield from ((self._latest[key], shared) for key in others if key in self._latest)
+        yield nearest, shared
 
     def _add(
         self, session: str | None, now: list[Part], chain: list[int], nearest: _Conversation, shared: int
     ) -> None:
         """Extend the nearest conversation, or add another one; the beginning of a known prompt adds nothing."""
         if shared < min(len(now), len(nearest.parts)):
-            nearest = _Conversation(nearest.namespace)
+            nearest = _new(nearest.namespace)
         start, space = len(nearest.parts), nearest.namespace
         new, nearest.session = now[start:], session
-        keys = [*chain[start:], *_forms(space, now)[start:], *(hash((space, part.digest)) for part in new)]
+        forms = _forms(nearest.form, new)
+        keys = [*chain[start:], *forms, *(hash((space, part.digest)) for part in new)]
         keys += [] if session is None else [hash((space, session))]
+        nearest.form = forms[-1] if forms else nearest.form
         nearest.parts += new
         nearest.chain += chain[start:]
         nearest.keys += keys
@@ -165,9 +177,14 @@ class BreakIndex:
             del self._parts[oldest.namespace]
 
 
+def _new(namespace: Hashable) -> _Conversation:
+    return _Conversation(namespace, hash((namespace, "form")))
+
+
 def _different(before: Sequence[Part], now: Sequence[Part], shared: int, *, same: bool) -> Iterator[Break]:
+    """Yield the break between two prompts after at least `shared` parts; a new last message is a new question."""
     found = break_between(before, now, same)
-    if found is not None and found.at >= shared:
+    if found is not None and shared <= found.at and (found.at < len(now) - 1 or now[-1].kind != "message"):
         yield found
 
 
@@ -175,11 +192,10 @@ def _chained(before: int, digest: int) -> int:
     return hash((before, digest))
 
 
-def _forms(namespace: Hashable, parts: Sequence[Part]) -> list[int]:
+def _forms(before: int, parts: Sequence[Part]) -> list[int]:
     """Return a hash of each beginning without its dates and ids, in which the order of tools does not count."""
-    begin = hash((namespace, "forms"))
-    return list(accumulate(parts, _formed, initial=begin))[1:]
-
-
-def _formed(before: int, part: Part) -> int:
-    return before + part.form if part.kind == "tool" else hash((before, part.form))
+    forms = []
+    for part in parts:
+        before = before + part.form if part.kind == "tool" else hash((before, part.form))
+        forms.append(before)
+    return forms

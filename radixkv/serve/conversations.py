@@ -27,6 +27,7 @@ from radixkv.chat.template_arguments import Arguments, TemplateOption, arguments
 from radixkv.chat.thinking import THINK_END, THINK_START
 from radixkv.engine.input_processor import ControlTokens, today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
+from radixkv.prompt_breaks import Break
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.history import HistoryIndex, HistoryStats, Known, Tools
 from radixkv.server_settings import Mode
@@ -49,6 +50,8 @@ class ChatPrompt:
     With a prefill, the ids end inside the reply: `begun` is its beginning as a message. The reply's ids begin at
     `reply_at`, None if its ids cannot be reused in a later prompt. `in_thinking` says that they end inside thinking.
     `reply_start` is the length of the ids up to the end of the last message before the reply; 0 if unknown.
+    `repeats` says that the ids begin with the remembered ids. `broken` is the part that an earlier prompt of the
+    conversation had otherwise, and `place` names the prompt for later ones, see `compared`.
     """
 
     ids: array[int]
@@ -63,6 +66,9 @@ class ChatPrompt:
     reply_at: int | None = None
     in_thinking: bool = False
     reply_start: int = 0
+    repeats: bool = True
+    broken: Break | None = None
+    place: int = 0
 
 
 class Conversations:
@@ -141,6 +147,23 @@ class Conversations:
         in_thinking = at is not None and template.ends_in_thinking(ids, at)
         return replace(prompt, ids=ids, arguments=arguments or {}, begun=begun, reply_at=at, in_thinking=in_thinking)
 
+    def compared(self, prompt: ChatPrompt, session_key: str | None) -> ChatPrompt:
+        """Return a prompt with its `broken` part, and remember its parts for later prompts.
+
+        A change breaks nothing where the ids of the changed message are known nonetheless. O(parts).
+        """
+        breaks, tools = self._index.breaks, prompt.tools or ()
+        comparison = breaks.compared(prompt.namespace, prompt.messages, tools, session_key)
+        found = comparison.found
+        if not prompt.repeats:
+            rule = "template-changed" if self.keeps_thinking else "thinking-dropped"
+            found = found or Break(len(tools) + prompt.known, "template", rule)
+        elif found is not None and len(tools) <= found.at < len(tools) + prompt.known:
+            found = None
+        if found is not None:
+            breaks.count(found)
+        return replace(prompt, broken=found, place=comparison.place)
+
     def token_counts(
         self, messages: Sequence[Message], tools: Tools = None, arguments: Arguments | None = None
     ) -> Iterator[int]:
@@ -170,6 +193,7 @@ class Conversations:
                 return
             reply = _joined(prompt.begun, reply)
             asked, ids = prompt.ids[: prompt.reply_at], prompt.ids[prompt.reply_at :] + ids
+        self._index.breaks.answered(prompt.place, reply)
         if ids is not None:
             self._index.remember(
                 prompt.namespace,
@@ -286,7 +310,9 @@ class Conversations:
                 ids, covered = whole, 0
         session = self.session(namespace, session_key) or known.session or self._new_session()
         prompt = ChatPrompt(ids, covered, session, namespace, tuple(messages), tools, date, arguments or {})
-        return replace(prompt, reply_start=template.reply_start(ids))
+        remembered = known.ids[:-1]  # the last id may be another stop token
+        repeats = ids[: len(remembered)] == remembered
+        return replace(prompt, reply_start=template.reply_start(ids), repeats=repeats)
 
     def _template_of(self, tools: Tools, date: str, arguments: Arguments | None = None) -> ChatTemplate:
         text, more = dumps(tools) if tools else "", arguments_key(arguments or {})

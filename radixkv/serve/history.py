@@ -13,12 +13,14 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import Arguments, arguments_key
+from radixkv.serve.break_index import BreakIndex
 
+_BREAKS = 8  # the share of the memory that hashes of prompts take, in addition, as 1 / _BREAKS
 # Bytes of a node without its texts and ids: the object, its children's dict, two entries in dicts.
 _NODE_BYTES = 700
 
@@ -151,6 +153,7 @@ class HistoryStats:
     forgotten: int = 0  # replies that were evicted to make room
     replies: int = 0
     bytes: int = 0
+    breaks: Mapping[tuple[str, str], int] = field(default_factory=dict)  # changed prompts, by kind of part and rule
 
 
 class HistoryIndex:
@@ -158,7 +161,7 @@ class HistoryIndex:
 
     Messages form a tree: a common beginning of conversations is stored once, and a reply's ids only from where they
     differ from the previous reply's. Beyond `capacity` bytes the least recently used conversations are evicted, their
-    last messages first.
+    last messages first. `breaks` compares prompts with earlier ones.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -166,6 +169,7 @@ class HistoryIndex:
         self._roots: dict[Hashable, Node] = {}
         self._recent: OrderedDict[Node, int] = OrderedDict()  # node -> bytes; a parent comes after its children
         self._stats = HistoryStats(capacity)
+        self.breaks = BreakIndex(capacity // _BREAKS)
         self._lock = threading.Lock()
 
     def ids_for(
@@ -227,7 +231,7 @@ class HistoryIndex:
     def stats(self) -> HistoryStats:
         """The present counters and gauges."""
         with self._lock:
-            return replace(self._stats)
+            return replace(self._stats, breaks=self.breaks.counts)
 
     def check(self) -> None:
         """Raise AssertionError if the tree, the order or the counters disagree. O(everything remembered)."""

@@ -217,6 +217,11 @@ def _own_history(history: HistoryStats) -> Iterator[Metric]:
     yield _gauge("radixkv:history_replies", "Replies whose token ids are stored", history.replies)
     yield _counter("radixkv:history_lookups", "Requests whose messages contain earlier replies", history.lookups)
     yield _counter("radixkv:history_found", "Requests for which a stored reply was found", history.found)
+    about = "Requests that changed an earlier part of their conversation, by the kind of part and the rule of lint"
+    broken = CounterMetricFamily("radixkv:prefix_breaks", about, labels=["part", "rule"])
+    for labels, number in sorted(history.breaks.items()):
+        broken.add_metric(labels, number)
+    yield broken
     yield _counter("radixkv:history_forgotten", "Stored replies that were dropped to make room", history.forgotten)
 
 

@@ -29,6 +29,9 @@ REQUEST_ID = "x-request-id"
 MOST_HEADERS = 200
 ANTHROPIC_REQUEST_ID = "request-id"  # where Anthropic's clients look for it
 LABEL = "x-radixkv-label"
+MISS = "miss"
+"""The field of the log with the part of a prompt that changed; its header is X-RadixKV-Miss."""
+_MISS_HEADER = "x-radixkv-miss"
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _log = logging.getLogger("radixkv.serve")
 
@@ -42,7 +45,7 @@ def label_of(headers: Headers) -> str | None:
 def middleware(settings: Settings) -> list[Middleware]:
     """Return the middleware of a server, outermost first: allowed pages can read all responses, errors included."""
     check = (lambda _: None) if settings.api_keys else partial(check_local, settings)
-    methods, exposed = ("DELETE", "GET", "HEAD", "POST"), (REQUEST_ID, ANTHROPIC_REQUEST_ID, "warning", "retry-after")
+    methods, exposed = ("DELETE", "GET", "HEAD", "POST"), (REQUEST_ID, ANTHROPIC_REQUEST_ID, "warning", "retry-after", _MISS_HEADER)
     options: dict[str, Any] = {"allow_headers": ["*"], "expose_headers": exposed, "allow_private_network": True}
     cors = Middleware(CORSMiddleware, settings.allowed_origins, methods, **options)
     return [*([cors] if settings.allowed_origins else []), Middleware(RequestMiddleware, check)]
@@ -100,6 +103,8 @@ class _Exchange:
             self.status = message["status"]
             ids = [(name.encode(), self._id.encode()) for name in (REQUEST_ID, ANTHROPIC_REQUEST_ID)]
             headers = [*message["headers"], *ids]
+            if MISS in self._log_fields:
+                headers.append((_MISS_HEADER.encode(), self._log_fields[MISS].encode()))
             if self._ignored:
                 headers.append((b"warning", f'299 radixkv "ignored: {self._ignored.text()}"'.encode()))
             message = {**message, "headers": headers}

@@ -120,12 +120,19 @@ class Service:
     # ---- prompts and texts
 
     async def chat_prompt(
-        self, caller: Caller, chat: Dialogue, session_key: str | None = None, *, ignored: IgnoredFields
+        self,
+        caller: Caller,
+        chat: Dialogue,
+        session_key: str | None = None,
+        *,
+        ignored: IgnoredFields,
+        compares: bool = False,
     ) -> ChatPrompt:
         """Return a conversation as the caller's prompt; raise ApiError 400.
 
         Options that the chat template does not read are added to `ignored`; a strict server refuses them.
-        Conversations of one namespace with the same `session_key` are one session for the monitor.
+        Conversations of one namespace with the same `session_key` are one session for the monitor. `compares`: the
+        prompt is compared with earlier ones of its conversation, and later ones with it.
         """
         messages, tools = chat.messages, chat.tools
 
@@ -138,7 +145,8 @@ class Service:
                     why = "has no effect: this model's chat template does not read it"
                     without_effect(name, why, None if self.settings.strict_fields else ignored)
                 asked = caller.namespace, messages, tools, session_key, arguments
-                return self.conversations.prompt(*asked, prefill=chat.prefill)
+                prompt = self.conversations.prompt(*asked, prefill=chat.prefill)
+                return self.conversations.compared(prompt, session_key) if compares else prompt
 
         return await self.gate.in_background(encoded)
 

@@ -13,8 +13,9 @@ from starlette.requests import Request
 from radixkv.engine import AsyncHandle, Chunk, Origin
 from radixkv.engine.input_processor import EncodedPrompt, unbounded
 from radixkv.errors import PromptTooLong
+from radixkv.prompt_breaks import Break
 from radixkv.serve.gate import Caller
-from radixkv.serve.middleware import label_of
+from radixkv.serve.middleware import MISS, label_of
 from radixkv.serve.schemas import RequestOptions
 from radixkv.serve.service import Service
 
@@ -29,11 +30,12 @@ async def start(
     prompt: EncodedPrompt,
     cleanup: ExitStack,
     session: int | None,
+    broken: Break | None = None,
 ) -> AsyncHandle:
     """Submit a request once its constraint is compiled.
 
     The request is cancelled when `cleanup` closes, and fails at its deadline.
-    `AsyncEngine.submit` describes `session`. `max_tokens` is limited to the room after the prompt. The replies share
+    `AsyncEngine.submit` describes `session`; `broken` is the changed part of the prompt. `max_tokens` is limited to the room after the prompt. The replies share
     this room if the pool cannot hold `max_tokens` for each of them. Raises PromptTooLong, RequestTimedOut, and as
     `AsyncEngine.submit`.
     """
@@ -44,7 +46,7 @@ async def start(
     params, engine = options.params_after(len(ids)), service.engine
     grammar = await service.compiled(request, caller, params)
     submit = partial(engine.submit, prompt, timeout=service.gate.time_left(request), sample=options.samples)
-    submit = partial(submit, namespace=caller.namespace, session=session, origin=origin_of(request, caller.tenant))
+    submit = partial(submit, namespace=caller.namespace, session=session, origin=origin_of(request, caller.tenant, broken))
     shared = unbounded(params, engine.client.inputs.room_for_reply(len(ids), caller.namespace))
     try:
         handle = await submit(params if options.bounded else shared)
@@ -57,11 +59,12 @@ async def start(
     return handle
 
 
-def origin_of(request: Request, tenant: str | None) -> Origin:
+def origin_of(request: Request, tenant: str | None, broken: Break | None) -> Origin:
     """Return the names of a request for the monitor, and add those that the log lacks to its line."""
-    names = {"tenant": tenant, "label": label_of(request.headers)}
+    changed = (None, None) if broken is None else (broken.part, broken.rule)
+    names = {"tenant": tenant, "label": label_of(request.headers), MISS: changed[0]}
     request.state.log_fields.update({name: value for name, value in names.items() if value is not None})
-    return Origin(request.state.request_id, names["tenant"], names["label"])
+    return Origin(request.state.request_id, names["tenant"], names["label"], None, *changed)
 
 
 async def chunks(handles: Sequence[AsyncHandle]) -> AsyncGenerator[tuple[int, Chunk], None]:

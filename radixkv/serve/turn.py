@@ -147,13 +147,13 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
     """
     began, body = monotonic(), _with_useful_prediction(service, request, body)
     options, caller = body.options, service.gate.caller(request)
-    encoding = service.chat_prompt(caller, body, options.session_key, ignored=request.state.ignored)
+    encoding = service.chat_prompt(caller, body, options.session_key, ignored=request.state.ignored, compares=True)
     prompt = await service.gate.cancellable(request, encoding)
     with errors_about("messages", options.constraint_field):
         if body.call_rule.constrains(options.params):
             options = await _constrained(service, body, prompt)
         encoded = EncodedPrompt(prompt.ids, prompt.reply_start)
-        handle = await submit.start(service, request, caller, options, encoded, cleanup, prompt.session)
+        handle = await submit.start(service, request, caller, options, encoded, cleanup, prompt.session, prompt.broken)
     turn = Turn(service, body, prompt, handle, request.state.log_fields)
     cleanup.callback(turn.record, began)
     return turn

@@ -159,6 +159,8 @@ class RequestRecord(Record):
     `disk_tokens` were read from a disk into host memory while it waited. `drafted_tokens` were verified, and
     `accepted_tokens` of them are tokens of its replies. `waits_for` is the reason why the first request of the wait
     queue is not admitted, in the words of `Scheduler.head_waits_for`; it is None for every other request.
+    `changed_part` is the part of the prompt that an earlier prompt of the conversation had otherwise, and
+    `changed_rule` the rule that it breaks.
     """
 
     number: int
@@ -195,6 +197,8 @@ class RequestRecord(Record):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     waits_for: str | None = None
+    changed_part: str | None = None
+    changed_rule: str | None = None
 
     @property
     def live(self) -> bool:

@@ -213,6 +213,8 @@ class RequestRecorder(EngineObserver):
             drafted_tokens=sum(stream.counts.drafts.get("drafted_tokens", 0) for stream in streams),
             accepted_tokens=sum(stream.counts.drafts.get("accepted_tokens", 0) for stream in streams),
             preempted_ms=tuple(round((at - request.submitted) * 1e3) for at in self._preempted.get(request, ())),
+            changed_part=request.origin.changed_part,
+            changed_rule=request.origin.changed_rule,
             **_names(request.origin),
         )
 

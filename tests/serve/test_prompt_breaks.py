@@ -1,0 +1,113 @@
+"""A changed prompt of a known conversation is named in a header, the log, the metrics and the monitor's records."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from radixkv.serve import Settings
+from radixkv.serve.break_index import BreakIndex
+from tests.serve.served import ASKED, CHAT, Served, served, says
+
+SYSTEM = {"role": "system", "content": "Be kind. Today is 2026-11-28."}
+MORE = {"role": "user", "content": "And where?"}
+
+
+def tool(name: str, about: str = "Say it.") -> dict[str, Any]:
+    function = {"name": name, "description": about, "parameters": {"type": "object", "properties": {}}}
+    return {"type": "function", "function": function}
+
+
+TOOLS = [tool("who"), tool("where")]
+
+
+def ask(server: Served, messages: Any, path: str = "/v1/chat/completions", **fields: Any) -> str | None:
+    """Send a conversation; returns the part that the response names."""
+    answer = server.post(path, {**CHAT, "max_tokens": 8, "messages": messages, **fields})
+    assert answer.status_code == 200, answer.text
+    miss: str | None = answer.headers.get("X-RadixKV-Miss")
+    return miss
+
+
+def continued(*messages: Any) -> list[Any]:
+    return [*messages, {"role": "assistant", "content": "Me."}, MORE]
+
+
+FIRST = [SYSTEM, *ASKED]
+SECOND = continued(*FIRST)
+CHANGES: dict[str, tuple[list[Any], list[Any], str, str]] = {
+    "tools in another order": (SECOND, TOOLS[::-1], "tools[0]", "tools-order"),
+    "a tool with another text": (SECOND, [TOOLS[0], tool("where", "Hm.")], "tools[1]", "tools-changed"),
+    "another day": ([{**SYSTEM, "content": "Be kind. Today is 2026-11-29."}, *SECOND[1:]], TOOLS, "system", "volatile-text"),
+    "another system prompt": ([{**SYSTEM, "content": "Be rude."}, *SECOND[1:]], TOOLS, "system", "system-changed"),
+    "another reply": ([*FIRST, {"role": "assistant", "content": "You."}, MORE], TOOLS, "messages[2]", "message-changed"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_named_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    messages, tools, part, rule = CHANGES[name]
+    caplog.set_level(logging.INFO, "radixkv.serve")
+    with served(brain=says("Me.")) as server:
+        for _ in range(2):
+            assert ask(server, FIRST, tools=TOOLS) is None
+        assert ask(server, [*SECOND, *continued(MORE)[1:]], tools=TOOLS) is None
+        assert ask(server, messages, tools=tools) == part
+        line = caplog.messages[-1]
+        assert ask(server, messages, tools=tools) is None, "a repeat of the changed prompt is no break"
+        assert ask(server, continued(*messages), tools=tools) is None
+        metrics = server.client.get("/metrics").text
+        server.service.conversations._index.breaks.check()
+    kind = part.partition("[")[0].removesuffix("s")
+    assert f" miss={part}" in line and "Today" not in line
+    assert f'radixkv:prefix_breaks_total{{part="{kind}",rule="{rule}"}} 1.0' in metrics
+    assert sum(" miss=" in each for each in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+def test_each_protocol_has_the_header(path: str, stream: bool) -> None:
+    changed = [{"role": "user", "content": "Hello again!"}, *continued(*ASKED)[1:]]
+    with served(brain=says("Me.")) as server:
+        for messages in (ASKED, continued(*ASKED)):
+            assert ask(server, messages, path, stream=stream) is None
+        assert ask(server, changed, path, stream=stream) == "messages[0]"
+
+
+def test_responses_have_the_header() -> None:
+    with served(brain=says("Me.")) as server:
+        for text, miss in (("Hello!", None), ("Hello again!", "messages[0]")):
+            given = [{**each, "type": "message"} for each in continued({"role": "user", "content": text})]
+            answer = server.post("/v1/responses", {"model": "fake", "input": given})
+            assert answer.status_code == 200 and answer.headers.get("X-RadixKV-Miss") == miss
+
+
+def test_other_questions_and_counted_prompts_are_no_breaks() -> None:
+    other = [*SECOND[:-1], {"role": "user", "content": "And when?"}]
+    changed = [{**SYSTEM, "content": "Be rude."}, *SECOND[1:]]
+    with served(brain=says("Me.")) as server:
+        for messages in (FIRST, SECOND, other, FIRST, SECOND, [SYSTEM, MORE], [*FIRST, MORE]):
+            assert ask(server, messages) is None
+        body = {"model": "fake", "system": "Be rude.", "messages": SECOND[1:]}
+        assert server.post("/v1/messages/count_tokens", body).status_code == 200
+        assert ask(server, changed) == "system", "the counted prompt was no request"
+
+
+def test_namespaces_are_apart_and_memory_is_bounded() -> None:
+    changed = [{**SYSTEM, "content": "Be rude."}, *SECOND[1:]]
+    with served(brain=says("Me.")) as server:
+        assert ask(server, SECOND, cache_salt="a") is None
+        assert ask(server, changed, cache_salt="b") is None
+        assert ask(server, changed, cache_salt="a") == "system"
+    with served(Settings(history_bytes=0), brain=says("Me.")) as server:
+        assert [ask(server, each) for each in (SECOND, changed)] == [None, None]
+    index = BreakIndex(40_000)
+    for at in range(200):
+        index.compared(at % 3, [SYSTEM, {"role": "user", "content": f"Who is number {at}?"}, *SECOND[2:]], TOOLS, None)
+        index.check()
+
+
+def test_the_record_of_a_request_has_the_part_and_the_rule() -> None:
+    ...
