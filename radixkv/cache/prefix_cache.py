@@ -198,6 +198,14 @@ class PrefixCache:
         space, node, at = self._find(raw, namespace)
         return readings.explain(self.state, node, None if space is None else space.number, raw, at, limit)
 
+    def cached_after(self, tokens: Tokens, namespace: Hashable = None, most: int = 32) -> list[int]:
+        """The cached tokens that follow the match of `tokens` in the pool, at most `most`. Costs a match.
+
+        Of several prompts that go on there, it is the one that was used last while a change tracker is attached.
+        """
+        _, node, at = self._find(as_bytes(tokens), namespace)
+        return [] if node is None else readings.after(node, at, most)
+
     def random_run(self, rng: Random) -> CachedRun | None:
         """A random run of cached tokens to compute again and compare; None if nothing is cached. Reaches every run.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from dataclasses import replace
 from random import Random
@@ -79,6 +80,15 @@ def _with_reason(
     if at and node is not None and (at < node.end or node.children or node.below):
         return replace(explained, reason="diverged", diverged_at=at)
     return explained
+
+
+def after(node: Node, at: int, most: int) -> list[int]:
+    """Return the tokens that follow byte `at` of a match that ends in `node`, at most `most`."""
+    raw = node.key[at - node.start * WIDTH :][: most * WIDTH]
+    while len(raw) < most * WIDTH and node.children:
+        node = max(node.children.values(), key=lambda child: child.used_at)
+        raw += node.key[: most * WIDTH - len(raw)]
+    return array("i", bytes(raw)).tolist()
 
 
 def _shortened(found: Explanation, last: Snapshot | None, ahead: Snapshot | None) -> Explanation:

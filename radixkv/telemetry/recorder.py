@@ -42,6 +42,8 @@ _CACHE_STATS = tuple((each.name, f"cache.{each.name}") for each in fields(CacheS
 HEAD = 8  # token ids in a node's record
 TEXT_TOKENS, TEXT_CHARACTERS = 40, 80
 """How many tokens of a node are decoded where text is exposed, and how many characters are kept."""
+DIFFERENCE_TOKENS = 24
+"""How many tokens before and after a difference of two prompts are decoded."""
 _FEW = 48  # blocks; shorter lists are processed faster without numpy
 
 Decode = Callable[[list[int]], str]
@@ -77,6 +79,7 @@ class Recorder:
         self._requests: dict[int, RequestRecord] = {}
         self._ended: OrderedDict[int, RequestRecord] = OrderedDict()  # requests that no collection has shown as live
         self._sessions: OrderedDict[int, SessionRecord] = OrderedDict()
+        self._differences: OrderedDict[int, tuple[list[int], ...]] = OrderedDict()  # of prompts to cached ones
 
     def attach(self, cache: PrefixCache) -> None:
         """Observe `cache` from now on, in place of any other; the next `collect` returns its whole state. O(nodes)."""
@@ -102,6 +105,15 @@ class Recorder:
     def session(self, record: SessionRecord) -> None:
         """Report a session's present state; only the last report before a `collect` counts."""
         keep_newest(self._sessions, record.number, record, SESSIONS)
+
+    @property
+    def shows_text(self) -> bool:
+        """Whether records have text."""
+        return self._texts is not None
+
+    def difference(self, number: int, before: list[int], own: list[int], cached: list[int]) -> None:
+        """Report the tokens before the first difference of a request's prompt to a cached one, and both texts after."""
+        keep_newest(self._differences, number, (before, own, cached), ENDED_REQUESTS)
 
     # ---- collecting
 
@@ -136,7 +148,7 @@ class Recorder:
             gone_nodes=tuple(gone_nodes),
             sequences=sequences,
             gone_sequences=gone_sequences,
-            requests=requests,
+            requests=tuple(map(self._with_texts, requests)),
             sessions=tuple(self._sessions.values()),
             evictions=tuple(self._new_evictions()),
             next_victims=victims if changed else None,
@@ -147,6 +159,16 @@ class Recorder:
         return changes
 
     # ---- inside
+
+    def _with_texts(self, record: RequestRecord) -> RequestRecord:
+        if self._texts is None or record.number not in self._differences:
+            return record
+        before, own, cached = self._differences[record.number]
+        return replace(
+            record,
+            own_text=self._texts.difference(before, own),
+            cached_text=self._texts.difference(before, cached),
+        )
 
     def _cache_stats(self) -> dict[str, float]:
         stats = self._cache.stats()
@@ -216,6 +238,12 @@ class _Texts:
         if known is None or known[0] != ids:
             known = self._known[node.id] = ids, node_text(ids, self._decode)
         return known[1]
+
+    def difference(self, before: list[int], after: list[int]) -> str:
+        """Return the characters around the first token of `after`, half of them before it."""
+        half = TEXT_CHARACTERS // 2
+        whole, begin = node_text([*before, *after], self._decode, None), node_text(before, self._decode, None)
+        return whole[max(len(begin) - half, 0) : len(begin) + half]
 
     def forget(self, gone: list[int]) -> None:
         """Drop the texts of removed nodes."""
@@ -296,13 +324,13 @@ def tokens(node: Node, most: int) -> list[int]:
     return array("i", bytes(node.key[: most * WIDTH])).tolist()
 
 
-def node_text(ids: list[int], decode: Decode) -> str:
-    """Decode tokens to at most `TEXT_CHARACTERS` printable characters on one line; an error becomes its name."""
+def node_text(ids: list[int], decode: Decode, most: int | None = TEXT_CHARACTERS) -> str:
+    """Decode tokens to at most `most` printable characters on one line; an error becomes its name."""
     try:
         text = decode(ids)
     except Exception as error:
         return f"<{type(error).__name__}>"
-    return drawable(text[:TEXT_CHARACTERS])
+    return drawable(text[:most])
 
 
 def runs(blocks: array[int]) -> tuple[int, ...]:

@@ -160,7 +160,9 @@ class RequestRecord(Record):
     `accepted_tokens` of them are tokens of its replies. `waits_for` is the reason why the first request of the wait
     queue is not admitted, in the words of `Scheduler.head_waits_for`; it is None for every other request.
     `changed_part` is the part of the prompt that an earlier prompt of the conversation had otherwise, and
-    `changed_rule` the rule that it breaks.
+    `changed_rule` the rule that it breaks. `own_text` and `cached_text` are the texts of this prompt and of the nearest
+    cached one around their first difference. They are only sent with the miss reason "diverged"; without texts, because
+    the engine does not expose them, `cached_text` is empty.
     """
 
     number: int
@@ -199,6 +201,8 @@ class RequestRecord(Record):
     waits_for: str | None = None
     changed_part: str | None = None
     changed_rule: str | None = None
+    own_text: str | None = None
+    cached_text: str | None = None
 
     @property
     def live(self) -> bool:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from textual.pilot import Pilot
 from textual.widgets import Static
 
+from radixkv.prompt_breaks import RULES
 from radixkv_monitor.views.evictions import eviction_sentence
 from radixkv_monitor.views.requests import (
     DECODE,
@@ -113,6 +114,23 @@ def test_names_of_the_sender_are_in_a_column_the_filter_and_the_description() ->
         assert "API id" not in header and "label" not in header and "miss reason" in header
 
     hosted(plain, state(ended=[samples.request(number=1)]), without, (120, 40))
+
+
+def test_a_changed_part_and_both_texts_are_in_the_description() -> None:
+    changed = {"miss_reason": "diverged", "changed_part": "tools[3]", "changed_rule": "tools-order"}
+    rows = [samples.request(**changed, own_text="It is \\x1b[2J noon.", cached_text="It is night."),
+            samples.request(number=2, **changed | {"changed_rule": "later"}, cached_text=""),
+            samples.request(number=3, miss_reason="diverged")]  # fmt: skip
+    first, second, old = (RequestsView().detail(row, state()).plain for row in RequestsView().rows_of(state(ended=rows)))
+    assert f"had tools[3] otherwise before (tools-order). {RULES['tools-order'].remedy}" in first
+    assert "(later).\nTo see both texts at this place, load the engine with expose_text=True" in second
+    assert "expose_text" not in old and "otherwise" not in old, "an old recording"
+
+    async def script(pilot: Pilot[None]) -> None:
+        lines = [line.strip() for line in screen(pilot.app)]
+        assert {"Prompt: It is \\x1b[2J noon.", "Cached: It is night."} <= set(lines)
+
+    hosted(RequestsView(), state(ended=rows[:1]), script, (120, 24))
 
 
 def test_its_own_bar_has_a_cell_for_each_part() -> None:

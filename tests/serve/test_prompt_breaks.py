@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from radixkv.engine.observers.request_recorder import RequestRecorder
 from radixkv.serve import Settings
 from radixkv.serve.break_index import BreakIndex
-from tests.serve.served import ASKED, CHAT, Served, served, says
+from radixkv.telemetry.recorder import Recorder
+from tests.serve.served import ASKED, CHAT, Served, says, served, tokenizer
 
 SYSTEM = {"role": "system", "content": "Be kind. Today is 2026-11-28."}
 MORE = {"role": "user", "content": "And where?"}
@@ -109,5 +111,23 @@ def test_namespaces_are_apart_and_memory_is_bounded() -> None:
         index.check()
 
 
-def test_the_record_of_a_request_has_the_part_and_the_rule() -> None:
-    ...
+@pytest.mark.parametrize("exposed", [True, False])
+def test_the_record_has_the_part_and_the_texts_if_they_are_exposed(exposed: bool) -> None:
+    changed = [{**SYSTEM, "content": "Be kind. Today is\x1b 2026-11-29."}, *SECOND[1:]]
+    with served(brain=says("Me.")) as server:
+        thread, core, decode = server.engine.client.thread, server.engine.client.core, tokenizer().decode
+        cache_recorder = Recorder(decode=decode if exposed else None)
+        cache_recorder.attach(core.cache)
+        recorder = thread.call(lambda: RequestRecorder(core, cache_recorder, {})).result()
+        ask(server, SECOND)
+        assert ask(server, changed) == "system"
+        first, second = thread.call(recorder.collect).result().requests
+    assert (first.changed_part, first.cached_text) == (None, None)
+    assert (second.changed_part, second.changed_rule, second.miss_reason) == ("system", "system-changed", "diverged")
+    if exposed:
+        own, cached = second.own_text, second.cached_text
+        at = next(at for at, (one, two) in enumerate(zip(own, cached, strict=False)) if one != two)
+        assert own[at:].startswith("\\x1b 2026-11-29.") and cached[at:].startswith(" 2026-11-28.")
+        assert own[:at].endswith("Be kind. Today is") and max(len(own), len(cached)) <= 80
+    else:
+        assert (second.own_text, second.cached_text) == (None, "")

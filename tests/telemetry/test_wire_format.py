@@ -48,7 +48,8 @@ FIELDS: dict[type[Record], tuple[int, str]] = {  # values in every version, and 
         "number phase session namespace priority streams prompt_tokens max_tokens cached_tokens computed_tokens "
         "recomputed_tokens output_tokens preemptions coalesced submitted admitted first_token ended finish miss_reason "
         "miss_at miss_evicted_tokens miss_evicted_ago miss_pressure miss_without_state host_tokens "
-        "preempted_ms request_id tenant label disk_tokens drafted_tokens accepted_tokens waits_for",
+        "preempted_ms request_id tenant label disk_tokens drafted_tokens accepted_tokens waits_for changed_part "
+        "changed_rule own_text cached_text",
     ),
     SessionRecord: (
         10,

@@ -10,6 +10,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.content import Content
 
+from radixkv.prompt_breaks import RULES
 from radixkv.telemetry.records import RequestRecord, SessionRecord
 from radixkv_monitor import questions
 from radixkv_monitor.formatting import duration, plural, share
@@ -200,7 +201,8 @@ class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the 
     def detail(self, row: RequestRow, state: State) -> Content:
         """Describe the request, its miss, and its times."""
         head = head_sentence(row.request.waits_for)
-        return Content("\n".join((_origin(row), miss_sentence(row.request), _times(row) + (head and f" The {head}."))))
+        lines = [_origin(row), miss_sentence(row.request), _times(row) + (head and f" The {head}.")]
+        return Content("\n".join([*lines, *_change(row.request), *_texts(row.request)]))
 
     def selected(self, selection: Selection) -> Hashable:
         """Return the number of the selected request."""
@@ -233,6 +235,23 @@ def _origin(row: RequestRow) -> str:
     parts += ["waited for another request to compute its prefix"] * request.coalesced
     parts += [f"{row.outcome}: {request.finish}"] * (request.finish is not None)
     return " · ".join(parts)
+
+
+def _change(request: RequestRecord) -> list[str]:
+    """Name the part of the prompt that an earlier one of the conversation had otherwise; empty if none is known."""
+    if request.changed_part is None:
+        return []
+    rule = RULES.get(request.changed_rule or "")
+    remedy = "" if rule is None else f" {rule.remedy}"
+    return [f"Its conversation had {request.changed_part} otherwise before ({request.changed_rule}).{remedy}"]
+
+
+def _texts(request: RequestRecord) -> list[str]:
+    """Return the texts around the first difference to a cached prompt, or say how to get them."""
+    if request.cached_text:
+        return [f"Prompt: {request.own_text}", f"Cached: {request.cached_text}"]
+    hint = "To see both texts at this place, load the engine with expose_text=True (serve --expose-text)."
+    return [] if request.cached_text is None else [hint]
 
 
 def names_of(record: RequestRecord | SessionRecord) -> list[str]:

@@ -31,7 +31,7 @@ class TableView(FilteredView, Generic[Row]):
     TableView.-long > .headline { height: 2; text-wrap: wrap; }
     TableView > FilterInput { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
     TableView > FilterInput.open { display: block; }
-    TableView > .detail { height: auto; max-height: 5; padding: 0 1; border-top: solid $panel; }
+    TableView > .detail { height: auto; max-height: 8; padding: 0 1; border-top: solid $panel; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s", "sort(1)", "Sort"),

@@ -21,6 +21,7 @@ from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Origin, Request, TokenIds
 from radixkv.errors import RequestCancelled
 from radixkv.telemetry.mirror import SESSIONS
+from radixkv.telemetry.recorder import DIFFERENCE_TOKENS
 from radixkv.telemetry.records import (
     ITL_NAMES,
     PREEMPTIONS,
@@ -99,7 +100,9 @@ class RequestRecorder(EngineObserver):
         """Explain a partial hit at the admission, when the reason is still in the cache. Costs one more match."""
         self._end_preemption(request)
         if not request.streams and sequence.length < len(tokens) - 1:
-            request.scheduling.miss = self._core.cache.explain(tokens, request.namespace, limit)
+            request.scheduling.miss = miss = self._core.cache.explain(tokens, request.namespace, limit)
+            if self.cache_recorder.shows_text and miss.reason == "diverged" and not miss.host:
+                self._record_difference(request, tokens, miss.matched)
 
     @_guarded
     def preempted(self, request: Request) -> None:
@@ -172,6 +175,12 @@ class RequestRecorder(EngineObserver):
         if times is not None and len(times) % 2:
             times.append(time.perf_counter())
 
+    def _record_difference(self, request: Request, tokens: TokenIds, at: int) -> None:
+        """Report the tokens around the place where a prompt diverges from the cached ones. Costs a match."""
+        few, number = DIFFERENCE_TOKENS, request.scheduling.number
+        before, own = list(tokens[max(at - few, 0) : at]), list(tokens[at : at + few])
+        self.cache_recorder.difference(number, before, own, self._core.cache.cached_after(tokens, request.namespace, few))
+
     def _record_session(self, record: SessionRecord | None) -> None:
         if record is not None:
             self.cache_recorder.session(record)
@@ -215,6 +224,7 @@ class RequestRecorder(EngineObserver):
             preempted_ms=tuple(round((at - request.submitted) * 1e3) for at in self._preempted.get(request, ())),
             changed_part=request.origin.changed_part,
             changed_rule=request.origin.changed_rule,
+            cached_text="" if miss is not None and miss.reason == "diverged" else None,
             **_names(request.origin),
         )
 
