@@ -16,7 +16,7 @@ from radixkv.serve.access import SALT, Auth, StreamLease, StreamLimiter, namespa
 from radixkv.serve.connections import Connections
 from radixkv.serve.fields import IgnoredFields, JsonObject, parse_object
 from radixkv.serve.responses import Interruptible
-from radixkv.serve.text_record import text_record
+from radixkv.serve.text_record import TextRecord
 from radixkv.server_settings import Settings
 
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ class Gate:
         self.auth = Auth(settings.api_keys)
         self.limiter = StreamLimiter(settings)
         self.connections = Connections(settings)
-        self.texts = text_record(settings.record_text)
+        self.texts = TextRecord(settings.record_text)
         self.ending = False
         # One thread, since a tokenizer is not thread-safe. It ends with the last reference to this object.
         self.executor = ThreadPoolExecutor(1, "radixkv-serve")

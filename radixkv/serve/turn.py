@@ -240,9 +240,8 @@ class Turn:
 
     def record(self, began: float) -> None:
         """Record the texts of the request, which arrived at `began`, where the server records texts."""
-        prompt, output = self.prompt, self.usage.output_tokens if self.complete else 0
-        texts = self.service.gate.texts
-        texts.add(began, prompt.namespace, prompt.session, self.request.messages, prompt.tools, output)
+        output = self.usage.output_tokens if self.complete else 0
+        self.service.gate.texts.add(began, self.prompt, self.request.messages, output)
 
     async def steps(self) -> AsyncGenerator[Step, None]:
         """Yield the replies as they are generated, a step for each sampled token. Raises the request's error.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -42,8 +42,7 @@ _CACHE_STATS = tuple((each.name, f"cache.{each.name}") for each in fields(CacheS
 HEAD = 8  # token ids in a node's record
 TEXT_TOKENS, TEXT_CHARACTERS = 40, 80
 """How many tokens of a node are decoded where text is exposed, and how many characters are kept."""
-DIFFERENCE_TOKENS = 24
-"""How many tokens before and after a difference of two prompts are decoded."""
+DIFFERENCE_TOKENS = 24  # that are decoded before and after the first difference of two prompts
 _FEW = 48  # blocks; shorter lists are processed faster without numpy
 
 Decode = Callable[[list[int]], str]
@@ -106,14 +105,12 @@ class Recorder:
         """Report a session's present state; only the last report before a `collect` counts."""
         keep_newest(self._sessions, record.number, record, SESSIONS)
 
-    @property
-    def shows_text(self) -> bool:
-        """Whether records have text."""
-        return self._texts is not None
-
-    def difference(self, number: int, before: list[int], own: list[int], cached: list[int]) -> None:
-        """Report the tokens before the first difference of a request's prompt to a cached one, and both texts after."""
-        keep_newest(self._differences, number, (before, own, cached), ENDED_REQUESTS)
+    def difference(self, number: int, tokens: Sequence[int], namespace: Hashable, at: int) -> None:
+        """Report that a request's prompt diverges from the cached ones at a token. Costs a match if text is exposed."""
+        if self._texts is not None:
+            cached = self._cache.cached_after(tokens, namespace, DIFFERENCE_TOKENS)
+            before, own = tokens[max(at - DIFFERENCE_TOKENS, 0) : at], tokens[at : at + DIFFERENCE_TOKENS]
+            keep_newest(self._differences, number, (list(before), list(own), cached), ENDED_REQUESTS)
 
     # ---- collecting
 
@@ -163,12 +160,9 @@ class Recorder:
     def _with_texts(self, record: RequestRecord) -> RequestRecord:
         if self._texts is None or record.number not in self._differences:
             return record
-        before, own, cached = self._differences[record.number]
-        return replace(
-            record,
-            own_text=self._texts.difference(before, own),
-            cached_text=self._texts.difference(before, cached),
-        )
+        before, *both = self._differences[record.number]
+        own, cached = (self._texts.difference(before, each) for each in both)
+        return replace(record, own_text=own, cached_text=cached)
 
     def _cache_stats(self) -> dict[str, float]:
         stats = self._cache.stats()

@@ -11,7 +11,7 @@ import pytest
 
 from radixkv.errors import InvalidInput
 from radixkv.serve import Settings
-from radixkv.serve.text_record import TextFile
+from radixkv.serve.text_record import TextRecord
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.formats import open_trace
 from tests.serve.served import ASKED, Served, says, served
@@ -57,7 +57,7 @@ def test_an_existing_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_record_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with served(brain=says("Me.")) as server:
-        server.service.gate.texts = texts = TextFile(tmp_path / "texts.jsonl")
+        server.service.gate.texts = texts = TextRecord(str(tmp_path / "texts.jsonl"))
         server.chat()
         full: Any = texts._file
         full.write = lambda data: (_ for _ in ()).throw(OSError(28, "No space left on device"))

@@ -31,7 +31,8 @@ class TableView(FilteredView, Generic[Row]):
     TableView.-long > .headline { height: 2; text-wrap: wrap; }
     TableView > FilterInput { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
     TableView > FilterInput.open { display: block; }
-    TableView > .detail { height: auto; max-height: 8; padding: 0 1; border-top: solid $panel; }
+    TableView > .detail { height: auto; max-height: 5; padding: 0 1; border-top: solid $panel; }
+    TableView > .detail.-long { max-height: 9; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s", "sort(1)", "Sort"),
@@ -218,7 +219,9 @@ class TableView(FilteredView, Generic[Row]):
             text = Content(f"The selected {self.noun} is no longer listed. The one in its place: ") + text
         if text != self._detail_text:
             self._detail_text = text
-            self.query_one(".detail", Static).update(text)
+            detail = self.query_one(".detail", Static)
+            detail.update(text)
+            detail.set_class(text.plain.count("\n") > 2, "-long")
 
 
 def _sorted(rows: Sequence[Row], order: Column[Row]) -> list[Row]:

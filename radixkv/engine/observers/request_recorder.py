@@ -21,7 +21,6 @@ from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Origin, Request, TokenIds
 from radixkv.errors import RequestCancelled
 from radixkv.telemetry.mirror import SESSIONS
-from radixkv.telemetry.recorder import DIFFERENCE_TOKENS
 from radixkv.telemetry.records import (
     ITL_NAMES,
     PREEMPTIONS,
@@ -101,8 +100,8 @@ class RequestRecorder(EngineObserver):
         self._end_preemption(request)
         if not request.streams and sequence.length < len(tokens) - 1:
             request.scheduling.miss = miss = self._core.cache.explain(tokens, request.namespace, limit)
-            if self.cache_recorder.shows_text and miss.reason == "diverged" and not miss.host:
-                self._record_difference(request, tokens, miss.matched)
+            if miss.reason == "diverged" and not miss.host:
+                self.cache_recorder.difference(request.scheduling.number, tokens, request.namespace, miss.matched)
 
     @_guarded
     def preempted(self, request: Request) -> None:
@@ -174,12 +173,6 @@ class RequestRecorder(EngineObserver):
         times = self._preempted.get(request)
         if times is not None and len(times) % 2:
             times.append(time.perf_counter())
-
-    def _record_difference(self, request: Request, tokens: TokenIds, at: int) -> None:
-        """Report the tokens around the place where a prompt diverges from the cached ones. Costs a match."""
-        few, number = DIFFERENCE_TOKENS, request.scheduling.number
-        before, own = list(tokens[max(at - few, 0) : at]), list(tokens[at : at + few])
-        self.cache_recorder.difference(number, before, own, self._core.cache.cached_after(tokens, request.namespace, few))
 
     def _record_session(self, record: SessionRecord | None) -> None:
         if record is not None:

@@ -191,6 +191,10 @@ class LineFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. May be called twice. Raises OSError."""
         private_files.close(self._raw)
 
 
