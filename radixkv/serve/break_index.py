@@ -1,8 +1,8 @@
 """Find the first part of a prompt that differs from an earlier prompt of its conversation.
 
 Only hashes of parts are kept, no text, and nothing of one namespace has an effect in another one. A request is compared
-with earlier ones that share at least as much of its beginning as any: the rules of `prompt_breaks` then decide whether
-it goes on with one of them.
+with the earlier prompts that share most of its beginning, a later message, or its session: the rules of `prompt_breaks`
+decide whether it goes on with one of them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ class Comparison:
 class _Conversation:
     """The longest prompt of a conversation so far. `chain` has a hash of each of its beginnings.
 
-    `keys` are the keys under which it may be found. `replies` are the replies to a prompt, by the hash of that prompt.
+    `form` is a hash of the prompt without dates and ids. `keys` are the keys under which the conversation may be found.
+    `replies` are the replies to a prompt, by its hash in `chain`.
     """
 
     namespace: Hashable
-    form: int  # of all parts, see `_forms`
     session: str | None = None
+    form: int = 0
     parts: list[Part] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
@@ -46,13 +47,16 @@ class _Conversation:
 
 
 class BreakIndex:
-    """Compare each prompt with the conversations that were used last. Thread-safe."""
+    """Compare each prompt with the conversations that were used last. Thread-safe.
+
+    `counts` are numbers of breaks, by kind of part and rule, that the caller counts.
+    """
 
     def __init__(self, capacity: int) -> None:
         """Start without conversations. `capacity` is about the memory in bytes; 0 compares nothing."""
         self._most = capacity // _PART_BYTES
         self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[tuple[str, str]] = Counter()
         self._recent: OrderedDict[_Conversation, None] = OrderedDict()
         self._size = 0  # parts of all conversations
         self._latest: dict[int, _Conversation] = {}  # by hashes of a beginning, its form, a part, and a session
@@ -70,10 +74,8 @@ class BreakIndex:
         with self._lock:
             now = parts_of(messages, tools or (), self._parts[namespace])
             chain = list(accumulate((part.digest for part in now), _chained, initial=hash(namespace)))[1:]
-            shared = len(now)
-            while shared and chain[shared - 1] not in self._latest:
-                shared -= 1
-            nearest = self._latest[chain[shared - 1]] if shared else _new(namespace)
+            shared = next((at for at in range(len(now), 0, -1) if chain[at - 1] in self._latest), 0)
+            nearest = self._latest[chain[shared - 1]] if shared else _Conversation(namespace)
             found = next(self._breaks(session, now, nearest, shared), None)
             self._add(session, now, chain, nearest, shared)
             return Comparison(chain[-1], found)
@@ -82,22 +84,9 @@ class BreakIndex:
         """Add a reply to a compared prompt: a client that sends it back unchanged goes on."""
         (part,) = parts_of([reply])
         with self._lock:
-            conversation = self._latest.get(place)
-            if conversation is not None:
-                replies = conversation.replies.setdefault(place, [])
-                replies.append(part)
-                del replies[:-_REPLIES]
-
-    def count(self, found: Break) -> None:
-        """Count a break."""
-        with self._lock:
-            self._counts[found.part.partition("[")[0].removesuffix("s"), found.rule] += 1
-
-    @property
-    def counts(self) -> Counter[tuple[str, str]]:
-        """The counted breaks, by the kind of the part and the rule."""
-        with self._lock:
-            return self._counts.copy()
+            if place in self._latest:
+                replies = self._latest[place].replies
+                replies[place] = [*replies.get(place, []), part][-_REPLIES:]
 
     def check(self) -> None:
         """Raise AssertionError if the size or an index is wrong. O(parts)."""
@@ -109,55 +98,55 @@ class BreakIndex:
 
     # ---- inside
 
-    def _breaks(
+    def _breaks(self, session: str | None, now: list[Part], nearest: _Conversation, shared: int) -> Iterator[Break]:
+        """Yield the breaks with earlier prompts; the first `shared` parts are all that any prompt shares.
+
+        A new last message is a new question.
+        """
+        for before, least, same in self._befores(session, now, nearest, shared):
+            found = break_between(before, now, same)
+            if found is not None and least <= found.at and (found.at < len(now) - 1 or now[-1].kind != "message"):
+                yield found
+
+    def _befores(
         self, session: str | None, now: list[Part], nearest: _Conversation, shared: int
-    ) -> Iterator[Break]:
-        """Yield the breaks with prompts that share the first `shared` parts of `now`, as many as any prompt does."""
+    ) -> Iterator[tuple[list[Part], int, bool]]:
+        """Yield earlier prompts, each with the least number of parts that it must share, and if it is of the session.
+
+        A prompt with a later message may differ in a part that another conversation shares.
+        """
         replies = nearest.replies.get(nearest.chain[shared - 1], []) if shared else []
         if shared == len(now) or now[shared].digest in [reply.digest for reply in replies]:
             return
         if replies and now[shared].role == "assistant":
-            reply = replace(replies[-1], name=now[shared].name)
-            yield from _different([*now[:shared], reply, *now[shared + 1 : shared + 2]], now, shared, same=True)
-        if shared == len(nearest.parts) > 0:
+            yield [*now[:shared], replace(replies[-1], name=now[shared].name), *now[shared + 1 : shared + 2]], shared, True
+        if shared and shared == len(nearest.parts):
             return
-        sent = {part.digest for part in now}
-        for each, least in self._candidates(session, now, nearest, shared):
-            end = next((at for at in range(len(each.parts), 0, -1) if each.parts[at - 1].digest in sent), 0)
-            same = session is not None and each.session == session
-            yield from _different(each.parts[: max(end, shared + 1)], now, least, same=same)
-
-    def _candidates(
-        self, session: str | None, now: list[Part], nearest: _Conversation, shared: int
-    ) -> Iterator[tuple[_Conversation, int]]:
-        """Yield conversations, each with the least number of parts that it must share with `now`.
-
-        A conversation with a later message may differ in a part that another conversation shares.
-        """
-        space = nearest.namespace
+        space, sent = nearest.namespace, {part.digest for part in now}
         later = [hash((space, part.digest)) for part in reversed(now[shared:])]
-        yield from ((each, 0) for each in dict.fromkeys(map(self._latest.get, later)) if each is not None)
-        others = [hash((space, session)), *reversed(_forms(_new(space).form, now)[shared:])]
-        yield from ((self._latest[key], shared) for key in others if key in self._latest)
-        yield nearest, shared
+        others = [hash((space, session)), *reversed(_forms(hash(space), now)[shared:])]
+        least = dict.fromkeys((self._latest[key] for key in later if key in self._latest), 0)
+        for each in (*(self._latest[key] for key in others if key in self._latest), nearest):
+            least.setdefault(each, shared)
+        for each, fewest in least.items():
+            last = next((at for at in range(len(each.parts) - 1, shared, -1) if each.parts[at].digest in sent), shared)
+            yield each.parts[: last + 1], fewest, session is not None and each.session == session
 
-    def _add(
-        self, session: str | None, now: list[Part], chain: list[int], nearest: _Conversation, shared: int
-    ) -> None:
+    def _add(self, session: str | None, now: list[Part], chain: list[int], nearest: _Conversation, shared: int) -> None:
         """Extend the nearest conversation, or add another one; the beginning of a known prompt adds nothing."""
+        space = nearest.namespace
         if shared < min(len(now), len(nearest.parts)):
-            nearest = _new(nearest.namespace)
-        start, space = len(nearest.parts), nearest.namespace
-        new, nearest.session = now[start:], session
-        forms = _forms(nearest.form, new)
+            nearest = _Conversation(space)
+        start = len(nearest.parts)
+        new, forms = now[start:], _forms(nearest.form or hash(space), now[start:])
         keys = [*chain[start:], *forms, *(hash((space, part.digest)) for part in new)]
-        keys += [] if session is None else [hash((space, session))]
-        nearest.form = forms[-1] if forms else nearest.form
+        keys += [hash((space, session))] * (session not in (None, nearest.session))
+        nearest.session, nearest.form = session, forms[-1] if forms else nearest.form
         nearest.parts += new
         nearest.chain += chain[start:]
         nearest.keys += keys
         self._latest.update(dict.fromkeys(keys, nearest))
-        self._parts[space].update({part.digest: part for part in new})
+        self._parts[space].update((part.digest, part) for part in new)
         self._size += len(new)
         self._recent[nearest] = None
         self._recent.move_to_end(nearest)
@@ -177,17 +166,6 @@ class BreakIndex:
             del self._parts[oldest.namespace]
 
 
-def _new(namespace: Hashable) -> _Conversation:
-    return _Conversation(namespace, hash((namespace, "form")))
-
-
-def _different(before: Sequence[Part], now: Sequence[Part], shared: int, *, same: bool) -> Iterator[Break]:
-    """Yield the break between two prompts after at least `shared` parts; a new last message is a new question."""
-    found = break_between(before, now, same)
-    if found is not None and shared <= found.at and (found.at < len(now) - 1 or now[-1].kind != "message"):
-        yield found
-
-
 def _chained(before: int, digest: int) -> int:
     return hash((before, digest))
 
@@ -196,6 +174,6 @@ def _forms(before: int, parts: Sequence[Part]) -> list[int]:
     """Return a hash of each beginning without its dates and ids, in which the order of tools does not count."""
     forms = []
     for part in parts:
-        before = before + part.form if part.kind == "tool" else hash((before, part.form))
+        before = before + part.form + 1 if part.kind == "tool" else hash((before, part.form, "form"))
         forms.append(before)
     return forms

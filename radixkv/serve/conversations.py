@@ -161,7 +161,7 @@ class Conversations:
         elif found is not None and len(tools) <= found.at < len(tools) + prompt.known:
             found = None
         if found is not None:
-            breaks.count(found)
+            breaks.counts[found.part.partition("[")[0].removesuffix("s"), found.rule] += 1
         return replace(prompt, broken=found, place=comparison.place)
 
     def token_counts(

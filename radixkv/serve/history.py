@@ -231,7 +231,7 @@ class HistoryIndex:
     def stats(self) -> HistoryStats:
         """The present counters and gauges."""
         with self._lock:
-            return replace(self._stats, breaks=self.breaks.counts)
+            return replace(self._stats, breaks=dict(self.breaks.counts))
 
     def check(self) -> None:
         """Raise AssertionError if the tree, the order or the counters disagree. O(everything remembered)."""
