@@ -119,7 +119,8 @@ class BreakIndex:
         if shared == len(now) or now[shared].digest in [reply.digest for reply in replies]:
             return
         if replies and now[shared].role == "assistant":
-            yield [*now[:shared], replace(replies[-1], name=now[shared].name), *now[shared + 1 : shared + 2]], shared, True
+            reply = replace(replies[-1], name=now[shared].name)
+            yield [*now[:shared], reply, *now[shared + 1 : shared + 2]], shared, True
         if shared and shared == len(nearest.parts):
             return
         space, sent = nearest.namespace, {part.digest for part in now}

@@ -45,7 +45,8 @@ def label_of(headers: Headers) -> str | None:
 def middleware(settings: Settings) -> list[Middleware]:
     """Return the middleware of a server, outermost first: allowed pages can read all responses, errors included."""
     check = (lambda _: None) if settings.api_keys else partial(check_local, settings)
-    methods, exposed = ("DELETE", "GET", "HEAD", "POST"), (REQUEST_ID, ANTHROPIC_REQUEST_ID, "warning", "retry-after", _MISS_HEADER)
+    methods = ("DELETE", "GET", "HEAD", "POST")
+    exposed = (REQUEST_ID, ANTHROPIC_REQUEST_ID, "warning", "retry-after", _MISS_HEADER)
     options: dict[str, Any] = {"allow_headers": ["*"], "expose_headers": exposed, "allow_private_network": True}
     cors = Middleware(CORSMiddleware, settings.allowed_origins, methods, **options)
     return [*([cors] if settings.allowed_origins else []), Middleware(RequestMiddleware, check)]

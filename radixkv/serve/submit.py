@@ -34,8 +34,8 @@ async def start(
 ) -> AsyncHandle:
     """Submit a request once its constraint is compiled.
 
-    The request is cancelled when `cleanup` closes, and fails at its deadline.
-    `AsyncEngine.submit` describes `session`; `broken` is the changed part of the prompt. `max_tokens` is limited to the room after the prompt. The replies share
+    The request is cancelled when `cleanup` closes, and fails at its deadline. `broken` is the changed part of it.
+    `AsyncEngine.submit` describes `session`. `max_tokens` is limited to the room after the prompt. The replies share
     this room if the pool cannot hold `max_tokens` for each of them. Raises PromptTooLong, RequestTimedOut, and as
     `AsyncEngine.submit`.
     """
@@ -46,7 +46,8 @@ async def start(
     params, engine = options.params_after(len(ids)), service.engine
     grammar = await service.compiled(request, caller, params)
     submit = partial(engine.submit, prompt, timeout=service.gate.time_left(request), sample=options.samples)
-    submit = partial(submit, namespace=caller.namespace, session=session, origin=origin_of(request, caller.tenant, broken))
+    origin = origin_of(request, caller.tenant, broken)
+    submit = partial(submit, namespace=caller.namespace, session=session, origin=origin)
     shared = unbounded(params, engine.client.inputs.room_for_reply(len(ids), caller.namespace))
     try:
         handle = await submit(params if options.bounded else shared)

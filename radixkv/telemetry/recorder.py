@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from radixkv.cache import CacheStats, PrefixCache
 from radixkv.cache.change_tracker import ChangeTracker, SequenceView
@@ -105,12 +106,12 @@ class Recorder:
         """Report a session's present state; only the last report before a `collect` counts."""
         keep_newest(self._sessions, record.number, record, SESSIONS)
 
-    def difference(self, number: int, tokens: Sequence[int], namespace: Hashable, at: int) -> None:
+    def difference(self, number: int, tokens: NDArray[np.int32], namespace: Hashable, at: int) -> None:
         """Report that a request's prompt diverges from the cached ones at a token. Costs a match if text is exposed."""
         if self._texts is not None:
             cached = self._cache.cached_after(tokens, namespace, DIFFERENCE_TOKENS)
             before, own = tokens[max(at - DIFFERENCE_TOKENS, 0) : at], tokens[at : at + DIFFERENCE_TOKENS]
-            keep_newest(self._differences, number, (list(before), list(own), cached), ENDED_REQUESTS)
+            keep_newest(self._differences, number, (before.tolist(), own.tolist(), cached), ENDED_REQUESTS)
 
     # ---- collecting
 

@@ -121,7 +121,8 @@ def test_a_changed_part_and_both_texts_are_in_the_description() -> None:
     rows = [samples.request(**changed, own_text="It is \\x1b[2J noon.", cached_text="It is night."),
             samples.request(number=2, **changed | {"changed_rule": "later"}, cached_text=""),
             samples.request(number=3, miss_reason="diverged")]  # fmt: skip
-    first, second, old = (RequestsView().detail(row, state()).plain for row in RequestsView().rows_of(state(ended=rows)))
+    view = RequestsView()
+    first, second, old = (view.detail(row, state()).plain for row in view.rows_of(state(ended=rows)))
     assert f"had tools[3] otherwise before (tools-order). {RULES['tools-order'].remedy}" in first
     assert "(later).\nTo see both texts at this place, load the engine with expose_text=True" in second
     assert "expose_text" not in old and "otherwise" not in old, "an old recording"

@@ -13,7 +13,16 @@ from radixkv.serve.break_index import BreakIndex
 from radixkv.telemetry.recorder import Recorder
 from tests.serve.served import ASKED, CHAT, Served, says, served, tokenizer
 
-SYSTEM = {"role": "system", "content": "Be kind. Today is 2026-11-28."}
+
+def system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = system("Be kind. Today is 2026-11-28.")
 MORE = {"role": "user", "content": "And where?"}
 
 
@@ -34,7 +43,7 @@ def ask(server: Served, messages: Any, path: str = "/v1/chat/completions", **fie
 
 
 def continued(*messages: Any) -> list[Any]:
-    return [*messages, {"role": "assistant", "content": "Me."}, MORE]
+    return [*messages, assistant("Me."), MORE]
 
 
 FIRST = [SYSTEM, *ASKED]
@@ -42,9 +51,9 @@ SECOND = continued(*FIRST)
 CHANGES: dict[str, tuple[list[Any], list[Any], str, str]] = {
     "tools in another order": (SECOND, TOOLS[::-1], "tools[0]", "tools-order"),
     "a tool with another text": (SECOND, [TOOLS[0], tool("where", "Hm.")], "tools[1]", "tools-changed"),
-    "another day": ([{**SYSTEM, "content": "Be kind. Today is 2026-11-29."}, *SECOND[1:]], TOOLS, "system", "volatile-text"),
-    "another system prompt": ([{**SYSTEM, "content": "Be rude."}, *SECOND[1:]], TOOLS, "system", "system-changed"),
-    "another reply": ([*FIRST, {"role": "assistant", "content": "You."}, MORE], TOOLS, "messages[2]", "message-changed"),
+    "another day": ([system("Be kind. Today is 2026-11-29."), *SECOND[1:]], TOOLS, "system", "volatile-text"),
+    "another system prompt": ([system("Be rude."), *SECOND[1:]], TOOLS, "system", "system-changed"),
+    "another reply": ([*FIRST, assistant("You."), MORE], TOOLS, "messages[2]", "message-changed"),
 }
 
 
@@ -88,7 +97,7 @@ def test_responses_have_the_header() -> None:
 
 def test_other_questions_and_counted_prompts_are_no_breaks() -> None:
     other = [*SECOND[:-1], {"role": "user", "content": "And when?"}]
-    changed = [{**SYSTEM, "content": "Be rude."}, *SECOND[1:]]
+    changed = [system("Be rude."), *SECOND[1:]]
     with served(brain=says("Me.")) as server:
         for messages in (FIRST, SECOND, other, FIRST, SECOND, [SYSTEM, MORE], [*FIRST, MORE]):
             assert ask(server, messages) is None
@@ -98,7 +107,7 @@ def test_other_questions_and_counted_prompts_are_no_breaks() -> None:
 
 
 def test_namespaces_are_apart_and_memory_is_bounded() -> None:
-    changed = [{**SYSTEM, "content": "Be rude."}, *SECOND[1:]]
+    changed = [system("Be rude."), *SECOND[1:]]
     with served(brain=says("Me.")) as server:
         assert ask(server, SECOND, cache_salt="a") is None
         assert ask(server, changed, cache_salt="b") is None
@@ -113,7 +122,7 @@ def test_namespaces_are_apart_and_memory_is_bounded() -> None:
 
 @pytest.mark.parametrize("exposed", [True, False])
 def test_the_record_has_the_part_and_the_texts_if_they_are_exposed(exposed: bool) -> None:
-    changed = [{**SYSTEM, "content": "Be kind. Today is\x1b 2026-11-29."}, *SECOND[1:]]
+    changed = [system("Be kind. Today is\x1b 2026-11-29."), *SECOND[1:]]
     with served(brain=says("Me.")) as server:
         thread, core, decode = server.engine.client.thread, server.engine.client.core, tokenizer().decode
         cache_recorder = Recorder(decode=decode if exposed else None)
@@ -125,7 +134,7 @@ def test_the_record_has_the_part_and_the_texts_if_they_are_exposed(exposed: bool
     assert (first.changed_part, first.cached_text) == (None, None)
     assert (second.changed_part, second.changed_rule, second.miss_reason) == ("system", "system-changed", "diverged")
     if exposed:
-        own, cached = second.own_text, second.cached_text
+        own, cached = str(second.own_text), str(second.cached_text)
         at = next(at for at, (one, two) in enumerate(zip(own, cached, strict=False)) if one != two)
         assert own[at:].startswith("\\x1b 2026-11-29.") and cached[at:].startswith(" 2026-11-28.")
         assert own[:at].endswith("Be kind. Today is") and max(len(own), len(cached)) <= 80

@@ -50,7 +50,7 @@ def test_the_file_has_each_chat_request(tmp_path: Path, caplog: pytest.LogCaptur
 def test_an_existing_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text("mine")
-    with pytest.raises(InvalidInput, match="record_text: .* exists"):
+    with pytest.raises(InvalidInput, match=r"record_text: .* exists"):
         Settings(record_text=str(path))
     assert path.read_text() == "mine"
 

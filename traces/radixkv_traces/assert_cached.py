@@ -9,11 +9,11 @@ from radixkv.errors import InvalidInput
 
 
 def assert_cached(response: object, at_least: float = 0.9) -> None:
-    """Raise AssertionError if less than the share `at_least` of a prompt was cached, by the usage that a server reports.
+    """Raise AssertionError if a server reports that less than the share `at_least` of a prompt was cached.
 
-    `response` is from the SDK of OpenAI (chat completions, Responses) or of Anthropic, or its JSON as a dict. A response
-    of `with_raw_response` has headers too: then the error names the part of the prompt that changed, if the server is
-    radixkv's. Raises InvalidInput if the response does not report cached tokens.
+    `response` is from the SDK of OpenAI (chat completions, Responses) or of Anthropic, or its JSON as a dict. If the
+    server is radixkv's, and the response is from `with_raw_response`, the error names the part that changed.
+    Raises InvalidInput if the response does not report cached tokens.
 
     >>> usage = {"prompt_tokens": 200, "prompt_tokens_details": {"cached_tokens": 192}}
     >>> assert_cached({"usage": usage})
@@ -45,8 +45,8 @@ def _tokens(usage: object) -> tuple[int, int]:
         counts = [cached, None if None in (cached, new) else cached + new + written]
     if not all(type(count) is int for count in counts) or not 0 <= counts[0] <= counts[1] > 0:
         raise InvalidInput(
-            f"the response reports {counts[0]} cached tokens of {counts[1]} prompt tokens (usage.prompt_tokens_details, "
-            "usage.input_tokens_details or usage.cache_read_input_tokens): is an option of the server off?"
+            f"the response reports {counts[0]} cached tokens of {counts[1]} prompt tokens, in prompt_tokens_details, "
+            "input_tokens_details or cache_read_input_tokens of its usage: is an option of the server off?"
         )
     return counts[0], counts[1]
 

@@ -215,9 +215,7 @@ class RequestRecorder(EngineObserver):
             drafted_tokens=sum(stream.counts.drafts.get("drafted_tokens", 0) for stream in streams),
             accepted_tokens=sum(stream.counts.drafts.get("accepted_tokens", 0) for stream in streams),
             preempted_ms=tuple(round((at - request.submitted) * 1e3) for at in self._preempted.get(request, ())),
-            changed_part=request.origin.changed_part,
-            changed_rule=request.origin.changed_rule,
-            cached_text="" if miss is not None and miss.reason == "diverged" else None,
+            **_change(request.origin, miss),
             **_names(request.origin),
         )
 
@@ -229,6 +227,12 @@ def _names(origin: Origin) -> dict[str, Any]:
     """Return the fields of a record that name the sender, in a bounded length."""
     values = {"request_id": origin.request_id, "tenant": origin.tenant, "label": origin.label}
     return {name: value and drawable(value[:LONGEST_NAME]) for name, value in values.items()}
+
+
+def _change(origin: Origin, miss: Explanation | None) -> dict[str, Any]:
+    """Return the fields of a record for a changed part of the prompt; texts are added when they are collected."""
+    text = "" if miss is not None and miss.reason == "diverged" else None
+    return {"changed_part": origin.changed_part, "changed_rule": origin.changed_rule, "cached_text": text}
 
 
 def _miss_reason(miss: Explanation) -> MissReason | None:
