@@ -11,7 +11,6 @@ import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 from radixkv.chat.messages import Message
@@ -69,11 +68,11 @@ class BreakIndex:
 
         Nothing is found in a new conversation, or in one that only goes on. `session` is the client's name for it.
         """
-        if not self._most:
+        if not self._most or not (messages or tools):
             return Comparison()
         with self._lock:
             now = parts_of(messages, tools or (), self._parts[namespace])
-            chain = list(accumulate((part.digest for part in now), _chained, initial=hash(namespace)))[1:]
+            chain = _chain(hash(namespace), now)
             shared = next((at for at in range(len(now), 0, -1) if chain[at - 1] in self._latest), 0)
             nearest = self._latest[chain[shared - 1]] if shared else _Conversation(namespace)
             found = next(self._breaks(session, now, nearest, shared), None)
@@ -167,8 +166,9 @@ class BreakIndex:
             del self._parts[oldest.namespace]
 
 
-def _chained(before: int, digest: int) -> int:
-    return hash((before, digest))
+def _chain(before: int, parts: Sequence[Part]) -> list[int]:
+    """Return a hash of each beginning."""
+    return [before := hash((before, part.digest)) for part in parts]
 
 
 def _forms(before: int, parts: Sequence[Part]) -> list[int]:
