@@ -42,6 +42,7 @@ _METAVARS = {
     "keep_alive": "DURATION",
     "eviction": "POLICY",
     "record": "FILE",
+    "record_text": "FILE",
     "disk_cache": "FOLDER",
     "history": "MODE",
     **dict.fromkeys(("model_name", "tool_format", "allowed_hosts"), "NAME"),

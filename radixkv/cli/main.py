@@ -149,12 +149,12 @@ def _add_serve(add: AddCommand) -> None:
     _add_keys(access)
     add_settings(access, "host", "port", "model_name", of=Settings)
     add_settings(access, "allowed_origins", "allowed_hosts", "tls_cert", "tls_key", of=Settings)
-    add_settings(access, "strict_fields", "keep_billing_header", "vllm_metrics", of=Settings)
+    add_settings(access, "strict_fields", "keep_billing_header", "vllm_metrics", "record_text", of=Settings)
     access.add_argument("--quiet", action="store_true", help="do not log a line per request; logs never contain text")
     add_settings(limits, "max_waiting", "max_per_key", "max_connections", "max_body", "max_prompt_tokens", of=Settings)
     add_settings(limits, "timeout", "drain_timeout", "history_bytes", "response_bytes", "history", of=Settings)
     engine = _add_engine(serve)
-    add_settings(engine, "tool_format")
+    add_settings(engine, "tool_format", "expose_text")
     add_settings(engine, "fim_order", of=Settings)
 
 

@@ -99,6 +99,7 @@ def test_other_questions_and_counted_prompts_are_no_breaks() -> None:
     other = [*SECOND[:-1], {"role": "user", "content": "And when?"}]
     changed = [system("Be rude."), *SECOND[1:]]
     with served(brain=says("Me.")) as server:
+        assert ask(server, [system("You are another agent, who knows better."), MORE]) is None
         for messages in ([assistant("Me")], FIRST, SECOND, other, FIRST, SECOND, [SYSTEM, MORE], [*FIRST, MORE]):
             assert ask(server, messages) is None
         body = {"model": "fake", "system": "Be rude.", "messages": SECOND[1:]}
