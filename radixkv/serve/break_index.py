@@ -140,7 +140,7 @@ class BreakIndex:
         start = len(nearest.parts)
         new, forms = now[start:], _forms(nearest.form or hash(space), now[start:])
         keys = [*chain[start:], *forms, *(hash((space, part.digest)) for part in new)]
-        keys += [hash((space, session))] * (session not in (None, nearest.session))
+        keys += [hash((space, session))] * (session is not None and len(new) > 0)
         nearest.session, nearest.form = session, forms[-1] if forms else nearest.form
         nearest.parts += new
         nearest.chain += chain[start:]

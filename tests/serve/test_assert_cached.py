@@ -15,15 +15,12 @@ from tests.serve.served import Hosted, hosted, says
 anthropic = pytest.importorskip("anthropic")
 pytest.importorskip("anthropic.types")
 
-WHO = {"name": "who", "description": "Say who is there. " * 8, "parameters": {"type": "object", "properties": {}}}
-TOOLS: Any = [{"type": "function", "function": WHO}]
 ASKED: Any = [{"role": "user", "content": "Who is there, and why? " * 8}]
 
 
-def chat(host: Hosted, **fields: Any) -> Any:
-    return openai.OpenAI(base_url=f"{host.url}/v1", api_key="-").chat.completions.create(
-        model="fake", messages=ASKED, **fields
-    )
+def chat(host: Hosted) -> Any:
+    client = openai.OpenAI(base_url=f"{host.url}/v1", api_key="-")
+    return client.chat.completions.create(model="fake", messages=ASKED)
 
 
 def responses(host: Hosted) -> Any:
@@ -46,54 +43,57 @@ def test_responses_of_the_sdks(ask: Any) -> None:
     assert_cached(again.model_dump(), at_least=0.9)
 
 
-USAGES: dict[str, tuple[dict[str, Any], float]] = {
-    "chat completions": ({"prompt_tokens": 200, "prompt_tokens_details": {"cached_tokens": 150}}, 0.75),
-    "responses": ({"input_tokens": 200, "input_tokens_details": {"cached_tokens": 150}}, 0.75),
-    "messages": (
-        {"input_tokens": 20, "cache_creation_input_tokens": 30, "cache_read_input_tokens": 150},
-        0.75,
-    ),
-    "messages without writes": (
-        {"input_tokens": 50, "cache_creation_input_tokens": None, "cache_read_input_tokens": 150},
-        0.75,
-    ),
-    "both forms at once": (
-        {"prompt_tokens": 200, "prompt_tokens_details": {"cached_tokens": 50}, "cache_read_input_tokens": 50},
-        0.25,
-    ),
-    "all": ({"prompt_tokens": 200, "prompt_tokens_details": {"cached_tokens": 200}}, 1),
-    "none": ({"prompt_tokens": 200, "prompt_tokens_details": {"cached_tokens": 0}}, 0),
-}
+def test_the_error_names_the_changed_part() -> None:
+    with hosted(Settings(port=0), brain=says("Me.")) as host:
+        client = openai.OpenAI(base_url=f"{host.url}/v1", api_key="-").chat.completions.with_raw_response
+        for content in ("It is 12:00:01. Be kind.", "It is 12:00:02. Be kind."):
+            raw = client.create(model="fake", messages=[{"role": "system", "content": content}, *ASKED])
+        with pytest.raises(AssertionError, match=r"the first part that changed is system$"):
+            assert_cached(raw)
 
 
-@pytest.mark.parametrize("name", USAGES)
-def test_the_share_is_the_bar(name: str) -> None:
-    usage, share = USAGES[name]
+def openai_usage(cached: Any, prompt: Any = 200) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def anthropic_usage(new: Any, written: Any, read: Any) -> dict[str, Any]:
+    return {"input_tokens": new, "cache_creation_input_tokens": written, "cache_read_input_tokens": read}
+
+
+SHARES: list[tuple[dict[str, Any], float]] = [
+    (openai_usage(150), 0.75),
+    ({"input_tokens": 200, "input_tokens_details": {"cached_tokens": 150}}, 0.75),
+    (anthropic_usage(20, 30, 150), 0.75),
+    (anthropic_usage(50, None, 150), 0.75),
+    (openai_usage(50) | {"cache_read_input_tokens": 50}, 0.25),  # LiteLLM has both
+    (openai_usage(200), 1),
+    (openai_usage(0), 0),
+]
+
+
+@pytest.mark.parametrize(("usage", "share"), SHARES)
+def test_the_share_is_the_bar(usage: dict[str, Any], share: float) -> None:
     assert_cached({"usage": usage}, at_least=share)
     if share < 1:
         with pytest.raises(AssertionError):
             assert_cached({"usage": usage}, at_least=share + 0.001)
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        {},
-        {"usage": None},
-        {"usage": {"prompt_tokens": 200}},
-        {"usage": {"prompt_tokens": 200, "prompt_tokens_details": None}},
-        {"usage": {"prompt_tokens": 200, "prompt_tokens_details": {}}},
-        {"usage": {"prompt_tokens": 200, "prompt_tokens_details": {"cached_tokens": None}}},
-        {"usage": {"prompt_tokens": 200, "prompt_tokens_details": {"cached_tokens": True}}},
-        {"usage": {"prompt_tokens": 200, "prompt_tokens_details": {"cached_tokens": 201}}},
-        {"usage": {"prompt_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0}}},
-        {"usage": {"input_tokens": 200, "cache_read_input_tokens": None}},
-        {"usage": {"input_tokens": 200, "cache_creation_input_tokens": 0}},
-        {"usage": {"cache_read_input_tokens": 150}},
-        "a text",
-        None,
-    ],
-)
+SILENT: list[Any] = [
+    {"prompt_tokens": 200},
+    {"prompt_tokens": 200, "prompt_tokens_details": None},
+    {"prompt_tokens": 200, "prompt_tokens_details": {}},
+    *(openai_usage(cached) for cached in (None, True, 150.0, "150", 201, -1)),
+    openai_usage(0, 0),
+    openai_usage(0, None),
+    anthropic_usage(200, 0, None),
+    anthropic_usage(None, 0, 150),
+    None,
+    "a text",
+]
+
+
+@pytest.mark.parametrize("response", [*({"usage": each} for each in SILENT), {}, "a text", None])
 def test_a_server_that_reports_nothing_never_passes(response: Any) -> None:
     with pytest.raises(InvalidInput, match="report"):
         assert_cached(response, at_least=0)
@@ -102,4 +102,4 @@ def test_a_server_that_reports_nothing_never_passes(response: Any) -> None:
 @pytest.mark.parametrize("at_least", [-0.1, 1.1, float("nan"), float("inf"), True, "0.9", None])
 def test_a_bar_is_a_share(at_least: Any) -> None:
     with pytest.raises(InvalidInput, match="at_least must be a number from 0 to 1"):
-        assert_cached({"usage": USAGES["all"][0]}, at_least=at_least)
+        assert_cached({"usage": openai_usage(200)}, at_least=at_least)
