@@ -1,0 +1,327 @@
+"""Made-up logs of requests: 20 with one fault of known cost each, and 5 without any.
+
+Each request of a faulty log is sent in one version. A real cache holds the prompts as they were sent. The cost is how
+many tokens more it hits if a prompt has an earlier version, without tokens that only the earlier version has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from random import Random
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixkv.cache import PrefixCache
+from radixkv_traces.chats import ChatRequest, Message
+from radixkv_traces.text_blocks import estimate, rendered, spoken
+
+WORDS = """answer ask block branch build cache call change check code count each edit engine error file find first keep
+line list model module name never open path prompt read reason report request result run search short stop test text
+token tool user value when write""".split()  # noqa: SIM905
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Requests as sent, and the one finding for them. The requests at the indices `broken` cost `tokens` together."""
+
+    requests: list[ChatRequest]
+    rule: str
+    part: str  # such as "messages[5]"
+    place: str  # the part, or "messages[5], character 80" where a text differs
+    tokens: int
+    broken: tuple[int, ...]
+
+    def findings(self) -> list[tuple[str, str, int, int]]:
+        """Return rule, place, tokens and requests of each finding: one, or none of a clean log."""
+        return [(self.rule, self.place, self.tokens, len(self.broken))] if self.broken else []
+
+    def allowed(self, at: int) -> set[tuple[str, str] | None]:
+        """Return the right live answers: part and rule, or None; in the first request of a session, both."""
+        found = (self.part, self.rule) if at in self.broken else None
+        return {found, None} if self.requests[at].turn == 1 else {found}
+
+
+# ---- conversations
+
+
+def prose(rng: Random, words: int) -> str:
+    """Write sentences of five to twelve words, in ASCII."""
+    text: list[str] = []
+    while len(text) < words:
+        first, *more = rng.choices(WORDS, k=rng.randint(5, 12))
+        text += [first.capitalize(), *more[:-1], more[-1] + "."]
+    return " ".join(text)
+
+
+def tool(rng: Random, name: str) -> dict[str, Any]:
+    fields = {word: {"type": "string", "description": prose(rng, 8)} for word in rng.sample(WORDS, 4)}
+    schema = {"type": "object", "properties": fields, "required": [*fields][:2]}
+    return {"type": "function", "function": {"name": name, "description": prose(rng, 30), "parameters": schema}}
+
+
+def conversation(rng: Random, turns: int, calls: bool = True, thinking: bool = False) -> list[Message]:
+    """Write the messages after the system prompt: two of three turns answer a call, the third one is a question."""
+    messages: list[Message] = [{"role": "user", "content": prose(rng, 40)}]
+    for turn in range(1, turns):
+        answer: Message = {"role": "assistant", "content": prose(rng, 50) + "\n\n"}
+        after: Message = {"role": "user", "content": prose(rng, 30)}
+        if calls and turn % 3:
+            arguments = json.dumps({"path": f"src/{rng.choice(WORDS)}.py", "limit": rng.randint(9, 999)})
+            call = {"id": f"call_{rng.getrandbits(48):x}", "function": {"name": WORDS[turn], "arguments": arguments}}
+            thought = {"reasoning_content": prose(rng, 25)} if thinking else {}
+            answer = {"role": "assistant", "content": "", "tool_calls": [call], **thought}
+            after = {"role": "tool", "tool_call_id": call["id"], "content": f"10:0{turn}:07 {prose(rng, 90)}"}
+        messages += [answer, after]
+    return messages
+
+
+def session(name: str, system: str, tools: Sequence[Any], messages: Sequence[Message]) -> list[ChatRequest]:
+    """Return a request for each user message and each result of a tool, without times."""
+    whole = ({"role": "system", "content": system}, *messages)
+    ends = [at + 1 for at, message in enumerate(whole) if message["role"] in ("user", "tool")]
+    return [ChatRequest(0, whole[:n], name, turn, 60, None, None, None, (*tools,)) for turn, n in enumerate(ends, 1)]
+
+
+def interleaved(rng: Random, sessions: Sequence[list[ChatRequest]], minutes: float = 4) -> list[ChatRequest]:
+    """Mix sessions at random, each in its order, with a request every few minutes."""
+    left, log = [list(each) for each in sessions], list[ChatRequest]()
+    while any(left):
+        first = rng.choice([each for each in left if each]).pop(0)
+        log.append(replace(first, timestamp=len(log) * minutes * 60_000 + rng.randint(0, 9) * 1000))
+    return log
+
+
+def prefix(rng: Random, tools: int) -> tuple[str, list[Any]]:
+    """Return a system prompt of about 600 tokens, and tools."""
+    return prose(rng, 420), [tool(rng, f"{name}_tool") for name in rng.sample(WORDS, tools)]
+
+
+def plain_log(rng: Random, turns: Sequence[int] = (9, 7, 8), **options: bool) -> list[ChatRequest]:
+    """Return sessions that share a system prompt and 6 to 12 tools."""
+    same = prefix(rng, rng.randint(6, 12))
+    return interleaved(rng, [session(f"s{at}", *same, conversation(rng, n, **options)) for at, n in enumerate(turns)])
+
+
+# ---- the oracle
+
+
+class Oracle:
+    """A cache of prompts that never evicts, token by token."""
+
+    def __init__(self) -> None:
+        self.cache = PrefixCache(400_000, 1)
+
+    def hits(self, request: ChatRequest) -> int:
+        return self.cache.match(tokens(request), request.namespace).length
+
+    def cost(self, sent: ChatRequest, undone: ChatRequest) -> int:
+        longer = len(tokens(undone)) - len(tokens(sent))
+        return self.hits(undone) - self.hits(sent) - max(0, longer)
+
+    def add(self, request: ChatRequest) -> int:
+        """Serve a request; returns the tokens of its prompt that missed."""
+        prompt = tokens(request)
+        with self.cache.open(prompt, request.namespace) as opened:
+            missed = prompt[opened.length :]
+            opened.extend(missed)
+            opened.commit()
+        return len(missed)
+
+
+def tokens(request: ChatRequest) -> NDArray[np.int32]:
+    """Encode each part of a prompt: tools with keys as sent, then messages with the thinking as sent. ASCII only."""
+    texts = [json.dumps(each, separators=(",", ":")) + "\n" for each in request.tools]
+    for said in request.messages:
+        thought = said.get("reasoning_content")
+        shown = f"<think>\n{thought}\n</think>\n" if thought else ""
+        texts.append(rendered({**said, "content": shown + spoken({"content": said["content"]})}))
+    return np.frombuffer(b"".join(estimate(text).tobytes() for text in texts), np.int32)
+
+
+# ---- faults
+
+
+Change = Callable[[list[Any], list[Message], Any], Any]
+
+
+def version_of(base: ChatRequest, version: Hashable, change: Change) -> ChatRequest:
+    """Return a copy of a request in a version; False is the unchanged one, and with True only session s0 changes."""
+    tools, messages = json.loads(json.dumps([base.tools, base.messages]))
+    if version and (version is not True or base.session == "s0"):
+        change(tools, messages, version)
+    return replace(base, tools=tuple(tools), messages=tuple(messages))
+
+
+def fault(
+    rule: str, place: str, log: list[ChatRequest], name: Callable[[int, ChatRequest], Hashable], change: Change
+) -> Fault:
+    """Send each request of a log in the version that `name` returns; the cost is the highest over earlier versions."""
+    oracle, seen, sent, costs = Oracle(), dict[Hashable, None](), list[ChatRequest](), dict[int, int]()
+    for at, base in enumerate(log):
+        sent.append(version_of(base, name(at, base), change))
+        cost = max((oracle.cost(sent[-1], version_of(base, each, change)) for each in seen), default=0)
+        costs |= {at: cost} if cost else {}
+        oracle.add(sent[-1])
+        seen[name(at, base)] = None
+    return Fault(sent, rule, place.split(",")[0], place, sum(costs.values()), (*costs,))
+
+
+def private_first(log: list[ChatRequest]) -> Fault:
+    """Put a text of each session before the system prompt that all share; undone, it follows the shared one."""
+    oracle, undone, sent, costs = Oracle(), Oracle(), list[ChatRequest](), dict[int, int]()
+    for at, base in enumerate(log):
+        private = {"role": "system", "content": f"Project {base.session}. {prose(Random(base.session), 150)}"}
+        shared, *rest = base.messages
+        now, moved = (replace(base, messages=(*both, *rest)) for both in ((private, shared), (shared, private)))
+        cost = undone.hits(moved) - oracle.hits(now)
+        costs |= {at: cost} if cost else {}
+        oracle.add(now)
+        undone.add(moved)
+        sent.append(now)
+    return Fault(sent, "private-first", "system", "system", sum(costs.values()), (*costs,))
+
+
+def put(message: Message, at: int, text: str, end: int | None = None) -> None:
+    """Put a text at a character of a message, in place of its text up to `end`."""
+    content = message["content"]
+    message["content"] = content[:at] + text + content[at if end is None else end :]
+
+
+def context(log: list[ChatRequest]) -> list[ChatRequest]:
+    """Put the same long message before the first question of each session."""
+    about = {"role": "user", "content": f"<context>\n{prose(Random(6), 200)}\n</context>"}
+    return [replace(each, messages=(each.messages[0], about, *each.messages[1:])) for each in log]
+
+
+def rewrite_calls(messages: list[Message]) -> None:
+    """Write the arguments of two calls as a data base may return them."""
+    for call in (messages[at]["tool_calls"][0]["function"] for at in (2, 4)):
+        call["arguments"] = json.dumps(json.loads(call["arguments"]), sort_keys=True, separators=(",", ":"))
+
+
+def clock(form: str) -> Callable[[int, ChatRequest], str]:
+    """Return the time of a request, counted from 23:12."""
+    return lambda _, it: f"{datetime(2026, 11, 28, 23, 12, tzinfo=UTC) + timedelta(milliseconds=it.timestamp):{form}}"
+
+
+def number(at: int, _: ChatRequest) -> UUID:
+    return UUID(int=Random(at).getrandbits(128), version=4)
+
+
+def turn(first: int) -> Callable[[int, ChatRequest], bool]:
+    """Return the version of requests where session s0 changes at a turn, and stays so."""
+    return lambda _, it: it.session == "s0" and it.turn >= first
+
+
+def question(_: int, it: ChatRequest) -> int:
+    """Return the index of the last question; 0 for the first one."""
+    return max(at for at, said in enumerate(it.messages) if not at or (at > 1 and said["role"] == "user"))
+
+
+def moved(items: dict[str, Any], key: str) -> None:
+    """Put a key after all others."""
+    items[key] = items.pop(key)
+
+
+SUMMARY = {"role": "user", "content": f"Summary of the conversation so far: {prose(Random(5), 60)}"}
+NEW_TOOL = tool(Random(7), "new_tool")
+
+TABLE: dict[str, tuple[str, str, Callable[[int, ChatRequest], Hashable], Change]] = {
+    # name: rule, place, version of a request, change of its tools and messages
+    "date": ("volatile-text", "system, character 831",
+        clock("%Y-%m-%d"), lambda _, said, v: put(said[0], 812, f" Today is {v}.")),
+    "clock": ("volatile-text", "system, character 111",
+        clock("%H:%M:%S"), lambda _, said, v: put(said[0], 100, f" It is {v}.")),
+    "request id": ("volatile-text", "system, character 8",
+        number, lambda _, said, v: put(said[0], 0, f"Request {v}.\n")),
+    "id in context": ("volatile-text", "messages[1], character 13",
+        number, lambda _, said, v: put(said[1], 10, f"id={v}\n")),
+    "tools shuffled": ("tools-order", "tools[0]",
+        lambda at, _: at // 5, lambda tools, _, v: tools.extend([tools.pop(0) for _ in range(v)])),
+    "tools swapped": ("tools-order", "tools[3]", turn(4), lambda tools, *_: [tools.insert(3, tools.pop(4))]),
+    "tool added": ("tools-changed", "tools[2]", turn(5), lambda tools, *_: tools.insert(2, NEW_TOOL)),
+    "tool removed": ("tools-changed", "tools[3]", turn(3), lambda tools, *_: tools.pop(3)),
+    "tool described": ("tools-changed", "tools[4]",
+        lambda at, _: at // 12, lambda tools, *_: tools[4]["function"].update(description="It is new.")),
+    "schema keys": ("schema-order", "tools[2]", lambda _, it: ("", "properties", "type")[int(it.session[1:])],
+        lambda tools, _, v: moved(tools[2]["function"]["parameters"], v)),
+    "message edited": ("message-changed", "messages[1], character 33",
+        turn(5), lambda _, said, v: put(said[1], 33, " (solved)")),
+    "message dropped": ("message-dropped", "messages[6]", turn(6), lambda _, said, v: said.pop(6)),
+    "window": ("message-dropped", "messages[1]",
+        lambda _, it: max(0, 2 * it.turn - 8), lambda _, said, v: said.__delitem__(slice(1, 1 + v))),
+    "summarised": ("history-summarised", "messages[1]",
+        turn(8), lambda _, said, v: said.__setitem__(slice(1, 10), [SUMMARY])),
+    "call rewritten": ("call-rewritten", "messages[2]", turn(4), lambda _, said, v: rewrite_calls(said)),
+    "reply trimmed": ("message-changed", "messages[6], character 312",
+        turn(6), lambda _, said, v: put(said[6], -2, "", 9999)),
+    "thinking dropped": ("thinking-dropped", "messages[2]",
+        question, lambda _, said, v: [each.pop("reasoning_content", None) for each in said[:v]]),
+    "result truncated": ("message-changed", "messages[3], character 200",
+        turn(5), lambda _, said, v: put(said[3], 200, "[cut]", 9999)),
+    "system changed": ("system-changed", "system, character 57",
+        turn(5), lambda _, said, v: put(said[0], 57, " You are in review mode.")),
+}  # fmt: skip
+
+
+def faults() -> dict[str, Fault]:
+    found = {}
+    for seed, (name, (rule, place, version, change)) in enumerate(TABLE.items()):
+        thinks = name == "thinking dropped"
+        log = plain_log(Random(seed), (6, 4, 5) if thinks else (9, 7, 8), calls=name != "window", thinking=thinks)
+        found[name] = fault(rule, place, context(log) if "messages[1]" in place else log, version, change)
+    return {**found, "private first": private_first(plain_log(Random(99)))}
+
+
+FAULTS = faults()
+
+
+# ---- logs without faults
+
+
+def ask(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def growth(rng: Random) -> list[ChatRequest]:
+    """Return sessions that only grow, with a request that was sent twice."""
+    log = plain_log(rng)
+    return [*log[:10], log[9], *log[10:]]
+
+
+def one_system(rng: Random) -> list[ChatRequest]:
+    """Return sessions of two namespaces with one system prompt, some with questions that differ in a date only."""
+    same, dates = prefix(rng, 8), ("2026-11-01", "2026-11-02", "2026-11-03", "2026-11-04")
+    said = [ask(f"Write the report of {date}.") for date in dates] + [conversation(rng, turns) for turns in (4, 6, 5)]
+    log = interleaved(rng, [session(f"s{at}", *same, each) for at, each in enumerate(said)])
+    return [replace(each, namespace=f"n{int(each.session[1:]) % 2}") for each in log]
+
+
+def other_question(rng: Random) -> list[ChatRequest]:
+    """Return a session whose last question was edited, twice in a date only, and that then goes on."""
+    same, said = prefix(rng, 6), conversation(rng, 8, calls=False)
+    edits = [said[:12] + ask(f"How was it{when}?") for when in ("", " on 2026-11-01", " on 2026-11-02")]
+    return interleaved(rng, [session("s0", *same, said)[:7] + [session("s0", *same, it)[-1] for it in [*edits, said]]])
+
+
+def sub_agents(rng: Random) -> list[ChatRequest]:
+    """Return sessions with sub-agents, which have other system prompts, and some of them fewer tools."""
+    systems, (_, tools) = [prose(rng, 420) for _ in range(3)], prefix(rng, 9)
+    kinds = enumerate([(0, 9), (0, 9), (1, 9), (1, 9), (2, 5), (2, 5)])
+    return interleaved(rng, [session(f"s{at}", systems[a], tools[:n], conversation(rng, 6)) for at, (a, n) in kinds])
+
+
+def branches(rng: Random) -> list[ChatRequest]:
+    """Return three tries that answer one conversation differently, and go on."""
+    same, said = prefix(rng, 7), conversation(rng, 3)
+    return interleaved(rng, [session(f"s{at}", *same, said + conversation(rng, 5)[1:]) for at in range(3)])
+
+
+CLEAN = {make.__name__: make(Random(5)) for make in (growth, one_system, other_question, sub_agents, branches)}
+LOGS = FAULTS | {name: Fault(log, "", "", "", 0, ()) for name, log in CLEAN.items()}
