@@ -117,6 +117,11 @@ class WhatIf:
             np.add(window, figures, out=window)
         self._touch(names, places)
 
+    def touch(self, ids: Ids) -> None:
+        """Use the path of another reply to the prompt of the last `add`."""
+        _, *path = self._find(ids)
+        self._touch(*path)
+
     def drop(self, count: int = 1) -> None:
         """Count requests that were not added."""
         self._dropped += count

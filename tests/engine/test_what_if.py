@@ -48,15 +48,18 @@ def test_replies_count_namespaces_are_apart_and_failed_requests_are_left_out() -
         three = ONE.but(max_tokens=9, n=3, temperature=1.0, seed=1)
         (first,) = engine.generate([tokens(16)], three, namespace="ann")
         assert curve_of(engine).hit_tokens[-1] == 15  # the last token of a prompt is computed
-        for each in (first, *first.alternatives):
+        for at, each in enumerate((first, *first.alternatives)):
+            engine.generate([tokens(80, 100 * at)], ONE)
             before = curve_of(engine).hit_tokens[-1]
             engine.generate([[*tokens(16), *each.token_ids, 1]], ONE, namespace="ann")
             assert curve_of(engine).hit_tokens[-1] == before + 24  # 8 of 9 tokens of the reply were computed
+        engine.generate([tokens(16)], three, namespace="ann")  # its replies were used in another order
+        assert curve_of(engine).requests == 11
         runner.fault = lambda chunks: 1 / 0  # type: ignore[assignment,return-value]
         with pytest.raises(Exception, match="division"):
             engine.generate([tokens(9)], ONE)
         report = engine.what_if()
-    assert report is not None and (report.recent.requests, report.pool_blocks) == (7, 96)
+    assert report is not None and (report.recent.requests, report.pool_blocks) == (11, 96)
 
 
 @pytest.mark.parametrize(

@@ -42,25 +42,28 @@ def total(hits: list[list[int]]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*hits, strict=True))) if hits else (0,) * len(SIZES)
 
 
-@given(st.lists(PROMPTS, max_size=20), st.integers(1, 12), st.integers(1, 3))
+@given(st.lists(st.lists(PROMPTS, min_size=1, max_size=3), max_size=20), st.integers(1, 12), st.integers(1, 3))
 @settings(max_examples=150, deadline=None)
-def test_the_curve_below_the_limit_is_exact(prompts: list[Prompt], pool_blocks: int, block_size: int) -> None:
+def test_the_curve_below_the_limit_is_exact(requests: list[list[Prompt]], pool_blocks: int, block_size: int) -> None:
     what_if, hits = WhatIf(pool_blocks, block_size), []
     stack: list[tuple[int, ...]] = []  # the block that was used last comes first, so that a pool holds the beginning
-    for now, prompt in enumerate(prompts):
+    for now, (prompt, *others) in enumerate(requests):
         path, most = path_of(prompt, block_size), max(0, prompt[2] - 1)
         pools = [stack[: int(min(max(1, size * pool_blocks), len(stack)))] for size in SIZES]
         cached = [len(list(takewhile(pool.__contains__, path))) for pool in pools]
         hits.append([min(blocks * block_size, most) for blocks in cached])
-        stack = [*path, *(block for block in stack if block not in path)]
+        for path in (path_of(each, block_size) for each in (prompt, *others)):
+            stack = [*path, *(block for block in stack if block not in path)]
         what_if.add(ids_of(prompt, block_size), prompt[2], 1, 45.0 * now)
+        for each in others:
+            what_if.touch(ids_of(each, block_size))
         what_if.check()
         recent = [(at, each) for at, each in enumerate(hits) if 45 * at // 60 > 45 * now // 60 - 10]
         report = what_if.report(45.0 * now)
         assert report.since_load.hit_tokens == total(hits)
         assert report.recent.hit_tokens == total([each for _, each in recent])
         assert report.recent.requests == report.recent.cached_tokens == len(recent)
-        assert report.recent.prompt_tokens == sum(prompts[at][2] for at, _ in recent)
+        assert report.recent.prompt_tokens == sum(requests[at][0][2] for at, _ in recent)
 
 
 @given(st.lists(PROMPTS, max_size=20), st.integers(1, 6))

@@ -82,10 +82,10 @@ class WhatIfThread:
         elif item.scheduling.counted:
             key = self._secret + str(item.namespace).encode()  # the number of the namespace
             kept = (np.array(each.tokens, np.int32)[: each.counts.reached] for each in item.streams)
-            ids, *others = (prefix_ids(each, self._block_size, key) for each in kept)
-            if others:
-                ids = np.array(list(dict.fromkeys(np.concatenate([ids, *others]).tolist())), np.uint64)
-            curve.add(ids, len(item.prompt), item.streams[0].counts.cached_tokens, time.monotonic())
+            first, *others = (prefix_ids(each, self._block_size, key) for each in kept)
+            curve.add(first, len(item.prompt), item.streams[0].counts.cached_tokens, time.monotonic())
+            for ids in others:
+                curve.touch(ids)
 
 
 def reasons(config: EngineConfig, cache: PrefixCache | None, report: WhatIfReport) -> tuple[str, ...]:
