@@ -404,7 +404,9 @@ def _mood(summary: Summary) -> tuple[Level, str]:
 
 def what_if_sentence(report: WhatIfReport) -> str:
     """Return the sentence of a report, the measured hit rate, why it differs, and the number of dropped requests."""
-    curve, window = (report.recent, "last 10 min") if report.recent.requests else (report.since_load, "since load")
+    if not report.curve.requests:
+        return report.sentence
+    window = "last 10 min" if report.curve is report.recent else "since load"
     why = f" ({', '.join(report.reasons)})" if report.reasons else ""
     dropped = f" {plural(report.dropped, 'request')} came too fast to be counted." if report.dropped else ""
-    return f"{report.sentence} Measured: {curve.measured:.0%}, {window}{why}.{dropped}"
+    return f"{report.sentence} Measured: {report.curve.measured:.0%}, {window}{why}.{dropped}"

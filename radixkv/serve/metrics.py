@@ -166,7 +166,8 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
         yield from _own_history(snapshot.history)
     if (report := snapshot.what_if) is not None and report.recent.requests:
         rates = {f"{size:g}": rate for size, rate in zip(SIZES, report.recent.hit_rates, strict=True)}
-        yield _gauge("radixkv:what_if_hit_ratio", "Hit rate of an LRU pool of this relative size", rates, "pool")
+        about = "Hit rate of the last 10 minutes in an LRU pool of this relative size"
+        yield _gauge("radixkv:what_if_hit_ratio", about, rates, "pool")
 
 
 def _own_memory(stats: EngineStats) -> Iterator[Metric]:

@@ -61,12 +61,16 @@ class WhatIfReport:
     reasons: tuple[str, ...] = ()
 
     @property
+    def curve(self) -> WhatIfCurve:
+        """The curve of the recent requests if there are any, else of all."""
+        return self.recent if self.recent.prompt_tokens else self.since_load
+
+    @property
     def sentence(self) -> str:
-        """The curve in words, of the recent requests if there are any."""
-        curve = self.recent if self.recent.prompt_tokens else self.since_load
-        if not curve.prompt_tokens:
-            return "No prompt has been served yet."
-        _, half, now, twice, *_, most = curve.hit_rates
+        """The curve in words."""
+        if not self.curve.prompt_tokens:
+            return "No request has ended yet."
+        _, half, now, twice, *_, most = self.curve.hit_rates
         gain, loss, rest = twice - now, now - half, most - twice
         digits = int(any(_CLEAR <= change < _FINE for change in (gain, loss, rest)))
         gained = f"raise hits from {now:.{digits}%} to {twice:.{digits}%}"

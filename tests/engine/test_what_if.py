@@ -6,6 +6,7 @@ import argparse
 import gc
 import logging
 import threading
+import time
 import weakref
 from queue import SimpleQueue
 from typing import Any
@@ -21,6 +22,7 @@ from tests.engine.fakes import make_engine
 from tests.engine.test_scheduler import tokens
 from tests.engine.test_trace_writer import ONE, conversations
 from tests.telemetry.served import Reader, runtime_folder
+from tests.telemetry.test_what_if import NOTHING
 
 
 def curve_of(engine: Engine) -> WhatIfCurve:
@@ -63,25 +65,27 @@ def test_replies_count_namespaces_are_apart_and_failed_requests_are_left_out() -
 
 
 @pytest.mark.parametrize(
-    ("settings", "options", "said"),
+    ("settings", "options", "below", "above"),
     [
-        ({}, {}, ()),
-        ({"eviction": "lfu", "prefix_cache": False}, {}, ("is off", "another policy")),
-        ({"deterministic": True}, {"state_rows": 2}, ("recurrent state", "prefill_chunk")),
-        ({"disk_cache": "x"}, {"host_blocks": 8}, ("device + host", "a disk")),
-        ({}, {"namespace_limits": {"ann": 0.5}}, ("shares",)),
+        ({"eviction": "lfu", "prefix_cache": False}, {}, ("another policy", "is off"), ("another policy", "inside")),
+        ({"deterministic": True}, {"state_rows": 2}, ("recurrent state", "prefill_chunk", "take room"), ("inside",)),
+        ({"disk_cache": "x"}, {"host_blocks": 8}, ("device + host", "take room"), ("a disk", "inside")),
+        ({}, {"namespace_limits": {"ann": 0.5}}, ("shares", "take room"), ("shares", "inside")),
     ],
 )
-def test_the_reasons_that_hold_are_named_over_three_points(settings: Any, options: Any, said: tuple[str, ...]) -> None:
+def test_the_reasons_that_explain_a_gap_are_named_over_three_points(
+    settings: Any, options: Any, below: tuple[str, ...], above: tuple[str, ...]
+) -> None:
     config, cache = EngineConfig(**settings), PrefixCache(16, 4, **options)
 
-    def found(cached: int) -> tuple[str, ...]:
+    def found(cached: int, recent: bool = True) -> tuple[str, ...]:
         curve = WhatIfCurve(9, 1000, cached, (500,) * 7)
-        return what_if.reasons(config, cache, WhatIfReport(16, curve, curve, 0))
+        return what_if.reasons(config, cache, WhatIfReport(16, curve if recent else NOTHING, curve, 0))
 
     assert found(475) == found(525) == ()
-    assert len(found(460)) == len(said) and all(map(str.__contains__, found(460), said))
-    assert found(540) == (*found(460), "hits may end inside a block")
+    for cached, said in ((460, below), (540, above)):
+        assert found(cached) == found(cached, recent=False) and len(found(cached)) == len(said)
+        assert all(map(str.__contains__, found(cached), said))
     if not options:
         (sequence := cache.open([1])).extend([1])
         sequence.commit()
@@ -125,10 +129,14 @@ def test_beyond_the_limit_requests_are_dropped_and_counted(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_the_thread_keeps_no_cache_alive_and_ends_with_the_engine(closed: bool) -> None:
+def test_the_thread_keeps_no_request_or_cache_alive_and_ends_with_the_engine(closed: bool) -> None:
     engine, runner = make_engine()
+    engine.core.end_queues.insert(0, ended := SimpleQueue[Any]())
     engine.generate([tokens(9)], ONE)
-    assert engine.what_if() is not None
+    request, give_up = weakref.ref(ended.get()), time.monotonic() + 60
+    while request() is not None and time.monotonic() < give_up:
+        gc.collect()
+    assert request() is None and engine.what_if() is not None
     cache = weakref.ref(engine.core.cache)
     thread = [each for each in threading.enumerate() if each.name == "radixkv-what-if"][-1]
     if closed:

@@ -186,6 +186,7 @@ def test_the_curve_of_pool_sizes(looks: Looks, size: tuple[int, int]) -> None:
     looks(watching("overview", feed), size)
 
 
+@pytest.mark.long
 @pictured
 @SIZES
 def test_a_node_is_lit_in_the_pool(looks: Looks, size: tuple[int, int]) -> None:

@@ -174,4 +174,4 @@ def test_the_sentence_leaves_out_clauses_that_say_nothing(rates: tuple[float, ..
     assert report_of(*rates).sentence == sentence
     recent = replace(report_of(*rates), recent=report_of(0, 0, 0.1).since_load)
     assert recent.sentence.startswith("Twice the pool would not raise hits (10%); half of it would cost 10 points")
-    assert WhatIf(10, 16).report(0.0).sentence == "No prompt has been served yet."
+    assert WhatIf(10, 16).report(0.0).sentence == "No request has ended yet."

@@ -161,8 +161,7 @@ class OverviewView(View):
 def what_if_lines(panel: Panel, report: WhatIfReport) -> list[Text]:
     """Draw the hit rates of other pool sizes as a line of small columns, and the sentence."""
     line = Text("What if", panel.style_of("title"), no_wrap=True, overflow="ellipsis")
-    curve = report.recent if report.recent.requests else report.since_load
-    for name, rate in zip(POOL_SIZES, curve.hit_rates, strict=True):
+    for name, rate in zip(POOL_SIZES, report.curve.hit_rates, strict=True):
         line.append(f"  {name}".replace("*", columns([rate], top=1.0)[0] + f"{rate:.0%}"), panel.style_of("spark"))
     return [line, Text(what_if_sentence(report), panel.style_of("dim"))]
 

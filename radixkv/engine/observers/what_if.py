@@ -71,6 +71,7 @@ class WhatIfThread:
                 _log.exception("the what-if curve has ended; the engine goes on")
             if isinstance(item, Future):
                 item.set_result(self._report)
+            del item  # a waiting thread must not keep the last request alive
 
     def _take(self, curve: WhatIf, item: Request | Future[WhatIfReport | None]) -> None:
         """Add a request whose prompt the engine has counted, drop it if too many wait, or make a report."""
@@ -89,19 +90,21 @@ class WhatIfThread:
 
 
 def reasons(config: EngineConfig, cache: PrefixCache | None, report: WhatIfReport) -> tuple[str, ...]:
-    """Return why the measured hit rate of the last minutes is far from the curve; () if it is not."""
-    gap = report.recent.measured - report.recent.hit_rates[SIZES.index(1.0)]
+    """Return why the measured hit rate is far above or below the rate of the curve at the pool's size; () if not."""
+    gap = report.curve.measured - report.curve.hit_rates[SIZES.index(1.0)]
     if cache is None or abs(gap) <= 0.03:
         return ()
+    above, below = gap > 0, gap < 0
     held = {
-        "prefix_cache is off": not config.prefix_cache,
         "another policy evicts": config.eviction != "lru",
         "pins hold blocks": cache.state.pins.nodes(),
         "shares of the pool are guaranteed": cache.quotas is not None,
-        "hits need a recurrent state": cache.state_rows,
-        "the curve begins at device + host blocks": cache.host_blocks,
-        "hits are read from a disk, too": config.disk_cache is not None,
-        "hits end on multiples of prefill_chunk": config.deterministic,
-        "hits may end inside a block": gap > 0,
+        "prefix_cache is off": below and not config.prefix_cache,
+        "hits need a recurrent state": below and cache.state_rows,
+        "the curve begins at device + host blocks": below and cache.host_blocks,
+        "hits end on multiples of prefill_chunk": below and config.deterministic,
+        "running requests and part-filled blocks take room": below and config.prefix_cache,
+        "hits are read from a disk, too": above and config.disk_cache is not None,
+        "hits may end inside a block": above,
     }
     return tuple(reason for reason, holds in held.items() if holds)
