@@ -5,6 +5,9 @@ many blocks. A request touches its path from the deepest block to the root, so p
 does. The stack is exact up to a number of blocks. Above it, only blocks whose ids are at most a threshold are kept:
 SHARDS of a fixed size (Waldspurger et al., FAST 2015). Hits are all tokens less the missed ones of the sample, divided
 by its rate. This is SHARDS-adj: the difference between expected and sampled uses is added to the smallest distance.
+
+Only the pool without limit hits blocks that are deeper than the largest pool, and an engine meets ever more of them.
+They have a lower threshold and about a quarter of the sample at most, so that the other rates stay right.
 """
 
 from __future__ import annotations
@@ -16,16 +19,17 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from math import ceil, inf
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Ids: TypeAlias = npt.NDArray[np.uint64]
 Figures: TypeAlias = npt.NDArray[np.float64]  # requests, prompt tokens, cached tokens, then the hit tokens of SIZES
+Mask: TypeAlias = npt.NDArray[np.bool_]
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, inf)  # of the pools of a curve, as multiples of the real one
 _MINUTES = 10  # of the recent window
-_KEPT = 7 / 8  # of the sample, when the threshold falls
+_KEPT, _KEPT_DEEP = 7 / 8, 1 / 8  # of the sample, when a threshold falls
 _CLEAR, _FINE = 0.005, 0.02  # changes of a hit rate: a smaller one is left out, or shown with a decimal
 _MIX = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
 
@@ -102,7 +106,7 @@ class WhatIf:
         self._above = np.maximum(1, np.floor(np.array(SIZES) * pool_blocks)) - 1  # blocks above the last one that hits
         self._stamps: dict[int, int] = {}  # id of a sampled block -> its last use
         self._order = np.empty(sampled_blocks, np.int64)  # the stamps, sorted: the top of the stack is the last one
-        self._threshold, self._rate = np.uint64(2**64 - 1), 1.0
+        self._sample = self._deep = _Sample(np.uint64(2**64 - 1), 1.0)  # of blocks in the largest pool, and of deeper ones
         self._since_load = np.zeros(3 + len(SIZES))
         self._minutes: deque[tuple[int, Figures]] = deque(maxlen=_MINUTES)
         self._clock = self._dropped = 0
@@ -115,7 +119,7 @@ class WhatIf:
         sampled, names, places = self._find(ids)
         if not self._minutes or self._minutes[-1][0] < now // 60:
             self._minutes.append((int(now // 60), np.zeros_like(self._since_load)))
-        hit_tokens = self._hit_tokens(sampled, places, prompt_tokens - self._computed_tokens)
+        hit_tokens = self._hit_tokens(ids, sampled, places, prompt_tokens - self._computed_tokens)
         figures = np.array((1, prompt_tokens, cached_tokens, *hit_tokens.tolist()))
         for window in (self._since_load, self._minutes[-1][1]):
             np.add(window, figures, out=window)
@@ -123,8 +127,7 @@ class WhatIf:
 
     def touch(self, ids: Ids) -> None:
         """Use the path of another reply to the prompt of the last `add`."""
-        _, *path = self._find(ids)
-        self._touch(*path)
+        self._touch(*self._find(ids)[1:])
 
     def drop(self, count: int = 1) -> None:
         """Count requests that were not added."""
@@ -135,21 +138,22 @@ class WhatIf:
         recent = [figures for minute, figures in self._minutes if minute > now // 60 - _MINUTES]
         windows = sum(recent, np.zeros_like(self._since_load)), self._since_load
         rounded = ([max(0, round(each)) for each in figures.tolist()] for figures in windows)
-        curves = [WhatIfCurve(each[0], each[1], each[2], tuple(each[3:])) for each in rounded]
+        curves = [WhatIfCurve(each[0], each[1], each[2], (*each[3:-1], max(each[-2:]))) for each in rounded]
         return WhatIfReport(self._pool_blocks, curves[0], curves[1], self._dropped)
 
     def check(self) -> None:
         """Assert that the stack, the sample and the counts agree. O(sample log sample)."""
         order = self._order[: len(self._stamps)].tolist()
         assert sorted(self._stamps.values()) == order and all(before < after for before, after in pairwise(order))
-        assert max(self._stamps, default=0) <= int(self._threshold) and max(order, default=-1) < self._clock
+        assert max(self._stamps, default=0) <= int(self._sample.threshold) and max(order, default=-1) < self._clock
+        assert self._deep.threshold <= self._sample.threshold
         assert all(before < after for (before, _), (after, _) in pairwise(self._minutes))
         for _, prompt, _, *hits in (self._since_load, *(figures for _, figures in self._minutes)):
-            assert all(before <= after for before, after in pairwise([*hits, prompt]))
+            assert all(before <= after for before, after in pairwise([*hits[:-1], prompt])) and hits[-1] <= prompt
 
-    def _find(self, ids: Ids) -> tuple[npt.NDArray[np.bool_], list[int], npt.NDArray[np.int64]]:
+    def _find(self, ids: Ids) -> tuple[Mask, list[int], npt.NDArray[np.int64]]:
         """Return which blocks of a path are in the sample, their ids, and where the known ones are in the stack."""
-        sampled = ids <= self._threshold
+        sampled = ids <= self._sample.threshold
         names = ids[sampled].tolist()
         stamps = [stamp for stamp in map(self._stamps.get, names) if stamp is not None]
         if len(self._stamps) + len(names) - len(stamps) > len(self._order):
@@ -157,14 +161,24 @@ class WhatIf:
             return self._find(ids)
         return sampled, names, self._order[: len(self._stamps)].searchsorted(np.array(stamps, np.int64))
 
-    def _hit_tokens(self, sampled: npt.NDArray[np.bool_], places: npt.NDArray[np.int64], most: int) -> Figures:
+    def _hit_tokens(self, ids: Ids, sampled: Mask, places: npt.NDArray[np.int64], most: int) -> Figures:
         """Return the hit tokens of each size, at most `most`. Distances grow along a path: each size hits its head."""
-        blocks = max(0, min(len(sampled), -(-most // self._block_size)))
+        blocks = max(0, min(len(ids), -(-most // self._block_size)))
         tokens = max(0, min(most, blocks * self._block_size))
-        lacking = blocks * self._block_size - tokens if blocks and sampled[blocks - 1] else 0  # of the last block
-        hits = (len(self._stamps) - 1 - places).searchsorted(self._above * self._rate, side="right")
-        missed = np.count_nonzero(sampled[:blocks]) * self._block_size - lacking - hits * self._block_size
-        return np.asarray(tokens - np.maximum(missed, 0) / self._rate)
+        hits = (len(self._stamps) - 1 - places).searchsorted(self._above * self._sample.rate, side="right")
+        missed = self._tokens(sampled[:blocks], tokens) - hits * self._block_size
+        hit_tokens: Figures = tokens - np.maximum(missed, 0) / self._sample.rate
+        if self._deep is not self._sample:
+            sampled = ids[:blocks] <= self._deep.threshold
+            known = sum(map(self._stamps.__contains__, ids[:blocks][sampled].tolist()))
+            missed_by_all = self._tokens(sampled, tokens) - known * self._block_size
+            hit_tokens[-1] = tokens - max(0, missed_by_all) / self._deep.rate
+        return hit_tokens
+
+    def _tokens(self, sampled: Mask, tokens: int) -> int:
+        """Return the tokens in the sampled blocks of `tokens` tokens; the last block may be part-filled."""
+        lacking = len(sampled) * self._block_size - tokens if len(sampled) and sampled[-1] else 0
+        return int(np.count_nonzero(sampled)) * self._block_size - lacking
 
     def _touch(self, names: list[int], places: npt.NDArray[np.int64]) -> None:
         """Move the path to the top of the stack: the deepest block first, the root last."""
@@ -178,12 +192,32 @@ class WhatIf:
         self._clock = clock
 
     def _lower_threshold(self, names: list[int]) -> None:
-        """Let the blocks with the highest ids leave, so that there is room for a path."""
-        ids = np.sort(np.fromiter({**self._stamps, **dict.fromkeys(names)}, np.uint64))
-        highest = int(ids[ceil(len(self._order) * _KEPT) - 1])
-        self._threshold, self._rate = np.uint64(highest), (highest + 1) / 2**64
-        self._stamps = {each: stamp for each, stamp in self._stamps.items() if each <= highest}
+        """Let the blocks with the highest ids leave, so that there is room for a path: deep ones if they are many."""
+        size, inside = len(self._order), ceil((self._above[-2] + 1) * self._sample.rate)
+        first = self._order.item(max(0, len(self._stamps) - inside))  # in the largest pool
+        leaving = {each for each, stamp in self._stamps.items() if stamp < first}
+        if len(leaving) > 2 * size * _KEPT_DEEP + 1:
+            lowered = self._deep = min(self._deep, _highest(leaving, ceil(size * _KEPT_DEEP)))
+        else:
+            leaving = {*self._stamps, *names}
+            lowered = self._sample = _highest(leaving, ceil(size * _KEPT))
+            self._deep = min(self._deep, lowered)
+        for each in filter(int(lowered.threshold).__lt__, leaving):
+            self._stamps.pop(each, None)
         self._order[: len(self._stamps)] = sorted(self._stamps.values())
+
+
+class _Sample(NamedTuple):
+    """The blocks with ids of at most a threshold, which are `rate` of all blocks."""
+
+    threshold: np.uint64
+    rate: float
+
+
+def _highest(ids: set[int], count: int) -> _Sample:
+    """Return the sample that has `count` of the ids."""
+    highest = np.partition(np.fromiter(ids, np.uint64), count - 1)[count - 1]
+    return _Sample(highest, (int(highest) + 1) / 2**64)
 
 
 def prefix_ids(tokens: Sequence[int] | npt.NDArray[np.int32], block_size: int, key: bytes) -> Ids:

@@ -128,6 +128,20 @@ def test_a_sample_estimates_the_exact_curve() -> None:
     assert found == pytest.approx(true, abs=0.04) and found != true
 
 
+def test_small_pools_stay_exact_while_ever_more_blocks_are_met() -> None:
+    exact, sampled = WhatIf(16, 1, 80_000), WhatIf(16, 1, 512)
+    draw = random.Random(0)
+    for request in range(3000):
+        path = [draw.randrange(3), request - draw.choice((0, 1, 2, 5, 9, 20, 50)), draw.randrange(2), 1, 2, 3, 4, 5]
+        for each in (exact, sampled):
+            each.add(ids_of((0, path, 8), 1), 8, 0, 0.0)
+        if not request % 100:
+            sampled.check()
+    found, true = (each.report(0.0).since_load for each in (sampled, exact))
+    assert found.hit_tokens[:-1] == true.hit_tokens[:-1] and len(set(true.hit_tokens)) == len(SIZES)
+    assert found.hit_rates[-1] == pytest.approx(true.hit_rates[-1], abs=0.05)
+
+
 def test_ids_stand_for_a_block_and_all_tokens_before_it() -> None:
     tokens = np.random.default_rng(0).integers(0, 50_000, 1000).astype(np.int32)
     ids = prefix_ids(tokens, 16, b"a")
