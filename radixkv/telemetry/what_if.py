@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from math import ceil, inf
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +106,7 @@ class WhatIf:
         self._above = np.maximum(1, np.floor(np.array(SIZES) * pool_blocks)) - 1  # blocks above the last one that hits
         self._stamps: dict[int, int] = {}  # id of a sampled block -> its last use
         self._order = np.empty(sampled_blocks, np.int64)  # the stamps, sorted: the top of the stack is the last one
-        self._sample = self._deep = _Sample(np.uint64(2**64 - 1), 1.0)  # of blocks in the largest pool, and of deeper ones
+        self._highest = self._highest_deep = np.uint64(2**64 - 1)  # ids of blocks in the largest pool, and below it
         self._since_load = np.zeros(3 + len(SIZES))
         self._minutes: deque[tuple[int, Figures]] = deque(maxlen=_MINUTES)
         self._clock = self._dropped = 0
@@ -145,15 +145,15 @@ class WhatIf:
         """Assert that the stack, the sample and the counts agree. O(sample log sample)."""
         order = self._order[: len(self._stamps)].tolist()
         assert sorted(self._stamps.values()) == order and all(before < after for before, after in pairwise(order))
-        assert max(self._stamps, default=0) <= int(self._sample.threshold) and max(order, default=-1) < self._clock
-        assert self._deep.threshold <= self._sample.threshold
+        assert max(self._stamps, default=0) <= int(self._highest) and max(order, default=-1) < self._clock
+        assert self._highest_deep <= self._highest
         assert all(before < after for (before, _), (after, _) in pairwise(self._minutes))
         for _, prompt, _, *hits in (self._since_load, *(figures for _, figures in self._minutes)):
             assert all(before <= after for before, after in pairwise([*hits[:-1], prompt])) and hits[-1] <= prompt
 
     def _find(self, ids: Ids) -> tuple[Mask, list[int], npt.NDArray[np.int64]]:
         """Return which blocks of a path are in the sample, their ids, and where the known ones are in the stack."""
-        sampled = ids <= self._sample.threshold
+        sampled = ids <= self._highest
         names = ids[sampled].tolist()
         stamps = [stamp for stamp in map(self._stamps.get, names) if stamp is not None]
         if len(self._stamps) + len(names) - len(stamps) > len(self._order):
@@ -165,14 +165,15 @@ class WhatIf:
         """Return the hit tokens of each size, at most `most`. Distances grow along a path: each size hits its head."""
         blocks = max(0, min(len(ids), -(-most // self._block_size)))
         tokens = max(0, min(most, blocks * self._block_size))
-        hits = (len(self._stamps) - 1 - places).searchsorted(self._above * self._sample.rate, side="right")
+        rate = float(self._highest) / 2**64
+        hits = (len(self._stamps) - 1 - places).searchsorted(self._above * rate, side="right")
         missed = self._tokens(sampled[:blocks], tokens) - hits * self._block_size
-        hit_tokens: Figures = tokens - np.maximum(missed, 0) / self._sample.rate
-        if self._deep is not self._sample:
-            sampled = ids[:blocks] <= self._deep.threshold
+        hit_tokens: Figures = tokens - np.maximum(missed, 0) / rate
+        if self._highest_deep < self._highest:
+            sampled = ids[:blocks] <= self._highest_deep
             known = sum(map(self._stamps.__contains__, ids[:blocks][sampled].tolist()))
             missed_by_all = self._tokens(sampled, tokens) - known * self._block_size
-            hit_tokens[-1] = tokens - max(0, missed_by_all) / self._deep.rate
+            hit_tokens[-1] = tokens - max(0, missed_by_all) / (float(self._highest_deep) / 2**64)
         return hit_tokens
 
     def _tokens(self, sampled: Mask, tokens: int) -> int:
@@ -193,31 +194,17 @@ class WhatIf:
 
     def _lower_threshold(self, names: list[int]) -> None:
         """Let the blocks with the highest ids leave, so that there is room for a path: deep ones if they are many."""
-        size, inside = len(self._order), ceil((self._above[-2] + 1) * self._sample.rate)
+        size, inside = len(self._order), ceil((self._above[-2] + 1) * float(self._highest) / 2**64)
         first = self._order.item(max(0, len(self._stamps) - inside))  # in the largest pool
-        leaving = {each for each, stamp in self._stamps.items() if stamp < first}
-        if len(leaving) > 2 * size * _KEPT_DEEP + 1:
-            lowered = self._deep = min(self._deep, _highest(leaving, ceil(size * _KEPT_DEEP)))
-        else:
-            leaving = {*self._stamps, *names}
-            lowered = self._sample = _highest(leaving, ceil(size * _KEPT))
-            self._deep = min(self._deep, lowered)
-        for each in filter(int(lowered.threshold).__lt__, leaving):
+        deep = {each for each, stamp in self._stamps.items() if stamp < first}
+        many = len(deep) > 2 * size * _KEPT_DEEP + 1
+        among, kept = (deep, _KEPT_DEEP) if many else ({*self._stamps, *names}, _KEPT)
+        highest = np.sort(np.fromiter(among, np.uint64))[ceil(size * kept) - 1]
+        self._highest_deep = min(self._highest_deep, highest)
+        self._highest = self._highest if many else highest
+        for each in filter(int(self._highest_deep if many else highest).__lt__, among):
             self._stamps.pop(each, None)
         self._order[: len(self._stamps)] = sorted(self._stamps.values())
-
-
-class _Sample(NamedTuple):
-    """The blocks with ids of at most a threshold, which are `rate` of all blocks."""
-
-    threshold: np.uint64
-    rate: float
-
-
-def _highest(ids: set[int], count: int) -> _Sample:
-    """Return the sample that has `count` of the ids."""
-    highest = np.partition(np.fromiter(ids, np.uint64), count - 1)[count - 1]
-    return _Sample(highest, (int(highest) + 1) / 2**64)
 
 
 def prefix_ids(tokens: Sequence[int] | npt.NDArray[np.int32], block_size: int, key: bytes) -> Ids:
