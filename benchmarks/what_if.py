@@ -3,10 +3,10 @@
     python benchmarks/what_if.py [--traces DIR] [--megabytes 100] [--repeats 5]
 
 The curve. The traces are the package's samples, four kinds of `radixkv-replay generate`, and with --traces the two full
-traces of `benchmarks/trace_lru.py`. A pool has 2.5% or 10% of a trace's unique blocks. Each of the six sizes of its
-curve is replayed through the real cache, and the share of hit tokens may differ by 2 points, and by 0.1 points for a
-trace of less than 8,192 blocks. Memory is the peak of a curve that has met 100,000 blocks. CPU time is the median
-of five runs for hashing a request's tokens and adding it, while all blocks are sampled (`few`) and while the sample is
+traces of `benchmarks/trace_lru.py`. A pool has 0.25%, 2.5% or 10% of a trace's unique blocks. Each of the six sizes of
+its curve is replayed through the real cache, and the share of hit tokens may differ by 2 points, and by 0.1 points for
+a trace of less than 8,192 blocks. Memory is the peak of a curve that has met 100,000 blocks. CPU time is the median of
+five runs for hashing a request's tokens and adding it, while all blocks are sampled (`few`) and while the sample is
 full (`full`). It may take 30 us a request and 25 us for each 1,000 tokens.
 
 Lint. It reads 20 logs with one fault of known cost each, and 5 without faults (tests/traces/faulty_logs.py): rule,
@@ -49,7 +49,7 @@ from radixkv_traces.simulate_detail import curve
 from radixkv_traces.workload import Workload, prepare
 from tests.traces.faulty_logs import CLEAN, FAULTS, LOGS, TABLE, Fault, number, plain_log, version_of
 
-SHARES = (0.025, 0.10)
+SHARES = (0.0025, 0.025, 0.10)
 SAMPLED = 8192
 POINTS, POINTS_EXACT = 2.0, 0.1
 MEBIBYTES = 4
