@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_the_reasons_that_explain_a_gap_are_named_over_three_points(
 def test_it_can_be_switched_off_by_the_setting_and_its_option() -> None:
     with make_engine(what_if=False)[0] as engine:
         engine.generate([tokens(9)], ONE)
-        assert engine.what_if() is None and not engine.core.end_queues
+        assert engine.what_if() is None and not engine.core.end_queues and not engine.client.curve._thread.is_alive()
     command = argparse.ArgumentParser()
     add_settings(command, "what_if")
     assert command.parse_args([]).what_if and not command.parse_args(["--no-what-if"]).what_if
@@ -121,7 +122,7 @@ def test_beyond_the_limit_requests_are_dropped_and_counted(monkeypatch: pytest.M
         engine.generate([tokens(9)] * 20, ONE)
         for _ in range(20):
             curve.inbox.put(ended.get())
-        answer = curve.ask()
+        curve.inbox.put(answer := Future[Any]())
         curve.inbox.put(None)
         curve._run()
     report = answer.result()

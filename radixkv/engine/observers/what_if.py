@@ -30,21 +30,26 @@ MAX_QUEUED = 1_000  # requests in the inbox: while there are more, the oldest on
 
 
 class WhatIfThread:
-    """Collects the curve of one engine, if `what_if` is set; `inbox` takes each `Request` that has ended."""
+    """Collects the curve of one engine; `inbox` takes each `Request` that has ended."""
 
     def __init__(self, config: EngineConfig, cache: PrefixCache) -> None:
-        """Start the thread. It does not keep the cache alive."""
+        """Start the thread, if `what_if` is set. It does not keep the cache alive."""
         self.inbox: SimpleQueue[Request | Future[WhatIfReport | None] | None] = SimpleQueue()
         self._config, self._cache, self._block_size = config, weakref.ref(cache), cache.block_size
-        self._curve = WhatIf(cache.num_blocks + cache.host_blocks, cache.block_size) if config.what_if else None
+        self._curve: WhatIf | None = WhatIf(cache.num_blocks + cache.host_blocks, cache.block_size)
         self._report: WhatIfReport | None = None
         self._secret = secrets.token_bytes(32)
         self._thread = threading.Thread(target=self._run, name="radixkv-what-if", daemon=True)
-        self._thread.start()
+        if config.what_if:
+            self._thread.start()
 
     def ask(self) -> Future[WhatIfReport | None]:
         """Request a report that includes every request in the inbox; None if it is off, or after a fault."""
-        self.inbox.put(answer := Future[WhatIfReport | None]())
+        answer = Future[WhatIfReport | None]()
+        if self._thread.is_alive():
+            self.inbox.put(answer)
+        else:
+            answer.set_result(None)
         return answer
 
     def latest(self) -> dict[str, Any] | None:
@@ -57,8 +62,9 @@ class WhatIfThread:
 
     def close(self) -> None:
         """End the thread after the requests in the inbox. May be called twice."""
-        self.inbox.put(None)
-        self._thread.join(CLOSE_TIMEOUT)
+        if self._thread.is_alive():
+            self.inbox.put(None)
+            self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
         """Take requests and answer callers until the end. A fault is logged, and ends the curve only."""
