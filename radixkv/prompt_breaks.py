@@ -127,7 +127,8 @@ class _Change:
         # The number of parts at the end of `before` that `now` has in a row, and the end of that row.
         self.kept, self.end = max(rows, default=(0, at + len(self.remaining)))
         replied = self.kept > 1 and any(part.role == "assistant" for part in before[-self.kept :])
-        self.continues = replied or (same and self.kept > 0)
+        goes_on = self.first.kind == "message" or self.end < len(now)  # a title of the session has the question too
+        self.continues = replied or (same and self.kept > 0 and goes_on)
 
 
 def _asked(*parts: Part) -> bool:
@@ -143,7 +144,7 @@ def _summarised(it: _Change) -> bool:
     """Fewer messages stand in the place of several, or after the few that remain."""
     gone, new = (size - it.at - it.kept for size in (len(it.before), it.end))
     few = len(it.now) < len(it.before) and it.new.digest in it.remaining and (it.same or len(it.remaining) > 1)
-    return new < gone > 1 if it.continues else few
+    return new < gone > 1 if it.continues else few and it.first.kind == "message"
 
 
 def _message_changed(it: _Change) -> bool:

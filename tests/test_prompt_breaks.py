@@ -49,6 +49,18 @@ def test_other_prompts_break_no_rule(before: list[dict[str, Any]], now: list[dic
     assert found(before, now) is None
 
 
+@pytest.mark.parametrize("tools", [[TOOL], []])
+def test_other_requests_of_a_session_break_no_rule(tools: list[dict[str, Any]]) -> None:
+    """Coding agents ask for titles and start sub-agents within a session."""
+    reminder, (asked, other) = {"role": "user", "content": "Notes."}, (talk("a"), talk("b"))
+    main = parts_of([SYSTEM, reminder, *asked], [TOOL, {"name": "grep"}])
+    title, sub_agent = [{**SYSTEM, "content": "Write a title."}, *asked], [SYSTEM, reminder, *other]
+    for same, each in ((True, title), (True, sub_agent), (False, sub_agent)):
+        now = parts_of(each, tools)
+        assert break_between(main, now, same) is None
+        assert break_between(now, main, same) is None
+
+
 VOLATILE = {
     "2026-11-28T10:00:01.5Z": "2026-11-29T11:20:01.75Z", "28.11.2026, 9:05 am": "1.12.2026, 10:15 pm",
     "Saturday, November 28th, 2026": "Sunday, December 1st, 2026", "Sat 28 Nov 2026": "Mon 1 Dec 2026",
