@@ -213,8 +213,10 @@ class Settings:
             raise InvalidInput(
                 f"allowed_hosts must be names, or [IPv6] addresses, without scheme and port, not {wrong[0]!r}"
             )
-        if self.record_text is not None and Path(self.record_text).exists():
-            raise InvalidInput(f"record_text: {self.record_text} exists, name a new file")
+        if self.record_text is not None and (path := Path(self.record_text)).exists():
+            raise InvalidInput(f"record_text: {path} exists, name a new file")
+        if self.record_text is not None and not path.parent.is_dir():
+            raise InvalidInput(f"record_text: there is no folder {path.parent}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidInput("tls_cert and --tls-key belong together: give both")
 

@@ -36,18 +36,24 @@ class TextRecord:
         if path is not None:
             _log.warning("the texts of all chat requests are written to %s, which only its owner may read", path)
 
-    def add(self, began: float, prompt: ChatPrompt, messages: Sequence[Message], output_length: int) -> None:
-        """Queue a request that arrived at `began` of time.monotonic; a number stands for its namespace. O(1)."""
+    def add(
+        self, began: float, model: str, prompt: ChatPrompt, messages: Sequence[Message], output_length: int
+    ) -> None:
+        """Queue a request that arrived at `began` of time.monotonic; a number stands for model and namespace. O(1)."""
         if not self._takes:
             return
         if self._queued - self._taken >= _MOST_WAITING:
             self._end(OSError(f"{_MOST_WAITING} requests wait to be written: the disk does not keep up"))
-        fields = {"timestamp": max(round((began - self._started) * 1e3), 0), "session": str(prompt.session)}
-        if prompt.namespace is not None:
-            fields["namespace"] = str(abs(hash((self._salt, prompt.namespace))))
-        more = {"tools": prompt.tools or [], "messages": messages, "output_length": output_length}
+        fields = {
+            "timestamp": max(round((began - self._started) * 1e3), 0),
+            "session": str(prompt.session),
+            "namespace": str(abs(hash((self._salt, model, prompt.namespace)))),
+            "tools": prompt.tools or [],
+            "messages": messages,
+            "output_length": output_length,
+        }
         self._queued += 1
-        self._thread.submit(self._write, fields | more)
+        self._thread.submit(self._write, fields)
 
     def close(self) -> None:
         """Write the queued requests, and wait for that. May be called twice."""

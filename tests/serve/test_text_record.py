@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import stat
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from radixkv.errors import InvalidInput
 from radixkv.serve import Settings
+from radixkv.serve.conversations import ChatPrompt
 from radixkv.serve.text_record import TextRecord
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.formats import open_trace
@@ -39,20 +41,31 @@ def test_the_file_has_each_chat_request(tmp_path: Path, caplog: pytest.LogCaptur
     assert f"the texts of all chat requests are written to {path}" in caplog.text
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     first, second, third = read(path)
-    assert first.messages == tuple(ASKED) and first.tools == (WHO,) and first.namespace is None
+    assert first.messages == tuple(ASKED) and first.tools == (WHO,)
     assert [each["content"] for each in second.messages] == ["Hello!", "Me.", "Where?"]
-    assert second.namespace is not None and "secret" not in path.read_text()
+    assert first.namespace == third.namespace != second.namespace and "secret" not in path.read_text()
     assert [each.output_length for each in (first, second, third)] == [4, 4, 4]  # the stop token too
     assert len({each.session for each in (first, second, third)}) == 3
     assert 0 <= first.timestamp <= second.timestamp <= third.timestamp
 
 
-def test_an_existing_file_is_refused(tmp_path: Path) -> None:
+def test_prompts_of_two_models_share_nothing(tmp_path: Path) -> None:
+    texts = TextRecord(str(tmp_path / "texts.jsonl"))
+    for model in "ab":
+        texts.add(0.0, model, ChatPrompt(array("i"), 0, 1, None, (), None, ""), ASKED, 1)
+    texts.close()
+    first, second = read(tmp_path / "texts.jsonl")
+    assert first.namespace != second.namespace
+
+
+def test_an_existing_file_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text("mine")
     with pytest.raises(InvalidInput, match=r"record_text: .* exists"):
         Settings(record_text=str(path))
     assert path.read_text() == "mine"
+    with pytest.raises(InvalidInput, match=r"record_text: there is no folder .*nowhere"):
+        Settings(record_text=str(tmp_path / "nowhere" / "texts.jsonl"))
 
 
 def test_a_full_disk_ends_the_record_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
