@@ -66,6 +66,7 @@ SHARES: list[tuple[dict[str, Any], float]] = [
     (anthropic_usage(20, 30, 150), 0.75),
     (anthropic_usage(50, None, 150), 0.75),
     (openai_usage(50) | {"cache_read_input_tokens": 50}, 0.25),  # LiteLLM has both
+    (openai_usage(7, 100), 0.07),  # 0.07 * 100 > 7
     (openai_usage(200), 1),
     (openai_usage(0), 0),
 ]

@@ -26,7 +26,7 @@ def assert_cached(response: object, at_least: float = 0.9) -> None:
     headers: Any = getattr(response, "headers", None)
     parsed = response if headers is None else getattr(response, "parse", lambda: response)()
     cached, total = _tokens(_get(parsed, "usage"))
-    if cached < at_least * total:
+    if cached / total < at_least:
         part = None if headers is None else headers.get("x-radixkv-miss")
         bar = f"at least {at_least:.1%} must be" + (f"; the first part that changed is {part}" if part else "")
         raise AssertionError(f"{cached:,} of {total:,} prompt tokens ({cached / total:.1%}) were cached, and {bar}")

@@ -31,7 +31,10 @@ def add(add_command: AddCommand) -> None:
     shown.add_argument("--show-text", action="store_true", help="show both texts around the first difference")
     shown.add_argument("--json", action="store_true", help="print one JSON object")
     shown.add_argument(
-        "--fail-over", type=_share, metavar="SHARE", help="return 1 if all findings cost more of the prompt tokens: 5%%"
+        "--fail-over",
+        type=_share,
+        metavar="SHARE",
+        help="return 1 if all findings cost more than this share, such as 5%%",
     )
 
 
