@@ -200,9 +200,9 @@ class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the 
 
     def detail(self, row: RequestRow, state: State) -> Content:
         """Describe the request, its miss, and its times."""
-        head = head_sentence(row.request.waits_for)
-        lines = [_origin(row), miss_sentence(row.request), _times(row) + (head and f" The {head}.")]
-        return Content("\n".join([*lines, *_change(row.request), *_texts(row.request)]))
+        request, head = row.request, head_sentence(row.request.waits_for)
+        lines = [_origin(row), miss_sentence(request), *_change(request), *_texts(request)]
+        return Content("\n".join([*lines, _times(row) + (head and f" The {head}.")]))
 
     def selected(self, selection: Selection) -> Hashable:
         """Return the number of the selected request."""
@@ -238,12 +238,12 @@ def _origin(row: RequestRow) -> str:
 
 
 def _change(request: RequestRecord) -> list[str]:
-    """Name the part of the prompt that an earlier one of the conversation had otherwise; empty if none is known."""
+    """Name the part of the prompt that differs from an earlier prompt; return nothing if none is known."""
     if request.changed_part is None:
         return []
     rule = RULES.get(request.changed_rule or "")
     remedy = "" if rule is None else f" {rule.remedy}"
-    return [f"Its conversation had {request.changed_part} otherwise before ({request.changed_rule}).{remedy}"]
+    return [f"In its conversation, {request.changed_part} was different before ({request.changed_rule}).{remedy}"]
 
 
 def _texts(request: RequestRecord) -> list[str]:

@@ -32,7 +32,7 @@ class TableView(FilteredView, Generic[Row]):
     TableView > FilterInput { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
     TableView > FilterInput.open { display: block; }
     TableView > .detail { height: auto; max-height: 5; padding: 0 1; border-top: solid $panel; }
-    TableView > .detail.-long { max-height: 9; }
+    TableView > .detail.-long { max-height: 13; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("s", "sort(1)", "Sort"),
