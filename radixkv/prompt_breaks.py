@@ -23,6 +23,7 @@ Prompt = tuple[Objects, Objects]
 """The messages and the tools of a request."""
 
 _TAIL = 256  # characters at the end of a text; fewer may be equal by chance
+_MOST_ENDS = 64  # places where an earlier prompt may end in a later one; a last message may be repeated often
 _ORDER = ("template", "tool", "system", "message")  # of kinds in a prompt
 _DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
 _MONTH = "Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?"
@@ -122,7 +123,8 @@ class _Change:
         self.remaining = {*later}.intersection(rest)
         ends = [end for end, digest in enumerate(rest, 1) if later and digest == later[-1]]
         rows: list[tuple[int, int]] = [
-            (sum(takewhile(bool, map(eq, reversed(later), reversed(rest[:end])))), at + end) for end in ends
+            (sum(takewhile(bool, map(eq, reversed(later), reversed(rest[:end])))), at + end)
+            for end in ends[-_MOST_ENDS:]
         ]
         # The number of parts at the end of `before` that `now` has in a row, and the end of that row.
         self.kept, self.end = max(rows, default=(0, at + len(self.remaining)))
@@ -265,8 +267,8 @@ def _message(name: str, digest: int, role: str, text: str, thought: str, calls: 
 
 def _values(call: dict[str, Any]) -> str:
     """Return the name and the arguments of a call with sorted keys, without its id."""
-    function = call.get("function") or call
+    function = call["function"] if isinstance(call.get("function"), dict) else call
     arguments = function.get("arguments")
-    with suppress(ValueError):  # no JSON
+    with suppress(ValueError, RecursionError):  # no JSON, or too deep
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return _sorted([function.get("name"), arguments])

@@ -114,6 +114,13 @@ def test_known_parts_are_used_again_under_their_new_names() -> None:
     assert parts[-1] is not known[parts[-1].digest] and parts_of([SYSTEM], tools, known)[0] is known[parts[1].digest]
 
 
+@pytest.mark.parametrize("function", [{"name": "read", "arguments": "[" * 100_000}, "read", None])
+def test_a_call_of_another_form_is_a_text(function: Any) -> None:
+    calls: list[list[dict[str, Any]]]
+    calls = [[{"role": "assistant", "tool_calls": [{"id": name, "function": function}]}, *talk("a")] for name in "bc"]
+    assert found(*calls) == Break(0, "messages[0]", "call-rewritten")
+
+
 def test_parts_hold_no_text_and_ignore_the_form_of_content() -> None:
     said = {"role": "user", "content": [{"type": "text", "text": "secret", "cache_control": {"type": "ephemeral"}}]}
     parts = parts_of([said])
