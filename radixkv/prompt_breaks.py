@@ -193,7 +193,7 @@ _BEFORE: Prompt = _TALK, _TOOLS
 
 RULES: dict[str, Rule] = {
     "template-changed": Rule(
-        lambda it: it.first.kind == "template", "Keep the chat template and its arguments within a conversation.",
+        lambda it: it.first.kind == "template", "Use one chat template within a conversation, with the same arguments.",
         ((_said("template", "a"), []), (_said("template", "b"), []))),
     "schema-order": Rule(
         lambda it: it.old.kind == "tool" and _both(it, "kind", "words"),
@@ -221,7 +221,7 @@ RULES: dict[str, Rule] = {
         "Define all tools from the start, and keep their definitions.", (_BEFORE, (_TALK, _TOOLS[:1])), whole=True),
     "system-changed": Rule(
         lambda it: it.first.kind == "system" and it.continues,
-        "Keep the system prompt within a conversation, and append news as messages.",
+        "Keep one system prompt within a conversation, and append new facts as messages.",
         ((_said("system", "Be brief.") + _TALK, []), (_said("system", "Be polite.") + _TALK, [])),
         whole=True, in_text=True),
     "message-dropped": Rule(

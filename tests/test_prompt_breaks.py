@@ -116,9 +116,8 @@ def test_known_parts_are_used_again_under_their_new_names() -> None:
 
 @pytest.mark.parametrize("function", [{"name": "read", "arguments": "[" * 100_000}, "read", None])
 def test_a_call_of_another_form_is_a_text(function: Any) -> None:
-    calls: list[list[dict[str, Any]]]
-    calls = [[{"role": "assistant", "tool_calls": [{"id": name, "function": function}]}, *talk("a")] for name in "bc"]
-    assert found(*calls) == Break(0, "messages[0]", "call-rewritten")
+    before, now = ([{"role": "assistant", "tool_calls": [{"id": it, "function": function}]}, *talk("a")] for it in "bc")
+    assert found(before, now) == Break(0, "messages[0]", "call-rewritten")
 
 
 def test_parts_hold_no_text_and_ignore_the_form_of_content() -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from radixkv.cli.entry_point import FAILED, AddCommand, table
 from radixkv.errors import InvalidInput
 from radixkv_traces.cli import Progress, add_trace, interrupted_by_signals, name_of, source, window
-from radixkv_traces.formats import TEXT_FORMATS, ChatRequest, open_trace
+from radixkv_traces.formats import FORMAT_TABLE, TEXT_FORMATS, ChatRequest, TraceReader, open_trace
 from radixkv_traces.lint.linter import Linter, LintReport
 from radixkv_traces.text_blocks import estimate, tokenizer
 from radixkv_traces.workload import interleave
@@ -30,38 +30,37 @@ def add(add_command: AddCommand) -> None:
     shown = parser.add_argument_group("output")
     shown.add_argument("--show-text", action="store_true", help="show both texts around the first difference")
     shown.add_argument("--json", action="store_true", help="print one JSON object")
-    shown.add_argument(
-        "--fail-over",
-        type=_share,
-        metavar="SHARE",
-        help="return 1 if all findings cost more than this share, such as 5%%",
-    )
+    about = "return 1 if all findings together cost more than this share, such as 5%%"
+    shown.add_argument("--fail-over", type=_share, metavar="SHARE", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings. Returns 1 if they cost more than the allowed share, or the status of an interrupt."""
     encode = estimate if arguments.tokenizer is None else tokenizer(arguments.tokenizer)
-    linter, status = Linter(encode, arguments.block_tokens or 1), 0
+    trace, status = open_trace(source(arguments.trace), arguments.format), 0
+    linter = Linter(encode, arguments.block_tokens or 1)
     with interrupted_by_signals() as stop, Progress("reading") as progress:
         try:
-            for request in progress.counted(_requests(arguments)):
+            for request in progress.counted(_requests(trace, arguments)):
                 linter.add(request)
         except KeyboardInterrupt:
             status = stop.status
     report = linter.report()
     if not report.requests and not status:
         raise InvalidInput(f"{arguments.trace}: no request, or none between --start and --end")
-    found = asdict(report)
+    lacks = FORMAT_TABLE[trace.format].lacks if report.requests else ()
+    found = {"trace": arguments.trace, "finished": not status, **asdict(report), "not_in_file": lacks}
     for finding in [] if arguments.show_text else found["findings"]:
         del finding["before"], finding["after"]
-    found = {"trace": arguments.trace, "finished": not status, **found}
-    print(json.dumps(found) if arguments.json else _text(report, name_of(arguments.trace), show=arguments.show_text))
+    lines = _text(report, name_of(arguments.trace), show=arguments.show_text)
+    lines += [f"not in the file: {text}" for text in lacks]
+    print(json.dumps(found) if arguments.json else "\n".join(lines))
     over = arguments.fail_over is not None and _cost(report) > arguments.fail_over * report.prompt_tokens
     return status or (FAILED if over else 0)
 
 
-def _requests(arguments: argparse.Namespace) -> Iterator[ChatRequest]:
-    chosen = window(open_trace(source(arguments.trace), arguments.format), arguments)
+def _requests(trace: TraceReader, arguments: argparse.Namespace) -> Iterator[ChatRequest]:
+    chosen = window(trace, arguments)
     for request in interleave([*chosen], arguments.interleave) if arguments.interleave else chosen:
         if not isinstance(request, ChatRequest):
             formats = ", ".join(TEXT_FORMATS)
@@ -79,7 +78,7 @@ def _cost(report: LintReport) -> int:
     return sum(each.tokens for each in report.findings)
 
 
-def _text(report: LintReport, name: str, *, show: bool) -> str:
+def _text(report: LintReport, name: str, *, show: bool) -> list[str]:
     cost, size = _cost(report), report.prompt_tokens
     lines = [
         f"{name}: {report.requests:,} requests, {size:,} prompt tokens, {report.missed_tokens:,} missed; "
@@ -93,4 +92,4 @@ def _text(report: LintReport, name: str, *, show: bool) -> str:
         lines += [f"  before {each.before!r}", f"  after  {each.after!r}"] if show else []
     columns = "rule", "place", "requests", "tokens", "share", "tokens a day"
     lines[1:1] = ["", table(columns, rows, left=(0, 1)), ""] if rows else []
-    return "\n".join(lines)
+    return lines
