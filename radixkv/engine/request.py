@@ -185,8 +185,8 @@ ONE_SAMPLE = Samples()
 class Origin:
     """The names that the sender gave a request, for observers: the id of an API request, a tenant, and a label.
 
-    `session` is the number of its conversation. `changed_part` is the part of the prompt that an earlier prompt of the
-    conversation had otherwise, and `changed_rule` the rule that it breaks.
+    `session` is the number of its conversation. `changed_part` is the first part of the prompt that differs from an
+    earlier prompt of the conversation, and `changed_rule` the rule that it breaks.
     """
 
     request_id: str | None = None

@@ -50,8 +50,8 @@ class ChatPrompt:
     With a prefill, the ids end inside the reply: `begun` is its beginning as a message. The reply's ids begin at
     `reply_at`, None if its ids cannot be reused in a later prompt. `in_thinking` says that they end inside thinking.
     `reply_start` is the length of the ids up to the end of the last message before the reply; 0 if unknown.
-    `repeats` says that the ids begin with the remembered ids. `broken` is the part that an earlier prompt of the
-    conversation had otherwise, and `place` names the prompt for later ones, see `compared`.
+    `repeats` says that the ids begin with the remembered ids. `broken` is the first part that differs from an earlier
+    prompt of the conversation, and `place` names the prompt for later ones, see `compared`.
     """
 
     ids: array[int]

@@ -57,8 +57,8 @@ class TextRecord:
 
     def close(self) -> None:
         """Write the queued requests, and wait for that. May be called twice."""
-        self._thread.shutdown()
         self._takes = False
+        self._thread.shutdown()
         if self._file is not None:
             self._file.close()
 

@@ -159,7 +159,7 @@ class RequestRecord(Record):
     `disk_tokens` were read from a disk into host memory while it waited. `drafted_tokens` were verified, and
     `accepted_tokens` of them are tokens of its replies. `waits_for` is the reason why the first request of the wait
     queue is not admitted, in the words of `Scheduler.head_waits_for`; it is None for every other request.
-    `changed_part` is the part of the prompt that an earlier prompt of the conversation had otherwise, and
+    `changed_part` is the first part of the prompt that differs from an earlier prompt of its conversation, and
     `changed_rule` the rule that it breaks. `own_text` and `cached_text` are the texts of this prompt and of the nearest
     cached one around their first difference. They are only sent with the miss reason "diverged"; without texts, because
     the engine does not expose them, `cached_text` is empty.

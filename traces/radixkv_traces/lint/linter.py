@@ -17,7 +17,7 @@ from radixkv_traces.text_blocks import Encode, estimate, rendered, spoken
 
 _SHOWN = 80  # characters of a text around the first difference
 _Parts = tuple[Part, ...]
-_Sign = tuple[str, object, object]  # a name, a namespace or the hash of a path in it, and what a prompt has there
+_Key = tuple[str, object, object]  # a key of a prompt: kind, namespace or hash of a path, and value
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class _Prompts:
         self._known: dict[int, Part] = {}
         self._shown: dict[int, tuple[str, int]] = {}  # by the digest of a part: its text and number of tokens
         self._children: dict[int, list[str]] = {}  # by the hash of a path of parts: the sorted texts that follow it
-        self._last: dict[_Sign, _Parts] = {}  # the last prompt with a sign
+        self._last: dict[_Key, _Parts] = {}  # the last prompt with a key
 
     def parts(self, request: ChatRequest) -> _Parts:
         """Return the parts of a prompt, with digests of the texts as they appear in it. O(bytes)."""
@@ -177,11 +177,11 @@ class _Prompts:
         """Return prompts of the same conversation, and others that differ in one part of their beginnings."""
         paths = self._paths(namespace, parts)
         ends = [("end", namespace, part.form) for part in reversed(parts)]
-        signs = [
+        keys = [
             ("session", namespace, session), _tools(namespace, parts),
-            *[each for each in ends if each in self._last][:1], *_signs(paths[-1], parts[len(paths) - 1 :]),
+            *[each for each in ends if each in self._last][:1], *_keys(paths[-1], parts[len(paths) - 1 :]),
         ]  # fmt: skip
-        return [*{id(self._last[sign]): self._last[sign] for sign in signs if sign in self._last}.values()]
+        return [*{id(self._last[key]): self._last[key] for key in keys if key in self._last}.values()]
 
     def add(self, namespace: str | None, session: str, parts: _Parts) -> None:
         paths = self._paths(namespace, parts)
@@ -191,9 +191,9 @@ class _Prompts:
             paths.append(hash((paths[-1], part.digest)))
             self._children[paths[-1]] = []
         asked = len([*takewhile(lambda part: part.role != "assistant", parts)])
-        signs = [sign for at in range(asked) for sign in _signs(paths[at], parts[at:])]
-        signs += [("session", namespace, session), ("end", namespace, parts[-1].form), _tools(namespace, parts)]
-        self._last.update(dict.fromkeys(signs, parts))
+        keys = [key for at in range(asked) for key in _keys(paths[at], parts[at:])]
+        keys += [("session", namespace, session), ("end", namespace, parts[-1].form), _tools(namespace, parts)]
+        self._last.update(dict.fromkeys(keys, parts))
 
     def _paths(self, namespace: str | None, parts: _Parts) -> list[int]:
         """Return the hashes of the known beginnings of a prompt, from the empty one to the longest."""
@@ -206,15 +206,15 @@ class _Prompts:
         return paths
 
 
-def _tools(namespace: str | None, parts: _Parts) -> _Sign:
+def _tools(namespace: str | None, parts: _Parts) -> _Key:
     return "tools", namespace, sum(part.digest for part in parts if part.kind == "tool")
 
 
-def _signs(path: int, parts: _Parts) -> list[_Sign]:
-    """Return what a prompt may share with one that has another part after the same path."""
-    signs: list[_Sign] = [("form", path, part.form) for part in parts[:1]]
-    signs += [("tail", path, part.tail) for part in parts[:1] if part.tail]
-    return [*signs, *(("next", path, part.digest) for part in parts[1:2])]
+def _keys(path: int, parts: _Parts) -> list[_Key]:
+    """Return the keys by which prompts with a similar next part are found, after the hash of a path."""
+    keys: list[_Key] = [("form", path, part.form) for part in parts[:1]]
+    keys += [("tail", path, part.tail) for part in parts[:1] if part.tail]
+    return [*keys, *(("next", path, part.digest) for part in parts[1:2])]
 
 
 def shown(said: dict[str, Any]) -> str:
