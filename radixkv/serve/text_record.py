@@ -36,9 +36,7 @@ class TextRecord:
         if path is not None:
             _log.warning("the texts of all chat requests are written to %s, which only its owner may read", path)
 
-    def add(
-        self, began: float, model: str, prompt: ChatPrompt, messages: Sequence[Message], output_length: int
-    ) -> None:
+    def add(self, began: float, model: str, prompt: ChatPrompt, messages: Sequence[Message], output: int) -> None:
         """Queue a request that arrived at `began` of time.monotonic; a number stands for model and namespace. O(1)."""
         if not self._takes:
             return
@@ -50,7 +48,7 @@ class TextRecord:
             "namespace": str(abs(hash((self._salt, model, prompt.namespace)))),
             "tools": prompt.tools or [],
             "messages": messages,
-            "output_length": output_length,
+            "output_length": output,
         }
         self._queued += 1
         self._thread.submit(self._write, fields)

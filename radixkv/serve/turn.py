@@ -240,9 +240,8 @@ class Turn:
 
     def record(self, began: float) -> None:
         """Record the texts of the request, which arrived at `began`, where the server records texts."""
-        output = self.usage.output_tokens if self.complete else 0
-        name = self.service.model_name
-        self.service.gate.texts.add(began, name, self.prompt, self.request.messages, output)
+        output, service = self.usage.output_tokens if self.complete else 0, self.service
+        service.gate.texts.add(began, service.model_name, self.prompt, self.request.messages, output)
 
     async def steps(self) -> AsyncGenerator[Step, None]:
         """Yield the replies as they are generated, a step for each sampled token. Raises the request's error.

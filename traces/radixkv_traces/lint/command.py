@@ -31,7 +31,7 @@ def add(add_command: AddCommand) -> None:
     shown.add_argument("--show-text", action="store_true", help="show both texts around the first difference")
     shown.add_argument("--json", action="store_true", help="print one JSON object")
     about = "return 1 if all findings together cost more than this share, such as 5%%"
-    shown.add_argument("--fail-over", type=_share, metavar="SHARE", help=about)
+    shown.add_argument("--fail-over", type=_share, default=1.0, metavar="SHARE", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,8 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     lines = _text(report, name_of(arguments.trace), show=arguments.show_text)
     lines += [f"not in the file: {text}" for text in lacks]
     print(json.dumps(found) if arguments.json else "\n".join(lines))
-    over = arguments.fail_over is not None and _cost(report) > arguments.fail_over * report.prompt_tokens
-    return status or (FAILED if over else 0)
+    return status or (FAILED if report.cost > arguments.fail_over * report.prompt_tokens else 0)
 
 
 def _requests(trace: TraceReader, arguments: argparse.Namespace) -> Iterator[ChatRequest]:
@@ -74,12 +73,8 @@ def _share(text: str) -> float:
     return float(text[:-1]) / 100
 
 
-def _cost(report: LintReport) -> int:
-    return sum(each.tokens for each in report.findings)
-
-
 def _text(report: LintReport, name: str, *, show: bool) -> list[str]:
-    cost, size = _cost(report), report.prompt_tokens
+    cost, size = report.cost, report.prompt_tokens
     lines = [
         f"{name}: {report.requests:,} requests, {size:,} prompt tokens, {report.missed_tokens:,} missed; "
         f"breaks cost {cost:,} ({cost / max(1, size):.1%})"

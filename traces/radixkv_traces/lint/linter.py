@@ -45,6 +45,11 @@ class LintReport:
     seconds: float  # from the first request to the last one
     findings: tuple[Finding, ...]
 
+    @property
+    def cost(self) -> int:
+        """The tokens of all findings."""
+        return sum(each.tokens for each in self.findings)
+
 
 def lint(requests: Iterable[ChatRequest], encode: Encode = estimate, block_size: int = 1) -> LintReport:
     """Return the findings of a log, in which hits end at multiples of `block_size` tokens. O(bytes of new texts)."""
