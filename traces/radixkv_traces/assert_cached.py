@@ -11,8 +11,9 @@ from radixkv.errors import InvalidInput
 def assert_cached(response: object, at_least: float = 0.9) -> None:
     """Raise AssertionError if a server reports that less than the share `at_least` of a prompt was cached.
 
-    `response` is from the SDK of OpenAI (chat completions, Responses) or of Anthropic, or its JSON as a dict. If the
-    server is radixkv's, and the response is from `with_raw_response`, the error names the part that changed.
+    `response` is from the SDK of OpenAI (chat completions, Responses) or of Anthropic, or its JSON as a dict; of a
+    stream, it is the chunk with the usage. If the server is radixkv's, and the response is from `with_raw_response`,
+    the error names the part that changed.
     Raises InvalidInput if the response does not report cached tokens.
 
     >>> usage = {"prompt_tokens": 200, "prompt_tokens_details": {"cached_tokens": 192}}
@@ -46,7 +47,8 @@ def _tokens(usage: object) -> tuple[int, int]:
     if not all(type(count) is int for count in counts) or not 0 <= counts[0] <= counts[1] > 0:
         raise InvalidInput(
             f"the response reports {counts[0]} cached tokens of {counts[1]} prompt tokens, in prompt_tokens_details, "
-            "input_tokens_details or cache_read_input_tokens of its usage: is an option of the server off?"
+            "input_tokens_details or cache_read_input_tokens of its usage: is an option of the server off, or is it a "
+            "stream?"
         )
     return counts[0], counts[1]
 
