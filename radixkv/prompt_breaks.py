@@ -75,6 +75,7 @@ def parts_of(messages: Objects, tools: Objects = (), known: Mapping[int, Part] |
         text = text if isinstance(text, str) else _text(text)
         head = head and role in ("system", "developer")
         thought = message.get("reasoning_content") or ""
+        thought = thought if isinstance(thought, str) else _sorted(thought)
         digest = hash((head, role, text, thought, dumps(calls, 2) if calls else 0))
         name = f"messages[{at}]" if not head else f"system[{at}]" if at else "system"
         part = known.get(digest) or _message(name, digest, role, text, thought, calls)

@@ -96,6 +96,8 @@ def test_a_session_that_goes_on_needs_no_reply_in_common() -> None:
 def test_thinking_in_tags_is_thinking() -> None:
     before, now = talk("a", "<think>\nHm.\n</think>\n\nb", "c"), talk("a", "b", "c")
     assert found(before, now) == Break(1, "messages[1]", "thinking-dropped")
+    before[1] |= {"content": "b", "reasoning_content": ["Hm."]}
+    assert found(before, now) == Break(1, "messages[1]", "thinking-dropped")
 
 
 def test_known_parts_are_used_again_under_their_new_names() -> None:

@@ -11,6 +11,7 @@ import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from radixkv.chat.messages import Message
@@ -18,6 +19,7 @@ from radixkv.prompt_breaks import Break, Part, break_between, parts_of
 
 _PART_BYTES = 640  # of a part: itself, its hashes, and its entries in lists and dicts
 _REPLIES = 8  # of one prompt that are kept
+_CANDIDATES = 4  # conversations with a later message to which a prompt is compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class BreakIndex:
             chain = _chain(hash(namespace), now)
             shared = next((at for at in range(len(now), 0, -1) if chain[at - 1] in self._latest), 0)
             nearest = self._latest[chain[shared - 1]] if shared else _Conversation(namespace)
-            found = next(self._breaks(session, now, nearest, shared), None)
+            found = max(self._breaks(session, now, nearest, shared), key=lambda each: each.at, default=None)
             self._add(session, now, chain, nearest, shared)
             return Comparison(chain[-1], found)
 
@@ -125,12 +127,14 @@ class BreakIndex:
         space, sent = nearest.namespace, {part.digest for part in now}
         later = [hash((space, part.digest)) for part in reversed(now[shared:])]
         others = [hash((space, session)), *reversed(_forms(hash(space), now)[shared:])]
-        least = dict.fromkeys((self._latest[key] for key in later if key in self._latest), 0)
+        likely = dict.fromkeys(self._latest[key] for key in later if key in self._latest)
+        least = dict.fromkeys(islice(likely, _CANDIDATES), 0)
         for each in (*(self._latest[key] for key in others if key in self._latest), nearest):
             least.setdefault(each, shared)
         for each, fewest in least.items():
             last = next((at for at in range(len(each.parts) - 1, shared, -1) if each.parts[at].digest in sent), shared)
-            yield each.parts[: last + 1], fewest, session is not None and each.session == session
+            whole = last == len(each.parts) - 1  # of two requests of a session, one may be for a sub-agent
+            yield each.parts[: last + 1], fewest, whole and session is not None and each.session == session
 
     def _add(self, session: str | None, now: list[Part], chain: list[int], nearest: _Conversation, shared: int) -> None:
         """Extend the nearest conversation, or add another one; the beginning of a known prompt adds nothing."""

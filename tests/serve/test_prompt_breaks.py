@@ -107,6 +107,22 @@ def test_other_questions_and_counted_prompts_are_no_breaks() -> None:
         assert ask(server, changed) == "system", "the counted prompt was no request"
 
 
+def test_titles_and_sub_agents_of_a_session_are_no_breaks() -> None:
+    index, notes = BreakIndex(1 << 20), {"role": "user", "content": "Notes."}
+    title, sub_agent = [system("Write a title."), *ASKED], [system("Search."), notes, MORE]
+    main = [SYSTEM, notes, *ASKED]
+    for messages, tools in ((main, TOOLS), (title, []), (sub_agent, TOOLS[:1]), (continued(*main), TOOLS)):
+        assert index.compared(None, messages, tools, "session").found is None
+
+
+def test_the_earlier_prompt_that_shares_most_names_the_part() -> None:
+    index, edited = BreakIndex(1 << 20), {"role": "user", "content": "Hello again!"}
+    for first in (SYSTEM, system("Be kind. Today is 2026-11-29.")):
+        index.compared(None, [first, *SECOND[1:]], TOOLS, None)
+    found = index.compared(None, continued(SYSTEM, edited, *SECOND[2:]), TOOLS, None).found
+    assert found is not None and found.part == "messages[1]"
+
+
 def test_namespaces_are_apart_and_memory_is_bounded() -> None:
     changed = [system("Be rude."), *SECOND[1:]]
     with served(brain=says("Me.")) as server:
