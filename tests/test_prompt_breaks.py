@@ -76,9 +76,8 @@ def test_dates_times_and_ids_are_volatile_and_words_are_not(one: str, other: str
 
 
 def test_an_id_before_a_long_text_is_volatile_in_the_last_message_too() -> None:
-    assert found(talk("id=41 " + "moss " * 200), talk("id=42 " + "moss " * 200)) == Break(
-        0, "messages[0]", "volatile-text"
-    )
+    before, now = (talk(f"id={number} {'moss ' * 200}") for number in (41, 42))
+    assert found(before, now) == Break(0, "messages[0]", "volatile-text")
 
 
 def test_what_remains_of_a_compacted_conversation_is_found() -> None:
@@ -104,14 +103,8 @@ def test_known_parts_are_used_again_under_their_new_names() -> None:
     tools = [TOOL, {"name": "grep"}]
     known = {part.digest: part for part in parts_of([SYSTEM, *talk("a", "b")], tools)}
     parts = parts_of([SYSTEM, {**SYSTEM, "role": "developer"}, *talk("a", "b")], tools[::-1], known)
-    assert [part.name for part in parts] == [
-        "tools[0]",
-        "tools[1]",
-        "system",
-        "system[1]",
-        "messages[2]",
-        "messages[3]",
-    ]
+    names = " ".join(part.name for part in parts)
+    assert names == "tools[0] tools[1] system system[1] messages[2] messages[3]"
     assert parts == parts_of([SYSTEM, {**SYSTEM, "role": "developer"}, *talk("a", "b")], tools[::-1])
     assert parts[-1] is not known[parts[-1].digest] and parts_of([SYSTEM], tools, known)[0] is known[parts[1].digest]
 
