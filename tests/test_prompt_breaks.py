@@ -86,6 +86,19 @@ def test_what_remains_of_a_compacted_conversation_is_found() -> None:
     assert found(asked[:6], compacted) == Break(1, "messages[1]", "history-summarised")
 
 
+def test_results_that_were_cut_together_are_changed() -> None:
+    before, now = (
+        [*talk("a", "b"), *({"role": "tool", "content": text * at} for at in (1, 2))] for text in ("xy", "x")
+    )
+    assert found(before, [*now, *talk("c")]) == Break(2, "messages[2]", "message-changed")
+
+
+def test_a_repeated_question_hides_no_change() -> None:
+    asked = talk("a", "b", "Go on.", "c", "Go on.")
+    before, now = [SYSTEM, *asked[:3]], [{**SYSTEM, "content": "Plan."}, *asked]
+    assert found(before, now) == Break(0, "system", "system-changed")
+
+
 def test_a_session_that_goes_on_needs_no_reply_in_common() -> None:
     before, now = [SYSTEM, *talk("a")], [{**SYSTEM, "content": "Be polite."}, *talk("a", "b", "c")]
     assert found(before, now) is None

@@ -107,6 +107,26 @@ def test_other_questions_and_counted_prompts_are_no_breaks() -> None:
         assert ask(server, changed) == "system", "the counted prompt was no request"
 
 
+def named(before: list[Any], now: list[Any]) -> tuple[str, str] | None:
+    """Return the part and the rule of the second of two prompts."""
+    index = BreakIndex(1 << 20)
+    _, found = (index.compared(None, each, [], None).found for each in (before, now))
+    return found and (found.part, found.rule)
+
+
+def test_a_clock_is_named_before_another_question_and_in_none() -> None:
+    clocks = [system(f"It is 12:00:0{second}.") for second in (1, 2)]
+    assert named([clocks[0], *ASKED], [clocks[1], MORE]) == ("system", "volatile-text")
+    asked = [{"role": "user", "content": f"Text {number}. {'Sum it up. ' * 90}"} for number in (1, 2)]
+    assert named(asked[:1], asked[1:]) is None
+
+
+def test_a_beginning_that_another_session_shares_is_no_break() -> None:
+    index, other = BreakIndex(1 << 20), [system("Be rude."), *ASKED]
+    for session, messages in (("a", FIRST), ("b", other), ("a", continued(*other))):
+        assert index.compared(None, messages, [], session).found is None
+
+
 def test_titles_and_sub_agents_of_a_session_are_no_breaks() -> None:
     index, notes = BreakIndex(1 << 20), {"role": "user", "content": "Notes."}
     title, sub_agent = [system("Write a title."), *ASKED], [system("Search."), notes, MORE]

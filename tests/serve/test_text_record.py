@@ -13,12 +13,13 @@ import pytest
 from radixkv.errors import InvalidInput
 from radixkv.serve import Settings
 from radixkv.serve.conversations import ChatPrompt
-from radixkv.serve.text_record import TextRecord
+from radixkv.serve.text_record import _MOST_WAITING, TextRecord
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.formats import open_trace
 from tests.serve.served import ASKED, Served, says, served
 
 WHO: dict[str, Any] = {"type": "function", "function": {"name": "who", "parameters": {"type": "object"}}}
+PROMPT = ChatPrompt(array("i"), 0, 1, None, (), None, "")
 
 
 def read(path: Path) -> list[ChatRequest]:
@@ -46,13 +47,13 @@ def test_the_file_has_each_chat_request(tmp_path: Path, caplog: pytest.LogCaptur
     assert first.namespace == third.namespace != second.namespace and "secret" not in path.read_text()
     assert [each.output_length for each in (first, second, third)] == [4, 4, 4]  # the stop token too
     assert len({each.session for each in (first, second, third)}) == 3
-    assert 0 <= first.timestamp <= second.timestamp <= third.timestamp
+    assert 0 <= first.timestamp <= second.timestamp <= third.timestamp > 0
 
 
 def test_prompts_of_two_models_share_nothing(tmp_path: Path) -> None:
     texts = TextRecord(str(tmp_path / "texts.jsonl"))
     for model in "ab":
-        texts.add(0.0, model, ChatPrompt(array("i"), 0, 1, None, (), None, ""), ASKED, 1)
+        texts.add(0.0, model, PROMPT, ASKED, 1)
     texts.close()
     first, second = read(tmp_path / "texts.jsonl")
     assert first.namespace != second.namespace
@@ -79,3 +80,12 @@ def test_a_full_disk_ends_the_record_once(tmp_path: Path, caplog: pytest.LogCapt
     warnings = [each for each in caplog.records if each.levelno == logging.WARNING and "has ended" in each.message]
     assert len(warnings) == 1 and "No space left" in warnings[0].message
     assert len((tmp_path / "texts.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_slow_disk_ends_the_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    texts = TextRecord(str(tmp_path / "texts.jsonl"))
+    texts._queued = _MOST_WAITING
+    for _ in range(2):
+        texts.add(0.0, "a", PROMPT, ASKED, 1)
+    texts.close()
+    assert caplog.text.count("the disk does not keep up") == len(read(tmp_path / "texts.jsonl")) == 1
