@@ -123,7 +123,7 @@ def test_a_clock_is_named_before_another_question_and_in_none() -> None:
 
 def test_a_beginning_that_another_session_shares_is_no_break() -> None:
     index, other = BreakIndex(1 << 20), [system("Be rude."), *ASKED]
-    for session, messages in (("a", FIRST), ("b", other), ("a", continued(*other))):
+    for session, messages in (("a", FIRST), ("b", continued(*other)), ("a", [*other, assistant("Hi."), MORE])):
         assert index.compared(None, messages, [], session).found is None
 
 
