@@ -133,7 +133,7 @@ class BreakIndex:
             least.setdefault(each, shared)
         for each, fewest in least.items():
             last = next((at for at in range(len(each.parts) - 1, shared, -1) if each.parts[at].digest in sent), shared)
-            whole = last == len(each.parts) - 1  # of two requests of a session, one may be for a sub-agent
+            whole = last + 1 >= len(each.parts)  # of two requests of a session, one may be for a sub-agent
             yield each.parts[: last + 1], fewest, whole and session is not None and each.session == session
 
     def _add(self, session: str | None, now: list[Part], chain: list[int], nearest: _Conversation, shared: int) -> None:
