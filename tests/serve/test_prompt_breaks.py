@@ -111,7 +111,7 @@ def named(before: list[Any], now: list[Any]) -> tuple[str, str] | None:
     """Return the part and the rule of the second of two prompts."""
     index = BreakIndex(1 << 20)
     _, found = (index.compared(None, each, [], None).found for each in (before, now))
-    return found and (found.part, found.rule)
+    return None if found is None else (found.part, found.rule)
 
 
 def test_a_clock_is_named_before_another_question_and_in_none() -> None:
