@@ -67,7 +67,10 @@ def add(add_command: AddCommand) -> None:
     add_replicas(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument(
-        "--curve", action="store_true", default=None, help="add LRU rates at 1/4 to 8 times each capacity"
+        "--curve",
+        action="store_true",
+        default=None,
+        help="add LRU rates at 1/4 to 8 times each capacity, and without limit",
     )
     shown.add_argument("--by", choices=GROUPINGS, help="add a row for each session, tenant or stop reason")
     shown.add_argument(

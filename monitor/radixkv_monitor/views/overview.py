@@ -25,7 +25,7 @@ SIGNS = {"good": "✔", "idle": "·", "warn": "▲", "bad": "✖"}
 POOL = (("active", theme.ACTIVE), ("pinned", theme.PINNED), ("cached", theme.CACHED), ("free", theme.FREE))
 GAUGE = 10
 """Cells of a bar of used rows, snapshots, or blocks of a tier."""
-POOL_SIZES = ("¼*", "½*", "1* you are here", "2*", "4*", "8*", "∞*")  # a star is a hit rate
+POOL_SIZES = ("¼x*", "½x*", "1x* you are here", "2x*", "4x*", "8x*", "∞*")  # a star is a hit rate
 SOURCES = (
     ("from_device", "device", theme.CACHED),
     ("from_host", "host", theme.HOST),
