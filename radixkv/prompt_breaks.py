@@ -16,7 +16,7 @@ from functools import partial
 from itertools import takewhile
 from marshal import dumps
 from operator import eq
-from typing import Any
+from typing import Any, NamedTuple
 
 Objects = Sequence[dict[str, Any]]
 Prompt = tuple[Objects, Objects]
@@ -24,6 +24,7 @@ Prompt = tuple[Objects, Objects]
 
 _TAIL = 256  # characters at the end of a text; fewer may be equal by chance
 _MOST_ENDS = 64  # places where an earlier prompt may end in a later one; a last message may be repeated often
+_LISTS = {"tool": "tools", "system": "system"}  # names of lists, by kind
 _ORDER = ("template", "tool", "system", "message")  # of kinds in a prompt
 _DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
 _MONTH = "Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?"
@@ -31,16 +32,14 @@ _MONTH += "|Sep(?:t|tember)?|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?"
 _VOLATILE = re.compile(rf"\b(?:[A-Za-z_-]{{0,40}}+\d[\w:.,/+-]*(?: ?[AaPp][Mm]\b)?|(?:{_DAY}|{_MONTH})\b)")
 """Words with digits, such as dates, times, ids and counts, and the names of days and months."""
 _masked = partial(_VOLATILE.sub, "#")
-_FLAT = dict.fromkeys(map(ord, "0123456789abcdefABCDEF"), "0")
+_FLAT = bytes.maketrans(b"123456789abcdefABCDEF", b"0" * 21)
 """A mask for the long texts of tools and models: ten times as fast, for dates, times and ids of equal length."""
 _sorted = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a prompt as 64-bit hashes. `name` counts in the list as sent: "system", "tools[3]", "messages[7]"."""
+class Part(NamedTuple):
+    """A part of a prompt as 64-bit hashes."""
 
-    name: str
     kind: str  # "system", "tool", "message" or "template"
     digest: int  # of the text as sent
     form: int  # of the text without dates, times, ids and counts, its keys sorted
@@ -53,7 +52,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """The place where a prompt leaves an earlier one: the number of equal parts, the part's name, and the rule's."""
+    """The place where a prompt leaves an earlier one: the number of equal parts, the part's name, and the rule's.
+
+    A name counts in the list as sent: "system", "tools[3]", "messages[7]".
+    """
 
     at: int
     part: str
@@ -66,20 +68,19 @@ def parts_of(messages: Objects, tools: Objects = (), known: Mapping[int, Part] |
     `known` are parts of earlier prompts by their digests; only other texts are masked. O(bytes).
     """
     known, parts, head = known or {}, list[Part](), True
-    for at, tool in enumerate(tools):
-        digest, name = hash(dumps(tool, 2)), f"tools[{at}]"  # version 2 writes equal objects alike
-        part = known.get(digest) or _tool(name, digest, tool)
-        parts.append(part if part.name == name else replace(part, name=name))
-    for at, message in enumerate(messages):
+    for tool in tools:
+        digest = hash(dumps(tool, 2))  # version 2 writes equal objects alike
+        parts.append(known.get(digest) or _tool(digest, tool))
+    for message in messages:
         role, text, calls = message["role"], message.get("content"), message.get("tool_calls")
         text = text if isinstance(text, str) else _text(text)
         head = head and role in ("system", "developer")
         thought = message.get("reasoning_content") or ""
         thought = thought if isinstance(thought, str) else _sorted(thought)
-        digest = hash((head, role, text, thought, dumps(calls, 2) if calls else 0))
-        name = f"messages[{at}]" if not head else f"system[{at}]" if at else "system"
-        part = known.get(digest) or _message(name, digest, role, text, thought, calls)
-        parts.append(part if part.name == name else replace(part, name=name))
+        written = hash(dumps(calls, 2)) if calls else 0
+        digest = hash((head, role, text, thought, written))
+        kind = "system" if head else "template" if role == "template" else "message"
+        parts.append(known.get(digest) or _message(kind, digest, role, text, thought, calls, written))
     return parts
 
 
@@ -92,7 +93,13 @@ def break_between(before: Sequence[Part], now: Sequence[Part], same: bool = Fals
     if at is None:
         return None
     change = _Change(before, now, at, same)
-    return next((Break(at, change.first.name, name) for name, rule in RULES.items() if rule.test(change)), None)
+    return next((Break(at, name_of(change.first, before[:at]), name) for name, rule in RULES.items() if rule.test(change)), None)
+
+
+def name_of(part: Part, before: Sequence[Part]) -> str:
+    """Return the name of a part after others. O(parts)."""
+    at = sum((each.kind == "tool") == (part.kind == "tool") for each in before)
+    return "system" if part.kind == "system" and not at else f"{_LISTS.get(part.kind, 'messages')}[{at}]"
 
 
 def first_difference(before: Sequence[Part], now: Sequence[Part]) -> int | None:
@@ -250,20 +257,20 @@ def _tools(parts: Sequence[Part]) -> list[int]:
     return sorted(part.digest for part in parts if part.kind == "tool")
 
 
-def _tool(name: str, digest: int, tool: dict[str, Any]) -> Part:
+def _tool(digest: int, tool: dict[str, Any]) -> Part:
     text = _sorted(tool)
-    return Part(name, "tool", digest, hash((_masked(text), "tool")), words=hash(text))
+    return Part("tool", digest, hash((_masked(text), "tool")), words=hash(text))
 
 
-def _message(name: str, digest: int, role: str, text: str, thought: str, calls: Any) -> Part:
+def _message(kind: str, digest: int, role: str, text: str, thought: str, calls: Any, written: int) -> Part:
     inline, tag, answer = text.partition("</think>") if role == "assistant" else (text, "", "")
     words = answer.lstrip() if tag and "<think>" in inline else text
-    flat = words.translate(_FLAT) if role in ("assistant", "tool") else _masked(words)
+    long = role in ("assistant", "tool")
+    flat = words.encode(errors="surrogatepass").translate(_FLAT) if long else _masked(words)
     form = hash((role, flat, *map(_values, calls or ())))
-    kind = "system" if name.startswith("system") else "template" if role == "template" else "message"
     thinks = hash((thought, text)) if thought or len(words) < len(text) else 0
     tail = hash(words[-_TAIL:]) if len(words) >= 2 * _TAIL else 0
-    return Part(name, kind, digest, form, role, hash(words), hash(dumps(calls, 2)) if calls else 0, thinks, tail)
+    return Part(kind, digest, form, role, hash(words), written, thinks, tail)
 
 
 def _values(call: dict[str, Any]) -> str:

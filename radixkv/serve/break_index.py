@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -120,8 +120,7 @@ class BreakIndex:
         if shared == len(now) or now[shared].digest in [reply.digest for reply in replies]:
             return
         if replies and now[shared].role == "assistant":
-            reply = replace(replies[-1], name=now[shared].name)
-            yield [*now[:shared], reply, *now[shared + 1 : shared + 2]], shared, True
+            yield [*now[:shared], replies[-1], *now[shared + 1 : shared + 2]], shared, True
         if shared and shared == len(nearest.parts):
             return
         space, sent = nearest.namespace, {part.digest for part in now}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
 from typing import Any
@@ -151,7 +151,7 @@ class _Prompts:
         for part, said in zip(parts_of(*prompt, self._known), (*request.tools, *request.messages), strict=True):
             if part.digest not in self._shown:
                 text = shown(said)
-                self._known[part.digest] = replace(part, digest=hash(text))
+                self._known[part.digest] = part._replace(digest=hash(text))
                 self._shown[hash(text)] = text, len(self._encode(text))
         return tuple(parts_of(*prompt, self._known))
 
