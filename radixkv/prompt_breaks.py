@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from marshal import dumps
@@ -29,7 +29,8 @@ _ORDER = ("template", "tool", "system", "message")  # of kinds in a prompt
 _DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
 _MONTH = "Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?"
 _MONTH += "|Sep(?:t|tember)?|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?"
-_VOLATILE = re.compile(rf"\b(?:[A-Za-z_-]{{0,40}}+\d[\w:.,/+-]*(?: ?[AaPp][Mm]\b)?|(?:{_DAY}|{_MONTH})\b)")
+_NAME = rf"(?=[ADFJMNOSTW])(?:{_DAY}|{_MONTH})"
+_VOLATILE = re.compile(rf"\b(?:[A-Za-z_-]{{0,40}}+\d[\w:.,/+-]*(?: ?[AaPp][Mm]\b)?|{_NAME}\b)")
 """Words with digits, such as dates, times, ids and counts, and the names of days and months."""
 _masked = partial(_VOLATILE.sub, "#")
 _FLAT = bytes.maketrans(b"123456789abcdefABCDEF", b"0" * 21)
@@ -76,11 +77,10 @@ def parts_of(messages: Objects, tools: Objects = (), known: Mapping[int, Part] |
         text = text if isinstance(text, str) else _text(text)
         head = head and role in ("system", "developer")
         thought = message.get("reasoning_content") or ""
-        thought = thought if isinstance(thought, str) else _sorted(thought)
+        thought = _sorted(thought) if thought and not isinstance(thought, str) else thought
         written = hash(dumps(calls, 2)) if calls else 0
         digest = hash((head, role, text, thought, written))
-        kind = "system" if head else "template" if role == "template" else "message"
-        parts.append(known.get(digest) or _message(kind, digest, role, text, thought, calls, written))
+        parts.append(known.get(digest) or _message(head, digest, role, text, thought, calls, written))
     return parts
 
 
@@ -93,7 +93,9 @@ def break_between(before: Sequence[Part], now: Sequence[Part], same: bool = Fals
     if at is None:
         return None
     change = _Change(before, now, at, same)
-    return next((Break(at, name_of(change.first, before[:at]), name) for name, rule in RULES.items() if rule.test(change)), None)
+    return next(
+        (Break(at, name_of(change.first, before[:at]), name) for name, rule in RULES.items() if rule.test(change)), None
+    )
 
 
 def name_of(part: Part, before: Sequence[Part]) -> str:
@@ -262,11 +264,12 @@ def _tool(digest: int, tool: dict[str, Any]) -> Part:
     return Part("tool", digest, hash((_masked(text), "tool")), words=hash(text))
 
 
-def _message(kind: str, digest: int, role: str, text: str, thought: str, calls: Any, written: int) -> Part:
+def _message(head: bool, digest: int, role: str, text: str, thought: str, calls: Any, written: int) -> Part:
+    kind = "system" if head else "template" if role == "template" else "message"
     inline, tag, answer = text.partition("</think>") if role == "assistant" else (text, "", "")
     words = answer.lstrip() if tag and "<think>" in inline else text
-    long = role in ("assistant", "tool")
-    flat = words.encode(errors="surrogatepass").translate(_FLAT) if long else _masked(words)
+    generated = role in ("assistant", "tool")
+    flat = words.encode(errors="surrogatepass").translate(_FLAT) if generated else _masked(words)
     form = hash((role, flat, *map(_values, calls or ())))
     thinks = hash((thought, text)) if thought or len(words) < len(text) else 0
     tail = hash(words[-_TAIL:]) if len(words) >= 2 * _TAIL else 0

@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from marshal import dumps
 from typing import Any
 
 from radixkv.chat.messages import Message
@@ -60,7 +61,7 @@ class BreakIndex:
         self.counts: Counter[tuple[str, str]] = Counter()
         self._recent: OrderedDict[_Conversation, None] = OrderedDict()
         self._size = 0  # parts of all conversations
-        self._latest: dict[int, _Conversation] = {}  # by hashes of a beginning, its form, a part, and a session
+        self._latest: dict[int, _Conversation] = {}  # by hashes of a beginning, its form, a part, tools, and a session
         self._parts: defaultdict[Hashable, dict[int, Part]] = defaultdict(dict)  # of a namespace, by digest
 
     def compared(
@@ -73,12 +74,13 @@ class BreakIndex:
         if not self._most or not (messages or tools):
             return Comparison()
         with self._lock:
-            now = parts_of(messages, tools or (), self._parts[namespace])
+            listed = hash((namespace, dumps([*(tools or ())])))
+            now = self._parts_of(namespace, messages, tools or (), listed)
             chain = _chain(hash(namespace), now)
             shared = next((at for at in range(len(now), 0, -1) if chain[at - 1] in self._latest), 0)
             nearest = self._latest[chain[shared - 1]] if shared else _Conversation(namespace)
             found = max(self._breaks(session, now, nearest, shared), key=lambda each: each.at, default=None)
-            self._add(session, now, chain, nearest, shared)
+            self._add(session, now, chain, nearest, shared, listed)
             return Comparison(chain[-1], found)
 
     def answered(self, place: int, reply: Message) -> None:
@@ -98,6 +100,14 @@ class BreakIndex:
             assert {(space, one) for space, parts in self._parts.items() for one in parts} <= known, "forgotten parts"
 
     # ---- inside
+
+    def _parts_of(
+        self, namespace: Hashable, messages: Sequence[Message], tools: Sequence[Any], listed: int
+    ) -> list[Part]:
+        """Return the parts of a prompt; `listed` is a hash of its tools, which need no hash each if it is known."""
+        known, alike = self._parts[namespace], self._latest.get(listed)
+        head = parts_of((), tools, known) if alike is None else alike.parts[: len(tools)]
+        return head + parts_of(messages, (), known)
 
     def _breaks(self, session: str | None, now: list[Part], nearest: _Conversation, shared: int) -> Iterator[Break]:
         """Yield the breaks with earlier prompts; the first `shared` parts are all that any prompt shares.
@@ -135,22 +145,26 @@ class BreakIndex:
             whole = last + 1 >= len(each.parts)  # of two requests of a session, one may be for a sub-agent
             yield each.parts[: last + 1], fewest, whole and session is not None and each.session == session
 
-    def _add(self, session: str | None, now: list[Part], chain: list[int], nearest: _Conversation, shared: int) -> None:
+    def _add(
+        self, session: str | None, now: list[Part], chain: list[int], nearest: _Conversation, shared: int, listed: int
+    ) -> None:
         """Extend the nearest conversation, or add another one; the beginning of a known prompt adds nothing."""
         space = nearest.namespace
         if shared < min(len(now), len(nearest.parts)):
             nearest = _Conversation(space)
         start = len(nearest.parts)
-        new, forms = now[start:], _forms(nearest.form or hash(space), now[start:])
-        keys = [*chain[start:], *forms, *(hash((space, part.digest)) for part in new)]
-        keys += [hash((space, session))] * (session is not None and len(new) > 0)
-        nearest.session, nearest.form = session, forms[-1] if forms else nearest.form
-        nearest.parts += new
-        nearest.chain += chain[start:]
-        nearest.keys += keys
-        self._latest.update(dict.fromkeys(keys, nearest))
-        self._parts[space].update((part.digest, part) for part in new)
-        self._size += len(new)
+        nearest.session = session
+        if new := now[start:]:
+            forms = _forms(nearest.form or hash(space), new)
+            keys = [listed, *chain[start:], *forms, *[hash((space, part.digest)) for part in new]]
+            keys += [hash((space, session))] * (session is not None)
+            nearest.form = forms[-1]
+            nearest.parts += new
+            nearest.chain += chain[start:]
+            nearest.keys += keys
+            self._latest.update(dict.fromkeys(keys, nearest))
+            self._parts[space].update([(part.digest, part) for part in new])
+            self._size += len(new)
         self._recent[nearest] = None
         self._recent.move_to_end(nearest)
         while self._size > self._most:
