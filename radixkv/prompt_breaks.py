@@ -36,6 +36,7 @@ _masked = partial(_VOLATILE.sub, "#")
 _FLAT = bytes.maketrans(b"123456789abcdefABCDEF", b"0" * 21)
 """A mask for the long texts of tools and models: ten times as fast, for dates, times and ids of equal length."""
 _sorted = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
+_pairs = json.JSONDecoder(object_pairs_hook=sorted).decode
 
 
 class Part(NamedTuple):
@@ -276,10 +277,11 @@ def _message(head: bool, digest: int, role: str, text: str, thought: str, calls:
     return Part(kind, digest, form, role, hash(words), written, thinks, tail)
 
 
-def _values(call: dict[str, Any]) -> str:
+def _values(call: dict[str, Any]) -> bytes:
     """Return the name and the arguments of a call with sorted keys, without its id."""
     function = call["function"] if isinstance(call.get("function"), dict) else call
-    arguments = function.get("arguments")
-    with suppress(ValueError, RecursionError):  # no JSON, or too deep
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return _sorted([function.get("name"), arguments])
+    name, values = function.get("name"), function.get("arguments")
+    text = values if isinstance(values, str) else _sorted(values)
+    with suppress(ValueError, TypeError, RecursionError):  # no JSON, a key twice, or too deep
+        return dumps([name, _pairs(text)], 2)
+    return dumps([name, text], 2)
