@@ -209,8 +209,9 @@ def compared(fault: Fault) -> Iterator[tuple[bool, float]]:
     """Return whether the answer to each request is right, and its seconds; 0 in a new conversation."""
     index = BreakIndex(64 << 20)
     for at, it in enumerate(fault.requests):
+        messages, tools = json.loads(json.dumps([it.messages, it.tools]))  # a server has just read them
         begin = time.perf_counter()
-        found = index.compared(it.namespace, it.messages, it.tools, it.session).found
+        found = index.compared(it.namespace, messages, tools, it.session).found
         seconds = time.perf_counter() - begin
         yield (found and (found.part, found.rule)) in fault.allowed(at), seconds * (it.turn > 1)
 
