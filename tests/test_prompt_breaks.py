@@ -122,7 +122,10 @@ def test_known_parts_are_used_again_under_their_new_names() -> None:
     assert all(part is known[part.digest] for at, part in enumerate(parts) if at != 3)
 
 
-@pytest.mark.parametrize("function", [{"name": "read", "arguments": "[" * 100_000}, "read", None])
+ARGUMENTS = ["[" * 100_000, '{"path": {}, "path": 1}']
+
+
+@pytest.mark.parametrize("function", [*({"name": "read", "arguments": each} for each in ARGUMENTS), "read", None])
 def test_a_call_of_another_form_is_a_text(function: Any) -> None:
     before, now = ([{"role": "assistant", "tool_calls": [{"id": it, "function": function}]}, *talk("a")] for it in "bc")
     assert found(before, now) == Break(0, "messages[0]", "call-rewritten")
