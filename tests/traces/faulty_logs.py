@@ -31,11 +31,10 @@ class Fault:
     """Requests as sent, and the one finding for them. The requests at the indices `broken` cost `tokens` together."""
 
     requests: list[ChatRequest]
-    rule: str
-    part: str  # such as "messages[5]"
-    place: str  # the part, or "messages[5], character 80" where a text differs
-    tokens: int
-    broken: tuple[int, ...]
+    rule: str = ""
+    place: str = ""  # a part such as "messages[5]", or "messages[5], character 80" where a text differs
+    tokens: int = 0
+    broken: tuple[int, ...] = ()
 
     def findings(self) -> list[tuple[str, str, int, int]]:
         """Return rule, place, tokens and requests of each finding: one, or none of a clean log."""
@@ -43,7 +42,7 @@ class Fault:
 
     def allowed(self, at: int) -> set[tuple[str, str] | None]:
         """Return the right live answers: part and rule, or None; in the first request of a session, both."""
-        found = (self.part, self.rule) if at in self.broken else None
+        found = (self.place.split(",")[0], self.rule) if at in self.broken else None
         return {found, None} if self.requests[at].turn == 1 else {found}
 
 
@@ -65,17 +64,20 @@ def tool(rng: Random, name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": prose(rng, 30), "parameters": schema}}
 
 
-def conversation(rng: Random, turns: int, calls: bool = True, thinking: bool = False) -> list[Message]:
+def ask(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def conversation(rng: Random, turns: int) -> list[Message]:
     """Write the messages after the system prompt: two of three turns answer a call, the third one is a question."""
-    messages: list[Message] = [{"role": "user", "content": prose(rng, 40)}]
+    messages = ask(prose(rng, 40))
     for turn in range(1, turns):
         answer: Message = {"role": "assistant", "content": prose(rng, 50) + "\n\n"}
-        after: Message = {"role": "user", "content": prose(rng, 30)}
-        if calls and turn % 3:
+        after, *_ = ask(prose(rng, 30))
+        if turn % 3:
             arguments = json.dumps({"path": f"src/{rng.choice(WORDS)}.py", "limit": rng.randint(9, 999)})
             call = {"id": f"call_{rng.getrandbits(48):x}", "function": {"name": WORDS[turn], "arguments": arguments}}
-            thought = {"reasoning_content": prose(rng, 25)} if thinking else {}
-            answer = {"role": "assistant", "content": "", "tool_calls": [call], **thought}
+            answer = {**answer, "content": "", "tool_calls": [call], "reasoning_content": prose(rng, 25)}
             after = {"role": "tool", "tool_call_id": call["id"], "content": f"10:0{turn}:07 {prose(rng, 90)}"}
         messages += [answer, after]
     return messages
@@ -102,10 +104,10 @@ def prefix(rng: Random, tools: int) -> tuple[str, list[Any]]:
     return prose(rng, 420), [tool(rng, f"{name}_tool") for name in rng.sample(WORDS, tools)]
 
 
-def plain_log(rng: Random, turns: Sequence[int] = (9, 7, 8), **options: bool) -> list[ChatRequest]:
+def plain_log(rng: Random, turns: Sequence[int] = (9, 7, 8)) -> list[ChatRequest]:
     """Return sessions that share a system prompt and 6 to 12 tools."""
     same = prefix(rng, rng.randint(6, 12))
-    return interleaved(rng, [session(f"s{at}", *same, conversation(rng, n, **options)) for at, n in enumerate(turns)])
+    return interleaved(rng, [session(f"s{at}", *same, conversation(rng, n)) for at, n in enumerate(turns)])
 
 
 # ---- the oracle
@@ -119,10 +121,6 @@ class Oracle:
 
     def hits(self, request: ChatRequest) -> int:
         return self.cache.match(tokens(request), request.namespace).length
-
-    def cost(self, sent: ChatRequest, undone: ChatRequest) -> int:
-        longer = len(tokens(undone)) - len(tokens(sent))
-        return self.hits(undone) - self.hits(sent) - max(0, longer)
 
     def add(self, request: ChatRequest) -> int:
         """Serve a request; returns the tokens of its prompt that missed."""
@@ -164,12 +162,13 @@ def fault(
     """Send each request of a log in the version that `name` returns; the cost is the highest over earlier versions."""
     oracle, seen, sent, costs = Oracle(), dict[Hashable, None](), list[ChatRequest](), dict[int, int]()
     for at, base in enumerate(log):
-        sent.append(version_of(base, name(at, base), change))
-        cost = max((oracle.cost(sent[-1], version_of(base, each, change)) for each in seen), default=0)
-        costs |= {at: cost} if cost else {}
-        oracle.add(sent[-1])
+        sent.append(now := version_of(base, name(at, base), change))
+        size, hits, earlier = len(tokens(now)), oracle.hits(now), [version_of(base, each, change) for each in seen]
+        cost = max((oracle.hits(each) - max(0, len(tokens(each)) - size) for each in earlier), default=0) - hits
+        costs |= {at: cost} if cost > 0 else {}
+        oracle.add(now)
         seen[name(at, base)] = None
-    return Fault(sent, rule, place.split(",")[0], place, sum(costs.values()), (*costs,))
+    return Fault(sent, rule, place, sum(costs.values()), (*costs,))
 
 
 def private_first(log: list[ChatRequest]) -> Fault:
@@ -184,19 +183,13 @@ def private_first(log: list[ChatRequest]) -> Fault:
         oracle.add(now)
         undone.add(moved)
         sent.append(now)
-    return Fault(sent, "private-first", "system", "system", sum(costs.values()), (*costs,))
+    return Fault(sent, "private-first", "system", sum(costs.values()), (*costs,))
 
 
 def put(message: Message, at: int, text: str, end: int | None = None) -> None:
     """Put a text at a character of a message, in place of its text up to `end`."""
     content = message["content"]
     message["content"] = content[:at] + text + content[at if end is None else end :]
-
-
-def context(log: list[ChatRequest]) -> list[ChatRequest]:
-    """Put the same long message before the first question of each session."""
-    about = {"role": "user", "content": f"<context>\n{prose(Random(6), 200)}\n</context>"}
-    return [replace(each, messages=(each.messages[0], about, *each.messages[1:])) for each in log]
 
 
 def rewrite_calls(messages: list[Message]) -> None:
@@ -219,16 +212,6 @@ def turn(first: int) -> Callable[[int, ChatRequest], bool]:
     return lambda _, it: it.session == "s0" and it.turn >= first
 
 
-def question(_: int, it: ChatRequest) -> int:
-    """Return the index of the last question; 0 for the first one."""
-    return max(at for at, said in enumerate(it.messages) if not at or (at > 1 and said["role"] == "user"))
-
-
-def moved(items: dict[str, Any], key: str) -> None:
-    """Put a key after all others."""
-    items[key] = items.pop(key)
-
-
 SUMMARY = {"role": "user", "content": f"Summary of the conversation so far: {prose(Random(5), 60)}"}
 NEW_TOOL = tool(Random(7), "new_tool")
 
@@ -248,21 +231,21 @@ TABLE: dict[str, tuple[str, str, Callable[[int, ChatRequest], Hashable], Change]
     "tool added": ("tools-changed", "tools[2]", turn(5), lambda tools, *_: tools.insert(2, NEW_TOOL)),
     "tool removed": ("tools-changed", "tools[3]", turn(3), lambda tools, *_: tools.pop(3)),
     "tool described": ("tools-changed", "tools[4]",
-        lambda at, _: at // 12, lambda tools, *_: tools[4]["function"].update(description="It is new.")),
+        lambda at, _: at // 13, lambda tools, *_: tools[4]["function"].update(description="It is new.")),
     "schema keys": ("schema-order", "tools[2]", lambda _, it: ("", "properties", "type")[int(it.session[1:])],
-        lambda tools, _, v: moved(tools[2]["function"]["parameters"], v)),
-    "message edited": ("message-changed", "messages[1], character 33",
-        turn(5), lambda _, said, v: put(said[1], 33, " (solved)")),
+        lambda tools, _, v: (fields := tools[2]["function"]["parameters"]).update({v: fields.pop(v)})),
+    "message edited": ("message-changed", "messages[1], character 30",
+        turn(5), lambda _, said, v: put(said[1], 30, " (solved)")),
     "message dropped": ("message-dropped", "messages[6]", turn(6), lambda _, said, v: said.pop(6)),
     "window": ("message-dropped", "messages[1]",
         lambda _, it: max(0, 2 * it.turn - 8), lambda _, said, v: said.__delitem__(slice(1, 1 + v))),
     "summarised": ("history-summarised", "messages[1]",
         turn(8), lambda _, said, v: said.__setitem__(slice(1, 10), [SUMMARY])),
     "call rewritten": ("call-rewritten", "messages[2]", turn(4), lambda _, said, v: rewrite_calls(said)),
-    "reply trimmed": ("message-changed", "messages[6], character 312",
+    "reply trimmed": ("message-changed", "messages[6], character 298",
         turn(6), lambda _, said, v: put(said[6], -2, "", 9999)),
     "thinking dropped": ("thinking-dropped", "messages[2]",
-        question, lambda _, said, v: [each.pop("reasoning_content", None) for each in said[:v]]),
+        turn(4), lambda _, said, v: [each.pop("reasoning_content", None) for each in said]),
     "result truncated": ("message-changed", "messages[3], character 200",
         turn(5), lambda _, said, v: put(said[3], 200, "[cut]", 9999)),
     "system changed": ("system-changed", "system, character 57",
@@ -270,23 +253,13 @@ TABLE: dict[str, tuple[str, str, Callable[[int, ChatRequest], Hashable], Change]
 }  # fmt: skip
 
 
-def faults() -> dict[str, Fault]:
-    found = {}
-    for seed, (name, (rule, place, version, change)) in enumerate(TABLE.items()):
-        thinks = name == "thinking dropped"
-        log = plain_log(Random(seed), (6, 4, 5) if thinks else (9, 7, 8), calls=name != "window", thinking=thinks)
-        found[name] = fault(rule, place, context(log) if "messages[1]" in place else log, version, change)
-    return {**found, "private first": private_first(plain_log(Random(99)))}
-
-
-FAULTS = faults()
+FAULTS = {
+    name: fault(rule, place, plain_log(Random(seed)), version, change)
+    for seed, (name, (rule, place, version, change)) in enumerate(TABLE.items(), 60)
+} | {"private first": private_first(plain_log(Random(99)))}
 
 
 # ---- logs without faults
-
-
-def ask(text: str) -> list[Message]:
-    return [{"role": "user", "content": text}]
 
 
 def growth(rng: Random) -> list[ChatRequest]:
@@ -305,7 +278,7 @@ def one_system(rng: Random) -> list[ChatRequest]:
 
 def other_question(rng: Random) -> list[ChatRequest]:
     """Return a session whose last question was edited, twice in a date only, and that then goes on."""
-    same, said = prefix(rng, 6), conversation(rng, 8, calls=False)
+    same, said = prefix(rng, 6), conversation(rng, 8)
     edits = [said[:12] + ask(f"How was it{when}?") for when in ("", " on 2026-11-01", " on 2026-11-02")]
     return interleaved(rng, [session("s0", *same, said)[:7] + [session("s0", *same, it)[-1] for it in [*edits, said]]])
 
@@ -324,4 +297,4 @@ def branches(rng: Random) -> list[ChatRequest]:
 
 
 CLEAN = {make.__name__: make(Random(5)) for make in (growth, one_system, other_question, sub_agents, branches)}
-LOGS = FAULTS | {name: Fault(log, "", "", "", 0, ()) for name, log in CLEAN.items()}
+LOGS = FAULTS | {name: Fault(log) for name, log in CLEAN.items()}
