@@ -284,10 +284,13 @@ def other_question(rng: Random) -> list[ChatRequest]:
 
 
 def sub_agents(rng: Random) -> list[ChatRequest]:
-    """Return sessions with sub-agents, which have other system prompts, and some of them fewer tools."""
-    systems, (_, tools) = [prose(rng, 420) for _ in range(3)], prefix(rng, 9)
-    kinds = enumerate([(0, 9), (0, 9), (1, 9), (1, 9), (2, 5), (2, 5)])
-    return interleaved(rng, [session(f"s{at}", systems[a], tools[:n], conversation(rng, 6)) for at, (a, n) in kinds])
+    """Return sessions, each with sub-agents and a title, which have other system prompts, and some fewer tools."""
+    (system, tools), log = prefix(rng, 9), list[list[ChatRequest]]()
+    for name in ("s0", "s1"):
+        said = conversation(rng, 8)
+        log += [session(name, system, tools, said), session(name, prose(rng, 420), (), said[:1])]
+        log += [session(name, f"Search. {prose(rng, 420)}", tools[:n], conversation(rng, 6)) for n in (9, 5)]
+    return interleaved(rng, log)
 
 
 def branches(rng: Random) -> list[ChatRequest]:
