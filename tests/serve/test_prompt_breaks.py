@@ -48,11 +48,10 @@ def continued(*messages: Any) -> list[Any]:
 
 FIRST = [SYSTEM, *ASKED]
 SECOND = continued(*FIRST)
+RUDE = [system("Be rude."), *SECOND[1:]]
 CHANGES: dict[str, tuple[list[Any], list[Any], str, str]] = {
     "tools in another order": (SECOND, TOOLS[::-1], "tools[0]", "tools-order"),
-    "a tool with another text": (SECOND, [TOOLS[0], tool("where", "Hm.")], "tools[1]", "tools-changed"),
-    "another day": ([system("Be kind. Today is 2026-11-29."), *SECOND[1:]], TOOLS, "system", "volatile-text"),
-    "another system prompt": ([system("Be rude."), *SECOND[1:]], TOOLS, "system", "system-changed"),
+    "another system prompt": (RUDE, TOOLS, "system", "system-changed"),
     "another reply": ([*FIRST, assistant("You."), MORE], TOOLS, "messages[2]", "message-changed"),
 }
 
@@ -78,79 +77,52 @@ def test_a_change_is_named_once(name: str, caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/responses"])
 def test_each_protocol_has_the_header(path: str, stream: bool) -> None:
-    changed = [{"role": "user", "content": "Hello again!"}, *continued(*ASKED)[1:]]
-    with served(brain=says("Me.")) as server:
-        for messages in (ASKED, continued(*ASKED)):
-            assert ask(server, messages, path, stream=stream) is None
-        assert ask(server, changed, path, stream=stream) == "messages[0]"
-
-
-def test_responses_have_the_header() -> None:
     with served(brain=says("Me.")) as server:
         for text, miss in (("Hello!", None), ("Hello again!", "messages[0]")):
-            given = [{**each, "type": "message"} for each in continued({"role": "user", "content": text})]
-            answer = server.post("/v1/responses", {"model": "fake", "input": given})
-            assert answer.status_code == 200 and answer.headers.get("X-RadixKV-Miss") == miss
+            messages = continued({"role": "user", "content": text})
+            given = {"input": [{**each, "type": "message"} for each in messages]} if "responses" in path else {}
+            assert ask(server, messages, path, stream=stream, **given) == miss
 
 
 def test_other_questions_and_counted_prompts_are_no_breaks() -> None:
-    other = [*SECOND[:-1], {"role": "user", "content": "And when?"}]
-    changed = [system("Be rude."), *SECOND[1:]]
     with served(brain=says("Me.")) as server:
-        assert ask(server, [system("You are another agent, who knows better."), MORE]) is None
-        for messages in ([assistant("Me")], FIRST, SECOND, other, FIRST, SECOND, [SYSTEM, MORE], [*FIRST, MORE]):
+        for messages in ([assistant("Me")], FIRST, SECOND, [SYSTEM, MORE], [*FIRST, MORE]):
             assert ask(server, messages) is None
         body = {"model": "fake", "system": "Be rude.", "messages": SECOND[1:]}
         assert server.post("/v1/messages/count_tokens", body).status_code == 200
-        assert ask(server, changed) == "system", "the counted prompt was no request"
+        assert ask(server, RUDE) == "system", "the counted prompt was no request"
 
 
-def named(before: list[Any], now: list[Any]) -> tuple[str, str] | None:
-    """Return the part and the rule of the second of two prompts."""
-    index = BreakIndex(1 << 20)
-    _, found = (index.compared(None, each, [], None).found for each in (before, now))
-    return None if found is None else (found.part, found.rule)
+CLOCKS = [system(f"It is 12:00:0{second}.") for second in (1, 2)]
+LONG = [[{"role": "user", "content": f"Text {number}. {'Sum it up. ' * 90}"}] for number in (1, 2)]
+HELLO_AGAIN = {"role": "user", "content": "Hello again!"}
+IN_TURN: dict[str, tuple[str | None, list[tuple[str | None, list[Any]]]]] = {
+    # the part that the last prompt changes, and the prompts, each with its session
+    "a clock before another question": ("system", [(None, [CLOCKS[0], *ASKED]), (None, [CLOCKS[1], MORE])]),
+    "an id in another question": (None, [(None, each) for each in LONG]),
+    "a beginning that another session shares": (
+        None, [("a", FIRST), ("b", continued(RUDE[0], *ASKED)), ("a", [RUDE[0], *ASKED, assistant("Hi."), MORE])]),
+    "the earlier prompt that shares most": (
+        "messages[1]", [(None, SECOND), (None, RUDE), (None, continued(SYSTEM, HELLO_AGAIN, *SECOND[2:]))]),
+}  # fmt: skip
 
 
-def test_a_clock_is_named_before_another_question_and_in_none() -> None:
-    clocks = [system(f"It is 12:00:0{second}.") for second in (1, 2)]
-    assert named([clocks[0], *ASKED], [clocks[1], MORE]) == ("system", "volatile-text")
-    asked = [{"role": "user", "content": f"Text {number}. {'Sum it up. ' * 90}"} for number in (1, 2)]
-    assert named(asked[:1], asked[1:]) is None
-
-
-def test_a_beginning_that_another_session_shares_is_no_break() -> None:
-    index, other = BreakIndex(1 << 20), [system("Be rude."), *ASKED]
-    for session, messages in (("a", FIRST), ("b", continued(*other)), ("a", [*other, assistant("Hi."), MORE])):
-        assert index.compared(None, messages, [], session).found is None
-
-
-def test_titles_and_sub_agents_of_a_session_are_no_breaks() -> None:
-    index, notes = BreakIndex(1 << 20), {"role": "user", "content": "Notes."}
-    title, sub_agent = [system("Write a title."), *ASKED], [system("Search."), notes, MORE]
-    main = [SYSTEM, notes, *ASKED]
-    for messages, tools in ((main, TOOLS), (title, []), (sub_agent, TOOLS[:1]), (continued(*main), TOOLS)):
-        assert index.compared(None, messages, tools, "session").found is None
-
-
-def test_the_earlier_prompt_that_shares_most_names_the_part() -> None:
-    index, edited = BreakIndex(1 << 20), {"role": "user", "content": "Hello again!"}
-    for first in (SYSTEM, system("Be kind. Today is 2026-11-29.")):
-        index.compared(None, [first, *SECOND[1:]], TOOLS, None)
-    found = index.compared(None, continued(SYSTEM, edited, *SECOND[2:]), TOOLS, None).found
-    assert found is not None and found.part == "messages[1]"
+@pytest.mark.parametrize("name", IN_TURN)
+def test_the_last_of_several_prompts_changes_a_part_or_none(name: str) -> None:
+    index, (part, prompts) = BreakIndex(1 << 20), IN_TURN[name]
+    *_, found = (index.compared(None, messages, TOOLS, session).found for session, messages in prompts)
+    assert (found and found.part) == part
 
 
 def test_namespaces_are_apart_and_memory_is_bounded() -> None:
-    changed = [system("Be rude."), *SECOND[1:]]
     with served(brain=says("Me.")) as server:
         assert ask(server, SECOND, cache_salt="a") is None
-        assert ask(server, changed, cache_salt="b") is None
-        assert ask(server, changed, cache_salt="a") == "system"
+        assert ask(server, RUDE, cache_salt="b") is None
+        assert ask(server, RUDE, cache_salt="a") == "system"
     with served(Settings(history_bytes=0), brain=says("Me.")) as server:
-        assert [ask(server, each) for each in (SECOND, changed)] == [None, None]
+        assert [ask(server, each) for each in (SECOND, RUDE)] == [None, None]
     index = BreakIndex(40_000)
     for at in range(200):
         index.compared(at % 3, [SYSTEM, {"role": "user", "content": f"Who is number {at}?"}, *SECOND[2:]], TOOLS, None)
