@@ -18,14 +18,16 @@ pytest.importorskip("anthropic.types")
 ASKED: Any = [{"role": "user", "content": "Who is there, and why? " * 8}]
 
 
+def openai_client(host: Hosted) -> Any:
+    return openai.OpenAI(base_url=f"{host.url}/v1", api_key="-")
+
+
 def chat(host: Hosted) -> Any:
-    client = openai.OpenAI(base_url=f"{host.url}/v1", api_key="-")
-    return client.chat.completions.create(model="fake", messages=ASKED)
+    return openai_client(host).chat.completions.create(model="fake", messages=ASKED)
 
 
 def responses(host: Hosted) -> Any:
-    client = openai.OpenAI(base_url=f"{host.url}/v1", api_key="-")
-    return client.responses.create(model="fake", input=ASKED[0]["content"])
+    return openai_client(host).responses.create(model="fake", input=ASKED[0]["content"])
 
 
 def messages(host: Hosted) -> Any:
@@ -45,9 +47,9 @@ def test_responses_of_the_sdks(ask: Any) -> None:
 
 def test_the_error_names_the_changed_part() -> None:
     with hosted(Settings(port=0), brain=says("Me.")) as host:
-        client = openai.OpenAI(base_url=f"{host.url}/v1", api_key="-").chat.completions.with_raw_response
-        for content in ("It is 12:00:01. Be kind.", "It is 12:00:02. Be kind."):
-            raw = client.create(model="fake", messages=[{"role": "system", "content": content}, *ASKED])
+        for second in (1, 2):
+            said = [{"role": "system", "content": f"It is 12:00:0{second}. Be kind."}, *ASKED]
+            raw = openai_client(host).chat.completions.with_raw_response.create(model="fake", messages=said)
         with pytest.raises(AssertionError, match=r"the first part that changed is system$"):
             assert_cached(raw)
 
@@ -82,15 +84,10 @@ def test_the_share_is_the_bar(usage: dict[str, Any], share: float) -> None:
 
 SILENT: list[Any] = [
     {"prompt_tokens": 200},
-    {"prompt_tokens": 200, "prompt_tokens_details": None},
-    {"prompt_tokens": 200, "prompt_tokens_details": {}},
+    *({"prompt_tokens": 200, "prompt_tokens_details": details} for details in (None, {})),
     *(openai_usage(cached) for cached in (None, True, 150.0, "150", 201, -1)),
-    openai_usage(0, 0),
-    openai_usage(0, None),
-    anthropic_usage(200, 0, None),
-    anthropic_usage(None, 0, 150),
-    None,
-    "a text",
+    *(openai_usage(0, prompt) for prompt in (0, None)),
+    *[anthropic_usage(200, 0, None), anthropic_usage(None, 0, 150), None, "a text"],
 ]
 
 

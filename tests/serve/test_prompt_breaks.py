@@ -24,14 +24,7 @@ def assistant(text: str) -> dict[str, str]:
 
 SYSTEM = system("Be kind. Today is 2026-11-28.")
 MORE = {"role": "user", "content": "And where?"}
-
-
-def tool(name: str, about: str = "Say it.") -> dict[str, Any]:
-    function = {"name": name, "description": about, "parameters": {"type": "object", "properties": {}}}
-    return {"type": "function", "function": function}
-
-
-TOOLS = [tool("who"), tool("where")]
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("who", "where")]
 
 
 def ask(server: Served, messages: Any, path: str = "/v1/chat/completions", **fields: Any) -> str | None:
