@@ -33,7 +33,7 @@ def curve_of(engine: Engine) -> WhatIfCurve:
 
 
 def test_at_the_pools_own_size_the_curve_has_the_engines_hit_rate() -> None:
-    with Engine.load("tiny", num_blocks=40, block_size=4, monitor=False) as engine:
+    with make_engine(40)[0] as engine:
         for prompt in conversations(2, 300, 12):
             engine.generate([prompt], ONE)
         curve, stats = curve_of(engine), engine.stats()

@@ -90,23 +90,31 @@ def test_other_questions_and_counted_prompts_are_no_breaks() -> None:
 
 CLOCKS = [system(f"It is 12:00:0{second}.") for second in (1, 2)]
 LONG = [[{"role": "user", "content": f"Text {number}. {'Sum it up. ' * 90}"}] for number in (1, 2)]
-HELLO_AGAIN = {"role": "user", "content": "Hello again!"}
-IN_TURN: dict[str, tuple[str | None, list[tuple[str | None, list[Any]]]]] = {
-    # the part that the last prompt changes, and the prompts, each with its session
-    "a clock before another question": ("system", [(None, [CLOCKS[0], *ASKED]), (None, [CLOCKS[1], MORE])]),
-    "an id in another question": (None, [(None, each) for each in LONG]),
-    "a beginning that another session shares": (
-        None, [("a", FIRST), ("b", continued(RUDE[0], *ASKED)), ("a", [RUDE[0], *ASKED, assistant("Hi."), MORE])]),
-    "the earlier prompt that shares most": (
-        "messages[1]", [(None, SECOND), (None, RUDE), (None, continued(SYSTEM, HELLO_AGAIN, *SECOND[2:]))]),
+NOTES, HELLO_AGAIN = ({"role": "user", "content": text} for text in ("Notes.", "Hello again!"))
+MAIN = [SYSTEM, NOTES, *ASKED]
+IN_TURN: dict[str, list[tuple[str | None, list[Any], str | None]]] = {
+    # sessions, prompts, and the part that each changes
+    "a clock before another question": [(None, [CLOCKS[0], *ASKED], None), (None, [CLOCKS[1], MORE], "system")],
+    "an id in another question": [(None, each, None) for each in LONG],
+    "a session that goes on": [("a", FIRST, None), ("a", RUDE, "system")],
+    "a beginning that another session shares": [
+        ("a", FIRST, None), ("b", continued(RUDE[0], *ASKED), None),
+        ("a", [RUDE[0], *ASKED, assistant("Hi."), MORE], None)],
+    "a title and a sub-agent of a session": [
+        ("a", MAIN, None), ("a", [system("Write a title."), *ASKED], None),
+        ("a", [system("Search."), NOTES, MORE], None), ("a", continued(*MAIN), None)],
+    "the earlier prompt that shares most": [
+        (None, SECOND, None), (None, RUDE, "system"),
+        (None, continued(SYSTEM, HELLO_AGAIN, *SECOND[2:]), "messages[1]")],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", IN_TURN)
-def test_the_last_of_several_prompts_changes_a_part_or_none(name: str) -> None:
-    index, (part, prompts) = BreakIndex(1 << 20), IN_TURN[name]
-    *_, found = (index.compared(None, messages, TOOLS, session).found for session, messages in prompts)
-    assert (found and found.part) == part
+def test_each_prompt_in_turn_changes_a_part_or_none(name: str) -> None:
+    index = BreakIndex(1 << 20)
+    for session, messages, part in IN_TURN[name]:
+        found = index.compared(None, messages, [], session).found
+        assert (found and found.part) == part
 
 
 def test_namespaces_are_apart_and_memory_is_bounded() -> None:
