@@ -68,30 +68,26 @@ def test_replies_count_namespaces_are_apart_and_failed_requests_are_left_out() -
 @pytest.mark.parametrize(
     ("settings", "options", "below", "above"),
     [
-        ({"eviction": "lfu", "prefix_cache": False}, {}, ("another policy", "is off"), ("another policy", "inside")),
-        ({"deterministic": True}, {"state_rows": 2}, ("recurrent state", "prefill_chunk", "take room"), ("inside",)),
-        ({"disk_cache": "x"}, {"host_blocks": 8}, ("device + host", "take room"), ("a disk", "inside")),
-        ({}, {"namespace_limits": {"ann": 0.5}}, ("shares", "take room"), ("shares", "inside")),
+        ({"eviction": "lfu", "prefix_cache": False}, {}, ["another policy", "is off"], ["another policy", "inside"]),
+        ({"deterministic": True}, {"state_rows": 2}, ["recurrent state", "prefill_chunk", "take room"], ["inside"]),
+        ({"disk_cache": "x"}, {"host_blocks": 8}, ["device + host", "take room"], ["a disk", "inside"]),
+        ({}, {"namespace_limits": {"ann": 0.5}}, ["shares", "take room"], ["shares", "inside"]),
+        ({}, {}, ["pins", "take room"], ["pins", "inside"]),
     ],
 )
 def test_the_reasons_that_explain_a_gap_are_named_over_three_points(
-    settings: Any, options: Any, below: tuple[str, ...], above: tuple[str, ...]
+    settings: Any, options: Any, below: list[str], above: list[str]
 ) -> None:
     config, cache = EngineConfig(**settings), PrefixCache(16, 4, **options)
-
-    def found(cached: int, recent: bool = True) -> tuple[str, ...]:
-        curve = WhatIfCurve(9, 1000, cached, (500,) * 7)
-        return what_if.reasons(config, cache, WhatIfReport(16, curve if recent else NOTHING, curve, 0))
-
-    assert found(475) == found(525) == ()
-    for cached, said in ((460, below), (540, above)):
-        assert found(cached) == found(cached, recent=False) and len(found(cached)) == len(said)
-        assert all(map(str.__contains__, found(cached), said))
-    if not options:
+    if "pins" in below:
         (sequence := cache.open([1])).extend([1])
         sequence.commit()
-        with cache.pin([1]):
-            assert "pins hold blocks" in found(460)
+        cache.pin([1])
+    for cached, named in ((475, []), (525, []), (460, below), (540, above)):
+        curve = WhatIfCurve(9, 1000, cached, (500,) * 7)
+        for recent in (curve, NOTHING):
+            found = what_if.reasons(config, cache, WhatIfReport(16, recent, curve, 0))
+            assert len(found) == len(named) and all(map(str.__contains__, found, named))
 
 
 def test_it_can_be_switched_off_by_the_setting_and_its_option() -> None:
@@ -120,13 +116,10 @@ def test_beyond_the_limit_requests_are_dropped_and_counted(monkeypatch: pytest.M
         curve.close()  # so that nothing is taken before all wait
         engine.core.end_queues[:] = [ended]
         engine.generate([tokens(9)] * 20, ONE)
-        for _ in range(20):
-            curve.inbox.put(ended.get())
-        curve.inbox.put(answer := Future[Any]())
-        curve.inbox.put(None)
+        for item in (*(ended.get() for _ in range(20)), answer := Future[Any](), None):
+            curve.inbox.put(item)
         curve._run()
-    report = answer.result()
-    assert report is not None and (report.recent.requests, report.dropped) == (4, 16)
+    assert (answer.result().recent.requests, answer.result().dropped) == (4, 16)
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -142,15 +135,15 @@ def test_the_thread_keeps_no_request_or_cache_alive_and_ends_with_the_engine(clo
     thread = [each for each in threading.enumerate() if each.name == "radixkv-what-if"][-1]
     if closed:
         engine.close()
-    else:
-        del engine
-    del runner
+    del engine, runner
     gc.collect()
     thread.join(60)
     assert cache() is None and not thread.is_alive()
 
 
-def test_monitors_get_the_report_only_when_it_changes() -> None:
+def test_monitors_get_the_report_only_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.telemetry.publisher._HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("radixkv.telemetry.process_figures._INTERVAL_S", 0.0)
     with runtime_folder(), make_engine(monitor=True)[0] as engine:
         assert engine.monitoring is not None
         engine.generate([tokens(9), tokens(20, 1)], ONE)
