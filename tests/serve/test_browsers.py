@@ -101,10 +101,8 @@ def assert_readable(answer: Any, status: int, origin: str = PAGE) -> None:
     """Check that a page can read the response, and that a cache would keep it for this page only."""
     assert answer.status_code == status, answer.text
     assert answer.headers.get_list("access-control-allow-origin") == [origin]
-    assert (
-        answer.headers["access-control-expose-headers"]
-        == "x-request-id, request-id, warning, retry-after, x-radixkv-miss"
-    )
+    exposed = "x-request-id, request-id, warning, retry-after, x-radixkv-miss"
+    assert answer.headers["access-control-expose-headers"] == exposed
     assert answer.headers["vary"] == "Origin" and "x-request-id" in answer.headers
 
 

@@ -116,25 +116,19 @@ def test_thinking_that_the_template_drops_is_dropped_and_the_answer_stays_as_it_
         assert list(prompt.ids[: len(first.ids)]) == list(first.ids)
 
 
-@pytest.mark.parametrize(
-    ("style", "sent", "part"),
-    [
-        ("thinking", "hello", "template"),
-        ("thinking", None, "messages[1]"),
-        ("ChatML", "hello", None),
-        ("ChatML", None, None),
-    ],
-)
-def test_thinking_that_is_dropped_breaks_the_prompt(style: str, sent: str | None, part: str | None) -> None:
+@pytest.mark.parametrize("style", ["thinking", "ChatML"])
+@pytest.mark.parametrize("sent", ["hello", None])
+def test_thinking_that_is_dropped_breaks_the_prompt(style: str, sent: str | None) -> None:
     """Unless the ids of the reply are reused, as they are without a template that drops thinking."""
     told, asked = conversations(style), [user("hello")]
     first = told.compared(told.prompt("x", asked), None)
     ids = [*spelled("<think>\nhello\n</think>\n\nhello you", 3), END]
     told.remember(first, assistant("hello you", reasoning_content="hello"), ids)
-    reply = assistant("hello you", **({} if sent is None else {"reasoning_content": sent}))
+    reply = assistant("hello you", **({"reasoning_content": sent} if sent else {}))
     broken = told.compared(told.prompt("x", [*asked, reply, user("more")]), None).broken
-    found = (broken.part, broken.rule) if broken else (None, None)
-    assert first.broken is None and found == (part, part and "thinking-dropped")
+    found = broken and (broken.part, broken.rule)
+    part = "template" if sent else "messages[1]"
+    assert first.broken is None and found == ((part, "thinking-dropped") if style == "thinking" else None)
 
 
 @settings(max_examples=30, deadline=None)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from itertools import islice, takewhile
-from typing import Any
+from itertools import count, islice, takewhile
 
 import numpy as np
 import pytest
@@ -26,8 +25,7 @@ NOTHING = WhatIfCurve(0, 0, 0, (0,) * len(SIZES))
 # Two namespaces and two symbols, so that paths branch and come back.
 TEXTS = st.lists(st.integers(0, 1), max_size=12)
 PROMPTS = st.tuples(st.integers(0, 1), TEXTS, TEXTS).map(lambda drawn: (drawn[0], drawn[1] + drawn[2], len(drawn[1])))
-REQUESTS = st.tuples(st.sampled_from((0, 45, 500)), st.lists(PROMPTS, min_size=1, max_size=3))
-"""The seconds since the preceding request, and the prompt with each of its replies."""
+REQUESTS = st.lists(st.lists(PROMPTS, min_size=1, max_size=3), max_size=15)  # a prompt with each of its replies
 
 
 def path_of(prompt: Prompt, block_size: int) -> list[tuple[int, ...]]:
@@ -41,13 +39,15 @@ def ids_of(prompt: Prompt, block_size: int) -> Ids:
     return prefix_ids(np.array(tokens, np.int32), block_size, b"key of %d" % namespace)
 
 
-@given(st.lists(REQUESTS, max_size=15), st.integers(1, 12), st.integers(1, 3))
+@given(REQUESTS, st.integers(1, 12), st.integers(1, 3), st.sampled_from((0, 59, 500)))
 @settings(max_examples=100, deadline=None)
-def test_the_curve_below_the_limit_is_exact(requests: list[Any], pool_blocks: int, block_size: int) -> None:
-    what_if, now, rows = WhatIf(pool_blocks, block_size), 0.0, list[tuple[float, list[int]]]()
+def test_the_curve_below_the_limit_is_exact(
+    requests: list[list[Prompt]], pool_blocks: int, block_size: int, seconds: int
+) -> None:
+    what_if, rows = WhatIf(pool_blocks, block_size), list[tuple[int, list[int]]]()
     stack: list[tuple[int, ...]] = []  # the block that was used last comes first, so that a pool holds the beginning
-    for gap, (prompt, *others) in requests:
-        now, path, most = now + gap, path_of(prompt, block_size), max(0, prompt[2] - 1)
+    for now, (prompt, *others) in zip(count(0, seconds), requests):
+        path, most = path_of(prompt, block_size), max(0, prompt[2] - 1)
         pools = [stack[: int(min(max(1, size * pool_blocks), len(stack)))] for size in SIZES]
         cached = [len(list(takewhile(pool.__contains__, path))) for pool in pools]
         rows.append((now, [1, prompt[2], 7, *(min(blocks * block_size, most) for blocks in cached)]))

@@ -99,15 +99,19 @@ def interleaved(rng: Random, sessions: Sequence[list[ChatRequest]], minutes: flo
     return log
 
 
-def prefix(rng: Random, tools: int) -> tuple[str, list[Any]]:
-    """Return a system prompt of about 600 tokens, and tools."""
-    return prose(rng, 420), [tool(rng, f"{name}_tool") for name in rng.sample(WORDS, tools)]
+def prefix(rng: Random) -> tuple[str, list[Any]]:
+    """Return a system prompt of about 600 tokens, and 6 to 12 tools."""
+    return prose(rng, 420), [tool(rng, f"{name}_tool") for name in rng.sample(WORDS, rng.randint(6, 12))]
+
+
+def sharing(rng: Random, said: Sequence[list[Message]]) -> list[ChatRequest]:
+    """Return sessions that share a system prompt and tools."""
+    same = prefix(rng)
+    return interleaved(rng, [session(f"s{at}", *same, each) for at, each in enumerate(said)])
 
 
 def plain_log(rng: Random, turns: Sequence[int] = (9, 7, 8)) -> list[ChatRequest]:
-    """Return sessions that share a system prompt and 6 to 12 tools."""
-    same = prefix(rng, rng.randint(6, 12))
-    return interleaved(rng, [session(f"s{at}", *same, conversation(rng, n)) for at, n in enumerate(turns)])
+    return sharing(rng, [conversation(rng, each) for each in turns])
 
 
 # ---- the oracle
@@ -242,7 +246,7 @@ TABLE: dict[str, tuple[str, str, Callable[[int, ChatRequest], Hashable], Change]
     "summarised": ("history-summarised", "messages[1]",
         turn(8), lambda _, said, v: said.__setitem__(slice(1, 10), [SUMMARY])),
     "call rewritten": ("call-rewritten", "messages[2]", turn(4), lambda _, said, v: rewrite_calls(said)),
-    "reply trimmed": ("message-changed", "messages[6], character 298",
+    "reply trimmed": ("message-changed", "messages[6], character 294",
         turn(6), lambda _, said, v: put(said[6], -2, "", 9999)),
     "thinking dropped": ("thinking-dropped", "messages[2]",
         turn(4), lambda _, said, v: [each.pop("reasoning_content", None) for each in said]),
@@ -255,49 +259,33 @@ TABLE: dict[str, tuple[str, str, Callable[[int, ChatRequest], Hashable], Change]
 
 FAULTS = {
     name: fault(rule, place, plain_log(Random(seed)), version, change)
-    for seed, (name, (rule, place, version, change)) in enumerate(TABLE.items(), 60)
+    for seed, (name, (rule, place, version, change)) in enumerate(TABLE.items())
 } | {"private first": private_first(plain_log(Random(99)))}
 
 
 # ---- logs without faults
 
 
-def growth(rng: Random) -> list[ChatRequest]:
-    """Return sessions that only grow, with a request that was sent twice."""
-    log = plain_log(rng)
-    return [*log[:10], log[9], *log[10:]]
-
-
-def one_system(rng: Random) -> list[ChatRequest]:
-    """Return sessions of two namespaces with one system prompt, some with questions that differ in a date only."""
-    same, dates = prefix(rng, 8), ("2026-11-01", "2026-11-02", "2026-11-03", "2026-11-04")
-    said = [ask(f"Write the report of {date}.") for date in dates] + [conversation(rng, turns) for turns in (4, 6, 5)]
-    log = interleaved(rng, [session(f"s{at}", *same, each) for at, each in enumerate(said)])
-    return [replace(each, namespace=f"n{int(each.session[1:]) % 2}") for each in log]
-
-
-def other_question(rng: Random) -> list[ChatRequest]:
-    """Return a session whose last question was edited, twice in a date only, and that then goes on."""
-    same, said = prefix(rng, 6), conversation(rng, 8)
+def clean_logs(rng: Random) -> dict[str, list[ChatRequest]]:
+    """Return sessions that only grow, that ask other questions, that have titles and sub-agents, or that branch."""
+    grown, said, same, agents = plain_log(rng), conversation(rng, 8), prefix(rng), list[list[ChatRequest]]()
+    dates = [ask(f"Write the report of 2026-11-0{day}.") for day in range(1, 5)]
+    spaces = sharing(rng, dates + [conversation(rng, turns) for turns in (4, 6, 5)])
     edits = [said[:12] + ask(f"How was it{when}?") for when in ("", " on 2026-11-01", " on 2026-11-02")]
-    return interleaved(rng, [session("s0", *same, said)[:7] + [session("s0", *same, it)[-1] for it in [*edits, said]]])
-
-
-def sub_agents(rng: Random) -> list[ChatRequest]:
-    """Return sessions, each with sub-agents and a title, which have other system prompts, and some fewer tools."""
-    (system, tools), log = prefix(rng, 9), list[list[ChatRequest]]()
     for name in ("s0", "s1"):
-        said = conversation(rng, 8)
-        log += [session(name, system, tools, said), session(name, prose(rng, 420), (), said[:1])]
-        log += [session(name, f"Search. {prose(rng, 420)}", tools[:n], conversation(rng, 6)) for n in (9, 5)]
-    return interleaved(rng, log)
+        main = conversation(rng, 8)
+        agents += [session(name, *same, main), session(name, prose(rng, 420), (), main[:1])]
+        agents += [session(name, prose(rng, 420), same[1][:n], conversation(rng, 6)) for n in (99, 5)]
+    return {
+        "growth": [*grown[:10], grown[9], *grown[10:]],  # a request is sent twice
+        "one system": [replace(each, namespace=f"n{int(each.session[1:]) % 2}") for each in spaces],
+        "other question": interleaved(
+            rng, [session("s0", *same, said)[:7] + [session("s0", *same, it)[-1] for it in [*edits, said]]]
+        ),
+        "sub-agents": interleaved(rng, agents),
+        "branches": sharing(rng, [said[:5] + conversation(rng, 5)[1:] for _ in range(3)]),
+    }
 
 
-def branches(rng: Random) -> list[ChatRequest]:
-    """Return three tries that answer one conversation differently, and go on."""
-    same, said = prefix(rng, 7), conversation(rng, 3)
-    return interleaved(rng, [session(f"s{at}", *same, said + conversation(rng, 5)[1:]) for at in range(3)])
-
-
-CLEAN = {make.__name__: make(Random(5)) for make in (growth, one_system, other_question, sub_agents, branches)}
+CLEAN = clean_logs(Random(5))
 LOGS = FAULTS | {name: Fault(log) for name, log in CLEAN.items()}
