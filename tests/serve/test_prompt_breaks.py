@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,16 +15,13 @@ from radixkv.telemetry.recorder import Recorder
 from tests.serve.served import ASKED, CHAT, Served, says, served, tokenizer
 
 
-def system(text: str) -> dict[str, str]:
-    return {"role": "system", "content": text}
+def said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
 
 
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
+system, assistant, user = (partial(said, role) for role in ("system", "assistant", "user"))
 SYSTEM = system("Be kind. Today is 2026-11-28.")
-MORE = {"role": "user", "content": "And where?"}
+MORE = user("And where?")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("who", "where")]
 
 
@@ -74,7 +72,7 @@ def test_a_change_is_named_once(name: str, caplog: pytest.LogCaptureFixture) -> 
 def test_each_protocol_has_the_header(path: str, stream: bool) -> None:
     with served(brain=says("Me.")) as server:
         for text, miss in (("Hello!", None), ("Hello again!", "messages[0]")):
-            messages = continued({"role": "user", "content": text})
+            messages = continued(user(text))
             given = {"input": [{**each, "type": "message"} for each in messages]} if "responses" in path else {}
             assert ask(server, messages, path, stream=stream, **given) == miss
 
@@ -89,9 +87,8 @@ def test_other_questions_and_counted_prompts_are_no_breaks() -> None:
 
 
 CLOCKS = [system(f"It is 12:00:0{second}.") for second in (1, 2)]
-LONG = [[{"role": "user", "content": f"Text {number}. {'Sum it up. ' * 90}"}] for number in (1, 2)]
-NOTES, HELLO_AGAIN = ({"role": "user", "content": text} for text in ("Notes.", "Hello again!"))
-MAIN = [SYSTEM, NOTES, *ASKED]
+LONG = [[user(f"Text {number}. {'Sum it up. ' * 90}")] for number in (1, 2)]
+MAIN = [SYSTEM, NOTES := user("Notes."), *ASKED]
 IN_TURN: dict[str, list[tuple[str | None, list[Any], str | None]]] = {
     # sessions, prompts, and the part that each changes
     "a clock before another question": [(None, [CLOCKS[0], *ASKED], None), (None, [CLOCKS[1], MORE], "system")],
@@ -105,7 +102,7 @@ IN_TURN: dict[str, list[tuple[str | None, list[Any], str | None]]] = {
         ("a", [system("Search."), NOTES, MORE], None), ("a", continued(*MAIN), None)],
     "the earlier prompt that shares most": [
         (None, SECOND, None), (None, RUDE, "system"),
-        (None, continued(SYSTEM, HELLO_AGAIN, *SECOND[2:]), "messages[1]")],
+        (None, continued(SYSTEM, user("Hello again!"), *SECOND[2:]), "messages[1]")],
 }  # fmt: skip
 
 
@@ -126,7 +123,7 @@ def test_namespaces_are_apart_and_memory_is_bounded() -> None:
         assert [ask(server, each) for each in (SECOND, RUDE)] == [None, None]
     index = BreakIndex(40_000)
     for at in range(200):
-        index.compared(at % 3, [SYSTEM, {"role": "user", "content": f"Who is number {at}?"}, *SECOND[2:]], TOOLS, None)
+        index.compared(at % 3, [SYSTEM, user(f"Who is number {at}?"), *SECOND[2:]], TOOLS, None)
         index.check()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count, islice, takewhile
 
@@ -95,30 +96,29 @@ def test_the_curve_of_a_trace_is_the_one_of_the_simulator(name: str) -> None:
     assert part.unique_blocks <= 8192 and max(errors(part, pool_blocks)) < 1e-9
 
 
+def sampled_and_exact(pool_blocks: int, sampled_blocks: int, paths: Iterable[Ids]) -> list[WhatIfCurve]:
+    curves = [WhatIf(pool_blocks, 1, most) for most in (sampled_blocks, 80_000)]
+    for path in paths:
+        for each in curves:
+            each.add(path, len(path), 0, 0.0)
+    for each in curves:
+        each.check()
+    return [each.report(0.0).since_load for each in curves]
+
+
 def test_a_sample_estimates_the_exact_curve() -> None:
     """A popular prefix, which the sample may leave out, has a third of all tokens; the correction makes up for it."""
     draw, paths = random.Random(4), np.arange(20 * 4000, dtype=np.uint64).reshape(4000, 20)
-    exact, sampled = WhatIf(8000, 16, 80_000), WhatIf(8000, 16, 1024)
-    for _ in range(8000):
-        path = mixed(np.concatenate((np.arange(10, dtype=np.uint64) + np.uint64(10**6), draw.choice(paths))))
-        for each in (exact, sampled):
-            each.add(path, 16 * len(path), 0, 0.0)
-    exact.check()
-    sampled.check()
-    found, true = (each.report(0.0).since_load.hit_rates for each in (sampled, exact))
+    popular = np.arange(10, dtype=np.uint64) + np.uint64(10**6)
+    used = (mixed(np.concatenate((popular, draw.choice(paths)))) for _ in range(8000))
+    found, true = (each.hit_rates for each in sampled_and_exact(8000, 1024, used))
     assert found == pytest.approx(true, abs=0.04) and found != true
 
 
 def test_small_pools_stay_exact_while_ever_more_blocks_are_met() -> None:
-    exact, sampled = WhatIf(16, 1, 80_000), WhatIf(16, 1, 512)
-    draw = random.Random(0)
-    for request in range(3000):
-        path = [draw.randrange(3), request - draw.choice((0, 1, 2, 5, 9, 20, 50)), draw.randrange(2), 1, 2, 3, 4, 5]
-        for each in (exact, sampled):
-            each.add(ids_of((0, path, 8), 1), 8, 0, 0.0)
-        if not request % 100:
-            sampled.check()
-    found, true = (each.report(0.0).since_load for each in (sampled, exact))
+    draw, ages = random.Random(0), (0, 1, 2, 5, 9, 20, 50)
+    paths = ([draw.randrange(3), at - draw.choice(ages), draw.randrange(2), 1, 2, 3, 4, 5] for at in range(3000))
+    found, true = sampled_and_exact(16, 512, (ids_of((0, path, 8), 1) for path in paths))
     assert found.hit_tokens[:-1] == true.hit_tokens[:-1] and len(set(true.hit_tokens)) == len(SIZES)
     assert found.hit_rates[-1] == pytest.approx(true.hit_rates[-1], abs=0.05)
 

@@ -26,20 +26,16 @@ def talk(*texts: str) -> tuple[Said, ...]:
     return tuple({"role": roles[at % 2], "content": text.ljust(100, ".")} for at, text in enumerate(texts))
 
 
-def request(*messages: Said, session: str = "s", tools: tuple[Said, ...] = (), **fields: Any) -> ChatRequest:
-    return ChatRequest(fields.pop("timestamp", 0.0), messages, session, 1, tools=tools, **fields)
-
-
-def clock(hours: int, *texts: str, **fields: Any) -> ChatRequest:
+def clock(hours: int, texts: str, tools: tuple[Said, ...] = ()) -> ChatRequest:
     """Return a request with the time in its system prompt, sent at that time."""
     system = {**SYSTEM, "content": f"It is {hours:02}:00. {SYSTEM['content']}"}
-    return request(system, *talk(*texts), timestamp=hours * 3_600_000.0, **fields)
+    return ChatRequest(hours * 3_600_000.0, (system, *talk(*texts)), "s", 1, tools=tools)
 
 
 def test_two_breaks_of_one_request_are_two_findings() -> None:
     tools = {"name": "read" * 20}, {"name": "grep" * 20}
-    before = clock(9, "a", "b", "c", tools=tools)
-    now = clock(10, "a", "b", "c", "d", "e", tools=tools[::-1])
+    before = clock(9, "abc", tools)
+    now = clock(10, "abcde", tools[::-1])
     report = lint([before, now])
     assert [each.rule for each in report.findings] == ["volatile-text", "tools-order"]
     assert report.cost == report.prompt_tokens - lint([now]).prompt_tokens - 2  # a rendered role is shared
@@ -47,12 +43,12 @@ def test_two_breaks_of_one_request_are_two_findings() -> None:
 
 def test_the_instructions_after_a_document_are_private_text_first() -> None:
     asked = ({"role": "user", "content": f"Text {name}. {'Sum it up. ' * 90}"} for name in "ab")
-    (found,) = lint(request(SYSTEM, each, session=each["content"][:6]) for each in asked).findings
+    (found,) = lint(ChatRequest(0.0, (SYSTEM, each), each["content"][:6], 1) for each in asked).findings
     assert (found.rule, found.place, found.tokens) == ("private-first", "messages[1]", 248)
 
 
 def test_hits_end_at_full_blocks() -> None:
-    one, by_block = (lint([clock(9, "a"), clock(9, "a", "b", "c")], block_size=size) for size in (1, 64))
+    one, by_block = (lint([clock(9, "a"), clock(9, "abc")], block_size=size) for size in (1, 64))
     assert by_block.missed_tokens - one.missed_tokens == (one.prompt_tokens - one.missed_tokens) % 64 > 0
 
 
@@ -67,14 +63,11 @@ def test_a_log_of_every_format_with_text_is_clean(name: str, tmp_path: Path, cap
 
 def write(path: Path, form: str = "lines") -> str:
     """Write a log of requests, each with the time in its system prompt."""
-    log = [clock(hours, *"abcdefg"[: 2 * hours - 17], tools=({"name": "read"},)) for hours in (9, 10, 11)]
-    lines: list[Said] = [
-        {"session": each.session, "timestamp": each.timestamp, "messages": each.messages, "tools": each.tools}
-        if form == "lines"
-        else {"custom_id": str(at), "body": {"messages": each.messages, "tools": each.tools}}
-        for at, each in enumerate(log)
-    ]
-    path.write_text("".join(json.dumps(each | {"output_length": 9}) + "\n" for each in lines))
+    log = [clock(hours, "abcdefg"[: 2 * hours - 17], ({"name": "read"},)) for hours in (9, 10, 11)]
+    names = "session", "timestamp", "messages", "tools"
+    lines = [{"output_length": 9} | {name: getattr(each, name) for name in names} for each in log]
+    lines = lines if form == "lines" else [{"custom_id": "a", "body": each} for each in lines]
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
     return str(path)
 
 
