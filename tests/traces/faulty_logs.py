@@ -50,12 +50,7 @@ class Fault:
 
 
 def prose(rng: Random, words: int) -> str:
-    """Write sentences of five to twelve words, in ASCII."""
-    text: list[str] = []
-    while len(text) < words:
-        first, *more = rng.choices(WORDS, k=rng.randint(5, 12))
-        text += [first.capitalize(), *more[:-1], more[-1] + "."]
-    return " ".join(text)
+    return " ".join(rng.choices(WORDS, k=words)).capitalize() + "."
 
 
 def tool(rng: Random, name: str) -> dict[str, Any]:
@@ -181,12 +176,9 @@ def private_first(log: list[ChatRequest]) -> Fault:
     for at, base in enumerate(log):
         private = {"role": "system", "content": f"Project {base.session}. {prose(Random(base.session), 150)}"}
         shared, *rest = base.messages
-        now, moved = (replace(base, messages=(*both, *rest)) for both in ((private, shared), (shared, private)))
-        cost = undone.hits(moved) - oracle.hits(now)
-        costs |= {at: cost} if cost else {}
-        oracle.add(now)
-        undone.add(moved)
-        sent.append(now)
+        sent.append(replace(base, messages=(private, shared, *rest)))
+        missed = oracle.add(sent[-1]) - undone.add(replace(base, messages=(shared, private, *rest)))
+        costs |= {at: missed} if missed else {}
     return Fault(sent, "private-first", "system", sum(costs.values()), (*costs,))
 
 
@@ -239,21 +231,21 @@ TABLE: dict[str, tuple[str, str, Callable[[int, ChatRequest], Hashable], Change]
     "schema keys": ("schema-order", "tools[2]", lambda _, it: ("", "properties", "type")[int(it.session[1:])],
         lambda tools, _, v: (fields := tools[2]["function"]["parameters"]).update({v: fields.pop(v)})),
     "message edited": ("message-changed", "messages[1], character 30",
-        turn(5), lambda _, said, v: put(said[1], 30, " (solved)")),
+        turn(5), lambda _, said, v: put(said[1], 30, "(solved) ")),
     "message dropped": ("message-dropped", "messages[6]", turn(6), lambda _, said, v: said.pop(6)),
     "window": ("message-dropped", "messages[1]",
         lambda _, it: max(0, 2 * it.turn - 8), lambda _, said, v: said.__delitem__(slice(1, 1 + v))),
     "summarised": ("history-summarised", "messages[1]",
         turn(8), lambda _, said, v: said.__setitem__(slice(1, 10), [SUMMARY])),
     "call rewritten": ("call-rewritten", "messages[2]", turn(4), lambda _, said, v: rewrite_calls(said)),
-    "reply trimmed": ("message-changed", "messages[6], character 294",
+    "reply trimmed": ("message-changed", "messages[6], character 292",
         turn(6), lambda _, said, v: put(said[6], -2, "", 9999)),
     "thinking dropped": ("thinking-dropped", "messages[2]",
         turn(4), lambda _, said, v: [each.pop("reasoning_content", None) for each in said]),
     "result truncated": ("message-changed", "messages[3], character 200",
         turn(5), lambda _, said, v: put(said[3], 200, "[cut]", 9999)),
     "system changed": ("system-changed", "system, character 57",
-        turn(5), lambda _, said, v: put(said[0], 57, " You are in review mode.")),
+        turn(5), lambda _, said, v: put(said[0], 57, "(You review.) ")),
 }  # fmt: skip
 
 
