@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -22,25 +23,23 @@ def openai_client(host: Hosted) -> Any:
     return openai.OpenAI(base_url=f"{host.url}/v1", api_key="-")
 
 
-def chat(host: Hosted) -> Any:
-    return openai_client(host).chat.completions.create(model="fake", messages=ASKED)
+def anthropic_client(host: Hosted) -> Any:
+    return anthropic.Anthropic(base_url=host.url, api_key="-")
 
 
-def responses(host: Hosted) -> Any:
-    return openai_client(host).responses.create(model="fake", input=ASKED[0]["content"])
+SDKS: dict[str, Callable[[Hosted], Any]] = {
+    "chat": lambda host: openai_client(host).chat.completions.create(model="fake", messages=ASKED),
+    "responses": lambda host: openai_client(host).responses.create(model="fake", input=ASKED[0]["content"]),
+    "messages": lambda host: anthropic_client(host).messages.create(model="fake", max_tokens=32, messages=ASKED),
+}
 
 
-def messages(host: Hosted) -> Any:
-    client = anthropic.Anthropic(base_url=host.url, api_key="-")
-    return client.messages.create(model="fake", max_tokens=32, messages=ASKED)
-
-
-@pytest.mark.parametrize("ask", [chat, responses, messages])
-def test_responses_of_the_sdks(ask: Any) -> None:
+@pytest.mark.parametrize("name", SDKS)
+def test_responses_of_the_sdks(name: str) -> None:
     with hosted(Settings(port=0), brain=says("Me.")) as host:
         with pytest.raises(AssertionError, match=r"^0 of [0-9]+ prompt tokens \(0.0%\) were cached, and at least 90"):
-            assert_cached(ask(host))
-        again = ask(host)
+            assert_cached(SDKS[name](host))
+        again = SDKS[name](host)
     assert_cached(again)
     assert_cached(again.model_dump(), at_least=0.9)
 
