@@ -151,10 +151,11 @@ class BreakIndex:
         """Extend the nearest conversation, or add another one; the beginning of a known prompt adds nothing."""
         space = nearest.namespace
         if shared < min(len(now), len(nearest.parts)):
-            nearest = _Conversation(space)
+            replies = {at: nearest.replies[at] for at in chain[:shared] if at in nearest.replies}
+            nearest = _Conversation(space, replies=replies)
         start = len(nearest.parts)
-        nearest.session = session
         if new := now[start:]:
+            nearest.session = session
             forms = _forms(nearest.form or hash(space), new)
             keys = [listed, *chain[start:], *forms, *[hash((space, part.digest)) for part in new]]
             keys += [hash((space, session))] * (session is not None)

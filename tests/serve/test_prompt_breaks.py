@@ -97,6 +97,8 @@ IN_TURN: dict[str, list[tuple[str | None, list[Any], str | None]]] = {
     "a beginning that another session shares": [
         ("a", FIRST, None), ("b", continued(RUDE[0], *ASKED), None),
         ("a", [RUDE[0], *ASKED, assistant("Hi."), MORE], None)],
+    "a session whose beginning another session sends": [
+        ("a", MAIN, None), ("b", MAIN[:2], None), ("a", [RUDE[0], *MAIN[1:], MORE], "system")],
     "a title and a sub-agent of a session": [
         ("a", MAIN, None), ("a", [system("Write a title."), *ASKED], None),
         ("a", [system("Search."), NOTES, MORE], None), ("a", continued(*MAIN), None)],
@@ -112,6 +114,15 @@ def test_each_prompt_in_turn_changes_a_part_or_none(name: str) -> None:
     for session, messages, part in IN_TURN[name]:
         found = index.compared(None, messages, [], session).found
         assert (found and found.part) == part
+
+
+def test_equal_prompts_go_on_with_a_reply_each() -> None:
+    index, function = BreakIndex(1 << 20), {"name": "who", "arguments": "{}"}
+    calls = [{**assistant(""), "tool_calls": [{"id": each, "function": function}]} for each in "abc"]
+    for call in calls:
+        index.answered(index.compared(None, FIRST, [], None).place, call)
+    for call in calls:
+        assert index.compared(None, [*FIRST, call, MORE], [], None).found is None
 
 
 def test_namespaces_are_apart_and_memory_is_bounded() -> None:
