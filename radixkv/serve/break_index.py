@@ -18,7 +18,7 @@ from typing import Any
 from radixkv.chat.messages import Message
 from radixkv.prompt_breaks import Break, Part, break_between, parts_of
 
-_PART_BYTES = 640  # of a part: itself, its hashes, and its entries in lists and dicts
+_PART_BYTES = 1000  # of a part with its hashes, entries in lists and dicts, and replies; and of a conversation
 _REPLIES = 8  # of one prompt that are kept
 _CANDIDATES = 4  # conversations with a later message to which a prompt is compared
 
@@ -60,7 +60,7 @@ class BreakIndex:
         self._lock = threading.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
         self._recent: OrderedDict[_Conversation, None] = OrderedDict()
-        self._size = 0  # parts of all conversations
+        self._size = 0  # conversations and their parts
         self._latest: dict[int, _Conversation] = {}  # by hashes of a beginning, its form, a part, tools, and a session
         self._parts: defaultdict[Hashable, dict[int, Part]] = defaultdict(dict)  # of a namespace, by digest
 
@@ -94,7 +94,7 @@ class BreakIndex:
     def check(self) -> None:
         """Raise AssertionError if the size or an index is wrong. O(parts)."""
         with self._lock:
-            assert self._size == sum(len(each.parts) for each in self._recent) <= self._most, "miscounted, or too many"
+            assert self._size == sum(1 + len(each.parts) for each in self._recent) <= self._most, "miscounted, or too many"
             assert set(self._latest.values()) <= set(self._recent), "a forgotten conversation can be found"
             known = {(each.namespace, part.digest) for each in self._recent for part in each.parts}
             assert {(space, one) for space, parts in self._parts.items() for one in parts} <= known, "forgotten parts"
@@ -165,14 +165,14 @@ class BreakIndex:
             nearest.keys += keys
             self._latest.update(dict.fromkeys(keys, nearest))
             self._parts[space].update([(part.digest, part) for part in new])
-            self._size += len(new)
+            self._size += len(new) + (start == 0)
         self._recent[nearest] = None
         self._recent.move_to_end(nearest)
         while self._size > self._most:
             self._forget(self._recent.popitem(last=False)[0])
 
     def _forget(self, oldest: _Conversation) -> None:
-        self._size -= len(oldest.parts)
+        self._size -= 1 + len(oldest.parts)
         for key in oldest.keys:
             if self._latest.get(key) is oldest:
                 del self._latest[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from functools import partial
 from typing import Any
 
@@ -132,6 +133,12 @@ def test_namespaces_are_apart_and_memory_is_bounded() -> None:
         assert ask(server, RUDE, cache_salt="a") == "system"
     with served(Settings(history_bytes=0), brain=says("Me.")) as server:
         assert [ask(server, each) for each in (SECOND, RUDE)] == [None, None]
+    tracemalloc.start()
+    index = BreakIndex(400_000)
+    for at in range(800):
+        index.answered(index.compared(None, [user(f"Who is number {at}?")], None, f"{at}").place, assistant(f"{at}"))
+    assert tracemalloc.get_traced_memory()[0] <= 440_000
+    tracemalloc.stop()
     index = BreakIndex(40_000)
     for at in range(200):
         index.compared(at % 3, [SYSTEM, user(f"Who is number {at}?"), *SECOND[2:]], TOOLS, None)
