@@ -94,7 +94,8 @@ class BreakIndex:
     def check(self) -> None:
         """Raise AssertionError if the size or an index is wrong. O(parts)."""
         with self._lock:
-            assert self._size == sum(1 + len(each.parts) for each in self._recent) <= self._most, "miscounted, or too many"
+            size = len(self._recent) + sum(len(each.parts) for each in self._recent)
+            assert self._size == size <= self._most, "miscounted, or too many"
             assert set(self._latest.values()) <= set(self._recent), "a forgotten conversation can be found"
             known = {(each.namespace, part.digest) for each in self._recent for part in each.parts}
             assert {(space, one) for space, parts in self._parts.items() for one in parts} <= known, "forgotten parts"
