@@ -267,7 +267,7 @@ class EngineConfig:
         "or RADIXKV_MONITOR=0 in the environment, disables this",
         _MONITOR,
     )
-    expose_text: bool = _setting(False, "show the beginning of each cached text in the monitor", _FLAG)
+    expose_text: bool = _setting(False, "show texts of cached nodes and of diverging prompts in the monitor", _FLAG)
     record: str | os.PathLike[str] | None = _setting(  # noqa: RUF009 - it returns a field
         None, "new file for a trace of all requests, without their text, for radixkv-replay", _RECORD
     )

@@ -51,7 +51,7 @@ class _Conversation:
 class BreakIndex:
     """Compare each prompt with the conversations that were used last. Thread-safe.
 
-    `counts` are numbers of breaks, by kind of part and rule, that the caller counts.
+    `counts` has the numbers of breaks by kind of part and rule; the caller adds to it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -67,7 +67,7 @@ class BreakIndex:
     def compared(
         self, namespace: Hashable, messages: Sequence[Message], tools: Sequence[Any] | None, session: str | None
     ) -> Comparison:
-        """Find the first part that an earlier prompt of the conversation had otherwise, and add the prompt.
+        """Find the first part that differs from an earlier prompt of the conversation, and add the prompt.
 
         Nothing is found in a new conversation, or in one that only goes on. `session` is the client's name for it.
         """
@@ -123,7 +123,7 @@ class BreakIndex:
     def _befores(
         self, session: str | None, now: list[Part], nearest: _Conversation, shared: int
     ) -> Iterator[tuple[list[Part], int, bool]]:
-        """Yield earlier prompts, each with the least number of parts that it must share, and if it is of the session.
+        """Yield earlier prompts, the least number of parts that each must share, and whether it is of the session.
 
         A prompt with a later message may differ in a part that another conversation shares.
         """

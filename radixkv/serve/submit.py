@@ -34,7 +34,7 @@ async def start(
 ) -> AsyncHandle:
     """Submit a request once its constraint is compiled.
 
-    The request is cancelled when `cleanup` closes, and fails at its deadline. `broken` is the changed part of it.
+    The request is cancelled when `cleanup` closes, and fails at its deadline. `broken` is its changed part.
     `AsyncEngine.submit` describes `session`. `max_tokens` is limited to the room after the prompt. The replies share
     this room if the pool cannot hold `max_tokens` for each of them. Raises PromptTooLong, RequestTimedOut, and as
     `AsyncEngine.submit`.

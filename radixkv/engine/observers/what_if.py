@@ -1,6 +1,6 @@
 """Measure on a second thread which hit rates an LRU pool of other sizes would have.
 
-The engine's thread only queues each request that ended. Of its tokens keyed hashes are kept; the key is random.
+The engine's thread only queues each request that ended. The curve keeps hashes of tokens, with a random key.
 """
 
 from __future__ import annotations
