@@ -130,6 +130,8 @@ class BreakIndex:
         replies = nearest.replies.get(nearest.chain[shared - 1], []) if shared else []
         if shared == len(now) or now[shared].digest in [reply.digest for reply in replies]:
             return
+        if len(replies) == _REPLIES and now[shared].role == "assistant":  # it may be a reply that is no longer kept
+            return
         if replies and now[shared].role == "assistant":
             yield [*now[:shared], replies[-1], *now[shared + 1 : shared + 2]], shared, True
         if shared and shared == len(nearest.parts):

@@ -117,9 +117,10 @@ def test_each_prompt_in_turn_changes_a_part_or_none(name: str) -> None:
         assert (found and found.part) == part
 
 
-def test_equal_prompts_go_on_with_a_reply_each() -> None:
+@pytest.mark.parametrize("ids", ["abc", "abcdefghijkl"])
+def test_equal_prompts_go_on_with_a_reply_each(ids: str) -> None:
     index, function = BreakIndex(1 << 20), {"name": "who", "arguments": "{}"}
-    calls = [{**assistant(""), "tool_calls": [{"id": each, "function": function}]} for each in "abc"]
+    calls = [{**assistant(""), "tool_calls": [{"id": each, "function": function}]} for each in ids]
     for call in calls:
         index.answered(index.compared(None, FIRST, [], None).place, call)
     for call in calls:
