@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 MAX_QUEUED = 1_000  # requests in the inbox: while there are more, the oldest ones are dropped and counted
+PAUSE = 0.25  # seconds until a request is added, unless a report is requested: steps that follow do not wait for that
 
 
 class WhatIfThread:
@@ -38,7 +39,7 @@ class WhatIfThread:
         self._config, self._cache, self._block_size = config, weakref.ref(cache), cache.block_size
         self._curve: WhatIf | None = WhatIf(cache.num_blocks + cache.host_blocks, cache.block_size)
         self._report: WhatIfReport | None = None
-        self._secret = secrets.token_bytes(32)
+        self._secret, self._asked = secrets.token_bytes(32), threading.Event()
         self._thread = threading.Thread(target=self._run, name="radixkv-what-if", daemon=True)
         if config.what_if:
             self._thread.start()
@@ -48,6 +49,7 @@ class WhatIfThread:
         answer = Future[WhatIfReport | None]()
         if self._thread.is_alive():
             self.inbox.put(answer)
+            self._asked.set()
         else:
             answer.set_result(None)
         return answer
@@ -64,11 +66,14 @@ class WhatIfThread:
         """End the thread after the requests in the inbox. May be called twice."""
         if self._thread.is_alive():
             self.inbox.put(None)
+            self._asked.set()
             self._thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
         """Take requests and answer callers until the end. A fault is logged, and ends the curve only."""
         while (item := self.inbox.get()) is not None:
+            if not isinstance(item, Future) and self.inbox.empty():
+                self._asked.wait(PAUSE)
             try:
                 if self._curve is not None:
                     self._take(self._curve, item)
@@ -76,6 +81,7 @@ class WhatIfThread:
                 self._curve = self._report = None
                 _log.exception("the what-if curve has ended; the engine goes on")
             if isinstance(item, Future):
+                self._asked.clear()
                 item.set_result(self._report)
             del item  # a waiting thread must not keep the last request alive
 
