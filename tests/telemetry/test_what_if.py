@@ -48,18 +48,18 @@ def test_the_curve_below_the_limit_is_exact(
 ) -> None:
     what_if, rows = WhatIf(pool_blocks, block_size), list[tuple[int, list[int]]]()
     stack: list[tuple[int, ...]] = []  # the block that was used last comes first, so that a pool holds the beginning
-    for now, (prompt, *others) in zip(count(0, seconds), requests):
+    for moment, (prompt, *others) in zip(count(0, seconds), requests):
         path, most = path_of(prompt, block_size), max(0, prompt[2] - 1)
         pools = [stack[: int(min(max(1, size * pool_blocks), len(stack)))] for size in SIZES]
         cached = [len(list(takewhile(pool.__contains__, path))) for pool in pools]
-        rows.append((now, [1, prompt[2], 7, *(min(blocks * block_size, most) for blocks in cached)]))
+        rows.append((moment, [1, prompt[2], 7, *(min(blocks * block_size, most) for blocks in cached)]))
         for path in (path_of(each, block_size) for each in (prompt, *others)):
             stack = [*path, *(block for block in stack if block not in path)]
-        what_if.add(ids_of(prompt, block_size), prompt[2], 7, now)
+        what_if.add(ids_of(prompt, block_size), prompt[2], 7, moment)
         for each in others:
             what_if.touch(ids_of(each, block_size))
         what_if.check()
-        for later in (now, now + 300):
+        for later in (moment, moment + 300):
             report = what_if.report(later)
             assert report.since_load == curve_of([row for _, row in rows])
             assert report.recent == curve_of([row for at, row in rows if at // 60 > later // 60 - 10])

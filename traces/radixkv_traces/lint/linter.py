@@ -151,7 +151,7 @@ class _Prompts:
         for part, said in zip(parts_of(*prompt, self._known), (*request.tools, *request.messages), strict=True):
             if part.digest not in self._shown:
                 text = shown(said)
-                self._known[part.digest] = part._replace(digest=hash(text))
+                self._known[part.digest] = Part(part.kind, hash(text), *part[2:])
                 self._shown[hash(text)] = text, len(self._encode(text))
         return tuple(parts_of(*prompt, self._known))
 
