@@ -73,7 +73,7 @@ class StoredPool(Pool):
 @pytest.mark.parametrize(("kind", "staged"), PLACES, ids=["direct", "staged"])
 @pytest.mark.parametrize("name", ["float16", "int8"])
 @pytest.mark.parametrize("seed", [11, pytest.param(13, marks=pytest.mark.long)])
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("host", [pytest.param(False, marks=pytest.mark.long), True])
 def test_stored_bytes_belong_to_the_text(
     kind: type[KVStore], staged: bool, name: str, seed: int, host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

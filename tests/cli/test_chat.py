@@ -20,6 +20,7 @@ from rich.console import Console
 from radixkv import Engine, SamplingParams
 from radixkv.cli import main
 from radixkv.cli.chat import Repl
+from tests.selection import mostly_long
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +213,10 @@ def test_a_chat_without_a_named_model_takes_the_installed_one_and_says_so(monkey
     assert "taking SmolLM2-Q4_1, which is installed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("typed", "status"), [("Hello!\n/quit\n", 0), ("\x03", 130), ("\x04", 0), ("/quit\n", 0)])
+@pytest.mark.parametrize(
+    ("typed", "status"),
+    mostly_long([("Hello!\n/quit\n", 0), ("\x03", 130), ("\x04", 0), ("/quit\n", 0)], ("\x03", 130)),
+)
 def test_the_first_line_is_read_while_the_model_loads(typed: str, status: int) -> None:
     own, end = pty.openpty()
     command = [sys.executable, "-m", "radixkv", "chat", "tiny", "--kv-memory", "16MB"]

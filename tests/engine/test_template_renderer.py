@@ -87,6 +87,7 @@ def compared(template: str, **values: Any) -> int:
     return sum(text is not None for text in texts)
 
 
+@pytest.mark.long
 def test_texts_equal_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     day = datetime.datetime(2025, 12, 31)
     monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: day))
@@ -142,7 +143,8 @@ HOSTILE = {
 }
 
 
-SLOW = {"sums", "macros", "loops of filters", "a caller"}  # they take a second each
+SLOW = {"sums", "macros", "loops of filters", "a caller", "recursive loops", "nested loops", "dicts", "lists"}
+SLOW |= {"sums of lists", "texts that join", "a filter that joins", "loops in a filter"}  # they take a second each
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.chat.worlds import CHATML, byte_tokenizer
 from tests.cli.gguf_chat_model import write_chat_model
 from tests.gguf.tokenizer_files import published_bytes, published_pieces
 from tests.models.checkpoints.files import rewrite
+from tests.selection import mostly_long
 
 TEXTS = (
     "", "x", "  two  spaces ", "I'VE 12345 apples, don't I?", "\t\n\r\n  \n", "\u00e9 e\u0301 \u65e5\u672c \U0001f680",
@@ -239,7 +240,9 @@ print(*sys.modules)
 """
 
 
-@pytest.mark.parametrize(("name", "weights"), [("tiny", "int8"), ("model.gguf", "auto")])
+@pytest.mark.parametrize(
+    ("name", "weights"), mostly_long([("tiny", "int8"), ("model.gguf", "auto")], ("model.gguf", "auto"))
+)
 def test_layers_of_our_own_import_what_runs(tmp_path: Path, name: str, weights: str) -> None:
     model = name if name == "tiny" else str(write_chat_model(tmp_path / name))
     done = subprocess.run([sys.executable, "-c", CHILD, model, weights], capture_output=True, text=True, check=True)

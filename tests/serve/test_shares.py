@@ -103,6 +103,7 @@ def test_with_two_keys_each_has_half(given: dict[str, object], streams: int | No
     assert (settings.streams_per_key, settings.connections_per_key) == (streams, connections)
 
 
+@pytest.mark.long
 def test_connections_of_one_key_leave_room_for_another(parser: None, sockets: ExitStack) -> None:
     with hosted(Settings(api_keys=KEYS, max_connections=8, drain_timeout=0.2)) as host:
         for _ in range(4):

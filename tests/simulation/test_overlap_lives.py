@@ -71,7 +71,7 @@ def test_every_request_of_some_lives_ends_as_it_must() -> None:
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
-@pytest.mark.parametrize("option", mostly_long(sorted(OPTION_SIGHTS), "host and states"))
+@pytest.mark.parametrize("option", mostly_long(sorted(OPTION_SIGHTS)))
 def test_every_request_of_some_lives_with_an_option_ends_as_it_must(option: str) -> None:
     seen = live(list(range(16)), life_with(option))
     assert not [sight for sight in OPTION_SIGHTS[option] if not seen[sight]], f"never met; seen: {seen}"

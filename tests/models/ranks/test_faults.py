@@ -72,7 +72,7 @@ class TestARankThatRaises:
         expected = tokens(single, GOOD)
         assert [[each.result(60).token_ids] for each in (first, last)] == expected == tokens(engine, GOOD)
 
-    @pytest.mark.parametrize("transfer", ["offload", "load"])
+    @pytest.mark.parametrize("transfer", mostly_long(["offload", "load"], "load"))
     def test_in_a_transfer_fails_no_request(self, engine: Engine, single: Engine, orders: Path, transfer: str) -> None:
         for text in ("", f"raise {transfer}", ""):
             orders.write_text(text)

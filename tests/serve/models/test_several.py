@@ -80,6 +80,7 @@ def several(
     assert all(engine.client.thread.closed for engine in place.engines.values())
 
 
+@pytest.mark.long
 def test_each_model_answers_under_all_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with several(monkeypatch) as place:
         assert place.states() == dict.fromkeys(SAID, "unloaded")
@@ -92,6 +93,7 @@ def test_each_model_answers_under_all_of_its_names(monkeypatch: pytest.MonkeyPat
         assert (card["id"], card["aliases"], card["max_model_len"]) == ("two", ["two-too"], 1024)
 
 
+@pytest.mark.long
 def test_an_unknown_name_is_refused_except_on_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"model": "claude-9", "messages": ASKED, "max_tokens": 50}
     with several(monkeypatch) as place:
@@ -145,6 +147,7 @@ def test_models_are_loaded_and_unloaded_by_hand(monkeypatch: pytest.MonkeyPatch)
         assert place.loads == []
 
 
+@pytest.mark.long
 def test_a_broken_engine_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with several(monkeypatch) as place:
         place.says("one")
@@ -189,6 +192,7 @@ def test_a_load_that_was_cancelled_ends_quietly() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.long
 def test_a_large_body_is_parsed_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     with several(monkeypatch) as place:
         threads: list[str] = []
@@ -203,6 +207,7 @@ def test_a_large_body_is_parsed_in_the_background(monkeypatch: pytest.MonkeyPatc
         assert threads == ["radixkv-serve_0"] * 2  # for the model's name, and for the model
 
 
+@pytest.mark.long
 def test_the_document_has_all_names_and_what_loads_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with several(monkeypatch, fails=["two"]) as place:
         document = place.client.get("/openapi.json").json()
@@ -215,6 +220,7 @@ def test_the_document_has_all_names_and_what_loads_answer(monkeypatch: pytest.Mo
         assert "409" in declared and "/models/load" not in create_document(["one"], Settings())["paths"]
 
 
+@pytest.mark.long
 def test_a_model_with_a_running_stream_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Semaphore(1)
     settings = Settings(max_loaded=1, load_timeout=0.2, retry_after=7)
@@ -247,6 +253,7 @@ def test_tenants_share_no_hits_in_any_model(monkeypatch: pytest.MonkeyPatch) -> 
             assert all(cached(place, model, key) > 0 for key in KEYS.values())
 
 
+@pytest.mark.long
 def test_responses_and_conversations_outlive_a_load_and_are_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
     with several(monkeypatch) as place:
         first = place.client.post("/v1/responses", json={"model": "one", "input": "Hello!"}).json()
@@ -262,6 +269,7 @@ def test_responses_and_conversations_outlive_a_load_and_are_per_model(monkeypatc
         assert place.client.get(f"/v1/responses/{first['id']}").status_code == 404
 
 
+@pytest.mark.long
 def test_metrics_have_the_model_and_refusals_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with several(monkeypatch) as place:
         place.says("one")
@@ -276,6 +284,7 @@ def test_metrics_have_the_model_and_refusals_are_counted_once(monkeypatch: pytes
         assert all("model=" in line for line in lines if not line.startswith("#"))
 
 
+@pytest.mark.long
 def test_a_reloaded_model_says_so_where_nothing_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with several(monkeypatch) as place:
         place.says("one")
@@ -383,6 +392,7 @@ def test_ollamas_clients_load_list_and_unload_models(monkeypatch: pytest.MonkeyP
         assert missing.status_code == 404 and missing.json()["error"].startswith("model 'gpt-9' not found")
 
 
+@pytest.mark.long
 def test_a_keep_alive_stays_until_the_next_one_or_an_unload(monkeypatch: pytest.MonkeyPatch) -> None:
     for settings, longest in ((Settings(keep_alive=300), 900), (Settings(keep_alive=300, api_keys=KEYS), 300)):
         with several(monkeypatch, settings) as place:
@@ -403,6 +413,7 @@ def test_a_keep_alive_stays_until_the_next_one_or_an_unload(monkeypatch: pytest.
             assert place.says("two") == SAID["two"] and slot.keep_alive == 300
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_an_unload_loads_nothing(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     with several(monkeypatch, Settings(max_loaded=1)) as place:
