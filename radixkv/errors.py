@@ -13,7 +13,8 @@ RadixKVError
 │   ├── UnknownToken               a token of the sequence is not known yet, so it cannot be published
 │   ├── SequenceClosed             the sequence (or pin) was closed before
 │   ├── PinBudgetExceeded          pinning this would hold more of the pool than the budget allows
-│   └── PrefixHeld                 a sequence or a pin holds the prefix to be discarded; nothing has changed
+│   ├── PrefixHeld                 a sequence or a pin holds the prefix to be discarded; nothing has changed
+│   └── PrefixGone                 a compressed prefix was released or dropped; compress its text again
 ├── UnsupportedModel               the model cannot be run exactly; the message says why
 ├── EngineError
 │   ├── EngineClosed               the engine was closed before or during the call
@@ -110,6 +111,10 @@ class PinBudgetExceeded(CacheError):
 
 class PrefixHeld(CacheError):
     """A sequence or a pin holds the prefix to be discarded. Nothing has changed."""
+
+
+class PrefixGone(CacheError):
+    """A compressed prefix was released or dropped. The message says how to compress its text again."""
 
 
 class UnsupportedModel(RadixKVError):

@@ -14,6 +14,9 @@ from radixkv.errors import InvalidInput, InvalidTokens
 
 WIDTH = 4  # bytes a token
 UNKNOWN = b"\xff" * WIDTH  # stands for a token that is not known yet; no valid id has these bytes
+FIRST_PSEUDO = 1 << 30
+"""The ids of compressed prefixes begin here: no vocabulary is as large."""
+
 Tokens: TypeAlias = "SequenceOf[int] | array[int] | npt.NDArray[np.integer[Any]]"
 
 _ALLOWED = "token ids are a flat sequence of ints, 0 <= id < 2**31"
@@ -43,6 +46,11 @@ def refuse_negative(raw: bytes, start: int = 0) -> None:
         ids = np.frombuffer(raw, _INT32)
         at = int(np.argmax(ids < 0))
         raise InvalidTokens(f"token {at} is {ids[at]}: {_ALLOWED}")
+
+
+def is_compressed(raw: bytes | bytearray) -> bool:
+    """Return whether a text, as native int32 bytes, begins with the ids of a compressed prefix."""
+    return int.from_bytes(raw[:WIDTH], sys.byteorder) >= FIRST_PSEUDO
 
 
 def common_prefix(raw: bytes, at: int, key: bytes | bytearray) -> int:

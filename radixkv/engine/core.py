@@ -128,6 +128,15 @@ class Forward(Protocol):
         """Compute [start, len(tokens)) again and compare; `start` is a multiple of `recheck_tokens`."""
         ...
 
+    @property
+    def compression_obstacle(self) -> str | None:
+        """Why no prefix can be compressed; None if it can."""
+        ...
+
+    def compression(self, tokens: TokenIds, method: str) -> Compressor:
+        """Begin to compress a cached prefix by a method; see `radixkv.models.compression`."""
+        ...
+
     def row_costs(self) -> tuple[tuple[int, float], ...]:
         """Measure the seconds of forwards of 1 to 16 rows, some of these numbers, before anything is cached."""
         ...
@@ -154,6 +163,18 @@ class Forward(Protocol):
 
     def stats(self) -> dict[str, int]:
         """Return counters of recurrent states and of steps without CUDA graphs, as in EngineStats."""
+        ...
+
+
+class Compressor(Protocol):
+    """Compresses one prefix; `radixkv.models.compression.Compression` does."""
+
+    def step(self, block_table: NDArray[np.int32]) -> bool:
+        """Score one piece of the prefix, whose KV is in these blocks; returns whether pieces remain."""
+        ...
+
+    def write(self, block_table: NDArray[np.int32], slots: NDArray[np.int64]) -> None:
+        """Copy the KV to keep, sorted by position, from these blocks to `slots` int64 [m]."""
         ...
 
 
@@ -681,4 +702,5 @@ def sequence_input(work: Work, sampled_row: int = -1) -> SequenceInput:
         work.plan.state,
         sampled_row,
         work.rows,
+        work.stream.request.parts.offset,
     )

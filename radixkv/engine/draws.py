@@ -183,15 +183,18 @@ def sample_row(stream: Stream, position: int, draft: array[int] | None = None) -
     """
     request, continuation = stream.request, stream.continuation
     tokens = stream.tokens if draft is None else stream.tokens + draft
+    in_flight, slots = position - len(tokens), request.parts.slots
+    if slots:  # processors read the text only
+        tokens = tokens[slots:]
     return SampleRow(  # by position: keywords take a quarter more time, for each row of each step
         request.params,
         stream.seed,
         position,
         tokens,
-        len(request.prompt),
+        len(request.prompt) - slots,
         request.stop_ids,
         (request.scheduling.number, stream.index),
-        position - len(tokens),
+        in_flight,
         continuation.candidates,
         continuation.bad_words,
     )

@@ -27,6 +27,7 @@ from radixkv.cache import Explanation, Hint, Sequence
 from radixkv.engine.output import Chunk, Completion, FinishReason, OutputChannel, Usage
 from radixkv.engine.scores import NO_SCORES, Scores
 from radixkv.engine.text_stream import Decode, TextStream
+from radixkv.errors import PrefixGone
 from radixkv.turns import Group
 
 if TYPE_CHECKING:
@@ -200,14 +201,30 @@ class Origin:
 NO_ORIGIN = Origin()
 
 
+class PromptParts(NamedTuple):
+    """The parts of a prompt, in tokens, and the error for a request whose compressed prefix is gone.
+
+    `reply_start` is the length of the part that a later turn of the conversation repeats for sure: up to the end of the
+    last message before the reply; 0 if unknown. The first `slots` ids of the prompt name a compressed prefix, which has
+    `offset` tokens more; 0 without one.
+    """
+
+    reply_start: int = 0
+    slots: int = 0
+    offset: int = 0
+    gone: str = ""
+
+
+WHOLE = PromptParts()
+
+
 @dataclass(eq=False)
 class Request:
     """One submitted prompt. It waits while it has no streams, and runs until all of them have finished.
 
     `max_tokens` is `params.max_tokens`, cut to the room of the context; 0 computes the prompt and samples nothing.
     `stop_ids` end a stream when they are sampled. `seed` belongs to the first stream. `decode` makes text of tokens.
-    `deadline` is in seconds of time.perf_counter. `reply_start` is the length of the part of the prompt that a later
-    turn of the conversation repeats for sure: up to the end of the last message before the reply; 0 if unknown.
+    `deadline` is in seconds of time.perf_counter. `parts` are those of the prompt.
     `replies` says how many streams continue the prompt, and how. `scores` are the scores of the prompt's tokens.
 
     `origin` names its sender, for observers. `scheduling` is what the engine records of it.
@@ -226,7 +243,7 @@ class Request:
     submitted: float = field(default_factory=time.perf_counter)
     streams: list[Stream] = field(default_factory=list)
     origin: Origin = NO_ORIGIN
-    reply_start: int = 0
+    parts: PromptParts = WHOLE
     replies: Replies = field(default_factory=Samples)
     scores: Scores = NO_SCORES
     scheduling: Scheduling = field(default_factory=lambda: Scheduling())
@@ -270,10 +287,13 @@ class Request:
     def start(self, sequence: Sequence) -> None:
         """Start or resume the first stream, which computes the prompt for all.
 
-        If this raises, the caller still owns `sequence`.
+        If this raises, the caller still owns `sequence`. Raises PrefixGone if a compressed prefix is not cached, since
+        nothing can compute it.
         """
-        if self.reply_start:
-            sequence.snapshot_at(self.reply_start)
+        if sequence.length < self.parts.slots:
+            raise PrefixGone(self.parts.gone)
+        if self.parts.reply_start:
+            sequence.snapshot_at(self.parts.reply_start)
         if self.streams:
             self.live[0].resume(sequence)
         else:
@@ -348,7 +368,8 @@ class Stream:
         self.seed = request.seed if index == 0 else derive_seed(request.seed, index)
         self.counts = TokenCounts(sequence.length, is_hit=index == 0)
         decode = request.decode if continuation.has_text else None
-        self.text = TextStream(decode, self.tokens[-8:], request.params.stop)
+        context = self.tokens[max(len(self.tokens) - 8, request.parts.slots) :]
+        self.text = TextStream(decode, context, request.params.stop)
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.times = StreamTimes()

@@ -36,7 +36,7 @@ from radixkv.engine.request import Request, Stream, TokenIds
 from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.stats import Counters
 from radixkv.engine.wait_queue import WaitQueue
-from radixkv.errors import OutOfBlocks
+from radixkv.errors import OutOfBlocks, PrefixGone
 from radixkv.turns import Group
 
 _log = logging.getLogger(__name__)
@@ -473,5 +473,7 @@ class Scheduler:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End the request that raised; the others go on."""
-        _log.exception("a request could not be scheduled")
-        self._steps.end(request, failure(error))
+        if not isinstance(error, PrefixGone):
+            _log.exception("a request could not be scheduled")
+            error = failure(error)
+        self._steps.end(request, error)

@@ -149,6 +149,8 @@ class SequenceInput:
 
     The logits of its last `logit_rows` tokens are wanted: 1 to n. A product with the vocabulary's weights of another
     height may round its rows differently, so for equal bits equal tokens need equal `logit_rows`, too.
+
+    After a compressed prefix, token `start` has position `start + offset`: the prefix has `offset` more tokens than KV.
     """
 
     tokens: NDArray[np.int32]
@@ -159,3 +161,4 @@ class SequenceInput:
     state: StateStep | None = None
     sampled_row: int = -1
     logit_rows: int = 1
+    offset: int = 0

@@ -41,11 +41,12 @@ def step_columns(inputs: Sequence[SequenceInput], rows: int = 0, sequences: int 
     A padded row has slot -1, which is not written. Padded rows with logits are row 0.
     """
     lengths = [len(each.tokens) for each in inputs]
+    firsts = [each.start + each.offset for each in inputs]
     last_rows = np.cumsum(lengths)
     last_rows -= 1
     columns = (
         np.concatenate([each.tokens for each in inputs]),
-        np.concatenate([np.arange(each.start, each.start + n) for each, n in zip(inputs, lengths, strict=True)]),
+        np.concatenate([np.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)]),
         np.concatenate([each.slots for each in inputs]),
         last_rows,
     )

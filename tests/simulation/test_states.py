@@ -15,7 +15,7 @@ import pytest
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.core import Core
-from radixkv.engine.request import Request
+from radixkv.engine.request import PromptParts, Request
 from radixkv.sampling.params import SamplingParams
 from tests.simulation.draw import draw, with_states
 from tests.simulation.late import LateSampler, LateSlotModel
@@ -169,7 +169,7 @@ def chats(depth: int, snapshots: int) -> tuple[int, int]:
         text += [rng.randrange(5, VOCAB) for _ in range(rng.randrange(8, 30))]
         start = len(text)
         text += [7, 8, 9]  # the beginning of the reply, as a template writes it
-        request = Request(np.array(text, np.int32), params, 60, stops, 0, reply_start=start)
+        request = Request(np.array(text, np.int32), params, 60, stops, 0, parts=PromptParts(start))
         core.add(request)
         while core.idle_for() is not None:
             core.step()

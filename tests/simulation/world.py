@@ -28,7 +28,7 @@ from radixkv.engine.audit import Auditor
 from radixkv.engine.core import Core
 from radixkv.engine.input_processor import replies_of
 from radixkv.engine.namespaces import NamespaceTable, NumberedLimits
-from radixkv.engine.request import Request, Stream, TokenIds
+from radixkv.engine.request import PromptParts, Request, Stream, TokenIds
 from radixkv.engine.scheduler import Work
 from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
 from radixkv.engine.stats import AuditReport
@@ -296,7 +296,7 @@ class World:
             deadline=None if ask.timeout is None else self.clock.now + ask.timeout,
             channel=channel,  # type: ignore[arg-type]
             submitted=self.clock.now,
-            reply_start=ask.reply_start,
+            parts=PromptParts(ask.reply_start),
             replies=replies_of(
                 ask.params,
                 ask.max_tokens,

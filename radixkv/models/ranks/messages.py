@@ -16,7 +16,7 @@ from radixkv.models.loaded import SequenceInput
 
 Buffer = NDArray[np.int64]
 Pairs = Sequence[tuple[int, int]]
-_HEAD, _PER_INPUT, _PER_LOAD = 5, 6, 2
+_HEAD, _PER_INPUT, _PER_LOAD = 5, 7, 2
 
 
 class RankLoad(NamedTuple):
@@ -59,7 +59,7 @@ def encode(step: Step) -> Buffer:
     parts.append(_flat(step.copies))
     for each in step.inputs:
         lengths = (len(each.tokens), len(each.block_table))
-        parts.append((*lengths, each.start, each.isolated, each.sampled_row, each.logit_rows))
+        parts.append((*lengths, each.start, each.isolated, each.sampled_row, each.logit_rows, each.offset))
         parts += [each.tokens, each.slots, each.block_table]
     return np.concatenate([head, *(part for part in parts if len(part))], dtype=np.int64)
 
@@ -96,7 +96,7 @@ def _load(read: _Reader) -> RankLoad:
 
 
 def _input(read: _Reader) -> SequenceInput:
-    tokens, blocks, start, isolated, sampled_row, logit_rows = read.numbers(_PER_INPUT)
+    tokens, blocks, start, isolated, sampled_row, logit_rows, offset = read.numbers(_PER_INPUT)
     return SequenceInput(
         tokens=read.array(tokens).astype(np.int32),
         slots=read.array(tokens),
@@ -105,6 +105,7 @@ def _input(read: _Reader) -> SequenceInput:
         isolated=bool(isolated),
         sampled_row=sampled_row,
         logit_rows=logit_rows,
+        offset=offset,
     )
 
 

@@ -30,7 +30,7 @@ def input_of(length: int) -> st.SearchStrategy[Any]:
     return st.builds(
         SequenceInput, tokens=arrays(length, np.int32), start=NUMBERS, slots=arrays(length, np.int64),
         block_table=st.integers(0, 5).flatmap(lambda blocks: arrays(blocks, np.int32)), isolated=st.booleans(),
-        state=st.none(), sampled_row=NUMBERS, logit_rows=NUMBERS,
+        state=st.none(), sampled_row=NUMBERS, logit_rows=NUMBERS, offset=NUMBERS,
     )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def facts(step: Step) -> list[object]:
     """Return all fields of a step: arrays as dtype and numbers."""
     arrays = [(each.tokens, each.slots, each.block_table) for each in step.inputs]
     arrays += [(each.plan.slots, each.sources) for each in step.loads]  # type: ignore[misc]
-    numbers = [(each.start, each.isolated, each.sampled_row, each.logit_rows) for each in step.inputs]
+    numbers = [(each.start, each.isolated, each.sampled_row, each.logit_rows, each.offset) for each in step.inputs]
     pairs = [list(each) for each in (step.moves, step.copies, *(load.plan.copies for load in step.loads))]
     return [[(each.dtype, each.tolist()) for each in chain(*arrays)], numbers, pairs, step.sampled]
 
