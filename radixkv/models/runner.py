@@ -23,7 +23,7 @@ from radixkv.attention import plan
 from radixkv.attention.host_store import STAGED, HostCosts, HostLoad, HostStore
 from radixkv.attention.kv_store import KVStore
 from radixkv.device import device_of
-from radixkv.models import kv_recompute, step_costs
+from radixkv.models import compression, kv_recompute, step_costs
 from radixkv.models.attention_interface import (
     AttentionBackend,
     AttentionCall,
@@ -32,6 +32,7 @@ from radixkv.models.attention_interface import (
     backend_of,
     handled_by,
 )
+from radixkv.models.compression import Compression
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import AttentionWindow, LayerSpec, LoadedModel, SequenceInput
 from radixkv.models.recurrent.forward import RecurrentForward, StateArena
@@ -252,6 +253,17 @@ class Runner:
         table = np.concatenate([block_table[:first], spares])
         self.run([SequenceInput(new, start, slots, table, isolated=True)], copies)
         return kv_recompute.compare(self.store, block_table[first:], spares, offset, count, exact=self.deterministic)
+
+    # ---- compressing a cached prefix
+
+    @property
+    def compression_obstacle(self) -> str | None:
+        """Why a prefix cannot be compressed; None if it can."""
+        return compression.obstacle(self.loaded)
+
+    def compression(self, tokens: NDArray[np.int32], method: str) -> Compression:
+        """Begin to score the cached prefix `tokens` by a method of `compression.METHODS`."""
+        return Compression(self, tokens, method)
 
 
 class PoolForward:

@@ -135,6 +135,7 @@ class RankedRunner:
     """The runner of all ranks, as the engine sees it: `own` is the runner of rank 0."""
 
     states = None  # hybrid models are refused
+    compression_obstacle = "it runs on several ranks"
 
     def __init__(self, own: Runner, processes: Processes) -> None:
         """Run each step on `own` and the other ranks."""
@@ -142,7 +143,7 @@ class RankedRunner:
         self.host = None if own.host is None else RankedHost(own.host, processes)
         self.row_dependent, self.recheck_tokens = own.row_dependent, own.recheck_tokens
         self.recheck_obstacle, self.block_size, self.room = own.recheck_obstacle, own.block_size, own.room
-        self.stats = own.stats
+        self.stats, self.compression = own.stats, own.compression
 
     def run(self, inputs: Sequence[SequenceInput], copies: Pairs = (), sampled: Tensor | None = None) -> Tensor:
         """Compute a step as `Runner.run` does; rank 0 has the logits."""
