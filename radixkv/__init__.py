@@ -26,7 +26,18 @@ if TYPE_CHECKING:
         ToolResult,
     )
     from radixkv.config import EngineConfig
-    from radixkv.engine import AsyncHandle, AuditReport, Chunk, Completion, EngineStats, Handle, Score, Usage, Warmed
+    from radixkv.engine import (
+        AsyncHandle,
+        AuditReport,
+        Chunk,
+        Completion,
+        CompressedPrefix,
+        EngineStats,
+        Handle,
+        Score,
+        Usage,
+        Warmed,
+    )
     from radixkv.errors import RadixKVError
     from radixkv.sampling.logits_processors import LogitsProcessor
     from radixkv.sampling.params import SampleRow, SamplingParams
@@ -41,6 +52,7 @@ __all__ = [
     "ChatSession",
     "Chunk",
     "Completion",
+    "CompressedPrefix",
     "Engine",
     "EngineConfig",
     "EngineStats",
@@ -88,6 +100,7 @@ _HOMES = {
         "AuditReport",
         "Chunk",
         "Completion",
+        "CompressedPrefix",
         "EngineStats",
         "Handle",
         "Score",

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from radixkv.attention.host_store import HostCosts
 from radixkv.cache.types import Load
+from radixkv.engine.core import Compressor
 from radixkv.engine.transfers import HostMemory, StateMemory
 from radixkv.models.kv_recompute import Recheck
 
@@ -22,6 +23,7 @@ class PlainRunner:
     recheck_tokens = 0
     recheck_obstacle: str | None = None
     image_bytes = 0
+    compression_obstacle: str | None = "this runner compresses nothing"
 
     def host_costs(self, chunk: int) -> HostCosts:
         """Refuse to measure what is not there."""
@@ -34,6 +36,10 @@ class PlainRunner:
     def recheck(self, tokens: NDArray[np.int32], start: int, block_table: NDArray[np.int32]) -> Recheck:
         """Refuse to compute KV again."""
         raise AssertionError("recheck_tokens is 0")
+
+    def compression(self, tokens: NDArray[np.int32], method: str) -> Compressor:
+        """Refuse to compress a prefix."""
+        raise AssertionError("there is an obstacle")
 
     def read_images(self, blocks: Sequence[int], tokens: int) -> NDArray[np.uint8]:
         """Refuse to export KV."""

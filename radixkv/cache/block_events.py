@@ -3,11 +3,12 @@
 Blocks lie on the absolute grid of `block_size` tokens. A block is announced by the node that holds its last token, so a
 split or a merge announces nothing. It is stored while the device or the host has it, so a move between the two
 announces nothing either; a block that only a disk has is removed. Routers of several engines read such events: vLLM and
-SGLang send them too, Dynamo and llm-d index them.
+SGLang send them too, Dynamo and llm-d index them. Compressed prefixes and what follows them are left out.
 """
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Hashable
 from hashlib import blake2b
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from radixkv.cache.events import Follower
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tokens import WIDTH
+from radixkv.cache.tokens import WIDTH, is_compressed
 from radixkv.cache.types import Node
 
 _ID_BYTES = 8
@@ -135,17 +136,22 @@ class BlockEvents(Follower):
         return end // self._size - start // self._size
 
     def check(self) -> None:
-        """Check that unmarked nodes of the tree have the ids of all their blocks, and other objects none. O(nodes)."""
+        """Check that unmarked nodes have the ids of all blocks that are announced, and other objects none. O(nodes)."""
         nodes = {node for node in self._tree.residents() if node.parent is not None}
         assert self._marked <= nodes and self._ids.keys() <= nodes
-        counts = {node: self._count(node.start, node.end) for node in nodes - self._marked}
+        announced = itertools.filterfalse(self._is_compressed, nodes - self._marked)
+        counts = {node: self._count(node.start, node.end) for node in announced}
         assert all(len(self._ids.get(node, ())) == count for node, count in counts.items())
+
+    def _is_compressed(self, node: Node) -> bool:
+        """Return whether a node follows a compressed prefix, which no other engine has."""
+        return is_compressed(self._tree.path(node)[0].key)
 
     # ---- reading
 
     def take(self) -> BlockChanges:
         """Return the changes since the last look. O(changed blocks + depth of their nodes), on the cache's thread."""
-        parents_first = sorted(self._marked, key=lambda each: each.start)
+        parents_first = sorted(itertools.filterfalse(self._is_compressed, self._marked), key=lambda each: each.start)
         stored = [run for node in parents_first if (run := self._number(node)).ids]
         self._marked.clear()
         removed = list(self._left)

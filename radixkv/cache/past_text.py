@@ -18,7 +18,7 @@ from radixkv.cache.events import Events, Follower
 from radixkv.cache.namespaces import Namespace
 from radixkv.cache.ngrams import LONGEST, NgramIndex
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.cache.tokens import WIDTH
+from radixkv.cache.tokens import FIRST_PSEUDO, WIDTH
 from radixkv.cache.types import Node, OpenSequence
 
 GRAM = 4
@@ -66,6 +66,7 @@ class PastText(Follower):
         if sequence.purpose == "audit" or sequence.node.end <= sequence.cached_length:
             return
         tokens = np.frombuffer(sequence.text_from(max(sequence.cached_length - LONGEST, 0)), np.int32)
+        tokens = tokens[tokens < FIRST_PSEUDO]  # the ids of a compressed prefix are no text
         if len(tokens) > GRAM:
             self._add(tokens[-self._index.capacity :], self._tree.namespace_of(sequence.node))
 

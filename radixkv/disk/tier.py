@@ -17,7 +17,7 @@ import numpy as np
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.events import Follower
-from radixkv.cache.tokens import WIDTH, Tokens, as_bytes
+from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, is_compressed
 from radixkv.cache.types import Node
 from radixkv.disk import SCRATCH
 from radixkv.disk.records import Record, decode_namespace, encode_namespace
@@ -96,7 +96,7 @@ class DiskTier(Follower):
             return 0
         path = self._cache.state.tree.path(node)
         namespace = self.encoded(self._cache.state.tree.namespace(node))
-        if namespace is None:
+        if namespace is None or is_compressed(path[0].key):
             return 0
         places = self._host.places(path)
         blocks = self._blocks(b"".join([each.key for each in path]))[: len(places)]

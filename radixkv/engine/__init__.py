@@ -23,6 +23,7 @@ output.py           results, the channel that carries them, and the caller's han
 fault_isolation.py  ends only the requests that cause an exception
 audit.py            recomputes cached KV, compares, and drops differing blocks
 audit_reads.py      cached runs of all tiers, read for an audit
+compressed.py       compressed prefixes, which some requests name
 async_engine.py     AsyncRequestEngine and AsyncHandle, for asyncio
 runs.py             cached runs that move between engines
 kv_facts.py         the facts that decide the bits of cached KV
@@ -32,6 +33,7 @@ latency.py          histograms
 """
 
 from radixkv.engine.async_engine import AsyncHandle, AsyncRequestEngine
+from radixkv.engine.compressed import CompressedPrefix
 from radixkv.engine.engine import RequestEngine
 from radixkv.engine.output import Chunk, Completion, Handle, Usage, Warmed
 from radixkv.engine.request import Origin
@@ -45,6 +47,7 @@ __all__ = [
     "AuditReport",
     "Chunk",
     "Completion",
+    "CompressedPrefix",
     "Difference",
     "EngineStats",
     "Handle",

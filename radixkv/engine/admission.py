@@ -19,6 +19,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from radixkv.cache import Match, Pin, PrefixCache, Sequence
+from radixkv.cache.tokens import is_compressed
 from radixkv.config import EngineConfig
 from radixkv.engine.request import Request, Stream, TokenIds, common_prefix
 from radixkv.engine.reuse_policy import ReusePolicy
@@ -200,10 +201,11 @@ class Admission:
         request.scheduling.guaranteed = request.scheduling.publish_late = True
         if not self._can_finish(request, sequence):
             # A hit that ends inside a block costs a copy of that block: compute its tokens instead.
-            sequence.truncate(self._reuse.aligned(sequence.length - sequence.length % self.block_size))
+            whole = self._reuse.aligned(sequence.length - sequence.length % self.block_size)
+            sequence.truncate(max(whole, request.parts.slots))
         if not self._can_finish(request, sequence):
             # The path to the hit also holds part-filled blocks: keep only the part that pins hold anyway.
-            sequence.truncate(min(self._pinned_hit(request), sequence.length))
+            sequence.truncate(min(max(self._pinned_hit(request), request.parts.slots), sequence.length))
         if self._can_finish(request, sequence):
             return True
         # Unpinned leaves may share part-filled blocks with pinned nodes, which have copies: evict them if that helps.
@@ -281,6 +283,12 @@ class Admission:
         for pin in found:
             pin.release()
         return len(found)
+
+    def unpin_compressed(self, namespace: Hashable) -> None:
+        """Release the pins on the compressed prefixes of a namespace."""
+        for pin, pinned, owner in self._pins:
+            if owner in {namespace} and is_compressed(pinned[:1].tobytes()):
+                pin.release()
 
     def _can_return(self, request: Request) -> bool:
         """Return whether a request could finish alone after a preemption, next to the pins on other prefixes.

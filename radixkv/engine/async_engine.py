@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, ref
 
 from radixkv.cache import Explanation
 from radixkv.config import EngineConfig, EngineConfigFields
+from radixkv.engine.compressed import CompressedPrefix
 from radixkv.engine.engine import NOT_COPIED, RequestEngine, explained_methods
 from radixkv.engine.input_processor import EncodedPrompt, Params, Prompt, start_of_reply
 from radixkv.engine.output import Chunk, Completion, Handle, Warmed
@@ -80,13 +81,14 @@ class AsyncRequestEngine:
         *,
         namespace: Hashable = None,
         timeout: float | None = None,
+        prefix: CompressedPrefix | None = None,
     ) -> list[Completion]:
         """Complete all prompts, batched; returns one Completion per prompt, in order.
 
         Cancelling the task cancels its requests. Same arguments and errors as `Engine.generate`.
         """
         grammars = await self._compiled(*([params] if isinstance(params, SamplingParams | None) else params))
-        requests = await self._prepared(self.client.inputs.batch, prompts, params, namespace, timeout)
+        requests = await self._prepared(self.client.inputs.batch, prompts, params, namespace, timeout, prefix)
         del grammars
         return await self._completions(requests)
 
@@ -128,10 +130,11 @@ class AsyncRequestEngine:
         reply_start: int | None = None,
         sample: bool = True,
         origin: Origin = NO_ORIGIN,
+        prefix: CompressedPrefix | None = None,
     ) -> AsyncHandle:
         """Start one request; iterate the handle for chunks, or await its result: see `Engine.submit`."""
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        options |= {"reply_start": start_of_reply(reply_start), "sample": sample, "origin": origin}
+        options |= {"reply_start": start_of_reply(reply_start), "sample": sample, "origin": origin, "prefix": prefix}
         grammars = await self._compiled(params)
         request = await self._prepared(self.client.inputs.request, prompt, params, **options)
         del grammars
@@ -158,9 +161,28 @@ class AsyncRequestEngine:
             pinning.add_done_callback(_unpin)
             raise
 
-    async def probe(self, prompt: Prompt, *, namespace: Hashable = None) -> Explanation:
+    async def compress(
+        self,
+        prompt: Prompt,
+        keep: float = 0.5,
+        *,
+        method: str = "reconstruct",
+        namespace: Hashable = None,
+        timeout: float | None = None,
+    ) -> CompressedPrefix:
+        """Keep a share of the KV of a prompt as a compressed prefix: see `Engine.compress`."""
+        made = await self._prepared(self.client.compress, prompt, keep, method, namespace, timeout)
+        return await asyncio.wrap_future(made)
+
+    async def release_prefix(self, prefix: CompressedPrefix) -> None:
+        """Drop a compressed prefix: see `Engine.release_prefix`."""
+        await asyncio.wrap_future(self.client.release_prefix(prefix))
+
+    async def probe(
+        self, prompt: Prompt, *, namespace: Hashable = None, prefix: CompressedPrefix | None = None
+    ) -> Explanation:
         """Return how much of a prompt is cached, and why not more; changes nothing, not even recency."""
-        return await asyncio.wrap_future(await self._prepared(self.client.probe, prompt, namespace))
+        return await asyncio.wrap_future(await self._prepared(self.client.probe, prompt, namespace, prefix))
 
     async def demote(self, prompt: Prompt, *, keep: int = 0, namespace: Hashable = None) -> None:
         """Mark a cached prompt as no longer needed after its first `keep` tokens: see `Engine.demote`."""

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from radixkv.cache.tokens import is_compressed
 from radixkv.engine.core import Core
 from radixkv.engine.request import TokenIds
 
 if TYPE_CHECKING:
     from radixkv.cache.host import HostRun
     from radixkv.cache.types import CachedRun
+
+_DRAWS = 64  # in a row that may find compressed prefixes
 
 
 class CachedRuns:
@@ -26,7 +29,20 @@ class CachedRuns:
         self._core = core
 
     def random(self, rng: Random) -> CachedRun | HostRun | None:
-        """Return a random run of cached tokens of any tier, or of text read from a disk; None if there is none."""
+        """Return a random run of cached tokens of any tier, or of text read from a disk; None if none is found.
+
+        Compressed prefixes, which their ids cannot compute, are left out.
+        """
+        found = (self._random(rng) for _ in range(_DRAWS))
+        return next((run for run in found if run is None or not is_compressed(run.tokens[:1].tobytes())), None)
+
+    def count(self) -> tuple[int, int]:
+        """Return the numbers of exact texts in the pool and of compressed prefixes, by their first tokens."""
+        roots = self._core.cache.state.tree.roots.values()
+        found = [is_compressed(first) for root in roots for first in root.children]
+        return len(found) - sum(found), sum(found)
+
+    def _random(self, rng: Random) -> CachedRun | HostRun | None:
         read = self._core.records.random_run(rng)
         if read is not None and self._fits(read.tokens, read.namespace):
             return read

@@ -1,20 +1,31 @@
 """Compressed prefixes: entries of the cache that a call asks for, and that only requests with their handle read.
 
-An entry's text is made of ids that no vocabulary has, so no other prompt can match it, and nothing computes it. Its KV
-is a part of the KV of a frozen prefix: in each layer and head `slots` of its `tokens`.
+An entry's text is made of ids that no vocabulary has: no other prompt can match it, and nothing computes it. Its KV is
+a part of the KV of an exact prefix. Requests find an entry while its pin is active: whatever releases pins drops it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from radixkv.cache import Pin
 from radixkv.cache.tokens import FIRST_PSEUDO
-from radixkv.engine.request import TokenIds
+from radixkv.device import refuse_fatal
+from radixkv.engine.fault_isolation import failure
+from radixkv.engine.request import Request, TokenIds
+from radixkv.errors import EngineClosed, InvalidInput, OutOfBlocks, PrefixGone, RadixKVError, RequestTimedOut
+from radixkv.models.compression import METHODS, num_slots
+
+if TYPE_CHECKING:
+    from radixkv.engine.core import Compressor, Core
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +54,153 @@ class CompressedPrefix:
         return f"the compressed prefix {self.name} was released or dropped: make it again by {again}"
 
 
-def pseudo_ids(text: TokenIds, method: str, keep: float, slots: int) -> TokenIds:
-    """Return the ids that stand for a compressed prefix: int32 [slots], words of 30 bits of a digest."""
-    digest = blake2b(text.astype("<i4").tobytes() + f"{method} {keep!r}".encode())
+@dataclass(eq=False)
+class CompressionJob:
+    """A prefix to compress once `request` has computed its text. The exact text is pinned from then on."""
+
+    prefix: CompressedPrefix
+    request: Request
+    future: Future[CompressedPrefix]
+    pin: Pin | None = None
+    compressor: Compressor | None = None
+    scored: bool = False
+
+
+class CompressedPrefixes:
+    """The compressed prefixes of an engine, and a background task of its core that makes them, a piece after each step.
+
+    `plan` and `find` may be called by any thread, the rest by the engine's.
+    """
+
+    def __init__(self, core: Core, bytes_per_block: int) -> None:
+        """Compress prefixes in the cache of `core`."""
+        self._core, self._block_bytes, self._block_size = core, bytes_per_block, core.cache.block_size
+        self._obstacle = _obstacle(core)
+        self._jobs: list[CompressionJob] = []
+        self._entries: dict[tuple[Hashable, str], tuple[CompressedPrefix, Pin]] = {}
+        core.background.append(self)
+
+    def plan(self, text: TokenIds, method: str, keep: float, namespace: Hashable, source: Any) -> CompressedPrefix:
+        """Describe the compressed prefix of a text. Raises InvalidInput if it cannot be made."""
+        if self._obstacle is not None:
+            raise InvalidInput(f"no prefix can be compressed: {self._obstacle}")
+        if method not in METHODS:
+            raise InvalidInput(f"method={method!r}: allowed are {', '.join(METHODS)}")
+        if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
+            raise InvalidInput(f"keep={keep!r}: allowed is the share of tokens to keep, above 0 and at most 1")
+        if len(text) < 2 * self._block_size:
+            raise InvalidInput(f"a prefix of {len(text)} tokens is too short: {2 * self._block_size} are two blocks")
+        slots, size = num_slots(len(text), keep), self._block_size
+        name, ids = _pseudo_text(text, f"{method} {float(keep)!r}", slots)
+        about = len(text), slots, self._block_bytes * slots // size, method, float(keep), ids, text
+        return CompressedPrefix(name, *about, namespace, source)
+
+    def find(self, name: str, number: Hashable) -> CompressedPrefix | None:
+        """Return a prefix of the namespace with this number; None if there is none of this name."""
+        prefix, pin = self._entries.get((number, name), (None, None))
+        return prefix if pin is not None and pin.active else None
+
+    def release(self, prefix: CompressedPrefix, number: Hashable) -> None:
+        """Drop a prefix, if it is there; requests that have begun go on."""
+        _, pin = self._entries.pop((number, prefix.name), (None, None))
+        if pin is not None:
+            pin.release()
+            self._core.cache.demote(prefix.ids, number)
+
+    def add(self, job: CompressionJob) -> None:
+        """Compress a prefix when its request has ended."""
+        self._jobs.append(job)
+
+    # ---- as a background task
+
+    def due_in(self, *, busy: bool) -> float | None:
+        """Return 0 if a prefix can be compressed, else None."""
+        return 0.0 if any(job.request.channel.ended for job in self._jobs) else None
+
+    def step(self, *, busy: bool) -> None:
+        """Score one piece, or write; a new text is pinned first. An error goes to the job's future."""
+        ready = [job for job in self._jobs if job.request.channel.ended]
+        job = min(ready, key=lambda each: each.pin is not None)
+        try:
+            if job.future.cancelled() or self._advance(job):
+                self._end(job)
+        except Exception as error:
+            refuse_fatal(error)
+            self._end(job, error if isinstance(error, RadixKVError) else failure(error))
+
+    def close(self) -> None:
+        """Fail the jobs that have not ended."""
+        for job in self._jobs[:]:
+            self._end(job, EngineClosed("the engine was closed before the prefix was compressed"))
+        self._entries.clear()
+
+    def _end(self, job: CompressionJob, error: Exception | None = None) -> None:
+        self._jobs.remove(job)
+        if job.pin is not None:
+            job.pin.release()
+        if error is not None and job.future.set_running_or_notify_cancel():
+            job.future.set_exception(error)
+
+    def _advance(self, job: CompressionJob) -> bool:
+        """Do the next piece of a job; returns whether its future has the prefix."""
+        prefix, number, deadline = job.prefix, job.request.namespace, job.request.deadline
+        if (found := self.find(prefix.name, number)) is None:
+            if deadline is not None and time.perf_counter() > deadline:
+                raise RequestTimedOut("the prefix was not compressed in time")
+            if not self._is_written(job):
+                return False
+            pin = self._core.admission.pin(prefix.ids, number)
+            self._entries = {key: each for key, each in self._entries.items() if each[1].active}
+            self._entries[number, prefix.name] = prefix, pin
+        if job.future.set_running_or_notify_cancel():
+            job.future.set_result(found or prefix)
+        return True
+
+    def _is_written(self, job: CompressionJob) -> bool:
+        """Do the next piece unless the prefix is cached; returns whether it is."""
+        prefix, number, core = job.prefix, job.request.namespace, self._core
+        if job.pin is None:
+            job.request.channel.wait(0)  # raises the error with which the request ended
+            job.pin = core.admission.pin(prefix.text, number)
+            if not job.pin.complete:
+                raise OutOfBlocks("the prefix was evicted before it could be pinned: try again when fewer requests run")
+        elif not job.pin.active:
+            raise PrefixGone("the exact prefix was dropped before it was compressed: compress it again")
+        elif core.cache.match(prefix.ids, number).length < prefix.slots:
+            job.compressor = job.compressor or core.runner.compression(prefix.text, prefix.method)
+            if job.scored:
+                self._write(job.compressor, prefix, number)
+                job.pin.release()
+                return True
+            job.scored = not job.compressor.step(core.cache.match(prefix.text, number).blocks)
+        else:
+            return True
+        return False
+
+    def _write(self, compressor: Compressor, prefix: CompressedPrefix, number: Hashable) -> None:
+        """Copy the chosen KV into blocks of its own, and publish them. Raises OutOfBlocks."""
+        core = self._core
+        core.cache.discard(prefix.ids, number)  # the rest of an earlier entry
+        with closing(core.cache.open(prefix.ids, number, purpose="resume")) as sequence:
+            plan = sequence.extend(prefix.ids)
+            if core.host is not None:
+                core.host.offload()
+            compressor.write(core.cache.match(prefix.text, number).blocks, plan.slots)
+            sequence.commit()
+
+
+def _obstacle(core: Core) -> str | None:
+    """Return why no prefix can be compressed."""
+    if not core.config.prefix_cache:
+        return "with prefix_cache=False there are no prefixes"
+    if core.config.deterministic:
+        return "a deterministic engine gives the answers of the exact prefix only"
+    return core.runner.compression_obstacle
+
+
+def _pseudo_text(text: TokenIds, recipe: str, slots: int) -> tuple[str, TokenIds]:
+    """Return the name of a compressed prefix and its ids, int32 [slots]: words of 30 bits of a digest."""
+    digest = blake2b(text.astype("<i4").tobytes() + recipe.encode())
     words = b"".join(blake2b(digest.digest() + number.to_bytes(8)).digest() for number in range(-(-slots // 16)))
-    return (np.frombuffer(words, "<u4")[:slots] % FIRST_PSEUDO + FIRST_PSEUDO).astype(np.int32)
+    ids = (np.frombuffer(words, "<u4")[:slots] % FIRST_PSEUDO + FIRST_PSEUDO).astype(np.int32)
+    return f"prefix-{digest.hexdigest()[:16]}", ids

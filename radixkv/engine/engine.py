@@ -26,6 +26,7 @@ from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.device import device_of
 from radixkv.disk import SCRATCH
 from radixkv.engine.audit import Auditor, piece_tokens
+from radixkv.engine.compressed import CompressedPrefix, CompressedPrefixes
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
 from radixkv.engine.input_processor import EncodedPrompt, InputProcessor, Params, Prompt, check_seconds, start_of_reply
@@ -126,6 +127,7 @@ class RequestEngine:
         self._pool = f"{cache.num_blocks} blocks of {cache.block_size} tokens"
         inputs = InputProcessor(
             model, weights, pool_tokens, config.seed, core.admission, namespaces, config.logits_processors,
+            prefixes=CompressedPrefixes(core, bytes_per_block),
             speculates=core.speculation is not None, host_sampler=not device.is_gpu,
         )  # fmt: skip
         decode = _decoder(model) if config.expose_text else None
@@ -234,15 +236,17 @@ class RequestEngine:
         namespace: Hashable = None,
         timeout: float | None = None,
         progress: bool = False,
+        prefix: CompressedPrefix | None = None,
     ) -> list[Completion]:
         """Complete all prompts, batched, and wait; returns one Completion per prompt, in order.
 
         With `params.n > 1` the `alternatives` of a completion come from the other streams.
         A prompt is a text, a sequence of token ids, or a list of chat messages; `params` is one for all or one for
-        each. `progress` shows a bar. Ctrl-C cancels the requests and is raised again. Raises InvalidInput and its
-        subclasses before anything runs, RequestTimedOut after `timeout` seconds, RequestFailed or EngineClosed.
+        each. All follow a compressed `prefix`, if one is given. `progress` shows a bar. Ctrl-C cancels the requests and
+        is raised again. Raises InvalidInput and its subclasses or PrefixGone before anything runs, RequestTimedOut
+        after `timeout` seconds, RequestFailed or EngineClosed.
         """
-        return self._completions(self.client.inputs.batch(prompts, params, namespace, timeout), progress)
+        return self._completions(self.client.inputs.batch(prompts, params, namespace, timeout, prefix), progress)
 
     def _completions(self, requests: list[Request], progress: bool = False) -> list[Completion]:
         """Run requests together, and wait; cancel all if one of them raises."""
@@ -268,6 +272,7 @@ class RequestEngine:
         reply_start: int | None = None,
         sample: bool = True,
         origin: Origin = NO_ORIGIN,
+        prefix: CompressedPrefix | None = None,
     ) -> Handle:
         """Start one request and return at once; iterate the handle for chunks, or wait for its result.
 
@@ -277,10 +282,11 @@ class RequestEngine:
         requests of one conversation share, for the monitor, which also shows the names in `origin`.
         Without `sample` only the prompt is computed, and scored
         if `params.prompt_logprobs` is set; the reply is empty, and the prompt may fill the context. `reply_start` is
-        deprecated: submit an EncodedPrompt. Raises InvalidInput and its subclasses, or EngineClosed.
+        deprecated: submit an EncodedPrompt. The prompt follows a compressed `prefix`, if one is given. Raises
+        InvalidInput and its subclasses, PrefixGone or EngineClosed.
         """
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        options |= {"reply_start": start_of_reply(reply_start), "sample": sample, "origin": origin}
+        options |= {"reply_start": start_of_reply(reply_start), "sample": sample, "origin": origin, "prefix": prefix}
         return self.client.start(self.client.inputs.request(prompt, params, **options))
 
     def score(
@@ -325,9 +331,37 @@ class RequestEngine:
             handle.cancel()
         return self.client.warmed(request, usage, ttl).result() if pin else Warmed(usage)
 
-    def probe(self, prompt: Prompt, *, namespace: Hashable = None) -> Explanation:
+    def compress(
+        self,
+        prompt: Prompt,
+        keep: float = 0.5,
+        *,
+        method: str = "reconstruct",
+        namespace: Hashable = None,
+        timeout: float | None = None,
+    ) -> CompressedPrefix:
+        """Compute a prompt, keep a share of its KV as a compressed prefix for later requests, and wait for that.
+
+        It changes their answers. It stays pinned until `release_prefix`, new weights, or its namespace is cleared; an
+        equal one is returned at once. Chat messages are rendered as the beginning of a conversation. Raises
+        InvalidInput where nothing can be compressed, OutOfBlocks, PinBudgetExceeded, and every error of `generate`.
+        """
+        made = self.client.compress(prompt, keep, method, namespace, timeout)
+        try:
+            return made.result()
+        except BaseException:
+            made.cancel()  # no effect, unless Ctrl-C came first
+            raise
+
+    def release_prefix(self, prefix: CompressedPrefix) -> None:
+        """Drop a compressed prefix: new requests that name it raise PrefixGone. May be called twice."""
+        self.client.release_prefix(prefix).result()
+
+    def probe(
+        self, prompt: Prompt, *, namespace: Hashable = None, prefix: CompressedPrefix | None = None
+    ) -> Explanation:
         """Return how much of a prompt is cached, and why not more; changes nothing, not even recency."""
-        return self.client.probe(prompt, namespace).result()
+        return self.client.probe(prompt, namespace, prefix).result()
 
     def demote(self, prompt: Prompt, *, keep: int = 0, namespace: Hashable = None) -> None:
         """Mark a cached prompt as no longer needed after its first `keep` tokens.

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from radixkv.cache import Explanation
 from radixkv.engine.audit import Auditor, check_blocks
+from radixkv.engine.compressed import CompressedPrefix, CompressionJob
 from radixkv.engine.core import Core
-from radixkv.engine.input_processor import InputProcessor, Prompt
+from radixkv.engine.input_processor import InputProcessor, Prompt, is_chat
 from radixkv.engine.output import Handle, Usage, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.runs import RunExchange
@@ -211,6 +212,7 @@ class CoreClient:
     ) -> None:
         """`decode` shows the tokens of a node in tree views; None shows none."""
         self.core, self.thread, self.inputs, self.runs, self.curve = core, thread, inputs, runs, curve
+        self.prefixes = inputs.prefixes
         self._auditor, self._facts, self._decode = auditor, facts, decode
         self._loaded_at = time.perf_counter()
         self.loaded_again = False  # whether this process had unloaded the model before
@@ -255,11 +257,38 @@ class CoreClient:
 
         return self.thread.call(pinned)
 
+    def compress(
+        self, prompt: Prompt, keep: float, method: str, namespace: Hashable, timeout: float | None
+    ) -> Future[CompressedPrefix]:
+        """Compute a prompt, and compress it; cancelling the future ends that. Raises InvalidInput, EngineClosed."""
+        ids, number = self.inputs.encode(prompt), self.inputs.namespaces.number(namespace)
+        planned = self.prefixes.plan(ids, method, keep, namespace, list(prompt) if is_chat(prompt) else None)
+        future: Future[CompressedPrefix] = Future()
+        if (found := self.prefixes.find(planned.name, number)) is not None:
+            future.set_result(replace(found, source=planned.source or found.source))
+            return future
+        request = self.inputs.request(ids, namespace=namespace, timeout=timeout, sample=False)
+        handle = self.start(request)
+        future.add_done_callback(lambda _: handle.cancel())  # without a reference to it, it would cancel the request
+        job = CompressionJob(planned, request, future)
+        self.thread.post(lambda: self.prefixes.add(job), begins=True)
+        return future
+
+    def release_prefix(self, prefix: CompressedPrefix) -> Future[None]:
+        """Drop a compressed prefix."""
+        number = self.inputs.namespaces.number(prefix.namespace)
+        return self.thread.call(lambda: self.prefixes.release(prefix, number))
+
     # ---- the cache
 
-    def probe(self, prompt: Prompt, namespace: Hashable) -> Future[Explanation]:
-        """Explain how much of a prompt is cached."""
-        ids, number = self.inputs.encode(prompt), self.inputs.namespaces.number(namespace)
+    def probe(self, prompt: Prompt, namespace: Hashable, prefix: CompressedPrefix | None) -> Future[Explanation]:
+        """Explain how much of a prompt, perhaps after a compressed prefix, is cached."""
+        number, slots, exact = self.inputs.namespaces.number(namespace), 0, 0
+        if prefix is None:
+            ids = self.inputs.encode(prompt)
+        else:
+            ids = self.inputs.encode_after_prefix(prefix, prompt, number)
+            slots, exact = prefix.slots, prefix.tokens
 
         def explained() -> Explanation:
             found = self.core.cache.explain(ids, number)
@@ -267,7 +296,7 @@ class CoreClient:
                 time.perf_counter() - self._loaded_at if self.loaded_again and found.reason == "never_seen" else None
             )
             disk = max(0, self.core.records.reach(ids, number) - found.reached)
-            return replace(found, disk=disk, reloaded_ago=again)
+            return replace(found, disk=disk, reloaded_ago=again, prefix_slots=slots, prefix_tokens=exact)
 
         return self.thread.call(explained)
 

@@ -26,6 +26,7 @@ from radixkv.engine.admission import Admission
 from radixkv.engine.bad_words import spellings_of
 from radixkv.engine.beams import BeamSearch
 from radixkv.engine.chat_messages import Message, check_messages, rendered_with_text
+from radixkv.engine.compressed import CompressedPrefix, CompressedPrefixes
 from radixkv.engine.constrained import ConstrainedTokens
 from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.output import MAX_UNREAD, OutputChannel
@@ -47,7 +48,7 @@ from radixkv.engine.request import (
 from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
 from radixkv.engine.speculation import DraftedTokens
 from radixkv.engine.text_stream import decoder
-from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PromptTooLong
+from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PrefixGone, PromptTooLong
 from radixkv.grammar.compiler import GrammarCompiler
 from radixkv.models.weights.fixed import Weights
 from radixkv.sampling.logits_processors import LogitsProcessor, read_history
@@ -105,16 +106,18 @@ class InputProcessor:
         namespaces: NamespaceTable,
         processors: Sequence[LogitsProcessor] = (),
         *,
+        prefixes: CompressedPrefixes,
         speculates: bool = False,
         host_sampler: bool = True,
     ) -> None:
         """Process prompts for a model and a pool of `pool_tokens`; `seed` is the root of the requests' seeds.
 
         A request is refused if the model's `weights` have changed, or if `admission` says that it would not fit into an
-        empty pool. Requests have the numbers of their `namespaces`. `processors` are the engine's custom ones. If the
-        engine `speculates`, so do requests, but those that read a history which only a `host_sampler` has in each row.
+        empty pool. Requests have the numbers of their `namespaces`, and may follow one of `prefixes`. `processors` are
+        the engine's custom ones. If the engine `speculates`, so do requests, but those that read a history which only a
+        `host_sampler` has in each row.
         """
-        self.namespaces = namespaces
+        self.namespaces, self.prefixes = namespaces, prefixes
         self.context_limit = min(model.max_length, pool_tokens)
         self._model, self.weights = model.without_weights(), weights
         self._pool_tokens, self._admission = pool_tokens, admission
@@ -128,6 +131,29 @@ class InputProcessor:
     def encode(self, prompt: Prompt, *, reply: bool = False) -> TokenIds:
         """Return the token ids of a prompt; `reply` ends chat messages where the assistant's turn begins."""
         return encode(prompt, self._model.codec, self._model.vocab_size, reply=reply)
+
+    def encode_after_prefix(self, prefix: CompressedPrefix, prompt: Prompt, number: Hashable) -> TokenIds:
+        """Return the ids of a compressed prefix and of a prompt after it, in the namespace with this number.
+
+        A text has no special tokens; chat messages continue those of the prefix. Raises as `encode`, and PrefixGone.
+        """
+        if not isinstance(prefix, CompressedPrefix) or self.namespaces.number(prefix.namespace) is not number:
+            raise InvalidInput(f"prefix is what engine.compress returns for the same namespace, got {prefix!r:.100}")
+        if self.prefixes.find(prefix.name, number) is None:
+            raise PrefixGone(prefix.gone)
+        if is_chat(prompt):
+            ids: Any = self._messages_after(prefix, prompt)
+        else:
+            ids = self.encode_after(prefix.text, prefix.text, prompt)
+        return np.concatenate([prefix.ids, checked_ids(ids, self._model.vocab_size)])
+
+    def _messages_after(self, prefix: CompressedPrefix, messages: Any) -> TokenIds:
+        if not isinstance(prefix.source, list):
+            raise InvalidInput("this prefix was not made of chat messages, so none can follow: pass text or token ids")
+        whole = self.encode([*prefix.source, *messages], reply=True)
+        if not np.array_equal(whole[: prefix.tokens], prefix.text):
+            raise InvalidInput("the chat template writes the prefix otherwise before these messages: pass token ids")
+        return whole[prefix.tokens :]
 
     def encode_after(self, prompt: Prompt, ids: TokenIds, continuation: str | Ids) -> TokenIds:
         """Return the token ids of a continuation of a prompt with these `ids`; [] if its text has no tokens.
@@ -159,11 +185,12 @@ class InputProcessor:
         reply_start: int = 0,
         scores: Scores = NO_SCORES,
         origin: Origin = NO_ORIGIN,
+        prefix: CompressedPrefix | None = None,
     ) -> Request:
         """Make a request; without `sample` it only computes the prompt. Raises InvalidInput and its subclasses.
 
-        `reply_start` is that of a prompt without its own. `scores` are of params without prompt_logprobs. Waits until
-        the constraint of `params` is compiled.
+        The prompt follows a compressed `prefix`, if one is given. `reply_start` is that of a prompt without its own.
+        `scores` are of params without prompt_logprobs. Waits until the constraint of `params` is compiled.
         """
         if isinstance(prompt, EncodedPrompt):
             reply_start, prompt = prompt.reply_start, prompt.ids
@@ -172,12 +199,18 @@ class InputProcessor:
             _check_numbers(timeout, priority, session, reply_start)
         if not isinstance(params, SamplingParams):
             params = checked_params(params, self.default_params)
-        ids = encode(prompt, model.codec, model.vocab_size)
+        number = None if namespace is None else self.namespaces.number(namespace)
+        if prefix is None:
+            ids, slots, offset = encode(prompt, model.codec, model.vocab_size), 0, 0
+        elif params.prompt_logprobs is not None:
+            raise InvalidInput("prompt_logprobs scores the whole prompt, and a compressed prefix has no logits")
+        else:
+            ids = self.encode_after_prefix(prefix, prompt, number)
+            slots, offset = prefix.slots, prefix.tokens - prefix.slots
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.stop_token_ids)
         self._check_params(params, stop_ids)
-        number = None if namespace is None else self.namespaces.number(namespace)
         pool_tokens = self._admission.accounts.most_blocks(number) * self._admission.block_size
-        limit = min(model.max_length, pool_tokens)
+        limit = min(model.max_length - offset, pool_tokens)
         room = limit - len(ids)
         if room < sample:
             all_tokens = self._pool_tokens
@@ -216,7 +249,7 @@ class InputProcessor:
             priority=priority,
             channel=OutputChannel(MAX_UNREAD * params.n * params.beam_width),
             origin=origin if session is None else replace(origin, session=session),
-            parts=PromptParts(reply_start if sample else len(ids)),
+            parts=PromptParts(reply_start if sample else len(ids), slots, offset, prefix),
             submitted=submitted,
             scores=scores if params.prompt_logprobs is None else self._scores(ids, 1, params.prompt_logprobs),
             deadline=None if timeout is None else submitted + timeout,
@@ -268,7 +301,12 @@ class InputProcessor:
         return room - room // 16 if limit < self._model.max_length else room
 
     def batch(
-        self, prompts: str | Sequence[Prompt], params: Params, namespace: Hashable, timeout: float | None
+        self,
+        prompts: str | Sequence[Prompt],
+        params: Params,
+        namespace: Hashable,
+        timeout: float | None,
+        prefix: CompressedPrefix | None = None,
     ) -> list[Request]:
         """Make a request per prompt; a single text is one, `params` is one for all or one for each.
 
@@ -287,7 +325,8 @@ class InputProcessor:
                 f"{len(each_params)} sampling params for {len(given)} prompts: pass one for all, or one for each"
             )
         pairs = zip(given, each_params, strict=True)
-        return [self.request(prompt, each, namespace=namespace, timeout=timeout) for prompt, each in pairs]
+        options: Any = {"namespace": namespace, "timeout": timeout, "prefix": prefix}
+        return [self.request(prompt, each, **options) for prompt, each in pairs]
 
     def _check_params(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
         """Raise InvalidInput for sampling parameters that do not fit the model."""

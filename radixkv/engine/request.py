@@ -31,6 +31,7 @@ from radixkv.errors import PrefixGone
 from radixkv.turns import Group
 
 if TYPE_CHECKING:
+    from radixkv.engine.compressed import CompressedPrefix
     from radixkv.sampling.params import Candidates, SamplingParams, TokenLogprobs
     from radixkv.sampling.token_mask import ConstrainedRow
 
@@ -202,17 +203,16 @@ NO_ORIGIN = Origin()
 
 
 class PromptParts(NamedTuple):
-    """The parts of a prompt, in tokens, and the error for a request whose compressed prefix is gone.
+    """The parts of a prompt: lengths in tokens, 0 if there is no such part.
 
     `reply_start` is the length of the part that a later turn of the conversation repeats for sure: up to the end of the
-    last message before the reply; 0 if unknown. The first `slots` ids of the prompt name a compressed prefix, which has
-    `offset` tokens more; 0 without one.
+    last message before the reply. The first `slots` ids name a compressed `prefix`, which has `offset` tokens more.
     """
 
     reply_start: int = 0
     slots: int = 0
     offset: int = 0
-    gone: str = ""
+    prefix: CompressedPrefix | None = None
 
 
 WHOLE = PromptParts()
@@ -291,7 +291,8 @@ class Request:
         nothing can compute it.
         """
         if sequence.length < self.parts.slots:
-            raise PrefixGone(self.parts.gone)
+            assert self.parts.prefix is not None
+            raise PrefixGone(self.parts.prefix.gone)
         if self.parts.reply_start:
             sequence.snapshot_at(self.parts.reply_start)
         if self.streams:

@@ -207,12 +207,14 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The numbers of recomputed and of differing blocks, and the differences."""
+    """The numbers of recomputed and of differing blocks, the differences, and the compressed prefixes, left out."""
 
     blocks: int
     differ: int
     differences: tuple[Difference, ...] = ()
+    compressed: int = 0
 
     def __str__(self) -> str:
         """Return the report as a sentence."""
-        return f"{self.blocks:,} blocks audited, {self.differ:,} differ"
+        left = f"; {self.compressed:,} compressed prefixes were left out" if self.compressed else ""
+        return f"{self.blocks:,} blocks audited, {self.differ:,} differ{left}"
