@@ -63,7 +63,7 @@ class CompressionJob:
     future: Future[CompressedPrefix]
     pin: Pin | None = None
     compressor: Compressor | None = None
-    scored: bool = False
+    remains: bool = True
 
 
 class CompressedPrefixes:
@@ -78,7 +78,6 @@ class CompressedPrefixes:
         self._obstacle = _obstacle(core)
         self._jobs: list[CompressionJob] = []
         self._entries: dict[tuple[Hashable, str], tuple[CompressedPrefix, Pin]] = {}
-        core.background.append(self)
 
     def plan(self, text: TokenIds, method: str, keep: float, namespace: Hashable, source: Any) -> CompressedPrefix:
         """Describe the compressed prefix of a text. Raises InvalidInput if it cannot be made."""
@@ -109,6 +108,8 @@ class CompressedPrefixes:
 
     def add(self, job: CompressionJob) -> None:
         """Compress a prefix when its request has ended."""
+        if self not in self._core.background:
+            self._core.background.append(self)
         self._jobs.append(job)
 
     # ---- as a background task
@@ -143,39 +144,43 @@ class CompressedPrefixes:
 
     def _advance(self, job: CompressionJob) -> bool:
         """Do the next piece of a job; returns whether its future has the prefix."""
-        prefix, number, deadline = job.prefix, job.request.namespace, job.request.deadline
-        if (found := self.find(prefix.name, number)) is None:
-            if deadline is not None and time.perf_counter() > deadline:
-                raise RequestTimedOut("the prefix was not compressed in time")
-            if not self._is_written(job):
-                return False
-            pin = self._core.admission.pin(prefix.ids, number)
-            self._entries = {key: each for key, each in self._entries.items() if each[1].active}
-            self._entries[number, prefix.name] = prefix, pin
-        if job.future.set_running_or_notify_cancel():
-            job.future.set_result(found or prefix)
-        return True
+        prefix, number = job.prefix, job.request.namespace
+        found = self.find(prefix.name, number)
+        if found is None and self._is_cached(job):
+            found = self._register(job)
+        if found is not None and job.future.set_running_or_notify_cancel():
+            job.future.set_result(found)
+        return found is not None
 
-    def _is_written(self, job: CompressionJob) -> bool:
-        """Do the next piece unless the prefix is cached; returns whether it is."""
-        prefix, number, core = job.prefix, job.request.namespace, self._core
+    def _is_cached(self, job: CompressionJob) -> bool:
+        """Do the next piece; returns whether the compressed KV is cached then."""
+        prefix, number, cache, deadline = job.prefix, job.request.namespace, self._core.cache, job.request.deadline
         if job.pin is None:
             job.request.channel.wait(0)  # raises the error with which the request ended
-            job.pin = core.admission.pin(prefix.text, number)
+            job.pin = self._core.admission.pin(prefix.text, number)
             if not job.pin.complete:
                 raise OutOfBlocks("the prefix was evicted before it could be pinned: try again when fewer requests run")
         elif not job.pin.active:
             raise PrefixGone("the exact prefix was dropped before it was compressed: compress it again")
-        elif core.cache.match(prefix.ids, number).length < prefix.slots:
-            job.compressor = job.compressor or core.runner.compression(prefix.text, prefix.method)
-            if job.scored:
-                self._write(job.compressor, prefix, number)
-                job.pin.release()
-                return True
-            job.scored = not job.compressor.step(core.cache.match(prefix.text, number).blocks)
+        elif deadline is not None and time.perf_counter() > deadline:
+            raise RequestTimedOut("the prefix was not compressed in time")
+        elif job.compressor is None:
+            job.compressor = self._core.runner.compression(prefix.text, prefix.method)
+        elif job.remains:
+            job.remains = job.compressor.step(cache.match(prefix.text, number).blocks)
         else:
-            return True
-        return False
+            self._write(job.compressor, prefix, number)
+        return cache.match(prefix.ids, number).length == prefix.slots
+
+    def _register(self, job: CompressionJob) -> CompressedPrefix:
+        """Pin the compressed prefix in place of the exact one. Raises PinBudgetExceeded."""
+        prefix, number = job.prefix, job.request.namespace
+        assert job.pin is not None
+        job.pin.release()
+        pin = self._core.admission.pin(prefix.ids, number)
+        self._entries = {key: each for key, each in self._entries.items() if each[1].active}
+        self._entries[number, prefix.name] = prefix, pin
+        return prefix
 
     def _write(self, compressor: Compressor, prefix: CompressedPrefix, number: Hashable) -> None:
         """Copy the chosen KV into blocks of its own, and publish them. Raises OutOfBlocks."""

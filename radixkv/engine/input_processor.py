@@ -132,7 +132,7 @@ class InputProcessor:
         """Return the token ids of a prompt; `reply` ends chat messages where the assistant's turn begins."""
         return encode(prompt, self._model.codec, self._model.vocab_size, reply=reply)
 
-    def encode_after_prefix(self, prefix: CompressedPrefix, prompt: Prompt, number: Hashable) -> TokenIds:
+    def encode_after_prefix(self, prefix: CompressedPrefix, prompt: Any, number: Hashable) -> TokenIds:
         """Return the ids of a compressed prefix and of a prompt after it, in the namespace with this number.
 
         A text has no special tokens; chat messages continue those of the prefix. Raises as `encode`, and PrefixGone.

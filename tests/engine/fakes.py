@@ -93,6 +93,7 @@ class FakeRunner(PlainRunner):
         self.steps: list[list[tuple[int, int]]] = []  # per step, (start, tokens) of each chunk
         self.gate: threading.Semaphore | None = None  # with one, each step waits for it
         self.began = threading.Semaphore(0)
+        self.compression_obstacle = None
 
     def run(
         self, chunks: Sequence[SequenceInput], copies: Sequence[tuple[int, int]], sampled: torch.Tensor | None = None
@@ -139,6 +140,9 @@ class FakeRunner(PlainRunner):
         self.state[load.plan.slots] = states[load.sources].view(np.uint64)
         self.tokens[load.plan.slots] = tokens[load.sources]
 
+    def compression(self, tokens: np.ndarray, method: str) -> FakeCompressor:
+        return FakeCompressor(self, tokens)
+
     def _slot(self, chunk: SequenceInput, position: int) -> int:
         return int(chunk.block_table[position // self.size]) * self.size + position % self.size
 
@@ -161,6 +165,27 @@ class FakeRunner(PlainRunner):
         logits = np.zeros(self.vocab, dtype=np.float32)
         logits[self.brain(tokens.tolist())] = 100
         return logits
+
+
+class FakeCompressor:
+    """Keeps the last tokens of a prefix, as if it had no others."""
+
+    def __init__(self, runner: FakeRunner, tokens: np.ndarray) -> None:
+        self.runner, self.text, self.pieces = runner, tokens, 3
+
+    def step(self, block_table: np.ndarray) -> bool:
+        places = np.arange(len(self.text))
+        slots = block_table[places // self.runner.size] * self.runner.size + places % self.runner.size
+        assert (self.runner.tokens[slots] == self.text).all(), "these are not the blocks of the exact prefix"
+        self.pieces -= 1
+        return self.pieces > 0
+
+    def write(self, block_table: np.ndarray, slots: np.ndarray) -> None:
+        assert not self.pieces and not set(slots // self.runner.size) & set(block_table.tolist())
+        state = 0
+        for token, slot in zip(self.text[len(self.text) - len(slots) :].tolist(), slots.tolist(), strict=True):
+            state = chain(state, token)
+            self.runner.state[slot], self.runner.tokens[slot] = state, token
 
 
 class FakeHost:
