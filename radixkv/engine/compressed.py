@@ -175,8 +175,9 @@ class CompressedPrefixes:
     def _register(self, job: CompressionJob) -> CompressedPrefix:
         """Pin the compressed prefix in place of the exact one. Raises PinBudgetExceeded."""
         prefix, number = job.prefix, job.request.namespace
-        assert job.pin is not None
-        job.pin.release()
+        for each in self._jobs:  # jobs for the same prefix have the same text
+            if each.pin is not None and each.prefix.name == prefix.name and each.request.namespace == number:
+                each.pin.release()
         pin = self._core.admission.pin(prefix.ids, number)
         self._entries = {key: each for key, each in self._entries.items() if each[1].active}
         self._entries[number, prefix.name] = prefix, pin

@@ -189,7 +189,7 @@ def sample_row(stream: Stream, position: int, draft: array[int] | None = None) -
     return SampleRow(  # by position: keywords take a quarter more time, for each row of each step
         request.params,
         stream.seed,
-        position,
+        position + request.parts.offset,
         tokens,
         len(request.prompt) - slots,
         request.stop_ids,

@@ -265,7 +265,7 @@ class CoreClient:
         planned = self.prefixes.plan(ids, method, keep, namespace, list(prompt) if is_chat(prompt) else None)
         future: Future[CompressedPrefix] = Future()
         if (found := self.prefixes.find(planned.name, number)) is not None:
-            future.set_result(replace(found, source=planned.source or found.source))
+            future.set_result(replace(found, source=planned.source) if planned.source else found)
             return future
         request = self.inputs.request(ids, namespace=namespace, timeout=timeout, sample=False)
         handle = self.start(request)
