@@ -202,7 +202,7 @@ class Admission:
         if not self._can_finish(request, sequence):
             # A hit that ends inside a block costs a copy of that block: compute its tokens instead.
             whole = self._reuse.aligned(sequence.length - sequence.length % self.block_size)
-            sequence.truncate(max(whole, request.parts.slots))
+            sequence.truncate(min(max(whole, request.parts.slots), sequence.length))
         if not self._can_finish(request, sequence):
             # The path to the hit also holds part-filled blocks: keep only the part that pins hold anyway.
             sequence.truncate(min(max(self._pinned_hit(request), request.parts.slots), sequence.length))

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class CompressedPrefix:
     """The handle of a compressed prefix: `slots` of the KV of its `tokens`, in `bytes`, chosen by `method` for `keep`.
 
-    `ids` int32 [slots] are its text in the cache, and `text` int32 [tokens] the exact prefix. `source` has the chat
-    messages of which it was made, or a chat's state; None for a text and for token ids.
+    `name` identifies it in its `namespace`. `ids` int32 [slots] are its text in the cache, and `text` int32 [tokens]
+    the exact prefix. `source` has the chat messages of which it was made, or a chat's state; None for a text and ids.
     """
 
     name: str

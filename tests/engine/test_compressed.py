@@ -20,6 +20,7 @@ from radixkv.errors import (
     OutOfBlocks,
     PinBudgetExceeded,
     PrefixGone,
+    PromptTooLong,
     RequestTimedOut,
     WeightsChanged,
 )
@@ -242,6 +243,15 @@ def test_a_full_pool_and_a_full_pin_budget_are_said() -> None:
         stream.result()
         check(engine)
         assert not engine.stats().cache.pinned_blocks
+
+
+def test_a_request_that_needs_the_whole_pool_keeps_the_prefix() -> None:
+    engine, _ = make_engine(24)
+    with engine:
+        prefix = engine.compress(TEXT[:42], 1)
+        assert replies(engine, [[1] * 41], 8, prefix=prefix) == [greedy_reply([*TEXT[:42], *[1] * 41], 8)]
+        with pytest.raises(PromptTooLong, match="pinned"):
+            replies(engine, [[1] * 41], 12, prefix=prefix)
 
 
 def test_events_and_past_text_leave_it_out() -> None:
