@@ -249,9 +249,11 @@ def test_a_request_that_needs_the_whole_pool_keeps_the_prefix() -> None:
     engine, _ = make_engine(24)
     with engine:
         prefix = engine.compress(TEXT[:42], 1)
-        assert replies(engine, [[1] * 41], 8, prefix=prefix) == [greedy_reply([*TEXT[:42], *[1] * 41], 8)]
+        for token in (1, 2, 3):
+            found = replies(engine, [[token] * 41], 9, prefix=prefix)
+            assert found == [greedy_reply([*TEXT[:42], *[token] * 41], 9)]
         with pytest.raises(PromptTooLong, match="pinned"):
-            replies(engine, [[1] * 41], 12, prefix=prefix)
+            replies(engine, [[2] * 41], 12, prefix=prefix)
 
 
 def test_events_and_past_text_leave_it_out() -> None:
