@@ -8,7 +8,6 @@ SGLang send them too, Dynamo and llm-d index them. Compressed prefixes and what 
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Callable, Hashable
 from hashlib import blake2b
@@ -139,7 +138,7 @@ class BlockEvents(Follower):
         """Check that unmarked nodes have the ids of all blocks that are announced, and other objects none. O(nodes)."""
         nodes = {node for node in self._tree.residents() if node.parent is not None}
         assert self._marked <= nodes and self._ids.keys() <= nodes
-        announced = itertools.filterfalse(self._is_compressed, nodes - self._marked)
+        announced = [node for node in nodes - self._marked if not self._is_compressed(node)]
         counts = {node: self._count(node.start, node.end) for node in announced}
         assert all(len(self._ids.get(node, ())) == count for node, count in counts.items())
 
@@ -151,7 +150,7 @@ class BlockEvents(Follower):
 
     def take(self) -> BlockChanges:
         """Return the changes since the last look. O(changed blocks + depth of their nodes), on the cache's thread."""
-        parents_first = sorted(itertools.filterfalse(self._is_compressed, self._marked), key=lambda each: each.start)
+        parents_first = sorted(self._marked, key=lambda each: each.start)
         stored = [run for node in parents_first if (run := self._number(node)).ids]
         self._marked.clear()
         removed = list(self._left)
@@ -162,7 +161,7 @@ class BlockEvents(Follower):
         """Number the new blocks of a node; return those that were not there at the last look."""
         ids = self._ids.setdefault(node, array("q"))
         first, last = node.start // self._size + len(ids), node.end // self._size
-        if first >= last:
+        if first >= last or self._is_compressed(node):
             return StoredBlocks(array("q"), array("i"), None, None)
         tokens, parent, salt = self._context(node, first * self._size, ids)
         width, before, numbers = self._size * WIDTH, parent, array("q")

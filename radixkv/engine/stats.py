@@ -216,5 +216,5 @@ class AuditReport:
 
     def __str__(self) -> str:
         """Return the report as a sentence."""
-        left = f"; {self.compressed:,} compressed prefixes were left out" if self.compressed else ""
+        left = f"; compressed prefixes left out: {self.compressed:,}" if self.compressed else ""
         return f"{self.blocks:,} blocks audited, {self.differ:,} differ{left}"
