@@ -263,7 +263,7 @@ class Runner:
 
     def compression(self, tokens: NDArray[np.int32], method: str) -> Compression:
         """Begin to score the cached prefix `tokens` by a method of `compression.METHODS`."""
-        return Compression(self, tokens, method)
+        return Compression(self.loaded, self.store, tokens, method)
 
 
 class PoolForward:
