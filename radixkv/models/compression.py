@@ -120,7 +120,7 @@ class Compression:
 
     @torch.inference_mode()
     def write(self, block_table: NDArray[np.int32], slots: NDArray[np.int64]) -> None:
-        """Copy stored bytes of the best tokens of each layer and head from `block_table` to other `slots` [m], in order."""
+        """Copy the stored bytes of each head's best tokens from `block_table` to other `slots` [m], in order."""
         size = self._store.block_size
         with self._device.current():
             table, targets = map(self._device.upload, (block_table.astype(np.int64), slots))
