@@ -33,7 +33,7 @@ class CompressedPrefix:
     """The handle of a compressed prefix: `slots` of the KV of its `tokens`, in `bytes`, chosen by `method` for `keep`.
 
     `name` identifies it in its `namespace`. `ids` int32 [slots] are its text in the cache, and `text` int32 [tokens]
-    the exact prefix. `source` has the chat messages of which it was made, or a chat's state; None for a text and ids.
+    the exact prefix. `source` has the chat messages or the chat state that it was made from; None for a text and ids.
     """
 
     name: str
@@ -83,7 +83,7 @@ class CompressedPrefixes:
         """Describe the compressed prefix of a text. Raises InvalidInput if it cannot be made."""
         if self._obstacle is not None:
             raise InvalidInput(f"no prefix can be compressed: {self._obstacle}")
-        if method not in METHODS:
+        if not isinstance(method, str) or method not in METHODS:
             raise InvalidInput(f"method={method!r}: allowed are {', '.join(METHODS)}")
         if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
             raise InvalidInput(f"keep={keep!r}: allowed is the share of tokens to keep, above 0 and at most 1")

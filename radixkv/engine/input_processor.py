@@ -135,7 +135,7 @@ class InputProcessor:
     def encode_after_prefix(self, prefix: CompressedPrefix, prompt: Any, number: Hashable) -> TokenIds:
         """Return the ids of a compressed prefix and of a prompt after it, in the namespace with this number.
 
-        A text has no special tokens; chat messages continue those of the prefix. Raises as `encode`, and PrefixGone.
+        A text has no special tokens; chat messages continue the prefix's messages. Raises as `encode`, and PrefixGone.
         """
         if not isinstance(prefix, CompressedPrefix) or self.namespaces.number(prefix.namespace) is not number:
             raise InvalidInput(f"prefix is what engine.compress returns for the same namespace, got {prefix!r:.100}")

@@ -224,8 +224,8 @@ class Request:
 
     `max_tokens` is `params.max_tokens`, cut to the room of the context; 0 computes the prompt and samples nothing.
     `stop_ids` end a stream when they are sampled. `seed` belongs to the first stream. `decode` makes text of tokens.
-    `deadline` is in seconds of time.perf_counter. `parts` are those of the prompt.
-    `replies` says how many streams continue the prompt, and how. `scores` are the scores of the prompt's tokens.
+    `deadline` is in seconds of time.perf_counter. `parts` are lengths in the prompt. `replies` says how many streams
+    continue the prompt, and how. `scores` are the scores of the prompt's tokens.
 
     `origin` names its sender, for observers. `scheduling` is what the engine records of it.
     """

@@ -145,7 +145,7 @@ def test_where_nothing_can_be_compressed_it_is_said() -> None:
             engine.compress(TEXT)
     engine, _ = make_engine()
     with engine:
-        for wrong, options in (([1] * 7, {}), (TEXT, {"method": "recent"})):
+        for wrong, options in (([1] * 7, {}), (TEXT, {"method": "recent"}), (TEXT, {"method": []})):
             with pytest.raises(InvalidInput, match=r"two blocks|reconstruct, snapkv, h2o"):
                 engine.compress(wrong, **options)
         prefix = engine.compress(TEXT)
