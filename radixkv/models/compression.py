@@ -6,7 +6,7 @@ stored after their rotation, so they keep their positions in any slot. Scoring w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -63,24 +63,26 @@ METHODS = {"reconstruct": Method(reconstruct, repeats=True), "snapkv": Method(sn
 
 def obstacle(loaded: LoadedModel) -> str | None:
     """Return why prefixes of this model cannot be compressed; None if they can."""
-    config, layers = loaded.config.get_text_config(), loaded.layers
+    config = loaded.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     reasons = {
         "recurrent state": loaded.state,
-        "attention of its own, by the fallback": loaded.attention == "fallback",
-        "attention in windows or chunks": any(each.window or each.chunk for each in layers),
-        "attention sinks, or layers that share their KV": any(each.sinks or each.source is not None for each in layers),
+        "its own attention, by the fallback": loaded.attention == "fallback",
+        "layers with windows, chunks, softcaps, sinks or shared KV": any(map(_has_options, loaded.layers)),
         "attention scaled by position": getattr(config, "attn_temperature_tuning", 0) or "llama_4_scaling_beta" in rope,
         "latent attention (MLA)": getattr(config, "kv_lora_rank", None),
     }
-    return next((f"this model has {reason}" for reason, applies in reasons.items() if applies), None)
+    return next((f"the model has {reason}" for reason, applies in reasons.items() if applies), None)
+
+
+def _has_options(layer: LayerSpec) -> bool:
+    return layer != LayerSpec(layer.heads, layer.kv_heads, layer.key_dim, layer.value_dim)
 
 
 class Compression:
     """The scores of a prefix, from one forward after another: call `step` until it returns False, then `write`."""
 
     attend_rows = None  # fused layers call `attend`
-    _calls: Iterator[tuple[int, LayerSpec]]
 
     def __init__(self, loaded: LoadedModel, store: KVStore, tokens: NDArray[np.int32], method: str) -> None:
         """Score `tokens` [n] by a method of `METHODS`; n numbers for each layer and KV head. Few tokens all stay."""
@@ -95,7 +97,7 @@ class Compression:
         piece = self._tokens[self._next : self._next + PIECE].astype(np.int64)
         if len(piece):
             self._table, self._start = block_table, len(self._tokens) if self._method.repeats else self._next
-            self._calls = enumerate(self._loaded.layers)
+            self._layers = iter(range(len(self.scores)))
             with self._device.current(), handled_by(self):
                 places = np.arange(len(piece))
                 tokens, rows, positions = map(self._device.upload, (piece, places[:1], places + self._start))
@@ -105,14 +107,16 @@ class Compression:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend to the tokens before the piece, from the pool, and to its own, and score the weights."""
-        number, layer = next(self._calls)
-        cached, scores, outputs = self._store.gather(number, self._table, self._start), self.scores[number], []
+        layer, outputs = next(self._layers), list[Tensor]()
+        cached, scores = self._store.gather(layer, self._table, self._start), self.scores[layer]
         new = (each[0].to(scores.dtype) for each in (call.key, call.value))
         key, value = (torch.cat(parts, 1)[:, None] for parts in zip(cached, new, strict=True))
         query = (call.query[0].to(scores.dtype) * call.scale).view(len(key), -1, *call.query.shape[2:])
         size = max(1, CELLS // (call.query.shape[1] * key.shape[2]))
         for first in range(0, query.shape[2], size):
-            weights = attention_weights(query[:, :, first : first + size], key, self._start + first, layer.softcap)
+            products = query[:, :, first : first + size] @ key.mT
+            later = torch.ones_like(products[0, 0], dtype=torch.bool).triu(self._start + first + 1)
+            weights = products.masked_fill_(later, -torch.inf).softmax(-1)
             seen = weights[..., : scores.shape[1]]
             self._method.add(scores[:, : seen.shape[3]], seen)
             outputs.append(weights @ value)
@@ -129,15 +133,6 @@ class Compression:
                 heads = torch.arange(len(chosen), device=chosen.device)[:, None]
                 for pool in (tensor for part in parts for tensor in part.tensors):
                     pool[heads, targets // size, targets % size] = pool[heads, table[chosen // size], chosen % size]
-
-
-def attention_weights(query: Tensor, key: Tensor, start: int, softcap: float | None) -> Tensor:
-    """Return softmax weights [kv_heads, group, rows, keys] of queries [kv_heads, group, rows, dim], from `start` on."""
-    scores = query @ key.mT
-    if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    later = torch.ones(scores.shape[2:], dtype=torch.bool, device=key.device).triu(start + 1)
-    return scores.masked_fill_(later, -torch.inf).softmax(-1)
 
 
 def chosen_tokens(scores: Tensor, count: int) -> Tensor:
