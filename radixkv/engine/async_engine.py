@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, ref
 
 from radixkv.cache import Explanation
 from radixkv.config import EngineConfig, EngineConfigFields
-from radixkv.engine.compressed import CompressedPrefix
+from radixkv.engine.compressed import CompressedPrefix, Conversation
 from radixkv.engine.engine import NOT_COPIED, RequestEngine, explained_methods
 from radixkv.engine.input_processor import EncodedPrompt, Params, Prompt, start_of_reply
 from radixkv.engine.output import Chunk, Completion, Handle, Warmed
@@ -163,7 +163,7 @@ class AsyncRequestEngine:
 
     async def compress(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Conversation,
         keep: float = 0.5,
         *,
         method: str = "reconstruct",

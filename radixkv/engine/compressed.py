@@ -7,12 +7,12 @@ a part of the KV of an exact prefix. Requests find an entry while its pin is act
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +26,14 @@ from radixkv.models.compression import METHODS, num_slots
 
 if TYPE_CHECKING:
     from radixkv.engine.core import Compressor, Core
+
+
+@runtime_checkable
+class Conversation(Protocol):
+    """A conversation that can be compressed, such as a chat session."""
+
+    def frozen(self) -> tuple[Sequence[int], Hashable, object]:
+        """Return the ids with which all later prompts begin, the namespace, and the state of the conversation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +54,14 @@ class CompressedPrefix:
     text: TokenIds = field(repr=False)
     namespace: Hashable = None
     source: Any = field(default=None, repr=False)
+
+    def rest(self, ids: Any) -> TokenIds:
+        """Return the token ids after the text of the prefix. Raises InvalidInput if `ids` do not begin with it."""
+        given = np.asarray(ids, np.int32)
+        if not np.array_equal(given[: self.tokens], self.text):
+            reason = "its first messages, its tools and its date must be the prefix's own"
+            raise InvalidInput(f"the prompt does not begin with the {self.tokens} tokens of {self.name}: {reason}")
+        return given[self.tokens :]
 
     @property
     def gone(self) -> str:

@@ -26,7 +26,7 @@ from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.device import device_of
 from radixkv.disk import SCRATCH
 from radixkv.engine.audit import Auditor, piece_tokens
-from radixkv.engine.compressed import CompressedPrefix, CompressedPrefixes
+from radixkv.engine.compressed import CompressedPrefix, CompressedPrefixes, Conversation
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
 from radixkv.engine.input_processor import EncodedPrompt, InputProcessor, Params, Prompt, check_seconds, start_of_reply
@@ -333,7 +333,7 @@ class RequestEngine:
 
     def compress(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Conversation,
         keep: float = 0.5,
         *,
         method: str = "reconstruct",
@@ -343,8 +343,9 @@ class RequestEngine:
         """Compute a prompt, keep a share of its KV as a compressed prefix for later requests, and wait for that.
 
         It changes their answers. It stays pinned until `release_prefix`, new weights, or its namespace is cleared; an
-        equal one is returned at once. Chat messages are rendered as the beginning of a conversation. Raises
-        InvalidInput where nothing can be compressed, OutOfBlocks, PinBudgetExceeded, and every error of `generate`.
+        equal one is returned at once. Chat messages are rendered as the beginning of a conversation, and a chat session
+        is compressed in its namespace. Raises InvalidInput where nothing can be compressed, OutOfBlocks,
+        PinBudgetExceeded, and every error of `generate`.
         """
         made = self.client.compress(prompt, keep, method, namespace, timeout)
         try:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from radixkv.cache import Explanation
 from radixkv.engine.audit import Auditor, check_blocks
-from radixkv.engine.compressed import CompressedPrefix, CompressionJob
+from radixkv.engine.compressed import CompressedPrefix, CompressionJob, Conversation
 from radixkv.engine.core import Core
 from radixkv.engine.input_processor import InputProcessor, Prompt, is_chat
 from radixkv.engine.output import Handle, Usage, Warmed
@@ -258,11 +258,16 @@ class CoreClient:
         return self.thread.call(pinned)
 
     def compress(
-        self, prompt: Prompt, keep: float, method: str, namespace: Hashable, timeout: float | None
+        self, prompt: Prompt | Conversation, keep: float, method: str, namespace: Hashable, timeout: float | None
     ) -> Future[CompressedPrefix]:
         """Compute a prompt, and compress it; cancelling the future ends that. Raises InvalidInput, EngineClosed."""
+        source: object = None
+        if isinstance(prompt, Conversation):
+            prompt, namespace, source = prompt.frozen()
+        elif is_chat(prompt):
+            source = list(prompt)
         ids, number = self.inputs.encode(prompt), self.inputs.namespaces.number(namespace)
-        planned = self.prefixes.plan(ids, method, keep, namespace, list(prompt) if is_chat(prompt) else None)
+        planned = self.prefixes.plan(ids, method, keep, namespace, source)
         future: Future[CompressedPrefix] = Future()
         if (found := self.prefixes.find(planned.name, number)) is not None:
             future.set_result(replace(found, source=planned.source) if planned.source else found)

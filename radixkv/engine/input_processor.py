@@ -150,10 +150,7 @@ class InputProcessor:
     def _messages_after(self, prefix: CompressedPrefix, messages: Any) -> TokenIds:
         if not isinstance(prefix.source, list):
             raise InvalidInput("this prefix was not made of chat messages, so none can follow: pass text or token ids")
-        whole = self.encode([*prefix.source, *messages], reply=True)
-        if not np.array_equal(whole[: prefix.tokens], prefix.text):
-            raise InvalidInput("the chat template writes the prefix otherwise before these messages: pass token ids")
-        return whole[prefix.tokens :]
+        return prefix.rest(self.encode([*prefix.source, *messages], reply=True))
 
     def encode_after(self, prompt: Prompt, ids: TokenIds, continuation: str | Ids) -> TokenIds:
         """Return the token ids of a continuation of a prompt with these `ids`; [] if its text has no tokens.
@@ -290,15 +287,19 @@ class InputProcessor:
         blocks = self._admission.accounts.most_blocks(self.namespaces.number(namespace))
         return min(self._model.max_length, blocks * self._admission.block_size)
 
-    def room_for_reply(self, prompt: int, namespace: Hashable) -> int:
+    def room_for_reply(self, prompt: int, namespace: Hashable, prefix: CompressedPrefix | None = None) -> int:
         """Return the most tokens of a reply without a limit of its own, after a prompt of `prompt` tokens.
+
+        The prompt may follow a compressed `prefix`, which has more tokens than slots.
 
         Where not the context but the pool is the limit, a 16th of the room stays free for the part-filled blocks on the
         path to the hit. Else the hit would be cut until the longest reply fits.
         """
-        limit = self.context_limit_for(namespace)
-        room = limit - prompt
-        return room - room // 16 if limit < self._model.max_length else room
+        limit, most = self.context_limit_for(namespace), self._model.max_length
+        if prefix is not None:
+            prompt, most = prompt + prefix.slots, most - prefix.tokens + prefix.slots
+        room = min(limit, most) - prompt
+        return room - room // 16 if limit < most else room
 
     def batch(
         self,
