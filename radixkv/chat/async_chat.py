@@ -19,10 +19,10 @@ from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message, Reply, ToolResult
 from radixkv.chat.reply_schema import Schema
 from radixkv.chat.reply_stream import ReplyStream
-from radixkv.chat.saved import Overflow
+from radixkv.chat.saved import Overflow, SessionState
 from radixkv.chat.session import NOT_COPIED, ChatSession
 from radixkv.chat.session_use import SessionUse
-from radixkv.engine import AsyncRequestEngine, Chunk
+from radixkv.engine import AsyncRequestEngine, Chunk, CompressedPrefix
 from radixkv.engine.async_engine import AsyncChunks, AsyncHandle
 from radixkv.engine.engine import explained_methods
 from radixkv.sampling.params import SamplingParams
@@ -162,6 +162,15 @@ class AsyncChatSession:
         return self._session.token_ids
 
     @property
+    def prefix(self) -> CompressedPrefix | None:
+        """The compressed prefix with which the conversation begins, None without one."""
+        return self._session.prefix
+
+    def frozen(self) -> tuple[Sequence[int], Hashable, SessionState]:
+        """Return what `engine.compress` needs: see `ChatSession.frozen`."""
+        return self._session.frozen()
+
+    @property
     def turns(self) -> int:
         """Number of turns. A turn is a user message, or tool results, with the reply to it."""
         return self._session.turns
@@ -243,11 +252,11 @@ class AsyncEngine(AsyncRequestEngine):
         namespace: Hashable = None,
         history: HistoryMode = "auto",
         overflow: Overflow = "error",
+        prefix: CompressedPrefix | None = None,
     ) -> AsyncChatSession:
         """Begin a conversation; same arguments and errors as `Engine.chat`. Does not wait."""
-        session = self._engine.chat(
-            system, messages=messages, tools=tools, namespace=namespace, history=history, overflow=overflow
-        )
+        given: dict[str, Any] = {"messages": messages, "tools": tools, "namespace": namespace, "history": history}
+        session = self._engine.chat(system, **given, overflow=overflow, prefix=prefix)
         return AsyncChatSession(session, self._preparing)
 
     async def resume(self, path: str | os.PathLike[str], *, namespace: Hashable = None) -> AsyncChatSession:

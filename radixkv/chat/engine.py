@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from radixkv.chat import saved
@@ -16,10 +17,10 @@ from radixkv.chat.messages import Message
 from radixkv.chat.saved import Overflow, SessionState
 from radixkv.chat.session import ChatSession
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine import RequestEngine, Run
+from radixkv.engine import CompressedPrefix, RequestEngine, Run
 from radixkv.engine.chat_messages import check_messages
 from radixkv.engine.engine import explained_methods
-from radixkv.engine.input_processor import is_chat, template_text
+from radixkv.engine.input_processor import is_chat, template_text, today
 from radixkv.errors import EngineError, InvalidInput
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Engine(RequestEngine):
         namespace: Hashable = None,
         history: HistoryMode = "auto",
         overflow: Overflow = "error",
+        prefix: CompressedPrefix | None = None,
     ) -> ChatSession:
         """Begin a conversation; nothing is computed before its first message.
 
@@ -53,6 +55,7 @@ class Engine(RequestEngine):
         earlier turns, or appending would lose text that it writes.
         `overflow` selects the behaviour when the context is full: "error", or "drop_oldest", which drops the oldest
         turns until half of the context is left.
+        `prefix` is a compressed prefix of messages or of a session, with which the conversation begins.
         Raises ChatError for a model without a chat template, and for "append" if text would be lost; EngineClosed.
         """
         self.client.thread.post(lambda: None, begins=True)  # raises EngineClosed now, not at the first message
@@ -60,6 +63,10 @@ class Engine(RequestEngine):
             raise InvalidInput(f"the system prompt must be a text, got {system!r:.100}: pass messages=[...] instead")
         if not is_chat(messages) and messages:
             raise InvalidInput(f"messages must be a list of dicts with role and content, got {messages!r}")
+        if prefix is not None:
+            begun = _begun(prefix, system, messages, tools)
+            begun = replace(begun, namespace=namespace, history=history, overflow=overflow, prefix=prefix)
+            return ChatSession(self, self._template(begun.tools, begun.date), begun)
         check_messages(messages or (), template_text(self.model.codec))
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         opening += messages or []
@@ -78,6 +85,9 @@ class Engine(RequestEngine):
         self.client.inputs.namespaces.number(namespace)  # an unusable one is refused now
         state = saved.read(path, model.name, model.vocab_size, namespace)
         with saved.damaged(path):
+            if state.prefix is not None:
+                text, method, keep = state.prefix
+                state = replace(state, prefix=self.client.prefixes.plan(text, method, keep, namespace, None))
             session = ChatSession(self, self._template(state.tools, state.date), state)
         try:
             run = Run.read(saved.kv_path(path))
@@ -93,3 +103,14 @@ class Engine(RequestEngine):
     def _template(self, tools: Sequence[Any] | None, date: str | None = None) -> ChatTemplate:
         model, limit, form = self.model, self.context_limit, self.config.tool_format
         return ChatTemplate(model.codec, model.stop_token_ids, tools, date, limit, tool_format=form)
+
+
+def _begun(prefix: CompressedPrefix, *given: object) -> SessionState:
+    """Return the conversation in a prefix. Raises InvalidInput for one of a text, and if more is `given`."""
+    if any(each is not None for each in given):
+        raise InvalidInput("the prefix has the beginning of its chat: leave out system, messages and tools")
+    if prefix.source is None:
+        raise InvalidInput("this prefix was made of a text: make it of messages or of a chat session")
+    if isinstance(prefix.source, SessionState):
+        return prefix.source
+    return SessionState(None, today(), None, "auto", "error", prefix.source)

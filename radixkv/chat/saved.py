@@ -52,7 +52,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class SessionState:
-    """Everything that another session needs to begin or continue a conversation; its lists belong to the session."""
+    """Everything that another session needs to begin or continue a conversation; its lists belong to the session.
+
+    `prefix` is the compressed prefix with which it begins; in a state from a file, its text, method and `keep`.
+    """
 
     tools: list[Any] | None
     date: str
@@ -62,6 +65,7 @@ class SessionState:
     opening: Sequence[Message]
     turns: Sequence[Turn] = ()
     token_ids: Sequence[int] = ()
+    prefix: Any = None
 
 
 def write(state: SessionState, model: str, path: str | os.PathLike[str]) -> None:
@@ -160,7 +164,7 @@ def _from_json(saved: dict[str, Any], vocab_size: int) -> SessionState:
         raise ValueError(f"tools are a list or null, not {tools!r}")
     if history not in ("append", "template"):
         raise ValueError(f"history is append or template, not {history!r}")
-    ids = _ids(saved["token_ids"], vocab_size)
+    ids, prefix = _ids(saved["token_ids"], vocab_size), saved.get("prefix")
     turns = [_turn_from_json(turn, vocab_size) for turn in saved["turns"]]
     if history == "template":  # version 1 wrote an end here, too, which later turns make wrong
         turns = [replace(turn, end=None) for turn in turns]
@@ -175,6 +179,7 @@ def _from_json(saved: dict[str, Any], vocab_size: int) -> SessionState:
         opening=[_message(message) for message in saved["opening"]],
         turns=turns,
         token_ids=ids,
+        prefix=prefix and (checked_ids(prefix["text"], vocab_size), prefix["method"], prefix["keep"]),
     )
 
 
@@ -243,8 +248,10 @@ def _ids(saved: Any, vocab_size: int) -> array[int]:
 
 
 def _as_json(state: SessionState, model: str) -> dict[str, Any]:
-    fields = asdict(replace(state, namespace=None, token_ids=list(state.token_ids)))
-    del fields["namespace"]
+    fields = asdict(replace(state, namespace=None, token_ids=list(state.token_ids), prefix=None))
+    del fields["namespace"], fields["prefix"]
+    if (prefix := state.prefix) is not None:
+        fields["prefix"] = {"text": prefix.text.tolist(), "method": prefix.method, "keep": prefix.keep}
     namespaced = state.namespace is not None
     return {"format": _FORMAT, "version": _VERSION, "model": model, "namespaced": namespaced, **fields}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -34,7 +34,7 @@ from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTo
 from radixkv.sampling.params import SamplingParams, checked_params, is_int
 
 if TYPE_CHECKING:
-    from radixkv.engine import RequestEngine
+    from radixkv.engine import CompressedPrefix, RequestEngine
 
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 # turns until half of the context is left, so that the following turns hit the cache again.
 _ROOM = 4
 _KEEP = 2
+_LATER = ("a", "\n\nb")  # next messages: the ids before both begin each later prompt
 
 
 NOT_COPIED = (
@@ -65,7 +66,8 @@ class ChatSession:
         Raises ChatError for history="append" if appending would lose text of the template.
         """
         _check_choice("history", state.history, ("auto", "append", "template"))
-        _check_choice("overflow", state.overflow, ("error", "drop_oldest"))
+        # Without its oldest turns, a conversation no longer begins with its compressed prefix.
+        _check_choice("overflow", state.overflow, ("error", "drop_oldest") if state.prefix is None else ("error",))
         self._engine = engine
         self._template = template
         self._parser = ReplyParser(template)
@@ -76,6 +78,7 @@ class ChatSession:
         self._append = history_mode(template, state.history) == "append"
         self._overflow = state.overflow
         self._turns = list(state.turns)
+        self._prefix: CompressedPrefix | None = state.prefix
         self._ids = array("i", state.token_ids)
         self._open_stream: ReplyStream | None = None
         self._closed = False
@@ -186,6 +189,20 @@ class ChatSession:
         return list(self._ids)
 
     @property
+    def prefix(self) -> CompressedPrefix | None:
+        """The compressed prefix with which the conversation begins, None without one."""
+        return self._prefix
+
+    def frozen(self) -> tuple[Sequence[int], Hashable, SessionState]:
+        """Return the ids that begin each later prompt, the namespace and the state, for `engine.compress`."""
+        with self._use.call():
+            self._settle()
+            if self._turns and self._turns[-1].tool_calls:
+                raise InvalidInput("this session waits for tool results: compress it after them")
+            prompt, other = (self._with_room(self._prompt(self._turns, [_of_user(text)], self._ids)) for text in _LATER)
+            return prompt[: _common(prompt, other)], self._namespace, self._state()
+
+    @property
     def turns(self) -> int:
         """Number of turns. A turn is a user message, or tool results, with the reply to it."""
         return len(self._turns)
@@ -259,7 +276,9 @@ class ChatSession:
         if self._rule.constrains(params):
             params = constrained(params, self._template, self._rule, self._template.thinking_at(prompt))
         encoded = EncodedPrompt(prompt, self._template.reply_start(prompt))
-        handle = self._engine.submit(encoded, params, namespace=self._namespace, session=self._number)
+        rest = encoded if self._prefix is None else self._prefix.rest(prompt)
+        options: dict[str, Any] = {"namespace": self._namespace, "session": self._number, "prefix": self._prefix}
+        handle = self._engine.submit(rest, params, **options)
         record = partial(self._record, turns, prompt, new, params, reply_schema, keep is not None)
         self._open_stream = ReplyStream(handle, prompt, record, self._use)
         return self._open_stream
@@ -347,13 +366,14 @@ class ChatSession:
             opening=self._opening,
             turns=self._turns,
             token_ids=self._ids,
+            prefix=self._prefix,
         )
 
     def _demote(self, dead: array[int], keep: int | None = None) -> None:
         """Mark the cached tokens of `dead` after its common prefix with the present ids as first to evict."""
         if keep is None:
-            keep = next((at for at, (a, b) in enumerate(zip(dead, self._ids, strict=False)) if a != b), len(self._ids))
-        if len(dead) > keep:
+            keep = _common(dead, self._ids)
+        if len(dead) > keep and self._prefix is None:
             try:
                 self._engine.demote(dead, keep=keep, namespace=self._namespace)
             except EngineClosed:
@@ -382,6 +402,11 @@ def _of_user(text: object) -> Message:
     if not isinstance(text, str) or not text:
         raise InvalidInput(f"a user's message must be a text that is not empty, got {text!r}")
     return {"role": "user", "content": text}
+
+
+def _common(first: array[int], second: array[int]) -> int:
+    """Count the ids that two prompts share at their beginning."""
+    return next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
 
 
 def _without_oldest(turns: list[Turn]) -> list[Turn]:
