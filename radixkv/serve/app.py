@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from radixkv import __version__
 from radixkv.chat import AsyncEngine
 from radixkv.errors import EngineClosed, RadixKVError
-from radixkv.serve import chats, completions, infill
+from radixkv.serve import chats, completions, infill, prefixes
 from radixkv.serve.anthropic import endpoint as anthropic
 from radixkv.serve.error_forms import error_response
 from radixkv.serve.errors import ApiError, as_api_error
@@ -81,6 +81,7 @@ def _own_routes(models: Models) -> list[Route]:
         route("/api/ps", library.ps),
         route("/api/show", library.show, "POST"),
         *(route(path, library.refused, method) for path, method in library.REFUSED),
+        route("/v1/prefixes/{name}", prefixes.delete, "DELETE"),
         route("/v1/models", list_models),
         route("/v1/models/{model:path}", one_model),
     ]
@@ -98,6 +99,7 @@ def _model_routes(models: Models) -> list[Route]:
     return [
         post("/v1/chat/completions", chats.create),
         post("/v1/completions", completions.create),
+        post("/v1/prefixes", prefixes.create),
         post("/v1/messages", anthropic.create),
         post("/v1/messages/count_tokens", anthropic.count_tokens),
         post("/v1/responses", openai_responses.create),

@@ -17,6 +17,7 @@ from radixkv.errors import (
     EngineClosed,
     InvalidConstraint,
     InvalidInput,
+    PrefixGone,
     PromptTooLong,
     RadixKVError,
     RequestCancelled,
@@ -26,7 +27,7 @@ from radixkv.errors import (
 
 TOO_LONG = "context_length_exceeded"  # the code of a prompt that is too long
 _log = logging.getLogger(__name__)
-_PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|bad_words|beam_width|n|tools|prediction)\b")
+_PARAMETER = re.compile(r"(logit_bias|stop_token_ids|stop|bad_words|beam_width|n|tools|prediction|keep|method)\b")
 _FIELDS = {"beam_width": "n"}  # parameters that have another name in bodies
 _LONGEST = 2000  # characters of a message, which may quote a long value
 
@@ -72,6 +73,12 @@ def too_many(why: str, retry_after: int, **headers: str) -> ApiError:
     return ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
 
 
+def no_prefix() -> ApiError:
+    """Return an ApiError 404 for a compressed prefix that is not there, or not for this caller."""
+    message = "there is no such compressed prefix: make it, or make it again, with POST /v1/prefixes"
+    return ApiError(404, message, param="prefix", code="prefix_not_found")
+
+
 @contextmanager
 def errors_about(param: str, constraint: str | None = None) -> Iterator[None]:
     """Convert errors of the engine or the template to ApiError 400 with a field's name.
@@ -106,6 +113,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return bad_request(str(error), code=TOO_LONG)
         case InvalidInput() | ChatError():
             return bad_request(str(error))
+        case PrefixGone():
+            return no_prefix()
         case RequestFailed() if isinstance(error.__cause__, InvalidConstraint):
             return bad_request(str(error.__cause__), code="invalid_value")
         case RequestTimedOut():

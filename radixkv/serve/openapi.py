@@ -22,18 +22,20 @@ from radixkv.serve.openai_responses.schemas import ResponseBody
 from radixkv.serve.openapi_operations import (
     DONE,
     IN_PATH,
+    PREFIX_IN_PATH,
     PROMETHEUS,
     event_stream,
     get,
     json_of,
     post,
     responses_of,
+    stored,
     without_key,
 )
-from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
+from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, ModelBody, PrefixBody, TokenizeBody
 from radixkv.server_settings import Settings
 
-_OPENAIS = (ChatBody, CompletionBody, ResponseBody)
+_OPENAIS = (ChatBody, CompletionBody, ResponseBody, PrefixBody)
 _OTHERS = (InfillBody, TokenizeBody, DetokenizeBody, MessageBody, PromptBody)
 _BODIES: tuple[type[Body], ...] = (*_OPENAIS, *_OTHERS, *ollama.BODIES)
 
@@ -69,6 +71,8 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
             "/v1/completions": post(
                 "Continue texts", CompletionBody, "Completion", event_stream("CompletionChunk", "Error", DONE)
             ),
+            "/v1/prefixes": post("Compress a prefix, which later requests name", PrefixBody, "Prefix"),
+            "/v1/prefixes/{name}": {"delete": stored("Release a compressed prefix", "DeletedPrefix", PREFIX_IN_PATH)},
             "/infill": post(
                 "Fill in the middle of a text", InfillBody, "Infill", event_stream("Infill", "Error", "stop: true")
             ),
@@ -103,6 +107,7 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
             "schemas": {
                 **schemas,
                 **_answers(),
+                **_prefixes(),
                 **anthropic.answers(),
                 **openai_responses.answers(),
                 **ollama.answers(),
@@ -163,6 +168,13 @@ def _answers() -> JsonObject:
         "Health": answer({"status": {"const": "ok"}}),
         "Error": answer({"error": answer({"message": TEXT, "type": TEXT, "param": STRING, "code": STRING})}),
     }
+
+
+def _prefixes() -> JsonObject:
+    named = {"id": TEXT, "object": {"const": "prefix"}}
+    counts = dict.fromkeys(("tokens", "slots", "bytes"), COUNT)
+    made = answer({**named, **counts, "method": TEXT, "keep": {"type": "number"}})
+    return {"Prefix": made, "DeletedPrefix": answer({**named, "deleted": {"const": True}})}
 
 
 def _whole(kind: str, choice: JsonObject, **optional: JsonObject) -> JsonObject:

@@ -35,6 +35,12 @@ def get(
     return {"get": {"summary": about, "parameters": [*(parameters or []), REQUEST_ID], "responses": responses}}
 
 
+def stored(about: str, found: str, *parameters: JsonObject) -> JsonObject:
+    """The method of a path about one thing that the server stores for the caller."""
+    found_or_not = responses_of(about, json_of(found), 400, 401, 404)
+    return {"summary": about, "parameters": [*parameters, NAMESPACE, REQUEST_ID], "responses": found_or_not}
+
+
 def without_key(path: JsonObject) -> JsonObject:
     """Mark a path as needing no key."""
     return {"get": {**path["get"], "security": []}}
@@ -78,6 +84,7 @@ def header(name: str, place: str, about: str, **schema: object) -> JsonObject:
 
 
 IN_PATH = {**header("model", "path", "What clients call the model."), "required": True}
+PREFIX_IN_PATH = {**header("name", "path", "The id of a compressed prefix."), "required": True}
 NAMESPACE = header(NAMESPACE_HEADER, "header", "A part of the key's cache.", maxLength=LONGEST_NAME, pattern="^[ -~]*$")
 REQUEST_ID = header("X-Request-Id", "header", "Of the client's choice: letters, digits, `.`, `_`, `-`; else ignored.")
 PROMETHEUS = {"text/plain": {"schema": TEXT}}
@@ -91,7 +98,7 @@ _WHY = {
     400: "What was sent is wrong; the message says what, and how to put it right",
     401: "No API key that is known here",
     403: "A server without API keys was asked by a name that is not this machine's",
-    404: "No such model, or no such response",
+    404: "No such model, response or prefix",
     408: "The body did not arrive in time",
     409: "The model has running requests",
     413: "The body is too large",

@@ -24,6 +24,7 @@ from radixkv.serve.bodies import (
     Body,
     ByType,
     CacheSalt,
+    NotEmpty,
     OneError,
     Only,
     Prefer,
@@ -64,7 +65,8 @@ class RequestOptions:
     `session_key` are one session for the monitor. It never isolates cached prefixes. `constraint_field` is the field of
     the constraint in `params`. The response has `replies` to each prompt; a beam search may have more beams. Without
     `samples` only the prompt is computed. `prompt_logprobs` is the number of alternatives in the field of this name of
-    the response, None if it has no such field. `context` limits the prompt and the reply together, in tokens.
+    the response, None if it has no such field. `context` limits the prompt and the reply together, in tokens. `prefix`
+    names the compressed prefix that the prompt follows.
     """
 
     model: str
@@ -79,6 +81,7 @@ class RequestOptions:
     samples: bool = True
     prompt_logprobs: int | None = None
     context: int | None = None
+    prefix: str | None = None
 
     def params_after(self, prompt: int) -> SamplingParams:
         """Return the parameters of a reply to `prompt` tokens that ends within `context`; raise PromptTooLong."""
@@ -95,13 +98,14 @@ class Dialogue:
     """A conversation that the chat template writes as a prompt.
 
     `template_options` set variables of the template. `prefill`: the last message is a reply's beginning, to be
-    continued.
+    continued. `date` is the day on which it began, None for today.
     """
 
     messages: list[Message]
     tools: list[JsonObject] | None
     template_options: tuple[TemplateOption, ...] = ()
     prefill: bool = False
+    date: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +247,7 @@ class Options(Sampling, Guided):
     )
     prompt_cache_key: SessionKey | None = None
     cache_salt: CacheSalt | None = None
+    prefix: str | None = Field(default=None, description="The id of a compressed prefix, which the prompt follows.")
     store: Annotated[Any, Prefer(False, why="nothing that was said is stored")] = None
     service_tier: Annotated[Any, Prefer("auto", "default", why="there is one tier")] = None
     user: Anything = None
@@ -301,6 +306,18 @@ class CompletionBody(Options):
     best_of: Annotated[int, wire("n")] | None = Field(
         default=None, description="The number of beams of a beam search, `n` at least; else equal to `n`."
     )
+
+
+class PrefixBody(Body):
+    """The body of POST /v1/prefixes."""
+
+    model: str
+    prompt: Annotated[str | TokenPrompt, ByType("a string or an array of token ids")] | None = None
+    messages: Messages | None = None
+    tools: Several[ChatTool] | None = None
+    keep: Annotated[float, Field(gt=0, le=1, description="The part of the keys and values to keep.")] | None = None
+    method: NotEmpty | None = Field(default=None, description="How they are chosen.")
+    cache_salt: CacheSalt | None = None
 
 
 class ModelBody(Body):
@@ -378,6 +395,14 @@ def read_completion(given: JsonObject, ignored: IgnoredFields | None = None) -> 
     return CompletionRequest(options, prompts, bool(body.echo), body.suffix or "")
 
 
+def read_prefix(given: JsonObject, ignored: IgnoredFields | None = None) -> tuple[PrefixBody, Dialogue]:
+    """Read the body of a compression, as `read_chat` does, and return its messages too."""
+    body = read(PrefixBody, given, ignored)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
+    return body, Dialogue(messages=neutral_messages(body.messages or ()), tools=neutral_tools(given.get("tools")))
+
+
 def read_tokenize(given: JsonObject, ignored: IgnoredFields | None = None) -> TokenizeRequest:
     """Read the body of a tokenisation, as `read_chat` does."""
     body = read(TokenizeBody, given, ignored)
@@ -430,6 +455,7 @@ def _options(
         replies=params.width,
         samples=bound != 0,
         prompt_logprobs=prompt_logprobs,
+        prefix=body.prefix,
     )
 
 

@@ -16,14 +16,14 @@ from radixkv.chat import AsyncEngine
 from radixkv.chat.calls.formats import HERMES
 from radixkv.chat.rendering import at_least
 from radixkv.chat.thinking import CHANNEL, TAGS, THINK_START
-from radixkv.engine import Completion
+from radixkv.engine import Completion, CompressedPrefix
 from radixkv.engine.input_processor import encode, template_text
 from radixkv.engine.request import TokenIds
 from radixkv.errors import PromptTooLong
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.bodies import without_effect
 from radixkv.serve.conversations import ChatPrompt, Conversations
-from radixkv.serve.errors import TOO_LONG, ApiError, errors_about
+from radixkv.serve.errors import TOO_LONG, ApiError, errors_about, no_prefix
 from radixkv.serve.fields import IgnoredFields
 from radixkv.serve.fim import FillInMiddle
 from radixkv.serve.gate import Caller, Gate
@@ -117,6 +117,14 @@ class Service:
             message = f"model {name[:100]!r} not found: this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def prefix(self, caller: Caller, name: str) -> CompressedPrefix:
+        """Return the compressed prefix of this name in the caller's namespace; raise ApiError 404."""
+        client = self.engine.client
+        found = client.prefixes.find(name, client.inputs.namespaces.number(caller.namespace))
+        if found is None:
+            raise no_prefix()
+        return found
+
     # ---- prompts and texts
 
     async def chat_prompt(
@@ -145,7 +153,7 @@ class Service:
                     why = "has no effect: this model's chat template does not read it"
                     without_effect(name, why, None if self.settings.strict_fields else ignored)
                 asked = caller.namespace, messages, tools, session_key, arguments
-                prompt = self.conversations.prompt(*asked, prefill=chat.prefill)
+                prompt = self.conversations.prompt(*asked, prefill=chat.prefill, date=chat.date)
                 return self.conversations.compared(prompt, session_key) if compares else prompt
 
         return await self.gate.in_background(encoded)
@@ -185,12 +193,15 @@ class Service:
         """
         self._check_tokens(more - (-sum(map(len, texts)) // self._longest_token))
 
-    def encoded(self, text: str) -> TokenIds:
+    def encoded(self, text: str, prefix: CompressedPrefix | None = None) -> TokenIds:
         """Return the ids of a text; raise PromptTooLong, usually before much of a long text is encoded.
 
-        Call on the background thread. Raises InvalidInput as `input_processor.encode`.
+        After a `prefix` it has no special tokens. Call on the background thread. Raises InvalidInput as
+        `input_processor.encode`.
         """
         self.check_text(text)
+        if prefix is not None:
+            return self.engine.client.inputs.encode_after(prefix.text, prefix.text, text)
         return encode(text, self.engine.model.codec, self.engine.model.vocab_size)
 
     def check_text(self, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.json_schemas import COUNT, STRING, TEXT, answer, array, maybe, ref
 from radixkv.serve.openai_responses.schemas import ResponseBody
-from radixkv.serve.openapi_operations import NAMESPACE, REQUEST_ID, event_stream, header, json_of, post, responses_of
+from radixkv.serve.openapi_operations import event_stream, header, post, stored
 
 _ID = {**header("response_id", "path", "The id of a stored response."), "required": True}
 _LIMIT = {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}}
@@ -20,12 +20,14 @@ def paths() -> JsonObject:
         "/v1/responses": post("Respond to a conversation", ResponseBody, "Response", events),
         "/v1/responses/input_tokens": post("Length of a conversation", ResponseBody, "InputTokens"),
         "/v1/responses/{response_id}": {
-            "get": _stored("A stored response", "Response"),
-            "delete": _stored("Delete a stored response", "DeletedResponse"),
+            "get": stored("A stored response", "Response", _ID),
+            "delete": stored("Delete a stored response", "DeletedResponse", _ID),
         },
-        "/v1/responses/{response_id}/cancel": {"post": _stored("Stop a response that is being streamed", "Response")},
+        "/v1/responses/{response_id}/cancel": {
+            "post": stored("Stop a response that is being streamed", "Response", _ID)
+        },
         "/v1/responses/{response_id}/input_items": {
-            "get": _stored("The conversation before a stored response", "ResponseItems", _LIMIT, _ORDER, _AFTER)
+            "get": stored("The conversation before a stored response", "ResponseItems", _ID, _LIMIT, _ORDER, _AFTER)
         },
     }
 
@@ -66,12 +68,4 @@ def answers() -> JsonObject:
         "InputTokens": answer({"object": {"const": "response.input_tokens"}, "input_tokens": COUNT}),
         "DeletedResponse": answer({"id": TEXT, "object": {"const": "response"}, "deleted": {"const": True}}),
         "ResponseItems": answer({**page, "first_id": STRING, "last_id": STRING}),
-    }
-
-
-def _stored(about: str, found: str, *query: JsonObject) -> JsonObject:
-    return {
-        "summary": about,
-        "parameters": [_ID, *query, NAMESPACE, REQUEST_ID],
-        "responses": responses_of(about, json_of(found), 400, 401, 404),
     }

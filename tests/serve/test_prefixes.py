@@ -1,0 +1,110 @@
+"""Compressed prefixes over HTTP: they are made, named in requests and released, each in the namespace of its caller."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from radixkv import AsyncEngine, Engine
+from radixkv.serve import Settings, create_app
+from tests.serve.served import LOCAL, events, hosted_engine, texts, until
+
+BEGUN = [{"role": "system", "content": "Ann, Ben and Cleo share a house by the sea. " * 8}]
+ASKED = [{"role": "user", "content": "Who lives there?"}]
+FORM = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+CHAT, TEXT, MADE = "/v1/chat/completions", "/v1/completions", "/v1/prefixes"
+
+
+@contextmanager
+def served(settings: Settings | None = None) -> Iterator[tuple[Engine, TestClient]]:
+    engine = Engine.load("tiny", num_blocks=400, monitor=False)
+    with engine, TestClient(create_app(AsyncEngine(engine), settings), LOCAL) as client:
+        yield engine, client
+
+
+def post(client: TestClient, path: str, body: dict[str, Any], status: int = 200, key: str = "") -> Any:
+    form = {"model": "tiny"} if path == MADE else FORM
+    answer = client.post(path, json={**form, **body}, headers={"X-Api-Key": key})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_requests_after_a_whole_prefix_answer_as_after_its_text() -> None:
+    with served() as (_, client):
+        exact = post(client, CHAT, {"messages": [*BEGUN, *ASKED], "n": 2})["choices"]
+        made = post(client, MADE, {"messages": BEGUN, "keep": 1})
+        assert made["object"] == "prefix" and made["tokens"] == made["slots"] > 50
+        body = {"messages": ASKED, "prefix": made["id"], "n": 2}
+        answer = post(client, CHAT, body)
+        assert [each["message"] for each in answer["choices"]] == [each["message"] for each in exact]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= made["slots"]
+        stream = client.post(CHAT, json={**FORM, **body, "stream": True})
+        assert texts(events(stream.text)) == {at: each["message"]["content"] for at, each in enumerate(exact)}
+        said = [*ASKED, exact[0]["message"], *ASKED]
+        later = post(client, CHAT, {"messages": said, "prefix": made["id"]})["choices"]
+        assert later == post(client, CHAT, {"messages": [*BEGUN, *said]})["choices"]
+
+
+def test_texts_after_a_prefix_have_no_special_tokens() -> None:
+    text, rest = "Once upon a time there was a small house. " * 4, " In it lived"
+    with served() as (engine, client):
+        ids = engine.client.inputs.encode(text)
+        exact = post(
+            client, TEXT, {"prompt": [*ids.tolist(), *engine.client.inputs.encode_after([], ids, rest).tolist()]}
+        )
+        name = post(client, MADE, {"prompt": text, "keep": 1, "method": "snapkv"})["id"]
+        assert post(client, TEXT, {"prompt": rest, "prefix": name})["choices"] == exact["choices"]
+        assert "of messages" in post(client, CHAT, {"messages": ASKED, "prefix": name}, 400)["error"]["message"]
+        assert post(client, TEXT, {"prompt": rest, "prefix": name, "prompt_logprobs": 1}, 400)["error"]
+
+
+def test_foreign_and_released_prefixes_are_unknown() -> None:
+    ann, ben = "secret-ann", "secret-ben"
+    with served(Settings(api_keys={"ann": ann, "ben": ben})) as (engine, client):
+        made, again = (post(client, MADE, {"messages": BEGUN}, key=ann) for _ in range(2))
+        assert made["slots"] < made["tokens"] and made == again
+        path, body = f"{MADE}/{made['id']}", {"messages": ASKED, "prefix": made["id"]}
+        unknown = post(client, CHAT, {**body, "prefix": "x"}, 404, ben)
+        assert post(client, CHAT, body, 404, ben) == unknown and unknown["error"]["param"] == "prefix"
+        assert client.delete(path, headers={"X-Api-Key": ben}).json() == unknown
+        post(client, CHAT, body, key=ann)
+        released = client.delete(path, headers={"X-Api-Key": ann}).json()
+        assert released == {"id": made["id"], "object": "prefix", "deleted": True}
+        assert post(client, CHAT, body, 404, ann) == client.delete(path, headers={"X-Api-Key": ann}).json() == unknown
+        assert engine.stats().cache.pinned_blocks == 0
+
+
+def test_wrong_bodies_are_refused() -> None:
+    wrong: list[dict[str, Any]] = [*({"keep": keep} for keep in (0, 1.5, True, "0.5")), {"method": "best"}]
+    with served() as (engine, client):
+        for each in (*wrong, {"messages": None}, {"messages": None, "prompt": "short"}, {"messages": []}):
+            param = "prompt" if each.get("messages", ()) is None else next(iter(each))
+            assert post(client, MADE, {"messages": BEGUN, **each}, 400)["error"]["param"] == param
+        assert engine.stats().cache.pinned_blocks == 0
+
+
+def test_a_client_that_disconnects_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def step(_: Any) -> bool:
+        begun.set()
+        return not time.sleep(0.001)  # there is always another piece
+
+    body = json.dumps({"model": "tiny", "messages": BEGUN}).encode()
+    head = f"POST {MADE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    engine = Engine.load("tiny", num_blocks=400, monitor=False)
+    monkeypatch.setattr(engine.core.runner, "compression", lambda *_: SimpleNamespace(step=step))
+    with hosted_engine(engine, SimpleNamespace(gate=None)) as host:  # type: ignore[arg-type]
+        with socket.create_connection(("127.0.0.1", host.port)) as connection:
+            connection.sendall(head.encode() + body)
+            assert begun.wait(20) and engine.stats().cache.pinned_blocks
+        until(lambda: engine.stats().cache.pinned_blocks == 0)
