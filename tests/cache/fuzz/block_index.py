@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.block_events import BlockChanges, BlockEvents
+from radixkv.cache.tokens import as_bytes, is_compressed
 from tests.cache.fuzz import inside
 
 Prefix = tuple[str | None, tuple[int, ...]]
@@ -52,11 +53,17 @@ class BlockIndex:
         return [*found, False].index(False)
 
 
+def announced(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable) -> int:
+    """The number of leading blocks of a text that a router finds: none of a compressed prefix."""
+    return 0 if is_compressed(as_bytes(tokens)) else cache.explain(tokens, namespace).reached // cache.block_size
+
+
 def blocks_of(cache: PrefixCache) -> list[Prefix]:
-    """The full blocks that a cache has in memory; each node has those whose last tokens it holds."""
+    """The full blocks that a router finds in memory; each node has the blocks whose last tokens it holds."""
     size = cache.block_size
     return [
         (salt_of(node.namespace), tuple(node.text[: (at + 1) * size]))
         for node in inside.nodes(cache)
+        if not is_compressed(as_bytes(node.text))
         for at in range(node.start // size, len(node.text) // size)
     ]

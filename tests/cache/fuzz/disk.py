@@ -1,7 +1,7 @@
 """The model of a disk below the host: a real folder, reads that are late or overlap, and restarts.
 
 What arrives is checked where the host's images are: each holds the values of its text. A read of text that was dropped
-meanwhile brings nothing.
+meanwhile brings nothing. No text after a compressed prefix is on the disk.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from radixkv.cache.tokens import is_compressed
 from radixkv.disk import SCRATCH
 from radixkv.disk.slabs import Image
 from radixkv.disk.store import Read, Store
@@ -80,6 +81,7 @@ class DiskModel:
         found = self.tier.find(np.array(text, np.int32), namespace)
         if found is None:
             return
+        assert not is_compressed(found.tokens)
         blocks = self.tier.lend(found, namespace, rng.randint(1, len(found.records)))
         ended = threading.Event()
 
@@ -119,6 +121,8 @@ class DiskModel:
         assert self.tier.store.close(LONGEST)
         self._assert_sound()
         self.tier.use(self.opened())
+        texts = [self.tier.store.random_text(self.world.rng) for _ in range(5)]
+        assert not any(is_compressed(b"".join(text[1:])) for text in texts if text)
         self.restarts += 1
 
     def _assert_sound(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from radixkv.cache import Hint
+from radixkv.cache.tokens import FIRST_PSEUDO
 from radixkv.cache.types import Purpose
 from tests.cache.fuzz.beams import BeamGroup
 from tests.cache.fuzz.options import GRID, Options
@@ -20,6 +21,10 @@ from tests.cache.fuzz.world import World
 PROOFS = 0.1
 PURPOSES: tuple[Purpose, ...] = ("request", "request", "request", "request", "resume", "audit")
 NAMESPACES = (None, None, None, "a", "b")
+ROOTS = tuple(
+    list(range(FIRST_PSEUDO + first, FIRST_PSEUDO + first + slots)) for first, slots in ((0, 3), (50, 9), (100, 33))
+)
+"""Compressed prefixes: the two namespaces have them in common."""
 HINTS = (None, None, Hint(done=True), Hint(priority=1), Hint(done=True, priority=1))
 
 
@@ -92,7 +97,8 @@ class Machine:
         """The beginning of an earlier text, continued by a few tokens."""
         said = self.earlier()
         cut = self.rng.choice((len(said), self.rng.randrange(len(said) + 1)))
-        self.remember(said[:cut] + self.tokens())
+        root = self.rng.choice(ROOTS) if self.options.compressed and not cut and self.rng.random() < 0.5 else []
+        self.remember(root + said[:cut] + self.tokens())
         return self.said[-1]
 
     def limit(self, namespace: str | None, said: list[int]) -> int | None:

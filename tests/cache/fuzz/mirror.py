@@ -11,7 +11,7 @@ from radixkv.cache import Observer
 from radixkv.cache.reuse import total
 from radixkv.cache.types import Node, Purpose
 from tests.cache.fuzz import inside
-from tests.cache.fuzz.block_index import BlockIndex
+from tests.cache.fuzz.block_index import BlockIndex, announced
 from tests.cache.fuzz.tracked import Tracked
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ class Mirror:
         if rng.random() < 0.2:
             self.router.read()
             for one in world.live:
-                reached = world.cache.explain(one.tokens, one.namespace).reached
-                assert self.router.overlap(one.tokens, one.namespace) == reached // world.block_size
+                blocks = announced(world.cache, one.tokens, one.namespace)
+                assert self.router.overlap(one.tokens, one.namespace) == blocks
         if rng.random() < 0.02:
             self.router.read()
             self.router.events.disconnect()

@@ -20,7 +20,7 @@ GRID = 4  # the chunks of `aligned`, in tokens
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a run uses. The last three fields switch verbs on, all others are options of the cache."""
+    """What a run uses. The last four fields change what is said and done, all others are options of the cache."""
 
     block_size: int = 4
     eviction: str = "lru"
@@ -34,6 +34,7 @@ class Options:
     pins: bool = True
     forks: bool = True  # forks and groups of beams
     audits: bool = True
+    compressed: bool = False  # half of the new texts follow a compressed prefix
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -49,6 +50,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "pins": (False, True),
     "forks": (False, True),
     "audits": (False, True),
+    "compressed": (False, True),
 }
 
 EXCLUSIVE: dict[tuple[str, str], str] = {("disk", "states"): "snapshots stay in memory"}
