@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.simulation.draw import draw, with_drafts, with_host, with_limits, with_states
+from tests.simulation.draw import draw, with_drafts, with_host, with_limits, with_prefixes, with_states
 from tests.simulation.gpu import live_on_gpu
 from tests.simulation.scenario import Scenario
 from tests.simulation.shrink import failure_of, shrink
@@ -42,6 +42,9 @@ def main() -> int:
     parser.add_argument("--host", action="store_true", help="of an engine with a host tier")
     parser.add_argument("--disk", action="store_true", help="with a disk below the host tier")
     parser.add_argument("--drafts", action="store_true", help="of an engine that speculates, not with --states")
+    parser.add_argument(
+        "--prefixes", action="store_true", help="with compressed prefixes, not with --states or --ranks"
+    )
     parser.add_argument("--ranks", action="store_true", help="of an engine on two ranks, which do not overlap here")
     chosen = parser.parse_args()
 
@@ -51,6 +54,7 @@ def main() -> int:
         life = with_host(life) if chosen.host or chosen.disk else life
         life = replace(life, disk=chosen.disk and life.reuse)
         life = with_drafts(life) if chosen.drafts else life
+        life = with_prefixes(life) if chosen.prefixes else life
         return with_states(life) if chosen.states else life
 
     run: Life = live_on_gpu if chosen.gpu else live_on_host

@@ -57,6 +57,10 @@ class ScriptedChannel:
             return self.fixed
         return self.in_span and not self.ended and not (self.ask.flickers and self._rng.random() < 0.5)
 
+    def wait(self, timeout: float | None) -> None:
+        if self.error is not None:
+            raise self.error
+
     # ---- the world's side
 
     @property

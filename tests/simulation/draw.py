@@ -11,13 +11,15 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import NamedTuple
 
+from radixkv.cache.tokens import FIRST_PSEUDO
 from radixkv.config import EngineConfig
 from radixkv.sampling.params import SamplingParams
-from tests.simulation.model import VOCAB
+from tests.simulation.model import MOST_DROPPED, VOCAB
 from tests.simulation.oracle import Reply, replies
 from tests.simulation.scenario import (
     Ask,
     Auditing,
+    Compressing,
     Fault,
     Flaw,
     Forgetting,
@@ -150,6 +152,33 @@ def with_host(scenario: Scenario) -> Scenario:
     faults = tuple(Fault(rng.randint(0, last), kind, rng.randrange(2), rng.choice((1, 1, 2, 5))) for kind in kinds)
     asks, faults = (*scenario.asks, *again), (*scenario.faults, *faults)
     return replace(scenario, num_blocks=pool, block_size=size, host=host, asks=asks, faults=faults)
+
+
+def with_prefixes(scenario: Scenario) -> Scenario:
+    """Return such a life in which a third of the requests name a compressed prefix, which may not be there."""
+    rng, made, first = random.Random(f"prefixes of {scenario.seed}"), list[Compressing](), 2 * len(scenario.asks)
+    for _ in range(rng.choice((1, 2))):
+        text = tuple(rng.choices(range(VOCAB), k=rng.choice((2 * scenario.block_size, 37, 50))))
+        dropped, names = rng.choice((0, 1, len(text) // 2)), sorted({ask.namespace for ask in scenario.asks}, key=repr)
+        ids = tuple(rng.choices(range(FIRST_PSEUDO + dropped, 2**31, MOST_DROPPED), k=len(text) - dropped))
+        for namespace in rng.sample(names, min(len(names), rng.choice((1, 2)))):
+            at, rest = rng.randint(0, scenario.last), rng.choice((40, 100, scenario.last + 60))
+            made.append(Compressing(first + len(made), at, text, ids, namespace, at + rest))
+    asks = tuple(_after(ask, rng.choice(made), rng) if ask.number % 3 == 1 else ask for ask in scenario.asks)
+    greedy = SamplingParams(max_tokens=1, temperature=0)
+    asks += tuple(Ask(each.ask, each.at, each.text, greedy, 0, namespace=each.namespace) for each in made)
+    room = sum(2 + len(each.text + each.ids) // scenario.block_size for each in made)
+    config, blocks = replace(scenario.config, deterministic=False), int(room * rng.choice((0.7, 1, 2)))
+    life = replace(scenario, num_blocks=scenario.num_blocks + blocks, config=config, asks=asks, reuse=True)
+    return replace(life, compressings=tuple(made))
+
+
+def _after(ask: Ask, made: Compressing, rng: random.Random) -> Ask:
+    """Return the same request after a compressed prefix, mostly when it is there; no such prompt is scored."""
+    at, params = max(ask.at, made.at + rng.choice((0, 30, 60, 60))), ask.params.but(prompt_logprobs=None)
+    ask = replace(ask, prompt=made.ids + ask.prompt, namespace=made.namespace, prefix=made, at=at, params=params)
+    flaw = ask.flaw and replace(ask.flaw, at=ask.flaw.at + len(made.ids) * (ask.flaw.kind in ("forward", "memory")))
+    return replace(ask, flaw=flaw, cancel=None, lags=(), score_from=0, last_targets=())
 
 
 class _Draw:

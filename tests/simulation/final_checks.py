@@ -16,6 +16,7 @@ from radixkv.errors import (
     EngineClosed,
     InvalidConstraint,
     InvalidInput,
+    PrefixGone,
     PromptTooLong,
     RequestCancelled,
     RequestFailed,
@@ -68,7 +69,7 @@ class FinalChecks:
 
     def _completion(self, customer: Customer, answers: tuple[Reply, ...]) -> None:
         ask, done = customer.ask, customer.channel.completion
-        assert done is not None and not customer.cancelled
+        assert done is not None and not customer.cancelled and not customer.gone
         streams = [done, *done.alternatives]
         assert [(each.token_ids, each.finish_reason) for each in streams] == [
             (answer.tokens, answer.finish_reason) for answer in answers
@@ -113,6 +114,8 @@ class FinalChecks:
         ask, error, faults = customer.ask, customer.channel.error, self.world.faults
         if isinstance(error, RequestCancelled):
             return customer.cancelled
+        if isinstance(error, PrefixGone):
+            return customer.gone
         if isinstance(error, RequestTimedOut):
             return (
                 ask.timeout is not None and customer.ended_at is not None and customer.ended_at >= _deadline(customer)
@@ -120,7 +123,9 @@ class FinalChecks:
         if isinstance(error, EngineClosed):
             return self.world.step == self.world.scenario.close
         if isinstance(error, PromptTooLong):
-            return bool(self.world.pins) and not customer.request.scheduling.admitted
+            return (
+                bool(self.world.pins or self.world.scenario.compressings) and not customer.request.scheduling.admitted
+            )
         assert isinstance(error, RequestFailed), f"request {ask.number}: {error!r}"
         cause, flaw = error.__cause__, ask.flaw
         if flaw is not None and flaw.kind == "nan" and isinstance(cause, InvalidInput):
@@ -149,6 +154,7 @@ class FinalChecks:
             self._sums(counters)
         stats = self.cache.stats()
         committed = counters.computed_tokens + counters.recomputed_tokens
+        committed += sum(each.written for each in self.world.model.compressed)
         # Chunks of a request that failed in another part of its step are wasted, and are not committed.
         in_parts = any(c.ask.flaw is not None for c in customers) or self.world.faults.fired or self.world.faults.began
         most = committed + counters.wasted_tokens + self.world.draft_checks.rejected()
@@ -156,7 +162,7 @@ class FinalChecks:
         assert least <= stats.committed_tokens <= most, f"{counters}, {stats}"
         assert counters.host_tokens == stats.loaded_tokens, f"{counters}, {stats}"
         asked = sum(len(c.ask.prompt) for c in customers if c.request.scheduling.admitted)
-        refused = sum(len(c.ask.prompt) for c in customers if isinstance(c.channel.error, PromptTooLong))
+        refused = sum(len(c.ask.prompt) for c in customers if isinstance(c.channel.error, PromptTooLong | PrefixGone))
         assert asked <= stats.query_tokens <= asked + refused, f"{asked} tokens were asked for: {stats}"
 
     def _sums(self, counters: Any) -> None:
@@ -184,6 +190,7 @@ class FinalChecks:
         assert not cache.state.open and not len(scheduler.waiting) and not scheduler.running and not self.core.busy
         for _, pin in self.world.pins:
             pin.release()
+        self.world.compressions.end()
         assert cache.free_blocks + cache.evictable_blocks == cache.num_blocks, "something is held"
         if not self.world.scenario.reuse:
             assert cache.free_blocks == cache.num_blocks, "something was published"

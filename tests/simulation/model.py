@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from radixkv.cache import PrefixCache
+from radixkv.cache.tokens import FIRST_PSEUDO
 from radixkv.models.kv_recompute import Recheck
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.step_batch import logit_places
@@ -26,7 +27,7 @@ from radixkv.sampling.row_scores import PendingScores, begin_scores
 from radixkv.sizing.recurrent_state import StateRow, StateStep
 from tests.plain_runner import PlainRunner
 
-VOCAB = 16
+VOCAB, MOST_DROPPED = 16, 64
 _MIX, _ADD, _POISON = 6364136223846793005, 1442695040888963407, 0xDEAD_BEEF_DEAD_BEEF
 _COLUMNS = np.arange(VOCAB, dtype=np.uint64)
 _SALTS = (_COLUMNS + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -38,6 +39,11 @@ Item = TypeVar("Item")
 def follow(digest: int, token: int) -> int:
     """Return the digest of a history that is one token longer."""
     return ((digest ^ (token + 1)) * _MIX + _ADD) % 2**64
+
+
+def dropped(first: int) -> int:
+    """Return the number of tokens without KV before a text with this first id."""
+    return (first - FIRST_PSEUDO) % MOST_DROPPED if first >= FIRST_PSEUDO else 0
 
 
 def digest_of(tokens: Sequence[int]) -> int:
@@ -85,6 +91,7 @@ class SlotModel(PlainRunner):
         self.fault: Callable[[Sequence[SequenceInput], int], None] = lambda chunks, part: None
         self.garbles: Callable[[], bool] = lambda: False  # whether a run returns too little
         self.gives_nan: Callable[[SequenceInput], bool] = lambda chunk: False  # whether a chunk's logits are NaN
+        self.compressed: list[SlotCompressor] = []
         self._rng = random.Random(seed)
         self._poison_allocated_blocks()
 
@@ -147,6 +154,7 @@ class SlotModel(PlainRunner):
             assert len(table) * self.size >= chunk.start + n > chunk.start, "a block table too short, or no tokens"
             assert free.isdisjoint(table.tolist()), "a block table names free blocks"
             assert chunk.slots.tolist() == self._slots(chunk, chunk.start), "slots that are not those of the table"
+            assert (chunk.tokens < FIRST_PSEUDO).all(), "an id of a compressed prefix is computed"
             assert written.isdisjoint(chunk.slots.tolist()), "two chunks write one slot"
             written.update(chunk.slots.tolist())
 
@@ -163,6 +171,8 @@ class SlotModel(PlainRunner):
     def _write(self, chunk: SequenceInput) -> None:
         digests, tokens = self.digests.reshape(-1), self.tokens.reshape(-1)
         digest = int(digests[self._slots(chunk, chunk.start - 1)[0]]) if chunk.start else 0
+        offset = dropped(int(self.tokens[chunk.block_table[0], 0])) if chunk.start else 0
+        assert chunk.offset == offset, "a wrong position"
         for token, slot in zip(chunk.tokens.tolist(), chunk.slots.tolist(), strict=True):
             digest = follow(digest, token)
             digests[slot], tokens[slot] = digest, token
@@ -194,6 +204,18 @@ class SlotModel(PlainRunner):
             digest = follow(digest, int(tokens[position]))
             wrong += [position - start] if digest != held[position] else []
         return Recheck(tuple(wrong), 0, "key", float(bool(wrong)))
+
+    # ---- compressed prefixes
+
+    compression_obstacle: str | None = None
+
+    def compression(self, tokens: npt.NDArray[np.int32], method: str) -> SlotCompressor:
+        """Begin to compress a prefix to the ids that the method names."""
+        self.compressed.append(SlotCompressor(self, tokens, np.array(method.split(), np.int32)))
+        return self.compressed[-1]
+
+    def poison_taken(self) -> None:
+        """Poison the blocks that were taken: that is done."""
 
     # ---- contents of the pool
 
@@ -231,3 +253,29 @@ class SlotModel(PlainRunner):
                 return taken
 
         self._pool.__class__ = Poisoned
+
+
+class SlotCompressor:
+    """Compresses one prefix: its slots get the history of its ids, so that answers are known."""
+
+    def __init__(self, model: SlotModel, tokens: npt.NDArray[np.int32], ids: npt.NDArray[np.int32]) -> None:
+        self._model, self.tokens, self._ids = model, tokens, ids
+        self.pieces = self.written = 0
+
+    def step(self, block_table: npt.NDArray[np.int32]) -> bool:
+        self.pieces += 1
+        self._model.launch(partial(self._check, block_table.copy()))
+        return self.pieces < len(self.tokens) // 16
+
+    def _check(self, table: npt.NDArray[np.int32]) -> None:
+        assert self._model.holds(table, len(self.tokens)), "a compression reads a broken history"
+        assert (self._model.tokens_along(table, len(self.tokens)) == self.tokens).all(), "another text is compressed"
+
+    def write(self, block_table: npt.NDArray[np.int32], slots: npt.NDArray[np.int64]) -> None:
+        model, blocks = self._model, slots // self._model.size
+        with model.watched():
+            assert {*model._pool.free, *block_table.tolist()}.isdisjoint(blocks.tolist()), "blocks in use are written"
+        self.step(block_table)
+        self.written = len(slots)
+        model.poison_taken()
+        model.launch(partial(model._write, SequenceInput(self._ids, 0, slots.copy(), blocks)))

@@ -18,7 +18,7 @@ from radixkv.sampling.logits_processors import adjusted
 from radixkv.sampling.params import SampleRow, SamplingParams
 from radixkv.sampling.sampler import sample
 from tests.simulation.constraint import Rule, State
-from tests.simulation.model import VOCAB, digest_of, follow, greedy_token, logits_of
+from tests.simulation.model import VOCAB, digest_of, dropped, follow, greedy_token, logits_of
 
 Words = tuple[tuple[int, ...], ...]
 
@@ -98,8 +98,15 @@ def _next(
         banned = set(range(logits.shape[1])) - {*state.allowed, *(stop_ids if state.accepts else ())}
         logits[0, list(banned)] = -torch.inf
     logits[0, excluded(history[prompt_length:], bad_words)] = -torch.inf
-    row = SampleRow(params, seed, len(history), history, prompt_length, stop_ids)
-    return sample(logits, [row]).tokens[0]
+    return sample(logits, [_row(params, seed, history, prompt_length, stop_ids)]).tokens[0]
+
+
+def _row(
+    params: SamplingParams, seed: int, history: list[int], prompt_length: int, stop_ids: frozenset[int]
+) -> SampleRow:
+    """Describe a draw, which reads the text after a compressed prefix only."""
+    text, position = [token for token in history if token < VOCAB], len(history) + dropped(history[0])
+    return SampleRow(params, seed, position, text, prompt_length - len(history) + len(text), stop_ids)
 
 
 def excluded(reply: Sequence[int], bad_words: Words) -> list[int]:
@@ -156,9 +163,7 @@ def _log_probabilities(
     history = [*prompt, *reply]
     table = log_probabilities([digest_of(history)])
     table[0, excluded(reply, bad_words)] = -torch.inf
-    values: list[float] = adjusted(table, [SampleRow(params, 0, len(history), history, len(prompt), stop_ids)])[
-        0
-    ].tolist()
+    values: list[float] = adjusted(table, [_row(params, 0, history, len(prompt), stop_ids)])[0].tolist()
     return values
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import numpy as np
+
 from radixkv.config import EngineConfig
+from radixkv.engine.compressed import CompressedPrefix
 from radixkv.sampling.params import SamplingParams
 from tests.simulation.constraint import Rule
 
@@ -37,6 +40,24 @@ class Flaw:
 
 
 @dataclass(frozen=True)
+class Compressing:
+    """Request `ask` computes `text`, which is compressed to `ids` from step `at` on, and released at step `until`."""
+
+    ask: int
+    at: int
+    text: Ids
+    ids: Ids
+    namespace: Hashable
+    until: int
+
+    @property
+    def handle(self) -> CompressedPrefix:
+        """Return the handle; its method has the ids, for the model."""
+        method, ids, text = " ".join(map(str, self.ids)), np.array(self.ids, np.int32), np.array(self.text, np.int32)
+        return CompressedPrefix(method, len(text), len(ids), 0, method, 0.5, ids, text, self.namespace)
+
+
+@dataclass(frozen=True)
 class Ask:
     """One request. Steps count from the beginning of the world; seconds are virtual.
 
@@ -44,7 +65,7 @@ class Ask:
     reader is away; with `flickers` the reader comes and goes. `rule` is the seed of a constraint on its answers.
     `bad_words` are token ids that no answer contains one after the other. The prompt's tokens from position
     `score_from` on are scored, unless it is 0, and `last_targets` after the prompt, in chunks with at most `most_rows`
-    additional rows of logits.
+    additional rows of logits. The prompt begins with the ids of `prefix`.
     """
 
     number: int
@@ -68,6 +89,7 @@ class Ask:
     score_from: int = 0
     last_targets: Ids = ()
     most_rows: int = 1
+    prefix: Compressing | None = None
 
     @property
     def streams(self) -> int:
@@ -171,6 +193,7 @@ class Scenario:
     disable_backpressure: int | None = None  # the step from which no request is paused, as when the engine drains
     close: int | None = None  # the step before which the engine is closed
     audits: tuple[Auditing, ...] = ()
+    compressings: tuple[Compressing, ...] = ()
     faults: tuple[Fault, ...] = ()
     states: States | None = None
     limits: tuple[tuple[Hashable, float], ...] = ()  # namespaces and their shares
@@ -189,6 +212,7 @@ class Scenario:
         times += [pinning.until for pinning in self.pinnings]
         times += [forgetting.at for forgetting in self.forgettings]
         times += [event.at for event in self.faults] + [event.at for event in self.audits]
+        times += [event.until for event in self.compressings]
         return max(times, default=0)
 
     def __str__(self) -> str:

@@ -38,6 +38,7 @@ from radixkv.sampling.params import SampleRow
 from radixkv.sampling.sampler import HostSampler, Sampler
 from tests.simulation.accounting import Accounting
 from tests.simulation.channel import ScriptedChannel
+from tests.simulation.compression import Compressions
 from tests.simulation.constraint import RuleMatcher
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.drafts import Adversary, DraftChecks
@@ -82,6 +83,7 @@ class Customer:
     channel: ScriptedChannel
     cancelled: bool = False
     ended_at: float | None = None
+    gone: bool = False  # whether its compressed prefix was not cached when it was last started
     shaken: bool = False  # preempted because a forward failed that it shared
 
     @property
@@ -150,6 +152,7 @@ class World:
         with mock.patch.object(engine_core, "source_of", return_value=Adversary(self._answer, scenario.seed)):
             self.core = Core(self.cache, self.model, config, sampler=sampler, depth=int(scenario.overlap))
         self.auditor = Auditor(self.core)
+        self.compressions = Compressions(self)
         self.disk = SimulatedDisk(self) if scenario.disk else None
         self.order_model = OrderModel(self)
         self._wrap_scheduler()
@@ -252,6 +255,8 @@ class World:
         seen.update(bad_words=sum(bool(c.ask.bad_words and c.channel.completion) for c in self.customers.values()))
         seen.update(f"beams: {c.end}" for c in self.customers.values() if c.ask.params.beam_width > 1)
         seen.update(shaken=sum(customer.shaken for customer in self.customers.values()))
+        seen.update(self.compressions.end())
+        seen.update(f"after a prefix: {c.end}" for c in self.customers.values() if c.ask.prefix)
         seen.update(f"a fault: {fault.kind}" for fault in (*self.faults.fired, *self.faults.began))
         return +seen
 
@@ -265,6 +270,7 @@ class World:
         for ask in scenario.asks:
             if ask.at == now:
                 self._submit(ask)
+        self.compressions.events()
         doomed = [c for c in self.customers.values() if now == c.ask.cancel or c.stage == c.ask.cancel_in]
         for customer in doomed:
             if not customer.channel.ended:
@@ -296,7 +302,7 @@ class World:
             deadline=None if ask.timeout is None else self.clock.now + ask.timeout,
             channel=channel,  # type: ignore[arg-type]
             submitted=self.clock.now,
-            parts=PromptParts(ask.reply_start),
+            parts=self._parts(ask),
             replies=replies_of(
                 ask.params,
                 ask.max_tokens,
@@ -321,6 +327,12 @@ class World:
     def drafts(self, ask: Ask) -> bool:
         """Return whether the streams of a request speculate: most of those that may."""
         return self.scenario.drafts and not ask.score_from and ask.number % 8 > 0
+
+    def _parts(self, ask: Ask) -> PromptParts:
+        if ask.prefix is None:
+            return PromptParts(ask.reply_start)
+        prefix = ask.prefix.handle
+        return PromptParts(0, prefix.slots, prefix.tokens - prefix.slots, prefix)
 
     def _scores(self, ask: Ask) -> Scores:
         if not ask.score_from:
@@ -356,6 +368,7 @@ class World:
             self.cache.clear()
         elif forgetting.verb == "clear_namespace":
             self.core.clear_namespace(namespace)
+            assert not self.compressions.there(forgetting.namespace)
         elif forgetting.verb == "demote":
             self.core.demote(tokens, forgetting.start, namespace)
         else:
@@ -456,6 +469,7 @@ class World:
         def opening(request: Request, *tokens: TokenIds) -> Sequence:
             if (flaw := self.customer_of(request).ask.flaw) is not None and flaw.kind == "open":
                 raise Sabotage("no sequence for this request")
+            self.compressions.note(self.customer_of(request))
             return open(request, *tokens)
 
         self.core.scheduler._open = opening  # type: ignore[method-assign]
