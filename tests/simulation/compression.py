@@ -55,7 +55,10 @@ class Compressions:
     def end(self) -> list[str]:
         """Release all; return how each compression ended."""
         for each in self.world.scenario.compressings:
-            self.world.core.admission.unpin_compressed(self.world.namespace(each.namespace))
+            number = self.world.namespace(each.namespace)
+            self.made.release(each.handle, number)
+            if self.world.step == self.world.scenario.close:
+                self.world.core.admission.unpin_compressed(number)
         errors = [each.future.exception(timeout=0) for each in self.jobs]
         own = {id(each.request.channel.error) for each in self.jobs}  # None, or the error of the exact text
         assert all(id(error) in {id(None), *own} or isinstance(error, ERRORS) for error in errors), errors

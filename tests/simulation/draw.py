@@ -170,7 +170,9 @@ def with_prefixes(scenario: Scenario) -> Scenario:
     room = sum(2 + len(each.text + each.ids) // scenario.block_size for each in made)
     config, blocks = replace(scenario.config, deterministic=False), int(room * rng.choice((0.7, 1, 2)))
     life = replace(scenario, num_blocks=scenario.num_blocks + blocks, config=config, asks=asks, reuse=True)
-    return replace(life, compressings=tuple(made))
+    cleared = tuple(Forgetting(each.at + 60, "clear_namespace", namespace=each.namespace) for each in made)
+    forgettings = (*scenario.forgettings, *(cleared if scenario.seed % 3 == 0 else ()))
+    return replace(life, compressings=tuple(made), forgettings=forgettings)
 
 
 def _after(ask: Ask, made: Compressing, rng: random.Random) -> Ask:

@@ -196,6 +196,7 @@ class SlotModel(PlainRunner):
     def recheck(self, tokens: npt.NDArray[np.int32], start: int, block_table: npt.NDArray[np.int32]) -> Recheck:
         """Compute [start, len(tokens)) again, and compare, like `Runner.recheck`."""
         end, size = len(tokens), self.size
+        assert tokens[0] < FIRST_PSEUDO, "an audit of a compressed prefix"
         assert start % self.recheck_tokens == 0 < end - start <= self.recheck_tokens, f"a piece [{start}, {end})"
         assert len(block_table) == -(-end // size) and set(self._pool.free).isdisjoint(block_table.tolist())
         held = self.digests[block_table].reshape(-1)
