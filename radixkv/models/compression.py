@@ -100,7 +100,8 @@ class Compression:
             self._layers = iter(range(len(self.scores)))
             with self._device.current(), handled_by(self):
                 places = np.arange(len(piece))
-                tokens, rows, positions = map(self._device.upload, (piece, places[:1], places + self._start))
+                begin = min(self._start, self._loaded.max_length - len(piece))  # a repetition may leave the context
+                tokens, rows, positions = map(self._device.upload, (piece, places[:1], places + begin))
                 self._signature.logits(self._loaded.model, tokens, rows, positions=positions, use_cache=False)
         self._next += len(piece)
         return self._next < len(self._tokens)

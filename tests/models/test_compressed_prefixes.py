@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
@@ -22,7 +23,7 @@ from radixkv.attention.kv_store import kv_format
 from radixkv.errors import PrefixGone
 from radixkv.models.compression import METHODS
 from radixkv.sampling.params import SampleRow
-from tests.models.conftest import make
+from tests.models.conftest import SIZES, make
 from tests.models.test_rounded_kv import wide
 from tests.selection import mostly_long
 
@@ -127,3 +128,10 @@ def test_every_step_after_a_prefix_sees_the_kept_kv_only(case: str) -> None:
             engine.release_prefix(prefix)
             with pytest.raises(PrefixGone, match=f"keep={float(keep)}"):
                 ask(QUESTIONS, 1)
+
+
+def test_a_prefix_that_fills_the_context_is_repeated_inside_it() -> None:
+    """GPT-2 has no embedding of later positions."""
+    config = transformers.GPT2Config(**{**SIZES, "max_position_embeddings": 80})
+    with Engine.load(make(config), num_blocks=70, block_size=4, monitor=False) as engine:
+        assert engine.compress(TEXT, 0.6).slots == 45
