@@ -214,8 +214,8 @@ class InputProcessor:
             others = f" of {all_tokens}, without the shares of other namespaces" if pool_tokens < all_tokens else ""
             no_room = " and leaves no room for a reply" if sample else ""
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens{no_room}: the model takes {model.max_length} tokens, the pool holds "
-                f"{pool_tokens}{others}",
+                f"the prompt has {len(ids)} tokens{no_room}: the model takes {model.max_length - offset} tokens, the pool "
+                f"holds {pool_tokens}{others}",
                 tokens=len(ids),
                 limit=limit - sample,
             )
