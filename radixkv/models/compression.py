@@ -35,8 +35,8 @@ def num_slots(tokens: int, keep: float) -> int:
 
 
 def reconstruct(scores: Tensor, weights: Tensor) -> None:
-    """Keep the largest weight of each token while the model repeats the text, as in KVzip."""
-    torch.maximum(scores, weights.amax((1, 2)), out=scores)
+    """Keep the largest weight of each token, a mean over heads, while the model repeats the text, much as KVzip."""
+    torch.maximum(scores, weights.mean(1).amax(1), out=scores)
 
 
 def snapkv(scores: Tensor, weights: Tensor) -> None:
@@ -63,20 +63,17 @@ METHODS = {"reconstruct": Method(reconstruct, repeats=True), "snapkv": Method(sn
 
 def obstacle(loaded: LoadedModel) -> str | None:
     """Return why prefixes of this model cannot be compressed; None if they can."""
-    config = loaded.config.get_text_config()
+    config, layers = loaded.config.get_text_config(), loaded.layers
+    plain = [LayerSpec(each.heads, each.kv_heads, each.key_dim, each.value_dim) for each in layers]
     rope = getattr(config, "rope_parameters", None) or {}
     reasons = {
         "recurrent state": loaded.state,
         "its own attention, by the fallback": loaded.attention == "fallback",
-        "layers with windows, chunks, softcaps, sinks or shared KV": any(map(_has_options, loaded.layers)),
+        "layers with windows, chunks, softcaps, sinks or shared KV": list(layers) != plain,
         "attention scaled by position": getattr(config, "attn_temperature_tuning", 0) or "llama_4_scaling_beta" in rope,
         "latent attention (MLA)": getattr(config, "kv_lora_rank", None),
     }
     return next((f"the model has {reason}" for reason, applies in reasons.items() if applies), None)
-
-
-def _has_options(layer: LayerSpec) -> bool:
-    return layer != LayerSpec(layer.heads, layer.kv_heads, layer.key_dim, layer.value_dim)
 
 
 class Compression:
