@@ -21,7 +21,7 @@ from radixkv.models.attention_interface import AttentionCall, ForwardSignature, 
 from radixkv.models.loaded import LayerSpec, LoadedModel
 
 FIRST, LAST = 4, 32  # tokens at both ends of a prefix that are always kept
-PIECE = 256  # tokens of a forward
+PIECE, OVERLAP = 256, 8  # tokens of a forward, and those before them that are repeated, too, to find the place
 CELLS = 1 << 23  # attention weights of a layer that exist at once, or those of one query if they are more
 NEIGHBOURS = 7  # tokens over which SnapKV averages weights
 
@@ -91,17 +91,19 @@ class Compression:
     @torch.inference_mode()
     def step(self, block_table: NDArray[np.int32]) -> bool:
         """Compute a piece over the prefix, whose KV is in `block_table`; return whether pieces remain."""
-        piece = self._tokens[self._next : self._next + PIECE].astype(np.int64)
-        if len(piece):
-            self._table, self._start = block_table, len(self._tokens) if self._method.repeats else self._next
+        end = min(self._next + PIECE, len(self._tokens))
+        if self._next < end:
+            first = max(0, self._next - OVERLAP) if self._method.repeats else self._next
+            piece = self._tokens[first:end].astype(np.int64)
+            self._table, self._start = block_table, len(self._tokens) if self._method.repeats else first
             self._layers = iter(range(len(self.scores)))
             with self._device.current(), handled_by(self):
                 places = np.arange(len(piece))
                 begin = min(self._start, self._loaded.max_length - len(piece))  # a repetition may leave the context
                 tokens, rows, positions = map(self._device.upload, (piece, places[:1], places + begin))
                 self._signature.logits(self._loaded.model, tokens, rows, positions=positions, use_cache=False)
-        self._next += len(piece)
-        return self._next < len(self._tokens)
+        self._next = end
+        return end < len(self._tokens)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend to the tokens before the piece, from the pool, and to its own, and score the weights."""
