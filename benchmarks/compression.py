@@ -186,7 +186,7 @@ class Prefix:
 def cost(model: str, token_bytes: int, rounds: int) -> dict[str, float]:
     """The time of `engine.compress`, which computes its prefix, in prefills of as many tokens; and the bytes."""
     params, draw, times = SamplingParams(max_tokens=1, temperature=0.0), np.random.default_rng(1), []
-    with Engine.load(model, kv_memory=f"{4 * TOKENS}tok", monitor=False) as engine:
+    with Engine.load(model, num_blocks=4 * TOKENS // BLOCK, monitor=False) as engine:
         for _ in range(rounds):
             plain, other = draw.integers(100, 20_000, (2, TOKENS)).tolist()
             began = time.process_time()
