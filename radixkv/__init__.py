@@ -26,18 +26,8 @@ if TYPE_CHECKING:
         ToolResult,
     )
     from radixkv.config import EngineConfig
-    from radixkv.engine import (
-        AsyncHandle,
-        AuditReport,
-        Chunk,
-        Completion,
-        CompressedPrefix,
-        EngineStats,
-        Handle,
-        Score,
-        Usage,
-        Warmed,
-    )
+    from radixkv.engine import AsyncHandle, AuditReport, Chunk, Completion, EngineStats, Handle, Score, Usage, Warmed
+    from radixkv.engine.compressed import CompressedPrefix
     from radixkv.errors import RadixKVError
     from radixkv.sampling.logits_processors import LogitsProcessor
     from radixkv.sampling.params import SampleRow, SamplingParams

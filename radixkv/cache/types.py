@@ -109,8 +109,8 @@ class Explanation:
     an eviction, which began `evicted_ago` seconds ago for the request for blocks that `pressure` names. `host` tokens
     after `length` could be loaded from host memory, and `reached` tokens have cached KV in memory. An engine with a
     disk could read `disk` more tokens from it. `reloaded_ago` is given where nothing was seen: the model was loaded
-    again that many seconds ago, and its KV of before is gone. The first `prefix_slots` of the tokens stand for a
-    compressed prefix of `prefix_tokens`.
+    again that many seconds ago, and its KV of before is gone. `prefix` describes a compressed prefix,
+    whose slots are the first of the tokens.
     """
 
     tokens: int
@@ -126,13 +126,12 @@ class Explanation:
     reached: int = 0
     disk: int = 0
     reloaded_ago: float | None = None
-    prefix_slots: int = 0
-    prefix_tokens: int = 0
+    prefix: str = ""
 
     def __str__(self) -> str:
         head = f"{self.length} of {self.tokens} tokens are cached"
-        if self.prefix_slots:
-            head += f", with {self.prefix_slots:,} slots of a compressed prefix of {self.prefix_tokens:,} tokens"
+        if self.prefix:
+            head += f", with {self.prefix}"
         if self.host:
             head += f", and {self.host} more on the host"
         if self.disk:

@@ -20,7 +20,7 @@ from radixkv.chat.template import ChatTemplate
 from radixkv.engine import CompressedPrefix, RequestEngine, Run
 from radixkv.engine.chat_messages import check_messages
 from radixkv.engine.engine import explained_methods
-from radixkv.engine.input_processor import is_chat, template_text, today
+from radixkv.engine.input_processor import is_chat, template_text
 from radixkv.errors import EngineError, InvalidInput
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Engine(RequestEngine):
         earlier turns, or appending would lose text that it writes.
         `overflow` selects the behaviour when the context is full: "error", or "drop_oldest", which drops the oldest
         turns until half of the context is left.
-        `prefix` is a compressed prefix of messages or of a session, with which the conversation begins.
+        `prefix` is a compressed prefix of a session, with which the conversation begins.
         Raises ChatError for a model without a chat template, and for "append" if text would be lost; EngineClosed.
         """
         self.client.thread.post(lambda: None, begins=True)  # raises EngineClosed now, not at the first message
@@ -110,7 +110,6 @@ def _begun(prefix: CompressedPrefix, *given: object) -> SessionState:
     if any(each is not None for each in given):
         raise InvalidInput("the prefix has the beginning of its chat: leave out system, messages and tools")
     if prefix.source is None:
-        raise InvalidInput("this prefix was made of a text: make it of messages or of a chat session")
-    if isinstance(prefix.source, SessionState):
-        return prefix.source
-    return SessionState(None, today(), None, "auto", "error", prefix.source)
+        raise InvalidInput("this prefix was made of a text: make it of a chat session")
+    state: SessionState = prefix.source
+    return state

@@ -28,6 +28,7 @@ from radixkv.chat.saved import SessionState, Turn, kv_path, write
 from radixkv.chat.session_use import SessionUse
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import Completion, Run
+from radixkv.engine.compressed import rest
 from radixkv.engine.engine import explained_methods
 from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, SessionClosed
@@ -275,10 +276,8 @@ class ChatSession:
         prompt = self._with_room(prompt)
         if self._rule.constrains(params):
             params = constrained(params, self._template, self._rule, self._template.thinking_at(prompt))
-        encoded = EncodedPrompt(prompt, self._template.reply_start(prompt))
-        rest = encoded if self._prefix is None else self._prefix.rest(prompt)
-        options: dict[str, Any] = {"namespace": self._namespace, "session": self._number, "prefix": self._prefix}
-        handle = self._engine.submit(rest, params, **options)
+        encoded = EncodedPrompt(rest(self._prefix, prompt), self._template.reply_start(prompt), self._prefix)
+        handle = self._engine.submit(encoded, params, namespace=self._namespace, session=self._number)
         record = partial(self._record, turns, prompt, new, params, reply_schema, keep is not None)
         self._open_stream = ReplyStream(handle, prompt, record, self._use)
         return self._open_stream

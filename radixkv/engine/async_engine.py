@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from math import inf
 from queue import Empty
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, Self, TypeVar, Unpack
@@ -171,8 +173,18 @@ class AsyncRequestEngine:
         timeout: float | None = None,
     ) -> CompressedPrefix:
         """Keep a share of the KV of a prompt as a compressed prefix: see `Engine.compress`."""
-        made = await self._prepared(self.client.compress, prompt, keep, method, namespace, timeout)
-        return await asyncio.wrap_future(made)
+        deadline = inf if timeout is None else time.perf_counter() + timeout
+        prefixes, call = self.client.prefixes, self.client.thread.call
+        made, number = await self._prepared(self.client.planned, prompt, keep, method, namespace)
+        if prefixes.find(made.name, number) is None:
+            pieces = prefixes.pieces(made, number, deadline)
+            await self.warm(made.text, namespace=made.namespace, timeout=timeout)
+            try:
+                while await asyncio.wrap_future(call(lambda: next(pieces, False))):
+                    pass
+            finally:
+                self.client.thread.post(pieces.close)
+        return await asyncio.wrap_future(call(lambda: prefixes.register(made, number)))
 
     async def release_prefix(self, prefix: CompressedPrefix) -> None:
         """Drop a compressed prefix: see `Engine.release_prefix`."""

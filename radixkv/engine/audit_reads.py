@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from radixkv.cache.host import HostRun
     from radixkv.cache.types import CachedRun
 
-_DRAWS = 64  # in a row that may find compressed prefixes
-
 
 class CachedRuns:
     """Finds and reads cached runs of all tiers."""
@@ -29,12 +27,12 @@ class CachedRuns:
         self._core = core
 
     def random(self, rng: Random) -> CachedRun | HostRun | None:
-        """Return a random run of cached tokens of any tier, or of text read from a disk; None if none is found.
+        """Return a random run of cached tokens of any tier, or of text read from a disk.
 
-        Compressed prefixes, which their ids cannot compute, are left out.
+        Returns None if nothing is cached, or for a compressed prefix, which its ids cannot compute.
         """
-        found = (self._random(rng) for _ in range(_DRAWS))
-        return next((run for run in found if run is None or not is_compressed(run.tokens[:1].tobytes())), None)
+        run = self._random(rng)
+        return None if run is None or is_compressed(run.tokens[:1].tobytes()) else run
 
     def count(self) -> tuple[int, int]:
         """Return the numbers of exact texts in the pool and of compressed prefixes, by their first tokens."""

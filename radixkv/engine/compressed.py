@@ -1,14 +1,13 @@
 """Compressed prefixes: entries of the cache that a call asks for, and that only requests with their handle read.
 
 An entry's text is made of ids that no vocabulary has: no other prompt can match it, and nothing computes it. Its KV is
-a part of the KV of an exact prefix. Requests find an entry while its pin is active: whatever releases pins drops it.
+a part of the KV of an exact prefix. Requests find an entry while its pin is active: releasing the pin drops it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -18,14 +17,12 @@ import numpy as np
 
 from radixkv.cache import Pin
 from radixkv.cache.tokens import FIRST_PSEUDO
-from radixkv.device import refuse_fatal
-from radixkv.engine.fault_isolation import failure
-from radixkv.engine.request import Request, TokenIds
-from radixkv.errors import EngineClosed, InvalidInput, OutOfBlocks, PrefixGone, RadixKVError, RequestTimedOut
-from radixkv.models.compression import METHODS, num_slots
+from radixkv.engine.request import TokenIds
+from radixkv.errors import InvalidInput, OutOfBlocks, PrefixGone, RequestTimedOut
+from radixkv.models.compression import METHODS, Compression, num_slots
 
 if TYPE_CHECKING:
-    from radixkv.engine.core import Compressor, Core
+    from radixkv.engine.core import Core
 
 
 @runtime_checkable
@@ -41,7 +38,7 @@ class CompressedPrefix:
     """The handle of a compressed prefix: `slots` of the KV of its `tokens`, in `bytes`, chosen by `method` for `keep`.
 
     `name` identifies it in its `namespace`. `ids` int32 [slots] are its text in the cache, and `text` int32 [tokens]
-    the exact prefix. `source` has the chat messages or the chat state that it was made from; None for a text and ids.
+    the exact prefix. `source` is the state of the chat that it was made from; None for a text and ids.
     """
 
     name: str
@@ -55,13 +52,10 @@ class CompressedPrefix:
     namespace: Hashable = None
     source: Any = field(default=None, repr=False)
 
-    def rest(self, ids: Any) -> TokenIds:
-        """Return the token ids after the text of the prefix. Raises InvalidInput if `ids` do not begin with it."""
-        given = np.asarray(ids, np.int32)
-        if not np.array_equal(given[: self.tokens], self.text):
-            reason = "its first messages, its tools and its date must be the prefix's own"
-            raise InvalidInput(f"the prompt does not begin with the {self.tokens} tokens of {self.name}: {reason}")
-        return given[self.tokens :]
+    @property
+    def offset(self) -> int:
+        """The number of tokens without a slot."""
+        return self.tokens - self.slots
 
     @property
     def gone(self) -> str:
@@ -69,30 +63,28 @@ class CompressedPrefix:
         again = f"engine.compress(..., keep={self.keep}, method={self.method!r})"
         return f"the compressed prefix {self.name} was released or dropped: make it again by {again}"
 
+    def __str__(self) -> str:
+        """Return its size in words."""
+        return f"{self.slots:,} slots of a compressed prefix of {self.tokens:,} tokens"
 
-@dataclass(eq=False)
-class CompressionJob:
-    """A prefix to compress once `request` has computed its text. The exact text is pinned from then on."""
 
-    prefix: CompressedPrefix
-    request: Request
-    future: Future[CompressedPrefix]
-    pin: Pin | None = None
-    compressor: Compressor | None = None
-    remains: bool = True
+def rest(prefix: CompressedPrefix | None, ids: Any) -> Any:
+    """Return the token ids after the text of a prefix, if there is one. Raises InvalidInput if they begin otherwise."""
+    if prefix is None:
+        return ids
+    if not np.array_equal(ids[: prefix.tokens], prefix.text):
+        reason = "its first messages, its tools and its date must be the prefix's own"
+        raise InvalidInput(f"the prompt does not begin with the {prefix.tokens} tokens of {prefix.name}: {reason}")
+    return ids[prefix.tokens :]
 
 
 class CompressedPrefixes:
-    """The compressed prefixes of an engine, and a background task of its core that makes them, a piece after each step.
-
-    `plan` and `find` may be called by any thread, the rest by the engine's.
-    """
+    """The compressed prefixes of an engine. Any thread may call `plan` and `find`, the engine's the rest."""
 
     def __init__(self, core: Core, bytes_per_block: int) -> None:
         """Compress prefixes in the cache of `core`."""
         self._core, self._block_bytes, self._block_size = core, bytes_per_block, core.cache.block_size
         self._obstacle = _obstacle(core)
-        self._jobs: list[CompressionJob] = []
         self._entries: dict[tuple[Hashable, str], tuple[CompressedPrefix, Pin]] = {}
 
     def plan(self, text: TokenIds, method: str, keep: float, namespace: Hashable, source: Any) -> CompressedPrefix:
@@ -115,100 +107,59 @@ class CompressedPrefixes:
         prefix, pin = self._entries.get((number, name), (None, None))
         return prefix if pin is not None and pin.active else None
 
-    def release(self, prefix: CompressedPrefix, number: Hashable) -> None:
-        """Drop a prefix, if it is there; requests that have begun go on."""
-        _, pin = self._entries.pop((number, prefix.name), (None, None))
-        if pin is not None:
-            pin.release()
-            self._core.cache.demote(prefix.ids, number)
+    def pieces(self, prefix: CompressedPrefix, number: Hashable, deadline: float) -> Generator[bool]:
+        """Compress and register a cached text, which is pinned meanwhile: yield after each piece.
 
-    def add(self, job: CompressionJob) -> None:
-        """Compress a prefix when its request has ended."""
-        if self not in self._core.background:
-            self._core.background.append(self)
-        self._jobs.append(job)
+        The generator belongs to the engine's thread. Raises as `register`, PrefixGone and RequestTimedOut.
+        """
+        core, cache = self._core, self._core.cache
+        with core.admission.pin(prefix.text, number):
+            compressor = core.runner.compression(prefix.text, prefix.method)
+            while cache.match(prefix.ids, number).length < prefix.slots:  # an earlier or equal entry may be cached
+                core.finish_step()
+                exact = cache.match(prefix.text, number)
+                if exact.length < prefix.tokens:
+                    raise PrefixGone("the exact prefix was dropped before it was compressed: compress it again")
+                if time.perf_counter() > deadline:
+                    raise RequestTimedOut("the prefix was not compressed in time")
+                if compressor.step(exact.blocks):
+                    yield True
+                else:
+                    self._write(compressor, prefix, number, exact.blocks)
+        self.register(prefix, number)
 
-    # ---- as a background task
-
-    def due_in(self, *, busy: bool) -> float | None:
-        """Return 0 if a prefix can be compressed, else None."""
-        return 0.0 if any(job.request.channel.ended for job in self._jobs) else None
-
-    def step(self, *, busy: bool) -> None:
-        """Score one piece, or write; a new text is pinned first. An error goes to the job's future."""
-        ready = [job for job in self._jobs if job.request.channel.ended]
-        job = min(ready, key=lambda each: each.pin is not None)
-        try:
-            if job.future.cancelled() or self._advance(job):
-                self._end(job)
-        except Exception as error:
-            refuse_fatal(error)
-            self._end(job, error if isinstance(error, RadixKVError) else failure(error))
-
-    def close(self) -> None:
-        """Fail the jobs that have not ended."""
-        for job in self._jobs[:]:
-            self._end(job, EngineClosed("the engine was closed before the prefix was compressed"))
-        self._entries.clear()
-
-    def _end(self, job: CompressionJob, error: Exception | None = None) -> None:
-        self._jobs.remove(job)
-        if job.pin is not None:
-            job.pin.release()
-        if error is not None and job.future.set_running_or_notify_cancel():
-            job.future.set_exception(error)
-
-    def _advance(self, job: CompressionJob) -> bool:
-        """Do the next piece of a job; returns whether its future has the prefix."""
-        prefix, number = job.prefix, job.request.namespace
-        found = self.find(prefix.name, number)
-        if found is None and self._is_cached(job):
-            found = self._register(job)
-        if found is not None and job.future.set_running_or_notify_cancel():
-            job.future.set_result(found)
-        return found is not None
-
-    def _is_cached(self, job: CompressionJob) -> bool:
-        """Do the next piece; returns whether the compressed KV is cached then."""
-        prefix, number, cache, deadline = job.prefix, job.request.namespace, self._core.cache, job.request.deadline
-        if job.pin is None:
-            job.request.channel.wait(0)  # raises the error with which the request ended
-            job.pin = self._core.admission.pin(prefix.text, number)
-            if not job.pin.complete:
-                raise OutOfBlocks("the prefix was evicted before it could be pinned: try again when fewer requests run")
-        elif not job.pin.active:
-            raise PrefixGone("the exact prefix was dropped before it was compressed: compress it again")
-        elif deadline is not None and time.perf_counter() > deadline:
-            raise RequestTimedOut("the prefix was not compressed in time")
-        elif job.compressor is None:
-            job.compressor = self._core.runner.compression(prefix.text, prefix.method)
-        elif job.remains:
-            job.remains = job.compressor.step(cache.match(prefix.text, number).blocks)
-        else:
-            self._write(job.compressor, prefix, number)
-        return cache.match(prefix.ids, number).length == prefix.slots
-
-    def _register(self, job: CompressionJob) -> CompressedPrefix:
-        """Pin the compressed prefix in place of the exact one. Raises PinBudgetExceeded."""
-        prefix, number = job.prefix, job.request.namespace
-        for each in self._jobs:  # jobs for the same prefix have the same text
-            if each.pin is not None and each.prefix.name == prefix.name and each.request.namespace == number:
-                each.pin.release()
-        pin = self._core.admission.pin(prefix.ids, number)
-        self._entries = {key: each for key, each in self._entries.items() if each[1].active}
-        self._entries[number, prefix.name] = prefix, pin
-        return prefix
-
-    def _write(self, compressor: Compressor, prefix: CompressedPrefix, number: Hashable) -> None:
-        """Copy the chosen KV into blocks of its own, and publish them. Raises OutOfBlocks."""
+    def _write(self, compressor: Compression, prefix: CompressedPrefix, number: Hashable, table: TokenIds) -> None:
+        """Copy the chosen KV into blocks of its own, and publish them."""
         core = self._core
         core.cache.discard(prefix.ids, number)  # the rest of an earlier entry
         with closing(core.cache.open(prefix.ids, number, purpose="resume")) as sequence:
             plan = sequence.extend(prefix.ids)
             if core.host is not None:
                 core.host.offload()
-            compressor.write(core.cache.match(prefix.text, number).blocks, plan.slots)
+            compressor.write(table, plan.slots)
             sequence.commit()
+
+    def register(self, prefix: CompressedPrefix, number: Hashable) -> CompressedPrefix:
+        """Pin a prefix, and return it, or an equal one that is there. Raises PinBudgetExceeded, OutOfBlocks."""
+        entries = self._entries = {key: each for key, each in self._entries.items() if each[1].active}
+        found, pin = entries.get((number, prefix.name), (prefix, None))
+        if pin is None or not np.array_equal(found.text, prefix.text):
+            pin = self._core.admission.pin(prefix.ids, number)
+            if not pin.complete:
+                pin.release()
+                raise OutOfBlocks("the prefix was evicted before it was pinned: try again when fewer requests run")
+            found = prefix
+        elif prefix.source is not None:
+            found = prefix  # of these messages, for later chats
+        entries[number, prefix.name] = found, pin
+        return found
+
+    def release(self, prefix: CompressedPrefix, number: Hashable) -> None:
+        """Drop a prefix, if it is there; requests that have begun go on."""
+        _, pin = self._entries.pop((number, prefix.name), (None, None))
+        if pin is not None:
+            pin.release()
+            self._core.cache.demote(prefix.ids, number)
 
 
 def _obstacle(core: Core) -> str | None:
@@ -225,4 +176,4 @@ def _pseudo_text(text: TokenIds, recipe: str, slots: int) -> tuple[str, TokenIds
     digest = blake2b(text.astype("<i4").tobytes() + recipe.encode())
     words = b"".join(blake2b(digest.digest() + number.to_bytes(8)).digest() for number in range(-(-slots // 16)))
     ids = (np.frombuffer(words, "<u4")[:slots] % FIRST_PSEUDO + FIRST_PSEUDO).astype(np.int32)
-    return f"prefix-{digest.hexdigest()[:16]}", ids
+    return f"prefix-{digest.hexdigest()[:32]}", ids

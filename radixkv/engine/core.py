@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from radixkv.attention.host_store import HostCosts
+    from radixkv.models.compression import Compression
     from radixkv.models.kv_recompute import Recheck
 
 _log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class Forward(Protocol):
         """Why no prefix can be compressed; None if it can."""
         ...
 
-    def compression(self, tokens: TokenIds, method: str) -> Compressor:
+    def compression(self, tokens: TokenIds, method: str) -> Compression:
         """Begin to compress a cached prefix by a method; see `radixkv.models.compression`."""
         ...
 
@@ -163,18 +164,6 @@ class Forward(Protocol):
 
     def stats(self) -> dict[str, int]:
         """Return counters of recurrent states and of steps without CUDA graphs, as in EngineStats."""
-        ...
-
-
-class Compressor(Protocol):
-    """Compresses one prefix; `radixkv.models.compression.Compression` does."""
-
-    def step(self, block_table: NDArray[np.int32]) -> bool:
-        """Score one piece of the prefix, whose KV is in these blocks; returns whether pieces remain."""
-        ...
-
-    def write(self, block_table: NDArray[np.int32], slots: NDArray[np.int64]) -> None:
-        """Copy the KV to keep, sorted by position, from these blocks to `slots` int64 [m]."""
         ...
 
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
+from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
@@ -343,16 +344,22 @@ class RequestEngine:
         """Compute a prompt, keep a share of its KV as a compressed prefix for later requests, and wait for that.
 
         It changes their answers. It stays pinned until `release_prefix`, new weights, or its namespace is cleared; an
-        equal one is returned at once. Chat messages are rendered as the beginning of a conversation, and a chat session
-        is compressed in its namespace. Raises InvalidInput where nothing can be compressed, OutOfBlocks,
-        PinBudgetExceeded, and every error of `generate`.
+        equal one is returned at once, also after a call that was interrupted at its end. A chat session is compressed
+        in its namespace. Raises InvalidInput where nothing can be compressed, OutOfBlocks, PinBudgetExceeded,
+        PrefixGone, and every error of `generate`.
         """
-        made = self.client.compress(prompt, keep, method, namespace, timeout)
-        try:
-            return made.result()
-        except BaseException:
-            made.cancel()  # no effect, unless Ctrl-C came first
-            raise
+        deadline = inf if timeout is None else time.perf_counter() + timeout
+        prefixes, ask = self.client.prefixes, self.client.thread.ask
+        made, number = self.client.planned(prompt, keep, method, namespace)
+        if prefixes.find(made.name, number) is None:
+            pieces = prefixes.pieces(made, number, deadline)
+            self.warm(made.text, namespace=made.namespace, timeout=timeout)
+            try:
+                while ask(lambda: next(pieces, False)):
+                    pass
+            finally:
+                self.client.thread.post(pieces.close)
+        return ask(lambda: prefixes.register(made, number))
 
     def release_prefix(self, prefix: CompressedPrefix) -> None:
         """Drop a compressed prefix: new requests that name it raise PrefixGone. May be called twice."""

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from radixkv.cache import Explanation
 from radixkv.engine.audit import Auditor, check_blocks
-from radixkv.engine.compressed import CompressedPrefix, CompressionJob, Conversation
+from radixkv.engine.compressed import CompressedPrefix, Conversation
 from radixkv.engine.core import Core
-from radixkv.engine.input_processor import InputProcessor, Prompt, is_chat
+from radixkv.engine.input_processor import InputProcessor, Prompt
 from radixkv.engine.output import Handle, Usage, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.runs import RunExchange
@@ -257,27 +257,15 @@ class CoreClient:
 
         return self.thread.call(pinned)
 
-    def compress(
-        self, prompt: Prompt | Conversation, keep: float, method: str, namespace: Hashable, timeout: float | None
-    ) -> Future[CompressedPrefix]:
-        """Compute a prompt, and compress it; cancelling the future ends that. Raises InvalidInput, EngineClosed."""
+    def planned(
+        self, prompt: Prompt | Conversation, keep: float, method: str, namespace: Hashable
+    ) -> tuple[CompressedPrefix, Hashable]:
+        """Describe the compressed prefix of a prompt, and return the number of its namespace. Raises InvalidInput."""
         source: object = None
         if isinstance(prompt, Conversation):
             prompt, namespace, source = prompt.frozen()
-        elif is_chat(prompt):
-            source = list(prompt)
-        ids, number = self.inputs.encode(prompt), self.inputs.namespaces.number(namespace)
-        planned = self.prefixes.plan(ids, method, keep, namespace, source)
-        future: Future[CompressedPrefix] = Future()
-        if (found := self.prefixes.find(planned.name, number)) is not None:
-            future.set_result(replace(found, source=planned.source) if planned.source else found)
-            return future
-        request = self.inputs.request(ids, namespace=namespace, timeout=timeout, sample=False)
-        handle = self.start(request)
-        future.add_done_callback(lambda _: handle.cancel())  # without a reference to it, it would cancel the request
-        job = CompressionJob(planned, request, future)
-        self.thread.post(lambda: self.prefixes.add(job), begins=True)
-        return future
+        number = self.inputs.namespaces.number(namespace)
+        return self.prefixes.plan(self.inputs.encode(prompt), method, keep, namespace, source), number
 
     def release_prefix(self, prefix: CompressedPrefix) -> Future[None]:
         """Drop a compressed prefix."""
@@ -288,12 +276,8 @@ class CoreClient:
 
     def probe(self, prompt: Prompt, namespace: Hashable, prefix: CompressedPrefix | None) -> Future[Explanation]:
         """Explain how much of a prompt, perhaps after a compressed prefix, is cached."""
-        number, slots, exact = self.inputs.namespaces.number(namespace), 0, 0
-        if prefix is None:
-            ids = self.inputs.encode(prompt)
-        else:
-            ids = self.inputs.encode_after_prefix(prefix, prompt, number)
-            slots, exact = prefix.slots, prefix.tokens
+        number = self.inputs.namespaces.number(namespace)
+        ids = self.inputs.encode(prompt) if prefix is None else self.inputs.after_prefix(prefix, prompt, number)
 
         def explained() -> Explanation:
             found = self.core.cache.explain(ids, number)
@@ -301,7 +285,7 @@ class CoreClient:
                 time.perf_counter() - self._loaded_at if self.loaded_again and found.reason == "never_seen" else None
             )
             disk = max(0, self.core.records.reach(ids, number) - found.reached)
-            return replace(found, disk=disk, reloaded_ago=again, prefix_slots=slots, prefix_tokens=exact)
+            return replace(found, disk=disk, reloaded_ago=again, prefix=str(prefix or ""))
 
         return self.thread.call(explained)
 

@@ -72,10 +72,12 @@ class EncodedPrompt:
     """The token ids of a chat prompt, and how many of them end with the last message before the reply; 0 if unknown.
 
     A later turn of the conversation begins with these tokens, so models with recurrent state keep the state after them.
+    After a compressed `prefix`, `ids` are the rest of the prompt.
     """
 
     ids: Ids
     reply_start: int = 0
+    prefix: CompressedPrefix | None = None
 
 
 def unbounded(params: SamplingParams, room: int) -> SamplingParams:
@@ -132,25 +134,19 @@ class InputProcessor:
         """Return the token ids of a prompt; `reply` ends chat messages where the assistant's turn begins."""
         return encode(prompt, self._model.codec, self._model.vocab_size, reply=reply)
 
-    def encode_after_prefix(self, prefix: CompressedPrefix, prompt: Any, number: Hashable) -> TokenIds:
-        """Return the ids of a compressed prefix and of a prompt after it, in the namespace with this number.
+    def after_prefix(self, prefix: CompressedPrefix, prompt: Any, number: Hashable) -> TokenIds:
+        """Return the ids of a compressed prefix and of the text after it, in the namespace with this number.
 
-        A text has no special tokens; chat messages continue the prefix's messages. Raises as `encode`, and PrefixGone.
+        A text has no special tokens. Raises as `encode`, and PrefixGone.
         """
-        if not isinstance(prefix, CompressedPrefix) or self.namespaces.number(prefix.namespace) is not number:
+        if not isinstance(prefix, CompressedPrefix) or self.namespaces.number(prefix.namespace) != number:
             raise InvalidInput(f"prefix is what engine.compress returns for the same namespace, got {prefix!r:.100}")
         if self.prefixes.find(prefix.name, number) is None:
             raise PrefixGone(prefix.gone)
         if is_chat(prompt):
-            ids: Any = self._messages_after(prefix, prompt)
-        else:
-            ids = self.encode_after(prefix.text, prefix.text, prompt)
+            raise InvalidInput("chat messages follow a compressed prefix in a chat only: engine.chat(prefix=...)")
+        ids = self.encode_after((), prefix.text, prompt)
         return np.concatenate([prefix.ids, checked_ids(ids, self._model.vocab_size)])
-
-    def _messages_after(self, prefix: CompressedPrefix, messages: Any) -> TokenIds:
-        if not isinstance(prefix.source, list):
-            raise InvalidInput("this prefix was not made of chat messages, so none can follow: pass text or token ids")
-        return prefix.rest(self.encode([*prefix.source, *messages], reply=True))
 
     def encode_after(self, prompt: Prompt, ids: TokenIds, continuation: str | Ids) -> TokenIds:
         """Return the token ids of a continuation of a prompt with these `ids`; [] if its text has no tokens.
@@ -190,7 +186,7 @@ class InputProcessor:
         `scores` are of params without prompt_logprobs. Waits until the constraint of `params` is compiled.
         """
         if isinstance(prompt, EncodedPrompt):
-            reply_start, prompt = prompt.reply_start, prompt.ids
+            reply_start, prefix, prompt = prompt.reply_start, prompt.prefix or prefix, prompt.ids
         model, submitted = self._model, time.perf_counter()
         if timeout is not None or session is not None or not type(priority) is type(reply_start) is int:
             _check_numbers(timeout, priority, session, reply_start)
@@ -198,16 +194,16 @@ class InputProcessor:
             params = checked_params(params, self.default_params)
         number = None if namespace is None else self.namespaces.number(namespace)
         if prefix is None:
-            ids, slots, offset = encode(prompt, model.codec, model.vocab_size), 0, 0
+            ids, parts = encode(prompt, model.codec, model.vocab_size), PromptParts(reply_start)
         elif params.prompt_logprobs is not None:
             raise InvalidInput("prompt_logprobs scores the whole prompt, and a compressed prefix has no logits")
         else:
-            ids = self.encode_after_prefix(prefix, prompt, number)
-            slots, offset = prefix.slots, prefix.tokens - prefix.slots
+            ids = self.after_prefix(prefix, prompt, number)
+            parts = PromptParts(0, prefix.slots, prefix.offset, prefix)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.stop_token_ids)
         self._check_params(params, stop_ids)
         pool_tokens = self._admission.accounts.most_blocks(number) * self._admission.block_size
-        limit = min(model.max_length - offset, pool_tokens)
+        limit = min(model.max_length - parts.offset, pool_tokens)
         room = limit - len(ids)
         if room < sample:
             all_tokens = self._pool_tokens
@@ -246,7 +242,7 @@ class InputProcessor:
             priority=priority,
             channel=OutputChannel(MAX_UNREAD * params.n * params.beam_width),
             origin=origin if session is None else replace(origin, session=session),
-            parts=PromptParts(reply_start if sample else len(ids), slots, offset, prefix),
+            parts=parts if sample else parts._replace(reply_start=len(ids)),
             submitted=submitted,
             scores=scores if params.prompt_logprobs is None else self._scores(ids, 1, params.prompt_logprobs),
             deadline=None if timeout is None else submitted + timeout,
@@ -288,16 +284,14 @@ class InputProcessor:
         return min(self._model.max_length, blocks * self._admission.block_size)
 
     def room_for_reply(self, prompt: int, namespace: Hashable, prefix: CompressedPrefix | None = None) -> int:
-        """Return the most tokens of a reply without a limit of its own, after a prompt of `prompt` tokens.
-
-        The prompt may follow a compressed `prefix`, which has more tokens than slots.
+        """Return the most tokens of a reply without a limit of its own, after a `prefix` and `prompt` tokens.
 
         Where not the context but the pool is the limit, a 16th of the room stays free for the part-filled blocks on the
         path to the hit. Else the hit would be cut until the longest reply fits.
         """
         limit, most = self.context_limit_for(namespace), self._model.max_length
         if prefix is not None:
-            prompt, most = prompt + prefix.slots, most - prefix.tokens + prefix.slots
+            prompt, most = prompt + prefix.slots, most - prefix.offset
         room = min(limit, most) - prompt
         return room - room // 16 if limit < most else room
 

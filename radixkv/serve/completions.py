@@ -57,7 +57,7 @@ async def create(service: Service, request: Request) -> Response:
         caller = service.gate.caller(request)
         service.check_model(options.model)
         lease.resize(options.params.width * len(body.prompts))
-        prefix = None if options.prefix is None else service.prefix(caller, options.prefix)
+        prefix = service.prefix(caller, options.prefix)
         encodings = (encoded(service, prompt, body.suffix, prefix) for prompt in body.prompts)
         prompts = [await service.gate.cancellable(request, encoding) for encoding in encodings]
         if body.suffix:
@@ -66,9 +66,7 @@ async def create(service: Service, request: Request) -> Response:
         session = service.conversations.session(caller.namespace, options.session_key)
         with errors_about("prompt", options.constraint_field):
             handles = [
-                await submit.start(
-                    service, request, caller, options, EncodedPrompt(ids), cleanup, session, None, prefix
-                )
+                await submit.start(service, request, caller, options, EncodedPrompt(ids, 0, prefix), cleanup, session)
                 for ids in prompts
             ]
         completion = CompletionAnswer(service, body, prompts, request.state.log_fields)

@@ -22,7 +22,6 @@ from radixkv.chat.constrained import CallRule, constrained
 from radixkv.chat.history_mode import history_mode
 from radixkv.chat.messages import Message
 from radixkv.chat.rendering import ANY_TOOL, pieces
-from radixkv.chat.saved import SessionState
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_arguments import Arguments, TemplateOption, arguments_key, template_arguments
 from radixkv.chat.thinking import THINK_END, THINK_START
@@ -70,11 +69,6 @@ class ChatPrompt:
     repeats: bool = True
     broken: Break | None = None
     place: int = 0
-
-    def frozen(self) -> tuple[array[int], Hashable, SessionState]:
-        """Return the ids up to the reply, the namespace and the state, for `engine.compress`."""
-        state = SessionState(list(self.tools or ()) or None, self.date, self.namespace, "auto", "error", self.messages)
-        return self.ids[: self.reply_start], self.namespace, state
 
 
 class Conversations:
@@ -126,18 +120,16 @@ class Conversations:
         arguments: Arguments | None = None,
         *,
         prefill: bool = False,
-        date: str | None = None,
     ) -> ChatPrompt:
         """Return the prompt of a conversation. O(bytes of the messages + tokens), and encoding the new text.
 
         `arguments` are additional variables of the template; replies are remembered for each set of them.
         `session_key` gives its session, or without a key the remembered conversation.
         With `prefill`, the prompt ends inside the last message, a reply that the model continues. A remembered reply,
-        for example one that `max_tokens` cut, continues from its own ids. `date` is the day of a new conversation.
+        for example one that `max_tokens` cut, continues from its own ids.
         Raises ChatError if the template refuses the messages, and PromptTooLong.
         """
         known = self._index.ids_for(namespace, messages, tools, arguments)
-        known = replace(known, date=known.date or date)
         if not prefill:
             return self._prompt(known, namespace, messages, tools, session_key, arguments)
         *asked, begun = messages

@@ -5,7 +5,7 @@ A name is looked up in the namespace of the caller only, so a foreign name gets 
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixkv.serve.completions import encoded
-from radixkv.serve.errors import ApiError, errors_about, no_prefix
+from radixkv.serve.errors import errors_about, no_prefix
+from radixkv.serve.message_schemas import template_texts
 from radixkv.serve.schemas import read_prefix
 from radixkv.serve.served_models import Models
 from radixkv.serve.service import Service
@@ -26,15 +27,16 @@ async def create(service: Service, request: Request) -> Response:
         body, chat = await service.gate.read(request, read_prefix)
         caller = service.gate.caller(request)
         service.check_model(body.model)
-        if body.prompt is None:
-            work: Any = service.chat_prompt(caller, chat, ignored=request.state.ignored)
-        else:
-            work = encoded(service, body.prompt)
-        text = await service.gate.cancellable(request, work)
-        chosen = {name: value for name in ("keep", "method") if (value := getattr(body, name)) is not None}
-        compress = partial(service.engine.compress, namespace=caller.namespace, timeout=service.gate.time_left(request))
+        options = body.model_dump(include={"keep", "method"}, exclude_none=True)
+        options |= {"namespace": caller.namespace, "timeout": service.gate.time_left(request)}
         with errors_about("prompt" if body.messages is None else "messages"):
-            made = await service.gate.cancellable(request, compress(text, **chosen))
+            if body.prompt is None:
+                service.check_length(template_texts(chat.messages, chat.tools, thinking=False), len(chat.messages))
+                begin = partial(service.engine.chat, namespace=caller.namespace)
+                text: Any = begin(messages=chat.messages, tools=chat.tools)
+            else:
+                text = await service.gate.cancellable(request, encoded(service, body.prompt))
+            made = await service.gate.cancellable(request, service.engine.compress(text, **options))
     shown: dict[str, Any] = {"id": made.name, "object": "prefix", "tokens": made.tokens, "slots": made.slots}
     return JSONResponse({**shown, "bytes": made.bytes, "method": made.method, "keep": made.keep})
 
@@ -43,7 +45,7 @@ async def delete(models: Models, request: Request) -> Response:
     """Release a compressed prefix; raise ApiError 404 if the caller has none of this name."""
     caller, name = models.gate.caller(request), request.path_params["name"]
     for service in filter(None, (status.service for status in models.statuses())):
-        with suppress(ApiError):
-            await service.engine.release_prefix(service.prefix(caller, name))
+        if (found := service.find_prefix(caller, name)) is not None:
+            await service.engine.release_prefix(found)
             return JSONResponse({"id": name, "object": "prefix", "deleted": True})
     raise no_prefix()

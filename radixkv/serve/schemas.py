@@ -98,14 +98,13 @@ class Dialogue:
     """A conversation that the chat template writes as a prompt.
 
     `template_options` set variables of the template. `prefill`: the last message is a reply's beginning, to be
-    continued. `date` is the day on which it began, None for today.
+    continued.
     """
 
     messages: list[Message]
     tools: list[JsonObject] | None
     template_options: tuple[TemplateOption, ...] = ()
     prefill: bool = False
-    date: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,7 +395,7 @@ def read_completion(given: JsonObject, ignored: IgnoredFields | None = None) -> 
 
 
 def read_prefix(given: JsonObject, ignored: IgnoredFields | None = None) -> tuple[PrefixBody, Dialogue]:
-    """Read the body of a compression, as `read_chat` does, and return its messages too."""
+    """Read the body of a compression, as `read_chat` does, and its messages."""
     body = read(PrefixBody, given, ignored)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")

@@ -117,11 +117,15 @@ class Service:
             message = f"model {name[:100]!r} not found: this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def prefix(self, caller: Caller, name: str) -> CompressedPrefix:
-        """Return the compressed prefix of this name in the caller's namespace; raise ApiError 404."""
+    def find_prefix(self, caller: Caller, name: str) -> CompressedPrefix | None:
+        """Return the compressed prefix of this name in the caller's namespace; None if there is none."""
         client = self.engine.client
-        found = client.prefixes.find(name, client.inputs.namespaces.number(caller.namespace))
-        if found is None:
+        return client.prefixes.find(name, client.inputs.namespaces.number(caller.namespace))
+
+    def prefix(self, caller: Caller, name: str | None) -> CompressedPrefix | None:
+        """Return the compressed prefix that a body names, None without a name; raise ApiError 404."""
+        found = None if name is None else self.find_prefix(caller, name)
+        if found is None and name is not None:
             raise no_prefix()
         return found
 
@@ -153,7 +157,7 @@ class Service:
                     why = "has no effect: this model's chat template does not read it"
                     without_effect(name, why, None if self.settings.strict_fields else ignored)
                 asked = caller.namespace, messages, tools, session_key, arguments
-                prompt = self.conversations.prompt(*asked, prefill=chat.prefill, date=chat.date)
+                prompt = self.conversations.prompt(*asked, prefill=chat.prefill)
                 return self.conversations.compared(prompt, session_key) if compares else prompt
 
         return await self.gate.in_background(encoded)

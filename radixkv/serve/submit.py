@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from radixkv.engine import AsyncHandle, Chunk, CompressedPrefix, Origin
+from radixkv.engine import AsyncHandle, Chunk, Origin
 from radixkv.engine.input_processor import EncodedPrompt, unbounded
 from radixkv.errors import PromptTooLong
 from radixkv.prompt_breaks import Break
@@ -31,12 +31,10 @@ async def start(
     cleanup: ExitStack,
     session: int | None,
     broken: Break | None = None,
-    prefix: CompressedPrefix | None = None,
 ) -> AsyncHandle:
     """Submit a request once its constraint is compiled.
 
-    The request is cancelled when `cleanup` closes, and fails at its deadline. `broken` is its changed part. The prompt
-    follows `prefix`.
+    The request is cancelled when `cleanup` closes, and fails at its deadline. `broken` is its changed part.
     `AsyncEngine.submit` describes `session`. `max_tokens` is limited to the room after the prompt. The replies share
     this room if the pool cannot hold `max_tokens` for each of them. Raises PromptTooLong, RequestTimedOut, and as
     `AsyncEngine.submit`.
@@ -49,8 +47,8 @@ async def start(
     grammar = await service.compiled(request, caller, params)
     submit = partial(engine.submit, prompt, timeout=service.gate.time_left(request), sample=options.samples)
     origin = origin_of(request, caller.tenant, broken)
-    submit = partial(submit, namespace=caller.namespace, session=session, origin=origin, prefix=prefix)
-    shared = unbounded(params, engine.client.inputs.room_for_reply(len(ids), caller.namespace, prefix))
+    submit = partial(submit, namespace=caller.namespace, session=session, origin=origin)
+    shared = unbounded(params, engine.client.inputs.room_for_reply(len(ids), caller.namespace, prompt.prefix))
     try:
         handle = await submit(params if options.bounded else shared)
     except PromptTooLong:

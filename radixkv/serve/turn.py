@@ -30,6 +30,7 @@ from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.chat.saved import SessionState
 from radixkv.engine import AsyncHandle, Chunk, Completion, CompressedPrefix
+from radixkv.engine.compressed import rest
 from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.serve import submit
 from radixkv.serve.bodies import without_effect
@@ -148,7 +149,7 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
     """
     began, body = monotonic(), _with_useful_prediction(service, request, body)
     options, caller = body.options, service.gate.caller(request)
-    prefix = None if options.prefix is None else service.prefix(caller, options.prefix)
+    prefix = service.prefix(caller, options.prefix)
     if prefix is not None:
         body = _after_prefix(prefix, body)
     encoding = service.chat_prompt(caller, body, options.session_key, ignored=request.state.ignored, compares=True)
@@ -156,11 +157,8 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
     with errors_about("messages", options.constraint_field):
         if body.call_rule.constrains(options.params):
             options = await _constrained(service, body, prompt)
-        encoded = EncodedPrompt(prompt.ids, prompt.reply_start)
-        if prefix is not None:
-            encoded = EncodedPrompt(prefix.rest(prompt.ids))
-        about = prompt.session, prompt.broken, prefix
-        handle = await submit.start(service, request, caller, options, encoded, cleanup, *about)
+        encoded = EncodedPrompt(rest(prefix, prompt.ids), prompt.reply_start, prefix)
+        handle = await submit.start(service, request, caller, options, encoded, cleanup, prompt.session, prompt.broken)
     turn = Turn(service, body, prompt, handle, request.state.log_fields)
     cleanup.callback(turn.record, began)
     return turn
@@ -170,7 +168,7 @@ def _after_prefix(prefix: CompressedPrefix, body: ChatRequest) -> ChatRequest:
     """Return the request with the messages of its compressed prefix first; raise ApiError 400 if it has none."""
     if not isinstance(prefix.source, SessionState):
         raise bad_request("prefix was made of a prompt: make it of messages, or use /v1/completions", "prefix")
-    return replace(body, messages=[*prefix.source.opening, *body.messages], date=prefix.source.date)
+    return replace(body, messages=[*prefix.source.opening, *body.messages])
 
 
 def _with_useful_prediction(service: Service, request: Request, body: ChatRequest) -> ChatRequest:

@@ -79,7 +79,7 @@ def test_what_no_longer_begins_with_the_prefix_is_refused(engine: Engine) -> Non
 def test_messages_and_chats_of_asyncio_are_compressed(engine: Engine) -> None:
     async def main() -> None:
         awaited = AsyncEngine(engine)
-        of_messages = await awaited.compress([{"role": "system", "content": MANUAL}], 1)
+        of_messages = await awaited.compress(awaited.chat(messages=[{"role": "system", "content": MANUAL}]), 1)
         of_chat = await awaited.compress(awaited.chat(MANUAL), 1)
         exact = (await awaited.chat(MANUAL).send("Who?", GREEDY)).text
         for prefix in (of_messages, of_chat):

@@ -220,16 +220,17 @@ def test_what_ends_early_leaves_no_pin() -> None:
     with engine:
         with pytest.raises(RequestTimedOut):
             engine.compress(TEXT, timeout=0.2)
-        made = engine.client.compress(TEXT, 0.5, "h2o", None, None)
-        while not engine.stats().cache.pinned_blocks:
-            assert not made.done()
-        made.cancel()
-        while engine.stats().cache.pinned_blocks:
-            assert not made.done() or made.cancelled()
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(_compressed(engine), 0.2))
+        assert not engine.stats().cache.pinned_blocks
         check(engine)
-        made = engine.client.compress(TEXT, 0.5, "h2o", None, None)
-    with pytest.raises(EngineClosed):
-        made.result()
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(engine.compress, TEXT)
+            while not engine.stats().cache.pinned_blocks:
+                assert not made.done()
+            engine.close()
+            with pytest.raises(EngineClosed):
+                made.result()
 
 
 def test_a_full_pool_and_a_full_pin_budget_are_said() -> None:

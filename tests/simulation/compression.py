@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from concurrent.futures import Future
+from collections.abc import Hashable, Iterator
+from math import inf
 from typing import TYPE_CHECKING
 
-from radixkv.engine.compressed import CompressedPrefixes, CompressionJob
-from radixkv.errors import EngineClosed, OutOfBlocks, PinBudgetExceeded, PrefixGone
+from radixkv.engine.compressed import CompressedPrefixes
+from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PrefixGone
 from tests.simulation.scenario import Compressing
 
 if TYPE_CHECKING:
     from tests.simulation.world import Customer, World
 
-ERRORS = (EngineClosed, OutOfBlocks, PinBudgetExceeded, PrefixGone)
+ERRORS = (OutOfBlocks, PinBudgetExceeded, PrefixGone)
 
 
 class Compressions:
@@ -21,17 +21,33 @@ class Compressions:
 
     def __init__(self, world: World) -> None:
         self.world, self.made = world, CompressedPrefixes(world.core, 1)
-        self.jobs: list[CompressionJob] = []
+        self.jobs: list[Iterator[None]] = []
+        self.ends: list[str] = []
 
     def events(self) -> None:
-        """Begin the compressions of this step, and release prefixes."""
+        """Begin the compressions of this step, do a piece of each that goes on, and release prefixes."""
         for each in self.world.scenario.compressings:
             if each.at == self.world.step and each.ask in self.world.customers:
-                self.jobs.append(CompressionJob(each.handle, self.world.customers[each.ask].request, Future()))
-                self.made.add(self.jobs[-1])
+                self.jobs.append(self._job(each))
+        self.jobs = [job for job in self.jobs if next(job, self) is None]
+        for each in self.world.scenario.compressings:
             if each.until == self.world.step:
                 self.made.release(each.handle, self.world.namespace(each.namespace))
                 assert each not in self.there(each.namespace)
+
+    def _job(self, each: Compressing) -> Iterator[None]:
+        """Do in pieces what `Engine.compress` does."""
+        customer, prefix = self.world.customers[each.ask], each.handle
+        request, channel = customer.request, customer.channel
+        while not channel.ended:
+            yield
+        try:
+            if channel.error is None:
+                for _ in self.made.pieces(prefix, request.namespace, inf):
+                    yield
+            self.ends.append(type(channel.error).__name__)
+        except ERRORS as error:
+            self.ends.append(type(error).__name__)
 
     def there(self, namespace: Hashable) -> list[Compressing]:
         """Return the prefixes of a namespace that requests must find."""
@@ -46,20 +62,10 @@ class Compressions:
             with self.world.model.watched():
                 assert not (customer.gone and prefix in self.there(prefix.namespace)), "a pinned prefix is gone"
 
-    @property
-    def progress(self) -> int:
-        """Return how much was done."""
-        pieces = sum(each.pieces for each in self.world.model.compressed)
-        return pieces + sum(each.future.done() + (each.pin is not None) for each in self.jobs)
-
     def end(self) -> list[str]:
         """Release all; return how each compression ended."""
+        for job in self.jobs:
+            job.close()  # type: ignore[attr-defined]
         for each in self.world.scenario.compressings:
-            number = self.world.namespace(each.namespace)
-            self.made.release(each.handle, number)
-            if self.world.step == self.world.scenario.close:
-                self.world.core.admission.unpin_compressed(number)
-        errors = [each.future.exception(timeout=0) for each in self.jobs]
-        own = {id(each.request.channel.error) for each in self.jobs}  # None, or the error of the exact text
-        assert all(id(error) in {id(None), *own} or isinstance(error, ERRORS) for error in errors), errors
-        return [f"compressed: {type(error).__name__}" for error in errors]
+            self.world.core.admission.unpin_compressed(self.world.namespace(each.namespace))
+        return [f"compressed: {end}" for end in self.ends]

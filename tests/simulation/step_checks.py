@@ -42,7 +42,6 @@ class StepChecks:
         self.most = world.scenario.last + 4 * tokens + 20 * len(world.scenario.asks)
         self.most *= 1 + world.scenario.overlap
         self.most += 1000 * world.scenario.disk  # pieces that an idle engine writes
-        self.most += sum(len(each.text) + 5 for each in world.scenario.compressings)
         self.most += sum(audit.blocks + 1 for audit in world.scenario.audits)
 
     def before(self) -> Before:
@@ -92,7 +91,7 @@ class StepChecks:
         shaken = sum(c.shaken * c.request.scheduling.preemptions for c in self.world.customers.values())
         loads = counters.host_tokens, counters.failed_loads
         computed = counters.computed_tokens, counters.recomputed_tokens, counters.wasted_tokens
-        return (ended, *computed, *audited, shaken, *loads, self.world.compressions.progress)
+        return (ended, *computed, *audited, shaken, *loads)
 
     def after(self, before: Before) -> None:
         """Check a step."""
@@ -264,8 +263,7 @@ class StepChecks:
         if idle == 0:
             resting = left and all(customer.channel.is_away for customer in left)
             due = any(c.ask.timeout is not None for c in self.world.customers.values())
-            pending = [each for each in self.world.compressions.jobs if not each.future.done()]
-            busy = pending or self.world.auditor.pending or self.in_flight or self.world.scenario.disk
+            busy = self.world.auditor.pending or self.in_flight or self.world.scenario.disk
             assert not resting or due or busy, "a step is due, though all readers are away"
             return
         assert not self.in_flight, "idle, though a step is in flight"
