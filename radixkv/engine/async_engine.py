@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from math import inf
 from queue import Empty
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, Self, TypeVar, Unpack
@@ -90,7 +88,8 @@ class AsyncRequestEngine:
         Cancelling the task cancels its requests. Same arguments and errors as `Engine.generate`.
         """
         grammars = await self._compiled(*([params] if isinstance(params, SamplingParams | None) else params))
-        requests = await self._prepared(self.client.inputs.batch, prompts, params, namespace, timeout, prefix)
+        options: dict[str, Any] = {"namespace": namespace, "timeout": timeout, "prefix": prefix}
+        requests = await self._prepared(self.client.inputs.batch, prompts, params, **options)
         del grammars
         return await self._completions(requests)
 
@@ -173,9 +172,9 @@ class AsyncRequestEngine:
         timeout: float | None = None,
     ) -> CompressedPrefix:
         """Keep a share of the KV of a prompt as a compressed prefix: see `Engine.compress`."""
-        deadline = inf if timeout is None else time.perf_counter() + timeout
         prefixes, call = self.client.prefixes, self.client.thread.call
-        made, number = await self._prepared(self.client.planned, prompt, keep, method, namespace)
+        planning = self._prepared(self.client.planned, prompt, keep, method, namespace, timeout)
+        made, number, deadline = await planning
         if prefixes.find(made.name, number) is None:
             pieces = prefixes.pieces(made, number, deadline)
             await self.warm(made.text, namespace=made.namespace, timeout=timeout)

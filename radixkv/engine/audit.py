@@ -129,8 +129,8 @@ class Auditor:
     def _finish(self, job: _Job) -> None:
         self._jobs.popleft()
         if job.future.set_running_or_notify_cancel():
-            differences, (_, compressed) = tuple(job.differences), self._runs.count()
-            job.future.set_result(AuditReport(job.audited, job.differ, differences, compressed))
+            left_out = self._runs.count(compressed=True)
+            job.future.set_result(AuditReport(job.audited, job.differ, tuple(job.differences), left_out))
 
     def _give_up(self, job: _Job | None, error: Exception) -> None:
         self._walk = None
@@ -161,7 +161,7 @@ class Auditor:
             return True
         run = self._runs.random(self._rng)
         if run is None:
-            return self._core.records.is_read or self._runs.count()[0] > 0
+            return self._core.records.is_read or self._runs.count(compressed=False) > 0
         length = self._runner.recheck_tokens
         start = self._rng.randrange(run.start, len(run.tokens)) // length * length
         if not self._is_comparable(len(run.tokens) - start):  # eviction has cut this piece: the one before it is whole

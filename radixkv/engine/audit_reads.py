@@ -34,11 +34,10 @@ class CachedRuns:
         run = self._random(rng)
         return None if run is None or is_compressed(run.tokens[:1].tobytes()) else run
 
-    def count(self) -> tuple[int, int]:
-        """Return the numbers of exact texts in the pool and of compressed prefixes, by their first tokens."""
+    def count(self, *, compressed: bool) -> int:
+        """Return the number of compressed prefixes in the pool, or of exact texts, by their first tokens."""
         roots = self._core.cache.state.tree.roots.values()
-        found = [is_compressed(first) for root in roots for first in root.children]
-        return len(found) - sum(found), sum(found)
+        return sum(is_compressed(first) == compressed for root in roots for first in root.children)
 
     def _random(self, rng: Random) -> CachedRun | HostRun | None:
         read = self._core.records.random_run(rng)

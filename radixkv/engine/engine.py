@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
-from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
@@ -247,7 +246,8 @@ class RequestEngine:
         is raised again. Raises InvalidInput and its subclasses or PrefixGone before anything runs, RequestTimedOut
         after `timeout` seconds, RequestFailed or EngineClosed.
         """
-        return self._completions(self.client.inputs.batch(prompts, params, namespace, timeout, prefix), progress)
+        options: dict[str, Any] = {"namespace": namespace, "timeout": timeout, "prefix": prefix}
+        return self._completions(self.client.inputs.batch(prompts, params, **options), progress)
 
     def _completions(self, requests: list[Request], progress: bool = False) -> list[Completion]:
         """Run requests together, and wait; cancel all if one of them raises."""
@@ -348,9 +348,8 @@ class RequestEngine:
         in its namespace. Raises InvalidInput where nothing can be compressed, OutOfBlocks, PinBudgetExceeded,
         PrefixGone, and every error of `generate`.
         """
-        deadline = inf if timeout is None else time.perf_counter() + timeout
         prefixes, ask = self.client.prefixes, self.client.thread.ask
-        made, number = self.client.planned(prompt, keep, method, namespace)
+        made, number, deadline = self.client.planned(prompt, keep, method, namespace, timeout)
         if prefixes.find(made.name, number) is None:
             pieces = prefixes.pieces(made, number, deadline)
             self.warm(made.text, namespace=made.namespace, timeout=timeout)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
@@ -258,14 +259,14 @@ class CoreClient:
         return self.thread.call(pinned)
 
     def planned(
-        self, prompt: Prompt | Conversation, keep: float, method: str, namespace: Hashable
-    ) -> tuple[CompressedPrefix, Hashable]:
-        """Describe the compressed prefix of a prompt, and return the number of its namespace. Raises InvalidInput."""
-        source: object = None
+        self, prompt: Prompt | Conversation, keep: float, method: str, namespace: Hashable, timeout: float | None
+    ) -> tuple[CompressedPrefix, Hashable, float]:
+        """Return the compressed prefix to make of a prompt, its namespace's number and a deadline; as `plan` raises."""
+        source, deadline = None, inf if timeout is None else time.perf_counter() + timeout
         if isinstance(prompt, Conversation):
             prompt, namespace, source = prompt.frozen()
         number = self.inputs.namespaces.number(namespace)
-        return self.prefixes.plan(self.inputs.encode(prompt), method, keep, namespace, source), number
+        return self.prefixes.plan(self.inputs.encode(prompt), method, keep, namespace, source), number, deadline
 
     def release_prefix(self, prefix: CompressedPrefix) -> Future[None]:
         """Drop a compressed prefix."""

@@ -295,15 +295,10 @@ class InputProcessor:
         room = min(limit, most) - prompt
         return room - room // 16 if limit < most else room
 
-    def batch(
-        self,
-        prompts: str | Sequence[Prompt],
-        params: Params,
-        namespace: Hashable,
-        timeout: float | None,
-        prefix: CompressedPrefix | None = None,
-    ) -> list[Request]:
+    def batch(self, prompts: str | Sequence[Prompt], params: Params, **options: Any) -> list[Request]:
         """Make a request per prompt; a single text is one, `params` is one for all or one for each.
+
+        The options are those of `request`, for all.
 
         Raises as `request`, and InvalidInput for an argument that looks like one prompt in place of a list.
         """
@@ -320,7 +315,6 @@ class InputProcessor:
                 f"{len(each_params)} sampling params for {len(given)} prompts: pass one for all, or one for each"
             )
         pairs = zip(given, each_params, strict=True)
-        options: Any = {"namespace": namespace, "timeout": timeout, "prefix": prefix}
         return [self.request(prompt, each, **options) for prompt, each in pairs]
 
     def _check_params(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:

@@ -57,7 +57,7 @@ async def create(service: Service, request: Request) -> Response:
         caller = service.gate.caller(request)
         service.check_model(options.model)
         lease.resize(options.params.width * len(body.prompts))
-        prefix = service.prefix(caller, options.prefix)
+        prefix = None if options.prefix is None else service.prefix(caller, options.prefix)
         encodings = (encoded(service, prompt, body.suffix, prefix) for prompt in body.prompts)
         prompts = [await service.gate.cancellable(request, encoding) for encoding in encodings]
         if body.suffix:

@@ -5,7 +5,7 @@ A name is looked up in the namespace of the caller only, so a foreign name gets 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixkv.serve.completions import encoded
-from radixkv.serve.errors import errors_about, no_prefix
+from radixkv.serve.errors import ApiError, errors_about, no_prefix
 from radixkv.serve.message_schemas import template_texts
 from radixkv.serve.schemas import read_prefix
 from radixkv.serve.served_models import Models
@@ -45,7 +45,7 @@ async def delete(models: Models, request: Request) -> Response:
     """Release a compressed prefix; raise ApiError 404 if the caller has none of this name."""
     caller, name = models.gate.caller(request), request.path_params["name"]
     for service in filter(None, (status.service for status in models.statuses())):
-        if (found := service.find_prefix(caller, name)) is not None:
-            await service.engine.release_prefix(found)
+        with suppress(ApiError):
+            await service.engine.release_prefix(service.prefix(caller, name))
             return JSONResponse({"id": name, "object": "prefix", "deleted": True})
     raise no_prefix()

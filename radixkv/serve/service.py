@@ -117,15 +117,11 @@ class Service:
             message = f"model {name[:100]!r} not found: this server serves {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def find_prefix(self, caller: Caller, name: str) -> CompressedPrefix | None:
-        """Return the compressed prefix of this name in the caller's namespace; None if there is none."""
+    def prefix(self, caller: Caller, name: str) -> CompressedPrefix:
+        """Return the compressed prefix of this name in the caller's namespace; raise ApiError 404."""
         client = self.engine.client
-        return client.prefixes.find(name, client.inputs.namespaces.number(caller.namespace))
-
-    def prefix(self, caller: Caller, name: str | None) -> CompressedPrefix | None:
-        """Return the compressed prefix that a body names, None without a name; raise ApiError 404."""
-        found = None if name is None else self.find_prefix(caller, name)
-        if found is None and name is not None:
+        found = client.prefixes.find(name, client.inputs.namespaces.number(caller.namespace))
+        if found is None:
             raise no_prefix()
         return found
 

@@ -28,7 +28,6 @@ from starlette.responses import Response
 from radixkv.chat.calls.formats import HERMES, CallFormat
 from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.messages import Message, ToolCall
-from radixkv.chat.saved import SessionState
 from radixkv.engine import AsyncHandle, Chunk, Completion, CompressedPrefix
 from radixkv.engine.compressed import rest
 from radixkv.engine.input_processor import EncodedPrompt
@@ -149,7 +148,7 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
     """
     began, body = monotonic(), _with_useful_prediction(service, request, body)
     options, caller = body.options, service.gate.caller(request)
-    prefix = service.prefix(caller, options.prefix)
+    prefix = None if options.prefix is None else service.prefix(caller, options.prefix)
     if prefix is not None:
         body = _after_prefix(prefix, body)
     encoding = service.chat_prompt(caller, body, options.session_key, ignored=request.state.ignored, compares=True)
@@ -166,7 +165,7 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
 
 def _after_prefix(prefix: CompressedPrefix, body: ChatRequest) -> ChatRequest:
     """Return the request with the messages of its compressed prefix first; raise ApiError 400 if it has none."""
-    if not isinstance(prefix.source, SessionState):
+    if prefix.source is None:
         raise bad_request("prefix was made of a prompt: make it of messages, or use /v1/completions", "prefix")
     return replace(body, messages=[*prefix.source.opening, *body.messages])
 
