@@ -64,8 +64,10 @@ class Engine(RequestEngine):
         if not is_chat(messages) and messages:
             raise InvalidInput(f"messages must be a list of dicts with role and content, got {messages!r}")
         if prefix is not None:
-            begun = _begun(prefix, system, messages, tools)
-            begun = replace(begun, namespace=namespace, history=history, overflow=overflow, prefix=prefix)
+            if prefix.source is None or any(given is not None for given in (system, messages, tools)):
+                raise InvalidInput("a chat begins with a prefix of a chat session, and no other messages or tools")
+            options: dict[str, Any] = {"namespace": namespace, "history": history, "overflow": overflow}
+            begun: SessionState = replace(prefix.source, prefix=prefix, **options)
             return ChatSession(self, self._template(begun.tools, begun.date), begun)
         check_messages(messages or (), template_text(self.model.codec))
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -103,13 +105,3 @@ class Engine(RequestEngine):
     def _template(self, tools: Sequence[Any] | None, date: str | None = None) -> ChatTemplate:
         model, limit, form = self.model, self.context_limit, self.config.tool_format
         return ChatTemplate(model.codec, model.stop_token_ids, tools, date, limit, tool_format=form)
-
-
-def _begun(prefix: CompressedPrefix, *given: object) -> SessionState:
-    """Return the conversation in a prefix. Raises InvalidInput for one of a text, and if more is `given`."""
-    if any(each is not None for each in given):
-        raise InvalidInput("the prefix has the beginning of its chat: leave out system, messages and tools")
-    if prefix.source is None:
-        raise InvalidInput("this prefix was made of a text: make it of a chat session")
-    state: SessionState = prefix.source
-    return state

@@ -365,10 +365,7 @@ class Core:
         return self.records.clear()
 
     def clear_namespace(self, namespace: Hashable) -> None:
-        """Drop the cached KV of a namespace that no request and no pin holds, and the kept scores of its prompts.
-
-        Its compressed prefixes are dropped, too.
-        """
+        """Drop the compressed prefixes of a namespace, its unused KV, and the kept scores of its prompts."""
         self.admission.unpin_compressed(namespace)
         self.cache.clear_namespace(namespace)
         self.records.clear_namespace(namespace)

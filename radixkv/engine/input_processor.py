@@ -145,8 +145,8 @@ class InputProcessor:
             raise PrefixGone(prefix.gone)
         if is_chat(prompt):
             raise InvalidInput("chat messages follow a compressed prefix in a chat only: engine.chat(prefix=...)")
-        ids = self.encode_after((), prefix.text, prompt)
-        return np.concatenate([prefix.ids, checked_ids(ids, self._model.vocab_size)])
+        ids = encode(prompt, self._model.codec, self._model.vocab_size, special=False)
+        return np.concatenate([prefix.ids, ids])
 
     def encode_after(self, prompt: Prompt, ids: TokenIds, continuation: str | Ids) -> TokenIds:
         """Return the token ids of a continuation of a prompt with these `ids`; [] if its text has no tokens.
@@ -379,17 +379,19 @@ def _check_numbers(timeout: object, priority: object, session: object, reply_sta
         raise InvalidInput(f"reply_start must be an int, a number of tokens of the prompt, got {reply_start!r}")
 
 
-def encode(prompt: Prompt, tokenizer: Any | None, vocab_size: int, *, reply: bool = True) -> TokenIds:
+def encode(
+    prompt: Prompt, tokenizer: Any | None, vocab_size: int, *, reply: bool = True, special: bool = True
+) -> TokenIds:
     """Return the token ids, int32[n], of a text, of token ids, or of chat messages.
 
-    With `reply` a chat prompt ends where the assistant's turn begins.
+    With `reply` a chat prompt ends where the assistant's turn begins. Without `special` a text has no special tokens.
     Raises InvalidTokens (empty, not ints, outside the vocabulary), InvalidInput (text without a tokenizer) or
     ChatError (the template refuses the messages).
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidInput("this model has no tokenizer, so it cannot read text: pass token ids")
-        ids: Any = tokenizer.encode(checked_text(prompt))
+        ids: Any = tokenizer.encode(checked_text(prompt), **({} if special else {"add_special_tokens": False}))
     elif is_chat(prompt):
         ids = encode_chat(prompt, tokenizer, reply=reply)
     else:

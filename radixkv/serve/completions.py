@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from radixkv.engine import AsyncHandle, Chunk, Completion, CompressedPrefix
+from radixkv.engine import AsyncHandle, Chunk, Completion
 from radixkv.engine.input_processor import EncodedPrompt, checked_ids, encode
 from radixkv.engine.request import TokenIds
 from radixkv.errors import InvalidInput
@@ -58,7 +58,7 @@ async def create(service: Service, request: Request) -> Response:
         service.check_model(options.model)
         lease.resize(options.params.width * len(body.prompts))
         prefix = None if options.prefix is None else service.prefix(caller, options.prefix)
-        encodings = (encoded(service, prompt, body.suffix, prefix) for prompt in body.prompts)
+        encodings = (encoded(service, prompt, body.suffix, special=prefix is None) for prompt in body.prompts)
         prompts = [await service.gate.cancellable(request, encoding) for encoding in encodings]
         if body.suffix:
             options = replace(options, params=service.fim.with_stops(options.params))
@@ -259,17 +259,15 @@ async def _tokens(service: Service, caller: Caller, body: TokenizeRequest, ignor
     return [int(token) for token in await encoded(service, body.prompt)] if body.prompt else []
 
 
-async def encoded(
-    service: Service, prompt: TextOrIds, suffix: str = "", prefix: CompressedPrefix | None = None
-) -> TokenIds:
-    """Return the ids of a prompt, which may follow a `prefix`, or of a text around the reply; raise ApiError 400."""
+async def encoded(service: Service, prompt: TextOrIds, suffix: str = "", *, special: bool = True) -> TokenIds:
+    """Return the ids of a prompt, or of a text around the reply; raise ApiError 400."""
     model = service.engine.model
     with errors_about("suffix" if suffix else "prompt"):
         if suffix:
             return await infill.encoded(service, str(prompt), suffix)
         if isinstance(prompt, str):
             service.check_length([prompt])
-            return await service.gate.in_background(lambda: service.encoded(prompt, prefix))
+            return await service.gate.in_background(lambda: service.encoded(prompt, special=special))
         return await service.gate.in_background(lambda: encode(prompt, model.codec, model.vocab_size))
 
 

@@ -107,7 +107,6 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
             "schemas": {
                 **schemas,
                 **_answers(),
-                **_prefixes(),
                 **anthropic.answers(),
                 **openai_responses.answers(),
                 **ollama.answers(),
@@ -137,6 +136,8 @@ _SCORE: JsonObject = {"type": "number", "description": "Of a beam: see `length_p
 _ENDS: JsonObject = {"enum": ["stop", "length", "tool_calls"]}
 _INFILL: JsonObject = dict.fromkeys(("index", "tokens_predicted", "tokens_evaluated", "tokens_cached"), COUNT)
 _INFILL |= {"truncated": {"const": False}, "stop_type": {"enum": ["eos", "word", "limit"]}, "stopping_word": TEXT}
+_PREFIX: JsonObject = {"id": TEXT, "object": {"const": "prefix"}}
+_PREFIX_SIZES = dict.fromkeys(("tokens", "slots", "bytes"), COUNT)
 
 
 def _answers() -> JsonObject:
@@ -166,15 +167,10 @@ def _answers() -> JsonObject:
         "About": answer({"name": {"const": "radixkv"}, "version": TEXT}),
         "Done": answer({"success": {"const": True}}),
         "Health": answer({"status": {"const": "ok"}}),
+        "Prefix": answer({**_PREFIX, **_PREFIX_SIZES, "method": TEXT, "keep": {"type": "number"}}),
+        "DeletedPrefix": answer({**_PREFIX, "deleted": {"const": True}}),
         "Error": answer({"error": answer({"message": TEXT, "type": TEXT, "param": STRING, "code": STRING})}),
     }
-
-
-def _prefixes() -> JsonObject:
-    named = {"id": TEXT, "object": {"const": "prefix"}}
-    counts = dict.fromkeys(("tokens", "slots", "bytes"), COUNT)
-    made = answer({**named, **counts, "method": TEXT, "keep": {"type": "number"}})
-    return {"Prefix": made, "DeletedPrefix": answer({**named, "deleted": {"const": True}})}
 
 
 def _whole(kind: str, choice: JsonObject, **optional: JsonObject) -> JsonObject:

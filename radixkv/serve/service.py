@@ -193,16 +193,13 @@ class Service:
         """
         self._check_tokens(more - (-sum(map(len, texts)) // self._longest_token))
 
-    def encoded(self, text: str, prefix: CompressedPrefix | None = None) -> TokenIds:
+    def encoded(self, text: str, *, special: bool = True) -> TokenIds:
         """Return the ids of a text; raise PromptTooLong, usually before much of a long text is encoded.
 
-        After a `prefix` it has no special tokens. Call on the background thread. Raises InvalidInput as
-        `input_processor.encode`.
+        Call on the background thread. Reads `special` and raises InvalidInput as `input_processor.encode`.
         """
         self.check_text(text)
-        if prefix is not None:
-            return self.engine.client.inputs.encode_after(prefix.text, prefix.text, text)
-        return encode(text, self.engine.model.codec, self.engine.model.vocab_size)
+        return encode(text, self.engine.model.codec, self.engine.model.vocab_size, special=special)
 
     def check_text(self, text: str) -> None:
         """Raise PromptTooLong for a long text that has too many tokens; call on the background thread. O(context)."""
