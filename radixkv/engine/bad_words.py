@@ -1,4 +1,4 @@
-"""Spell bad words in tokens, for the mask of `radixkv.sampling.logits_processors.BadWords`.
+"""Spell bad words in tokens, for the mask of `radixkv.sampling.logits_processors`.
 
 A tokenizer writes a word in other tokens at the start of a text than after a space or a line break. Each of these
 spellings is excluded. Others remain possible, for example single letters that make up the word.

@@ -6,8 +6,8 @@ The custom processors of an engine follow them. A beam search passes log probabi
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -58,16 +58,17 @@ class Share(NamedTuple):
 
 
 Shares: TypeAlias = list[Share]
-Kinds: TypeAlias = tuple[type[LogitsProcessor], ...]
 
 
-def shares(rows: Sequence[SampleRow], custom: Sequence[LogitsProcessor], skip: Kinds = ()) -> Shares:
+def shares(
+    rows: Sequence[SampleRow], custom: Sequence[LogitsProcessor], skip: Sequence[LogitsProcessor] = ()
+) -> Shares:
     """Return the processors that apply to some of the rows, each with these rows: `PROCESSORS`, then `custom`.
 
-    Leaves out the processors of `PROCESSORS` that are of the classes `skip`.
+    Leaves out the processors `skip` of `PROCESSORS`.
     """
     adjusted = [at for at, row in enumerate(rows) if row.params.adjusts_logits]
-    own = [process for process in PROCESSORS if not isinstance(process, skip)] if adjusted else []
+    own = [process for process in PROCESSORS if process not in skip] if adjusted else []
     chosen = [(process, adjusted) for process in own] + [(process, range(len(rows))) for process in custom]
     found = (Share(process, [at for at in places if process.applies(rows[at].params)]) for process, places in chosen)
     return [share for share in found if share.places]
@@ -147,18 +148,20 @@ def adjusted(logits: Tensor, rows: Sequence[SampleRow], custom: Sequence[LogitsP
     return copy
 
 
-class RowProcessor(ABC):
-    """A LogitsProcessor that changes a few entries of each row by itself, so that no rows are copied for it."""
+@dataclass(eq=False)
+class RowProcessor:
+    """A LogitsProcessor that changes a few entries of each row by itself, so that no rows are copied for it.
 
-    reads_history = True
+    `change` changes the logits [vocab] of one row in place, if `given` is true for its parameters.
+    """
 
-    @abstractmethod
+    given: Callable[[SamplingParams], bool]
+    change: Callable[[Tensor, SampleRow], None]
+    reads_history: bool = True
+
     def applies(self, params: SamplingParams) -> bool:
         """See LogitsProcessor."""
-
-    @abstractmethod
-    def change(self, values: Tensor, row: SampleRow) -> None:
-        """Change the logits [vocab] of one row in place."""
+        return self.given(params)
 
     def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
         """See LogitsProcessor."""
@@ -169,77 +172,38 @@ class RowProcessor(ABC):
 # index_select and scatter_ take a tenth of the time of indexing by a tensor.
 
 
-class RepetitionPenalty(RowProcessor):
-    """Makes the tokens of prompt and reply less likely. A token that occurs twice is penalised once."""
-
-    def applies(self, params: SamplingParams) -> bool:
-        """See LogitsProcessor."""
-        return params.repetition_penalty != 1.0
-
-    def change(self, values: Tensor, row: SampleRow) -> None:
-        """See RowProcessor."""
-        seen, penalty = _tensor(row.history, values), row.params.repetition_penalty
-        found = values.index_select(0, seen)
-        values.scatter_(0, seen, torch.where(found > 0, found / penalty, found * penalty))
+def _penalise_repetition(values: Tensor, row: SampleRow) -> None:
+    """Make the tokens of prompt and reply less likely. A token that occurs twice is penalised once."""
+    seen, penalty = _tensor(row.history, values), row.params.repetition_penalty
+    found = values.index_select(0, seen)
+    values.scatter_(0, seen, torch.where(found > 0, found / penalty, found * penalty))
 
 
-class ReplyPenalties(RowProcessor):
-    """Subtracts the presence penalty once, and the frequency penalty per occurrence, from the reply's tokens."""
-
-    def applies(self, params: SamplingParams) -> bool:
-        """See LogitsProcessor."""
-        return bool(params.presence_penalty or params.frequency_penalty)
-
-    def change(self, values: Tensor, row: SampleRow) -> None:
-        """See RowProcessor."""
-        tokens, counts = torch.unique(_tensor(row.history[row.prompt_length :], values), return_counts=True)
-        lost = row.params.presence_penalty + row.params.frequency_penalty * counts
-        values.scatter_(0, tokens, (values.index_select(0, tokens) - lost).to(values.dtype))
+def _penalise_reply(values: Tensor, row: SampleRow) -> None:
+    """Subtract the presence penalty once, and the frequency penalty per occurrence, from the reply's tokens."""
+    tokens, counts = torch.unique(_tensor(row.history[row.prompt_length :], values), return_counts=True)
+    lost = row.params.presence_penalty + row.params.frequency_penalty * counts
+    values.scatter_(0, tokens, (values.index_select(0, tokens) - lost).to(values.dtype))
 
 
-class LogitBias(RowProcessor):
-    """Adds the bias of each token that has one."""
-
-    reads_history = False
-
-    def applies(self, params: SamplingParams) -> bool:
-        """See LogitsProcessor."""
-        return bool(params.logit_bias)
-
-    def change(self, values: Tensor, row: SampleRow) -> None:
-        """See RowProcessor."""
-        bias = row.params.logit_bias
-        check_bias(bias, len(values))
-        added = torch.tensor(list(bias.values()), dtype=values.dtype, device=values.device)
-        values.index_add_(0, _tensor(list(bias), values), added)
+def _add_bias(values: Tensor, row: SampleRow) -> None:
+    """Add the bias of each token that has one."""
+    bias = row.params.logit_bias
+    check_bias(bias, len(values))
+    added = torch.tensor(list(bias.values()), dtype=values.dtype, device=values.device)
+    values.index_add_(0, _tensor(list(bias), values), added)
 
 
-class MinimumLength(RowProcessor):
-    """Masks the stop tokens while the reply is shorter than `min_tokens`."""
-
-    reads_history = False  # its length is enough
-
-    def applies(self, params: SamplingParams) -> bool:
-        """See LogitsProcessor."""
-        return params.min_tokens > 0
-
-    def change(self, values: Tensor, row: SampleRow) -> None:
-        """See RowProcessor."""
-        drawn = max(len(row.history) + row.in_flight - row.prompt_length, 0)
-        if drawn < row.params.min_tokens:
-            values.index_fill_(0, _tensor(sorted(row.stop_token_ids), values), -torch.inf)
+def _mask_stop_tokens(values: Tensor, row: SampleRow) -> None:
+    """Mask the stop tokens while the reply is shorter than `min_tokens`."""
+    drawn = max(len(row.history) + row.in_flight - row.prompt_length, 0)
+    if drawn < row.params.min_tokens:
+        values.index_fill_(0, _tensor(sorted(row.stop_token_ids), values), -torch.inf)
 
 
-class BadWords(RowProcessor):
-    """Masks the last token of each bad word whose other tokens end the reply."""
-
-    def applies(self, params: SamplingParams) -> bool:
-        """See LogitsProcessor."""
-        return bool(params.bad_words)
-
-    def change(self, values: Tensor, row: SampleRow) -> None:
-        """See RowProcessor."""
-        values.index_fill_(0, _tensor(completing_tokens(row), values), -torch.inf)
+def _mask_bad_words(values: Tensor, row: SampleRow) -> None:
+    """Mask the last token of each bad word whose other tokens end the reply."""
+    values.index_fill_(0, _tensor(completing_tokens(row), values), -torch.inf)
 
 
 def completing_tokens(row: SampleRow) -> list[int]:
@@ -259,10 +223,16 @@ def _ends_with(history: Sequence[int], end: int, prompt_length: int, word: tuple
     return start >= prompt_length and history[end - 1] == word[-2] and tuple(history[start:end]) == word[:-1]
 
 
-PROCESSORS: list[LogitsProcessor] = [RepetitionPenalty(), ReplyPenalties(), LogitBias(), MinimumLength(), BadWords()]
+PROCESSORS: list[LogitsProcessor] = [
+    RowProcessor(lambda params: params.repetition_penalty != 1.0, _penalise_repetition),
+    RowProcessor(lambda params: bool(params.presence_penalty or params.frequency_penalty), _penalise_reply),
+    RowProcessor(lambda params: bool(params.logit_bias), _add_bias, reads_history=False),
+    RowProcessor(lambda params: params.min_tokens > 0, _mask_stop_tokens, reads_history=False),  # its length is enough
+    RowProcessor(lambda params: bool(params.bad_words), _mask_bad_words),
+]
 
-BATCHED = (RepetitionPenalty, ReplyPenalties, LogitBias, MinimumLength, BadWords)
-"""The classes whose work `DeviceSampler` does itself, from the numbers that it uploads.
+BATCHED = tuple(PROCESSORS)
+"""The processors whose work `DeviceSampler` does itself, from the numbers that it uploads.
 
 It calls the other processors after these. The row's history then lacks a token in flight.
 """
