@@ -9,7 +9,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from math import inf
-from types import TracebackType
 
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.types import Node
@@ -50,9 +49,7 @@ class Pin:
     def __enter__(self) -> Pin:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

@@ -22,8 +22,6 @@ from radixkv.cache import Pin
 from radixkv.errors import EngineClosed, RequestCancelled
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from radixkv.sampling.params import TokenLogprobs
 
 MAX_UNREAD = 64  # chunks of one stream; a few seconds of decoding on a CPU
@@ -390,8 +388,6 @@ class Warmed:
         """Use the pin in a `with` block."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Release the pin."""
         self.release()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import IO, Self
 
 from radixkv import private_files
@@ -61,7 +60,7 @@ class RecordingWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
