@@ -109,6 +109,12 @@ class View(Widget, can_focus=False):
     _state: State | None = None
     """The state that is on screen."""
 
+    def on_mount(self) -> None:
+        """Draw a state that arrived before the widget was mounted."""
+        state, self._state = self._state, None
+        if state is not None:
+            self.update(state)
+
     def update(self, state: State) -> None:
         """Draw this state. Called on the app's thread while the view is on screen, at most five times a second."""
         raise NotImplementedError

@@ -99,11 +99,6 @@ class PoolView(DetailView):
         """The first block of the cell under the cursor of the pane that the keys act on."""
         return self.pane.block
 
-    def on_mount(self) -> None:
-        """Draw a state that arrived before the widget was mounted."""
-        if self._state is not None:
-            self.update(self._state)
-
     def take_focus(self) -> None:
         """Focus the map that has the selected node."""
         pane = self.host if self._is_on_host(self._node) and self.host.display else self.device

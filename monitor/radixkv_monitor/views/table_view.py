@@ -113,10 +113,6 @@ class TableView(FilteredView, Generic[Row]):
         """The column that rows are sorted by."""
         return self.orders()[self._order]
 
-    def on_mount(self) -> None:
-        """Draw a state that arrived before the widget was mounted."""
-        self._refresh()
-
     def on_resize(self) -> None:
         """Give a long headline a second line where there is room."""
         self._refresh()

@@ -93,12 +93,6 @@ class TreeView(DetailView, ControlledView, FilteredView):
         """The widget with the lines."""
         return self.query_one(FlatTree)
 
-    def on_mount(self) -> None:
-        """Draw a state that arrived before the widget was mounted."""
-        state, self._state = self._state, None
-        if state is not None:
-            self.update(state)
-
     def take_focus(self) -> None:
         """Focus the tree."""
         focus_now(self.lines)
