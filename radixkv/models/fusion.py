@@ -19,7 +19,7 @@ from radixkv.errors import InvalidInput
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.native.places import is_fused
 from radixkv.models.packed import PackedLinear
-from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear
+from radixkv.models.quantized.layers import QuantizedLayer
 from radixkv.models.rounding import agree
 from radixkv.models.runner import PoolForward, Runner
 
@@ -66,7 +66,7 @@ def fuse(runner: Runner, backend: str = "inductor") -> None:
 def obstacle(model: nn.Module) -> str | None:
     """Return the reason why the layers of a model for the CPU cannot be compiled; None if they may be."""
     modules = list(model.modules())
-    if any(isinstance(each, QuantizedLinear | QuantizedEmbedding) for each in modules):
+    if any(isinstance(each, QuantizedLayer) for each in modules):
         layers = "linear layers with weights of 8 or 4 bits are compiled already, by radixkv"
     elif any(isinstance(each, PackedLinear) for each in modules):
         layers = "linear layers are packed for oneDNN"

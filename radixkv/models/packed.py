@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from radixkv.models.architecture import is_plain
 from radixkv.models.native.layers import NativeModel
-from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, dense_layer
+from radixkv.models.quantized.layers import QuantizedLayer, dense_layer
 
 _log = logging.getLogger(__name__)
 # A call of oneDNN takes about 10 microseconds more than one of torch; products with fewer weights do not save that.
@@ -91,7 +91,7 @@ def unpack(model: nn.Module, *, asked_only: bool = False) -> int:
 
     Returns their number.
     """
-    kinds = (PackedLinear, QuantizedLinear, QuantizedEmbedding)
+    kinds = (PackedLinear, QuantizedLayer)
     packed = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
     chosen = [(name, module) for name, module in packed if module.was_asked or not asked_only]
     for name, module in chosen:

@@ -22,41 +22,11 @@ CHOICES = ("auto", "float32", "int8", "int4")
 _ROWS = 1024  # rows that are quantised at a time
 
 
-class QuantizedLinear(nn.Module):
-    """A linear layer whose weights have 8 or 4 bits, for float32 activations."""
-
-    bias: Tensor | None
-
-    def __init__(self, weights: QuantizedWeights, bias: Tensor | None = None) -> None:
-        """Multiply by `weights`, which other layers may share."""
-        super().__init__()
-        self.in_features, self.out_features = weights.inputs, weights.outputs
-        self.quantized, self.bias = weights, bias
-        self.was_asked = False
-
-    @property
-    def stored(self) -> Tensor:
-        """The bytes of the weights, for a digest."""
-        return torch.from_numpy(self.quantized.content())
-
-    @property
-    def weight(self) -> Tensor:
-        """The weights in float32; each read expands them, so `unpack` layers whose weight is read."""
-        self.was_asked = True
-        return self.quantized.dense()
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Multiply [..., in_features] to [..., out_features]."""
-        return self.quantized.multiply(input, self.bias)
-
-
-class QuantizedEmbedding(nn.Module):
-    """An embedding whose rows are expanded to float32 when they are looked up."""
+class QuantizedLayer(nn.Module):
+    """A layer whose weights, which other layers may share, have 8 or 4 bits."""
 
     def __init__(self, weights: QuantizedWeights) -> None:
-        """Look rows up in `weights`, which the head may share."""
         super().__init__()
-        self.num_embeddings, self.embedding_dim = weights.outputs, weights.inputs
         self.quantized = weights
         self.was_asked = False
 
@@ -70,6 +40,31 @@ class QuantizedEmbedding(nn.Module):
         """The weights in float32; each read expands them, so `unpack` layers whose weight is read."""
         self.was_asked = True
         return self.quantized.dense()
+
+
+class QuantizedLinear(QuantizedLayer):
+    """A linear layer for float32 activations."""
+
+    bias: Tensor | None
+
+    def __init__(self, weights: QuantizedWeights, bias: Tensor | None = None) -> None:
+        """Multiply by `weights`."""
+        super().__init__(weights)
+        self.in_features, self.out_features = weights.inputs, weights.outputs
+        self.bias = bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply [..., in_features] to [..., out_features]."""
+        return self.quantized.multiply(input, self.bias)
+
+
+class QuantizedEmbedding(QuantizedLayer):
+    """An embedding whose rows are expanded to float32 when they are looked up."""
+
+    def __init__(self, weights: QuantizedWeights) -> None:
+        """Look rows up in `weights`."""
+        super().__init__(weights)
+        self.num_embeddings, self.embedding_dim = weights.outputs, weights.inputs
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ids [...], [..., embedding_dim]."""
@@ -154,7 +149,7 @@ def replace_layers(model: nn.Module, found: Mapping[str, QuantizedWeights], plac
 
 def quantized_weights(model: nn.Module) -> list[QuantizedWeights]:
     """Return the weights of a model that have 8 or 4 bits, each once."""
-    layers = (each for each in model.modules() if isinstance(each, QuantizedLinear | QuantizedEmbedding))
+    layers = (each for each in model.modules() if isinstance(each, QuantizedLayer))
     return list({id(each.quantized): each.quantized for each in layers}.values())
 
 
