@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -295,11 +295,7 @@ def most_steps(scheme: Scheme, lengths: Lengths, wanted: int) -> int:
     """Return the most steps, up to `wanted`, that all sequences can grow by. Bisection."""
     if scheme.can_grow(lengths, wanted):
         return wanted
-    low, high = 0, wanted
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if scheme.can_grow(lengths, middle) else (low, middle)
-    return low
+    return bisect_left(range(1, wanted), True, key=lambda steps: not scheme.can_grow(lengths, steps))
 
 
 def _power(tokens: int) -> int:
