@@ -26,6 +26,7 @@ import numpy as np
 from radixkv.cache import PrefixCache
 from radixkv.cache import Sequence as CacheSequence
 from radixkv.cache.host import HostRun
+from radixkv.cache.recurrent.slots import StateSlots
 from radixkv.cache.types import Load
 from radixkv.config import EngineConfig
 from radixkv.device import refuse_fatal
@@ -36,7 +37,6 @@ from radixkv.engine.reuse_policy import NO_LOADS, LoadLimits, ReusePolicy
 from radixkv.engine.scheduler import Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import PrefixHeld
-from radixkv.sizing.recurrent_state import StateCopies
 
 if TYPE_CHECKING:
     from radixkv.attention.host_store import HostCosts
@@ -63,7 +63,7 @@ class StateMemory(Protocol):
 class StateTransfer:
     """Copies recurrent states between slots, in the order in which the cache has queued the copies."""
 
-    def __init__(self, queue: StateCopies, memory: StateMemory) -> None:
+    def __init__(self, queue: StateSlots, memory: StateMemory) -> None:
         """Run the copies of `queue` in `memory`."""
         self._queue, self._memory = queue, memory
 

@@ -20,7 +20,7 @@ from radixkv.chat import AsyncEngine, Engine
 from radixkv.engine import AsyncHandle
 from radixkv.engine.runs import Run
 from radixkv.errors import InvalidInput, RadixKVError
-from radixkv.fleet.run_transport import PrefillServer, Refused, SocketTransport, Transport
+from radixkv.fleet.run_transport import PrefillServer, Refused, SocketTransport
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.command import engine_config, naming_options, read_keys
 from radixkv.sizing.memory import limit_arenas
@@ -78,7 +78,7 @@ class RemotePrefill:
     If that fails, the engine computes the prompt, and the prefill worker is not asked for some seconds.
     """
 
-    def __init__(self, engine: AsyncEngine, transport: Transport, threshold: float, timeout: float) -> None:
+    def __init__(self, engine: AsyncEngine, transport: SocketTransport, threshold: float, timeout: float) -> None:
         """Ask for prompts with more than `threshold` uncached tokens, and wait at most `timeout` seconds for a run."""
         self._engine, self._transport, self._threshold, self._timeout = engine, transport, max(threshold, 1), timeout
         self._paused_until = 0.0
@@ -122,7 +122,7 @@ class RemotePrefill:
             return await asyncio.wrap_future(found)
 
 
-def measured_threshold(engine: Engine, transport: Transport) -> float:
+def measured_threshold(engine: Engine, transport: SocketTransport) -> float:
     """Return the size of the shortest text that arrives sooner than the engine computes it; infinity if there is none.
 
     Raises as the transport and `Engine.import_run`.
@@ -132,7 +132,7 @@ def measured_threshold(engine: Engine, transport: Transport) -> float:
     return next(sizes, math.inf)
 
 
-def _arrives_sooner(engine: Engine, transport: Transport, size: int) -> bool:
+def _arrives_sooner(engine: Engine, transport: SocketTransport, size: int) -> bool:
     moved, computed = (random.choices(range(engine.model.vocab_size), k=size) for _ in range(2))
     ticket = transport.offer(moved, _MEASURED)
     begun = time.perf_counter()

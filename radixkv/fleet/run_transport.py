@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from socketserver import ThreadingTCPServer
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from radixkv.chat import Engine
 from radixkv.engine.runs import Run
@@ -36,18 +36,11 @@ class Refused(ProtocolError):
     """The prefill worker cannot compute this text, and may compute others."""
 
 
-class Transport(Protocol):
-    """Gets runs that a prefill worker computes. Both methods wait, on any thread, and may raise any error."""
-
-    def offer(self, tokens: Sequence[int], namespace: str | None) -> Any:
-        """Let the worker compute a text and hold it for a while; return a ticket, which must be fetched."""
-
-    def fetch(self, ticket: Any) -> Run:
-        """Return the run of a ticket; the worker releases it, even after an error."""
-
-
 class SocketTransport:
-    """A transport whose tickets are connections. A worker has `timeout` seconds for each answer."""
+    """Gets runs that a prefill worker computes; tickets are connections. Its methods wait, on any thread.
+
+    A worker has `timeout` seconds for each answer.
+    """
 
     def __init__(self, address: tuple[str, int], key: bytes, timeout: float) -> None:
         """Store the address of a prefill worker; nothing is connected yet."""

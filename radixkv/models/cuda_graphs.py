@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -46,33 +46,7 @@ MOST_PADDING = 256
 """Rows of padding that cost less than launches, about: products of fewer rows take the time to read the weights."""
 
 
-class Recorder(Protocol):
-    """Records the launches of a step."""
-
-    def forget(self) -> None:
-        """Count no recording any more: all were dropped."""
-        ...
-
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether a recording of a step that takes so many bytes may be made; recordings share memory."""
-        ...
-
-    def warm_up(self, step: Callable[[], Tensor]) -> int:
-        """Run `step` as it will be recorded; return the most bytes that it takes.
-
-        Raises the errors of `step`, and an error if it waits for the device.
-        """
-        ...
-
-    def record(self, step: Callable[[], Tensor]) -> Replay:
-        """Run `step`, and return a function that launches the same on the same memory, also for the result.
-
-        Raises the errors of `step`, and an error if the step cannot be recorded.
-        """
-        ...
-
-
-def record_graphs(runner: Runner, sequences: int, tokens: int, recorder: Recorder | None = None) -> None:
+def record_graphs(runner: Runner, sequences: int, tokens: int, recorder: DeviceRecorder | None = None) -> None:
     """Replay steps of up to `sequences` inputs and `tokens` tokens from now on, if this device and model allow it.
 
     Records all graphs now and compares some replays with computed steps, so nothing may be cached yet. A model that
@@ -132,7 +106,7 @@ def buckets(sequences: int, tokens: int) -> list[Bucket]:
     ]
 
 
-def _graphs_of(runner: Runner, computed: PoolForward, sizes: Sequence[Bucket], recorder: Recorder) -> StepGraphs:
+def _graphs_of(runner: Runner, computed: PoolForward, sizes: Sequence[Bucket], recorder: DeviceRecorder) -> StepGraphs:
     """Return the graphs of this runner's steps; none is recorded yet."""
     from radixkv.models.cuda_inputs import StepInputs  # needs Triton
 
@@ -231,7 +205,7 @@ class StepGraphs:
         self,
         inputs: StepInputs,
         forward: Callable[[Bucket], Tensor],
-        recorder: Recorder,
+        recorder: DeviceRecorder,
         sizes: Sequence[Bucket],
         device: Device,
     ) -> None:
@@ -380,23 +354,27 @@ class DeviceRecorder:
         self.forget()
 
     def forget(self) -> None:
-        """Count no recording any more; see `Recorder.forget`."""
+        """Count no recording any more: all were dropped."""
         self._taken = 0
         self._pool: Any = None
         """Of a recorded graph: torch may refuse a pool whose captures failed, or whose graphs are gone."""
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether the graphs' share of memory has room for such a step, and the device for the rest of it."""
+        """Return whether a recording of a step that takes so many bytes may be made; recordings share memory.
+
+        The graphs' share of memory must have room for it, and the device for the rest of that share.
+        """
         if nbytes > self._limit or self._taken >= self._limit:
             return False
         self._device.release_cached()  # memory of the steps that ran before
         return self._device.memory()[0] >= self._limit - self._taken
 
     def warm_up(self, step: Callable[[], Tensor]) -> int:
-        """Run `step` on the recorder's stream; see `Recorder.warm_up`.
+        """Run `step` on the recorder's stream, as it will be recorded; return the most bytes that it takes.
 
-        It compiles kernels and lets libraries allocate, which cannot be recorded. Meanwhile no thread of the process
-        may wait for the device by torch.
+        Raises the errors of `step`, and an error if it waits for the device. The run compiles kernels and lets
+        libraries allocate, which cannot be recorded. Meanwhile no thread of the process may wait for the device by
+        torch.
         """
         self._stream.wait_stream(self._device.current_stream())
         try:
@@ -407,7 +385,10 @@ class DeviceRecorder:
         return peak.bytes
 
     def record(self, step: Callable[[], Tensor]) -> Replay:
-        """Record `step` on the recorder's stream; see `Recorder.record`."""
+        """Record `step` on the recorder's stream; return a function that launches the same on the same memory.
+
+        Raises the errors of `step`, and an error if the step cannot be recorded.
+        """
         self._device.release_cached()
         before = self._device.memory()[0]
         pool = self._device.graph_pool() if self._pool is None else self._pool

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 EMPTY = -1  # the source of a copy that sets a row to the state before the first token
 
@@ -37,11 +37,3 @@ class StateStep(NamedTuple):
 
     row: StateRow
     snapshots: Sequence[StateSnapshot] = ()
-
-
-class StateCopies(Protocol):
-    """The queue of copies between slots; the cache fills it."""
-
-    def drain(self) -> list[tuple[int, int]]:
-        """Return the copies (source, target) since the last call, to be run in this order; a source may be EMPTY."""
-        ...
