@@ -284,15 +284,11 @@ def _upload(
     """Copy all arrays at once, each on a boundary of 64 bytes, so that kernels may load 16 bytes at a time."""
     lengths = [-(-len(array) // 16) * 16 for array in arrays]
     starts = [0, *itertools.accumulate(lengths)]
-    joined = (pinned or _pageable)(starts[-1], torch.int32)
+    joined = pinned(starts[-1], torch.int32) if pinned else torch.empty(starts[-1], dtype=torch.int32)
     for array, start in zip(arrays, starts[:-1], strict=True):
         joined.numpy()[start : start + len(array)] = array
     there = joined.to(device, non_blocking=True)
     return tuple(there[start : start + len(array)] for array, start in zip(arrays, starts[:-1], strict=True))
-
-
-def _pageable(size: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(size, dtype=dtype)
 
 
 Order = Callable[[Sequence[Callable[[], None]]], None]

@@ -89,16 +89,7 @@ STATE_NAMES = ("free", "cached", "active", "private", "pinned")
 """Indexed by the states of block_map."""
 
 
-def _state_levels(blocks: Blocks) -> Levels:
-    return blocks.map.states()
-
-
-_STATES = tuple(
-    LegendEntry(name, shade)
-    for name, shade in zip(
-        STATE_NAMES, (theme.FREE, theme.CACHED, theme.ACTIVE, theme.PRIVATE, theme.PINNED), strict=True
-    )
-)
+_STATES = tuple(map(LegendEntry, STATE_NAMES, (theme.FREE, theme.CACHED, theme.ACTIVE, theme.PRIVATE, theme.PINNED)))
 
 
 def _age_levels(blocks: Blocks) -> Levels:
@@ -115,10 +106,7 @@ def _age_levels(blocks: Blocks) -> Levels:
 _AGES = (
     LegendEntry("free", theme.FREE),
     LegendEntry("held now", theme.ACTIVE),
-    *(
-        LegendEntry(name, shade)
-        for name, shade in zip(("< 10 s", "10 s-1 min", "1-10 min", "10 min-1 h", "> 1 h"), theme.AGES, strict=True)
-    ),
+    *map(LegendEntry, ("< 10 s", "10 s-1 min", "1-10 min", "10 min-1 h", "> 1 h"), theme.AGES),
 )
 
 
@@ -164,7 +152,7 @@ def _session_legend(blocks: Blocks) -> tuple[LegendEntry, ...]:
 
 
 MODES = (
-    ColourMode("state", "state", _state_levels, lambda _: _STATES),
+    ColourMode("state", "state", lambda blocks: blocks.map.states(), lambda _: _STATES),
     ColourMode("age", "idle time", _age_levels, lambda _: _AGES),
     ColourMode("session", "session", _session_levels, _session_legend),
 )

@@ -124,13 +124,14 @@ def _header(report: Report, title: str) -> str:
     facts = report.state.facts
     device = " ".join(each for each in (facts.device, facts.dtype) if each != "none") or "no model"
     source = "a live engine" if report.live else "a recording"
+    zone = time.strftime("UTC%z", time.localtime())
     rows: list[Cells] = [
         ("Source", f"{report.title} ({source})"),
         ("Span", f"{_moment(report.start)} to {_moment(report.end)} ({duration(report.end - report.start)})"),
         ("Engine", f"{facts.model}, {device}, pid {facts.pid}, radixkv {facts.version}"),
         ("Loaded", _moment(facts.started)),
         ("Pool", f"{plural(facts.num_blocks, 'block')} of {plural(facts.block_size, 'token')}, {facts.eviction}"),
-        ("Written", f"{_moment(report.written)} by radixkv-monitor {version('radixkv')}; times are local ({_zone()})"),
+        ("Written", f"{_moment(report.written)} by radixkv-monitor {version('radixkv')}; times are local ({zone})"),
     ]
     if report.engines > 1:
         rows.insert(3, ("Engines", f"{report.engines} in this span; the numbers are those of the last one"))
@@ -351,7 +352,3 @@ def _data(picture: str) -> str:
 
 def _moment(when: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
-
-
-def _zone() -> str:
-    return time.strftime("UTC%z", time.localtime())

@@ -21,11 +21,7 @@ LISTS = ("gone_nodes", "gone_sequences", "nodes", "sequences", "requests", "sess
 _NUMBER, _RECORD = 5, 100  # bytes of a packed block id, and of a record without its lists and texts
 
 
-def _no_pause() -> None:
-    """Return at once: the default between two pages."""
-
-
-def paginate(changes: Changes, pause: Callable[[], None] = _no_pause) -> list[Changes]:
+def paginate(changes: Changes, pause: Callable[[], None] = lambda: None) -> list[Changes]:
     """Cut changes into pages, at least one, which are applied in order. O(changes); `pause` is called between two
     pages.
 

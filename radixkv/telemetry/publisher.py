@@ -110,7 +110,7 @@ class Publisher:
             end.setblocking(False)
         self._clients.open(self._selector)
         try:
-            self._selector.register(self._wakes, selectors.EVENT_READ, self._drain_wakeups)
+            self._selector.register(self._wakes, selectors.EVENT_READ, lambda mask: self._wakes.recv(4096))
             self._listener.open(self.facts, self._selector)
         except BaseException:
             self._close_all()
@@ -206,9 +206,6 @@ class Publisher:
     def _hz(self) -> float:
         """How often a second to ask the engine: as the fastest client requested."""
         return self._clients.hz or IDLE_HZ
-
-    def _drain_wakeups(self, mask: int) -> None:
-        self._wakes.recv(4096)
 
     def _publish(self, changes: Changes) -> None:
         figures = self._figures.due(time.monotonic())

@@ -107,10 +107,6 @@ def _phase(row: RequestRow, width: int) -> Cell:
     return [(f"{sign} {row.outcome}", style)]
 
 
-def _waterfall(row: RequestRow, width: int) -> Cell:
-    return bar(row.request, row.axis, width, row.now)
-
-
 def _own_bar(row: RequestRow, width: int) -> Cell:
     """Draw the parts of the request, with at least a cell each, on an axis of its own."""
     parts = _parts(row.request, row.end)
@@ -160,7 +156,8 @@ class RequestsView(TableView[RequestRow], ControlledView):  # Textual takes the 
         Column("label", 10, lambda row: row.request.label, style="dim", rank=5, optional=True),
         Column("namespace", 20, lambda row: row.request.namespace, style="dim", rank=6, optional=True),
         Column("tenant", 12, lambda row: row.request.tenant, style="dim", rank=8, optional=True),
-        Column("waterfall", 14, lambda row: None, cell=_waterfall, rank=7, grows=True),
+        Column("waterfall", 14, lambda row: None, rank=7, grows=True,
+               cell=lambda row, width: bar(row.request, row.axis, width, row.now)),
     )  # fmt: skip
     first_sorts = ("arrival", "live first", "TTFT", "queue time", "ITL", "computed", "total time")
 

@@ -135,11 +135,8 @@ class BottomLine(Horizontal):
         keys = tuple((key, binding.description, binding.action) for key, binding in bindings)
         if keys != self._keys:
             self._keys = keys
-            self._hints.update(Content(" ").join(_hint(*each) for each in keys))
+            hints = (Content.assemble((f" {key} ", "bold $accent"), what.lower()) for key, what, _ in keys)
+            self._hints.update(Content(" ").join(hints))
         if self.size.width < NARROW:
             cost = cost.replace("of a core", "cpu")
         self._cost.update(f"{cost} " if cost else "")
-
-
-def _hint(key: str, description: str, action: str) -> Content:
-    return Content.assemble((f" {key} ", "bold $accent"), description.lower())

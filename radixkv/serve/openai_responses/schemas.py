@@ -18,7 +18,7 @@ from radixkv.serve.bodies import Anything, Body, ByType, CacheSalt, Only, Prefer
 from radixkv.serve.constraints import AnyFormat, Guided, ReplyConstraint, constraint_of, of_format
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import IgnoredFields, JsonObject
-from radixkv.serve.openai_responses.items import AnyItem, Items, messages_of, raw_items, stored_items
+from radixkv.serve.openai_responses.items import Items, messages_of, raw_items, stored_items
 from radixkv.serve.openai_responses.store import Items as SharedItems
 from radixkv.serve.openai_responses.store import StoredResponse
 from radixkv.serve.openai_responses.tools import ToolList, read_tools
@@ -114,7 +114,8 @@ def read_response(
     body = read(ResponseBody, given, ignored)
     previous, items = _previous(body, stored), [_with_id(item) for item in raw_items(given["input"])]
     before = stored_items([item for part in previous for item in part.items])
-    messages = messages_of(body.instructions, chain(before, _new_items(body)), order)
+    new = stored_items(raw_items(body.input)) if isinstance(body.input, str) else body.input
+    messages = messages_of(body.instructions, chain(before, new), order)
     tools = read_tools(body.tools)
     rule, reads_calls = call_rule(body.tool_choice, body.parallel_tool_calls, tools.functions, tools.strict, ignored)
     own = None if body.text is None else of_format(body.text.format, "text.format")
@@ -177,10 +178,6 @@ def _previous(body: ResponseBody, stored: Callable[[str], StoredResponse | None]
         message = f"Previous response with id '{number[:100]}' not found."
         raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
     return found.conversation
-
-
-def _new_items(body: ResponseBody) -> list[AnyItem]:
-    return stored_items(raw_items(body.input)) if isinstance(body.input, str) else body.input
 
 
 def _with_id(item: Any) -> Any:

@@ -142,7 +142,7 @@ class PromptMaker:
         self._block_tokens = block_tokens
         self._shrink = shrink
         self._seed = seed
-        self._block = lru_cache(_KEPT_BLOCKS)(self._made_block)
+        self._block = lru_cache(_KEPT_BLOCKS)(lambda block, size: self._draw((seed, 0, block), size))
 
     def prompt(self, request: TraceRequest | ChatRequest) -> TokenIds | Messages:
         """Return the token ids int32[n] of a recorded prompt, or its messages. O(tokens)."""
@@ -166,9 +166,6 @@ class PromptMaker:
             tokens = -(-request.output_length // self._shrink)
         tokens = max(1, tokens)
         return tokens if limit is None else min(tokens, limit)
-
-    def _made_block(self, block: int, size: int) -> TokenIds:
-        return self._draw((self._seed, 0, block), size)
 
     def _end(self, request: TraceRequest, length: int) -> TokenIds:
         if not request.blocks and request.session is not None:  # lengths only: no two prompts are alike
