@@ -109,6 +109,11 @@ def open_own(path: str | os.PathLike[str]) -> IO[bytes]:
     return file
 
 
+def no_link(path: str, flags: int) -> int:
+    """Open a file for `open`: no link, and without blocking, in case the path is a pipe. Raises OSError."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 def open_folder(path: str | os.PathLike[str]) -> int:
     """Open a folder that no other user can read or change, and return its descriptor; the caller closes it.
 

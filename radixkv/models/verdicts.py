@@ -118,7 +118,7 @@ def _machine() -> tuple[object, ...]:
 def _read(record: Path) -> float | None:
     """Return the recorded error; None without a record, and for a damaged one."""
     try:
-        with open(record, "rb", opener=_no_link) as file:
+        with open(record, "rb", opener=private_files.no_link) as file:
             named, error = json.loads(file.read(1000))
             os.utime(file.fileno())
         if named != record.name or not 0.0 <= error < 1.0:
@@ -129,10 +129,6 @@ def _read(record: Path) -> float | None:
         _log.debug("the record %s of a self-test cannot be used: %s", record, reason)
         return None
     return float(error)
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # the second: a pipe of this name would block
 
 
 def _write(record: Path, error: float) -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from radixkv import private_files
 from radixkv.errors import EngineNotFound, InvalidInput
 from radixkv.telemetry.protocol import Attach, encode
 from radixkv.telemetry.records import EngineFacts
@@ -102,7 +103,7 @@ def _remove_orphan(path: Path) -> None:
 def _read(path: Path) -> FoundEngine | None:
     """Read a description; None if it is not a valid one."""
     try:
-        with open(path, "rb", opener=_open_nonblocking) as file:
+        with open(path, "rb", opener=private_files.no_link) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 return None
@@ -113,11 +114,6 @@ def _read(path: Path) -> FoundEngine | None:
         return found if _is_sound(found) else None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    """Open without blocking, in case the path is a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def _is_sound(found: FoundEngine) -> bool:
