@@ -8,7 +8,6 @@ import math
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from argparse import Namespace
@@ -22,7 +21,7 @@ from radixkv.engine.runs import Run
 from radixkv.errors import InvalidInput, RadixKVError
 from radixkv.fleet.run_transport import PrefillServer, Refused, SocketTransport
 from radixkv.sampling.params import SamplingParams
-from radixkv.serve.command import engine_config, naming_options, read_keys
+from radixkv.serve.command import engine_config, naming_options, read_keys, say
 from radixkv.sizing.memory import limit_arenas
 
 KEY = "RADIXKV_PREFILL_KEY"
@@ -53,7 +52,7 @@ def serve_prefill(arguments: Namespace) -> int:
         engine = Engine.load(arguments.model, engine_config(arguments), tokenizer=arguments.tokenizer)
     with engine, PrefillServer(engine, address, key) as server, suppress(KeyboardInterrupt):
         host, _, _ = arguments.prefill_address.rpartition(":")
-        _say(f"prefill at {host}:{server.server_address[1]}")
+        say(f"prefill at {host}:{server.server_address[1]}")
         while not engine.client.thread.closed:
             server.handle_request()
         return 1
@@ -66,9 +65,9 @@ def remote_prefill(arguments: Namespace, place: Place, engine: Engine) -> Remote
     try:
         threshold = measured_threshold(engine, transport) if threshold is None else threshold
     except (OSError, RadixKVError) as error:
-        _say(f"the prefill worker cannot be measured: {error}")
+        say(f"the prefill worker cannot be measured: {error}")
         threshold = _UNMEASURED if isinstance(error, OSError) else math.inf  # as for one with other weights
-    _say(f"prompts of more than {threshold:.0f} uncached tokens are computed at {arguments.prefill_address}")
+    say(f"prompts of more than {threshold:.0f} uncached tokens are computed at {arguments.prefill_address}")
     return RemotePrefill(AsyncEngine(engine), transport, threshold, arguments.prefill_timeout)
 
 
@@ -153,7 +152,3 @@ def place_of(arguments: Namespace) -> Place:
     if len(key) < _LEAST_KEY:
         raise InvalidInput(f"{KEY} must be a secret of at least {_LEAST_KEY} bytes, or @FILE, the same for both roles")
     return (host.strip("[]"), int(port)), key
-
-
-def _say(text: str) -> None:
-    print(f"radixkv: {text}", file=sys.stderr, flush=True)

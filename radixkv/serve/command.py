@@ -58,14 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
         _log_to_stderr(arguments.quiet)
         first = None if arguments.lazy else specs[0]
         loading = "torch" if first is None else first.source
-        _print(f"loading {loading}; until then, port {sock.getsockname()[1]} answers with status 503")
+        say(f"loading {loading}; until then, port {sock.getsockname()[1]} answers with status 503")
         models = _models(specs, settings, first, waiting, cleanup, several=several)
         from radixkv.serve.models.loading import is_loading
         from radixkv.serve.server import Server
 
         names, where = ", ".join(each.name for each in models.statuses()), address(sock, tls=tls is not None)
         with naming_options():
-            server = Server(models, None, lambda: _print(f"{names} at {where}/v1"), _exit_soon)
+            server = Server(models, None, lambda: say(f"{names} at {where}/v1"), _exit_soon)
         waiting.stop()
         server.run(sockets=[sock])
         gc.unfreeze()  # the interpreter frees all objects at its end; nanobind warns of each that it does not
@@ -201,5 +201,6 @@ def _log_to_stderr(quiet: bool) -> None:
     logging.getLogger("radixkv.serve").setLevel(logging.WARNING if quiet else logging.INFO)
 
 
-def _print(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line on stderr."""
     print(f"radixkv: {text}", file=sys.stderr, flush=True)
