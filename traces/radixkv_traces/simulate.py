@@ -46,8 +46,21 @@ class Traffic:
     written_blocks: int
 
 
+class HitRate:
+    """The share of prompt tokens that hit."""
+
+    __slots__ = ()
+    input_tokens: int
+    hit_tokens: int
+
+    @property
+    def token_hit_rate(self) -> float:
+        """hit_tokens / input_tokens; 0.0 without prompts."""
+        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
+
+
 @dataclass(frozen=True, slots=True)
-class ReplayResult:
+class ReplayResult(HitRate):
     """The result of a replay. `regret_tokens` are misses that would hit in an infinite cache."""
 
     policy: str
@@ -69,11 +82,6 @@ class ReplayResult:
     disk_blocks: int = 0
     disk: Traffic | None = None
     disk_hit_tokens: int = 0  # part of hit_tokens: read from the disk first
-
-    @property
-    def token_hit_rate(self) -> float:
-        """hit_tokens / input_tokens; 0.0 for an empty trace."""
-        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
 
 
 class Pool(Protocol):

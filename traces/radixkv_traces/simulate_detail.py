@@ -10,7 +10,7 @@ import numpy as np
 
 from radixkv.errors import InvalidInput
 from radixkv.telemetry.what_if import SIZES, WhatIf, mixed
-from radixkv_traces.simulate import ReplayResult
+from radixkv_traces.simulate import HitRate, ReplayResult
 from radixkv_traces.workload import Workload
 
 GROUPINGS = {"session": "session", "tenant": "namespace", "stop": "stop"}
@@ -18,18 +18,13 @@ GROUPINGS = {"session": "session", "tenant": "namespace", "stop": "stop"}
 
 
 @dataclass(slots=True)
-class Group:
+class Group(HitRate):
     """The sums of the requests of one session, tenant or stop reason; `name` is None for requests without one."""
 
     name: str | None
     requests: int = 0
     input_tokens: int = 0
     hit_tokens: int = 0
-
-    @property
-    def token_hit_rate(self) -> float:
-        """hit_tokens / input_tokens; 0.0 without prompts."""
-        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv.turns import Group, Turns, group_key
 from radixkv_traces import cli
 from radixkv_traces.cli import Capacity, positive
-from radixkv_traces.simulate import Progress
+from radixkv_traces.simulate import HitRate, Progress
 from radixkv_traces.workload import Workload
 
 LOOKED_AT = 128  # waiting requests whose cached prefix is compared, and announced, as in the engine
@@ -65,7 +65,7 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueResult:
+class QueueResult(HitRate):
     """The result of a replay with a queue; times are seconds of the simulated clock, in the order of service."""
 
     policy: str
@@ -78,11 +78,6 @@ class QueueResult:
     duration: float  # from the first arrival to the last answer
     seconds: float  # of CPU time
     finished: bool  # False: Ctrl-C ended the replay early
-
-    @property
-    def token_hit_rate(self) -> float:
-        """hit_tokens / input_tokens; 0.0 for an empty trace."""
-        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
 
 
 def replay_queue(

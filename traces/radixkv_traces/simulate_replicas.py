@@ -29,7 +29,7 @@ from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv_traces import cli
 from radixkv_traces.cli import Capacity
 from radixkv_traces.records import TraceRequest
-from radixkv_traces.simulate import Progress
+from radixkv_traces.simulate import HitRate, Progress
 from radixkv_traces.simulate_queue import percentiles
 from radixkv_traces.workload import Workload
 
@@ -37,7 +37,7 @@ _STRIDE = 64  # requests between two calls of `progress`
 
 
 @dataclass(frozen=True, slots=True)
-class FleetResult:
+class FleetResult(HitRate):
     """The result of a replay by several replicas. `computed_tokens` are those of each, `ttfts` seconds in order."""
 
     policy: str
@@ -49,11 +49,6 @@ class FleetResult:
     ttfts: array[float]
     seconds: float  # of CPU time
     finished: bool  # False: Ctrl-C ended the replay early
-
-    @property
-    def token_hit_rate(self) -> float:
-        """hit_tokens / input_tokens; 0.0 for an empty trace."""
-        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
 
     @property
     def imbalance(self) -> float:
