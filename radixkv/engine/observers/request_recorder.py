@@ -20,7 +20,7 @@ from radixkv.disk import DiskStats
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.request import Origin, Request, TokenIds
 from radixkv.errors import RequestCancelled
-from radixkv.telemetry.mirror import SESSIONS
+from radixkv.telemetry.mirror import SESSIONS, keep_newest
 from radixkv.telemetry.records import (
     ITL_NAMES,
     PREEMPTIONS,
@@ -310,10 +310,7 @@ class Sessions:
         return None if old is None else self._keep(replace(old, closed=True))
 
     def _keep(self, record: SessionRecord) -> SessionRecord:
-        self._records[record.number] = record
-        self._records.move_to_end(record.number)
-        if len(self._records) > SESSIONS:
-            self._records.popitem(last=False)
+        keep_newest(self._records, record.number, record, SESSIONS)
         return record
 
 
