@@ -27,7 +27,6 @@ _log = logging.getLogger("radixkv.disk")
 FORMAT = 1  # of images and slots
 _ABOUT, _DIGESTS, _LOCK = "about.json", "digests.json", "lock"
 _NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "glusterfs", "lustre", "afs", "fuse.sshfs")
-_CHUNK = 8 << 20
 
 
 class FolderFacts(NamedTuple):
@@ -178,11 +177,8 @@ def _blocks(folder: Path) -> int:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while data := file.read(_CHUNK):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _network(path: Path) -> str | None:
