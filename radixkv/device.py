@@ -479,19 +479,6 @@ def device_of(place: torch.device | str) -> Device:
     return _DEVICES[place]
 
 
-@contextmanager
-def registered(device: Device) -> Iterator[None]:
-    """Let `device_of` return this object for its place while this is open: tests register a simulated GPU."""
-    before = _DEVICES.get(device.place)
-    _DEVICES[device.place] = device
-    try:
-        yield
-    finally:
-        del _DEVICES[device.place]
-        if before is not None:
-            _DEVICES[device.place] = before
-
-
 GPU = "cuda"  # torch's name of a kind of device
 
 

@@ -21,12 +21,10 @@ from radixkv import Engine, device
 from radixkv.device import (
     RECOVERABLE,
     CudaDevice,
-    Device,
     PinnedDownload,
     default_place,
     device_of,
     refuse_fatal,
-    registered,
 )
 from radixkv.errors import DeviceLost, InvalidInput
 from tests.fake_cuda import MEMORY, PLACE, FakeCuda
@@ -61,13 +59,6 @@ def test_each_place_has_one_device() -> None:
     assert device_of("cuda:1") is device_of(torch.device("cuda", 1)) and device_of("cuda:1").is_gpu
     with pytest.raises(RuntimeError):
         device_of("nonsense")
-
-
-def test_another_device_is_registered_for_a_while() -> None:
-    before, other = device_of("cpu"), Device(torch.device("cpu"))
-    with registered(other):
-        assert device_of("cpu") is other
-    assert device_of("cpu") is before
 
 
 def test_the_gpu_is_the_default_where_there_is_one(cuda: FakeCuda) -> None:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from radixkv.device import Device, Peak, device_of, registered
+from radixkv import device
+from radixkv.device import Device, Peak, device_of
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter
 from radixkv.models.loaded import LoadedModel
@@ -50,9 +51,10 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with registered(device := Gpu(torch.device("cpu"))):
-        yield device
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    found = Gpu(torch.device("cpu"))
+    monkeypatch.setitem(device._DEVICES, found.place, found)
+    return found
 
 
 @pytest.mark.parametrize(

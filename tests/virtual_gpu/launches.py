@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
-from radixkv.device import registered
+from radixkv import device
 from tests.virtual_gpu.bound_launches import Code
 from tests.virtual_gpu.gpu import VirtualGpu
 from tests.virtual_gpu.kernel_arguments import Uses, uses_of
@@ -30,7 +30,8 @@ from tests.virtual_gpu.tensor import OperatorMode, VirtualTensor, leaves_of, map
 @contextmanager
 def installed(gpu: VirtualGpu) -> Iterator[VirtualGpu]:
     """Let `torch.device("meta")` be `gpu` while this is open, in this thread and in those that start meanwhile."""
-    with pytest.MonkeyPatch.context() as patch, registered(gpu), OperatorMode(gpu):
+    with pytest.MonkeyPatch.context() as patch, OperatorMode(gpu):
+        patch.setitem(device._DEVICES, gpu.place, gpu)
         _patch_skeletons(patch, gpu)
         _patch_factories(patch, gpu)
         _patch_threads(patch, gpu)
