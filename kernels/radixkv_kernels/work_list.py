@@ -44,11 +44,6 @@ class WorkList:
     origin: object = None  # the builder's data, from which it builds the next step's list
 
     @property
-    def num_items(self) -> int:
-        """The number of items."""
-        return len(self.tokens)
-
-    @property
     def num_rows(self) -> int:
         """The number of query rows of the step."""
         return len(self.positions)

@@ -25,7 +25,7 @@ SETTINGS = settings(max_examples=150, deadline=None)
 def covered(work: WorkList) -> Counter[tuple[int, int, int]]:
     """Count how often each visible (row, key position, slot of that key) is in the list."""
     pairs: Counter[tuple[int, int, int]] = Counter()
-    for item in range(work.num_items):
+    for item in range(len(work.tokens)):
         start, first = int(work.kv_start[item]), int(work.kv_start[item]) // work.block_size
         rows = work.row_ids[work.row_offset[item] : work.row_offset[item] + work.rows[item]].tolist()
         for key in range(start, start + int(work.tokens[item])):
@@ -109,7 +109,7 @@ def test_rows_of_a_short_chunk_read_as_decodes_do(
             if count <= 9:
                 alone = plan.build([table], [end], [1], window, **options)
                 item = single[row]
-                assert alone.num_items == 1 and work.fully_visible[item]
+                assert len(alone.tokens) == 1 and work.fully_visible[item]
                 assert (work.kv_start[item], work.tokens[item]) == (alone.kv_start[0], alone.tokens[0])
             row += 1
 
@@ -254,7 +254,7 @@ def test_a_shared_prefix_is_read_once() -> None:
     tables = [[*shared, 1000 + 2 * i, 1001 + 2 * i] for i in range(8)]
     work = plan.build(tables, [4096 + 20] * 8, [1] * 8, block_size=16)
     assert work.read_tokens == 4096 + 8 * 20
-    assert work.num_items == 9
+    assert len(work.tokens) == 9
     assert work.fully_visible.all()
 
 
@@ -268,8 +268,8 @@ def test_sharing_nests() -> None:
 
 def test_a_small_shared_run_is_not_worth_an_item_and_goes_with_its_children() -> None:
     tables = [[0, 1, 10], [0, 1, 11]]
-    assert plan.build(tables, [40, 40], [1, 1], block_size=16).num_items == 2
-    assert plan.build(tables, [40, 40], [1, 1], block_size=16, min_saving=32).num_items == 3
+    assert len(plan.build(tables, [40, 40], [1, 1], block_size=16).tokens) == 2
+    assert len(plan.build(tables, [40, 40], [1, 1], block_size=16, min_saving=32).tokens) == 3
 
 
 def test_a_common_block_that_is_not_full_for_all_belongs_to_each_tail() -> None:

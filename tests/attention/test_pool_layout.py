@@ -36,7 +36,7 @@ def test_pages_are_heads_by_tokens_by_numbers_in_one_piece() -> None:
 def test_shared_runs_are_whole_pages_and_their_rows_are_adjacent() -> None:
     work = plan.build([np.array(table, np.int32) for table in TABLES], LENGTHS, [1] * 4, block_size=SIZE, min_saving=1)
     shared = 0
-    for item in range(work.num_items):
+    for item in range(len(work.tokens)):
         rows = work.row_ids[work.row_offset[item] :][: work.rows[item]]
         assert work.kv_start[item] % SIZE == 0
         if len(rows) > 1:

@@ -72,7 +72,7 @@ def check(tiles: Tiles, work: WorkList, shapes: tuple[Shape, ...], group: int) -
 def listed(work: WorkList) -> Counter[tuple[int, int, int]]:
     """Return the visible pairs of the work list: (row, key position, slot)."""
     pairs: Counter[tuple[int, int, int]] = Counter()
-    for item in range(work.num_items):
+    for item in range(len(work.tokens)):
         start = int(work.kv_start[item])
         for row in work.row_ids[work.row_offset[item] : work.row_offset[item] + work.rows[item]].tolist():
             at = int(work.positions[row])
@@ -108,7 +108,7 @@ def lists(draw: st.DrawFn) -> WorkList:
     work = plan.build(tables, kv, queries, window, block_size=block_size, min_saving=min_saving, max_tokens=most)
     if draw(st.booleans()):
         return work
-    order = np.array(rng.sample(range(work.num_items), work.num_items), dtype=np.int64)  # a list may have any
+    order = np.array(rng.sample(range(len(work.tokens)), len(work.tokens)), dtype=np.int64)  # a list may have any
     items = ("block_offset", "kv_start", "tokens", "row_offset", "rows", "fully_visible")
     return dataclasses.replace(work, **{name: getattr(work, name)[order] for name in items})
 
@@ -289,7 +289,7 @@ def test_a_batch_that_fills_its_bucket_fits_however_deep_its_tree_is(tree: str) 
     room = graph_capacity.step_capacity(bucket, len(work.block_ids), SHIPPED, 4, spread=AT_ONCE)
     assert room.holds(tiling.build(work, SHIPPED, 4, spread=AT_ONCE))
     if shared_rows(free, queries) <= most:
-        assert work.num_items == free.num_items and (work.row_ids == free.row_ids).all()
+        assert len(work.tokens) == len(free.tokens) and (work.row_ids == free.row_ids).all()
         assert tree in ("depth 3", "comb 5", "comb 6", "comb 8")
         return
     assert not room.holds(tiling.build(free, SHIPPED, 4, spread=AT_ONCE))
