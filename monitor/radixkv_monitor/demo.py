@@ -407,14 +407,9 @@ class DemoSource:
                 return True
 
     def _preempt_newest(self) -> DemoRequest:
-        victim = self._running[-1]
-        self._preempt(victim)
-        return victim
-
-    def _preempt(self, request: DemoRequest) -> None:
+        request = self._running.pop()
         for sequence in request.sequences:
             sequence.close()
-        self._running.remove(request)
         self._waiting.appendleft(request)
         self._counts["preemptions"] += 1
         self._publish(
@@ -424,6 +419,7 @@ class DemoSource:
             output_tokens=request.sampled_tokens(),
             preempted_ms=(*request.record.preempted_ms[-2 * (PREEMPTIONS - 1) :], self._age_ms(request)),
         )
+        return request
 
     def _finish(self, request: DemoRequest) -> None:
         for index, sequence in enumerate(request.sequences):

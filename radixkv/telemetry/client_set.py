@@ -64,7 +64,7 @@ class Client:
         self._queue: deque[memoryview] = deque()
         self._after_snapshot: deque[bytes] = deque()  # deltas to send after the present snapshot
         self._pages: Iterator[bytes] | None = None
-        self._bytes = 0  # in both queues
+        self.buffered = 0  # bytes in both queues
         self._dropped = 0
         self._closing = False
 
@@ -72,11 +72,6 @@ class Client:
     def wants_to_send(self) -> bool:
         """Whether a frame waits for room in the socket."""
         return bool(self._queue) and not self.closed
-
-    @property
-    def buffered(self) -> int:
-        """Bytes that wait to be sent."""
-        return self._bytes
 
     # ---- receiving
 
@@ -129,9 +124,9 @@ class Client:
         reply = None if self._commands is None or self._closing or self.closed else self._commands.poll()
         if reply is None:
             return
-        self._bytes += len(reply)
+        self.buffered += len(reply)
         self._queue.append(memoryview(reply))
-        if self._bytes > self._limits.buffer + _REPLY_BYTES:
+        if self.buffered > self._limits.buffer + _REPLY_BYTES:
             self.drop()
         else:
             self.flush()
@@ -152,12 +147,12 @@ class Client:
         """Queue a delta, or drop it if the client's buffer is full."""
         if self._closing or not self.attached:
             return
-        if self._dropped or self._bytes + len(data) > self._limits.buffer:
+        if self._dropped or self.buffered + len(data) > self._limits.buffer:
             self._dropped += 1 + len(self._after_snapshot)
-            self._bytes -= sum(map(len, self._after_snapshot))
+            self.buffered -= sum(map(len, self._after_snapshot))
             self._after_snapshot.clear()
             return
-        self._bytes += len(data)
+        self.buffered += len(data)
         if self._pages is None:
             self._queue.append(memoryview(data))
         else:
@@ -173,7 +168,7 @@ class Client:
         self._after_snapshot.clear()
         partial = self._queue[0] if self._queue and len(self._queue[0]) < len(self._queue[0].obj) else None  # type: ignore[arg-type]  # bytes have a length
         self._queue = deque([memoryview(bye)] if partial is None else [partial, memoryview(bye)])
-        self._bytes = sum(map(len, self._queue))
+        self.buffered = sum(map(len, self._queue))
         self.flush()
 
     def flush(self) -> None:
@@ -181,7 +176,7 @@ class Client:
         try:
             while not self.closed and self._refill():
                 sent = self.connection.send(self._queue[0])
-                self._bytes -= sent
+                self.buffered -= sent
                 if sent == len(self._queue[0]):
                     self._queue.popleft()
                 else:
@@ -208,7 +203,7 @@ class Client:
         page = next(self._pages, None)
         if page is not None:
             self._queue.append(memoryview(page))
-            self._bytes += len(page)
+            self.buffered += len(page)
             return
         self._pages = None
         self._queue.extend(map(memoryview, self._after_snapshot))
@@ -221,7 +216,7 @@ class Client:
         self._queue.clear()
         self._after_snapshot.clear()
         self._pages = None
-        self._bytes = 0
+        self.buffered = 0
 
 
 class ClientSet:

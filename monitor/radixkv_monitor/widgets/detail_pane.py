@@ -73,21 +73,17 @@ class DetailPane(VerticalScroll, can_focus=False):
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._detail: Detail | None = None
+        self.detail: Detail | None = None
+        """The shown description."""
         self._drawn: tuple[Detail, int] | None = None
 
     def compose(self) -> ComposeResult:
         """Lay out one text."""
         yield Static("", markup=False)
 
-    @property
-    def detail(self) -> Detail | None:
-        """The shown description."""
-        return self._detail
-
     def show_detail(self, detail: Detail) -> None:
         """Show this description."""
-        before, self._detail = self._detail, detail
+        before, self.detail = self.detail, detail
         self._draw()
         if before is not None and before.title != detail.title:
             self.scroll_home(animate=False)
@@ -98,10 +94,10 @@ class DetailPane(VerticalScroll, can_focus=False):
 
     def _draw(self) -> None:
         width = self.content_size.width
-        if self._detail is None or (self._detail, width) == self._drawn or not width:
+        if self.detail is None or (self.detail, width) == self._drawn or not width:
             return
-        self._drawn = (self._detail, width)
-        self.query_one(Static).update(_text(self._detail, width))
+        self._drawn = (self.detail, width)
+        self.query_one(Static).update(_text(self.detail, width))
 
 
 class DetailView(View):

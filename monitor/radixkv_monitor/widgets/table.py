@@ -139,7 +139,8 @@ class RowTable(CursorLines[tuple[Any, ...]], Generic[Row]):
         """Show `columns` of rows, each identified by `key`, or the text `empty` without rows."""
         super().__init__(id=id)
         self._columns, self._key, self._empty = tuple(columns), key, empty
-        self._rows: Sequence[Row] = ()
+        self.rows: Sequence[Row] = ()
+        """The shown rows, from top to bottom."""
         self._cursor_key: Hashable = None
         self._is_held = False  # whether the cursor stays with its row; else it stays on the first row
         self.has_lost_row = False
@@ -149,14 +150,9 @@ class RowTable(CursorLines[tuple[Any, ...]], Generic[Row]):
     # ---- contents
 
     @property
-    def rows(self) -> Sequence[Row]:
-        """The shown rows, from top to bottom."""
-        return self._rows
-
-    @property
     def cursor(self) -> Row | None:
         """The row under the cursor."""
-        return self._rows[self.at] if self.at < len(self._rows) else None
+        return self.rows[self.at] if self.at < len(self.rows) else None
 
     def show(self, rows: Sequence[Row], *, rearranged: bool = False) -> None:
         """Show these rows. The cursor stays on the first row until the user moves it, and then on its row.
@@ -164,7 +160,7 @@ class RowTable(CursorLines[tuple[Any, ...]], Generic[Row]):
         That row stays where it is on the screen. If it is gone, the cursor stays in its place and `has_lost_row` is
         set; after the rows were `rearranged` by another filter or order, it moves to the first row instead.
         """
-        before, self._rows = self.at, rows
+        before, self.rows = self.at, rows
         self._choose_columns()
         self.virtual_size = Size(self.line_width, len(rows) + self.header)
         found = next((index for index, row in enumerate(rows) if self._key(row) == self._cursor_key), None)
@@ -190,7 +186,7 @@ class RowTable(CursorLines[tuple[Any, ...]], Generic[Row]):
 
     def go_to(self, key: Hashable) -> bool:
         """Move the cursor to the row of this key; return whether it is shown."""
-        for index, row in enumerate(self._rows):
+        for index, row in enumerate(self.rows):
             if self._key(row) == key:
                 self.move_to(index)
                 return True
@@ -211,7 +207,7 @@ class RowTable(CursorLines[tuple[Any, ...]], Generic[Row]):
     def on_click(self, event: events.Click) -> None:
         """Move the cursor to the clicked row; a click on the cursor opens it."""
         row = event.y - 1 + int(self.scroll_offset.y)
-        if event.y < 1 or not 0 <= row < len(self._rows):
+        if event.y < 1 or not 0 <= row < len(self.rows):
             return
         if row == self.at:
             self.action_select()
@@ -219,16 +215,16 @@ class RowTable(CursorLines[tuple[Any, ...]], Generic[Row]):
 
     def move_to(self, place: int) -> None:
         """Move the cursor to this row, or to the nearest one."""
-        if not self._rows:
+        if not self.rows:
             return
-        self.at = min(max(place, 0), len(self._rows) - 1)
+        self.at = min(max(place, 0), len(self.rows) - 1)
         self._is_held, self.has_lost_row = True, False
         self.bring_into_view(self.at)
         self._note_cursor()
         self.repaint()
 
     def _note_cursor(self) -> None:
-        key = self._key(self._rows[self.at]) if self._rows else None
+        key = self._key(self.rows[self.at]) if self.rows else None
         if key != self._cursor_key:
             self._cursor_key = key
             self.post_message(self.Moved(self, key))
@@ -238,12 +234,12 @@ class RowTable(CursorLines[tuple[Any, ...]], Generic[Row]):
     def on_resize(self, event: events.Resize) -> None:
         """Fit the columns into the new width."""
         self.forget_lines()
-        self.virtual_size = Size(self.line_width, len(self._rows) + self.header)
+        self.virtual_size = Size(self.line_width, len(self.rows) + self.header)
         self._choose_columns()
 
     def _choose_columns(self) -> None:
         """Choose the columns that have values and room. O(rows)."""
-        used = [each for each in self._columns if not each.optional or any(map(each.has_value, self._rows))]
+        used = [each for each in self._columns if not each.optional or any(map(each.has_value, self.rows))]
         shown = _fitting(used, self.line_width)
         if shown != self._shown:
             self._shown = shown
@@ -253,10 +249,10 @@ class RowTable(CursorLines[tuple[Any, ...]], Generic[Row]):
         """Return whether the line is highlighted, and its cells; the empty text if there are no rows."""
         if line < 0:
             return False, [[(column.title, "header")] for column, _ in self._shown]
-        if line < len(self._rows):
-            row = self._rows[line]
+        if line < len(self.rows):
+            row = self.rows[line]
             return line == self.at and self.has_focus, [column.draw(row, size) for column, size in self._shown]
-        return (self._empty,) if line == 1 and not self._rows else ()
+        return (self._empty,) if line == 1 and not self.rows else ()
 
     def draw(self, line: int, key: tuple[Any, ...]) -> Strip:
         """Draw the header, a row, or the empty text."""
