@@ -40,6 +40,11 @@ def _span(state: State, history: Sequence[Sample]) -> tuple[float, str]:
     return next((span for span in SPANS if seen <= span[0]), SPANS[-1])
 
 
+def _rates(state: State, history: Sequence[Sample], name: str, span: float) -> Callable[[int], list[float]]:
+    """Return a function that gives a counter's growth per second at a number of points of a graph."""
+    return lambda points: [each * points / span for each in counters.series(history, name, state.now, span, points)]
+
+
 def rate_window(summary: Summary) -> str:
     """Name the window of the rates; before the first one, that which they will have."""
     return duration(summary.rate_window or MOMENT)
@@ -111,11 +116,6 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
 
     counted = "decode_tokens" in state.stats  # by an older engine they are not, but its output tokens are
     rate, name = (summary.decode_per_second, "decode") if counted else (summary.output_per_second, "output")
-
-    def produced(points: int) -> Sequence[float | None]:
-        series = counters.series(history, f"{name}_tokens", state.now, span, points)
-        return [each * points / span for each in series]
-
     window, drafted = name_of(summary.watched or MINUTE), summary.stream_tokens_per_step
     return [
         panel.title("Tokens/s", f"{rate_window(summary)}; graph: {name}, {span_name}"),
@@ -124,7 +124,7 @@ def throughput(panel: Panel, state: State, summary: Summary, history: Sequence[S
             (short(summary.prefill_per_second), "prefill"),
             (short(summary.cached_per_second), "cached"),
         ),
-        *panel.graph(produced, _room(panel, 3 + (drafted is not None)), short),
+        *panel.graph(_rates(state, history, f"{name}_tokens", span), _room(panel, 3 + (drafted is not None)), short),
         panel.numbers(
             (duration(summary.seconds_per_step), "and"),
             (short(summary.tokens_per_step), f"tokens per step, {window}"),
@@ -158,15 +158,10 @@ def requests(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
 def evictions(panel: Panel, state: State, summary: Summary, history: Sequence[Sample]) -> list[Text]:
     """Evicted tokens, and those that were requested again."""
     span, span_name = _span(state, history)
-
-    def evicted(points: int) -> Sequence[float | None]:
-        series = counters.series(history, "cache.evicted_tokens", state.now, span, points)
-        return [each * points / span for each in series]
-
     return [
         panel.title("Evictions", f"graph: tokens/s, {span_name}"),
         panel.numbers((short(summary.evicted_per_second), f"tokens/s, {rate_window(summary)}")),
-        *panel.graph(evicted, _room(panel, 4), short),
+        *panel.graph(_rates(state, history, "cache.evicted_tokens", span), _room(panel, 4), short),
         _regret(panel, summary.regret_minute, summary.minute_name),
         _regret(panel, summary.regret_lifetime, "since load"),
     ]
