@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from textual.message import Message
 
 from radixkv.telemetry.records import NodeRecord, RequestRecord
+from radixkv_monitor.block_map import runs
 from radixkv_monitor.formatting import duration, plural, share
 from radixkv_monitor.state import State
 from radixkv_monitor.views import View
@@ -185,8 +186,7 @@ def _reused(nodes: Iterable[NodeRecord]) -> str:
 
 
 def _blocks(node: NodeRecord) -> list[int]:
-    first, counts = node.blocks[::2], node.blocks[1::2]
-    return [block for start, count in zip(first, counts, strict=True) for block in range(start, start + count)]
+    return [block for start, count in runs(node.blocks) for block in range(start, start + count)]
 
 
 class ControlledView(View):

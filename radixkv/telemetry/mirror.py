@@ -46,12 +46,10 @@ class Mirror:
         self.stats.update(changes.stats)
         for number in changes.gone_nodes:
             self.nodes.pop(number, None)
-        for node in changes.nodes:
-            self.nodes[node.id] = node
+        self.nodes.update({node.id: node for node in changes.nodes})
         for number in changes.gone_sequences:
             self.sequences.pop(number, None)
-        for sequence in changes.sequences:
-            self.sequences[sequence.id] = sequence
+        self.sequences.update({sequence.id: sequence for sequence in changes.sequences})
         for request in changes.requests:
             self._request(request)
         for session in changes.sessions:
