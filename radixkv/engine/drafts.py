@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.ngrams import LONGEST, NgramIndex
@@ -28,6 +28,22 @@ class Draft(NamedTuple):
     tokens: array[int]
     source: str
     matched: int
+
+
+class StreamDrafts(Protocol):
+    """The drafts of one stream."""
+
+    def propose(self, most: int) -> Draft:
+        """Return at most `most` tokens that may follow the stream's tokens; none if no text is found."""
+        ...
+
+
+class DraftSource(Protocol):
+    """The text of drafts."""
+
+    def of(self, stream: Stream, prediction: Sequence[int]) -> StreamDrafts:
+        """Return the drafts of a stream, whose reply may repeat a prediction."""
+        ...
 
 
 NOTHING = Draft(array("i"), "own", 0)
@@ -96,10 +112,10 @@ class Texts:
         self._cache = cache
 
     def of(self, stream: Stream, prediction: Sequence[int]) -> TextDrafts:
-        """Return the drafts of a stream, whose reply may repeat a prediction."""
+        """See DraftSource."""
         return TextDrafts(stream, prediction, self._cache)
 
 
-def source_of(mode: str, cache: PrefixCache) -> Texts:
+def source_of(mode: str, cache: PrefixCache) -> DraftSource:
     """Return the source of drafts of a `speculate` setting."""
     return Texts(cache if mode == "tree" else None)

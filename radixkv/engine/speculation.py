@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from radixkv.config import EngineConfig
 from radixkv.engine.draft_length import DraftLength, SentDraft, Step, Tally
-from radixkv.engine.drafts import Draft, TextDrafts, Texts
+from radixkv.engine.drafts import Draft, DraftSource, StreamDrafts
 from radixkv.engine.draws import LastRows, Row
 from radixkv.engine.fault_isolation import Fail
 from radixkv.engine.output import Chunk
@@ -76,7 +76,7 @@ class DraftedTokens:
         self._sent = SentDraft("", 0, 0)
         self.last = 0  # the row that the last token was drawn from
         self._first = self._rows = 0  # the position of the draft, and the number of rows that may be taken
-        self._text: TextDrafts | None = None
+        self._text: StreamDrafts | None = None
         self._guess: tuple[int, Draft] | None = None
 
     @property
@@ -89,7 +89,7 @@ class DraftedTokens:
         """The constraint of the next token; None if it has none."""
         return self.inner.mask
 
-    def propose(self, source: Texts, stream: Stream, most: int) -> Draft:
+    def propose(self, source: DraftSource, stream: Stream, most: int) -> Draft:
         """Return a draft of at most `most` tokens that follows the stream's tokens."""
         if self._text is None:
             self._text = source.of(stream, self.prediction)
@@ -147,7 +147,7 @@ class Speculation:
 
     def __init__(
         self,
-        source: Texts,
+        source: DraftSource,
         length: DraftLength,
         config: EngineConfig,
         counters: Counters,

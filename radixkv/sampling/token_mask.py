@@ -74,6 +74,18 @@ class TokenMatcher(Protocol):
         ...
 
 
+class TokenMask(Protocol):
+    """The allowed tokens of some rows of a batch."""
+
+    def limit(self, logits: Tensor) -> None:
+        """Set the logits [rows, vocab] of tokens that are not allowed to -inf, in place."""
+        ...
+
+    def part(self, rows: Sequence[int]) -> TokenMask:
+        """Return the mask of a part of the batch, in the order of `rows`."""
+        ...
+
+
 @dataclass(frozen=True)
 class ConstrainedRow:
     """One row to fill: the stream's matcher, and the tokens that end this request."""
@@ -133,7 +145,7 @@ class StepMasks:
     def select(self, keys: Iterable[Any]) -> TokenMask | None:
         """Return the mask of a batch whose rows belong to `keys`; None if none of them is constrained."""
         places = [self._places.get(key) for key in keys]
-        return None if all(place is None for place in places) else TokenMask(self, places)
+        return None if all(place is None for place in places) else SelectedMask(self, places)
 
     def limits(self) -> Tensor | None:
         """Return the upper limits of the logits in host memory, float32 [rows, tokens]; None if there are only bits."""
@@ -150,16 +162,16 @@ class StepMasks:
         return self._uploaded
 
 
-class TokenMask:
-    """The allowed tokens of some rows of a step, in the order of a batch."""
+class SelectedMask:
+    """The masks of some rows of a step, in the order of a batch; a `TokenMask`."""
 
     def __init__(self, masks: StepMasks, places: Sequence[int | None]) -> None:
         """`places` has the row of `masks` for each row of the batch, None for one without a constraint."""
         self._masks, self._places = masks, places
 
     def part(self, rows: Sequence[int]) -> TokenMask:
-        """Return the mask of a part of the batch, in the order of `rows`."""
-        return TokenMask(self._masks, [self._places[row] for row in rows])
+        """See TokenMask."""
+        return SelectedMask(self._masks, [self._places[row] for row in rows])
 
     @torch.inference_mode()
     def limit(self, logits: Tensor) -> None:
