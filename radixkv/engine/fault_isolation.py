@@ -14,21 +14,39 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from collections.abc import Callable, Sized
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from radixkv.device import refuse_fatal
 from radixkv.errors import RequestFailed
 
 if TYPE_CHECKING:
     from radixkv.engine.request import Request, Stream
-    from radixkv.engine.scheduler import Work
 
 _log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Fail: TypeAlias = "Callable[[Request, Exception], None]"
 FinishStep: TypeAlias = Callable[[], object]
+
+
+class StreamChunk(Protocol):
+    """A part of a forward: the tokens of one stream from `start` on; `scheduler.Work` is one."""
+
+    @property
+    def stream(self) -> Stream:
+        """The stream."""
+
+    @property
+    def start(self) -> int:
+        """The position of the first token."""
+
+    @property
+    def tokens(self) -> Sized:
+        """The tokens."""
+
+
+Work = TypeVar("Work", bound=StreamChunk)
 
 
 class OwnForwards:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from radixkv.attention.host_store import HostCosts
 from radixkv.models.loaded import SequenceInput
 from radixkv.sizing.recurrent_state import StateRow, StateStep
-
-if TYPE_CHECKING:
-    from radixkv.models.ranks.rank_zero import RankedRunner
-    from radixkv.models.runner import Runner
-
-AnyRunner: TypeAlias = "Runner | RankedRunner"
-"""A runner whose pool holds nothing yet."""
 
 _FIRST_TOKENS = 16
 _PREFILL_SECONDS = 0.2  # of the forward that measures a prefill, about
@@ -25,7 +20,30 @@ _MEASURING_SECONDS = 1.0  # after which no other forward measures a prefill
 _CONTEXT, _MOST_ROWS, _TIMES = 528, 16, 5  # tokens, rows and repetitions of the forwards that measure rows
 
 
-def host_costs(runner: AnyRunner, chunk: int) -> HostCosts:
+class Measured(Protocol):
+    """A runner whose pool holds nothing yet: `room` tokens of one sequence fit into it, in blocks of `block_size`."""
+
+    @property
+    def room(self) -> int:
+        """The longest sequence, in tokens."""
+
+    @property
+    def block_size(self) -> int:
+        """The tokens of a block."""
+
+    @property
+    def host(self) -> Any | None:
+        """The host memory."""
+
+    @property
+    def states(self) -> Any | None:
+        """The slots of recurrent states."""
+
+    def run(self, inputs: Sequence[SequenceInput]) -> Tensor:
+        """Compute a step."""
+
+
+def host_costs(runner: Measured, chunk: int) -> HostCosts:
     """Measure the seconds per token of loading KV from the host, and of a prefill of up to `chunk` tokens.
 
     Nothing may be cached yet: blocks of the pool and of the host, and a row of state, are overwritten. Costs a few
@@ -47,7 +65,7 @@ def host_costs(runner: AnyRunner, chunk: int) -> HostCosts:
     return HostCosts(load, seconds / count)
 
 
-def row_costs(runner: AnyRunner) -> tuple[tuple[int, float], ...]:
+def row_costs(runner: Measured) -> tuple[tuple[int, float], ...]:
     """Measure the seconds of forwards of 1 to 16 rows after a context of up to 512 tokens.
 
     All rows have logits. Nothing may be cached yet: blocks of the pool are overwritten. Costs a prefill of the
@@ -65,20 +83,20 @@ def row_costs(runner: AnyRunner) -> tuple[tuple[int, float], ...]:
     return tuple(found.items())
 
 
-def _rows_seconds(runner: AnyRunner, context: int, rows: int) -> float:
+def _rows_seconds(runner: Measured, context: int, rows: int) -> float:
     table = np.arange(-(-(context + rows) // runner.block_size), dtype=np.int32)
     places = context + np.arange(rows)
     return _seconds(runner, SequenceInput(np.zeros(rows, np.int32), context, places, table, logit_rows=rows))
 
 
-def _prefill_seconds(runner: AnyRunner, count: int) -> float:
+def _prefill_seconds(runner: Measured, count: int) -> float:
     """Return the seconds of a forward of `count` tokens over the first blocks of the pool."""
     table = np.arange(-(-count // runner.block_size), dtype=np.int32)
     state = None if runner.states is None else StateStep(StateRow(0))
     return _seconds(runner, SequenceInput(np.zeros(count, np.int32), 0, np.arange(count), table, state=state))
 
 
-def _seconds(runner: AnyRunner, chunk: SequenceInput) -> float:
+def _seconds(runner: Measured, chunk: SequenceInput) -> float:
     began = time.perf_counter()
     runner.run([chunk]).cpu()  # waits for the device
     return time.perf_counter() - began

@@ -12,17 +12,32 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Generic, Literal, Protocol, TypeVar
 
 from radixkv.errors import InvalidInput, RadixKVError
 from radixkv.sizing.kv_size import size_text
 
-if TYPE_CHECKING:
-    from radixkv.serve.models.loading import LoadedService
-
 _log = logging.getLogger("radixkv.serve")
 
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+
+
+class Loaded(Protocol):
+    """A model in memory. `memory` is in bytes."""
+
+    @property
+    def memory(self) -> int:
+        """The bytes that its load took."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether it has ended by itself; then it is loaded again."""
+
+    async def close(self) -> None:
+        """Give them back."""
+
+
+AnyLoaded = TypeVar("AnyLoaded", bound=Loaded)
 
 
 class NotLoaded(RadixKVError):
@@ -35,7 +50,7 @@ class NotLoaded(RadixKVError):
 
 
 @dataclass(eq=False)
-class Slot:
+class Slot(Generic[AnyLoaded]):
     """The place of one model. `needs` is the bytes of a load: an estimate, then what the latest load took.
 
     `users` are the requests that wait for it or use it, and `idle_since` is when the last one ended, in the event
@@ -46,7 +61,7 @@ class Slot:
     needs: int
     keep_alive: float
     state: State = "unloaded"
-    loaded: LoadedService | None = None
+    loaded: AnyLoaded | None = None
     error: str | None = None
     loads: int = 0
     users: int = 0
@@ -70,13 +85,13 @@ class Slot:
         return None if self.timer is None else max(0.0, self.timer.when() - asyncio.get_running_loop().time())
 
 
-class Manager:
+class Manager(Generic[AnyLoaded]):
     """The models of one server, each in a slot."""
 
     def __init__(
         self,
-        slots: Sequence[Slot],
-        load: Callable[[Slot], Awaitable[LoadedService]],
+        slots: Sequence[Slot[AnyLoaded]],
+        load: Callable[[Slot[AnyLoaded]], Awaitable[AnyLoaded]],
         *,
         load_timeout: float,
         max_loaded: int | None = None,
@@ -93,7 +108,7 @@ class Manager:
         self._changed = asyncio.Event()  # a model was released, loaded or unloaded
 
     @asynccontextmanager
-    async def use(self, slot: Slot) -> AsyncIterator[LoadedService]:
+    async def use(self, slot: Slot[AnyLoaded]) -> AsyncIterator[AnyLoaded]:
         """Load a model if necessary, and keep it loaded while the block runs. Raises NotLoaded."""
         slot.users += 1
         self._stop_timer(slot)
@@ -111,7 +126,7 @@ class Manager:
             self._begin_idle(slot)
             self._changed.set()
 
-    async def unload(self, slot: Slot) -> None:
+    async def unload(self, slot: Slot[AnyLoaded]) -> None:
         """Unload a model, and wait for that; no effect on one that is not loaded. Raises InvalidInput if it is used."""
         while slot.loaded is not None or slot.task is not None:  # perhaps a load that no request waits for any more
             if slot.users:
@@ -131,7 +146,7 @@ class Manager:
 
     # ---- loads
 
-    async def _wait(self, slot: Slot) -> LoadedService:
+    async def _wait(self, slot: Slot[AnyLoaded]) -> AnyLoaded:
         """Wait until a model is loaded. A load goes on if the requests that wait for it are cancelled."""
         while (loaded := slot.loaded) is None or loaded.broken:
             if loaded is not None:
@@ -144,7 +159,7 @@ class Manager:
                 raise failed
         return loaded
 
-    async def _load(self, slot: Slot) -> NotLoaded | None:
+    async def _load(self, slot: Slot[AnyLoaded]) -> NotLoaded | None:
         """Make room and load; return why it failed. Does nothing if no request is left when there is room."""
         try:
             async with self._making_room:
@@ -163,7 +178,7 @@ class Manager:
             slot.task = None
             self._changed.set()
 
-    def adopt(self, slot: Slot, loaded: LoadedService) -> None:
+    def adopt(self, slot: Slot[AnyLoaded], loaded: AnyLoaded) -> None:
         """Take a model that was loaded, perhaps before the server began."""
         slot.loaded, slot.state, slot.needs = loaded, "loaded", loaded.memory
         slot.loads += 1
@@ -175,7 +190,7 @@ class Manager:
 
     # ---- room
 
-    async def _make_room(self, slot: Slot) -> None:
+    async def _make_room(self, slot: Slot[AnyLoaded]) -> None:
         """Unload idle models, the least recently used first, until another one fits. Waits for used ones."""
         if slot.needs > self._memory:
             limit = size_text(int(self._memory))
@@ -187,37 +202,37 @@ class Manager:
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _fits(self, slot: Slot) -> bool:
+    def _fits(self, slot: Slot[AnyLoaded]) -> bool:
         return sum(it.in_memory for it in self.slots) < self._most and self._taken() + slot.needs <= self._memory
 
     def _taken(self) -> int:
         return sum(each.needs for each in self.slots if each.in_memory)
 
-    def _idle_longest(self, but: Slot | None = None) -> Slot | None:
+    def _idle_longest(self, but: Slot[AnyLoaded] | None = None) -> Slot[AnyLoaded] | None:
         idle = [each for each in self.slots if each.is_idle and each is not but]
         return min(idle, key=lambda each: each.idle_since, default=None)
 
     # ---- idle models
 
-    def _begin_idle(self, slot: Slot) -> None:
+    def _begin_idle(self, slot: Slot[AnyLoaded]) -> None:
         """Start the time after which an idle model is unloaded."""
         self._stop_timer(slot)
         if slot.is_idle and slot.keep_alive < math.inf:
             slot.timer = asyncio.get_running_loop().call_later(slot.keep_alive, self._begin_unload, slot)
 
-    def _stop_timer(self, slot: Slot) -> None:
+    def _stop_timer(self, slot: Slot[AnyLoaded]) -> None:
         if slot.timer is not None:
             slot.timer.cancel()
             slot.timer = None
 
-    def _begin_unload(self, slot: Slot) -> asyncio.Task[NotLoaded | None]:
+    def _begin_unload(self, slot: Slot[AnyLoaded]) -> asyncio.Task[NotLoaded | None]:
         self._stop_timer(slot)
         loaded, slot.loaded, slot.state = slot.loaded, None, "unloading"
         assert loaded is not None
         slot.task = asyncio.create_task(self._unload(slot, loaded))
         return slot.task
 
-    async def _unload(self, slot: Slot, loaded: LoadedService) -> None:
+    async def _unload(self, slot: Slot[AnyLoaded], loaded: AnyLoaded) -> None:
         try:
             await loaded.close()
         except Exception as error:  # what it held is not known to be free, but its engine is gone

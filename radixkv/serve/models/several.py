@@ -33,13 +33,15 @@ from radixkv.serve.served_models import Endpoint, Handler, ModelStatus, StoredEn
 from radixkv.serve.service import Kept, Service
 from radixkv.server_settings import Settings
 
+AnySlot = Slot[LoadedService]
+
 
 @dataclass(frozen=True)
 class _Entry:
     """One model: its declaration, its slot, and the conversations that outlive a load."""
 
     spec: ModelSpec
-    slot: Slot
+    slot: AnySlot
     kept: Kept
 
 
@@ -159,7 +161,7 @@ class SeveralModels:
             raise ApiError(404, message, param="model", code="model_not_found")
         return entry
 
-    async def _load(self, slot: Slot) -> LoadedService:
+    async def _load(self, slot: AnySlot) -> LoadedService:
         entry, slot.keep_alive = self._by_name[slot.name], self.gate.settings.keep_alive
         return await load(entry.spec.for_load(slot.loads + 1), self.gate, entry.kept, again=slot.loads > 0)
 

@@ -22,7 +22,7 @@ from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.gate import Caller, Gate
 from radixkv.serve.openai_responses.events import ResponseEvents, Status
 from radixkv.serve.openai_responses.schemas import ResponseRequest, ended, read_response
-from radixkv.serve.openai_responses.store import Items, ResponseStore, StoredResponse
+from radixkv.serve.openai_responses.store import Items, ResponseStore, Running, StoredResponse
 from radixkv.serve.reply import Piece
 from radixkv.serve.responses import COMMENT
 from radixkv.serve.served_models import Models
@@ -258,7 +258,7 @@ def _stored(gate: Gate, stored: ResponseStore, request: Request) -> StoredRespon
     return _not_found(number) if found is None else found
 
 
-def _running(gate: Gate, stored: ResponseStore, request: Request) -> ResponseAnswer | None:
+def _running(gate: Gate, stored: ResponseStore, request: Request) -> Running | None:
     return stored.running.get((gate.caller(request).namespace, request.path_params["response_id"]))
 
 

@@ -11,12 +11,9 @@ import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from radixkv.serve.fields import JsonObject
-
-if TYPE_CHECKING:
-    from radixkv.serve.openai_responses.endpoint import ResponseAnswer
 
 _ENTRY_BYTES = 600  # of an entry without its items: the objects, and two places in dicts
 
@@ -59,6 +56,16 @@ class StoredResponse:
         return [item for part in self.conversation[:-1] for item in part.items]
 
 
+class Running(Protocol):
+    """A response that is being streamed."""
+
+    def cancel(self) -> None:
+        """Stop it; its stream ends with the text so far."""
+
+    def response(self) -> JsonObject:
+        """Return the response as it is now."""
+
+
 class ResponseStore:
     """Map (owner, id) to responses; `owner` is a cache namespace, and so never another tenant's.
 
@@ -69,7 +76,7 @@ class ResponseStore:
     def __init__(self, capacity: int) -> None:
         """Start empty. `capacity` is in bytes for each tenant; 0 stores nothing."""
         self.capacity = capacity
-        self.running: dict[tuple[Hashable, str], ResponseAnswer] = {}
+        self.running: dict[tuple[Hashable, str], Running] = {}
         self._lock = threading.Lock()
         self._tenants: defaultdict[str | None, _TenantStore] = defaultdict(lambda: _TenantStore(capacity))
 

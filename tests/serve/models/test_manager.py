@@ -52,7 +52,7 @@ class World:
     most_memory: int = 0
     faults: int = 0
 
-    async def load(self, slot: Slot) -> FakeModel:
+    async def load(self, slot: Slot[FakeModel]) -> FakeModel:
         seconds = self.loads[len(self.begun) % len(self.loads)]
         self.begun.append(slot.name)
         model = FakeModel(self, self.memory[int(slot.name)])
@@ -68,12 +68,12 @@ class World:
             raise
         return model
 
-    def manager(self, *, keep_alive: float = 300.0, estimate: int = 10, **limits: Any) -> Manager:
-        slots: list[Slot] = [Slot(str(number), estimate, keep_alive) for number in range(len(self.memory))]
+    def manager(self, *, keep_alive: float = 300.0, estimate: int = 10, **limits: Any) -> Manager[FakeModel]:
+        slots: list[Slot[FakeModel]] = [Slot(str(number), estimate, keep_alive) for number in range(len(self.memory))]
         return Manager(slots, self.load, **{"load_timeout": 60.0, **limits})
 
 
-async def use(manager: Manager, number: int, seconds: float = 1.0) -> FakeModel:
+async def use(manager: Manager[FakeModel], number: int, seconds: float = 1.0) -> FakeModel:
     async with manager.use(manager.slots[number]) as model:
         model.users += 1
         try:
@@ -317,7 +317,7 @@ def test_any_requests_and_loads(
     """Each request is served or told why not within the timeout; the limits hold, and all is given back."""
     late: list[NotLoaded] = []
 
-    async def one(manager: Manager, request: tuple[int, int, int, float, float]) -> None:
+    async def one(manager: Manager[FakeModel], request: tuple[int, int, int, float, float]) -> None:
         at, number, seconds, patience, keep_alive = request
         await asyncio.sleep(at)
         clock, slot = asyncio.get_running_loop().time, manager.slots[number]
