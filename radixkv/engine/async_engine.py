@@ -165,7 +165,7 @@ class AsyncRequestEngine:
     async def compress(
         self,
         prompt: Prompt | Conversation,
-        keep: float = 0.5,
+        keep: float = 0.75,
         *,
         method: str = "reconstruct",
         namespace: Hashable = None,

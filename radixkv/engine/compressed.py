@@ -11,6 +11,7 @@ from collections.abc import Generator, Hashable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -60,7 +61,7 @@ class CompressedPrefix:
     @property
     def gone(self) -> str:
         """The message of PrefixGone, which says how to make the prefix again."""
-        again = f"engine.compress(..., keep={self.keep}, method={self.method!r})"
+        again = f"engine.compress(prefix.text, keep={self.keep}, method={self.method!r}, namespace=...)"
         return f"the compressed prefix {self.name} was released or dropped: make it again by {again}"
 
     def __str__(self) -> str:
@@ -81,9 +82,10 @@ def rest(prefix: CompressedPrefix | None, ids: Any) -> Any:
 class CompressedPrefixes:
     """The compressed prefixes of an engine. Any thread may call `plan` and `find`, the engine's the rest."""
 
-    def __init__(self, core: Core, bytes_per_block: int) -> None:
-        """Compress prefixes in the cache of `core`."""
+    def __init__(self, core: Core, bytes_per_block: int, model: str) -> None:
+        """Compress prefixes in the cache of `core`, for the model of this name."""
         self._core, self._block_bytes, self._block_size = core, bytes_per_block, core.cache.block_size
+        self._model = model
         self._obstacle = _obstacle(core)
         self._entries: dict[tuple[Hashable, str], tuple[CompressedPrefix, Pin]] = {}
 
@@ -93,12 +95,14 @@ class CompressedPrefixes:
             raise InvalidInput(f"no prefix can be compressed: {self._obstacle}")
         if not isinstance(method, str) or method not in METHODS:
             raise InvalidInput(f"method={method!r}: allowed are {', '.join(METHODS)}")
-        if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
+        if isinstance(keep, bool) or not isinstance(keep, Real) or not 0 < keep <= 1:
             raise InvalidInput(f"keep={keep!r}: allowed is the share of tokens to keep, above 0 and at most 1")
         if len(text) < 2 * self._block_size:
             raise InvalidInput(f"a prefix of {len(text)} tokens is too short: {2 * self._block_size} are two blocks")
         slots, size = num_slots(len(text), keep), self._block_size
-        name, ids = _pseudo_text(text, f"{method} {float(keep)!r}", slots)
+        text = text.copy()  # it may be the caller's array
+        name, ids = _pseudo_text(text, f"{method} {float(keep)!r} {self._model}", slots)
+        text.flags.writeable = False
         about = len(text), slots, self._block_bytes * slots // size, method, float(keep), ids, text
         return CompressedPrefix(name, *about, namespace, source)
 
@@ -155,7 +159,7 @@ class CompressedPrefixes:
         return found
 
     def release(self, prefix: CompressedPrefix, number: Hashable) -> None:
-        """Drop a prefix, if it is there; requests that have begun go on."""
+        """Drop a prefix, if it is there. Requests that have begun go on, unless they are preempted."""
         _, pin = self._entries.pop((number, prefix.name), (None, None))
         if pin is not None:
             pin.release()

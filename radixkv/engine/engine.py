@@ -127,7 +127,7 @@ class RequestEngine:
         self._pool = f"{cache.num_blocks} blocks of {cache.block_size} tokens"
         inputs = InputProcessor(
             model, weights, pool_tokens, config.seed, core.admission, namespaces, config.logits_processors,
-            prefixes=CompressedPrefixes(core, bytes_per_block),
+            prefixes=CompressedPrefixes(core, bytes_per_block, model.name),
             speculates=core.speculation is not None, host_sampler=not device.is_gpu,
         )  # fmt: skip
         decode = _decoder(model) if config.expose_text else None
@@ -335,7 +335,7 @@ class RequestEngine:
     def compress(
         self,
         prompt: Prompt | Conversation,
-        keep: float = 0.5,
+        keep: float = 0.75,
         *,
         method: str = "reconstruct",
         namespace: Hashable = None,

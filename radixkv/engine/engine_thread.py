@@ -269,7 +269,9 @@ class CoreClient:
         return self.prefixes.plan(self.inputs.encode(prompt), method, keep, namespace, source), number, deadline
 
     def release_prefix(self, prefix: CompressedPrefix) -> Future[None]:
-        """Drop a compressed prefix."""
+        """Drop a compressed prefix. Raises InvalidInput for a value that is none."""
+        if not isinstance(prefix, CompressedPrefix):
+            raise InvalidInput(f"prefix is what engine.compress returns, got {prefix!r:.100}")
         number = self.inputs.namespaces.number(prefix.namespace)
         return self.thread.call(lambda: self.prefixes.release(prefix, number))
 

@@ -199,7 +199,7 @@ class InputProcessor:
             raise InvalidInput("prompt_logprobs scores the whole prompt, and a compressed prefix has no logits")
         else:
             ids = self.after_prefix(prefix, prompt, number)
-            parts = PromptParts(0, prefix.slots, prefix.offset, prefix)
+            parts = PromptParts(0, prefix.slots, prefix.offset, prefix.gone)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.stop_token_ids)
         self._check_params(params, stop_ids)
         pool_tokens = self._admission.accounts.most_blocks(number) * self._admission.block_size
@@ -208,10 +208,11 @@ class InputProcessor:
         if room < sample:
             all_tokens = self._pool_tokens
             others = f" of {all_tokens}, without the shares of other namespaces" if pool_tokens < all_tokens else ""
+            left_out = f", and {parts.offset} more positions in its prefix," if parts.offset else ""
             no_room = " and leaves no room for a reply" if sample else ""
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens{no_room}: the model takes {model.max_length - offset} tokens, the pool "
-                f"holds {pool_tokens}{others}",
+                f"the prompt has {len(ids)} tokens{left_out}{no_room}: the model takes {model.max_length} tokens, the "
+                f"pool holds {pool_tokens}{others}",
                 tokens=len(ids),
                 limit=limit - sample,
             )

@@ -31,7 +31,6 @@ from radixkv.errors import PrefixGone
 from radixkv.turns import Group
 
 if TYPE_CHECKING:
-    from radixkv.engine.compressed import CompressedPrefix
     from radixkv.sampling.params import Candidates, SamplingParams, TokenLogprobs
     from radixkv.sampling.token_mask import ConstrainedRow
 
@@ -206,13 +205,14 @@ class PromptParts(NamedTuple):
     """The parts of a prompt: lengths in tokens, 0 if there is no such part.
 
     `reply_start` is the length of the part that a later turn of the conversation repeats for sure: up to the end of the
-    last message before the reply. The first `slots` ids name a compressed `prefix`, which has `offset` tokens more.
+    last message before the reply. The first `slots` ids stand for a compressed prefix, which has `offset` tokens
+    more; `gone` is the error's text if it is not cached.
     """
 
     reply_start: int = 0
     slots: int = 0
     offset: int = 0
-    prefix: CompressedPrefix | None = None
+    gone: str = ""
 
 
 WHOLE = PromptParts()
@@ -291,8 +291,7 @@ class Request:
         nothing can compute it.
         """
         if sequence.length < self.parts.slots:
-            assert self.parts.prefix is not None
-            raise PrefixGone(self.parts.prefix.gone)
+            raise PrefixGone(self.parts.gone)
         if self.parts.reply_start:
             sequence.snapshot_at(self.parts.reply_start)
         if self.streams:

@@ -59,7 +59,7 @@ def test_with_all_kv_the_answers_are_those_of_the_exact_prefix(kind: str) -> Non
             assert one.text == other.text and one.logprobs and other.logprobs
             assert np.allclose([x.chosen for x in one.logprobs], [x.chosen for x in other.logprobs], atol=1e-9, rtol=0)
         assert found[0].usage.cached_tokens >= prefix.tokens == prefix.slots
-        half, before = engine.compress(text), engine.stats().cache.pinned_blocks
+        half, before = engine.compress(text, 0.5), engine.stats().cache.pinned_blocks
         assert half.bytes == prefix.bytes * half.slots // half.tokens and half.slots == round(half.tokens / 2)
         report = engine.audit(40)
         assert report.blocks >= 40 and not report.differ and str(report).endswith("compressed prefixes left out: 2")
@@ -85,7 +85,7 @@ def test_requests_in_parallel_share_it_and_no_other_request_reads_it(engine: Eng
 
 
 def test_a_prefix_that_is_gone_names_the_way_back(engine: Engine) -> None:
-    again = r"engine\.compress\(\.\.\., keep=1\.0, method='h2o'\)"
+    again = r"engine\.compress\(prefix\.text, keep=1\.0, method='h2o'"
 
     def release() -> None:
         engine.release_prefix(prefix)

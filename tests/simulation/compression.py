@@ -20,7 +20,7 @@ class Compressions:
     """The compressed prefixes of one world."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.made = world, CompressedPrefixes(world.core, 1)
+        self.world, self.made = world, CompressedPrefixes(world.core, 1, "fake")
         self.jobs: list[Iterator[None]] = []
         self.ends: list[str] = []
 

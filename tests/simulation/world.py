@@ -332,7 +332,7 @@ class World:
         if ask.prefix is None:
             return PromptParts(ask.reply_start)
         prefix = ask.prefix.handle
-        return PromptParts(0, prefix.slots, prefix.tokens - prefix.slots, prefix)
+        return PromptParts(0, prefix.slots, prefix.offset, prefix.gone)
 
     def _scores(self, ask: Ask) -> Scores:
         if not ask.score_from:
