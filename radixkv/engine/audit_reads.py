@@ -35,9 +35,9 @@ class CachedRuns:
         return None if run is None or is_compressed(run.tokens[:1].tobytes()) else run
 
     def count(self, *, compressed: bool) -> int:
-        """Return the number of compressed prefixes in the pool, or of exact texts, by their first tokens."""
+        """Return the number of compressed prefixes in memory, or of exact texts, by their first tokens."""
         roots = self._core.cache.state.tree.roots.values()
-        return sum(is_compressed(first) == compressed for root in roots for first in root.children)
+        return sum(is_compressed(first) == compressed for root in roots for first in (*root.children, *root.below))
 
     def _random(self, rng: Random) -> CachedRun | HostRun | None:
         read = self._core.records.random_run(rng)
