@@ -120,16 +120,18 @@ class Conversations:
         arguments: Arguments | None = None,
         *,
         prefill: bool = False,
+        date: str | None = None,
     ) -> ChatPrompt:
         """Return the prompt of a conversation. O(bytes of the messages + tokens), and encoding the new text.
 
         `arguments` are additional variables of the template; replies are remembered for each set of them.
         `session_key` gives its session, or without a key the remembered conversation.
         With `prefill`, the prompt ends inside the last message, a reply that the model continues. A remembered reply,
-        for example one that `max_tokens` cut, continues from its own ids.
+        for example one that `max_tokens` cut, continues from its own ids. `date` is that of a new conversation.
         Raises ChatError if the template refuses the messages, and PromptTooLong.
         """
         known = self._index.ids_for(namespace, messages, tools, arguments)
+        known = replace(known, date=known.date or date)
         if not prefill:
             return self._prompt(known, namespace, messages, tools, session_key, arguments)
         *asked, begun = messages

@@ -135,14 +135,18 @@ class Service:
         *,
         ignored: IgnoredFields,
         compares: bool = False,
+        prefix: CompressedPrefix | None = None,
     ) -> ChatPrompt:
         """Return a conversation as the caller's prompt; raise ApiError 400.
 
         Options that the chat template does not read are added to `ignored`; a strict server refuses them.
         Conversations of one namespace with the same `session_key` are one session for the monitor. `compares`: the
-        prompt is compared with earlier ones of its conversation, and later ones with it.
+        prompt is compared with earlier ones of its conversation, and later ones with it. Replies after a compressed
+        `prefix` are remembered apart, as their prompts have its ids and its date.
         """
-        messages, tools = chat.messages, chat.tools
+        messages, tools, namespace, date = chat.messages, chat.tools, caller.namespace, None
+        if prefix is not None:
+            namespace, date = (namespace, prefix.name), prefix.source.date
 
         def encoded() -> ChatPrompt:
             with errors_about("messages"):
@@ -152,8 +156,8 @@ class Service:
                 for name in unread:
                     why = "has no effect: this model's chat template does not read it"
                     without_effect(name, why, None if self.settings.strict_fields else ignored)
-                asked = caller.namespace, messages, tools, session_key, arguments
-                prompt = self.conversations.prompt(*asked, prefill=chat.prefill)
+                asked = namespace, messages, tools, session_key, arguments
+                prompt = self.conversations.prompt(*asked, prefill=chat.prefill, date=date)
                 return self.conversations.compared(prompt, session_key) if compares else prompt
 
         return await self.gate.in_background(encoded)

@@ -151,7 +151,8 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
     prefix = None if options.prefix is None else service.prefix(caller, options.prefix)
     if prefix is not None:
         body = _after_prefix(prefix, body)
-    encoding = service.chat_prompt(caller, body, options.session_key, ignored=request.state.ignored, compares=True)
+    asked: dict[str, Any] = {"ignored": request.state.ignored, "compares": True, "prefix": prefix}
+    encoding = service.chat_prompt(caller, body, options.session_key, **asked)
     prompt = await service.gate.cancellable(request, encoding)
     with errors_about("messages", options.constraint_field):
         if body.call_rule.constrains(options.params):
@@ -165,8 +166,8 @@ async def open_turn(service: Service, request: Request, body: ChatRequest, clean
 
 def _after_prefix(prefix: CompressedPrefix, body: ChatRequest) -> ChatRequest:
     """Return the request with the messages of its compressed prefix first; raise ApiError 400 if it has none."""
-    if prefix.source is None:
-        raise bad_request("prefix was made of a prompt: make it of messages, or use /v1/completions", "prefix")
+    if prefix.source is None or prefix.source.turns:
+        raise bad_request("prefix must be made of messages with POST /v1/prefixes; else use /v1/completions", "prefix")
     return replace(body, messages=[*prefix.source.opening, *body.messages])
 
 

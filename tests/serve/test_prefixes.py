@@ -83,6 +83,27 @@ def test_foreign_and_released_prefixes_are_unknown() -> None:
         assert engine.stats().cache.pinned_blocks == 0
 
 
+def test_remembered_replies_leave_the_ids_of_a_prefix_as_they_are() -> None:
+    with served(Settings(history_bytes=10_000)) as (_, client):
+        sampled = {"messages": [*BEGUN, *ASKED], "temperature": 2, "max_tokens": 12, "seed": 8}
+        begun = [*BEGUN, *ASKED, post(client, CHAT, sampled)["choices"][0]["message"]]
+        body = {"messages": ASKED, "prefix": post(client, MADE, {"messages": begun, "keep": 1})["id"]}
+        remembered = post(client, CHAT, body)
+        post(client, CHAT, {"messages": [{"role": "user", "content": "hello " * 1500}]})
+        assert post(client, CHAT, {"messages": [*begun, *ASKED]})["choices"] == remembered["choices"]
+        assert post(client, CHAT, body)["choices"] == remembered["choices"]
+
+
+def test_a_prefix_keeps_its_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as (engine, client):
+        codec: Any = engine.model.codec
+        monkeypatch.setattr(codec, "chat_template", "{{ strftime_now('%d %b %Y') }}" + codec.chat_template)
+        body = {"messages": ASKED, "prefix": post(client, MADE, {"messages": BEGUN})["id"]}
+        monkeypatch.setattr("radixkv.serve.conversations.today", lambda: "29 Nov 2040")
+        said = post(client, CHAT, body)["choices"][0]["message"]
+        post(client, CHAT, {**body, "messages": [*ASKED, said, *ASKED]})
+
+
 def test_wrong_bodies_are_refused() -> None:
     wrong: list[dict[str, Any]] = [*({"keep": keep} for keep in (0, 1.5, True, "0.5")), {"method": "best"}]
     with served() as (engine, client):
