@@ -22,7 +22,7 @@ from radixkv.serve.errors import errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.responses import EventStream, sse_event, unless_disconnected
 from radixkv.serve.sampling_fields import sampling_params, wire, with_sampling
-from radixkv.serve.schemas import RequestOptions
+from radixkv.serve.schemas import NoPrefix, RequestOptions
 from radixkv.serve.service import Service
 
 
@@ -48,6 +48,7 @@ class InfillBody(Body):
     stream: bool | None = None
     response_fields: Several[str] | None = Field(default=None, description='Paths such as "timings/prompt_n".')
     model: str | None = None
+    prefix: NoPrefix = None
 
 
 async def create(service: Service, request: Request) -> Response:

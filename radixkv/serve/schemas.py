@@ -50,6 +50,7 @@ LONGEST_VALUE = 256  # characters of a value in chat_template_kwargs
 _PROMPT = "must be a string or an array of token ids that is not empty"
 _PROMPTS = "a string, or an array of strings, of token ids, or of arrays of token ids"
 _THINKING = "must be one of enabled, disabled, adaptive, auto"
+NoPrefix = Annotated[Any, Only(why="only completions and chat completions follow a compressed prefix")]
 _OLDER = "it is the old form of tools and tool_choice: use those"
 _IF_READ = "For the model's chat template; ignored if the template does not read it, and then named in `Warning`."
 
@@ -399,6 +400,8 @@ def read_prefix(given: JsonObject, ignored: IgnoredFields | None = None) -> tupl
     body = read(PrefixBody, given, ignored)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
+    if body.messages is None and body.tools:
+        raise bad_request("tools need messages: put them into the prompt", "tools", "invalid_value")
     return body, Dialogue(messages=neutral_messages(body.messages or ()), tools=neutral_tools(given.get("tools")))
 
 

@@ -110,6 +110,12 @@ def test_wrong_bodies_are_refused() -> None:
         for each in (*wrong, {"messages": None}, {"messages": None, "prompt": "short"}, {"messages": []}):
             param = "prompt" if each.get("messages", ()) is None else next(iter(each))
             assert post(client, MADE, {"messages": BEGUN, **each}, 400)["error"]["param"] == param
+        tools = [{"type": "function", "function": {"name": "now"}}]
+        assert post(client, MADE, {"prompt": "a " * 99, "tools": tools}, 400)["error"]["param"] == "tools"
+        infill = {"input_prefix": "a", "input_suffix": "b"}
+        for path in ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/infill"):
+            others = client.post(path, json={**FORM, **infill, "input": "a", "messages": ASKED, "prefix": "x"})
+            assert others.status_code == 400 and "prefix is not supported" in others.text
         assert engine.stats().cache.pinned_blocks == 0
 
 

@@ -37,7 +37,7 @@ from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.role_order import ANY_ORDER, RoleOrder, in_order
 from radixkv.serve.sampling_fields import sampling_params, wire, with_sampling
-from radixkv.serve.schemas import ChatRequest, Dialogue, Effort, RequestOptions
+from radixkv.serve.schemas import ChatRequest, Dialogue, Effort, NoPrefix, RequestOptions
 from radixkv.serve.tool_choices import checked_rule
 
 BILLING = "x-anthropic-billing-header:"
@@ -136,6 +136,7 @@ class PromptBody(Body):
     output_format: Annotated[SchemaFormat, ByField("type")] | None = None
     cache_control: Anything = None
     cache_salt: CacheSalt | None = None
+    prefix: NoPrefix = None
     context_management: Anything = None
     diagnostics: Anything = None
     inference_geo: Anything = None

@@ -20,7 +20,7 @@ from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.message_schemas import ChatTool, neutral_tools
 from radixkv.serve.ollama.messages import NoImages, OllamaMessage, neutral_messages
 from radixkv.serve.sampling_fields import sampling_params, wire, with_sampling
-from radixkv.serve.schemas import ChatRequest, RequestOptions
+from radixkv.serve.schemas import ChatRequest, NoPrefix, RequestOptions
 from radixkv.serve.tool_choices import call_rule
 
 _DURATION = r"^-?([0-9]+|([0-9]+(\.[0-9]+)?(ns|us|µs|ms|s|m|h))+)$"
@@ -60,6 +60,7 @@ class PromptFields(Body):
     keep_alive: KeepAlive | None = None
     prompt_cache_key: SessionKey | None = None
     cache_salt: CacheSalt | None = None
+    prefix: NoPrefix = None
 
 
 class OllamaChatBody(PromptFields):

@@ -24,7 +24,7 @@ from radixkv.serve.openai_responses.store import StoredResponse
 from radixkv.serve.openai_responses.tools import ToolList, read_tools
 from radixkv.serve.role_order import RoleOrder
 from radixkv.serve.sampling_fields import sampling_params, wire
-from radixkv.serve.schemas import ChatRequest, Dialogue, Effort, RequestOptions, Sampling
+from radixkv.serve.schemas import ChatRequest, Dialogue, Effort, NoPrefix, RequestOptions, Sampling
 from radixkv.serve.tool_choices import Choice, call_rule
 
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # values of `include`
@@ -70,6 +70,7 @@ class ResponseBody(Sampling, Guided):
     metadata: Any = Field(default=None, description="An object, which the response repeats.")
     prompt_cache_key: SessionKey | None = None
     cache_salt: CacheSalt | None = None
+    prefix: NoPrefix = None
     n: Annotated[Any, Only(1, why=_ONE_REPLY)] = None
     use_beam_search: Annotated[Any, Only(False, why=_ONE_REPLY)] = None
     conversation: Annotated[Any, Only(why="this server has no conversations: use previous_response_id")] = None
