@@ -17,6 +17,8 @@ from radixkv.errors import (
     EngineClosed,
     InvalidConstraint,
     InvalidInput,
+    OutOfBlocks,
+    PinBudgetExceeded,
     PrefixGone,
     PromptTooLong,
     RadixKVError,
@@ -115,6 +117,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return bad_request(str(error))
         case PrefixGone():
             return no_prefix()
+        case PinBudgetExceeded() | OutOfBlocks():
+            return ApiError(503, str(error), code="pool_full", kind="server_error")
         case RequestFailed() if isinstance(error.__cause__, InvalidConstraint):
             return bad_request(str(error.__cause__), code="invalid_value")
         case RequestTimedOut():

@@ -112,6 +112,7 @@ def test_wrong_bodies_are_refused() -> None:
             assert post(client, MADE, {"messages": BEGUN, **each}, 400)["error"]["param"] == param
         tools = [{"type": "function", "function": {"name": "now"}}]
         assert post(client, MADE, {"prompt": "a " * 99, "tools": tools}, 400)["error"]["param"] == "tools"
+        assert "pin_budget" in post(client, MADE, {"prompt": "a " * 3400}, 503)["error"]["message"]
         infill = {"input_prefix": "a", "input_suffix": "b"}
         for path in ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/infill"):
             others = client.post(path, json={**FORM, **infill, "input": "a", "messages": ASKED, "prefix": "x"})
