@@ -64,7 +64,7 @@ class Engine(RequestEngine):
         if not is_chat(messages) and messages:
             raise InvalidInput(f"messages must be a list of dicts with role and content, got {messages!r}")
         if prefix is not None:
-            if prefix.source is None or any(given is not None for given in (system, messages, tools)):
+            if getattr(prefix, "source", None) is None or any(given is not None for given in (system, messages, tools)):
                 raise InvalidInput("a chat begins with a prefix of a chat session, and no other messages or tools")
             options: dict[str, Any] = {"namespace": namespace, "history": history, "overflow": overflow}
             begun: SessionState = replace(prefix.source, prefix=prefix, **options)
@@ -86,10 +86,10 @@ class Engine(RequestEngine):
         model = self.model
         self.client.inputs.namespaces.number(namespace)  # an unusable one is refused now
         state = saved.read(path, model.name, model.vocab_size, namespace)
+        if state.prefix is not None:
+            text, method, keep = state.prefix
+            state = replace(state, prefix=self.client.prefixes.plan(text, method, keep, namespace, None))
         with saved.damaged(path):
-            if state.prefix is not None:
-                text, method, keep = state.prefix
-                state = replace(state, prefix=self.client.prefixes.plan(text, method, keep, namespace, None))
             session = ChatSession(self, self._template(state.tools, state.date), state)
         try:
             run = Run.read(saved.kv_path(path))

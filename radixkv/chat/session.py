@@ -67,8 +67,9 @@ class ChatSession:
         Raises ChatError for history="append" if appending would lose text of the template.
         """
         _check_choice("history", state.history, ("auto", "append", "template"))
-        # Without its oldest turns, a conversation no longer begins with its compressed prefix.
-        _check_choice("overflow", state.overflow, ("error", "drop_oldest") if state.prefix is None else ("error",))
+        _check_choice("overflow", state.overflow, ("error", "drop_oldest"))
+        if state.prefix is not None and state.overflow == "drop_oldest":
+            raise InvalidInput("overflow='drop_oldest' would drop turns of the compressed prefix: use 'error'")
         self._engine = engine
         self._template = template
         self._parser = ReplyParser(template)

@@ -52,6 +52,8 @@ def test_a_resumed_chat_says_how_to_make_its_prefix_again(engine: Engine, tmp_pa
         with pytest.raises(PrefixGone, match=r"keep=0.75, method='snapkv'"):
             gone.send("Who?", GREEDY)
     assert resumed.turns == 0
+    with Engine.load("tiny", prefix_cache=False) as other, pytest.raises(InvalidInput, match=r"^no prefix"):
+        other.resume(tmp_path / "chat.json", namespace="mine")
     engine.compress(resumed.prefix.text, 0.75, method="snapkv", namespace="mine")
     assert resumed.send("Who?", GREEDY).text == said
 
@@ -64,13 +66,12 @@ def test_what_no_longer_begins_with_the_prefix_is_refused(engine: Engine) -> Non
     chat.rewind()
     with pytest.raises(InvalidInput, match="begin"):
         chat.send("Who?", GREEDY)
-    refused: list[dict[str, Any]] = [
-        {"prefix": prefix, "overflow": "drop_oldest"},
-        {"prefix": prefix, "system": "x"},
-        {"prefix": text},
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("would drop", {"prefix": prefix, "overflow": "drop_oldest"}),
+        *(("of a chat", each) for each in ({"prefix": prefix, "system": "x"}, {"prefix": text}, {"prefix": "x"})),
     ]
-    for options in refused:
-        with pytest.raises(InvalidInput):
+    for reason, options in refused:
+        with pytest.raises(InvalidInput, match=reason):
             engine.chat(**options)
     with pytest.raises(InvalidInput, match="namespace"):
         engine.chat(prefix=prefix, namespace="other").send("Who?", GREEDY)
