@@ -1,5 +1,7 @@
 """The order of eviction: trims block by block, the policies, inheritance, hints and priorities."""
 
+from collections.abc import Callable
+
 import pytest
 
 from radixkv.cache import POLICIES, Hint, PrefixCache
@@ -70,58 +72,84 @@ class TestEveryPolicy:
         flood(cache, 11)
         assert cached(cache, trunk) == 4
 
-    @pytest.mark.parametrize("policy", BY_RECENCY)
-    def test_goes_by_age_among_equals(self, policy: str) -> None:
-        cache = PrefixCache(8, 4, policy)
-        texts = [prompt(i, 8) for i in range(4)]
-        for text in texts:
+
+DONE = Hint(done=True)
+ORDERS = [  # of texts, by their uses
+    *((policy, [0, 1, 2, 3], [0, 1, 2, 3]) for policy in BY_RECENCY),
+    ("lru", [0, 1, 2, 3, 1, 0], [2, 3, 1, 0]),
+    ("fifo", [0, 1, 2, 3, 1, 0, 0, 1], [0, 1, 2, 3]),
+    ("lfu", [0, 0, 0, 1, 2, 2, 3, 3, 2], [1, 3, 0, 2]),  # 0 and 2 have two hits, 3 has one
+    ("slru", [0, 1, 2, 3, 0], [1, 2, 3, 0]),
+]
+
+
+@pytest.mark.parametrize(("policy", "uses", "order"), ORDERS)
+def test_a_policy_orders_texts_by_their_uses(policy: str, uses: list[int], order: list[int]) -> None:
+    cache = PrefixCache(8, 4, policy)
+    texts = [prompt(i, 8) for i in range(4)]
+    for i in uses:
+        publish(cache, texts[i])
+    assert goes_first(cache, texts) == order
+
+
+def give_up(cache: PrefixCache, text: list[int]) -> None:
+    with cache.open(text) as sequence:
+        sequence.truncate(0)
+
+
+def demote_and_use(cache: PrefixCache, text: list[int]) -> None:
+    cache.demote(text)
+    publish(cache, text)
+
+
+VERBS: list[tuple[Callable[[PrefixCache, list[int]], object], list[int]]] = [  # on the third of four texts
+    (lambda cache, text: (cache.match(text), cache.explain(text)), [0, 1, 2, 3]),
+    (give_up, [0, 1, 3, 2]),
+    (lambda cache, text: cache.pin(text).release(), [0, 1, 3, 2]),
+    (lambda cache, text: cache.demote(text), [2, 0, 1, 3]),
+    (demote_and_use, [0, 1, 3, 2]),
+    (lambda cache, text: publish(cache, text, hint=DONE), [2, 0, 1, 3]),
+    (lambda cache, text: (publish(cache, text, hint=DONE), publish(cache, text)), [0, 1, 3, 2]),
+]
+
+
+@pytest.mark.parametrize(("verb", "order"), VERBS)
+def test_verbs_change_the_order_of_the_default_policy(
+    verb: Callable[[PrefixCache, list[int]], object], order: list[int]
+) -> None:
+    cache = PrefixCache(8, 4)
+    texts = [prompt(i, 8) for i in range(4)]
+    for text in texts:
+        publish(cache, text)
+    verb(cache, texts[2])
+    assert cached(cache, texts[2]) == 8 and cache.evictable_blocks == 8
+    assert goes_first(cache, texts) == order
+
+
+def test_the_close_of_a_sequence_is_a_use() -> None:
+    cache = PrefixCache(8, 4)
+    texts = [prompt(i, 8) for i in range(4)]
+    with held(cache, texts[0]):
+        for text in texts[1:]:
             publish(cache, text)
-        assert goes_first(cache, texts) == [0, 1, 2, 3]
+    assert goes_first(cache, texts) == [1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_texts_are_evicted_by_priority_and_finished_ones_first(policy: str) -> None:
+    cache = PrefixCache(12, 4, policy)
+    texts = [prompt(i, 8) for i in range(6)]
+    publish(cache, texts[0], hint=Hint(priority=3))
+    publish(cache, texts[1], priority=2)
+    publish(cache, texts[1], priority=0)  # which does not lower it
+    publish(cache, texts[2], priority=1)
+    publish(cache, texts[3])
+    publish(cache, texts[4], priority=1, hint=DONE)
+    publish(cache, texts[5], priority=-1)
+    assert goes_first(cache, texts) == [5, 3, 4, 2, 1, 0]
 
 
 class TestLru:
-    def test_spares_what_was_used_last(self) -> None:
-        cache = PrefixCache(8, 4, "lru")
-        texts = [prompt(i, 8) for i in range(4)]
-        for i in (0, 1, 2, 3, 1, 0):
-            publish(cache, texts[i])
-        assert goes_first(cache, texts) == [2, 3, 1, 0]
-
-    def test_does_not_count_a_match_or_an_explanation_as_use(self) -> None:
-        cache = PrefixCache(8, 4, "lru")
-        texts = [prompt(i, 8) for i in range(4)]
-        for text in texts:
-            publish(cache, text)
-        cache.match(texts[0])
-        cache.explain(texts[0])
-        assert goes_first(cache, texts) == [0, 1, 2, 3]
-
-    def test_counts_the_close_as_use(self) -> None:
-        cache = PrefixCache(8, 4, "lru")
-        texts = [prompt(i, 8) for i in range(4)]
-        first = held(cache, texts[0])
-        for text in texts[1:]:
-            publish(cache, text)
-        first.close()
-        assert goes_first(cache, texts) == [1, 2, 3, 0]
-
-    def test_counts_the_open_as_use_even_of_what_is_given_up_at_once(self) -> None:
-        cache = PrefixCache(8, 4, "lru")
-        texts = [prompt(i, 8) for i in range(4)]
-        for text in texts:
-            publish(cache, text)
-        seq = cache.open(texts[0])
-        seq.truncate(0)
-        seq.close()
-        assert goes_first(cache, texts) == [1, 2, 3, 0]
-
-    def test_is_the_default(self) -> None:
-        cache = PrefixCache(4, 4)
-        texts = [prompt(i, 8) for i in range(2)]
-        for i in (0, 1, 0):
-            publish(cache, texts[i])
-        assert goes_first(cache, texts) == [1, 0]
-
     def test_a_trunk_is_as_young_as_the_branch_it_lost(self) -> None:
         cache = PrefixCache(12, 4, "lru")
         trunk, other = prompt(1, 8), prompt(2, 8)
@@ -131,31 +159,14 @@ class TestLru:
         flood(cache, 12 - 3)
         assert cached(cache, trunk + [60] * 4) == 12  # the trunk and one branch, used before the other text
         publish(cache, other)
-        publish(cache, trunk + [60] * 4, hint=Hint(done=True))
+        publish(cache, trunk + [60] * 4, hint=DONE)
         flood(cache, 12 - 4)
         assert cached(cache, trunk + [60] * 4) == 8  # the done branch was evicted, out of turn
         flood(cache, 12 - 2)
         assert (cached(cache, trunk), cached(cache, other)) == (8, 0)
 
 
-class TestFifo:
-    def test_goes_by_arrival_whatever_is_used(self) -> None:
-        cache = PrefixCache(8, 4, "fifo")
-        texts = [prompt(i, 8) for i in range(4)]
-        for i in (0, 1, 2, 3, 1, 0, 0, 1):
-            publish(cache, texts[i])
-        assert goes_first(cache, texts) == [0, 1, 2, 3]
-
-
 class TestLfu:
-    def test_goes_by_hits_then_by_age(self) -> None:
-        cache = PrefixCache(8, 4, "lfu")
-        texts = [prompt(i, 8) for i in range(4)]
-        for i in (0, 0, 0, 1, 2, 2, 3, 3, 2):
-            publish(cache, texts[i])
-        # hits: 0 has two, 1 none, 2 two (later than 0), 3 one
-        assert goes_first(cache, texts) == [1, 3, 0, 2]
-
     def test_a_trunk_has_the_hits_of_the_branch_it_lost(self) -> None:
         cache = PrefixCache(12, 4, "lfu")
         trunk, other = prompt(1, 8), prompt(2, 8)
@@ -231,47 +242,14 @@ class TestSlru:
         assert [cached(cache, text) for text in newcomers] == [8, 8]
         assert [cached(cache, prompt(name, 8)) for name in range(9)] == [0] + [8] * 8
 
-    def test_goes_by_use_within_the_newcomers(self) -> None:
-        cache = PrefixCache(8, 4, "slru")
-        texts = [prompt(i, 8) for i in range(4)]
-        for i in (0, 1, 2, 3, 0):
-            publish(cache, texts[i])
-        assert goes_first(cache, texts) == [1, 2, 3, 0]
-
 
 class TestDone:
-    def test_goes_first_but_is_not_gone(self) -> None:
-        cache = PrefixCache(8, 4)
-        texts = [prompt(i, 8) for i in range(4)]
-        for i, text in enumerate(texts):
-            publish(cache, text, hint=Hint(done=i == 2))
-        assert cached(cache, texts[2]) == 8
-        assert cache.evictable_blocks == 8
-        assert goes_first(cache, texts) == [2, 0, 1, 3]
-
-    @pytest.mark.parametrize("policy", ALL)
-    def test_goes_first_under_every_policy(self, policy: str) -> None:
-        cache = PrefixCache(8, 4, policy)
-        texts = [prompt(i, 8) for i in range(4)]
-        for text in texts:
-            publish(cache, text)
-        publish(cache, texts[3], hint=Hint(done=True))
-        assert goes_first(cache, texts)[0] == 3
-
-    def test_is_forgotten_at_the_next_open(self) -> None:
-        cache = PrefixCache(8, 4)
-        texts = [prompt(i, 8) for i in range(4)]
-        for i, text in enumerate(texts):
-            publish(cache, text, hint=Hint(done=i == 2))
-        publish(cache, texts[2])
-        assert goes_first(cache, texts) == [0, 1, 3, 2]
-
     def test_means_only_the_unshared_tail(self) -> None:
         cache = PrefixCache(12, 4)
         trunk, other = prompt(1, 8), prompt(2, 8)
         publish(cache, other)
         publish(cache, trunk + [50] * 8)
-        publish(cache, trunk + [60] * 8, hint=Hint(done=True))
+        publish(cache, trunk + [60] * 8, hint=DONE)
         flood(cache, 12 - 6)
         assert cached(cache, trunk + [60] * 8) == 8
         assert cached(cache, trunk + [50] * 8) == 16
@@ -303,36 +281,6 @@ class TestDone:
 
 
 class TestPriority:
-    @pytest.mark.parametrize("policy", ALL)
-    def test_higher_stays_longer(self, policy: str) -> None:
-        cache = PrefixCache(8, 4, policy)
-        texts = [prompt(i, 8) for i in range(4)]
-        for text, priority in zip(texts, (2, 0, 1, -1), strict=True):
-            publish(cache, text, priority=priority)
-        assert goes_first(cache, texts) == [3, 1, 2, 0]
-
-    def test_comes_before_done(self) -> None:
-        cache = PrefixCache(4, 4)
-        texts = [prompt(0, 8), prompt(1, 8)]
-        publish(cache, texts[0], priority=1, hint=Hint(done=True, priority=1))
-        publish(cache, texts[1])
-        assert goes_first(cache, texts) == [1, 0]
-
-    def test_can_be_given_at_the_close(self) -> None:
-        cache = PrefixCache(4, 4)
-        texts = [prompt(0, 8), prompt(1, 8)]
-        publish(cache, texts[0], hint=Hint(priority=1))
-        publish(cache, texts[1])
-        assert goes_first(cache, texts) == [1, 0]
-
-    def test_given_at_an_open_is_not_lowered_by_a_later_one(self) -> None:
-        cache = PrefixCache(4, 4)
-        texts = [prompt(0, 8), prompt(1, 8)]
-        publish(cache, texts[0], priority=2)
-        publish(cache, texts[0], priority=0)
-        publish(cache, texts[1], priority=1)
-        assert goes_first(cache, texts) == [1, 0]
-
     def test_counts_for_both_halves_of_a_split(self) -> None:
         cache = PrefixCache(8, 4)
         important, early, late = prompt(0, 16), prompt(1, 8), prompt(2, 8)
@@ -349,24 +297,6 @@ class TestPriority:
 
 class TestDemote:
     """`demote` marks a branch as done after its sequence was closed."""
-
-    def test_makes_a_text_the_first_to_go(self) -> None:
-        cache = PrefixCache(8, 4)
-        texts = [prompt(i, 8) for i in range(4)]
-        for text in texts:
-            publish(cache, text)
-        cache.demote(texts[2])
-        assert cached(cache, texts[2]) == 8
-        assert goes_first(cache, texts) == [2, 0, 1, 3]
-
-    def test_is_undone_by_an_open(self) -> None:
-        cache = PrefixCache(8, 4)
-        texts = [prompt(i, 8) for i in range(4)]
-        for text in texts:
-            publish(cache, text)
-        cache.demote(texts[2])
-        publish(cache, texts[2])
-        assert goes_first(cache, texts) == [0, 1, 3, 2]
 
     @pytest.mark.parametrize("policy", BY_RECENCY)
     def test_from_a_start_on_spares_what_is_before(self, policy: str) -> None:
@@ -500,15 +430,3 @@ def test_slru_protects_after_the_second_hit() -> None:
     with cache.open([], "flood") as flood:
         flood.extend([0] * 4)
     assert [cache.match(text).length for text in ([1, 1], [2, 2], [3, 3])] == [2, 0, 0]
-
-
-def test_releasing_a_pin_is_a_use() -> None:
-    cache = PrefixCache(4, 1)
-    for text in ([1, 1], [2, 2]):
-        with cache.open(text) as sequence:
-            sequence.extend(text)
-            sequence.commit()
-    cache.pin([1, 1]).release()
-    with cache.open([], "flood") as flood:
-        flood.extend([0] * 2)
-    assert [cache.match(text).length for text in ([1, 1], [2, 2])] == [2, 0]
