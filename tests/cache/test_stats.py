@@ -61,60 +61,42 @@ class TestCounters:
         assert (after.query_tokens, after.hit_tokens) == (before.query_tokens, before.hit_tokens)
 
 
-class TestRegret:
-    def test_is_what_was_evicted_and_asked_for_again(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 12))
-        squeeze(cache)
-        assert cache.stats().regret_tokens == 0
-        publish(cache, prompt(1, 12))
-        assert cache.stats().regret_tokens == 12
+TEXT = prompt(1, 12)
 
-    def test_is_counted_once(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 12))
-        squeeze(cache)
-        for _ in range(3):
-            publish(cache, prompt(1, 12))
-        assert cache.stats().regret_tokens == 12
 
-    def test_is_counted_once_though_it_is_not_computed_again(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 12))
-        squeeze(cache)
-        for _ in range(3):
-            cache.open(prompt(1, 12)).close()
-        assert cache.stats().regret_tokens == 12
+def open_thrice(cache: PrefixCache) -> None:
+    for _ in range(3):
+        cache.open(TEXT).close()
 
-    def test_is_only_what_a_limit_would_have_let_through(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 12))
-        squeeze(cache)
-        cache.open(prompt(1, 12), limit=5).close()
-        assert cache.stats().regret_tokens == 5
 
-    def test_is_only_what_matches(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 12))
-        squeeze(cache)
-        publish(cache, [*prompt(1, 7), 99, 99])
-        assert cache.stats().regret_tokens == 7
+REGRETS: list[tuple[Callable[[PrefixCache], object], int]] = [  # requests for evicted text, and the regret
+    (lambda cache: cache.match(TEXT), 0),
+    (lambda cache: publish(cache, TEXT), 12),
+    (lambda cache: [publish(cache, TEXT) for _ in range(3)], 12),
+    (open_thrice, 12),
+    (lambda cache: cache.open(TEXT, limit=5).close(), 5),
+    (lambda cache: publish(cache, [*TEXT[:7], 99, 99]), 7),
+    (lambda cache: publish(cache, TEXT, "b"), 0),
+]
 
-    def test_is_only_what_is_missing(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 16))
-        seq = cache.open([], "other")
-        seq.extend([0] * 4 * 6)
-        seq.close()
-        assert publish(cache, prompt(1, 16)) == 8
-        assert cache.stats().regret_tokens == 8
 
-    def test_is_of_one_namespace(self) -> None:
-        cache = PrefixCache(8, 4)
-        publish(cache, prompt(1, 12), "a")
-        squeeze(cache)
-        publish(cache, prompt(1, 12), "b")
-        assert cache.stats().regret_tokens == 0
+@pytest.mark.parametrize(("request_it", "tokens"), REGRETS)
+def test_regret_is_what_was_evicted_and_is_requested(request_it: Callable[[PrefixCache], object], tokens: int) -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, TEXT)
+    squeeze(cache)
+    request_it(cache)
+    assert cache.stats().regret_tokens == tokens
+
+
+def test_regret_is_only_what_is_missing() -> None:
+    cache = PrefixCache(8, 4)
+    publish(cache, prompt(1, 16))
+    seq = cache.open([], "other")
+    seq.extend([0] * 4 * 6)
+    seq.close()
+    assert publish(cache, prompt(1, 16)) == 8
+    assert cache.stats().regret_tokens == 8
 
 
 class TestGauges:
