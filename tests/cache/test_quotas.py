@@ -62,37 +62,6 @@ class TestLimits:
 
 
 class TestRules:
-    def test_a_flood_evicts_its_own_blocks_and_never_a_share(self):
-        cache = PrefixCache(10, 1, namespace_limits={"a": 0.5, "b": 0.4})
-        fill(cache, "a", 5)
-        fill(cache, "b", 50)
-        assert used(cache) == {"a": 5, "b": 5}
-        assert all(cached(cache, prompt(name, 1), "a") for name in range(5))
-
-    def test_free_blocks_can_be_borrowed_and_are_returned(self):
-        cache = PrefixCache(10, 1, namespace_limits={"a": 0.5, "b": 0.5})
-        fill(cache, "a", 10)
-        assert used(cache) == {"a": 10, "b": 0}
-        fill(cache, "b", 9)
-        assert used(cache) == {"a": 5, "b": 5}
-
-    def test_namespaces_without_a_share_are_evicted_first(self):
-        cache = PrefixCache(10, 1, namespace_limits={"a": 0.3})
-        fill(cache, "a", 5)
-        fill(cache, None, 2)
-        fill(cache, "other", 3)
-        fill(cache, "a", 3, first=5)
-        assert used(cache) == {"a": 8}
-        assert [cached(cache, prompt(name, 1)) for name in range(2)] == [0, 0], "the oldest of those without a share"
-
-    def test_the_namespace_that_exceeds_its_share_most_is_evicted_first(self):
-        cache = PrefixCache(20, 1, namespace_limits={"a": 0.1, "b": 0.4, "c": 0.2})
-        fill(cache, "b", 10)
-        fill(cache, "a", 6)
-        fill(cache, "c", 4)
-        fill(cache, "c", 2, first=4)
-        assert used(cache) == {"a": 4, "b": 10, "c": 6}, "3.0 of a's share, 1.25 of b's"
-
     def test_a_sequence_that_would_need_the_shares_of_others_runs_out_of_blocks(self):
         cache = PrefixCache(10, 1, namespace_limits={"a": 0.5, "b": 0.2})
         fill(cache, "a", 5)
@@ -104,26 +73,6 @@ class TestRules:
             cache.check()
             sequence.extend([7] * 3)
         assert used(cache) == {"a": 5, "b": 2}
-
-    def test_blocks_of_open_sequences_count_and_cannot_be_evicted(self):
-        cache = PrefixCache(10, 1, namespace_limits={"a": 0.5})
-        with cache.open(prompt(1, 8), "a") as sequence:
-            sequence.extend(prompt(1, 8))
-            assert used(cache) == {"a": 8}
-            sequence.commit()
-            assert cache.evictable_for(None) == 0
-            cache.check()
-        assert cache.evictable_for(None) == 3
-        assert cache.namespace_usage()[0].cached_blocks == 8
-
-    def test_one_eviction_takes_no_more_of_a_long_leaf_than_exceeds_the_share(self):
-        cache = PrefixCache(10, 1, namespace_limits={"a": 0.6})
-        fill(cache, "a", 1, length=8)
-        fill(cache, None, 1, length=2)
-        with cache.open([5] * 4) as sequence:
-            sequence.extend([5] * 4)
-            cache.check()
-        assert cached(cache, prompt(0, 8), "a") == 6
 
     def test_leaves_whose_blocks_a_fork_holds_are_evicted_last(self):
         cache = PrefixCache(12, 1, namespace_limits={"a": 0.1, "b": 0.5})
@@ -160,13 +109,6 @@ class TestRules:
             cache.pin(prompt(0, most), namespace)
             first.release()
             cache.check()
-
-    def test_clearing_ignores_limits(self):
-        cache = PrefixCache(10, 1, namespace_limits={"a": 1.0})
-        fill(cache, "a", 10)
-        cache.clear()
-        cache.check()
-        assert cache.free_blocks == 10 and used(cache) == {"a": 0}
 
     def test_a_cache_without_limits_has_no_usage(self):
         cache = PrefixCache(8, 1)

@@ -23,63 +23,19 @@ def falls(cache: PrefixCache, tokens: list[int]) -> int:
 
 
 class TestIdleBlocks:
-    def test_are_also_those_that_another_branch_wrote_on_in(self) -> None:
-        """The block above the copy belongs to the path too: it cannot be evicted while the path is held."""
-        cache = PrefixCache(16, 4)
-        publish(cache, [1, 2, 3, 4])
-        publish(cache, [1, 2, 3, 9])
-        assert cache.evictable_blocks == 2
-        branch = cache.match([1, 2, 3, 9])
-        assert (len(branch.blocks), branch.idle_blocks) == (1, 2)
-        assert falls(cache, [1, 2, 3, 9]) == 2
-
     def test_differ_from_an_unpublished_forks(self) -> None:
         cache, twin = forked()
         assert [cache.match(prompt(1, length)).idle_blocks for length in (1, 4, 5, 10)] == [0, 0, 0, 0]
         assert falls(cache, prompt(1, 5)) == 0
         twin.close()
 
-    def test_may_be_one_more_than_the_room_falls(self) -> None:
-        """Where only a copy is left below a pinned block, opening the copy frees the block above."""
-        cache = PrefixCache(8, 4)
-        publish(cache, [1, 2, 3, 4])
-        cache.pin([1, 2, 3])
-        publish(cache, [1, 2, 3, 9, 9, 9, 9, 9])
-        flood(cache, 6)
-        assert (cached(cache, [1, 2, 3, 4]), cached(cache, [1, 2, 3, 9, 9])) == (3, 4)
-        assert cache.match([1, 2, 3, 9]).idle_blocks == 1
-        assert falls(cache, [1, 2, 3, 9]) == 0
-
 
 class TestUnsharedLength:
-    def test_of_twins_with_an_unpublished_tail_is_the_tail(self) -> None:
-        """The other sequence holds the same KV, but a later open cannot find it."""
-        cache = PrefixCache(16, 4)
-        one = held(cache, prompt(1, 10))
-        one.extend([5, 6, 7])
-        one.commit(publish=False)
-        twin = one.fork()
-        assert (one.unshared_length, twin.unshared_length) == (3, 3)
-        one.commit()
-        assert (one.unshared_length, twin.unshared_length) == (3, 0)
-        twin.close()
-        assert one.unshared_length == 13
-
     def test_is_only_what_is_committed(self) -> None:
         cache = PrefixCache(16, 4)
         one = held(cache, prompt(1, 10))
         one.extend([5, 6, 7])
         assert one.unshared_length == 10
-
-    def test_counts_no_cached_text_without_a_holder(self) -> None:
-        cache = PrefixCache(16, 4)
-        one = cache.open(prompt(1, 8))
-        one.extend(prompt(1, 8))
-        one.commit(publish=False)
-        other = held(cache, prompt(1, 6))
-        assert one.unshared_length == 2
-        other.close()
-        assert one.unshared_length == 8
 
     def test_of_a_closed_sequence_is_refused(self) -> None:
         one = PrefixCache(16, 4).open([])
