@@ -22,6 +22,7 @@ from radixkv.errors import (
     RequestTimedOut,
     WeightsChanged,
 )
+from tests.cache.verbs import held
 from tests.engine.fakes import VOCAB, FakeRunner, check, greedy_reply, make_engine
 
 TEXT = [number % 47 for number in range(60)]
@@ -189,12 +190,13 @@ def test_a_full_pool_and_a_full_pin_budget_are_said() -> None:
     with engine:
         with engine.warm(list(range(20)), pin=True), pytest.raises(PinBudgetExceeded):
             engine.compress(TEXT[:32], 1)
-        stream = engine.submit([9] * 28, GREEDY.but(max_tokens=16))
-        with pytest.raises((OutOfBlocks, PinBudgetExceeded)):
+        ask = engine.client.thread.ask
+        blocker = ask(lambda: held(engine.core.cache, [9] * 44))
+        with pytest.raises(OutOfBlocks):
             engine.compress(TEXT[:48], 1)
-        stream.result()
-        check(engine)
+        ask(blocker.close)
         assert not engine.stats().cache.pinned_blocks
+        check(engine)
 
 
 def test_a_request_that_needs_the_whole_pool_keeps_the_prefix() -> None:
