@@ -82,10 +82,10 @@ def rest(prefix: CompressedPrefix | None, ids: Any) -> Any:
 class CompressedPrefixes:
     """The compressed prefixes of an engine. Any thread may call `plan` and `find`, the engine's the rest."""
 
-    def __init__(self, core: Core, bytes_per_block: int, model: str) -> None:
-        """Compress prefixes in the cache of `core`, for the model of this name."""
+    def __init__(self, core: Core, bytes_per_block: int, engine: str) -> None:
+        """Compress prefixes in the cache of `core`; the id of its `engine` makes their names its own."""
         self._core, self._block_bytes, self._block_size = core, bytes_per_block, core.cache.block_size
-        self._model = model
+        self._engine = engine
         self._obstacle = _obstacle(core)
         self._entries: dict[tuple[Hashable, str], tuple[CompressedPrefix, Pin]] = {}
 
@@ -101,7 +101,7 @@ class CompressedPrefixes:
             raise InvalidInput(f"a prefix of {len(text)} tokens is too short: {2 * self._block_size} are two blocks")
         slots, size = num_slots(len(text), keep), self._block_size
         text = text.copy()  # it may be the caller's array
-        name, ids = _pseudo_text(text, f"{method} {float(keep)!r} {self._model}", slots)
+        name, ids = _pseudo_text(text, f"{method} {float(keep)!r} {self._engine}", slots)
         text.flags.writeable = False
         about = len(text), slots, self._block_bytes * slots // size, method, float(keep), ids, text
         return CompressedPrefix(name, *about, namespace, source)

@@ -125,13 +125,13 @@ class RequestEngine:
         namespaces = NamespaceTable(partial(_cached_namespaces, weakref.ref(cache)), limits=limits)
         pool_tokens = cache.num_blocks * cache.block_size
         self._pool = f"{cache.num_blocks} blocks of {cache.block_size} tokens"
-        inputs = InputProcessor(
-            model, weights, pool_tokens, config.seed, core.admission, namespaces, config.logits_processors,
-            prefixes=CompressedPrefixes(core, bytes_per_block, model.name),
-            speculates=core.speculation is not None, host_sampler=not device.is_gpu,
-        )  # fmt: skip
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
+        inputs = InputProcessor(
+            model, weights, pool_tokens, config.seed, core.admission, namespaces, config.logits_processors,
+            prefixes=CompressedPrefixes(core, bytes_per_block, facts.engine),
+            speculates=core.speculation is not None, host_sampler=not device.is_gpu,
+        )  # fmt: skip
         runs = RunExchange(core, thread.ask, lambda: inputs.weights.digest())
         self.client = CoreClient(core, auditor, thread, inputs, runs, facts, decode, curve)
         # Runs when neither the engine nor a handle is left, and at interpreter exit.
