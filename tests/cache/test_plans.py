@@ -77,6 +77,25 @@ class TestAnUnknownToken:
 
 
 class TestTheFirstTokens:
+    def test_are_published_from_the_block_that_a_pending_plan_copies(self) -> None:
+        """The plan may be voided, and its target would then never be written."""
+        cache = PrefixCache(8, block_size=4)
+        seq = cache.open([])
+        seq.extend([1, 2, 3])
+        seq.commit(publish=False)
+        twin = seq.fork()
+        seq.extend([4])  # in place
+        source = int(twin.block_table[0])
+        ((copied, target),) = twin.extend([5]).copies
+        twin.publish(2)
+        assert (copied, cache.match([1, 2, 3]).blocks.tolist()) == (source, [source])
+        assert twin.block_table.tolist() == [target]
+        cache.check()
+        twin.close()
+        cache.check()
+        seq.commit()
+        assert cached(cache, [1, 2, 3, 4]) == 4
+
     def test_leave_a_fork_its_blocks(self) -> None:
         """The rest is published into a node of its own, and the fork still shares the blocks inside it."""
         cache, tokens = PrefixCache(20, 2), list(range(10))
