@@ -11,7 +11,7 @@ import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +126,8 @@ def parse_settings(text: str, folder: Path = Path()) -> AlertSettings:
     notify: dict[str, Any] = _table(tables.get("notify", {}), "notify", _NOTIFY)
     if "log" in notify:
         notify["log"] = folder / notify["log"]
-    return AlertSettings(_thresholds(tables.get("thresholds", {})), **notify)
-
-
-def _thresholds(given: Mapping[str, Any]) -> Thresholds:
-    """Return the default thresholds with the given ones in their place; False switches a check off."""
-    return Thresholds(**asdict(DEFAULTS) | _table(given, "thresholds", _THRESHOLDS))
+    thresholds = _table(tables.get("thresholds", {}), "thresholds", _THRESHOLDS)  # False switches a check off
+    return AlertSettings(replace(DEFAULTS, **thresholds), **notify)
 
 
 # ---- values

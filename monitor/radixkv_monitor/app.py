@@ -93,9 +93,8 @@ class MonitorApp(App[None]):
         self.sort = sort
         self._record_to = record_to
         self.playback = Playback(feed)
-        self.alerter = Alerter(
-            feed, alerts or AlertSettings(), write_terminal=self._write_terminal, report=self._report_trouble
-        )
+        report = partial(self.notify, title="Alerts", severity="error")
+        self.alerter = Alerter(feed, alerts or AlertSettings(), write_terminal=self._write_terminal, report=report)
         self.selection = Selection()
         self.shown: State | None = None
         self.read_only = read_only
@@ -176,14 +175,13 @@ class MonitorApp(App[None]):
     def _update_frame(self) -> None:
         """Update the status lines around the view, and their style."""
         facts = self.shown.facts if self.shown is not None else None
-        source = f"{facts.model} · pid {self._process_name(facts.pid)}" if facts is not None else self.feed.title
+        source = self.feed.title
+        if facts is not None:  # the peer names the engine too, if its process has several, as the picker does
+            has_several = self.feed.peer.startswith(f"{facts.pid}-")
+            source = f"{facts.model} · pid {self.feed.peer if has_several else facts.pid}"
         self._top.set_text(source, self.playback.link, LINK_KINDS.get(self.feed.status.link, ""))
         self._banner.set_text(*self.playback.banner)
         self.screen_stack[0].set_class(self.feed.status.link == "stale", "-stale")
-
-    def _process_name(self, pid: int) -> str:
-        """Name the process, and the engine in the process if there are several, as the picker does."""
-        return self.feed.peer if self.feed.peer.startswith(f"{pid}-") else str(pid)
 
     def update_bottom_line(self) -> None:
         """Show the keys, first the view's, and the monitor's cost."""
@@ -426,9 +424,6 @@ class MonitorApp(App[None]):
         """Write a control sequence to the terminal, between two updates of the screen; a browser gets none."""
         if self._driver is not None and not (self.is_headless or self.is_web):
             self._driver.write(text)
-
-    def _report_trouble(self, sentence: str) -> None:
-        self.notify(sentence, title="Alerts", severity="error")
 
     # ---- files
 

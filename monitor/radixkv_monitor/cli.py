@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,7 +167,7 @@ class Progress:
             self._shown = True
             print(f"\r\x1b[Kradixkv-monitor: {self._task}, {share:.0%}", end="", file=self._stream, flush=True)
 
-    def clear(self) -> None:
+    def close(self) -> None:
         """Remove the line."""
         if self._shown:
             print("\r\x1b[K", end="", file=self._stream, flush=True)
@@ -205,15 +206,13 @@ def _once(arguments: argparse.Namespace) -> int:
     settings = _alert_settings(arguments)
     watched = WATCHED if arguments.seconds is None else arguments.seconds
     feed = choose_feed(arguments)
-    progress = Progress(f"reading {feed.title}")
     try:
-        state = first_state(feed, PATIENCE, watched, progress)
+        with closing(Progress(f"reading {feed.title}")) as progress:
+            state = first_state(feed, PATIENCE, watched, progress)
     except EngineNotFound as error:
         if feed.ending.damaged_at is None:
             raise
         return _failed(str(error), DAMAGED)
-    finally:
-        progress.clear()
     shown = (state, feed, settings.thresholds)
     print(json.dumps(to_dict(*shown), indent=2) if arguments.json else to_text(*shown), flush=True)
     if message := damage(feed):
@@ -232,9 +231,10 @@ def _report(arguments: argparse.Namespace) -> int:
     settings = _alert_settings(arguments)
     feed = choose_feed(arguments)
     live = not isinstance(feed, FileFeed)
-    progress = Progress(f"{'watching' if live else 'reading'} {feed.title}")
+    watched = REPORTED if arguments.seconds is None else arguments.seconds
     try:
-        state = first_state(feed, PATIENCE, REPORTED if arguments.seconds is None else arguments.seconds, progress)
+        with closing(Progress(f"{'watching' if live else 'reading'} {feed.title}")) as progress:
+            state = first_state(feed, PATIENCE, watched, progress)
     except KeyboardInterrupt:
         if not live or feed.current is None:
             raise
@@ -243,15 +243,10 @@ def _report(arguments: argparse.Namespace) -> int:
         if feed.ending.damaged_at is None:
             raise
         return _failed(str(error), DAMAGED)
-    finally:
-        progress.clear()
     from radixkv_monitor import report_html
 
-    progress = Progress(f"writing {arguments.report}")
-    try:
+    with closing(Progress(f"writing {arguments.report}")) as progress:
         report_html.write(arguments.report, feed, state, live=live, thresholds=settings.thresholds, progress=progress)
-    finally:
-        progress.clear()
     print(f"radixkv-monitor: wrote {arguments.report}", file=sys.stderr)
     if feed.ending.damaged_at is not None:
         return _failed(f"{feed.title}: the end is missing: {feed.status.sentence}", DAMAGED)

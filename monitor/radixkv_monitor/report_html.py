@@ -23,7 +23,7 @@ from radixkv_monitor.history import gauges, series
 from radixkv_monitor.occupancy import pool
 from radixkv_monitor.pictures import StillFeed, all_views
 from radixkv_monitor.print_once import figures
-from radixkv_monitor.report import Latency, Phase, Report, collect
+from radixkv_monitor.report import Latency, Report, collect
 from radixkv_monitor.report_charts import Series, Stretch, areas, band, lines
 from radixkv_monitor.state import State
 from radixkv_monitor.views import VIEWS
@@ -146,9 +146,12 @@ def _header(report: Report, title: str) -> str:
 def _verdicts(report: Report) -> str:
     """Show the last verdict, a band of all, and a table of the changes of its level."""
     last = report.phases[-1]
-    stretches = [Stretch(each.start, each.end, each.level, _phase_text(each)) for each in report.phases]
-    rows = [(clock(each.start), _level(each.level), duration(each.end - each.start), each.sentence)
-            for each in report.phases]  # fmt: skip
+    stretches, rows = [], []
+    for each in report.phases:
+        begin, lasted = clock(each.start), duration(each.end - each.start)
+        text = f"{begin}, {lasted}, {each.level}: {each.sentence}"
+        stretches.append(Stretch(each.start, each.end, each.level, text))
+        rows.append((begin, _level(each.level), lasted, each.sentence))
     engines = {each.engine for each in report.phases}
     note = "A row begins where the level changes." + (" Several engines were seen." if len(engines) > 1 else "")
     return (
@@ -268,16 +271,12 @@ def _screens(pictures: Sequence[Sequence[str]]) -> str:
 
 
 def _regrets(report: Report) -> str:
-    rows = [_regret(each) for each in report.regrets]
-    head = "<h2>Top regrets</h2>"
-    if not rows:
-        return f"{head}<p>None of the {plural(report.evictions, 'reported eviction')} was requested again.</p>"
-    text = (
-        f"Evicted tokens that were requested again, most tokens first: {len(rows)} of {report.regretted:,} of "
-        f"{plural(report.evictions, 'reported eviction')}."
-    )
+    reported, listed = plural(report.evictions, "reported eviction"), f"{len(report.regrets)} of {report.regretted:,}"
+    text = f"Evicted tokens that were requested again, most tokens first: {listed} of {reported}."
     names = ("evicted", "node", "tokens", "from token", "unused for", "requested after", "ended here", "reason")
-    return f"{head}<p>{text}</p>{_table(names, rows)}"
+    shown = f"<p>{text}</p>{_table(names, map(_regret, report.regrets))}"
+    without = f"<p>None of the {reported} was requested again.</p>"
+    return "<h2>Top regrets</h2>" + (shown if report.regrets else without)
 
 
 def _regret(each: EvictionRecord) -> Cells:
@@ -289,13 +288,12 @@ def _regret(each: EvictionRecord) -> Cells:
 
 
 def _slowest(report: Report) -> str:
-    rows = [_request(each) for each in report.slowest]
-    head = "<h2>Slowest requests</h2>"
-    if not rows:
-        return f"{head}<p>None of the {plural(report.requests, 'reported request')} has a first token.</p>"
-    text = f"Longest time to first token (TTFT): {len(rows)} of {plural(report.requests, 'reported request')}."
+    reported = plural(report.requests, "reported request")
+    text = f"Longest time to first token (TTFT): {len(report.slowest)} of {reported}."
     names = ("request", "submitted", "namespace", "phase", "prompt", "cached", "TTFT", "queue time", "first miss")
-    return f"{head}<p>{text}</p>{_table(names, rows)}"
+    shown = f"<p>{text}</p>{_table(names, map(_request, report.slowest))}"
+    without = f"<p>None of the {reported} has a first token.</p>"
+    return "<h2>Slowest requests</h2>" + (shown if report.slowest else without)
 
 
 def _request(each: RequestRecord) -> Cells:
@@ -340,10 +338,6 @@ def _figure(title: str, unit: str, shown: Sequence[Series], drawing: str) -> str
 
 def _level(level: str) -> Markup:
     return Markup(f'<span class="{level} level">{level}</span>')
-
-
-def _phase_text(phase: Phase) -> str:
-    return f"{clock(phase.start)}, {duration(phase.end - phase.start)}, {phase.level}: {phase.sentence}"
 
 
 def _data(picture: str) -> str:

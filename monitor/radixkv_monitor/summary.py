@@ -171,6 +171,8 @@ def summarise(state: State) -> Summary:
         return per_second(state, moment, name)
 
     evicting, telemetry = rate("cache.evicted_tokens"), rate("monitor_ns")
+    if telemetry is None:  # since the engine was loaded
+        telemetry = stats.get("monitor_ns", 0.0) / max(1.0, now - state.facts.started)
     recent = latencies(state, MINUTE)
     preempted = sum(each.phase == "preempted" for each in state.live.values())
     seconds, steps, tokens = (_recent(history, name, now) for name in ("step_seconds", "steps", "step_tokens"))
@@ -219,7 +221,7 @@ def summarise(state: State) -> Summary:
         coalesced_requests=total("coalesced_requests"),
         audited_blocks=total("audited_blocks"),
         differing_blocks=total("differing_blocks"),
-        telemetry_share=_of_life(state, "monitor_ns") / 1e9 if telemetry is None else telemetry / 1e9,
+        telemetry_share=telemetry / 1e9,
         watched=minute.watched,
         covered=minute.covered,
         process=occupancy.process_of(state),
@@ -284,11 +286,6 @@ def head_sentence(reason: str | None) -> str:
 
 def _recent(history: Sequence[Sample], name: str, now: float) -> float:
     return counters.grown(history, name, now, MINUTE)
-
-
-def _of_life(state: State, name: str) -> float:
-    """Return a counter's growth per second since the engine was loaded."""
-    return state.stats.get(name, 0.0) / max(1.0, state.now - state.facts.started)
 
 
 def _since(baseline: Sample | None, stats: Mapping[str, float], name: str) -> float:

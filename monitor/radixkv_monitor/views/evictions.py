@@ -90,12 +90,8 @@ class EvictionsView(TableView[EvictionRow]):
 
     def selected(self, selection: Selection) -> Hashable:
         """Return the last eviction from the selected node."""
-        mine = (
-            [each.number for each in self._state.evictions.values() if each.node == selection.node]
-            if self._state
-            else []
-        )
-        return max(mine, default=None)
+        evictions = self._state.evictions.values() if self._state is not None else ()
+        return max((each.number for each in evictions if each.node == selection.node), default=None)
 
     def on_row_table_opened(self, event: RowTable.Opened) -> None:
         """Show the node in the Tree, if a part of it is still cached."""

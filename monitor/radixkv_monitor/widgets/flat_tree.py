@@ -234,7 +234,8 @@ class FlatTree(CursorLines[tuple[Any, ...]]):
             return (self.rows.sort, self.line_width, self._row_context.sends_reused)
         rows = self.rows.rows
         if line >= len(rows):
-            return (self._empty_text if line == 1 and not rows else "",)
+            empty = f"  {self._notice or 'nothing is cached, or nothing matches the filter'}"
+            return (empty if line == 1 and not rows else "",)
         branch = rows[line]
         node = branch.node
         return (
@@ -249,10 +250,6 @@ class FlatTree(CursorLines[tuple[Any, ...]]):
             line == self.at and self.has_focus,
             node.id in self._path,
         )
-
-    @property
-    def _empty_text(self) -> str:
-        return f"  {self._notice or 'nothing is cached, or nothing matches the filter'}"
 
     def draw(self, line: int, key: tuple[Any, ...]) -> Strip:
         """Draw the tree on the left and numbers on the right."""

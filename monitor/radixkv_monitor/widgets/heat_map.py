@@ -124,14 +124,15 @@ class HeatMap(CachedLines[Key]):
         lines = -(-len(cells) // self.cells_a_line) * self.tall
         if self.virtual_size.height != lines or self.virtual_size.width != self.line_width:
             self.virtual_size = Size(self.line_width, lines)
-        self._overlay()
+        self.repaint()
 
-    def _overlay(self) -> None:
+    def repaint(self) -> None:
+        """Draw the marks and the cursor on the cells, and the lines that differ from the screen."""
         shown = self._cells.copy() if self._marked is None else self._cells | (self._marked * np.uint8(MARKED))
         if self.has_focus and len(shown):
             shown[self.cursor] |= CURSOR
         self._shown = shown
-        self.repaint()
+        super().repaint()
 
     def go_to(self, cell: int) -> None:
         """Move the cursor to a cell, scroll to it, and post the move."""
@@ -139,7 +140,7 @@ class HeatMap(CachedLines[Key]):
         self.bring_into_view(cell // self.cells_a_line * self.tall)
         if cell != self.cursor:
             self.cursor = cell
-            self._overlay()
+            self.repaint()
             self.post_message(self.Moved(cell))
 
     # ---- keys and mouse
@@ -179,14 +180,6 @@ class HeatMap(CachedLines[Key]):
         if cell == self.cursor and self.has_focus:
             self.action_open()
         self.go_to(cell)
-
-    def on_focus(self) -> None:
-        """Show the cursor."""
-        self._overlay()
-
-    def on_blur(self) -> None:
-        """Hide the cursor."""
-        self._overlay()
 
     def on_resize(self, event: events.Resize) -> None:
         """Fit the cells into the new width."""

@@ -71,10 +71,6 @@ class Column(Generic[Row]):
         value, text, style = self.value, self.text, self.style
         object.__setattr__(self, "draw", self.cell or (lambda row, _: [(text(value(row)), style)]))
 
-    def has_value(self, row: Row) -> bool:
-        """Return whether the row has a value."""
-        return self.value(row) is not None
-
     def key(self, row: Row) -> Any:
         """Return the sort key of a row; rows with None come last."""
         return (self.sort_key or self.value)(row)
@@ -239,7 +235,9 @@ class RowTable(CursorLines[tuple[Any, ...]], Generic[Row]):
 
     def _choose_columns(self) -> None:
         """Choose the columns that have values and room. O(rows)."""
-        used = [each for each in self._columns if not each.optional or any(map(each.has_value, self.rows))]
+        used = [
+            each for each in self._columns if not each.optional or any(each.value(row) is not None for row in self.rows)
+        ]
         shown = _fitting(used, self.line_width)
         if shown != self._shown:
             self._shown = shown
