@@ -84,7 +84,7 @@ class RowState:
         Raises OutOfStates.
         """
         twin = RowState(self._snapshots, self._asked, self._last, self._wanted)
-        self._snapshots.slots.copy_to_row(self.row.number, twin.row)
+        self._snapshots.slots.copy(self.row.number, twin.row.number)
         return twin
 
     # ---- plans
@@ -139,7 +139,7 @@ class RowState:
             else:
                 snapshots.slots.give_back(each.slot)
         self._written = [each for each in self._written if each.position <= length]
-        snapshots.slots.copy_to_row(slot, self.row)
+        snapshots.slots.copy(slot, self.row.number)
         self._last = found
         if length - position >= snapshots.spacing.least:
             self._want(length, position, "branch")
@@ -168,14 +168,14 @@ class RowState:
         snapshots.end_turn(self._last, length)
         slot = snapshots.reserve(superseded_only=not snapshots.turns_are_resumed)
         if slot is not None:
-            snapshots.slots.copy_from_row(self.row, slot)
+            snapshots.slots.copy(self.row.number, slot)
             snapshots.attach(node, length, slot, "turn", self._last)
 
     # ---- helpers
 
     def _set(self, snapshot: Snapshot | None) -> None:
         self._last = snapshot
-        self._snapshots.slots.copy_to_row(EMPTY if snapshot is None else snapshot.slot, self.row)
+        self._snapshots.slots.copy(EMPTY if snapshot is None else snapshot.slot, self.row.number)
 
     def _want(self, position: int, length: int, kind: Kind) -> None:
         """Take a snapshot at a position after `length`, or at the multiple of the grid before it."""

@@ -18,7 +18,7 @@ class StateSlots:
     >>> from radixkv.sizing.recurrent_state import EMPTY
     >>> slots = StateSlots(rows=2, snapshots=1)
     >>> first, second = slots.take_row(), slots.take_row()
-    >>> slots.copy_to_row(EMPTY, second)
+    >>> slots.copy(EMPTY, second.number)
     >>> slots.release_row(first)
     >>> slots.drain(), second.number
     ([(-1, 1), (1, 0)], 0)
@@ -76,17 +76,9 @@ class StateSlots:
             if target == row.number:
                 del self._copies[at]
 
-    def copy_to_row(self, source: int, row: StateRow) -> None:
-        """Queue the copy of a slot, or of the EMPTY state, into a row."""
-        self._copies.append((source, row.number))
-
-    def copy_from_row(self, row: StateRow, slot: int) -> None:
-        """Queue the copy of a row into a snapshot slot."""
-        self._copies.append((row.number, slot))
-
-    def copy_to_host(self, slot: int, host_slot: int) -> None:
-        """Queue the copy of a snapshot slot into one in host memory."""
-        self._copies.append((slot, host_slot))
+    def copy(self, source: int, target: int) -> None:
+        """Queue the copy of a slot, or of the EMPTY state, into another slot; the slot of a row is its number."""
+        self._copies.append((source, target))
 
     def give_back(self, slot: int) -> None:
         """Free a snapshot slot of either memory."""

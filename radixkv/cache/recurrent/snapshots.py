@@ -188,7 +188,7 @@ class Snapshots(Follower):
 
     def _copy_to_host(self, snapshot: Snapshot, slot: int) -> None:
         del self._on_device[snapshot.key]
-        self.slots.copy_to_host(snapshot.slot, slot)
+        self.slots.copy(snapshot.slot, slot)
         self.slots.give_back(snapshot.slot)
         snapshot.slot = slot
         self._on_host[snapshot.key] = snapshot
