@@ -12,7 +12,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -367,12 +367,9 @@ def _disk(path: str, tokens: int, session: int, size: int, costs: HostCosts) -> 
     from radixkv.disk.store import LEAST_FREE, LEAST_SHARE
 
     try:
-        folder = DiskFolder(path)
-        try:
+        with closing(DiskFolder(path)) as folder:
             written, read = speed(folder.path)
             place = shutil.disk_usage(folder.path)
-        finally:
-            folder.close()
     except (InvalidInput, OSError) as error:
         return problem("disk", str(error))
     found, computed = (session * each for each in (size / read + costs[0], costs[1]))

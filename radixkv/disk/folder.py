@@ -16,6 +16,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,13 +136,10 @@ def listed(path: str | os.PathLike[str]) -> list[FolderFacts]:
 
 def delete(path: str | os.PathLike[str], name: str) -> None:
     """Delete the folder of a fingerprint. Raises InvalidInput for an unknown name, and while an engine runs."""
-    folder = DiskFolder(path)
-    try:
+    with closing(DiskFolder(path)) as folder:
         if name not in [facts.name for facts in listed(path)]:
             raise InvalidInput(f"{path} has no folder {name!r}: without a name, its folders are listed")
         shutil.rmtree(folder.path / name)
-    finally:
-        folder.close()
 
 
 def speed(path: str | os.PathLike[str], nbytes: int = 64 << 20) -> tuple[float, float]:
@@ -165,15 +163,10 @@ def _blocks(folder: Path) -> int:
     if not (folder / "index.sqlite3").exists():
         return 0
     try:
-        index = Index(folder / "index.sqlite3", writes=False)
+        with closing(Index(folder / "index.sqlite3", writes=False)) as index:
+            return len(index)
     except sqlite3.Error:
         return 0
-    try:
-        return len(index)
-    except sqlite3.Error:
-        return 0
-    finally:
-        index.close()
 
 
 def _digest(path: Path) -> str:
