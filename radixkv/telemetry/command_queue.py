@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from radixkv.errors import ProtocolError, RadixKVError
+from radixkv.errors import InvalidInput, ProtocolError, RadixKVError
 from radixkv.telemetry.protocol import Command, Reply
 from radixkv.telemetry.socket_paths import peer_process, peer_user
 
@@ -103,20 +103,15 @@ class CommandQueue:
             self._running[1].cancel()
 
     def _start(self, command: Command) -> None:
-        future: Future[Outcome]
+        future: Future[Outcome] = Future()
         try:
-            future = self._execute(command, self._process) if command.verb in VERBS else _unknown(command.verb)
+            if command.verb not in VERBS:
+                raise InvalidInput(f"this release of the engine has no command {command.verb!r}: {', '.join(VERBS)}")
+            future = self._execute(command, self._process)
         except Exception as error:
-            future = Future()
             future.set_exception(error)
         self._running = command, future
         future.add_done_callback(lambda _: self._wake())
-
-
-def _unknown(verb: str) -> Future[Outcome]:
-    future: Future[Outcome] = Future()
-    future.set_result(Outcome(False, f"this release of the engine has no command {verb!r}: {', '.join(VERBS)}"))
-    return future
 
 
 def _outcome_of(future: Future[Outcome]) -> Outcome:
