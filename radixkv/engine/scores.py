@@ -117,10 +117,6 @@ class PromptScores:
         """The memory of the scores and of the key."""
         return 4 * len(self.prompt) + sum(x.nbytes for x in (self.chosen, self.ranks, self.ids, self.values))
 
-    def first_scores(self, count: int) -> RowScores:
-        """Return the first `count` scores; views of these arrays."""
-        return RowScores(self.chosen, self.ranks, self.ids, self.values)[:count]
-
     def rows(self, start: int, end: int) -> int:
         """Return the number of last tokens of the chunk [start, end) that need logits: 1 at least."""
         if self.missing >= len(self.prompt):
@@ -300,7 +296,8 @@ class KeptScores:
                 return
             if key.startswith(neighbour.key):
                 self._drop(neighbour)
-        kept = KeptPrompt(namespace, key, scores.first_scores(rows), scores.nbytes)
+        first = RowScores(scores.chosen, scores.ranks, scores.ids, scores.values)[:rows]
+        kept = KeptPrompt(namespace, key, first, scores.nbytes)
         self._groups.setdefault(namespace, {}).setdefault(top, SortedDict())[key] = kept
         self._by_use[kept] = None
         self.nbytes += kept.nbytes

@@ -68,7 +68,8 @@ def _peaks(loaded: LoadedModel, inputs: list[SequenceInput], block_size: int, ma
             _sample_all(sampler, logits[:1].expand(max_sequences, -1).contiguous())
         del logits
         with device.peak() as scored:
-            _score_all(runner.run(_with_all_rows(inputs, loaded.vocab_size)))
+            logits = runner.run(_with_all_rows(inputs, loaded.vocab_size))
+            begin_scores(logits, [0] * len(logits), _ALTERNATIVES, range(len(logits))).result()
         device.synchronize()
     return sampled.bytes, scored.bytes
 
@@ -98,11 +99,6 @@ def _with_all_rows(inputs: list[SequenceInput], vocab: int) -> list[SequenceInpu
         found.append(replace(each, logit_rows=1 + rows))
         left -= rows
     return found
-
-
-def _score_all(logits: Tensor) -> None:
-    """Score a token by each row, with alternatives."""
-    begin_scores(logits, [0] * len(logits), _ALTERNATIVES, range(len(logits))).result()
 
 
 def _sample_all(sampler: Sampler, logits: Tensor) -> None:

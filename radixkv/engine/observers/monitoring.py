@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixkv.engine.engine_thread import EngineThread
@@ -132,7 +131,8 @@ def _record_crash(publisher: Publisher, recorder: RequestRecorder, error: BaseEx
         folder = own_folder()
         path = folder / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.rec"
         publisher.flight(path, _last_changes(recorder), why)
-        _delete_old_ones(folder)
+        for older in sorted(folder.glob("crash-*.rec"), key=os.path.getmtime)[:-CRASHES]:
+            older.unlink(missing_ok=True)
     except (OSError, RadixKVError) as trouble:
         _log.warning("the last minutes of this engine could not be written: %s", trouble)
     else:
@@ -148,8 +148,3 @@ def _last_changes(recorder: RequestRecorder) -> Changes:
     except Exception:
         _log.exception("the last changes before the crash could not be collected")
         return Changes(time.time())
-
-
-def _delete_old_ones(folder: Path) -> None:
-    for path in sorted(folder.glob("crash-*.rec"), key=os.path.getmtime)[:-CRASHES]:
-        path.unlink(missing_ok=True)

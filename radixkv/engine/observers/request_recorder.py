@@ -270,7 +270,9 @@ class Sessions:
         """Count a new request; returns None if it belongs to no conversation."""
         if request.session is None:
             return None
-        old = self._records.get(request.session) or _new(request.session, namespace_label(request.namespace), now)
+        old = self._records.get(request.session) or SessionRecord(
+            request.session, namespace_label(request.namespace), 0, 0, 0, 0, 0, 0, started=now, used=now
+        )
         return self._keep(
             replace(
                 old,
@@ -312,7 +314,3 @@ class Sessions:
     def _keep(self, record: SessionRecord) -> SessionRecord:
         keep_newest(self._records, record.number, record, SESSIONS)
         return record
-
-
-def _new(number: int, namespace: str | None, now: float) -> SessionRecord:
-    return SessionRecord(number, namespace, 0, 0, 0, 0, 0, 0, started=now, used=now)

@@ -106,7 +106,8 @@ def replaceable(model: nn.Module) -> dict[str, Replaceable]:
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             users[id(parameter)].append((name, module))
-    heads = {id(each) for each in _outer(model)}
+    getters = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
+    heads = {id(get()) for get in getters if get is not None}
     return {
         name: Replaceable(
             tuple(user for user, _ in users[id(parameter)]),
@@ -115,13 +116,6 @@ def replaceable(model: nn.Module) -> dict[str, Replaceable]:
         for name, parameter in model.named_parameters()
         if all(_is_plain(module, parameter) for _, module in users[id(parameter)])
     }
-
-
-def _outer(model: Any) -> list[Any]:
-    """Return the embedding and the head, as far as the model has them."""
-    return [
-        each() for name in ("get_input_embeddings", "get_output_embeddings") if (each := getattr(model, name, None))
-    ]
 
 
 def _is_plain(module: nn.Module, parameter: Tensor) -> bool:
