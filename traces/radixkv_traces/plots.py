@@ -88,13 +88,19 @@ def over_time(found: Simulation, series: str, label: str) -> Figure | None:
     axes = figure.subplots(len(capacities), 1, sharex=True, squeeze=False)[:, 0]
     styles = {name: style for name, *style in _styled([row_name(row) for row in rows])}
     for axis, capacity in zip(axes, capacities, strict=True):
-        _panel(axis, [row for row in rows if row["capacity_blocks"] == capacity], series, styles)
+        for row in rows:
+            if row["capacity_blocks"] == capacity:
+                name = row_name(row)
+                colour, dashes, _ = styles[name]
+                axis.plot(*zip(*row[series], strict=True), color=colour, ls=dashes, lw=1.2, label=name)
+        axis.set_ylim(bottom=0)
         axis.set_title(f"{capacity:,} blocks", loc="left")
         axis.set_ylabel(label)
     ends = {row[series][-1][0] for row in rows}
     timed = ends != {float(found.summary.get("requests", -1))}  # traces without times are counted in requests
     axes[-1].set_xlabel("seconds of the trace" if timed else "requests")
-    figure.legend(*_unique_labels(list(axes)), loc="outside lower center", ncols=4)
+    labelled = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(labelled.values()), list(labelled), loc="outside lower center", ncols=4)
     return figure
 
 
@@ -154,14 +160,6 @@ def occupancy(found: Run) -> Figure | None:
     return figure
 
 
-def _panel(axis: Any, rows: Sequence[Row], series: str, styles: dict[str, Any]) -> None:
-    for row in rows:
-        colour, dashes, _ = styles[row_name(row)]
-        times, values = zip(*row[series], strict=True)
-        axis.plot(times, values, color=colour, ls=dashes, lw=1.2, label=row_name(row))
-    axis.set_ylim(bottom=0)
-
-
 def _groups(found: Run) -> Iterator[tuple[str, list[float]]]:
     """Return the TTFTs of hits and of misses, for each run; of all requests where the target does not report cached
     tokens.
@@ -215,11 +213,3 @@ def _label(axis: Any, text: str) -> None:
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter(text)
     axis.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _unique_labels(axes: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    known: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            known.setdefault(label, handle)
-    return list(known.values()), list(known)

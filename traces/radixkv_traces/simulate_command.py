@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import nan
 from typing import Any
 
 from radixkv.cache import POLICIES
@@ -241,16 +242,9 @@ def _row(workload: Workload, sizes: Pools, result: ReplayResult, grouping: str |
         "hit_rates": [[moment.seconds, round(moment.token_hit_rate, 6)] for moment in moments],
     }
     if grouping is not None:
-        row["by"] = [
-            {
-                grouping: group.name,
-                "requests": group.requests,
-                "input_tokens": group.input_tokens,
-                "hit_tokens": group.hit_tokens,
-                "token_hit_rate": group.token_hit_rate,
-            }
-            for group in by_group(workload, result, grouping)
-        ]
+        names = ("requests", "input_tokens", "hit_tokens", "token_hit_rate")
+        groups = by_group(workload, result, grouping)
+        row["by"] = [{grouping: each.name, **{name: getattr(each, name) for name in names}} for each in groups]
     return row
 
 
@@ -258,14 +252,8 @@ def _compare(rows: list[dict[str, Any]]) -> None:
     """Add the share of the gap between LRU and the clairvoyant optimum that each policy closes, where both were run."""
     rates = {(*map(row.get, SIZES), row["policy"]): row["token_hit_rate"] for row in rows if row["finished"]}
     for row in rows:
-        lru, best = (rates.get((*map(row.get, SIZES), policy)) for policy in ("lru", "clairvoyant"))
-        if (
-            lru is not None
-            and best is not None
-            and best - lru > _GAP
-            and row["finished"]
-            and row["policy"] != "infinite"
-        ):
+        lru, best = (rates.get((*map(row.get, SIZES), policy), nan) for policy in ("lru", "clairvoyant"))
+        if best - lru > _GAP and row["finished"] and row["policy"] != "infinite":
             row["gap_closed"] = (row["token_hit_rate"] - lru) / (best - lru)
 
 

@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from radixkv_traces.formats import Request, TraceRequest, open_trace
 from radixkv_traces.live import results
 from radixkv_traces.live.display import Tally, show
 from radixkv_traces.live.player import Pace, Player, ReplayRun
-from radixkv_traces.live.requests import Outcome, PlannedRequest, PromptMaker, plan_requests
+from radixkv_traces.live.requests import Outcome, PromptMaker, plan_requests
 from radixkv_traces.live.results import Figures, compared, parse_goodput, summary
 from radixkv_traces.workload import block_tokens_of, interleave
 
@@ -142,7 +142,8 @@ class Replay:
             player = Player(target, prompt_maker, self.pace, count)
             self.runs.append(player.result)
             await player.warm(ahead)
-            await player.play(_from_now(todo))
+            # Times begin at the first request, because the warm-up took time of its own.
+            await player.play([replace(each, due=each.due - todo[0].due) for each in todo])
 
     def _prompt_maker(self, target: EngineTarget | HttpTarget) -> PromptMaker:
         arguments = self.arguments
@@ -163,11 +164,6 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
     if len(requests) <= arguments.warmup:
         raise InvalidInput(f"{arguments.trace}: no request is left to replay (see --start, --end, --limit, --warmup)")
     return requests
-
-
-def _from_now(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-    """Return the requests with times that begin at the first one; the warm-up took time of its own."""
-    return [replace(request, due=request.due - requests[0].due) for request in requests]
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
