@@ -23,7 +23,7 @@ from radixkv.cache import Explanation
 from radixkv.engine.audit import Auditor, check_blocks
 from radixkv.engine.compressed import CompressedPrefix, Conversation
 from radixkv.engine.core import Core
-from radixkv.engine.input_processor import InputProcessor, Prompt
+from radixkv.engine.input_processor import InputProcessor, Prompt, check_seconds
 from radixkv.engine.output import Handle, Usage, Warmed
 from radixkv.engine.request import Request
 from radixkv.engine.runs import RunExchange
@@ -262,6 +262,7 @@ class CoreClient:
         self, prompt: Prompt | Conversation, keep: float, method: str, namespace: Hashable, timeout: float | None
     ) -> tuple[CompressedPrefix, Hashable, float]:
         """Return the compressed prefix to make of a prompt, its namespace's number and a deadline; as `plan` raises."""
+        check_seconds("timeout", timeout)
         source, deadline = None, inf if timeout is None else time.perf_counter() + timeout
         if isinstance(prompt, Conversation):
             prompt, namespace, source = prompt.frozen()

@@ -112,6 +112,7 @@ REFUSED: list[tuple[str, dict[str, Any], Verb]] = [
         (r"keep=.*at most 1", {}, lambda engine, keep=keep: engine.compress(TEXT, keep))
         for keep in (float("nan"), 0, 1.5, -1, "x", True, None)
     ),
+    ("timeout must be", {}, lambda engine: engine.compress(TEXT, timeout="soon")),  # type: ignore[arg-type]
     ("no prefixes", {"prefix_cache": False}, lambda engine: engine.compress(TEXT)),
     ("deterministic", {"deterministic": True}, lambda engine: engine.compress(TEXT)),
     ("two blocks", {}, lambda engine: engine.compress([1] * 7)),
