@@ -62,7 +62,7 @@ class CompressedPrefix:
     def gone(self) -> str:
         """The message of PrefixGone, which says how to make the prefix again."""
         again = f"engine.compress(prefix.text, keep={self.keep}, method={self.method!r}, namespace=...)"
-        return f"the compressed prefix {self.name} was released or dropped: make it again by {again}"
+        return f"the engine has no {self.name}: it was released or dropped, or is of another engine; make it by {again}"
 
     def __str__(self) -> str:
         """Return its size in words."""

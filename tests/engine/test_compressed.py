@@ -91,6 +91,9 @@ def test_a_prefix_that_is_gone_names_the_way_back(engine: Engine) -> None:
         with pytest.raises(PrefixGone, match=again):
             engine.probe([1], prefix=prefix)
         assert not engine.stats().cache.pinned_blocks
+    other, _ = make_engine()
+    with other, pytest.raises(PrefixGone, match="another engine"):
+        other.generate([[1]], prefix=engine.compress(TEXT))
 
 
 def test_namespaces_have_prefixes_of_their_own(engine: Engine) -> None:
