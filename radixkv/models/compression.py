@@ -21,8 +21,8 @@ from radixkv.models.attention_interface import AttentionCall, ForwardSignature, 
 from radixkv.models.loaded import LayerSpec, LoadedModel
 
 FIRST, LAST = 4, 32  # tokens at both ends of a prefix that are always kept
-PIECE, OVERLAP = 256, 8  # tokens of a forward, and those before them that are repeated, too, to find the place
-CELLS = 1 << 23  # attention weights of a layer that exist at once, or those of one query if they are more
+PIECE, OVERLAP = 256, 8  # tokens of a forward, and earlier ones repeated first, to find the place
+CELLS = 1 << 23  # attention weights of a layer that exist at once, unless one query has more
 NEIGHBOURS = 7  # tokens over which SnapKV averages weights
 
 
@@ -82,7 +82,7 @@ class Compression:
     attend_rows = None  # fused layers call `attend`
 
     def __init__(self, loaded: LoadedModel, store: KVStore, tokens: NDArray[np.int32], method: str) -> None:
-        """Score `tokens` [n] by a method of `METHODS`; n numbers for each layer and KV head. Few tokens all stay."""
+        """Score `tokens` [n] by a method of `METHODS`; n numbers for each layer and KV head. Short ones stay whole."""
         self._loaded, self._store, self._method, self._tokens = loaded, store, METHODS[method], tokens
         self._device, self._signature, n = device_of(loaded.device), ForwardSignature.of(loaded.model), len(tokens)
         self._next = n if n <= FIRST + LAST else n - (self._method.queries or n)
