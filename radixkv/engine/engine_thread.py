@@ -176,15 +176,23 @@ class EngineThread:
                 _guarded(call)
 
     def _read_inbox(self) -> bool:
-        """Run posted calls; wait while a step would find nothing to do. Returns False at the end."""
+        """Run posted calls; wait while a step would find nothing to do. Returns False at the end.
+
+        A call that is posted meanwhile waits for the next step, so that posting again and again delays no request.
+        """
+        left = self._inbox.qsize()
         while True:
             if self._draining and self._inbox.empty() and not self._busy():
                 self._drained.set()
             idle = self._idle_for()
+            waits = idle is None or idle > 0
+            if not left and not waits:
+                return True
             try:
-                call = self._inbox.get(idle is None or idle > 0, idle)
+                call = self._inbox.get(waits, idle)
             except Empty:
                 return True
+            left = self._inbox.qsize() if waits else left - 1
             if call is None:
                 return False
             try:

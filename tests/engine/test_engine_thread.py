@@ -72,6 +72,25 @@ def test_calls_run_in_order_between_steps_and_errors_come_back():
         engine_thread.ask(lambda: 1)
 
 
+def test_calls_that_post_calls_leave_room_for_steps():
+    calls, called_at_step = [0], list[int]()
+
+    def again() -> None:
+        calls[0] += 1
+        if calls[0] < 100:
+            engine_thread.post(again)
+
+    def idle_for() -> float | None:
+        return 0.0 if calls[0] and len(called_at_step) < 3 else None
+
+    engine_thread = EngineThread(lambda: called_at_step.append(calls[0]), idle_for, lambda: False, lambda why: None)
+    engine_thread.post(again)
+    while calls[0] < 100:
+        engine_thread.ask(lambda: None)
+    engine_thread.close()
+    assert called_at_step == [1, 2, 3]
+
+
 def test_a_posted_call_that_raises_does_not_end_the_thread(caplog):
     engine_thread = idle_thread()
     engine_thread.post(lambda: 1 // 0)
