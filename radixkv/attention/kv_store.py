@@ -200,6 +200,12 @@ class KVStore:
         for pool in self.tensors:
             pool.index_copy_(1, destinations, pool.index_select(1, sources))
 
+    def copy_slots(self, layer: int, sources: Tensor, targets: Tensor) -> None:
+        """Copy the stored bytes of slots of each head, int64 [kv_heads, m], to other slots `targets` int64 [m]."""
+        heads, size = torch.arange(len(sources), device=self.device)[:, None], self.block_size
+        for pool in (*self.key_parts[layer].tensors, *self.value_parts[layer].tensors):
+            pool[heads, targets // size, targets % size] = pool[heads, sources // size, sources % size]
+
     def gather(self, layer: int, block_table: Sequence[int] | NDArray[np.int32], length: int) -> tuple[Tensor, Tensor]:
         """Copy one sequence's (key [kv_heads, length, key_dim], value [kv_heads, length, value_dim]).
 

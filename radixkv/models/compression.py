@@ -7,6 +7,7 @@ stored after their rotation, so they keep their positions in any slot. Scoring w
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -86,7 +87,8 @@ class Compression:
         self._loaded, self._store, self._method, self._tokens = loaded, store, METHODS[method], tokens
         self._device, self._signature, n = device_of(loaded.device), ForwardSignature.of(loaded.model), len(tokens)
         self._next = n if n <= FIRST + LAST else n - (self._method.queries or n)
-        self.scores = [key.new_zeros(len(key), n, dtype=store.compute_dtype) for key in store.keys]
+        new = partial(torch.zeros, dtype=store.compute_dtype, device=store.device)
+        self.scores = [new(layer.kv_heads, n) for layer in store.layers]
 
     @torch.inference_mode()
     def step(self, block_table: NDArray[np.int32]) -> bool:
@@ -128,11 +130,9 @@ class Compression:
         size = self._store.block_size
         with self._device.current():
             table, targets = map(self._device.upload, (block_table.astype(np.int64), slots))
-            for scores, *parts in zip(self.scores, self._store.key_parts, self._store.value_parts, strict=True):
+            for layer, scores in enumerate(self.scores):
                 chosen = chosen_tokens(scores, len(slots))
-                heads = torch.arange(len(chosen), device=chosen.device)[:, None]
-                for pool in (tensor for part in parts for tensor in part.tensors):
-                    pool[heads, targets // size, targets % size] = pool[heads, table[chosen // size], chosen % size]
+                self._store.copy_slots(layer, table[chosen // size] * size + chosen % size, targets)
 
 
 def chosen_tokens(scores: Tensor, count: int) -> Tensor:
