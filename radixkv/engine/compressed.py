@@ -20,10 +20,10 @@ from radixkv.cache import Pin
 from radixkv.cache.tokens import FIRST_PSEUDO
 from radixkv.engine.request import TokenIds
 from radixkv.errors import InvalidInput, OutOfBlocks, PrefixGone, RequestTimedOut
-from radixkv.models.compression import METHODS, Compression, num_slots
 
 if TYPE_CHECKING:
     from radixkv.engine.core import Core
+    from radixkv.models.compression import Compression
 
 
 @runtime_checkable
@@ -91,6 +91,8 @@ class CompressedPrefixes:
 
     def plan(self, text: TokenIds, method: str, keep: float, namespace: Hashable, source: Any) -> CompressedPrefix:
         """Describe the compressed prefix of a text. Raises InvalidInput if it cannot be made."""
+        from radixkv.models.compression import METHODS, num_slots  # imports attention, which few engines need here
+
         if self._obstacle is not None:
             raise InvalidInput(f"no prefix can be compressed: {self._obstacle}")
         if not isinstance(method, str) or method not in METHODS:
