@@ -87,10 +87,6 @@ class TextDialog(ModalScreen[Result]):
         with VerticalScroll(id="dialog"):
             yield Static(self.text(), markup=False)
 
-    def action_answer(self, answer: Result | None = None) -> None:
-        """Close with this result."""
-        self.dismiss(answer)
-
     def action_scroll(self, lines: int) -> None:
         """Scroll by `lines`."""
         self.query_one("#dialog").scroll_relative(y=lines, animate=False)
@@ -99,13 +95,13 @@ class TextDialog(ModalScreen[Result]):
 class TextScreen(TextDialog[None]):
     """A text to read."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "answer", "Close")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "Close")]
 
 
 class HelpScreen(TextScreen):
     """Show all keys, and the words that the screens use."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "answer", "Close")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "dismiss", "Close")]
 
     def __init__(self, sections: Sequence[tuple[str, Iterable[Binding]]]) -> None:
         super().__init__()
@@ -129,20 +125,20 @@ class ExportScreen(TextDialog[str]):
     """Ask for a format; the result is "json", "csv", "svg" or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j", "answer('json')", "JSON"),
-        Binding("c", "answer('csv')", "CSV"),
-        Binding("s", "answer('svg')", "SVG"),
-        Binding("escape,q,e", "answer", "Cancel"),
+        Binding("j", "dismiss('json')", "JSON"),
+        Binding("c", "dismiss('csv')", "CSV"),
+        Binding("s", "dismiss('svg')", "SVG"),
+        Binding("escape,q,e", "dismiss", "Cancel"),
     ]
 
     def text(self) -> Content:
         """Ask the question, and list the answers."""
         parts = [
             Content.styled("Write a file into the current folder\n\n", "bold"),
-            _answer("j", "answer('json')", "JSON: the rows of this view"),
-            _answer("c", "answer('csv')", "CSV: the rows of this view"),
-            _answer("s", "answer('svg')", "SVG: a picture of the screen"),
-            _answer("esc", "answer()", "cancel"),
+            _answer("j", "dismiss('json')", "JSON: the rows of this view"),
+            _answer("c", "dismiss('csv')", "CSV: the rows of this view"),
+            _answer("s", "dismiss('svg')", "SVG: a picture of the screen"),
+            _answer("esc", "dismiss()", "cancel"),
         ]
         return Content("").join(parts)
 
@@ -151,8 +147,8 @@ class ConfirmScreen(TextDialog[bool]):
     """Ask for the confirmation of a command, with its consequences; every key but `y` declines."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "answer(True)", "Yes"),
-        Binding("n,escape,q,enter", "answer(False)", "No"),
+        Binding("y", "dismiss(True)", "Yes"),
+        Binding("n,escape,q,enter", "dismiss(False)", "No"),
     ]
 
     def __init__(self, title: str, consequences: Sequence[str]) -> None:
@@ -163,7 +159,7 @@ class ConfirmScreen(TextDialog[bool]):
         """Ask the question, and list the consequences and the answers."""
         parts = [Content.styled(f"{self._question}\n\n", "bold $error")]
         parts += [Content(f"{each}\n") for each in self._consequences if each]
-        parts += [Content("\n"), _answer("y", "answer(True)", "yes"), _answer("n esc", "answer(False)", "no")]
+        parts += [Content("\n"), _answer("y", "dismiss(True)", "yes"), _answer("n esc", "dismiss(False)", "no")]
         return Content("").join(parts).rstrip()
 
 

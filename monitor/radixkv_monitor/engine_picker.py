@@ -119,7 +119,7 @@ class EngineList(OptionList):
 class EngineScreen(ModalScreen[FoundEngine | None]):
     """Ask which engine to watch from now on; the result is None if it is the present source."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,g", "close", "Close")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,g", "dismiss", "Close")]
 
     def __init__(self, present: str, watched: str) -> None:
         super().__init__()
@@ -134,10 +134,6 @@ class EngineScreen(ModalScreen[FoundEngine | None]):
     def on_mount(self) -> None:
         """Move the cursor with the keys of lists."""
         self._list.focus()
-
-    def action_close(self) -> None:
-        """Keep the present source."""
-        self.dismiss(None)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Return the chosen engine."""
@@ -173,16 +169,13 @@ class EnginePicker(App[FoundEngine]):
     def on_mount(self) -> None:
         """End on signals."""
         exit_on_signals(self)
-        self._write_heading()
+        self.on_engine_list_updated()
 
     def on_engine_list_updated(self) -> None:
         """Update the number of engines."""
-        self._write_heading()
+        self._heading.update(f"{self._list.heading} Choose one (enter: watch, q: quit).")
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Return the chosen engine."""
         if (found := self._list.engine(event.option_id)) is not None:
             self.exit(found)
-
-    def _write_heading(self) -> None:
-        self._heading.update(f"{self._list.heading} Choose one (enter: watch, q: quit).")

@@ -39,7 +39,7 @@ class InfoScreen(TextScreen):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("i", "answer", "Close"),
+        Binding("i", "dismiss", "Close"),
         Binding("e", "export('json')", "Export as JSON"),
         Binding("c", "export('csv')", "Export as CSV"),
     ]

@@ -152,7 +152,8 @@ class RowRenderer:
         return self._lines.style(None, None, weight)
 
     def _numbers(self, branch: Branch) -> list[Segment]:
-        aged = self._lines.style(heat_of(self._row_context.now - branch.newest))
+        age = self._row_context.now - branch.newest
+        aged = self._lines.style(theme.AGES[sum(age >= limit for limit in theme.AGE_LIMITS)])
         segments = []
         for column in self._columns:
             text, style = column.text(branch, self._row_context), aged if column.by_age else self._lines.base_style
@@ -176,11 +177,6 @@ def shade_of(node: NodeRecord) -> Shade:
     if node.pins:
         return theme.PINNED
     return theme.ACTIVE if node.locks else theme.DEMOTED if node.demoted else theme.CACHED
-
-
-def heat_of(idle: float) -> Shade:
-    """Return the shade of an age in seconds."""
-    return theme.AGES[sum(idle >= limit for limit in theme.AGE_LIMITS)]
 
 
 def idle(seconds: float) -> str:
