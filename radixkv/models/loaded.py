@@ -138,8 +138,7 @@ class LoadedModel:
         return sum(spec.num_bytes for spec in self.state)
 
 
-@dataclass(frozen=True)
-class SequenceInput:
+class SequenceInput(NamedTuple):
     """Tokens [start, start + n) of one sequence, which a step computes and stores; a decode has one token.
 
     The KV of the n tokens goes to `slots`; `block_table` covers tokens [0, start + n). An `isolated` input gets a

@@ -6,7 +6,7 @@ Models with recurrent state have cases of their own: chunks, decodes in a row, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -180,4 +180,4 @@ class RecurrentSelfTestCases(SelfTestCases):
     def _input(self, prompt: Prompt, start: int, end: int) -> SequenceInput:
         inside = prompt is self._prompts[0] and start < self._branch <= end
         taken = (StateSnapshot(self._branch - start, _SNAPSHOT),) if inside else ()
-        return replace(super()._input(prompt, start, end), state=StateStep(self._rows[id(prompt)], taken))
+        return super()._input(prompt, start, end)._replace(state=StateStep(self._rows[id(prompt)], taken))

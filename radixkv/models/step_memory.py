@@ -96,7 +96,7 @@ def _with_all_rows(inputs: list[SequenceInput], vocab: int) -> list[SequenceInpu
     left, found = max_logit_rows(vocab), list[SequenceInput]()
     for each in inputs:
         rows = min(left, len(each.tokens) - 1)
-        found.append(replace(each, logit_rows=1 + rows))
+        found.append(each._replace(logit_rows=1 + rows))
         left -= rows
     return found
 

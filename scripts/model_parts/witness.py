@@ -6,7 +6,7 @@ The tokens of every slot are tracked, so that each row of logits has the whole h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ class Witness:
     def _with_rows(self, chunk: SequenceInput) -> SequenceInput:
         """Return a chunk that asks for more rows, and for a changing number of them."""
         self._asked += 1
-        return replace(chunk, logit_rows=min(len(chunk.tokens), 1 + self._asked % MOST_ROWS))
+        return chunk._replace(logit_rows=min(len(chunk.tokens), 1 + self._asked % MOST_ROWS))
 
     def _history(self, chunk: SequenceInput) -> tuple[int, ...]:
         """Return the tokens in the pool up to the end of an input, along its block table."""

@@ -324,7 +324,7 @@ class OverlappedRunner(FakeRunner):
         chunks = [
             each
             if each.sampled_row < 0 or sampled is None
-            else replace(each, tokens=np.array([int(sampled[each.sampled_row])], np.int32))
+            else each._replace(tokens=np.array([int(sampled[each.sampled_row])], np.int32))
             for each in chunks
         ]
         return super().run(chunks, copies)

@@ -92,7 +92,7 @@ def test_an_engine_answers_as_the_model_generates(
 def test_a_token_that_the_host_has_not_read_matches_its_sampled_row(build: Callable[..., Any]) -> None:
     runner, table = Runner(load(build("llama")), 4, 4), np.zeros(1, np.int32)
     known = SequenceInput(np.array([7], np.int32), 0, np.zeros(1, np.int64), table)
-    unknown = replace(known, tokens=np.zeros(1, np.int32), sampled_row=1)
+    unknown = known._replace(tokens=np.zeros(1, np.int32), sampled_row=1)
     assert torch.equal(runner.run([unknown], (), torch.tensor([3, 7])), runner.run([known]))
 
 

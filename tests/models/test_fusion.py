@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,10 +32,10 @@ def chunk(tokens: list[int], start: int, table: list[int]) -> SequenceInput:
 
 
 STEPS = [
-    [replace(chunk([3, 4, 5, 6, 7, 8, 9], 0, [5, 2]), logit_rows=4)],
+    [chunk([3, 4, 5, 6, 7, 8, 9], 0, [5, 2])._replace(logit_rows=4)],
     [chunk([7], 7, [5, 2])],
     [chunk([8], 8, [5, 2, 9]), chunk([3, 4], 0, [1])],
-    [chunk([9], 9, [5, 2, 9]), replace(chunk([3, 4, 6], 2, [1, 0]), logit_rows=2)],
+    [chunk([9], 9, [5, 2, 9]), chunk([3, 4, 6], 2, [1, 0])._replace(logit_rows=2)],
 ]
 
 

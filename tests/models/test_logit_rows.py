@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ class AllRows:
         counts = [self._rng.choice((1, 5, len(each.tokens))) for each in inputs]
         counts = [min(count, len(each.tokens)) for count, each in zip(counts, inputs, strict=True)]
         asked = [
-            replace(each, logit_rows=count, isolated=self._rng.random() < 0.4)
+            each._replace(logit_rows=count, isolated=self._rng.random() < 0.4)
             for count, each in zip(counts, inputs, strict=True)
         ]
         logits: Tensor = self._run(asked, copies)
@@ -123,6 +122,6 @@ def test_a_deterministic_runner_computes_the_same_bits_of_rows_in_any_step() -> 
     runner.run([piece(text[:4], 0, [7])])
     alone = runner.run([piece(text[4:], 4, [7, 1, 2], rows=3)])
     runner.run([piece(text[:4], 0, [3])])
-    other = replace(piece([5, 6, 8], 0, [9], rows=2), isolated=False)
+    other = piece([5, 6, 8], 0, [9], rows=2)._replace(isolated=False)
     together = runner.run([other, piece(text[4:], 4, [3, 8, 0], rows=3), piece([30], 0, [10])])
     assert torch.equal(together[[1, 4, 5]], alone)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,10 +37,10 @@ def test_additional_rows_follow_the_last_rows(runner: Runner) -> None:
     """Also of isolated inputs: by input, then by position, without the last row again."""
     whole = [chunk([3, 4, 5, 6, 7], 0, [1, 2]), chunk([8], 0, [3]), chunk([9, 10, 11], 0, [4]), chunk([12, 13], 0, [5])]
     own = [own_rows(runner, each.tokens.tolist()) for each in whole]
-    wanted = [replace(each, logit_rows=rows) for each, rows in zip(whole, (3, 1, 3, 1), strict=True)]
+    wanted = [each._replace(logit_rows=rows) for each, rows in zip(whole, (3, 1, 3, 1), strict=True)]
     expected = torch.cat([*(rows[-1:] for rows in own), own[0][2:4], own[2][0:2]])
     for alone in ((), (0,), (2,), (1, 2), (0, 1, 2, 3), (3,)):
-        inputs = [replace(each, isolated=index in alone) for index, each in enumerate(wanted)]
+        inputs = [each._replace(isolated=index in alone) for index, each in enumerate(wanted)]
         torch.testing.assert_close(runner.run(inputs), expected, rtol=0, atol=1e-9)
     for index, places in enumerate(logit_places([each.logit_rows for each in wanted])):
         torch.testing.assert_close(expected[places], own[index][-wanted[index].logit_rows :])
@@ -75,12 +74,12 @@ def test_tokens_that_the_host_has_not_read_match_their_sampled_rows(runner: Runn
     known = [chunk([8], 0, [1]), chunk([5, 9], 0, [2]), chunk([7], 0, [3])]
     expected = runner.run(known)
     unknown = [
-        replace(known[0], tokens=np.zeros(1, np.int32), sampled_row=2),
-        replace(known[1], tokens=np.array([5, 0], np.int32), sampled_row=0),
+        known[0]._replace(tokens=np.zeros(1, np.int32), sampled_row=2),
+        known[1]._replace(tokens=np.array([5, 0], np.int32), sampled_row=0),
         known[2],
     ]
     sampled = torch.tensor([9, 96, 8])
-    for inputs in (unknown, [replace(unknown[0], isolated=True), *unknown[1:]]):
+    for inputs in (unknown, [unknown[0]._replace(isolated=True), *unknown[1:]]):
         found = runner.run(inputs, (), sampled)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     with pytest.raises(AssertionError, match="not known"):
@@ -101,7 +100,7 @@ def test_the_vocabulary_is_computed_for_wanted_rows_only(runner: Runner) -> None
     )
     long = chunk(list(range(3, 23)), 0, [0, 1, 2, 3, 4])
     runner.run([long, chunk([8, 9], 0, [5])])
-    runner.run([replace(long, logit_rows=7), chunk([8, 9], 0, [5])])
+    runner.run([long._replace(logit_rows=7), chunk([8, 9], 0, [5])])
     assert rows == [2, 8]
 
 

@@ -6,7 +6,6 @@ The forwards run late, in the stream of the GPU, between the uploads, launches a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -92,7 +91,7 @@ class GpuSlotModel(LateSlotModel):
 
     def _relay(self, chunk: SequenceInput, sampled: Tensor | None) -> None:
         if sampled is not None:
-            chunk = replace(chunk, tokens=np.array([int(sampled[chunk.sampled_row])], np.int32))
+            chunk = chunk._replace(tokens=np.array([int(sampled[chunk.sampled_row])], np.int32))
         self._write(chunk)
 
     def _read_into(self, chunks: list[SequenceInput], nan: list[int], logits: Tensor) -> None:

@@ -130,7 +130,7 @@ class LateSlotModel(SlotModel):
         if chunk.sampled_row >= 0:
             assert sampled is not None and sampled.sampled is not None, "a token that was not sampled before"
             token = sampled.sampled.tokens[chunk.sampled_row]
-            chunk = replace(chunk, tokens=np.array([token], np.int32))
+            chunk = chunk._replace(tokens=np.array([token], np.int32))
         self._write(chunk)
 
     def _read_late(self, chunks: list[SequenceInput], nan: list[int], logits: LateLogits) -> None:

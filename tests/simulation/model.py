@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -73,7 +72,7 @@ def uploaded(chunk: SequenceInput) -> SequenceInput:
     state = chunk.state
     if state is not None:
         state = StateStep(StateRow(state.row.number), tuple(state.snapshots))
-    return replace(chunk, tokens=chunk.tokens.copy(), state=state)
+    return chunk._replace(tokens=chunk.tokens.copy(), state=state)
 
 
 class SlotModel(PlainRunner):

@@ -88,8 +88,8 @@ def chunk(tokens: list[int], start: int, table: list[int]) -> SequenceInput:
 
 
 STEPS = [
-    [replace(chunk([3, 4, 5, 6, 7], 0, [5, 2]), logit_rows=3)],
-    [chunk([8], 5, [5, 2]), replace(chunk([3, 4], 0, [1]), logit_rows=2)],
+    [chunk([3, 4, 5, 6, 7], 0, [5, 2])._replace(logit_rows=3)],
+    [chunk([8], 5, [5, 2]), chunk([3, 4], 0, [1])._replace(logit_rows=2)],
     [chunk([9], 6, [5, 2]), chunk([5], 2, [1])],
 ]
 

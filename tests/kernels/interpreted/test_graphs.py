@@ -280,8 +280,8 @@ def test_tokens_that_only_the_device_has_are_relayed_to_a_replay(virtual_gpu: Vi
     known = [pair.chunk([token], length, table) for token, (length, table) in zip((9, 8, 7), pair.lives, strict=True)]
     steps = [known, [known[0], pair.chunk([8, 5], *pair.lives[1]), known[2]]]
     expected = [pair.plain.run(inputs) for inputs in steps]
-    unknown = [replace(known[0], tokens=np.zeros(1, np.int32), sampled_row=3)]
-    unknown += [replace(known[2], tokens=np.zeros(1, np.int32), sampled_row=0)]
+    unknown = [known[0]._replace(tokens=np.zeros(1, np.int32), sampled_row=3)]
+    unknown += [known[2]._replace(tokens=np.zeros(1, np.int32), sampled_row=0)]
     sampled = virtual_gpu.upload(np.array([7, 96, 96, 9]))
     found = [pair.replay([unknown[0], inputs[1], unknown[1]], sampled) for inputs in steps]
     sampled.fill_(-1)
@@ -335,10 +335,10 @@ def test_additional_rows_of_logits_come_from_a_graph_with_as_many_rows(
     """A graph for four sequences has four rows; a step with more rows is computed, and all rows are right."""
     pair = Pair(virtual_gpu)
     table, other = pair.free[:2], pair.free[2:4]
-    pair.run([replace(pair.chunk([3, 4, 5, 6, 7], 0, table), logit_rows=3), pair.chunk([8, 9], 0, other)])
+    pair.run([pair.chunk([3, 4, 5, 6, 7], 0, table)._replace(logit_rows=3), pair.chunk([8, 9], 0, other)])
     assert (pair.replays, pair.replaying.eager.count) == (1, 0)
     later = pair.chunk([10, 11, 12], 5, table), pair.chunk([3, 4, 5], 2, other)
-    pair.run([replace(each, logit_rows=rows) for each, rows in zip(later, (3, 2), strict=True)])
+    pair.run([each._replace(logit_rows=rows) for each, rows in zip(later, (3, 2), strict=True)])
     assert (pair.replays, pair.replaying.eager.count) == (1, 1)
     assert caplog.messages == ["a step runs without a CUDA graph: no graph has as many rows of logits"]
 
