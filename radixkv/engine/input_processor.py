@@ -243,7 +243,7 @@ class InputProcessor:
             priority=priority,
             channel=OutputChannel(MAX_UNREAD * params.n * params.beam_width),
             origin=origin if session is None else replace(origin, session=session),
-            parts=parts if sample else parts._replace(reply_start=len(ids)),
+            parts=parts if sample else PromptParts(len(ids), *parts[1:]),
             submitted=submitted,
             scores=scores if params.prompt_logprobs is None else self._scores(ids, 1, params.prompt_logprobs),
             deadline=None if timeout is None else submitted + timeout,

@@ -127,7 +127,7 @@ class Conversations:
         `arguments` are additional variables of the template; replies are remembered for each set of them.
         `session_key` gives its session, or without a key the remembered conversation.
         With `prefill`, the prompt ends inside the last message, a reply that the model continues. A remembered reply,
-        for example one that `max_tokens` cut, continues from its own ids. `date` is that of a new conversation.
+        for example one that `max_tokens` cut, continues from its own ids. `date` is the day of a new conversation.
         Raises ChatError if the template refuses the messages, and PromptTooLong.
         """
         known = self._index.ids_for(namespace, messages, tools, arguments)
