@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
+from radixkv.removed import refuse_removed
+
 Class = TypeVar("Class")
 
 FOREIGN = {
@@ -81,9 +83,14 @@ def explain(call: Callable[..., Any], owner: object, args: Sequence[Any], given:
 
 
 def refuse_unknown(call: str, known: Iterable[str], given: Mapping[str, Any]) -> None:
-    """Raise TypeError with advice if a name in `given` is not `known` to the call of that name."""
+    """Raise TypeError with advice if a name in `given` is not `known` to the call of that name.
+
+    Raises InvalidInput for a name that was removed.
+    """
     known = list(known)
-    for name in (name for name in given if name not in known):
+    unknown = [name for name in given if name not in known]
+    refuse_removed(unknown)
+    for name in unknown:
         nearest = difflib.get_close_matches(name, known, 1) or difflib.get_close_matches(name, _ADVICE, 1)
         meant = name if name in _ADVICE else FOREIGN.get(name) or "".join(nearest)
         value = reprlib.repr(given[name])

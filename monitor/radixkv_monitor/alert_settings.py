@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.errors import InvalidInput
+from radixkv.removed import refuse_removed
 from radixkv.sizing.kv_size import size_text
 
 
@@ -143,6 +144,7 @@ def _table(given: Mapping[str, Any], name: str, allowed: Mapping[str, Callable[[
     for key, value in given.items():
         full = f"{name}.{key}" if name else key
         if key not in allowed:
+            refuse_removed([key])
             raise InvalidInput(f"the key {full} is unknown; allowed are {', '.join(allowed)}")
         try:
             made[key] = allowed[key](value)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixkv.errors import EngineNotFound, RadixKVError
+from radixkv.removed import parse_arguments
 from radixkv_monitor import options
 from radixkv_monitor.options import DAMAGED, FAILED, INTERRUPTED, MISUSED, OK, THRESHOLD
 
@@ -53,7 +54,7 @@ class Mode:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, one of `options.EXIT_STATUSES`."""
     gc.set_threshold(GARBAGE)
-    arguments = options.parser().parse_args(argv)
+    arguments = parse_arguments(options.parser(), argv)
     _log_to(arguments.log)
     try:
         return _run(arguments)

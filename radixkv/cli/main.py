@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from radixkv.cli import entry_point
 from radixkv.cli.entry_point import AddCommand, add_settings
+from radixkv.removed import parse_arguments
 from radixkv.server_settings import Settings
 
 _PROGRAM = "radixkv"
@@ -20,7 +21,7 @@ _MONITOR_MODES = {"on": True, "off": False}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: the process's arguments) names; returns its status."""
-    return entry_point.run(_PROGRAM, _parser().parse_args(argv))
+    return entry_point.run(_PROGRAM, parse_arguments(_parser(), argv))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from typing import TextIO, TypeVar
 
 from radixkv.cli import entry_point
 from radixkv.errors import InvalidInput, UnsupportedModel
+from radixkv.removed import parse_arguments
 from radixkv.sizing.kv_shapes import kv_shape
 from radixkv.sizing.kv_size import KV_DTYPES, UNITS
 from radixkv_traces.formats import FORMATS, SAMPLES, ChatRequest, Request, Source, TraceRequest, open_trace, sample
@@ -45,7 +46,7 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: the process's arguments) names; returns its status."""
-    return entry_point.run(PROGRAM, _parser().parse_args(argv))
+    return entry_point.run(PROGRAM, parse_arguments(_parser(), argv))
 
 
 def _parser() -> argparse.ArgumentParser:

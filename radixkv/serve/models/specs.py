@@ -13,6 +13,7 @@ from radixkv.config import EngineConfig
 from radixkv.errors import InvalidInput
 from radixkv.gguf import header as gguf
 from radixkv.model_path import BUNDLED, find, local, models_named, readable, shown_name
+from radixkv.removed import refuse_removed
 from radixkv.sizing.kv_size import parse_bytes
 
 _OWN = ("name", "path", "aliases", "tokenizer")
@@ -114,6 +115,7 @@ def _in_file(file: Path, config: EngineConfig) -> Iterator[ModelSpec]:
 def _in_table(table: dict[str, Any], folder: Path, config: EngineConfig) -> ModelSpec:
     """Return the model of one table; a path may be relative to the folder of the file."""
     if unknown := [name for name in table if name not in (*_OWN, *_SETTINGS)]:
+        refuse_removed(unknown)
         raise InvalidInput(f"{unknown[0]!r} is no field; there are {', '.join((*_OWN, *_SETTINGS))}")
     path, aliases, tokenizer = table.get("path"), table.get("aliases", []), table.get("tokenizer")
     texts = {"path": path, "name": table.get("name", ""), "tokenizer": tokenizer or ""}

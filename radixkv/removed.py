@@ -1,0 +1,37 @@
+"""Name the arguments, settings and flags that were removed, and refuse them until 0.2 with a sentence of advice.
+
+Calls, commands and settings files ask here about each name that they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from radixkv.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+REMOVED: dict[str, str] = {}
+"""name in Python's form (the flag `--key-share` is `key_share`) -> a sentence: it was removed, and what to use."""
+
+
+def refuse_removed(names: Iterable[str]) -> None:
+    """Raise InvalidInput for the first of these unknown names that was removed."""
+    for name in names:
+        if name in REMOVED:
+            raise InvalidInput(REMOVED[name])
+
+
+def parse_arguments(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
+    """Parse a command line as `parser.parse_args` does; the error about a removed flag says what to use."""
+    arguments, unknown = parser.parse_known_args(argv)
+    flags = [word[2:].partition("=")[0].replace("-", "_") for word in unknown if word.startswith("--")]
+    try:
+        refuse_removed(flags)
+    except InvalidInput as error:
+        parser.error(str(error))
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
