@@ -102,17 +102,15 @@ def _is_row(row: object) -> bool:
 
 
 def row_name(row: Mapping[str, Any]) -> str:
-    """Return the policy of a row, with its lower tiers, order and router if it has any: the name of a line in a
-    picture, or of a column.
+    """Return the policy of a row, with its lower tiers and order if it has any: the name of a line in a picture, or of
+    a column.
 
     >>> row_name({"policy": "lru", "host": "2x"}), row_name({"policy": "lru"})
     ('lru, host 2x', 'lru')
-    >>> row_name({"policy": "lru", "replicas": 4, "routing": "sticky"}), row_name({"policy": "lru", "order": "fcfs"})
-    ('lru, 4 by sticky', 'lru, fcfs')
+    >>> row_name({"policy": "lru", "order": "fcfs"})
+    'lru, fcfs'
     """
     parts = [row["policy"], *(f"{tier} {row[tier]}" for tier in ("host", "disk") if row.get(tier))]
     if row.get("order"):
         parts.append(row["order"])
-    if row.get("routing"):
-        parts.append(f"{row['replicas']} by {row['routing']}")
     return ", ".join(parts)

@@ -29,7 +29,6 @@ from radixkv_traces.saved_results import row_name
 from radixkv_traces.simulate import BOUNDS, ReplayResult, check_policy, replay
 from radixkv_traces.simulate_detail import GROUPINGS, by_group, curve, over_time
 from radixkv_traces.simulate_queue import Service, add_queue, queue_rows, queue_text, service_of
-from radixkv_traces.simulate_replicas import add_replicas, replica_cases, replica_rows, replicas_text
 from radixkv_traces.workload import Workload
 
 _POLICIES = "lru,clairvoyant"  # the default
@@ -65,7 +64,6 @@ def add(add_command: AddCommand) -> None:
     add_kv_bytes(pools)
     add_tiers(pools)
     add_queue(parser)
-    add_replicas(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument(
         "--curve",
@@ -86,7 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
     policies = [name + each for name in names for each in ("", *([] if name in BOUNDS else hints))]
     for policy in policies:
         check_policy(policy)
-    cases = replica_cases(arguments.replicas, arguments.routing)
     service = service_of(arguments)
     kv_bytes = kv_bytes_of(arguments)
     workload = load(arguments)
@@ -99,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         parse_capacity(each, workload.unique_blocks, workload.block_tokens, kv_bytes)
         for each in arguments.capacity.split(",")
     ]
-    if arguments.order is not None or cases:
-        return _run_in_time(arguments, workload, capacities, policies, cases, service)
+    if arguments.order is not None:
+        return _run_with_queue(arguments, workload, capacities, policies, service)
     pools = _pools(arguments, workload, capacities, kv_bytes)
     tiers = [tier for tier in TIERS if getattr(arguments, tier) is not None]
     with interrupted_by_signals() as stop:
@@ -138,36 +135,25 @@ def _pools(
     return [pools for each in with_host for pools in (with_tier("disk", each) if each.lower else [each])]
 
 
-def _run_in_time(
+def _run_with_queue(
     arguments: argparse.Namespace,
     workload: Workload,
     capacities: Sequence[Capacity],
     policies: Sequence[str],
-    cases: Sequence[tuple[int, str]],
     service: Service,
 ) -> int:
-    """Simulate each policy with each order of waiting requests, or in each case of replicas and router, and print hit
-    rates and waits.
-    """
-    without = "replicas: leave out --replicas" if cases else "a queue: leave out --order"
-    for option in ("by", "curve", "hints", *TIERS, *(["order"] if cases else [])):
+    """Simulate each policy with each order of waiting requests, and print hit rates and waits."""
+    for option in ("by", "curve", "hints", *TIERS):
         if getattr(arguments, option) is not None:
-            raise InvalidInput(f"--{option} needs a replay without {without}")
+            raise InvalidInput(f"--{option} needs a replay without a queue: leave out --order")
     if arguments.policy == _POLICIES:
         policies = [policy for policy in policies if policy not in BOUNDS]
+    orders = [each.strip() for each in arguments.order.split(",")]
     with interrupted_by_signals() as stop:
-        if cases:
-            count = len(cases)
-            rows = list(replica_rows(workload, capacities, policies, cases, service.prefill_rate))
-            text = replicas_text(rows)
-        else:
-            orders = [each.strip() for each in arguments.order.split(",")]
-            count = len(orders)
-            rows = list(queue_rows(workload, capacities, policies, orders, service))
-            text = queue_text(service, rows)
-    finished = len(rows) == len(capacities) * len(policies) * count and all(row["finished"] for row in rows)
+        rows = list(queue_rows(workload, capacities, policies, orders, service))
+    finished = len(rows) == len(capacities) * len(policies) * len(orders) and all(row["finished"] for row in rows)
     summary = _summary(arguments.trace, workload, finished=finished)
-    parts = [_head(summary), text, *([] if finished else [_INTERRUPTED])]
+    parts = [_head(summary), queue_text(service, rows), *([] if finished else [_INTERRUPTED])]
     said = {**summary, "service": asdict(service), "rows": rows}
     print(json.dumps(said) if arguments.json else "\n\n".join(parts))
     return 0 if finished else stop.status
