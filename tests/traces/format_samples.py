@@ -83,49 +83,6 @@ CODEX = [
 ]  # fmt: skip
 
 
-def attribute(key: str, value: Any) -> dict[str, Any]:
-    kind = "intValue" if isinstance(value, int) else "stringValue"
-    if isinstance(value, list):
-        return {"key": key, "value": {"arrayValue": {"values": [{"stringValue": each} for each in value]}}}
-    return {"key": key, "value": {kind: str(value)}}
-
-
-def span(start: int, **attributes: Any) -> dict[str, Any]:
-    named = {f"gen_ai.{name.replace('__', '.')}": value for name, value in attributes.items()}
-    return {
-        "traceId": "t", "spanId": "1", "name": "chat m", "startTimeUnixNano": str(1_700_000_000_000_000_000 + start),
-        "attributes": [attribute(key, value) for key, value in named.items()],
-    }  # fmt: skip
-
-
-def parts(role: str, *texts: str) -> dict[str, Any]:
-    return {"role": role, "parts": [{"type": "text", "content": text} for text in texts]}
-
-
-CALL = {"role": "assistant", "parts": [{"type": "tool_call", "id": "q", "name": "look", "arguments": {"at": "moss"}}]}
-SEEN = {"role": "tool", "parts": [{"type": "tool_call_response", "id": "q", "response": {"open": 9}}]}
-SPANS = [
-    span(
-        0, operation__name="chat", conversation__id="c", usage__input_tokens=30, usage__output_tokens=6,
-        input__messages=json.dumps([parts("user", "When does it open?")]), output__messages=json.dumps([CALL]),
-        system_instructions=json.dumps([{"type": "text", "content": "Be brief."}]),
-        response__finish_reasons=["tool_calls"],
-    ),
-    span(1_000_000_000, operation__name="execute_tool", tool__name="look"),
-    span(
-        2_000_000_000, operation__name="chat", conversation__id="c", usage__input_tokens=60, usage__output_tokens=3,
-        input__messages=json.dumps([parts("user", "When does it open?"), CALL, SEEN]),
-        output__messages=json.dumps([parts("assistant", "At nine.")]),
-        system_instructions=json.dumps([{"type": "text", "content": "Be brief."}]),
-        response__finish_reasons=["stop"],
-    ),
-]  # fmt: skip
-
-
-def exported(*spans: dict[str, Any]) -> dict[str, Any]:
-    return {"resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {}, "spans": [*spans]}]}]}
-
-
 SHAREGPT = [
     {"id": "a_0", "conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."},
                                     {"from": "human", "value": "Bye."}, {"from": "gpt", "value": "Bye."}]},
@@ -159,7 +116,6 @@ SAMPLES: dict[str, str] = {
     "chat-logs": lines([WILDCHAT, LMSYS]),
     "claude-code": lines(CLAUDE),
     "codex": lines(CODEX),
-    "otel": lines([exported(*SPANS)]),
     "azure": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n"
              "2023-11-16 18:17:04.0319600,396,109\n",
     "burstgpt": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,API log\n"

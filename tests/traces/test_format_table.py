@@ -14,7 +14,7 @@ from radixkv_traces import cli
 from radixkv_traces.formats import FORMAT_TABLE, ChatRequest, TraceError, TraceRequest, open_trace, parse
 from radixkv_traces.live.requests import PromptMaker
 from radixkv_traces.text_blocks import text_blocks
-from tests.traces.format_samples import CLAUDE, CODEX, SAMPLES, SPANS, attribute, exported, lines
+from tests.traces.format_samples import CLAUDE, CODEX, SAMPLES, lines
 
 
 @pytest.fixture
@@ -106,49 +106,6 @@ def test_codex_items_are_joined_to_answers_and_a_compaction_replaces_the_history
     assert found[1].messages[2]["tool_calls"][0]["function"]["arguments"] == '{"command": "ls"}'
 
 
-def test_spans_of_models_are_requests_and_other_spans_are_none(requests: Any) -> None:
-    found = requests(SAMPLES["otel"])
-    assert turns(found) == [
-        (0.0, "c", 1, ["system", "user"]),
-        (2000.0, "c", 2, ["system", "user", "assistant", "tool"]),
-    ]
-    assert [(each.output_length, each.stop) for each in found] == [(6, "tool_use"), (3, "end_turn")]
-    assert found[1].messages[2]["tool_calls"][0]["function"]["name"] == "look"
-    assert found[1].messages[3]["content"] == '{"open": 9}'
-
-
-def test_numbered_messages_are_read_as_the_conventions_write_them(requests: Any) -> None:
-    said = {
-        "prompt.0.role": "system", "prompt.0.content": "Be brief.",
-        "prompt.1.role": "user", "prompt.1.content": "When does it open?",
-        "prompt.2.role": "assistant", "prompt.2.tool_calls.0.id": "q", "prompt.2.tool_calls.0.name": "look",
-        "prompt.2.tool_calls.0.arguments": '{"at": "moss"}',
-        "prompt.3.role": "tool", "prompt.3.tool_call_id": "q", "prompt.3.content": '{"open": 9}',
-        "completion.0.role": "assistant", "completion.0.content": "At nine.",
-        "usage.prompt_tokens": 60, "usage.completion_tokens": 3,
-    }  # fmt: skip
-    numbered = {**SPANS[2], "attributes": [attribute(f"gen_ai.{name}", value) for name, value in said.items()]}
-    (expected,) = requests(lines([exported(SPANS[2])]))
-    (found,) = requests(lines([exported(numbered)]))
-    assert found.reply == expected.reply and found.output_length == expected.output_length == 3
-    assert [{**each, "tool_calls": None} for each in found.messages] == [
-        {**each, "tool_calls": None} for each in expected.messages
-    ]
-    assert found.messages[2]["tool_calls"][0]["function"] == expected.messages[2]["tool_calls"][0]["function"]
-    assert found.messages[2]["tool_calls"][0]["id"] == "q"
-
-
-def test_spans_without_content_have_lengths_only(requests: Any) -> None:
-    dropped = ("gen_ai.input.messages", "gen_ai.output.messages", "gen_ai.system_instructions")
-    bare = [{**each, "attributes": [a for a in each["attributes"] if a["key"] not in dropped]} for each in SPANS]
-    found = requests(lines([exported(each) for each in bare]))
-    assert [(each.timestamp, each.input_length, each.output_length, list(each.blocks)) for each in found] == [
-        (0.0, 30, 6, []), (2000.0, 60, 3, []),
-    ]  # fmt: skip
-    with pytest.raises(TraceError, match="missing, where earlier spans have it"):
-        requests(lines([exported(SPANS[0]), exported(bare[2])]))
-
-
 def test_published_sets_of_conversations(requests: Any) -> None:
     pair = ["user", "assistant", "user"]
     assert turns(requests(SAMPLES["sharegpt"])) == [
@@ -193,7 +150,6 @@ def test_lengths_only_are_for_fragmentation_and_run(
         (lines([CODEX[0], {**CODEX[2], "timestamp": "noon"}]), "trace:2: timestamp: 'noon' is no date"),
         (lines([CODEX[0], {"type": "response_item", "payload": 7}]), "trace:2: payload: 7 is not an object"),
         (lines([CLAUDE[2], {**CLAUDE[3], "timestamp": None}]), "trace:2: timestamp: None is no date"),
-        (lines([exported({**SPANS[0], "startTimeUnixNano": "x"})]), "startTimeUnixNano: 'x' is not a number"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,-3,1\n", "trace:2: ContextTokens: '-3' is not"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,3\n", "trace:2: 2 values for 3 columns"),
         ("Timestamp,Request tokens,Response tokens\nx,3,4\n", "trace:2: Timestamp: 'x' is not a number of seconds"),

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from radixkv.errors import InvalidInput
-from radixkv_traces import agent_logs, chats, mooncake, otel_spans
+from radixkv_traces import agent_logs, chats, mooncake
 from radixkv_traces.chats import ChatRequest
 from radixkv_traces.mooncake import decoded, parse
 from radixkv_traces.records import Line, Named, TraceError, TraceRequest
@@ -84,7 +84,6 @@ FORMAT_TABLE: dict[str, Format] = {
         (_SYSTEM, _TOOLS, _THINKING),
     ),
     "codex": Format(agent_logs.codex, (("type", "payload"),), (_TOOLS, _THINKING)),
-    "otel": Format(otel_spans.spans, (("resourceSpans",),)),
     "azure": Format(mooncake.azure, (("TIMESTAMP", "ContextTokens", "GeneratedTokens"),), (_PROMPTS,)),
     "burstgpt": Format(mooncake.burstgpt, (("Timestamp", "Request tokens", "Response tokens"),), (_PROMPTS,)),
     "chat": Format(chats.conversations, (("messages",),)),
