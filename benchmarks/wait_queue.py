@@ -1,21 +1,16 @@
 """Measure the order of waiting requests: hits and waits of a replay, and turns between tenants of a live engine.
 
-    python benchmarks/wait_queue.py [--parts replay tenants crowd shares] [--traces DIR] [--seconds 60] [--steps 10000]
+    python benchmarks/wait_queue.py [--parts replay tenants] [--traces DIR] [--seconds 60]
 
   replay   The rows of docs/scheduling.md: the made-up agents, and with DIR the traces of `trace_lru`. A simulated queue
-           serves them by "fcfs", "longest-prefix", and "longest-prefix" with max_delay=10, each with eviction that is
-           blind to waiting requests (as before 2026-11-28), and with eviction that takes their prefixes last. Small
-           changes of time reorder whole sessions, so hits are means over RATES times the prefill rate. Bars: at each
-           rate the longest wait with max_delay=10 is at most 10 s longer than the longest of either "fcfs". Announced
-           prefixes lose at most 0.2 points in any order, and gain in their mean. On the coding agents max_delay=10
-           keeps half of the hits that "longest-prefix" gains over "fcfs", both blind.
-  tenants  The bundled model and two streams. One tenant always has three requests with long replies, another one sends
-           short requests, one at a time: at once (frequent), or within a second after a long reply (rare). Bars: the
-           p99 of their time to the first token is 1.5 s plus one step, and the output tokens per step are 0.97 times
-           those without turns: both send to one namespace, so requests wait by arrival. Runs in the order A, B, B, A.
-  crowd    The same with 64 streams, where one tenant always has 300 requests waiting. Bar: 1 s plus three steps.
-  shares   Four tenants with shares and endless work, on a model without arithmetic. Bar: computed tokens after --steps
-           steps within 5% of the shares.
+           serves them by "fcfs", by "longest-prefix" without a bound on the wait, and with max_delay=10. Small changes
+           of time reorder whole sessions, so hits are means over RATES times the prefill rate. Bars: at each rate the
+           longest wait with max_delay=10 is at most 10 s longer than that of "fcfs". On the coding agents it keeps half
+           of the hits that "longest-prefix" gains over "fcfs".
+  tenants  The bundled model. One tenant always has requests with long replies, another one sends short requests, one at
+           a time: at once (frequent), or within a second after a long reply (rare), to two streams; and to 64 streams
+           while 300 requests wait (crowd). Bar: with two streams, the output tokens per step are 0.97 times those
+           without turns: both send to one namespace, so requests wait by arrival. Runs in the order A, B, B, A.
 
 A step takes as long as 95% of the steps in the same run. Tokens per CPU second have no bar: other work on the machine
 changes them by a quarter. Ends in one JSON line; the exit code is 1 if a bar is missed.
@@ -29,9 +24,9 @@ import random
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from operator import sub
 from pathlib import Path
 from statistics import mean
@@ -40,25 +35,18 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' model
-
 from radixkv import Engine, SamplingParams
-from radixkv.cache import PrefixCache
-from radixkv.config import EngineConfig
-from radixkv.engine.core import Core
-from radixkv.engine.request import Request
 from radixkv.engine.scheduler import Work
 from radixkv.errors import EngineClosed
 from radixkv_traces.formats import read
 from radixkv_traces.generate import KINDS, generate
 from radixkv_traces.simulate_queue import QueueResult, Service, replay_queue
 from radixkv_traces.workload import Workload, prepare
-from tests.simulation.model import SlotModel
 
 RATES = (0.9, 0.95, 1.0, 1.05, 1.1)
 DELAY = 10.0
 WARM_UP = 2.0  # seconds until all streams run
-ORDERS = (("fcfs", None), ("longest-prefix", None), ("longest-prefix", DELAY))  # with max_delay
+ORDERS = (("fcfs", DELAY), ("longest-prefix", inf), ("longest-prefix", DELAY))  # with max_delay
 AGENTS, CONVERSATION, MADE = "cc_agent_dev_512.jsonl", "mooncake_conversation_512.jsonl", "made-up agents"
 ROWS = (  # trace, prompt tokens per second, share of the unique blocks
     (AGENTS, 100_000, 0.025),
@@ -67,20 +55,16 @@ ROWS = (  # trace, prompt tokens per second, share of the unique blocks
     (MADE, 20_000, 0.025),
     (CONVERSATION, 40_000, 0.025),
 )
-SHARES: dict[Any, float] = {"ann": 0.5, "ben": 0.25, "cat": 0.125, "dan": 0.125}
-LENGTHS = {"ann": (40, 12), "ben": (120, 4), "cat": (20, 60), "dan": (80, 30)}  # at most: prompt, reply
-
 Bar = Callable[[bool, str], None]
 
 
 def main() -> int:
     """Run the chosen parts; return the exit status."""
-    parts = {"replay": replay, "tenants": tenants, "crowd": crowd, "shares": shares}
+    parts = {"replay": replay, "tenants": tenants}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts), help="default: all")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with the full traces")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each run with a live engine (default 60)")
-    parser.add_argument("--steps", type=int, default=10_000, help="of the part shares (default 10000)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     missed: list[str] = []
@@ -105,33 +89,30 @@ def replay(options: argparse.Namespace, bar: Bar) -> list[dict[str, Any]]:
 
 def _replay_row(workload: Workload, name: str, rate: int, share: float, bar: Bar) -> dict[str, Any]:
     print(f"{name}, {rate:,} prompt tokens per second, pool {share:.1%}", flush=True)
-    found: dict[tuple[str, float | None, bool], list[QueueResult]] = {}
-    for order, delay, blind in ((*each, blind) for each in ORDERS for blind in (True, False)):
-        speeds = [Service(rate * factor, max_delay=delay, queue_blind=blind) for factor in RATES]
+    found: dict[tuple[str, float], list[QueueResult]] = {}
+    for order, delay in ORDERS:
+        speeds = [Service(rate * factor, max_delay=delay) for factor in RATES]
         capacity = max(1, int(workload.unique_blocks * share))
-        found[order, delay, blind] = [replay_queue(workload, capacity, "lru", order, each) for each in speeds]
-    hits = {key: mean(each.token_hit_rate for each in results) for key, results in found.items()}
-    rows = [_summary(*key, hits[key], results[RATES.index(1.0)]) for key, results in found.items()]
-    gains = [round(100 * (hits[*each, False] - hits[*each, True]), 2) for each in ORDERS]
-    before, free = hits["fcfs", None, True], hits["longest-prefix", None, True]
-    kept = round((hits["longest-prefix", DELAY, False] - before) / (free - before), 3)
-    longest = {key: [max(each.waits) for each in results] for key, results in found.items()}
-    fcfs = map(min, longest["fcfs", None, False], longest["fcfs", None, True])
-    longer = max(map(sub, longest["longest-prefix", DELAY, False], fcfs))
+        found[order, delay] = [replay_queue(workload, capacity, "lru", order, each) for each in speeds]
+    hits = [mean(each.token_hit_rate for each in results) for results in found.values()]
+    rows = [
+        _summary(*key, hit, results[RATES.index(1.0)]) for hit, (key, results) in zip(hits, found.items(), strict=True)
+    ]
+    fcfs, free, bound = hits
+    kept = round((bound - fcfs) / (free - fcfs), 3)
+    first, _, delayed = ([max(each.waits) for each in results] for results in found.values())
+    longer = max(map(sub, delayed, first))
     bar(longer <= DELAY, f"the longest wait with max_delay=10 is {longer:+.1f} s beside the longest of fcfs")
-    bar(min(gains) >= -0.2, f"points that announced prefixes gain: {gains}")
-    bar(mean(gains) > 0, f"the mean of these is {mean(gains):+.2f}")
     bar(name != AGENTS or kept >= 0.5, f"max_delay=10 keeps {kept:.0%} of the gain of longest-prefix")
-    return {"trace": name, "prefill_rate": rate, "pool": share, "points": gains, "kept": kept, "rows": rows}
+    return {"trace": name, "prefill_rate": rate, "pool": share, "kept": kept, "rows": rows}
 
 
-def _summary(order: str, delay: float | None, blind: bool, hits: float, result: QueueResult) -> dict[str, Any]:
+def _summary(order: str, delay: float, hits: float, result: QueueResult) -> dict[str, Any]:
     """Return the mean hit rate over all rates, and the figures at the rate itself."""
     waits = dict(zip(("p50", "p99", "max"), np.percentile(result.waits, (50, 99, 100)).round(2).tolist(), strict=True))
-    here, eviction = round(result.token_hit_rate, 4), "blind" if blind else "announced"
-    print(f"  {order:<14} max_delay {delay!s:<4} {eviction:<9} hits {hits:.4f} (here {here:.4f}), waits {waits}")
-    row = {"order": order, "max_delay": delay, "eviction": eviction, "hit_rate": round(hits, 4)}
-    return row | {"hit_rate_here": here, "wait_s": waits}
+    here = round(result.token_hit_rate, 4)
+    print(f"  {order:<14} max_delay {delay:<4} hits {hits:.4f} (here {here:.4f}), waits {waits}")
+    return {"order": order, "max_delay": delay, "hit_rate": round(hits, 4), "hit_rate_here": here, "wait_s": waits}
 
 
 class Load:
@@ -167,7 +148,7 @@ class Load:
         found = {"tokens_per_step": tokens / (after.steps - before.steps), "tokens_per_cpu_s": tokens / cpu}
         found |= {"ttft_p50_s": p50, "ttft_p99_s": p99, "ttft_max_s": max(self._ttfts)}
         found |= {"step_p95_s": float(np.percentile(steps, 95)), "step_mean_s": float(steps.mean())}
-        counts = {"short_requests": len(self._ttfts), "turn_preemptions": after.turn_preemptions}
+        counts = {"short_requests": len(self._ttfts)}
         return counts | {name: round(value, 4) for name, value in found.items()}
 
     def _timed(self, schedule: Callable[[], list[Work]]) -> list[Work]:
@@ -196,64 +177,21 @@ class Load:
 
 
 def tenants(options: argparse.Namespace, bar: Bar) -> dict[str, Any]:
-    """Measure two tenants with two streams."""
-    found = {}
+    """Measure two tenants with two streams, and with 64."""
+    found: dict[str, Any] = {}
     for kind in ("rare", "frequent"):
         runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
         for turns in (False, True, True, False):
             load = Load(options.seconds, num_blocks=1024, max_sequences=2)
             runs[turns].append(load.run(("long", "short" if turns else "long"), 3, 600, rare=kind == "rare"))
             print(f"tenants, short requests {kind}, {'' if turns else 'no '}turns: {runs[turns][-1]}", flush=True)
-        over = max(each["ttft_p99_s"] - each["step_p95_s"] for each in runs[True])
-        bar(over <= 1.5, f"p99 of the first token is {over:.2f} s and a step")
         with_turns, without = (mean(each["tokens_per_step"] for each in runs[turns]) for turns in (True, False))
         bar(with_turns / without >= 0.97, f"throughput {with_turns / without:.3f} times that without turns")
         found[kind] = {"turns": runs[True], "no turns": runs[False], "throughput": round(with_turns / without, 3)}
-    return found
-
-
-def crowd(options: argparse.Namespace, bar: Bar) -> dict[str, Any]:
-    """Measure a tenant with few requests beside one with 300 waiting ones."""
     load = Load(options.seconds, num_blocks=4096, max_sequences=64)
-    found = load.run(("many", "few"), 364, 400, rare=False)
-    print(f"crowd: {found}")
-    over = found["ttft_p99_s"] - 3 * found["step_p95_s"]
-    bar(over <= 1.0, f"p99 of the first token is {over:.2f} s and three steps")
+    found["crowd"] = load.run(("many", "few"), 364, 400, rare=False)
+    print(f"crowd: {found['crowd']}")
     return found
-
-
-def shares(options: argparse.Namespace, bar: Bar) -> dict[str, Any]:
-    """Count the tokens that four tenants compute in a number of steps."""
-    cache = PrefixCache(4096, 4, namespace_limits=SHARES)
-    core = Core(cache, SlotModel(cache, 0), EngineConfig(max_sequences=16, max_batch_tokens=64, prefill_chunk=32))
-    schedule, rng, tokens = core.scheduler.schedule, random.Random(0), Counter[str]()
-
-    def counted() -> list[Work]:
-        work = schedule()
-        for each in work:
-            tokens[str(each.stream.request.namespace)] += len(each.tokens)
-        return work
-
-    core.scheduler.schedule = counted  # type: ignore[method-assign]
-    requests = [_request(core, name, rng) for name in SHARES for _ in range(32)]
-    for _ in range(options.steps):
-        core.step()
-        requests = [_request(core, str(each.namespace), rng) if each.channel.ended else each for each in requests]
-    core.close(EngineClosed("the benchmark is over"))
-    parts = {name: round(tokens[name] / sum(tokens.values()), 4) for name in SHARES}
-    print(f"shares: {parts}")
-    worst = max(abs(parts[name] / share - 1) for name, share in SHARES.items())
-    bar(worst <= 0.05, f"after {options.steps:,} steps the tokens differ from the shares by at most {worst:.1%}")
-    return {"tokens": parts, "worst": round(worst, 4), "steps": options.steps}
-
-
-def _request(core: Core, name: str, rng: random.Random) -> Request:
-    """Add a request with a prompt that no other one shares, and a reply as long as is usual for the tenant."""
-    longest, most = LENGTHS[name]
-    prompt = np.array(rng.choices(range(16), k=rng.randint(8, longest)), np.int32)
-    params = SamplingParams(temperature=0, max_tokens=rng.randint(1, most), ignore_eos=True)
-    core.add(made := Request(prompt, params, params.max_tokens, frozenset(), 0, namespace=name))
-    return made
 
 
 if __name__ == "__main__":

@@ -53,18 +53,6 @@ def test_the_longest_cached_prefix_goes_first() -> None:
     assert small == {"fcfs": 10, "longest-prefix": 20}  # in arrival order, a block of the prefix is evicted first
 
 
-def test_a_request_is_overtaken_a_bounded_number_of_times() -> None:
-    hits = [request(0, [1])] + [request(0.5, [1])] * 20
-    made = workload(*hits[:1], request(0.5, [9]), *hits[1:])
-    for most in (0, 3, 32):
-        service = Service(10.0, 2.0, 8, most)
-        waits = list(replay_queue(made, 100, "lru", "longest-prefix", service).waits)
-        cold = waits.index(0.5, 1) if most == 0 else None
-        ttfts = list(replay_queue(made, 100, "lru", "longest-prefix", service).ttfts)
-        assert ttfts.index(max(ttfts[1:])) == 1 + min(most, 20)  # the cold one takes a second; hits take none
-        assert cold in (None, 1)
-
-
 def test_an_overdue_request_goes_before_longer_prefixes_and_older_ones_first() -> None:
     cold = [request(0.25, [each]) for each in (8, 9)]
     made = workload(request(0, [1]), *cold, *(request(0.5, [1, each]) for each in (2, 3, 4)))
@@ -84,12 +72,11 @@ def test_namespaces_take_turns(order: str) -> None:
 
 
 def test_only_requests_of_the_same_namespace_overtake() -> None:
-    cached = [request(0, [1], namespace="a"), request(0, [3], namespace="b")]
-    hits = [request(0.5, [1], namespace="a")] * 2 + [request(0.5, [3], namespace="b")] * 5
-    made = workload(*cached, request(0.25, [9], namespace="a"), *hits)
-    for most, position, wait in ((2, 3, 0.75), (3, 9, 1.75)):
-        waits = replay_queue(made, 9, "lru", "longest-prefix", Service(10.0, 2.0, 8, most)).waits
-        assert waits[position] == wait, "the hits of b count as overtakes"
+    hits = [request(0.5, [3, 10 + each], namespace="b") for each in range(4)]
+    for namespace, last in (("b", [1.75, 2.5, 3.5, 4.5]), ("a", [1.5, 2.5, 3.5, 4.75])):
+        made = workload(request(0, [3], namespace="b"), request(0.25, [9], namespace=namespace), *hits)
+        waits = replay_queue(made, 90, "lru", "longest-prefix", Service(10.0, 2.0, 8, max_delay=0.5)).waits
+        assert list(waits) == [0.0, 0.5, *last]
 
 
 @pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
@@ -97,11 +84,8 @@ def test_only_requests_of_the_same_namespace_overtake() -> None:
 def test_eviction_spares_the_prefixes_of_waiting_requests(policy: str, order: str) -> None:
     cold = [request(0.1, [10 + each] * 3) for each in range(3)]
     made = workload(request(0, [1, 2, 3]), *cold, request(0.2, [1, 2, 3, 4]))
-    hits = [
-        replay_queue(made, 6, policy, order, Service(10.0, 2.0, 8, 0, queue_blind=blind)).hit_tokens
-        for blind in (True, False)
-    ]
-    assert hits == [0, 30], "a cold request evicts the prefix of the last one, unless it is announced"
+    hits = replay_queue(made, 6, policy, order, Service(10.0, 2.0, 8, max_delay=1e-9)).hit_tokens
+    assert hits == 30, "a cold request evicted the prefix of the last one, although it is announced"
 
 
 @pytest.mark.parametrize("name", ["conversation", "cc_agent"])
@@ -119,10 +103,7 @@ def test_the_command_prints_hits_and_waits_of_each_order(capsys: pytest.CaptureF
     assert "20,000 prompt tokens per second" in said and "longest-prefix" in said and "clairvoyant" not in said
     assert cli.main([*command, "--policy", "lru,fifo", "--prefill-rate", "30000", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["service"]["prefill_rate"] == 30000.0 and not any(row["queue_blind"] for row in found["rows"])
-    assert cli.main([*command, "--queue-blind", "--max-delay", "10", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert all(row["queue_blind"] and row["max_delay"] == 10.0 for row in rows)
+    assert found["service"]["prefill_rate"] == 30000.0 and all(row["max_delay"] == 10.0 for row in found["rows"])
     assert [(row["policy"], row["order"]) for row in found["rows"]] == [
         ("lru", "fcfs"), ("lru", "longest-prefix"), ("fifo", "fcfs"), ("fifo", "longest-prefix"),
     ]  # fmt: skip
@@ -139,7 +120,7 @@ def test_the_command_prints_hits_and_waits_of_each_order(capsys: pytest.CaptureF
         (["--order", "fcfs", "--policy", "clairvoyant"], "policy 'clairvoyant' with --order"),
         (["--order", "fcfs", "--prefill-rate", "0"], "prefill_rate=0.0"),
         (["--order", "fcfs", "--max-delay", "0"], "max_delay=0.0: allowed are seconds > 0"),
-        (["--max-delay", "9"], "--max-delay and --queue-blind need --order"),
+        (["--max-delay", "9"], "--max-sequences and --max-delay need --order"),
         (["--order", "fcfs", "--by", "session"], "--by needs a replay without a queue"),
     ],
 )

@@ -19,7 +19,7 @@ import argparse
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from heapq import heappop, heappush
 from itertools import accumulate, islice, product
 from math import inf
@@ -44,24 +44,21 @@ _STRIDE = 64  # requests between two calls of `progress`
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The speed of a simulated engine, and the bounds and the eviction of its queue."""
+    """The speed of a simulated engine, and the bounds of its queue."""
 
     prefill_rate: float = 20000.0  # prompt tokens per second that miss, over all requests
     decode_rate: float = 50.0  # tokens per second of each answer
     max_sequences: int = 64  # requests that run at once
-    max_overtakes: int = 32  # later requests of its namespace that may overtake a waiting one
-    max_delay: float | None = None  # seconds after which an overtaken request goes before others of its namespace
-    queue_blind: bool = False  # evict without regard to waiting requests
+    max_delay: float = 10.0  # seconds after which an overtaken request goes before others of its namespace
 
     def __post_init__(self) -> None:
         for name in ("prefill_rate", "decode_rate"):
             if not 0 < getattr(self, name) < inf:
                 raise InvalidInput(f"{name}={getattr(self, name)!r}: allowed are tokens per second > 0")
-        if self.max_delay is not None and not 0 < self.max_delay < inf:
+        if not self.max_delay > 0:
             raise InvalidInput(f"max_delay={self.max_delay!r}: allowed are seconds > 0")
-        for name, least in (("max_sequences", 1), ("max_overtakes", 0)):
-            if getattr(self, name) < least:
-                raise InvalidInput(f"{name}={getattr(self, name)!r}: allowed is an int of at least {least}")
+        if self.max_sequences < 1:
+            raise InvalidInput(f"max_sequences={self.max_sequences!r}: allowed is an int of at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +124,6 @@ class _Waiting:
     index: int
     arrival: float
     group: Group
-    overtaken: int = 0
     overtaken_at: float = inf  # for the first time
     announcement: Announcement | None = None
 
@@ -141,7 +137,6 @@ class _Queue:
         self._cache = PrefixCache(capacity, 1, policy, clock=lambda: self._now)
         self._turns = Turns()
         self._waiting: list[_Waiting] = []  # by arrival
-        self._most_announced = 0 if service.queue_blind else LOOKED_AT
         self._arrivals: list[tuple[float, int]] = []  # heap of (time, index), the next one of each session
         self._following = _following(workload)
         self._times = array("d", accumulate((each.timestamp / 1000 for each in workload.requests), max))
@@ -200,21 +195,18 @@ class _Queue:
         at = self._waiting.index(chosen)
         for other in islice(self._waiting, at):
             if other.group is chosen.group:
-                other.overtaken += 1
                 other.overtaken_at = min(other.overtaken_at, self._now)
         del self._waiting[at]
         if chosen.announcement is not None:
             chosen.announcement.close()
-        for each in islice(self._waiting, self._most_announced):
+        for each in islice(self._waiting, LOOKED_AT):
             if each.announcement is None:
                 request = self._workload.requests[each.index]
                 each.announcement = self._cache.announce(request.blocks, request.namespace)
         return chosen
 
     def _key(self, waiting: _Waiting) -> tuple[bool, int]:
-        service = self._service
-        too_long = service.max_delay is not None and self._now - waiting.overtaken_at >= service.max_delay
-        if too_long or waiting.overtaken >= service.max_overtakes:
+        if self._now - waiting.overtaken_at >= self._service.max_delay:
             return False, 0
         request = self._workload.requests[waiting.index]
         return True, -self._cache.match(request.blocks, request.namespace).length
@@ -275,18 +267,16 @@ def add_queue(parser: argparse.ArgumentParser) -> None:
         "--max-sequences", type=positive, default=64, metavar="N", help="requests that run at once (default 64)"
     )
     queue.add_argument(
-        "--max-delay", type=float, metavar="SECONDS",
-        help="a request that was first overtaken so long ago goes before others of its namespace",
+        "--max-delay", type=float, default=10.0, metavar="SECONDS",
+        help="a request that was first overtaken so long ago goes before others of its namespace (default 10)",
     )  # fmt: skip
-    queue.add_argument("--queue-blind", action="store_true", help="evict without regard to waiting requests")
 
 
 def service_of(arguments: argparse.Namespace) -> Service:
     """Return the speed and the bounds that the options state. Raises InvalidInput."""
-    given = arguments.prefill_rate, arguments.decode_rate, arguments.max_sequences
-    service = Service(*given, max_delay=arguments.max_delay, queue_blind=arguments.queue_blind)
-    if arguments.order is None and service != Service(service.prefill_rate):
-        raise InvalidInput("--decode-rate, --max-sequences, --max-delay and --queue-blind need --order")
+    service = Service(**{setting.name: getattr(arguments, setting.name) for setting in fields(Service)})
+    if arguments.order is None and service != Service():
+        raise InvalidInput("--prefill-rate, --decode-rate, --max-sequences and --max-delay need --order")
     return service
 
 
@@ -307,11 +297,9 @@ def queue_rows(
 
 def queue_text(service: Service, rows: Sequence[dict[str, Any]]) -> str:
     """Return the speed of the engine, and a table with a row for each replay."""
-    bound = "" if service.max_delay is None else f", overdue after {service.max_delay:g} s"
     head = (
         f"{service.prefill_rate:,.0f} prompt tokens per second, {service.decode_rate:,.0f} tokens per second of each "
-        f"answer, {service.max_sequences:,} requests at once{bound}, eviction "
-        f"{'without' if service.queue_blind else 'with'} regard to waiting requests"
+        f"answer, {service.max_sequences:,} requests at once, overdue after {service.max_delay:g} s"
     )
     columns = ("capacity", "blocks", "policy", "order", "hit rate", "wait p50", "p99", "TTFT p50", "p99", "duration")
     lines = [
@@ -328,7 +316,6 @@ def _row(capacity: Capacity, service: Service, result: QueueResult) -> dict[str,
         "policy": result.policy,
         "order": result.order,
         "max_delay": service.max_delay,
-        "queue_blind": service.queue_blind,
         "capacity": capacity.text,
         "capacity_blocks": result.capacity_blocks,
         "token_hit_rate": result.token_hit_rate,
