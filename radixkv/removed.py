@@ -13,7 +13,11 @@ from radixkv.errors import InvalidInput
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "queue_blind": "--queue-blind was removed: leave it out, as eviction always spares the text of waiting requests",
+    "replicas": "--replicas was removed: simulate one engine, and measure a fleet with Dynamo",
+    "routing": "--routing was removed with --replicas: simulate one engine, and measure a fleet with Dynamo",
+}
 """name in Python's form (the flag `--key-share` is `key_share`) -> a sentence: it was removed, and what to use."""
 
 
