@@ -132,10 +132,6 @@ class Device:
         """
         return _Downloaded([each.detach().clone().numpy() for each in tensors])
 
-    def differ(self, stream: Stream, now: list[Tensor], old: Tensor) -> bool:
-        """Return whether joined tensors differ from `old`; waits for work of `stream` alone, which reads them."""
-        return bool((torch.cat(now) != old).any())
-
     # ---- order
 
     def event(self) -> Event:
@@ -317,12 +313,6 @@ class CudaDevice(Device):
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """See `Device.download`."""
         return PinnedDownload(self, tensors)
-
-    def differ(self, stream: Stream, now: list[Tensor], old: Tensor) -> bool:
-        """See `Device.differ`."""
-        with self.current(), self.on(stream):
-            found = self.download([torch.cat(now) != old])
-        return bool(found.wait()[0].any())
 
     def event(self) -> Event:
         """See `Device.event`."""

@@ -23,7 +23,7 @@ RadixKVError
 │   ├── RequestTimedOut            the request's own timeout ended it
 │   ├── RequestFailed              an exception inside a step; `__cause__` holds it
 │   ├── DeviceLost                 the device computes nothing more in this process; the engine has ended
-│   └── WeightsChanged             the model's weights were updated after the engine had loaded them
+│   └── WeightsChanged             new weights were loaded, or failed to load, while the request ran
 ├── ChatError
 │   ├── SessionClosed              the chat session was closed before
 │   ├── SessionInUse               another thread or task is in a call of the chat session
@@ -150,7 +150,7 @@ class DeviceLost(EngineError):
 
 
 class WeightsChanged(EngineError):
-    """The model's weights were updated after the engine had loaded them: see `Engine.reload_weights`."""
+    """New weights were loaded while a request ran or a run moved, or failed to load: see `Engine.reload_weights`."""
 
 
 class ChatError(RadixKVError):

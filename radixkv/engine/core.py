@@ -222,6 +222,7 @@ class Core:
         loads = NO_LOADS if costs is None else load_limits(costs, config, cache.block_size)
         loads = loads._replace(whole=bool(cache.state_rows))
         self._reuse = reuse_policy(cache, config, row_dependent=runner.row_dependent, loads=loads)
+        self.refusal: EngineError | None = None  # ends each request, after a failed reload of the weights
         self.flight: Flight | None = None  # the step that was launched and is not finished
         late = self._publishes_late = depth > 0 or config.speculate is not None
         self._finish_first = self.finish_step if late else None  # before a launch that raised is tried again
@@ -307,6 +308,14 @@ class Core:
                 self._deadlines = [each for each in self._deadlines if not each[2].channel.ended]
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline, request.scheduling.number, request))
+        if self.refusal is not None:
+            self.end(request, self.refusal)
+
+    def refuse(self, error: EngineError) -> None:
+        """End all waiting requests, and each one that is added, because the model has no weights."""
+        self.refusal = error
+        for request in list(self.scheduler.waiting):
+            self.end(request, error)
 
     def cancel(self, request: Request, error: RequestCancelled | None = None) -> None:
         """End a request that has not ended; its computed tokens stay cached. Between two steps only.

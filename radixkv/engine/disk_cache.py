@@ -51,7 +51,7 @@ def _connect(client: CoreClient, config: EngineConfig, loaded: LoadedModel, host
         def place() -> Path:
             if old is not None:
                 old.close(None)
-            weights = folder.digest(stamps) if files else client.inputs.weights.digest()
+            weights = folder.digest(stamps) if files else client.runs.weights.digest()
             if versions_of_tensors(loaded.model) != versions:
                 raise OSError("the weights were changed while their digest was computed")
             return folder.place({"weights": weights, **facts(loaded, config, host.bytes_per_block)}, loaded.name)

@@ -128,11 +128,11 @@ class RequestEngine:
         decode = _decoder(model) if config.expose_text else None
         facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
         inputs = InputProcessor(
-            model, weights, pool_tokens, config.seed, core.admission, namespaces, config.logits_processors,
+            model, pool_tokens, config.seed, core.admission, namespaces, config.logits_processors,
             prefixes=CompressedPrefixes(core, bytes_per_block, facts.engine),
             speculates=core.speculation is not None, host_sampler=not device.is_gpu,
         )  # fmt: skip
-        runs = RunExchange(core, thread.ask, lambda: inputs.weights.digest())
+        runs = RunExchange(core, thread.ask, weights)
         self.client = CoreClient(core, auditor, thread, inputs, runs, facts, decode, curve)
         # Runs when neither the engine nor a handle is left, and at interpreter exit.
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self.client, _shut, thread, self._outputs)
@@ -385,9 +385,7 @@ class RequestEngine:
         """
         inputs = self.client.inputs
         ids, number = inputs.encode(tokens), inputs.namespaces.number(namespace)
-        run = self.client.runs.export_run(self._model, ids, number)
-        inputs.weights.check()  # last: they may have been updated in place meanwhile
-        return run
+        return self.client.runs.export_run(self._model, ids, number)
 
     def import_run(self, run: Run, namespace: Hashable = None) -> int:
         """Cache the run of another engine, and return how many of its tokens are cached then, as far as there is room.
@@ -398,7 +396,6 @@ class RequestEngine:
         if not isinstance(run, Run):
             raise InvalidInput(f"a run is what export_run returns, or Run.read, got {run!r:.100}")
         inputs = self.client.inputs
-        inputs.weights.check()
         inputs.encode(run.tokens)
         return self.client.runs.import_run(self._model, run, inputs.namespaces.number(namespace))
 
@@ -453,12 +450,12 @@ class RequestEngine:
         """Use the model's present weights from now on, or the weights of `state`, which has the names of its
         state_dict.
 
-        For a model that was updated after `load`: until then, requests are refused with WeightsChanged. `state` is
-        written into the model that was loaded; packed and quantised layers are computed again. Then the self-test runs,
-        and all cached KV is dropped, pins included. Requests that have begun end with WeightsChanged; waiting ones run
-        with the new weights. Raises InvalidInput, with nothing changed, for a state that does not fit. Raises
-        InvalidInput or UnsupportedModel for weights that fail the self-test; the engine then refuses requests until a
-        reload succeeds. Costs a copy of the weights and five forwards of 50 tokens.
+        Call it after each update of the model that was loaded: nothing detects one, and answers before the call mix two
+        models. `state` is written into that model; packed and quantised layers are computed again. Then the self-test
+        runs, and all cached KV is dropped, pins included. Requests that have begun end with WeightsChanged; waiting
+        ones run with the new weights. Raises InvalidInput, with nothing changed, for a state that does not fit. Raises
+        InvalidInput or UnsupportedModel for weights that fail the self-test; the engine then ends requests with
+        WeightsChanged until a reload succeeds. Costs a copy of the weights and five forwards of 50 tokens.
         """
         self.client.reload_weights(state).result()
 
@@ -479,7 +476,7 @@ class RequestEngine:
             self._finalizer.detach()
             for each in self._outputs:
                 each.close()
-            self._model, self.client.inputs.weights = self._model.without_weights(), NO_WEIGHTS
+            self._model, self.client.runs.weights = self._model.without_weights(), NO_WEIGHTS
             trim()
 
     def __enter__(self) -> Self:

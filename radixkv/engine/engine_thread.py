@@ -321,12 +321,17 @@ class CoreClient:
 
     def reload_weights(self, state: State | None) -> Future[None]:
         """Make the model's present weights, or the weights of a state, count from the next step on."""
-        weights = self.inputs.weights
+        weights = self.runs.weights
         checked = weights.checked(state)
 
         def reload() -> None:  # without the KV of the old weights, and the requests that use it
             self.core.forget(WeightsChanged("the weights were reloaded while the request ran: send it again"))
-            weights.reload(checked)
+            try:
+                weights.reload(checked)
+            except Exception as error:
+                self.core.refuse(WeightsChanged(f"a reload failed ({error}), so there are no weights: reload again"))
+                raise
+            self.core.refusal = None
             self.core.records.weights_changed()
             self.runs.weights_changed()
 

@@ -50,7 +50,6 @@ from radixkv.engine.speculation import DraftedTokens
 from radixkv.engine.text_stream import decoder
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PrefixGone, PromptTooLong
 from radixkv.grammar.compiler import GrammarCompiler
-from radixkv.models.weights.fixed import Weights
 from radixkv.sampling.logits_processors import LogitsProcessor, read_history
 from radixkv.sampling.params import SamplingParams, checked_params, is_int, suggested
 from radixkv.sampling.row_scores import max_logit_rows
@@ -101,7 +100,6 @@ class InputProcessor:
     def __init__(
         self,
         model: LoadedModel,
-        weights: Weights,
         pool_tokens: int,
         seed: int,
         admission: Admission,
@@ -114,14 +112,13 @@ class InputProcessor:
     ) -> None:
         """Process prompts for a model and a pool of `pool_tokens`; `seed` is the root of the requests' seeds.
 
-        A request is refused if the model's `weights` have changed, or if `admission` says that it would not fit into an
-        empty pool. Requests have the numbers of their `namespaces`, and may follow one of `prefixes`. `processors` are
-        the engine's custom ones. If the engine `speculates`, so do requests, but those that read a history which only a
-        `host_sampler` has in each row.
+        A request is refused if `admission` says that it would not fit into an empty pool. Requests have the numbers of
+        their `namespaces`, and may follow one of `prefixes`. `processors` are the engine's custom ones. If the engine
+        `speculates`, so do requests, but those that read a history which only a `host_sampler` has in each row.
         """
         self.namespaces, self.prefixes = namespaces, prefixes
         self.context_limit = min(model.max_length, pool_tokens)
-        self._model, self.weights = model.without_weights(), weights
+        self._model = model.without_weights()
         self._pool_tokens, self._admission = pool_tokens, admission
         self._processors, self._speculates, self._host_sampler = processors, speculates, host_sampler
         self._bad_words = lru_cache(maxsize=64)(partial(spellings_of, model.codec, model.vocab_size))
@@ -248,7 +245,6 @@ class InputProcessor:
             scores=scores if params.prompt_logprobs is None else self._scores(ids, 1, params.prompt_logprobs),
             deadline=None if timeout is None else submitted + timeout,
         )
-        self.weights.check()
         self._admission.check_fits(request)
         return request
 

@@ -34,6 +34,7 @@ from radixkv.errors import InvalidInput, WeightsChanged
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
+    from radixkv.models.weights.fixed import Weights
 
 _HEAD, _CHECKSUM = Struct("<8s24sIIQ"), Struct("<I")  # format, fingerprint, tokens of a block, tokens, image bytes
 _FORMAT = b"RKV-RUN1"
@@ -118,9 +119,9 @@ def _checksums(images: Images) -> NDArray[np.uint32]:
 class RunExchange:
     """Exports and imports runs of one engine; any thread may call `export_run` and `import_run`, which wait."""
 
-    def __init__(self, core: Core, ask: Callable[[Callable[[], Any]], Any], digest: Callable[[], str]) -> None:
-        """Use the core in calls that `ask` runs on the engine's thread, and waits for; `digest` is of the weights."""
-        self._core, self._ask, self._digest = core, ask, digest
+    def __init__(self, core: Core, ask: Callable[[Callable[[], Any]], Any], weights: Weights) -> None:
+        """Use the core in calls that `ask` runs on the engine's thread, and waits for; `weights` are the model's."""
+        self._core, self._ask, self.weights = core, ask, weights
         self._size, self._num_blocks = core.cache.block_size, core.cache.num_blocks
         self._weights, self._known = 0, dict[int, str]()  # how often they have changed, and their fingerprint
 
@@ -163,7 +164,7 @@ class RunExchange:
         known = self._known
         if weights not in known:
             about = facts(loaded, self._core.config, image_bytes)
-            self._known = known = {weights: fingerprint({"weights": self._digest(), **about})}
+            self._known = known = {weights: fingerprint({"weights": self.weights.digest(), **about})}
         return known[weights]
 
     # ---- pieces, on the engine's thread

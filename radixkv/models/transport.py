@@ -14,7 +14,7 @@ from radixkv.models.loaded import LoadedModel
 from radixkv.models.runner import Runner
 from radixkv.models.step_memory import step_memory
 from radixkv.models.weights.fixed import Weights
-from radixkv.models.weights.reload import watch_weights
+from radixkv.models.weights.reload import weights_of
 
 
 class Transport(Protocol):
@@ -68,7 +68,7 @@ class InProcess:
         if self._fused:
             fuse(runner)
         record_graphs(runner, *recorded)
-        return runner, watch_weights(runner, self._source)
+        return runner, weights_of(runner, self._source)
 
     def tasks(self) -> list[Any]:
         """Return none."""

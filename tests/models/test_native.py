@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from radixkv import Engine
-from radixkv.errors import EngineClosed, InvalidInput, WeightsChanged
+from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.models import adapter, checkpoint, packed
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.native import files
@@ -247,7 +247,7 @@ def test_other_model_code_is_refused() -> None:
 
 
 @pytest.mark.parametrize("weights", ["float32", pytest.param("int8", marks=needs_products)])
-def test_changed_weights_are_noticed_and_new_ones_taken(weights: str, tmp_path: Path) -> None:
+def test_changed_weights_and_new_ones_are_taken(weights: str, tmp_path: Path) -> None:
     """A norm is changed in place, as an optimizer would; then all weights become those of another model."""
     own = made("gemma3")
     own.save_pretrained(tmp_path)
@@ -260,8 +260,6 @@ def test_changed_weights_are_noticed_and_new_ones_taken(weights: str, tmp_path: 
         before = scored(engine)
         with torch.no_grad():
             engine.model.model.model.norm.weight.mul_(1.5)
-        with pytest.raises(WeightsChanged, match=r"model\.norm\.weight"):
-            scored(engine)
         engine.reload_weights()
         assert scored(engine) != pytest.approx(before, abs=1e-3)
         engine.reload_weights(own.state_dict())

@@ -25,7 +25,7 @@ from radixkv.models.ranks.messages import RankLoad, decode
 from radixkv.models.ranks.processes import HEAD, STEP, Answer
 from radixkv.models.runner import Runner
 from radixkv.models.step_memory import step_memory
-from radixkv.models.weights.reload import ModelWeights, watch_weights
+from radixkv.models.weights.reload import ModelWeights, weights_of
 
 
 class RankProcess:
@@ -63,7 +63,7 @@ class RankProcess:
     def build(self, options: dict[str, Any]) -> None:
         """Allocate the pool and the host memory."""
         self.runner = Runner(self.loaded, **options)
-        self.weights = watch_weights(self.runner, None)
+        self.weights = weights_of(self.runner, None)
 
     def step(self, buffer: bytes) -> None:
         """Execute a step."""

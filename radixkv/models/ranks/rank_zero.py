@@ -29,7 +29,7 @@ from radixkv.models.ranks.processes import Processes
 from radixkv.models.runner import Runner
 from radixkv.models.step_memory import step_memory
 from radixkv.models.weights.fixed import State, Weights
-from radixkv.models.weights.reload import ModelWeights, watch_weights
+from radixkv.models.weights.reload import ModelWeights, weights_of
 
 _WATCH_SECONDS, _DIGEST_SECONDS = 1.0, 0.1  # between two looks
 
@@ -85,7 +85,7 @@ class Ranks:
     def build(self, loaded: LoadedModel, recorded: object, **options: Any) -> tuple[Any, Weights]:
         """Allocate the same blocks on all ranks; nothing is compiled or recorded."""
         runner, _ = self._running.call("build", options, own=lambda: Runner(loaded, **options))
-        weights = watch_weights(runner, None)
+        weights = weights_of(runner, None)
         self._running.loaded()
         return RankedRunner(runner, self._running), RankedWeights(weights, self._running)
 
@@ -228,9 +228,8 @@ class RankedWeights:
     """The weights of all ranks; an update reaches the other ranks by `reload` only."""
 
     def __init__(self, own: ModelWeights, processes: Processes) -> None:
-        """Watch the weights of rank 0."""
+        """Hold the weights of rank 0."""
         self._own, self._processes = own, processes
-        self.check = own.check
 
     def checked(self, state: State | None) -> State | None:
         """Return a complete state of whole weights. Raises InvalidInput if it does not fit, or is missing."""

@@ -16,10 +16,6 @@ State: TypeAlias = "Mapping[str, Tensor]"
 class Weights(Protocol):
     """The weights of an engine's model, which may change."""
 
-    def check(self) -> None:
-        """Raise WeightsChanged if the cached KV was computed with other weights. Any thread may call."""
-        ...
-
     def checked(self, state: State | None) -> State | None:
         """Return a complete state; raises InvalidInput, with nothing changed, if it does not fit. Any thread may call.
 
@@ -43,9 +39,6 @@ class FixedWeights:
     def __init__(self, error: type[RadixKVError], message: str) -> None:
         """Refuse all new weights with such an error."""
         self._error, self._message = error, message
-
-    def check(self) -> None:
-        """Accept every request."""
 
     def checked(self, state: State | None) -> State | None:
         """Refuse all new weights."""

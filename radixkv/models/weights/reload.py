@@ -1,13 +1,12 @@
 """Take new weights into a model that an engine runs, without loading it again.
 
-`ModelWeights` watches the weights with a `WeightGuard`, writes new values into them, and computes the copies again that
-radixkv made of them: packed and quantised layers, and factors of norms of our own layers.
+`ModelWeights` writes new values into the weights, and computes the copies again that radixkv made of them: packed and
+quantised layers, and factors of norms of our own layers. Nothing looks for updates of the weights between two reloads.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -27,23 +26,21 @@ from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear,
 from radixkv.models.rounded_kv import format_test
 from radixkv.models.runner import Runner
 from radixkv.models.selftest import self_test
-from radixkv.models.weights.watch import WatchedForward, WeightGuard, WeightWatch, weight_places
 
 State = Mapping[str, Tensor]
+Slots = dict[str, tuple[torch.Size, torch.dtype]]  # shape and dtype of each weight
 _log = logging.getLogger(__name__)
 
 
-def watch_weights(runner: Runner, source: Any | None) -> ModelWeights:
-    """Return the weights of a runner that is ready to run, and refuse its logits after an update from now on."""
+def weights_of(runner: Runner, source: Any | None) -> ModelWeights:
+    """Return the weights of a runner that is ready to run; `source` is the model that its caller passed, if any."""
     forward = runner.forward
     record_again = forward.record_again if isinstance(forward, ReplayedForward) else None
-    weights = ModelWeights(runner.loaded, source, record_again)
-    runner.forward = WatchedForward(forward, weights.check_step)
-    return weights
+    return ModelWeights(runner.loaded, source, record_again)
 
 
 class ModelWeights:
-    """The weights of one loaded model: `check` detects changes, `reload` makes present or given values count.
+    """The weights of one loaded model: `reload` makes present or given values count.
 
     `source` is the caller's model from which `loaded` was made; None for a model from files. It is held weakly: if the
     caller drops it, its packed weights are freed, and the weights of `loaded` alone count. `on_moved` is called
@@ -53,28 +50,16 @@ class ModelWeights:
     def __init__(
         self, loaded: LoadedModel, source: nn.Module | None = None, on_moved: Callable[[], None] | None = None
     ) -> None:
-        """Record the present weights."""
+        """Record the present modules, and shapes, dtypes and addresses of the weights."""
         self._loaded, self._on_moved = loaded, on_moved
-        own = source is None or source is loaded.model
-        self._source = None if own else weakref.ref(source, lambda _: _source_freed(this))
-        this = weakref.ref(self)
-        owner = self._owner
-        self._kinds, self._slots = _kinds(owner), _slots(owner)
-        self._guard = WeightGuard(loaded.name, owner, loaded.model)
-        self.check, self.check_step = self._guard.check, self._guard.check_step
-        self._recorded = self._guard.watch.pointers  # that recorded steps read
-
-    def watch(self) -> None:
-        """Record the present weights as the engine's."""
-        owner = self._owner
-        self._kinds, self._slots = _kinds(owner), _slots(owner)
-        self._guard.watch = WeightWatch(owner, self._loaded.model)
+        models = [loaded.model] if source is None else [source, loaded.model]
+        self._at_load = [(weakref.ref(model), _kinds(model), _slots(model)) for model in models]
+        self._recorded = _addresses(loaded.model)  # that recorded steps read
 
     @property
-    def _owner(self) -> nn.Module:
-        """The model whose parameters the caller may update."""
-        source = None if self._source is None else self._source()
-        return self._loaded.model if source is None else source
+    def _owner(self) -> tuple[nn.Module, dict[str, type[nn.Module]], Slots]:
+        """The model whose parameters the caller may update, and its modules and weights at load."""
+        return next((model, kinds, slots) for held, kinds, slots in self._at_load if (model := held()) is not None)
 
     def digest(self) -> str:
         """Return a digest of all bytes of the weights, packed and quantised ones included."""
@@ -87,8 +72,8 @@ class ModelWeights:
 
         Of the names of a tied weight, one is enough.
         """
-        owner = self._owner
-        if self._kinds != _kinds(owner):
+        owner, kinds, slots = self._owner
+        if kinds != _kinds(owner):
             raise InvalidInput(
                 f"{self._loaded.name} has other modules than when it was loaded: merge and remove adapters, or load "
                 "another engine"
@@ -103,7 +88,7 @@ class ModelWeights:
             if same and not all(torch.equal(full[given[0]], full[name]) for name in given[1:]):
                 raise InvalidInput(f"state has two values for one tied weight, {given[0]} and {given[1]}")
             full.update({name: full[given[0]] for name in names if given and name not in full})
-        _check_state(full, self._slots, {name for name, _ in owner.named_buffers()})
+        _check_state(full, slots, {name for name, _ in owner.named_buffers()})
         return full
 
     def reload(self, state: State | None = None) -> float:
@@ -112,38 +97,30 @@ class ModelWeights:
         Writes the values of a state into the caller's model, if there is one. Nothing else may compute with the model
         meanwhile. Costs a copy of the weights, the packing of linear layers one by one, and a self-test. Raises
         InvalidInput or UnsupportedModel by the self-test, WeightsChanged if an update comes meanwhile. After an error
-        `check` raises until a reload succeeds.
+        the model computes nothing of use until a reload succeeds.
         """
-        guard = self._guard
-        guard.reloading = True
-        try:
-            error = self._reload(state)
-            guard.problem = ""
-        except Exception as failed:
-            guard.problem = f"{self._loaded.name} has no weights, because a reload failed ({failed}): reload it again"
-            raise
-        finally:
-            guard.reloading = False
-        if self._on_moved is not None and guard.watch.pointers != self._recorded:  # perhaps moved by a failed reload
+        error = self._reload(state)
+        if self._on_moved is not None and (addresses := _addresses(self._loaded.model)) != self._recorded:
             self._on_moved()
-            self._recorded = guard.watch.pointers
+            self._recorded = addresses
         _log.info("%s: weights reloaded, self-test error %.1e", self._loaded.name, error)
         return error
 
     def _reload(self, state: State | None) -> float:
-        owner, own = self._owner, self._loaded.model
+        (owner, _, slots), own = self._owner, self._loaded.model
         if state is not None:
             _write(owner, state)
-        _check_dtypes(self._loaded.name, self._slots, _slots(owner))
+        _check_dtypes(self._loaded.name, slots, _slots(owner))
         if owner is not own:
             _share_tensors(own, owner)
         self._refresh()  # moves weights that were replaced, and not overwritten
-        self.watch()  # before anything is read
+        before = _versions(owner)  # before anything is read
         _copy_again(own, owner, state)
         self._refresh()
         error = max(self_test(self._loaded), format_test(self._loaded))
-        if self._guard.watch.changed():
-            raise WeightsChanged(f"{self._guard.watch.first_change()} changed meanwhile")
+        for name, version in _versions(owner).items():
+            if version != before.get(name):
+                raise WeightsChanged(f"{name} changed meanwhile")
         return error
 
     def _refresh(self) -> None:
@@ -153,16 +130,31 @@ class ModelWeights:
             model.operators.refresh(model)
 
 
-def _source_freed(weights: weakref.ref[ModelWeights]) -> None:
-    """Watch the weights of the engine's own model from now on, because the caller's has been freed.
-
-    Not at the end of the interpreter, which has taken modules away by then.
-    """
-    if (found := weights()) is not None and not sys.is_finalizing():
-        found.watch()
-
-
 # ---- weights by name
+
+
+def weight_places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield name, dictionary and key of each parameter and saved buffer; those that share a tensor all count."""
+    for prefix, module in model.named_modules():
+        unsaved = module._non_persistent_buffers_set
+        for owner in (module._parameters, module._buffers):
+            for key, tensor in owner.items():
+                if tensor is not None and not (owner is module._buffers and key in unsaved):
+                    yield f"{prefix}.{key}" if prefix else key, owner, key
+
+
+def _addresses(model: nn.Module) -> list[int]:
+    """Return the address of each parameter and buffer."""
+    return [local_part(tensor).data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the address of each weight, and how many updates torch has counted: none of tensors of inference mode."""
+    found = {}
+    for name, owner, key in weight_places(model):
+        tensor = local_part(owner[key])
+        found[name] = tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    return found
 
 
 def _kinds(model: nn.Module) -> dict[str, type[nn.Module]]:
@@ -177,7 +169,7 @@ def _copied(model: nn.Module) -> Iterator[tuple[str, PackedLinear | QuantizedLin
             yield f"{name}.weight", module
 
 
-def _slots(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def _slots(model: nn.Module) -> Slots:
     """Return shape and dtype of each weight by name, all names of tied weights and the packed weights included."""
     found = {name: (owner[key].shape, owner[key].dtype) for name, owner, key in weight_places(model)}
     for name, module in _copied(model):
@@ -207,7 +199,7 @@ def _tied(model: Any) -> list[tuple[list[str], bool]]:
     return found
 
 
-def _check_state(state: State, slots: Mapping[str, tuple[torch.Size, torch.dtype]], buffers: set[str]) -> None:
+def _check_state(state: State, slots: Slots, buffers: set[str]) -> None:
     """Raise InvalidInput unless the state has each parameter in its shape, and no other names."""
     unknown = sorted(set(state) - set(slots) - buffers)
     missing = sorted(set(slots) - set(state) - buffers)
