@@ -19,6 +19,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 TOP = Path(__file__).resolve().parent.parent
 SOURCES = ("radixkv", "kernels/radixkv_kernels", "monitor/radixkv_monitor", "traces/radixkv_traces")
@@ -53,15 +54,27 @@ KINDS = {
     "formula": Kind(re.compile(r"^[ \t#]*(?:Knows|Does not know)\b", re.MULTILINE), 0.0),
 }
 LEFT_OUT = re.compile(r"`[^`]*`|\"[^\"\n]*\"|https?://\S+")
+NAME = re.compile(r"\s*(?:async )?def (test_\w+)")
 FENCED = re.compile(r"```.*?```", re.DOTALL)
+
+
+class Hit(NamedTuple):
+    """One word that a limit counts, with its line and its sentence."""
+
+    line: int
+    word: str
+    sentence: str
+
+    def __str__(self) -> str:
+        return f'"{self.word}": {self.sentence}'
 
 
 @dataclass
 class Prose:
-    """The prose of one file: its number of words, and by kind the lines and sentences of the hits."""
+    """The prose of one file: its number of words, and by kind the hits."""
 
     words: int = 0
-    hits: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    hits: dict[str, list[Hit]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
 
     def add(self, text: str, line: int) -> None:
         """Count a passage that begins in this line."""
@@ -70,7 +83,8 @@ class Prose:
         for name, kind in KINDS.items():
             for match in kind.pattern.finditer(plain):
                 at = match.start() + len(match[0]) - len(match[0].lstrip())
-                self.hits[name].append((line + plain.count("\n", 0, at), _sentence(text, at)))
+                word = " ".join(match[0].split())
+                self.hits[name].append(Hit(line + plain.count("\n", 0, at), word, _sentence(text, at)))
 
 
 def _blank(match: re.Match[str]) -> str:
@@ -125,9 +139,9 @@ def read_names(top: Path = TOP) -> Prose:
     """The names of all tests, each a sentence; a hit has its line."""
     found = Prose()
     for path in sorted((top / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                found.add(node.name.replace("_", " "), node.lineno)
+        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if match := NAME.match(text):
+                found.add(match[1].replace("_", " "), line)
     return found
 
 
@@ -135,10 +149,10 @@ def problems_of_names(names: Prose) -> list[str]:
     """Return one line for each name with a hit of a kind that is over its limit."""
     limits = {name: kind.limit if kind.names is None else kind.names for name, kind in KINDS.items()}
     return [
-        f"line {line}: {name}: {test}"
+        f"line {hit.line}: {name}: {hit}"
         for name, hits in names.hits.items()
         if 1000 * len(hits) > limits[name] * names.words
-        for line, test in hits
+        for hit in hits
     ]
 
 
@@ -151,16 +165,16 @@ def rates(files: dict[str, Prose]) -> dict[str, float]:
 def problems(files: dict[str, Prose]) -> list[str]:
     """Return one line for each hit in a file over a limit, and for each kind that is over its limit in all files."""
     found = [
-        f"{path}:{line}: {name}: {sentence}"
+        f"{path}:{hit.line}: {name}: {hit}"
         for path, prose in files.items()
         for name, hits in prose.hits.items()
         if len(hits) > max(KINDS[name].few, PER_FILE * KINDS[name].limit * prose.words / 1000)
-        for line, sentence in hits
+        for hit in hits
     ]
     for name, rate in rates(files).items():
         if rate > KINDS[name].limit:
             found += [f"all files together: {name}: {rate:.2f} in 1,000 words, {KINDS[name].limit:.2f} at most"]
-            found += [f"{path}:{line}: {sentence}" for path in files for line, sentence in files[path].hits[name]]
+            found += [f"{path}:{hit.line}: {hit}" for path in files for hit in files[path].hits[name]]
     return list(dict.fromkeys(found))
 
 
