@@ -24,7 +24,6 @@ VERIFY = ("auto", "always")
 ORDERS = ("fcfs", "longest-prefix")
 VICTIMS = ("cheapest", "last")
 SPECULATE = ("ngram", "tree")
-SCRUB_RATE = 32.0  # blocks per second for scrub=True
 
 
 class EngineConfigFields(TypedDict, total=False):
@@ -59,7 +58,6 @@ class EngineConfigFields(TypedDict, total=False):
     speculate: str | None
     prefix_cache: bool
     deterministic: bool
-    scrub: bool | float
     monitor: bool | str
     expose_text: bool
     record: str | os.PathLike[str] | None
@@ -77,10 +75,6 @@ _INT: _Rule = (is_int, "{name} must be an int, got {value!r}")
 _COMPILE: _Rule = (
     lambda value: isinstance(value, bool) or value == "auto",
     "{name}={value!r}: allowed are 'auto', True and False",
-)
-_SCRUB: _Rule = (
-    lambda value: isinstance(value, bool) or (isinstance(value, int | float) and 0 < value < float("inf")),
-    "{name} is False, True, or blocks a second, above 0; got {value!r}",
 )
 _SECONDS: _Rule = (
     lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"),
@@ -255,11 +249,6 @@ class EngineConfig:
         "prefill_chunk, a multiple of block_size",
         _FLAG,
     )
-    scrub: bool | float = _setting(
-        False,
-        "recompute cached blocks while the engine is idle and drop those that differ: True, or blocks per second",
-        _SCRUB,
-    )
     monitor: bool | str = _setting(
         True,
         "allow radixkv-monitor of the same user to attach; it receives no text. A tcp:// address also admits clients "
@@ -300,10 +289,6 @@ class EngineConfig:
             value = getattr(self, name)
             if (value != "auto" or name == "disk_memory") and not (name == "host_memory" and value is None):
                 parse_bytes(value, name, automatic=name != "disk_memory")
-        if self.scrub and not self.prefix_cache:
-            raise InvalidInput(
-                "scrub recomputes cached blocks, and prefix_cache=False caches none: leave one of them out"
-            )
         if self.disk_cache is not None and not self.prefix_cache:
             raise InvalidInput("disk_cache keeps cached text, and prefix_cache=False has none: leave one of them out")
         if self.max_batch_tokens < self.max_sequences:
@@ -323,13 +308,6 @@ class EngineConfig:
                 f"deterministic=True needs a prefill_chunk ({self.prefill_chunk}) of whole blocks of {self.block_size} "
                 "tokens"
             )
-
-    @property
-    def scrub_rate(self) -> float | None:
-        """Blocks per second to scrub; None for no scrubbing."""
-        if isinstance(self.scrub, bool):
-            return SCRUB_RATE if self.scrub else None
-        return float(self.scrub)
 
 
 EngineConfig.__doc__ = f"{EngineConfig.__doc__}\n" + "".join(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 REMOVED: dict[str, str] = {
     "queue_blind": "--queue-blind was removed: leave it out, as eviction always spares the text of waiting requests",
     "replicas": "--replicas was removed: simulate one engine, and measure a fleet with Dynamo",
+    "scrub": "scrub was removed: call engine.audit(blocks), from a thread of your own while requests run",
     "routing": "--routing was removed with --replicas: simulate one engine, and measure a fleet with Dynamo",
 }
 """name in Python's form (the flag `--key-share` is `key_share`) -> a sentence: it was removed, and what to use."""

@@ -9,7 +9,6 @@ on it are released.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Hashable
 from concurrent.futures import Future
@@ -58,24 +57,16 @@ class _Walk:
 
 
 class Auditor:
-    """A background task of a core: computes one piece of each requested audit after each step.
+    """A background task of a core: computes one piece of each requested audit after each step."""
 
-    With a scrub rate it also audits random pieces while there are no requests.
-    """
-
-    def __init__(self, core: Core, *, scrub: float | None = None) -> None:
-        """Audit the cache of `core`; `scrub` is in blocks a second, None for never. Raises InvalidInput."""
-        self._core, self._scrub = core, scrub
+    def __init__(self, core: Core) -> None:
+        """Audit the cache of `core`."""
+        self._core = core
         self._runs = CachedRuns(core)
         self._obstacle = _obstacle(core)
         self._jobs: deque[_Job] = deque()
         self._walk: _Walk | None = None
-        self._next = 0.0  # when the scrubber may go on
         self._rng = Random(0)
-        if scrub is not None:
-            if self._obstacle is not None:
-                raise InvalidInput(f"scrub: {self._obstacle}")
-            core.background.append(self)
 
     @property
     def pending(self) -> int:
@@ -98,27 +89,24 @@ class Auditor:
     # ---- as a background task
 
     def due_in(self, *, busy: bool) -> float | None:
-        """Return the seconds until there is a piece to audit; None for never."""
-        if self._jobs:
-            return 0.0
-        cache = self._core.cache
-        if busy or self._scrub is None or cache.free_blocks == cache.num_blocks:
-            return None
-        return max(self._next - time.perf_counter(), 0.0)
+        """Return 0.0 if there is a piece to audit; None for never."""
+        return 0.0 if self._jobs else None
 
     def step(self, *, busy: bool) -> None:
-        """Audit one piece if it is due. A failure goes to the future of the audit; only DeviceLost is raised."""
-        if self.due_in(busy=busy) != 0.0:
+        """Audit one piece if one is due. A failure goes to the future of the audit; only DeviceLost is raised."""
+        if not self._jobs:
             return
-        job = self._jobs[0] if self._jobs else None
+        job = self._jobs[0]
         try:
-            if job is None:
-                self._scrub_piece()
-            elif job.future.cancelled() or not self._audit_piece(job) or (not self._walk and job.audited >= job.blocks):
+            if job.future.cancelled() or not self._audit_piece(job) or (not self._walk and job.audited >= job.blocks):
                 self._finish(job)
         except Exception as error:
             _log.exception("an audit failed")
-            self._give_up(job, error)
+            self._walk = None
+            self._jobs.popleft()
+            failed = EngineError(f"the audit raised {type(error).__name__}: {error}")
+            failed.__cause__ = error
+            _fail(job.future, failed)
             refuse_fatal(error)
 
     def close(self) -> None:
@@ -132,29 +120,9 @@ class Auditor:
             left_out = self._runs.count(compressed=True)
             job.future.set_result(AuditReport(job.audited, job.differ, tuple(job.differences), left_out))
 
-    def _give_up(self, job: _Job | None, error: Exception) -> None:
-        self._walk = None
-        if job is None:
-            _log.error("the scrubber is switched off")
-            self._scrub = None
-        else:
-            self._jobs.popleft()
-            failed = EngineError(f"the audit raised {type(error).__name__}: {error}")
-            failed.__cause__ = error
-            _fail(job.future, failed)
-
-    def _scrub_piece(self) -> None:
-        assert self._scrub is not None
-        counters = self._core.counters
-        begun, before = time.perf_counter(), counters.audited_blocks
-        self._audit_piece(None)
-        now = time.perf_counter()
-        # It rests at least as long as it worked.
-        self._next = now + max(max(counters.audited_blocks - before, 1) / self._scrub, now - begun)
-
     # ---- one piece
 
-    def _audit_piece(self, job: _Job | None) -> bool:
+    def _audit_piece(self, job: _Job) -> bool:
         """Audit the next piece of a walk, or a random one; False if nothing is cached, nor being read."""
         if self._walk is not None:
             self._walk_on(self._walk, job)
@@ -178,7 +146,7 @@ class Auditor:
             self._walk = _Walk(tokens, run.namespace)
         return True
 
-    def _walk_on(self, walk: _Walk, job: _Job | None) -> None:
+    def _walk_on(self, walk: _Walk, job: _Job) -> None:
         tokens, start = walk.tokens[: walk.start + self._runner.recheck_tokens], walk.start
         walk.start += self._runner.recheck_tokens
         if walk.start >= len(walk.tokens):
@@ -192,19 +160,18 @@ class Auditor:
             self._walk = None
             self._drop(tokens, walk.namespace, start, found, job)
 
-    def _recheck(self, tokens: TokenIds, start: int, table: NDArray[np.int32], job: _Job | None) -> Recheck:
+    def _recheck(self, tokens: TokenIds, start: int, table: NDArray[np.int32], job: _Job) -> Recheck:
         size = self._core.cache.block_size
         found = self._runner.recheck(tokens, start, table[: -(-len(tokens) // size)])
         blocks = -(-len(tokens) // size) - start // size
         self._core.counters.audited_blocks += blocks
-        if job is not None:
-            job.audited += blocks
+        job.audited += blocks
         return found
 
     def _is_comparable(self, count: int) -> bool:
         return count >= self._runner.recheck_tokens or not self._runner.row_dependent
 
-    def _drop(self, tokens: TokenIds, namespace: Hashable, start: int, found: Recheck, job: _Job | None) -> None:
+    def _drop(self, tokens: TokenIds, namespace: Hashable, start: int, found: Recheck, job: _Job) -> None:
         """Drop the first run that differs, and report it."""
         first, last = start + found.positions[0], start + found.positions[-1]
         layer, part = found.layer or 0, found.part or ""
@@ -213,9 +180,8 @@ class Auditor:
         difference = Difference(owner, first, last + 1, layer, part, found.worst, *dropped)
         differ = len({(start + position) // self._core.cache.block_size for position in found.positions})
         self._core.counters.differing_blocks += differ
-        if job is not None:
-            job.differ += differ
-            job.differences.append(difference)
+        job.differ += differ
+        job.differences.append(difference)
         _log.error("an audit found cached KV that its tokens do not give, and dropped it: %s", difference)
 
 
@@ -226,7 +192,7 @@ def _obstacle(core: Core) -> str | None:
     if core.cache.state_rows:
         return (
             "this model has recurrent state, and cached KV cannot be computed again without the state before it: "
-            "there is no audit or scrub for such a model"
+            "there is no audit for such a model"
         )
     if not core.runner.recheck_tokens:
         return "this engine's runner cannot compute cached KV again: load the engine with Engine.load"

@@ -110,7 +110,7 @@ class RequestEngine:
         device = device_of(model.device)
         sampler = sampler_of(model, config.logits_processors)
         core = Core(cache, runner, config, sampler=sampler, depth=int(device.is_gpu))
-        auditor = Auditor(core, scrub=config.scrub_rate)
+        auditor = Auditor(core)
         self._outputs: list[TraceWriter | WhatIfThread | monitoring.Monitoring] = []
         if (file := check_path(config.record)) is not None:
             trace = TraceWriter(file, cache.block_size)

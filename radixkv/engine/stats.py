@@ -176,7 +176,7 @@ class EngineStats:
 
     @property
     def audit(self) -> str:
-        """The results of all audits and of the scrubber, as a sentence."""
+        """The results of all audits, as a sentence."""
         return str(AuditReport(self.audited_blocks, self.differing_blocks))
 
     @property

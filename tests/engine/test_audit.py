@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -76,7 +75,7 @@ class World:
         self.cache = PrefixCache(num_blocks, block_size)
         self.runner = AuditedRunner(num_blocks, block_size, recheck_tokens)
         self.core = Core(self.cache, self.runner, replace(SETTINGS, **options))
-        self.auditor = Auditor(self.core, scrub=self.core.config.scrub_rate)
+        self.auditor = Auditor(self.core)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
         ids, replies = np.array(prompt, np.int32), replies_of(params, params.max_tokens)
@@ -440,78 +439,13 @@ def test_a_model_that_raises_fails_the_audit_and_nothing_else() -> None:
     assert world.audit(20).differ == 0
 
 
-# ---- the scrubber
-
-
-def test_the_scrubber_works_while_nothing_else_is_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    world = World(scrub=4.0)
-    assert world.core.idle_for() is None  # nothing is cached
-    request = world.submit(list(range(40)))
-    while not request.channel.ended:
-        assert world.core.idle_for() == 0.0
-        assert world.runner.rechecked == 0
-        world.step()
-    world.auditor._next = 0.0
-    for count in range(2, 12):
-        assert world.core.idle_for() == 0.0
-        world.step()
-        assert world.runner.rechecked == count
-        assert world.core.idle_for() == 0.5  # two blocks a piece
-        world.step()
-        assert world.runner.rechecked == count
-        now[0] += 0.5
-    other = world.submit(list(range(7, 30)))
-    world.step()
-    assert world.runner.rechecked == count
-    world.finish()
-    assert is_right(other)
-
-
-def test_the_scrubber_rests_at_least_as_long_as_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    world = World(scrub=1e9)
-    world.answer(list(range(40)))
-    recheck = world.runner.recheck
-
-    def slow(*arguments: Any) -> Recheck:
-        now[0] += 7.0
-        return recheck(*arguments)
-
-    world.runner.recheck = slow  # type: ignore[method-assign]
-    now[0] += 100
-    world.step()
-    assert world.core.idle_for() == 7.0
-
-
-def test_the_scrubber_finds_and_drops_too() -> None:
-    world = World(scrub=1e9)
-    world.answer(list(range(40)))
-    world.spoil(list(range(40)), 20)
-    while not world.core.counters.differing_blocks:
-        world.step()
-    assert world.cached(list(range(40))) == 20
-
-
-def test_a_scrubber_that_raises_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
-    world = World(scrub=1e9)
-    world.answer(list(range(40)))
-    world.runner.trouble = RuntimeError("broken")
-    while world.core.idle_for() is not None:
-        world.step()
-    assert "the scrubber is switched off" in caplog.text
-    assert world.answer(list(range(5, 45))) == greedy_reply(list(range(5, 45)), 6)
-
-
 # ---- from any thread
 
 
-def make_engine(scrub: bool | float = False, prefix_cache: bool = True) -> tuple[Engine, AuditedRunner]:
+def make_engine(prefix_cache: bool = True) -> tuple[Engine, AuditedRunner]:
     runner = AuditedRunner(100, 4)
     cache = PrefixCache(100, 4)
-    config = replace(SETTINGS, prefix_cache=prefix_cache, scrub=scrub)
+    config = replace(SETTINGS, prefix_cache=prefix_cache)
     return Engine(cast(LoadedModel, FakeModel()), runner, cache, config), runner
 
 
@@ -536,19 +470,6 @@ def test_an_engine_is_audited_while_streams_run() -> None:
         assert engine.audit(200).differ == 1
         assert engine.stats().audit.endswith("1 differ")
         check(engine)
-
-
-def test_an_idle_engine_scrubs_itself_and_wakes_for_requests() -> None:
-    engine, runner = make_engine(scrub=1e9)
-    with engine:
-        engine.generate([list(range(40))], GREEDY)
-        runner.spoil(int(engine.core.cache.match(list(range(40))).blocks[2]), 0)
-        waiting = threading.Event()
-        while not engine.stats().differing_blocks:
-            waiting.wait(0.001)
-        assert engine.probe(list(range(40))).length == 8
-        [done] = engine.generate([list(range(40))], GREEDY)
-        assert list(done.token_ids) == greedy_reply(list(range(40)), 6)
 
 
 def test_closing_ends_an_audit() -> None:
@@ -577,8 +498,6 @@ def test_where_there_is_nothing_to_audit_it_is_said() -> None:
     engine, _ = make_engine(prefix_cache=False)
     with engine, pytest.raises(InvalidInput, match="prefix_cache=False"):
         engine.audit(1)
-    with pytest.raises(InvalidInput, match="prefix_cache=False"):
-        make_engine(scrub=1.0, prefix_cache=False)
     engine, runner = make_engine()
     with engine:
         for blocks in (0, -1, True, 1.5, "8", None):
@@ -589,9 +508,10 @@ def test_where_there_is_nothing_to_audit_it_is_said() -> None:
     Auditor(core).begin(1, future)
     with pytest.raises(InvalidInput, match=r"Engine\.load"):
         future.result(0)
-    runner.recheck_obstacle = "experts"
-    with pytest.raises(InvalidInput, match="scrub: experts"):
-        Auditor(Core(PrefixCache(10, 4), runner, EngineConfig()), scrub=1.0)
+    runner.recheck_obstacle, refused = "experts", Future[AuditReport]()
+    Auditor(Core(PrefixCache(10, 4), runner, EngineConfig())).begin(1, refused)
+    with pytest.raises(InvalidInput, match="experts"):
+        refused.result(0)
 
 
 def test_where_rows_meet_only_whole_pieces_are_computed_again() -> None:
@@ -609,14 +529,7 @@ def test_where_rows_meet_only_whole_pieces_are_computed_again() -> None:
         assert set(asked) == {runner.recheck_tokens}
 
 
-@pytest.mark.parametrize("scrub", [0, -1, float("nan"), float("inf"), "fast", None])
-def test_a_rate_of_scrubbing_is_checked(scrub: Any) -> None:
-    with pytest.raises(InvalidInput, match="scrub is False, True, or blocks a second"):
-        EngineConfig(scrub=scrub)
-
-
-def test_rates_and_pieces() -> None:
-    assert [EngineConfig(scrub=scrub).scrub_rate for scrub in (False, True, 3)] == [None, 32.0, 3.0]
+def test_pieces_are_whole_blocks() -> None:
     assert [piece_tokens(size) for size in (1, 16, 48, 128, 500)] == [128, 128, 96, 128, 500]
 
 

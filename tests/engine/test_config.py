@@ -41,12 +41,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"kv_memory": None}, 'kv_memory must be "auto", bytes, or a size such as "512MB" or "2GiB"; got None'),
     (
-        {"scrub": True, "prefix_cache": False},
-        "scrub recomputes cached blocks, and prefix_cache=False caches none: leave one of them out",
-    ),
-    ({"scrub": 0}, "scrub is False, True, or blocks a second, above 0; got 0"),
-    ({"scrub": float("nan")}, "scrub is False, True, or blocks a second, above 0; got nan"),
-    (
         {"monitor": "udp://x"},
         "monitor must be True, False, 'rw' or an address such as 'tcp://127.0.0.1:7777', got 'udp://x'",
     ),

@@ -187,5 +187,3 @@ def test_audits_say_why_they_cannot_run() -> None:
         pytest.raises(InvalidInput, match="this model has recurrent state"),
     ):
         engine.audit()
-    with pytest.raises(InvalidInput, match="scrub: this model has recurrent state"):
-        Engine.load(hybrid("lfm2"), scrub=True, **SMALL)
