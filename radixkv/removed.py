@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
 REMOVED: dict[str, str] = {
+    "notify": "--notify was removed: use --bell, or --watch with a command of your own",
+    "osc9": "osc9 was removed: use bell, or --watch with a command of your own",
     "queue_blind": "--queue-blind was removed: leave it out, as eviction always spares the text of waiting requests",
+    "report": "--report was removed: use --once --json, or export a view with the key e",
     "replicas": "--replicas was removed: simulate one engine, and measure a fleet with Dynamo",
     "scrub": "scrub was removed: call engine.audit(blocks), from a thread of your own while requests run",
     "routing": "--routing was removed with --replicas: simulate one engine, and measure a fleet with Dynamo",
+    "web": "--web was removed: use textual serve",
 }
 """name in Python's form (the flag `--key-share` is `key_share`) -> a sentence: it was removed, and what to use."""
 

@@ -47,7 +47,7 @@ def test_another_file_fails_and_is_named(names: list[str], named: str, tmp_path:
 
 def test_each_extra_for_users_is_installed_and_tried() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {"", *extras} == {*dist.COMMANDS, *dist.SERVERS, "dev", "docs"}
+    assert {"", *extras} == {*dist.COMMANDS, "dev", "docs"}
 
 
 @pytest.mark.parametrize("command", ["python -c pass", "python -c 'print(\"ready\"); raise SystemExit(1)'"])

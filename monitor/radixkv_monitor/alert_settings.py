@@ -68,14 +68,12 @@ COUNTS = frozenset({"preemptions", "failed", "timed_out"})
 class AlertSettings:
     """The thresholds of the verdict, and the reactions to a change of its level.
 
-    `bell` and `osc9` write to the terminal: the bell, and a desktop notification. `log` is a file to which a JSON line
-    is appended. `after`: the seconds for which a level must hold before it counts. `ignore`: names of reasons that
-    never alert; the screens still show them.
+    `bell` rings the bell of the terminal. `log` is a file to which a JSON line is appended. `after`: the seconds for
+    which a level must hold before it counts. `ignore`: names of reasons that never alert; the screens still show them.
     """
 
     thresholds: Thresholds = DEFAULTS
     bell: bool = False
-    osc9: bool = False
     log: Path | None = None
     after: float = 5.0
     ignore: frozenset[str] = frozenset()
@@ -222,4 +220,4 @@ def _threshold(name: str) -> Callable[[Any], float | int | None]:
 
 
 _THRESHOLDS = {each.name: _threshold(each.name) for each in fields(Thresholds)}
-_NOTIFY = {"bell": _switch, "osc9": _switch, "log": _path, "after": _seconds, "ignore": _names}
+_NOTIFY = {"bell": _switch, "log": _path, "after": _seconds, "ignore": _names}

@@ -20,12 +20,9 @@ from radixkv_monitor.alert_settings import AlertSettings
 from radixkv_monitor.feed import Feed
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.summary import Level, summarise, verdict
-from radixkv_monitor.verdict_log import KEPT, SEVERITIES, VerdictChange, VerdictLog, one_line, reaches, without
+from radixkv_monitor.verdict_log import KEPT, SEVERITIES, VerdictChange, VerdictLog, reaches, without
 
 _log = logging.getLogger(__name__)
-
-LONGEST_TEXT = 200
-"""The characters of a desktop notification."""
 
 
 class Alerter:
@@ -87,11 +84,9 @@ class Alerter:
         return change
 
     def _notify(self, change: VerdictChange) -> None:
-        if self._write_terminal is not None and not (change.previous is None and SEVERITIES[change.level] == 0):
-            if self.settings.bell:
-                self._write_terminal("\a")
-            if self.settings.osc9:
-                self._write_terminal(osc9(f"radixkv, {change.level}: {change.sentence}"))
+        starts_well = change.previous is None and SEVERITIES[change.level] == 0
+        if self.settings.bell and self._write_terminal is not None and not starts_well:
+            self._write_terminal("\a")
 
     def _write_log(self, path: Path) -> None:
         """Append the changes that are not in the file yet. A full disk is reported once, and later checks try again."""
@@ -115,14 +110,6 @@ def _open_once(path: Path) -> None:
         raise InvalidInput(
             f"the log of verdicts, {path}, cannot be written: {reason}; name another file with --verdict-log"
         ) from error
-
-
-def osc9(text: str) -> str:
-    """Return the control sequence of a desktop notification with this text, on one line and without control characters.
-
-    Some terminals take a text that begins with a digit as another command, so it must begin with a letter.
-    """
-    return f"\x1b]9;{one_line(text)[:LONGEST_TEXT]}\a"
 
 
 # ---- without a screen

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from threading import Thread
 from typing import ClassVar
@@ -49,7 +48,7 @@ from radixkv_monitor.playback import Playback
 from radixkv_monitor.questions import CommandAsked, Question, can_control
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.self_usage import FRAMES_PER_SECOND, FrameLimiter, UsageMeter
-from radixkv_monitor.shutdown import exit_on_signals, exit_with_parent, has_shell
+from radixkv_monitor.shutdown import exit_on_signals, has_shell
 from radixkv_monitor.state import State
 from radixkv_monitor.theme import DARK, LIGHT, THEMES
 from radixkv_monitor.verdict_screen import InfoScreen
@@ -117,8 +116,6 @@ class MonitorApp(App[None]):
     async def on_mount(self) -> None:
         """Start reading and drawing."""
         exit_on_signals(self, lambda: self.feed.close())
-        if self.is_web:
-            exit_with_parent(lambda: self.feed.close())
         self.app_resume_signal.subscribe(
             self, lambda _: self.refresh(layout=True)
         )  # the shell has drawn over the screen
@@ -421,8 +418,8 @@ class MonitorApp(App[None]):
     # ---- alerts
 
     def _write_terminal(self, text: str) -> None:
-        """Write a control sequence to the terminal, between two updates of the screen; a browser gets none."""
-        if self._driver is not None and not (self.is_headless or self.is_web):
+        """Write a control sequence to the terminal, between two updates of the screen."""
+        if self._driver is not None and not self.is_headless:
             self._driver.write(text)
 
     # ---- files
@@ -447,20 +444,10 @@ class MonitorApp(App[None]):
         self._save_text(table.name, kind, table.to_json() if kind == "json" else table.to_csv())
 
     def _save_text(self, name: str, kind: str, text: str) -> None:
-        """Write a new file, or offer a download to the browser."""
-        path = _new_path(name, kind)
-        if self.is_web:
-            self.deliver_text(StringIO(text), save_filename=path.name)
-            self.notify(f"{path.name}: a download of the browser", title="Exported")
-        else:
-            self._write(path, partial(private_files.write, data=text.encode()))
+        self._write(_new_path(name, kind), partial(private_files.write, data=text.encode()))
 
     def _write(self, path: Path, write: Callable[[Path], object]) -> None:
-        """Write a new file, and report the path or the error. A browser writes none on the engine's machine."""
-        if self.is_web:
-            text = "A browser writes no files here. Record in a terminal: radixkv-monitor --record FILE"
-            self.notify(text, title="Nothing was written", severity="warning")
-            return
+        """Write a new file, and report the path or the error."""
         try:
             write(path)
         except (OSError, ValueError) as error:

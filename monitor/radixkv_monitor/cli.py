@@ -35,8 +35,6 @@ PATIENCE = 5.0
 """The seconds that --once waits for an engine's state."""
 WATCHED = 2.0
 """The seconds that --once watches a live engine."""
-REPORTED = 10.0
-"""The seconds that --report watches a live engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +93,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _can_draw() -> bool:
-    """Return whether there is a terminal, or a browser."""
-    return _in_browser() or all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
-
-
-def _in_browser() -> bool:
-    """Return whether Textual was given another driver than a terminal's, as textual-serve does."""
-    return "TEXTUAL_DRIVER" in os.environ
+    """Return whether there is a terminal, or a browser: `textual serve` gives Textual another driver."""
+    return "TEXTUAL_DRIVER" in os.environ or all(
+        stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)
+    )
 
 
 def _unknown_order(name: str) -> str:
@@ -139,8 +134,6 @@ def choose_feed(arguments: argparse.Namespace, *, ask: bool = False) -> Any:
     if not ask:
         lines = [feed_factory.describe(each, time.time()) for each in found]
         raise EngineNotFound("several engines are running; name one by its process id or socket:\n" + "\n".join(lines))
-    if _in_browser():  # a page ends with its first app; the newest engine is shown there, and `g` lists all
-        return feed_factory.feed_of_found(found[-1])
     from radixkv_monitor.engine_picker import EnginePicker
 
     picker = EnginePicker(found)
@@ -224,36 +217,6 @@ def _once(arguments: argparse.Namespace) -> int:
     return _status_of(arguments.fail_on, found.level, found.reasons)
 
 
-def _report(arguments: argparse.Namespace) -> int:
-    """Write a report. Ctrl-C ends the watching of a live engine, and the report covers the time until then."""
-    from radixkv_monitor.print_once import first_state
-    from radixkv_monitor.replay import FileFeed
-
-    settings = _alert_settings(arguments)
-    feed = choose_feed(arguments)
-    live = not isinstance(feed, FileFeed)
-    watched = REPORTED if arguments.seconds is None else arguments.seconds
-    try:
-        with closing(Progress(f"{'watching' if live else 'reading'} {feed.title}")) as progress:
-            state = first_state(feed, PATIENCE, watched, progress)
-    except KeyboardInterrupt:
-        if not live or feed.current is None:
-            raise
-        state = feed.current
-    except EngineNotFound as error:
-        if feed.ending.damaged_at is None:
-            raise
-        return _failed(str(error), DAMAGED)
-    from radixkv_monitor import report_html
-
-    with closing(Progress(f"writing {arguments.report}")) as progress:
-        report_html.write(arguments.report, feed, state, live=live, thresholds=settings.thresholds, progress=progress)
-    print(f"radixkv-monitor: wrote {arguments.report}", file=sys.stderr)
-    if feed.ending.damaged_at is not None:
-        return _failed(f"{feed.title}: the end is missing: {feed.status.sentence}", DAMAGED)
-    return OK
-
-
 def _watch(arguments: argparse.Namespace) -> int:
     """Print the changes of the verdict's level until a signal comes, or until the level reaches --fail-on."""
     from radixkv.cli.entry_point import exit_on_signals
@@ -276,14 +239,7 @@ def _alert_settings(arguments: argparse.Namespace) -> AlertSettings:
     from radixkv_monitor.alert_settings import find_settings
 
     found = find_settings(arguments.alerts)
-    if _in_browser():  # a page writes no files here, and rings nothing
-        return replace(found, bell=False, osc9=False, log=None)
-    return replace(
-        found,
-        bell=found.bell or arguments.bell,
-        osc9=found.osc9 or arguments.notify,
-        log=arguments.verdict_log or found.log,
-    )
+    return replace(found, bell=found.bell or arguments.bell, log=arguments.verdict_log or found.log)
 
 
 def _status_of(fail_on: Level | None, level: Level, reasons: Sequence[Reason]) -> int:
@@ -297,28 +253,5 @@ def _status_of(fail_on: Level | None, level: Level, reasons: Sequence[Reason]) -
     return THRESHOLD
 
 
-def _web(arguments: argparse.Namespace) -> int:
-    """Serve the app to browsers until a signal ends it."""
-    from radixkv.telemetry.discovery import engines
-    from radixkv_monitor import web
-
-    if options.named_sources(arguments) or not engines():
-        choose_feed(arguments)  # raises for a target that is none, and without an engine
-
-    def ready(url: str) -> None:
-        print(f"radixkv-monitor: open {url}\nCtrl-C ends it. The URL shows your engine: keep it secret.", flush=True)
-
-    try:
-        return web.serve(options.for_page(arguments), arguments.host, arguments.port, "radixkv-monitor", ready)
-    except ModuleNotFoundError as error:
-        return _failed(str(error), FAILED)
-
-
-MODES = (
-    Mode("once", _once),
-    Mode("report", _report),
-    Mode("watch", _watch),
-    Mode("web", _web),
-    Mode("", _draw, draws=True),
-)
+MODES = (Mode("once", _once), Mode("watch", _watch), Mode("", _draw, draws=True))
 """The first mode whose option is given is run; the last one has no option."""

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from radixkv.server_settings import is_loopback
-
 OK, FAILED, MISUSED, THRESHOLD, DAMAGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 EXIT_STATUSES: dict[int, str] = {
@@ -39,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         "only if it was loaded with monitor='rw', and after a confirmation."
         f"\n\nexit status:\n{statuses}",
     )
-    for add in (_add_sources, _add_screen, _add_summary, _add_report, _add_web, _add_alerts, _add_others):
+    for add in (_add_sources, _add_screen, _add_summary, _add_alerts, _add_others):
         add(made)
     return made
 
@@ -79,19 +77,7 @@ def _add_summary(made: argparse.ArgumentParser) -> None:
         dest="seconds",
         metavar="SECONDS",
         type=seconds,
-        help="with --once and --report: watch a live engine for this time first, so that there are rates (default 2, "
-        "and 10 for a report)",
-    )
-
-
-def _add_report(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("report")
-    group.add_argument(
-        "--report",
-        metavar="FILE",
-        type=Path,
-        help="write one HTML file about a recording, or about a live engine that is watched for --for SECONDS: "
-        "verdicts over time, numbers, charts, screens, regrets",
+        help="with --once: watch a live engine for this time first, so that there are rates (default 2)",
     )
 
 
@@ -110,19 +96,7 @@ def _add_alerts(made: argparse.ArgumentParser) -> None:
         "--alerts", metavar="FILE", type=Path, help="a TOML file of thresholds and alerts, in place of the user's own"
     )
     group.add_argument("--bell", action="store_true", help="ring the terminal's bell when the level changes")
-    group.add_argument("--notify", action="store_true", help="show a desktop notification then (OSC 9)")
     group.add_argument("--verdict-log", metavar="FILE", type=Path, help="append a JSON line to this file then")
-
-
-def _add_web(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("browser")
-    group.add_argument(
-        "--web",
-        action="store_true",
-        help="show the same screens in a browser on this machine, read-only; needs radixkv[web]",
-    )
-    group.add_argument("--host", default="127.0.0.1", help="with --web: an address of this machine (default 127.0.0.1)")
-    group.add_argument("--port", type=port, default=8000, help="with --web: the port (default 8000); 0: any free port")
 
 
 def _add_others(made: argparse.ArgumentParser) -> None:
@@ -141,24 +115,9 @@ def seconds(text: str) -> float:
     return value
 
 
-def port(text: str) -> int:
-    """Parse a number of a port. Raises ArgumentTypeError."""
-    if not (text.isascii() and text.isdecimal() and int(text) < 2**16):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a number from 0 to 65535")
-    return int(text)
-
-
 def named_sources(given: argparse.Namespace) -> list[object]:
     """Return the sources that the options name; more than one is wrong usage."""
     return [each for each in (given.target, given.replay, given.demo or None) if each is not None]
-
-
-def for_page(given: argparse.Namespace) -> list[str]:
-    """Return the options of a read-only app that shows the same source and view in a browser."""
-    plain = ("view", "sort", "theme", "replay", "token", "alerts")
-    named = [word for name in plain if (value := getattr(given, name)) for word in (f"--{name}", str(value))]
-    demo = ["--demo", "--host-blocks", str(given.host_blocks)] if given.demo else []
-    return ["--read-only", *named, *demo, *(["--", given.target] if given.target is not None else [])]
 
 
 RULES: tuple[tuple[Callable[[argparse.Namespace], object], str], ...] = (
@@ -168,35 +127,18 @@ RULES: tuple[tuple[Callable[[argparse.Namespace], object], str], ...] = (
         "--host-blocks goes with --demo, and is a number above 0",
     ),
     (
-        lambda given: sum(map(bool, (given.watch, given.once, given.report, given.web))) > 1,
-        "--watch, --once, --report and --web exclude each other: give one of them",
+        lambda given: given.watch and given.once,
+        "--watch and --once exclude each other: give one of them",
     ),
     (lambda given: given.json and not (given.once or given.watch), "--json goes with --once or --watch"),
     (lambda given: given.fail_on and not (given.once or given.watch), "--fail-on goes with --once or --watch"),
     (
-        lambda given: (given.once or given.report or given.web) and (given.bell or given.notify or given.verdict_log),
-        "--bell, --notify and --verdict-log go with the screen or --watch",
+        lambda given: given.once and (given.bell or given.verdict_log),
+        "--bell and --verdict-log go with the screen or --watch",
     ),
     (lambda given: given.watch and given.replay, "--watch goes with a running engine: read a recording with --once"),
     (lambda given: given.watch and given.record, "--record goes with the screen, not with --watch"),
-    (
-        lambda given: given.web and not is_loopback(given.host),
-        "{host} may be reached from other machines, which would get the token in clear text: keep 127.0.0.1 and use a "
-        "tunnel, such as ssh -L 8000:127.0.0.1:8000 HOST",
-    ),
-    (lambda given: given.web and given.record, "--record writes files of a terminal's app only: leave out --web"),
-    (
-        lambda given: given.seconds is not None and not (given.once or given.report),
-        "--for goes with --once or --report",
-    ),
-    (
-        lambda given: given.report and (given.report.exists() or given.report.is_symlink()),
-        "{report} is there already: name a new file for the report",
-    ),
-    (
-        lambda given: given.report and not given.report.absolute().parent.is_dir(),
-        "{report} cannot be written: its folder does not exist. Create the folder first",
-    ),
+    (lambda given: given.seconds is not None and not given.once, "--for goes with --once"),
     (
         lambda given: given.record is not None and given.record.exists(),
         "{record} is there already: name a new file to record to",

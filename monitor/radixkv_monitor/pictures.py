@@ -7,14 +7,12 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from radixkv_monitor.alert_settings import DEFAULTS, AlertSettings, Thresholds
 from radixkv_monitor.app import MonitorApp
 from radixkv_monitor.feed import Feed, Link, Status
 from radixkv_monitor.screenshot import screenshot
 from radixkv_monitor.state import State
 from radixkv_monitor.state_builder import PastStates, StateBuilder
-from radixkv_monitor.theme import THEMES
-from radixkv_monitor.views import VIEWS, View
+from radixkv_monitor.views import View
 
 SIZE = (120, 36)
 """The columns and lines of the docs' pictures."""
@@ -92,33 +90,3 @@ async def drawn(
         app.update_bottom_line()
         await settle(pilot)
         return screenshot(app)
-
-
-async def all_views(
-    feed: Feed,
-    size: tuple[int, int],
-    report: Callable[[float], None] = lambda share: None,
-    *,
-    thresholds: Thresholds = DEFAULTS,
-) -> list[list[str]]:
-    """Return pictures of every view: for each of THEMES one per view, in the order of VIEWS.
-
-    `thresholds` are the verdict's. `report` is called with the share that is done. Takes about 0.15 s of CPU
-    time a picture.
-    """
-    app = MonitorApp(feed, VIEWS[0].name, alerts=AlertSettings(thresholds))
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        app.tick()
-        pictures: list[list[str]] = [[] for _ in THEMES]
-        for number, entry in enumerate(VIEWS):
-            await app.action_show(entry.name)
-            await settle(pilot)  # a theme that changes before the first layout leaves texts cut
-            for theme, drawn_before in zip(THEMES, pictures, strict=True):
-                app.theme = theme.name
-                await settle(pilot)
-                app.update_bottom_line()
-                await settle(pilot)
-                drawn_before.append(screenshot(app))
-            report((number + 1) / len(VIEWS))
-    return pictures

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,21 +36,6 @@ def exit_on_signals(app: App[Any], last: Callable[[], None] = lambda: None) -> N
     for number in ENDINGS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, leave)
-
-
-def exit_with_parent(last: Callable[[], None]) -> None:
-    """End this process within a second of its parent's end, with `last` as its last call.
-
-    A web server that is killed cannot end the app of a page, and there is no terminal to restore.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        _force(128 + signal.SIGHUP, last)
-
-    threading.Thread(target=watch, name="radixkv-monitor-parent", daemon=True).start()
 
 
 def has_shell() -> bool:

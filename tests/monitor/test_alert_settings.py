@@ -46,7 +46,6 @@ telemetry_share = 0.02
 
 [notify]
 bell = true
-osc9 = true
 log = "logs/verdicts.jsonl"
 after = 30
 ignore = ["preemptions", "stale"]
@@ -61,7 +60,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     expected |= {"hit_rate": 0.25, "ttft_p50": 0.5, "ttft_p90": 1.5, "ttft_p99": 3.0, "queue_time_p90": 2.0}
     expected |= {"itl_p50": 0.05, "itl_p90": 0.1, "itl_p99": None, "telemetry_share": 0.02}
     assert asdict(found.thresholds) == expected, "a new threshold needs an example here"
-    notify = AlertSettings(found.thresholds, True, True, tmp_path / "logs/verdicts.jsonl", 30.0)
+    notify = AlertSettings(found.thresholds, True, tmp_path / "logs/verdicts.jsonl", 30.0)
     assert found == replace(notify, ignore=frozenset({"preemptions", "stale"}))
 
 
@@ -106,7 +105,7 @@ def test_a_path_starts_at_the_file_or_at_home(monkeypatch: pytest.MonkeyPatch) -
             ("is not a list of these names", "crashed, differing, disk, host, silent, stale"),
         ),
         ("[notify]\nignore = [[1]]", ("is not a list of these names",)),
-        ("[notify]\nsound = true", ("the key notify.sound is unknown; allowed are bell, osc9, log, after, ignore",)),
+        ("[notify]\nsound = true", ("the key notify.sound is unknown; allowed are bell, log, after, ignore",)),
         ("[thresholds\nheld = 1", ("is not TOML", "line 1")),
         ("x = " + "[" * 100_000, ("is not TOML",)),
     ],

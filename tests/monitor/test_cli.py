@@ -220,23 +220,3 @@ def test_a_wrong_token_is_told_once_and_ends_it(capsys: pytest.CaptureFixture[st
         feed._thread.join(20.0)
         assert not feed._thread.is_alive() and feed.status.link == "ended" and "wrong token" in feed.status.sentence
         feed.close()
-
-
-def test_a_browser_needs_more_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "textual_serve", None)
-    assert cli.main(["--demo", "--web"]) == 1
-    assert capsys.readouterr().err == "radixkv-monitor: --web needs more packages: pip install 'radixkv[web]'\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--host", "0.0.0.0"], "0.0.0.0 may be reached from other machines"),
-        (["--host", "example.org"], "use a tunnel"),
-        (["--once"], "exclude each other"),
-        (["--record", "new.rec"], "leave out --web"),
-    ],
-)
-def test_wrong_usage_of_a_browser(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--demo", "--web", *arguments]) == 2
-    assert words in capsys.readouterr().err

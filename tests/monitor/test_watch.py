@@ -176,10 +176,7 @@ def test_a_summary_has_the_thresholds_of_the_user(
     [
         (["--fail-on", "bad"], "--fail-on goes with --once or --watch"),
         (["--once", "--watch"], "exclude each other"),
-        (["--report", "x", "--watch"], "exclude each other"),
-        (["--report", "x", "--bell"], "go with the screen or --watch"),
         (["--once", "--bell"], "go with the screen or --watch"),
-        (["--once", "--notify"], "go with the screen or --watch"),
         (["--once", "--verdict-log", "x"], "go with the screen or --watch"),
         (["--watch", "--replay", "x"], "--watch goes with a running engine"),
         (["--watch", "--record", "x"], "not with --watch"),
