@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from radixkv.cache.events import Events
 from radixkv.cache.types import Accounts, Node
@@ -257,6 +258,118 @@ class SharedBlocks:
                 owners.append(up)
             up = up.parent
         return owners
+
+
+class BlockTable:
+    """The blocks of one sequence in order. The sequence itself references the ones from `own` on.
+
+    The lock on its deepest node alone protects the earlier ones. That node ends in block `own`, or before it.
+    """
+
+    __slots__ = ("_shared", "blocks", "own")
+
+    def __init__(self, shared: SharedBlocks, blocks: array[int], own: int) -> None:
+        """Take over `blocks`; the caller has counted the references."""
+        self._shared, self.blocks, self.own = shared, blocks, own
+
+    @classmethod
+    def of(cls, shared: SharedBlocks, blocks: array[int], node: Node) -> BlockTable:
+        """Make the table of a sequence that ends with a held `node`, from the `blocks` of its path."""
+        own, part = divmod(node.end, shared.pool.block_size)
+        if part:
+            shared.pool.share(blocks[-1], idle=False, sole_idle=False, sole_node=node)
+        return cls(shared, blocks, own)
+
+    def fork(self) -> BlockTable:
+        """Return the table of another sequence with the same blocks. O(blocks)."""
+        for block in self.blocks[self.own :]:
+            self._shared.pool.share(block, idle=False, sole_idle=False)
+        return BlockTable(self._shared, self.blocks[:], self.own)
+
+    def missing(self, node: Node, start: int, end: int) -> tuple[int, int]:
+        """Return how many more blocks the tokens [start, end) take, and the block to copy first, or -1.
+
+        The last block is copied unless its next slot is its fill mark, or its only other owners are nodes from `node`,
+        the deepest one, upward.
+        """
+        pool, blocks = self._shared.pool, self.blocks
+        need, offset = -(-end // pool.block_size) - len(blocks), start % pool.block_size
+        if offset:
+            last = blocks[-1]
+            if offset != pool.fill.get(last, pool.block_size):
+                entry = pool.shared.get(last)
+                above = () if entry is None else self._shared.owners_above(node, last, start // pool.block_size)
+                if entry is not None and entry.owners != 1 + len(above):
+                    return need + 1, last
+        return need, -1
+
+    def grow(self, start: int, end: int, need: int, source: int, group: int) -> None:
+        """Reserve the slots of the tokens [start, end), and take `need` free blocks; see `missing`."""
+        pool, blocks, rest = self._shared.pool, self.blocks, end % self._shared.pool.block_size
+        if not need:
+            pool.reserve(blocks[-1], rest or pool.block_size)
+            return
+        new = pool.take(need, group)
+        if source >= 0:
+            blocks[-1] = new.pop(0)
+        elif start % pool.block_size:
+            pool.reserve(blocks[-1], pool.block_size)
+        blocks += new
+        if rest:
+            pool.fill[blocks[-1]] = rest
+
+    def slots(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Return the flat slots of the tokens [start, end)."""
+        pool, size = self._shared.pool, self._shared.pool.block_size
+        if end - start == 1:
+            return np.array((self.blocks[-1] * size + start % size,), np.int64)
+        first, offset = divmod(start, size)
+        blocks = self.blocks[first:]
+        if pool.is_run(blocks):
+            base = blocks[0] * size + offset if blocks else 0
+            return np.arange(base, base + end - start)
+        bases = pool.bases.take(np.frombuffer(blocks, np.int32))
+        slots: npt.NDArray[np.int64] = np.add.outer(bases, pool.offsets).ravel()
+        return slots[offset : offset + end - start]
+
+    def hand_over(self, node: Node, blocks: array[int], end: int, *, owned: bool) -> None:
+        """Make `node`, which ends at `end` now, the owner of `blocks`; with `owned` it has owned the first of them.
+
+        The sequence keeps a reference to its part-filled last block only.
+        """
+        pool = self._shared.pool
+        self.own, part = divmod(end, pool.block_size)
+        if owned:  # this block is full now: the node's reference is enough
+            pool.release(blocks[0], idle=False)
+        if part:
+            pool.share(blocks[-1], idle=False, sole_idle=False)
+            pool.shared[blocks[-1]].deepest_owner = node
+        entry = pool.shared.get(blocks[0])
+        if entry is not None:
+            entry.deepest_owner = node
+
+    def follow(self, theirs: array[int], end: int) -> None:
+        """Use the full blocks of others, from our own ones up to token `end`, in place of ours."""
+        full = end // self._shared.pool.block_size
+        mine = self.blocks[self.own : full]
+        self.blocks[self.own : full] = theirs[: full - self.own]
+        self._shared.release_run(mine)
+        self.own = full
+
+    def release(self, start: int) -> None:
+        """Drop the blocks from `start` on, and the references to them, last block first."""
+        own = self.blocks[start:]
+        del self.blocks[start:]
+        if own:
+            self._shared.release_run(own)
+
+    def return_to(self, node: Node, length: int) -> None:
+        """Drop the blocks of later tokens, none of which it references any more: `node`, which ends here, is held."""
+        self.own, part = divmod(length, self._shared.pool.block_size)
+        del self.blocks[self.own :]
+        if part:
+            self.blocks.append(node.blocks[-1])
+            self._shared.pool.share(node.blocks[-1], idle=False, sole_idle=False, sole_node=node)
 
 
 def _pick_copy(node: Node, *, locked: bool) -> Node | None:

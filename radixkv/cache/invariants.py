@@ -97,8 +97,8 @@ def _check_owners(pool: BlockPool, nodes: list[Node], sequences: list[Sequence])
                 f"block {block} inside node {node.id} is shared"
             )
     for sequence in sequences:
-        _check_forks(nodes, set(sequence._table[sequence._own :]), pool.block_size)
-        owners.update(sequence._table[sequence._own :])
+        _check_forks(nodes, set(sequence._table.blocks[sequence._table.own :]), pool.block_size)
+        owners.update(sequence._table.blocks[sequence._table.own :])
         if sequence._planned is not None and sequence._source >= 0:
             owners[sequence._source] += 1
     free = set(pool.free)
@@ -167,7 +167,7 @@ def _check_fill(pool: BlockPool, nodes: list[Node], sequences: list[Sequence]) -
     for sequence in sequences:
         end = sequence.length + len(sequence._planned or b"") // WIDTH
         if end % size:
-            assert end % size <= pool.fill.get(sequence._table[-1], size), f"{sequence!r} reads past a fill mark"
+            assert end % size <= pool.fill.get(sequence._table.blocks[-1], size), f"{sequence!r} reads past a fill mark"
 
 
 def _check_sequence(tree: RadixTree, sequence: Sequence) -> None:
@@ -179,10 +179,10 @@ def _check_sequence(tree: RadixTree, sequence: Sequence) -> None:
     assert unpublished.count(UNKNOWN) == (sequence._unknown >= 0), f"{sequence!r} has several unknown tokens"
     assert unknown == sequence._unknown, f"{sequence!r}: token {unknown} is unknown, not {sequence._unknown}"
     blocks = -(-(sequence.length + planned) // size)
-    assert len(sequence._table) == blocks, f"{sequence!r}: {len(sequence._table)} blocks in its table"
-    assert sequence._own == node.end // size, (
-        f"{sequence!r}: its own blocks start at {sequence._own}, its node ends at {node.end}"
+    assert len(sequence._table.blocks) == blocks, f"{sequence!r}: {len(sequence._table.blocks)} blocks in its table"
+    assert sequence._table.own == node.end // size, (
+        f"{sequence!r}: its own blocks start at {sequence._table.own}, its node ends at {node.end}"
     )
-    locked = tree.table(node)[: sequence._own]
-    assert sequence._table[: sequence._own] == locked, f"{sequence!r}: its table is not its path's"
-    assert len(set(sequence._table)) == len(sequence._table), f"{sequence!r}: a block twice in its table"
+    locked = tree.table(node)[: sequence._table.own]
+    assert sequence._table.blocks[: sequence._table.own] == locked, f"{sequence!r}: its table is not its path's"
+    assert len(set(sequence._table.blocks)) == len(sequence._table.blocks), f"{sequence!r}: a block twice in its table"

@@ -17,7 +17,7 @@ import numpy as np
 
 from radixkv.cache import invariants, readings
 from radixkv.cache.announcements import Announcement
-from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.block_pool import BlockPool, BlockTable
 from radixkv.cache.change_tracker import ChangeTracker
 from radixkv.cache.events import Observer
 from radixkv.cache.eviction import EvictionIndex
@@ -421,10 +421,10 @@ class PrefixCache:
         if length < node.end:
             node = tree.split(node, length - node.start)
         path = tree.path(node)
-        sequence = Sequence(state, node, length, tree.joined(path))
+        tree.hold(node)
+        sequence = Sequence(state, node, length, BlockTable.of(tree.shared, tree.joined(path), node))
         sequence.namespace, sequence.group, sequence.priority = namespace, space.group, priority
         sequence.purpose, sequence.asked = purpose, asked
-        tree.hold(node)
         if purpose != "audit":
             if node.parent is not None:
                 if node.demoted:
@@ -434,8 +434,6 @@ class PrefixCache:
                 if priority > node.priority:
                     node.priority = priority
             sequence.policy_data = state.index.open(tree, node, ghost_owner, rest, purpose == "request")
-        if length % self.block_size:
-            state.pool.share(node.blocks[-1], idle=False, sole_idle=False, sole_node=node)
         for call in state.events.opened:
             call(sequence, path)
         return sequence

@@ -355,6 +355,14 @@ class RadixTree:
         for call in self.events.joined:
             call(node, upper)
 
+    def settle_above(self, node: Node) -> None:
+        """After a leaf was added: free its parent's last block if it became redundant, and undo a needless split."""
+        parent = node.parent
+        assert parent is not None
+        if node.start % self.pool.block_size and parent.blocks[-1] != node.blocks[0]:
+            self.shared.dedupe_tail_block(parent)
+        self.merge(parent)
+
     # ---- eviction
 
     def evict_tail(self, node: Node, blocks: int, now: float, pressure: Pressure) -> int:

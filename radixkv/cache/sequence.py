@@ -11,22 +11,21 @@ for most sequences; the guards that ask for them cost less than null objects (13
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Set
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.host.loading import Loading, sources
-from radixkv.cache.readings import held_length, idle_blocks
+from radixkv.cache.block_pool import BlockTable
+from radixkv.cache.host.loading import Loadable, Loading, find, refuse_full
+from radixkv.cache.readings import held_length
 from radixkv.cache.recurrent.row import RowState
-from radixkv.cache.recurrent.snapshots import Snapshot
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import UNKNOWN, WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.cache.types import Hint, Load, Node, Purpose, WritePlan
-from radixkv.errors import InvalidInput, OutOfBlocks, PlanPending, SequenceClosed, UnknownToken
+from radixkv.errors import InvalidInput, PlanPending, SequenceClosed, UnknownToken
 from radixkv.sizing.recurrent_state import StateRow
 
 
@@ -34,34 +33,14 @@ class Sequence:
     """Holds a cached prefix and grows it. Made by PrefixCache.open and by fork; release it with close (or `with`)."""
 
     __slots__ = (
-        "_forked",
-        "_loading",
-        "_own",
-        "_planned",
-        "_row",
-        "_source",
-        "_state",
-        "_table",
-        "_tail",
-        "_unknown",
-        "asked",
-        "cached_length",
-        "closed",
-        "group",
-        "id",
-        "length",
-        "namespace",
-        "node",
-        "policy_data",
-        "priority",
-        "purpose",
-    )
+        "_forked", "_loading", "_planned", "_row", "_source", "_state", "_table", "_tail", "_unknown", "asked",
+        "cached_length", "closed", "group", "id", "length", "namespace", "node", "policy_data", "priority", "purpose",
+    )  # fmt: skip
 
-    def __init__(self, state: CacheState, node: Node, length: int, table: array[int]) -> None:
+    def __init__(self, state: CacheState, node: Node, length: int, table: BlockTable) -> None:
         self._state = state
         self.node = node  # for the cache's own modules
         self._table = table
-        self._own = length // state.pool.block_size
         self._tail = bytearray()
         self._planned: bytes | None = None  # the tokens of the pending plan
         self._source = -1  # the block that the plan copies from, held until the plan ends; -1 for none
@@ -119,7 +98,7 @@ class Sequence:
         """Block of each logical block, planned ones included: the caller's own int32 array. O(blocks)."""
         if self.closed:
             self._refuse_closed()
-        return np.array(self._table, np.int32)
+        return np.array(self._table.blocks, np.int32)
 
     @property
     def has_plan(self) -> bool:
@@ -133,7 +112,7 @@ class Sequence:
 
     def own_blocks(self) -> array[int]:
         """The blocks that the sequence references itself, including the source of a pending copy. O(blocks)."""
-        blocks = self._table[self._own :]
+        blocks = self._table.blocks[self._table.own :]
         if self._planned is not None and self._source >= 0:
             blocks.append(self._source)
         return blocks
@@ -142,7 +121,7 @@ class Sequence:
         """Whether one of these blocks, not locked by this sequence, has a committed token at or after `start`."""
         if self.length <= start:
             return False
-        own = self._table[max(self._own, start // self._state.pool.block_size) :]
+        own = self._table.blocks[max(self._table.own, start // self._state.pool.block_size) :]
         copying = self._planned is not None and self._source in blocks
         return copying or not blocks.isdisjoint(own)
 
@@ -185,14 +164,24 @@ class Sequence:
             self._refuse_pending()
         raw = as_bytes(tokens)
         refuse_negative(raw)
-        pool, table = self._state.pool, self._table
-        start = self.length
-        end = start + len(raw) // WIDTH
-        source = self._reserve(start, end) if raw else -1
+        table, start = self._table, self.length
+        end, source = start + len(raw) // WIDTH, -1
+        if raw:
+            need, source = table.missing(self.node, start, end)
+            if need > len(self._state.pool.free):
+                self._state.make_room(need, self.group)
+            table.grow(start, end, need, source, self.group)
+        copies = [] if source < 0 else [self._copied(source, table.blocks[start // self._state.pool.block_size])]
         self._planned, self._source = raw, source
-        copies = [(source, table[start // pool.block_size])] if source >= 0 else []
         state = None if self._row is None or self._loading is not None else self._row.plan(start, end)
-        return _plan((_slots(table, start, end, pool), copies, state))
+        return _plan((table.slots(start, end), copies, state))
+
+    def _copied(self, source: int, target: int) -> tuple[int, int]:
+        """Count a copy of the last block, and send its event."""
+        self._state.counters.copied_blocks += 1
+        for call in self._state.events.copied:
+            call(self, source, target)
+        return source, target
 
     def extend_unknown(self) -> WritePlan:
         """Plan the KV of one token that is still being sampled; `resolve` sets it later. O(1).
@@ -213,30 +202,19 @@ class Sequence:
         Raises InvalidTokens, and SequenceClosed, with nothing changed.
         """
         self._refuse_closed()
-        raw, planned, pool = as_bytes(tokens), self._planned, self._state.pool
+        raw, planned, pool, table = as_bytes(tokens), self._planned, self._state.pool, self._table
         refuse_negative(raw)
         assert planned, "tokens are added to a plan that writes some"
-        size, table = pool.block_size, self._table
         start = self.length + len(planned) // WIDTH
-        offset = start % size
-        in_place = not offset or offset == pool.fill.get(table[-1], size) or self._alone(table[-1])
-        if self._forked or not in_place:
-            return plan
-        room = len(table) * size - start + max(len(pool.free) - spare, 0) * size
+        room = len(table.blocks) * pool.block_size - start + max(len(pool.free) - spare, 0) * pool.block_size
         raw = raw[: room * WIDTH]
-        if not raw:
-            return plan
         end = start + len(raw) // WIDTH
-        if (need := -(-end // size) - len(table)) > 0:
-            if offset:
-                pool.reserve(table[-1], size)
-            table += pool.take(need, self.group)
-            if end % size:
-                pool.fill[table[-1]] = end % size
-        else:
-            pool.reserve(table[-1], end % size or size)
+        need, source = table.missing(self.node, start, end)
+        if self._forked or source >= 0 or not raw:
+            return plan
+        table.grow(start, end, need, source, self.group)
         self._planned = planned + raw
-        return plan._replace(slots=_slots(table, self.length, end, pool))
+        return plan._replace(slots=table.slots(self.length, end))
 
     def resolve(self, token: int) -> None:
         """Set the unknown token, planned or committed. O(1). Raises InvalidTokens; UnknownToken if there is none."""
@@ -274,11 +252,12 @@ class Sequence:
         self._refuse_closed()
         raw = as_bytes(tokens)
         refuse_negative(raw)
-        runs = self._host_runs(raw)[2]
-        if self._row is not None:
-            last = self._last_state(runs)
-            return 0 if last is None else last.position - self.length
-        return sum(count for _, count in runs)
+        return self._loadable(raw).tokens
+
+    def _loadable(self, raw: bytes) -> Loadable:
+        if self._planned is not None or self._tail:
+            return Loadable(self.node)
+        return find(self._state, self.node, self.length, raw, restores=self._row is not None)
 
     def load(self, tokens: Tokens) -> Load:
         """Plan to copy the KV of these tokens from the host; run it after the step's copies, then `commit`.
@@ -291,90 +270,48 @@ class Sequence:
         self._refuse_pending()
         raw = as_bytes(tokens)
         refuse_negative(raw)
-        at, node, runs = self._host_runs(raw)
-        asked, found = len(raw) // WIDTH, at // WIDTH + sum(count for _, count in runs)
-        state = self._last_state(runs)
-        if self._row is not None:
-            found = 0 if state is None else state.position - self.length
-        if found < asked:
-            raise InvalidInput(f"load of {asked} tokens: {found} of them are resident on the host, see loadable()")
-        slots, reads = sources(runs, self._state.pool.block_size)
-        plan = self._extend_by_load(node, raw[at:], reads)
-        if runs and self._state.host is not None and self.purpose != "audit":
-            self._state.host.touch([each for each, _ in runs])
-        if self._row is not None and state is not None:
-            self._row.load(state, state.position, counts=self.purpose == "request")
+        found, asked = self._loadable(raw), len(raw) // WIDTH
+        if found.tokens < asked:
+            raise InvalidInput(
+                f"load of {asked} tokens: {found.tokens} of them are resident on the host, see loadable()"
+            )
+        slots, reads = found.sources(self._state.pool.block_size)
+        plan = self._extend_by_load(found.node, raw[found.at :], reads)
+        if found.runs and self._state.host is not None and self.purpose != "audit":
+            self._state.host.touch([node for node, _ in found.runs])
+        if self._row is not None and found.state is not None:
+            self._row.load(found.state, found.state.position, counts=self.purpose == "request")
         return Load(plan, slots)
 
-    def _host_runs(self, raw: bytes) -> tuple[int, Node, list[tuple[Node, int]]]:
-        """Find the host nodes that a load of `raw` would read, each with the number of tokens.
-
-        Returns them after the bytes that are on the device, and the node that these end in. Only a sequence with
-        recurrent state passes over such: it would compute their state.
-        """
-        host, node, at = self._state.host, self.node, 0
-        if host is None or self._planned is not None or self._tail:
-            return 0, node, []
-        if self._row is not None:
-            node, at = self._state.tree.match(node, raw)
-            if node.end * WIDTH > self.length * WIDTH + at:
-                return at, node, []
-        return at, node, host.follow(node, raw, at)
-
-    def _last_state(self, runs: list[tuple[Node, int]]) -> Snapshot | None:
-        """Return the last snapshot in `runs`; None for a sequence without recurrent state."""
-        snapshots = self._state.snapshots
-        return None if snapshots is None or self._row is None else snapshots.last_of(runs)
-
-    def _extend_by_load(self, node: Node, raw: bytes, reads: Mapping[int, int]) -> WritePlan:
+    def _extend_by_load(self, node: Node, raw: bytes, reads: dict[int, int]) -> WritePlan:
         """Move the hold to `node`, below the present one or the same, and plan `raw` after it, which a load writes."""
-        host, tree = self._state.host, self._state.tree
-        before = self.node, self.length, self._table, self._own
-        if node is not self.node:
-            self._refuse_full(node, len(raw) // WIDTH)
-        self._loading = Loading(self.length, dict(reads))
-        if host is not None:
-            host.blocks.hold(reads)  # before extend, whose evictions must not free these blocks
-        if node is not self.node:
-            self._hold_at(node)
+        state, tree = self._state, self._state.tree
+        before, length, table = self.node, self.length, self._table
+        moves = node is not before
+        if moves:
+            refuse_full(state, node, len(raw) // WIDTH, self.group)
+        self._loading = Loading(length, reads)
+        if state.host is not None:
+            state.host.blocks.hold(reads)  # before extend, whose evictions must not free these blocks
+        if moves:
+            tree.hold(node)
+            tree.undo_demote(node)
+            self.node, self.length, self._table = node, node.end, BlockTable.of(tree.shared, tree.table(node), node)
         try:
             plan = self.extend(np.frombuffer(raw, np.int32))
         except BaseException:
-            if node is not before[0]:
-                self._release_own(self._own)
-                self.node, self.length, self._table, self._own = before
+            if moves:
+                self._table.release(self._table.own)
+                self.node, self.length, self._table = before, length, table
                 tree.unhold(node)
             self._loading = None
-            if host is not None:
-                host.blocks.release(reads)
+            if state.host is not None:
+                state.host.blocks.release(reads)
             raise
-        if node is not before[0]:
-            tree.shared.release_run(before[2][before[3] :])
-            tree.unhold(before[0])
+        if moves:
+            table.release(table.own)
+            tree.unhold(before)
         return plan
-
-    def _refuse_full(self, node: Node, count: int) -> None:
-        """Raise OutOfBlocks if `count` tokens after `node` would not fit once its path is held. O(blocks)."""
-        state, pool, size = self._state, self._state.pool, self._state.pool.block_size
-        state.pins.expire()
-        need, offset = -(-(node.end + count) // size) - -(-node.end // size), node.end % size
-        if offset and offset != pool.fill.get(node.blocks[-1], size):
-            entry = pool.shared.get(node.blocks[-1])
-            above = state.tree.shared.owners_above(node, node.blocks[-1], node.end // size)
-            need += entry is not None and entry.owners != len(above)  # others own the block, so it is copied
-        idle = idle_blocks(state.tree, state.tree.path(node), node.end)
-        if need > len(pool.free) + pool.evictable_for(self.group) - idle:
-            raise OutOfBlocks(pool.shortage(need, self.group))
-
-    def _hold_at(self, node: Node) -> None:
-        """Hold another node of the same text, in addition to the present one, and read its blocks. O(blocks)."""
-        tree, size = self._state.tree, self._state.pool.block_size
-        tree.hold(node)
-        tree.undo_demote(node)
-        self.node, self.length, self._table = node, node.end, tree.table(node)
-        self._own, part = divmod(node.end, size)
-        if part:
-            self._state.pool.share(node.blocks[-1], idle=False, sole_idle=False, sole_node=node)
 
     def commit(self, publish: bool = True) -> None:
         """Count the tokens of the executed plan and, with `publish`, let others match them. O(new tokens).
@@ -400,7 +337,7 @@ class Sequence:
             self._refuse_closed()
         self._planned = None
         if publish and self._tail and self.purpose != "audit":
-            self._publish()
+            self._publish(self.length)
         if self._row is not None:
             self._row.attach(self.node)
 
@@ -419,7 +356,7 @@ class Sequence:
         if self.cached_length == start:
             self.cached_length += gained
         if publish and self._tail and self.purpose != "audit":
-            self._publish(hit=requested)
+            self._publish(self.length, hit=requested)
         path = state.tree.path(self.node) if publish and state.events.loaded else []
         for call in state.events.loaded:
             call(self, start, copied, path)
@@ -435,9 +372,8 @@ class Sequence:
             raise InvalidInput(f"publish({length!r}): allowed are 0..{self.length}, the tokens committed")
         if 0 <= self._unknown < length:
             self._refuse_unknown()
-        cut = len(self._tail) - (self.length - int(length)) * WIDTH
-        if cut > 0 and self.purpose != "audit":
-            self._publish_first(int(length), cut)
+        if length > self.length - len(self._tail) // WIDTH and self.purpose != "audit":
+            self._publish(int(length))
         if self._row is not None:
             self._row.attach(self.node)
 
@@ -450,15 +386,13 @@ class Sequence:
         self._refuse_pending()
         state = self._state
         row = None if self._row is None else self._row.fork()
-        twin = Sequence(state, self.node, self.length, self._table[:])
+        twin = Sequence(state, self.node, self.length, self._table.fork())
         twin._row = row
         state.tree.hold(self.node)
-        twin._own, twin._tail, twin._unknown = self._own, self._tail[:], self._unknown
+        twin._tail, twin._unknown = self._tail[:], self._unknown
         twin.cached_length, twin.namespace, twin.group = self.cached_length, self.namespace, self.group
         twin.priority, twin.purpose, twin.asked = self.priority, self.purpose, self.asked
         twin.policy_data = state.index.fork(self.policy_data)
-        for block in self._table[self._own :]:
-            state.pool.share(block, idle=False, sole_idle=False)
         if self._tail:
             self._forked = twin._forked = True
         for call in state.events.forked:
@@ -480,24 +414,20 @@ class Sequence:
             return
         if self._row is not None:
             length = self._row.restore(self.node, int(length))
-        tree, pool, size = self._state.tree, self._state.pool, self._state.pool.block_size
+        tree = self._state.tree
         published = self.length - len(self._tail) // WIDTH
         if length >= published:
             self._cut_tail(int(length), published)
         else:
             self._tail.clear()
-            self._release_own(self._own)
+            self._table.release(self._table.own)
             node = held = self.node
             while node.start >= length and node.parent is not None:
                 node = node.parent
             if length < node.end:
                 node = tree.split(node, int(length) - node.start)
             self.node = node
-            self._own = int(length) // size
-            del self._table[self._own :]
-            if length % size:
-                self._table.append(node.blocks[-1])
-                pool.share(node.blocks[-1], idle=False, sole_idle=False, sole_node=node)
+            self._table.return_to(node, int(length))
             tree.hold(node)
             tree.unhold(held)
         if self._unknown >= length:
@@ -522,7 +452,7 @@ class Sequence:
             self._planned = None
             if self._source >= 0:
                 tree.shared.release(self._source)
-        self._release_own(self._own)
+        self._table.release(self._table.own)
         del state.open[self.id]
         state.counters.closed_sequences += 1
         if self.purpose == "audit":
@@ -552,97 +482,54 @@ class Sequence:
 
     # ---- publishing
 
-    def _publish_first(self, length: int, cut: int) -> None:
-        """Publish as if the sequence ended at `length`, which is `cut` bytes into the tail."""
-        size, whole, target = self._state.pool.block_size, self.length, -1
-        blocks, copied = -(-length // size), whole // size
-        rest, later = self._tail[cut:], self._table[blocks:]
-        if self._planned is not None and self._source >= 0 and copied < blocks:
-            # The plan copies the last block, and may still be voided: publish the source.
-            target, self._table[copied] = self._table[copied], self._source
-        forked = self._forked and bool(rest)
-        del self._tail[cut:], self._table[blocks:]
-        self.length = length
-        try:
-            self._publish()
-        finally:
-            self.length = whole
-            self._tail += rest
-            self._forked |= forked
-            if target >= 0:
-                self._table[copied] = target
-            self._table += later
+    def _publish(self, end: int, *, hit: bool = False) -> None:
+        """Hand the tail up to token `end` to the tree: follow published nodes, then grow the held leaf or append one.
 
-    def _publish(self, *, hit: bool = False) -> None:
-        """Hand the tail to the tree: follow published nodes, then grow the held leaf or append a new one.
-
-        `hit` says that a request loaded it.
+        `hit` says that a request loaded it. A plan that is pending may have copied the last block, and may still be
+        voided: then the tree gets the source of the copy.
         """
-        state, node, tail = self._state, self.node, self._tail
+        state, node, table = self._state, self.node, self._table
         tree, size, host = state.tree, state.pool.block_size, state.host
-        start = 0 if host is None else self.length - len(tail) // WIDTH
+        start = begin = self.length - len(self._tail) // WIDTH  # `node.end` would cost a call
         if node.children:
-            self._follow()
+            begin = self._follow(end)
             node = self.node
-        if tail:
-            table = self._table
-            first, part = divmod(self.length - len(tail) // WIDTH, size)  # `node.end` would cost a call
+        if begin < end:
+            raw, blocks = self._tail[: (end - begin) * WIDTH], table.blocks[begin // size : -(-end // size)]
+            if self._planned is not None and self._source >= 0 and -(-end // size) > self.length // size:
+                blocks[-1] = self._source
             sole = node.locks == 1 and node.direct_holders == 1 and not node.children and node.parent is not None
-            owned = sole and part > 0 and node.blocks[-1] == table[first]
-            if owned and first == self.length // size:  # all within the part-filled block that both own
-                tree.lengthen(node, tail)
+            owned = sole and begin % size > 0 and node.blocks[-1] == blocks[0]
+            if owned and begin // size == end // size:  # all within the part-filled block that both own
+                tree.lengthen(node, raw)
             else:
                 if sole:
                     node.may_share_any_block |= self._forked  # first: the node above may take the new first block
-                    tree.grow(node, tail, table[first:])
+                    tree.grow(node, raw, blocks)
                 else:
-                    self.node = node = tree.append(node, tail, table[first:])
+                    self.node = node = tree.append(node, raw, blocks)
                     node.may_share_any_block = self._forked
                     node.priority = self.priority
-                self._hand_over(node, first, owned)
+                table.hand_over(node, blocks, end, owned=owned)
                 if not sole:
-                    self._settle_above(node)
-            self._tail = bytearray()
+                    tree.settle_above(node)
+            del self._tail[: len(raw)]
         if self.priority > node.priority:
             node.priority = self.priority
-        self._forked = False
+        self._forked = self._forked and bool(self._tail)
         if host is not None and host.count:
             host.settle(node, start, hit=hit)
 
-    def _hand_over(self, node: Node, first: int, owned: bool) -> None:
-        """Make the node the owner of table[first:]; with `owned` it has owned the first of them before.
+    def _follow(self, end: int) -> int:
+        """If others published part of the tail up to token `end`, move to their nodes and use their full blocks.
 
-        The sequence keeps a reference to its part-filled last block only.
+        Returns where the tail begins now.
         """
-        pool, table = self._state.pool, self._table
-        self._own, partial = divmod(self.length, pool.block_size)
-        if owned:  # this block is full now: the node's reference is enough
-            pool.release(table[first], idle=False)
-        if partial:
-            pool.share(table[-1], idle=False, sole_idle=False)
-            pool.shared[table[-1]].deepest_owner = node
-        entry = pool.shared.get(table[first])
-        if entry is not None:
-            entry.deepest_owner = node
-
-    def _settle_above(self, node: Node) -> None:
-        """After a child was added: free the parent's last block if it became redundant, and undo a needless split."""
-        tree = self._state.tree
-        parent = node.parent
-        assert parent is not None
-        if node.start % self._state.pool.block_size and parent.blocks[-1] != node.blocks[0]:
-            tree.shared.dedupe_tail_block(parent)
-        tree.merge(parent)
-
-    def _follow(self) -> None:
-        """If others published part of the tail, move to their nodes and use their full blocks instead of our own."""
-        tree, size = self._state.tree, self._state.pool.block_size
-        raw = bytes(self._tail)
-        held = self.node
-        node, matched = tree.match(held, raw)
-        if not matched:
-            return
+        tree, held = self._state.tree, self.node
+        node, matched = tree.match(held, bytes(self._tail[: (end - held.end) * WIDTH]))
         at = held.end + matched // WIDTH
+        if not matched:
+            return at
         if at < node.end:
             node = tree.split(node, at - node.start)
         tree.hold(node)
@@ -650,73 +537,21 @@ class Sequence:
             tree.undo_demote(node)
         self.node = node
         del self._tail[:matched]
-        theirs = tree.joined(tree.path(node, held))
-        full = at // size
-        mine = self._table[self._own : full]
-        self._table[self._own : full] = theirs[: full - self._own]
-        tree.shared.release_run(mine)
-        self._own = full
+        self._table.follow(tree.joined(tree.path(node, held)), at)
         tree.unhold(held)
         tree.merge(held)
+        return at
 
-    # ---- blocks
-
-    def _reserve(self, start: int, end: int) -> int:
-        """Make the table reach to `end`. Returns the block to copy its part-filled last block from, or -1."""
-        state, table = self._state, self._table
-        pool = state.pool
-        fill, size = pool.fill, pool.block_size
-        offset, rest = start % size, end % size
-        need = -(-end // size) - len(table)
-        source = -1
-        if offset:
-            last = table[-1]
-            if offset == fill.get(last, size) or self._alone(last):
-                if not need:
-                    pool.reserve(last, rest or size)
-                    return -1
-            else:
-                source = last
-                need += 1
-        if need > len(pool.free):
-            state.make_room(need, self.group)
-        new = pool.take(need, self.group)
-        if source >= 0:
-            table[-1] = new.pop(0)
-            state.counters.copied_blocks += 1
-            for call in state.events.copied:
-                call(self, source, table[-1])
-        elif offset:
-            pool.reserve(table[-1], size)
-        table += new
-        if rest:
-            fill[table[-1]] = rest
-        return source
-
-    def _alone(self, block: int) -> bool:
-        """Whether the only owners of our last block are this sequence and nodes of its own path."""
-        state = self._state
-        entry = state.pool.shared.get(block)
-        if entry is None:
-            return True
-        above = state.tree.shared.owners_above(self.node, block, self.length // state.pool.block_size)
-        return entry.owners == 1 + len(above)
+    # ---- helpers
 
     def _cut_tail(self, length: int, published: int) -> None:
         """Drop unpublished tokens from `length` on; unless a fork reads them, their slots are written next."""
         pool = self._state.pool
         slots = length % pool.block_size
         del self._tail[(length - published) * WIDTH :]
-        self._release_own(-(-length // pool.block_size))
+        self._table.release(-(-length // pool.block_size))
         if slots and not self._forked:
-            pool.unreserve(self._table[-1], min(self.length - length + slots, pool.block_size), slots)
-
-    def _release_own(self, start: int) -> None:
-        """Drop our references to table[start:], last block first."""
-        own = self._table[start:]
-        del self._table[start:]
-        if own:
-            self._state.tree.shared.release_run(own)
+            pool.unreserve(self._table.blocks[-1], min(self.length - length + slots, pool.block_size), slots)
 
     def _refuse_closed(self) -> None:
         if self.closed:
@@ -735,18 +570,3 @@ class Sequence:
 _ANY_TOKEN = array("i", [0])
 # WritePlan from its fields. A call of the class takes 0.15 us more, of 2.8 for a decoded token.
 _plan: Callable[[tuple[object, ...]], WritePlan] = partial(tuple.__new__, WritePlan)
-
-
-def _slots(table: array[int], start: int, end: int, pool: BlockPool) -> npt.NDArray[np.int64]:
-    """Flat slots of the tokens [start, end)."""
-    size = pool.block_size
-    if end - start == 1:
-        return np.array((table[-1] * size + start % size,), np.int64)
-    first, offset = divmod(start, size)
-    blocks = table[first:]
-    if pool.is_run(blocks):
-        base = blocks[0] * size + offset if blocks else 0
-        return np.arange(base, base + end - start)
-    bases = pool.bases.take(np.frombuffer(blocks, np.int32))
-    slots: npt.NDArray[np.int64] = np.add.outer(bases, pool.offsets).ravel()
-    return slots[offset : offset + end - start]
