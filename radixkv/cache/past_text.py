@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from radixkv.cache.events import Events, Follower
 from radixkv.cache.namespaces import Namespace
 from radixkv.cache.ngrams import LONGEST, NgramIndex
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.cache.tokens import FIRST_PSEUDO, WIDTH
+from radixkv.cache.tokens import FIRST_PSEUDO, WIDTH, Tokens, as_bytes
 from radixkv.cache.types import Node, OpenSequence
 
 GRAM = 4
@@ -65,7 +65,11 @@ class PastText(Follower):
         """Keep the published text of a closed sequence from a few tokens before the end of its hit on."""
         if sequence.purpose == "audit" or sequence.node.end <= sequence.cached_length:
             return
-        tokens = np.frombuffer(sequence.text_from(max(sequence.cached_length - LONGEST, 0)), np.int32)
+        node, start, keys = sequence.node, max(sequence.cached_length - LONGEST, 0), list[bytes]()
+        while node.parent is not None and node.end > start:
+            keys.append(bytes(node.key))
+            node = node.parent
+        tokens = np.frombuffer(b"".join(reversed(keys))[max(start - node.end, 0) * WIDTH :], np.int32)
         tokens = tokens[tokens < FIRST_PSEUDO]  # the ids of a compressed prefix are no text
         if len(tokens) > GRAM:
             self._add(tokens[-self._index.capacity :], self._tree.namespace_of(sequence.node))
@@ -80,11 +84,13 @@ class PastText(Follower):
         if gone > len(self._starts) // 2:  # so that each costs O(1)
             del self._starts[:gone], self._owners[:gone]
 
-    def repeated(self, suffix: Sequence[int], space: Namespace | None, most: int, more_than: int = 0) -> Repeated:
-        """Return what followed the longest match of `suffix` in a namespace, the latest of equal ones.
+    def repeated(self, tokens: Sequence[int], namespace: Hashable, most: int, more_than: int = 0) -> Repeated:
+        """Return what followed the longest match of the end of `tokens` in a namespace, the latest of equal ones.
 
-        At most `most` tokens; none unless the match has `GRAM` tokens and more than `more_than`. Tries 8 places.
+        At most `most` tokens; none unless the match has `GRAM` tokens and more than `more_than`. Tries 8 places, in
+        about 10 us.
         """
+        suffix, space = tokens[-LONGEST:], self._tree.namespaces.find(namespace)
         index, starts, best = self._index, self._starts, max(more_than, GRAM - 1)
         first = last = 0
         for place in index.places(suffix) if space is not None else ():
@@ -121,12 +127,14 @@ class PastText(Follower):
             assert owner is not None or (kept == -1).all(), "text of a namespace that was cleared"
 
 
-def continuation(node: Node, rest: bytes, most: int) -> array[int]:
-    """Return the tokens that follow `rest` after the end of `node`, in any tier: at branches the latest use.
+def continuation(node: Node, tokens: Tokens, most: int) -> array[int]:
+    """Return up to `most` tokens that follow a text in the tree, in any tier: at branches the latest use.
 
-    Changes nothing. Empty if `rest` is no cached text. O(depth + tokens).
+    Its first tokens end with `node`. Changes nothing. Empty if the rest is no cached text. O(depth + tokens).
     """
-    at, following = 0, bytearray()
+    if not node.children and not node.below:
+        return array("i")
+    rest, at, following = as_bytes(tokens[node.end :]), 0, bytearray()
     while len(following) < most * WIDTH:
         if at < len(rest):
             first = rest[at : at + WIDTH]

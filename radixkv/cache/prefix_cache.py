@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from random import Random
-from typing import cast
+from typing import NamedTuple
 
 import numpy as np
 
-from radixkv.cache import invariants, readings
+from radixkv.cache import forgetting, invariants, readings
 from radixkv.cache.announcements import Announcement
 from radixkv.cache.block_pool import BlockPool, BlockTable
 from radixkv.cache.change_tracker import ChangeTracker
@@ -23,21 +23,30 @@ from radixkv.cache.events import Observer
 from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.host.tier import HostRun
 from radixkv.cache.namespaces import Namespace, Namespaces, refusal
-from radixkv.cache.ngrams import LONGEST
-from radixkv.cache.past_text import PastText, Repeated, continuation
+from radixkv.cache.past_text import PastText
 from radixkv.cache.pins import Pin
 from radixkv.cache.policies import new_index
 from radixkv.cache.quotas import NamespaceLimits, NamespaceUsage, Quotas
 from radixkv.cache.recurrent.row import RowState
 from radixkv.cache.recurrent.slots import StateSlots
-from radixkv.cache.recurrent.snapshots import Spacing
+from radixkv.cache.recurrent.snapshots import Snapshots, Spacing
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.state import COUNTERS, CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.cache.types import PURPOSES, CachedNode, CachedRun, CacheStats, Explanation, Match, Node, Purpose
-from radixkv.errors import InvalidInput, PrefixHeld
+from radixkv.errors import InvalidInput
 
 Limits = NamespaceLimits | Mapping[Hashable, float] | None
+
+
+class Asked(NamedTuple):
+    """A text to open, as bytes, and the most tokens of it to hold."""
+
+    raw: bytes
+    namespace: Hashable
+    limit: int
+    priority: int
+    purpose: Purpose
 
 
 class PrefixCache:
@@ -116,11 +125,22 @@ class PrefixCache:
         state_spacing: Spacing | None = None,
         draft_tokens: int = 0,
     ) -> None:
-        check_positive("num_blocks", num_blocks)
-        check_positive("block_size", block_size)
+        check_int("num_blocks", num_blocks, 1)
+        check_int("block_size", block_size, 1)
         if not _is_number(pin_budget) or not 0 <= pin_budget <= 1:
             raise InvalidInput(f"pin_budget={pin_budget!r}: allowed is a part of the pool, 0.0 to 1.0")
-        _check_sizes(host_blocks, state_rows, state_snapshots, host_snapshots, draft_tokens)
+        for name, size in {
+            "draft_tokens": draft_tokens,
+            "host_blocks": host_blocks,
+            "state_rows": state_rows,
+            "state_snapshots": state_snapshots,
+            "host_snapshots": host_snapshots,
+        }.items():
+            check_int(name, size, 0)
+        if (state_snapshots or host_snapshots) and not state_rows:
+            raise InvalidInput("snapshots of recurrent state need state_rows: a row for each open sequence")
+        if host_snapshots and not host_blocks:
+            raise InvalidInput("host_snapshots need host_blocks: states on the host are those of KV that may be there")
         self.num_blocks, self.block_size, self.host_blocks = int(num_blocks), int(block_size), int(host_blocks)
         self.eviction, self.clock = eviction, clock  # the name of the policy
         shape = self.num_blocks, self.block_size
@@ -194,7 +214,8 @@ class PrefixCache:
         Tokens on the host count too, and those that the next step copies there. Costs a match and a look at ghosts.
         """
         raw = as_bytes(tokens)
-        check_limit(limit)
+        if limit is not None:
+            check_int("limit", limit, 0)
         space, node, at = self._find(raw, namespace)
         return readings.explain(self.state, node, None if space is None else space.number, raw, at, limit)
 
@@ -290,23 +311,6 @@ class PrefixCache:
         if self.quotas is not None:
             self.quotas.check(self.state)
 
-    # ---- text for drafts: changes nothing
-
-    def continuation(self, sequence: Sequence, tokens: Tokens, most: int) -> array[int]:
-        """Return up to `most` tokens that follow `tokens` in the tree, in any tier; the latest use at branches.
-
-        `tokens` begin with the published ones of `sequence`, which is open. O(tokens after these + depth + most).
-        """
-        node = sequence.node
-        return continuation(node, as_bytes(tokens[node.end :]), most) if node.children or node.below else array("i")
-
-    def repeated(self, tokens: array[int], namespace: Hashable, most: int, more_than: int = 0) -> Repeated:
-        """Return up to `most` tokens that followed the longest match of the end of `tokens` in past text.
-
-        Finds matches of at least 4 tokens, and more than `more_than`, in text of this namespace. Costs about 10 us.
-        """
-        return self.past_text.repeated(tokens[-LONGEST:], self._namespaces.find(namespace), most, more_than)
-
     # ---- blocks that leave the pool
 
     def moves(self) -> list[tuple[int, int]]:
@@ -381,40 +385,34 @@ class PrefixCache:
         Costs a match, a table of the path's blocks and, where the prefix ends inside a node, a split.
         """
         raw = as_bytes(tokens)
-        if limit is not None and (type(limit) is not int or limit < 0):
-            check_limit(limit)
+        if limit is not None:
+            check_int("limit", limit, 0)
         if type(priority) is not int:
             check_int("priority", priority)
         if purpose not in PURPOSES:
             raise InvalidInput(f"purpose={purpose!r}: allowed are {', '.join(PURPOSES)}")
-        space, node, matched = self._find(raw, namespace, limit)
+        found = self._find(raw, namespace, limit)
+        asked = Asked(
+            raw, namespace, len(raw) // WIDTH if limit is None else min(len(raw) // WIDTH, limit), priority, purpose
+        )
         if self.state.snapshots is not None and purpose != "audit":
-            return self._open_with_state(raw, namespace, space, node, matched, limit, priority, purpose)
-        return self._open(raw, namespace, space, node, matched, limit, priority, purpose)
+            return self._open_with_state(asked, self.state.snapshots, *found)
+        return self._open(asked, *found)
 
     def _open(
-        self,
-        raw: bytes,
-        namespace: Hashable,
-        space: Namespace | None,
-        node: Node | None,
-        matched: int,
-        limit: int | None,
-        priority: int,
-        purpose: Purpose,
+        self, asked: Asked, space: Namespace | None, node: Node | None, matched: int, row: RowState | None = None
     ) -> Sequence:
-        """Open a sequence on the first `matched` bytes of `raw`, which end in `node`.
+        """Open a sequence on the first `matched` bytes of a text, which end in `node`, with the `row` of its state.
 
         Without `node` make the root, and without `space` the namespace.
         """
-        state = self.state
+        state, requested = self.state, asked.purpose == "request"
         tree = state.tree
-        space = tree.add_namespace(namespace) if space is None else space
+        space = tree.add_namespace(asked.namespace) if space is None else space
         node = tree.add_root(space) if node is None else node
-        length, asked = matched // WIDTH, len(raw) // WIDTH
-        rest, ghost_owner = raw[matched:] if limit is None else raw[matched : limit * WIDTH], node.ghost_owner
-        if purpose == "request":
-            state.counters.query_tokens += asked
+        length, rest, ghost_owner = matched // WIDTH, asked.raw[matched : asked.limit * WIDTH], node.ghost_owner
+        if requested:
+            state.counters.query_tokens += len(asked.raw) // WIDTH
             state.counters.hit_tokens += length
             if rest:
                 self._count_regret(node, ghost_owner, length, rest)
@@ -422,49 +420,36 @@ class PrefixCache:
             node = tree.split(node, length - node.start)
         path = tree.path(node)
         tree.hold(node)
-        sequence = Sequence(state, node, length, BlockTable.of(tree.shared, tree.joined(path), node))
-        sequence.namespace, sequence.group, sequence.priority = namespace, space.group, priority
-        sequence.purpose, sequence.asked = purpose, asked
-        if purpose != "audit":
+        sequence = Sequence(state, node, length, BlockTable.of(tree.shared, tree.joined(path), node), row)
+        sequence.namespace, sequence.group, sequence.priority = asked.namespace, space.group, asked.priority
+        sequence.purpose, sequence.asked = asked.purpose, len(asked.raw) // WIDTH
+        if asked.purpose != "audit":
             if node.parent is not None:
                 if node.demoted:
                     tree.undo_demote(node)
                 state.index.touch(node)
-                node.hits += purpose == "request"
-                if priority > node.priority:
-                    node.priority = priority
-            sequence.policy_data = state.index.open(tree, node, ghost_owner, rest, purpose == "request")
+                node.hits += requested
+                if asked.priority > node.priority:
+                    node.priority = asked.priority
+            sequence.policy_data = state.index.open(tree, node, ghost_owner, rest, requested)
         for call in state.events.opened:
             call(sequence, path)
         return sequence
 
     def _open_with_state(
-        self,
-        raw: bytes,
-        namespace: Hashable,
-        space: Namespace | None,
-        node: Node | None,
-        found: int,
-        limit: int | None,
-        priority: int,
-        purpose: Purpose,
+        self, asked: Asked, snapshots: Snapshots, space: Namespace | None, node: Node | None, found: int
     ) -> Sequence:
         """Open a sequence at the last snapshot before the end of the cached KV: `found` bytes, which end in `node`."""
-        snapshots = self.state.snapshots
-        assert snapshots is not None
-        row = RowState(snapshots, len(raw) // WIDTH)
-        matched, asked = found // WIDTH, len(raw) // WIDTH
-        most = asked if limit is None else min(asked, limit)
+        row = RowState(snapshots, len(asked.raw) // WIDTH)
+        matched, requested = found // WIDTH, asked.purpose == "request"
         last = snapshots.last(node, matched)
-        position = 0 if last is None else last.position
         branches = node is not None and (matched < node.end or bool(node.children))
         owner = node.ghost_owner if node is not None else None if space is None else space.number
-        top = self.state.tree.find_root(space) if last is None else last.node
-        sequence = self._open(raw, namespace, space, top, position * WIDTH, position, priority, purpose)
-        row.begin(last, matched, counts=purpose == "request", diverged=matched < most, branches=branches)
-        sequence.start_states(row)
-        if purpose == "request" and matched < most and owner is not None:
-            self._count_regret(node, owner, matched, raw[found : most * WIDTH])
+        top, position = (self.state.tree.find_root(space), 0) if last is None else (last.node, last.position)
+        sequence = self._open(asked, space, top, position * WIDTH, row)
+        row.begin(last, matched, counts=requested, diverged=matched < asked.limit, branches=branches)
+        if requested and matched < asked.limit and owner is not None:
+            self._count_regret(node, owner, matched, asked.raw[found : asked.limit * WIDTH])
         return sequence
 
     def pin(self, tokens: Tokens, namespace: Hashable = None, ttl: float | None = None) -> Pin:
@@ -515,7 +500,8 @@ class PrefixCache:
         """
         raw = as_bytes(tokens)
         refuse_negative(raw)
-        check_limit(limit)
+        if limit is not None:
+            check_int("limit", limit, 0)
         space = self._namespaces.find(namespace) or self.state.tree.add_namespace(namespace)
         return self.state.announcements.add(raw if limit is None else raw[: limit * WIDTH], space)
 
@@ -558,46 +544,20 @@ class PrefixCache:
         everything as it was. O(nodes and blocks below), and a look at each open sequence.
         """
         raw = as_bytes(tokens)
-        check_int("start", start)
-        if start < 0:
-            raise InvalidInput(f"start={start}: allowed is an int of at least 0")
-        state = self.state
-        state.pins.expire()
+        check_int("start", start, 0)
+        self.state.pins.expire()
         _, node, matched = self._find(raw, namespace)
-        if node is None:
-            return 0
-        if matched > start * WIDTH:
-            while node.start > start:
-                node = cast(Node, node.parent)
-            self._refuse_held(node, start)
-            if node.start < start:
-                state.tree.split(node, int(start) - node.start)
-            return self._forget(state.tree.walk(node))
-        if state.host is not None and matched == node.end * WIDTH:
-            path = state.host.follow(node, raw, matched, pending=True)
-            first = next((each for each, count in path if each.start + count > start), None)
-            if first is not None:
-                self._refuse_loads(state.tree.walk(first), start)
-                state.host.discard(first, int(start))
-        return 0
+        return 0 if node is None else forgetting.discard(self.state, node, raw, matched, int(start))
 
     def clear(self, *, pins: bool = False) -> None:
         """Forget everything that no sequence or pin holds, host, ghosts and past text included. Counts as no eviction.
 
         With `pins`, release all pins first.
         """
-        state = self.state
-        if state.host is not None:
-            state.host.forget()
-        if pins:
-            state.pins.release()
-        state.ghosts.clear()
-        state.index.clear()
-        while len(state.index):
-            state.tree.remove(state.index.victim())
+        forgetting.clear(self.state, pins=pins)
         self.past_text.clear()
-        waiting = (owners() for owners in state.tree.text_owners)
-        self._namespaces.keep({space.number for space in state.tree.roots}.union(*waiting))
+        waiting = (owners() for owners in self.state.tree.text_owners)
+        self._namespaces.keep({space.number for space in self.state.tree.roots}.union(*waiting))
 
     def clear_namespace(self, namespace: Hashable = None) -> int:
         """Forget all of one namespace that no sequence or pin holds, its ghosts, past text and all tiers included.
@@ -606,26 +566,14 @@ class PrefixCache:
         that follow a forgotten ghost cannot be found any more: they stay until they are the oldest. O(ghosts), and
         O(log leaves + its blocks) for each node of the namespace.
         """
-        state, space = self.state, self._namespaces.find(namespace)
-        state.pins.expire()
+        space = self._namespaces.find(namespace)
+        self.state.pins.expire()
         if space is None:
             return 0
         self.past_text.clear_namespace(space)
-        root = state.tree.find_root(space)
-        nodes = [] if root is None else list(state.tree.residents(root))
-        state.ghosts.drop([space.number, *(each.ghost_owner for each in nodes)])
-        return self._forget(each for each in nodes if each.parent is not None and not each.locks)
+        return forgetting.clear_namespace(self.state, space)
 
     # ---- helpers
-
-    def _forget(self, nodes: Iterable[Node]) -> int:
-        """Remove unlocked nodes, each before its children here, with all that follow; returns the blocks freed."""
-        state = self.state
-        free = len(state.pool.free)
-        for each in reversed(list(nodes)):
-            state.index.forget(each.policy_data, each.start)
-            state.tree.remove(each)
-        return len(state.pool.free) - free
 
     def _group(self, namespace: Hashable) -> int:
         """The group of a namespace, which may be new."""
@@ -663,30 +611,6 @@ class PrefixCache:
             for call in state.events.regretted:
                 call(ghost, tokens, max(0.0, self.clock() - ghost.time))
 
-    def _refuse_held(self, node: Node, start: int) -> None:
-        """Raise PrefixHeld if KV of `node` from `start` on, or after it, is held.
-
-        It is held by a lock, as a fork's own block, or by a load that reads it from the host.
-        """
-        state = self.state
-        held = node.locks > 0
-        if not held and state.open:
-            blocks = {block for each in state.tree.walk(node) for block in each.blocks}
-            held = any(sequence.reads(blocks, start) for sequence in state.open.values())
-        if held:
-            raise PrefixHeld(
-                f"tokens from {start} on are held: close the sequences and release the pins that have them first"
-            )
-        if state.host is not None:
-            self._refuse_loads((each for each in state.tree.residents(node) if each.residence == "host"), start)
-
-    def _refuse_loads(self, nodes: Iterable[Node], start: int) -> None:
-        """Raise PrefixHeld if a pending load reads tokens of these host nodes from `start` on."""
-        if self.state.host is not None and self.state.host.blocks.reading:
-            blocks = {block for each in nodes for block in each.blocks}
-            if any(sequence.reads_host(blocks, start) for sequence in self.state.open.values()):
-                raise PrefixHeld(f"tokens from {start} on are being loaded: commit or close these sequences first")
-
 
 # Match from its fields. A call of the class takes 0.15 us more, of 5 for a match of 512 tokens.
 _match: Callable[[tuple[object, ...]], Match] = partial(tuple.__new__, Match)
@@ -694,38 +618,3 @@ _match: Callable[[tuple[object, ...]], Match] = partial(tuple.__new__, Match)
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-
-
-def _check_sizes(host_blocks: int, state_rows: int, state_snapshots: int, host_snapshots: int, text: int) -> None:
-    """Raise InvalidInput for sizes of a host tier, recurrent state and past text that are none, or do not fit."""
-    check_count("draft_tokens", text)
-    check_count("host_blocks", host_blocks)
-    check_count("state_rows", state_rows)
-    check_count("state_snapshots", state_snapshots)
-    check_count("host_snapshots", host_snapshots)
-    if (state_snapshots or host_snapshots) and not state_rows:
-        raise InvalidInput("snapshots of recurrent state need state_rows: a row for each open sequence")
-    if host_snapshots and not host_blocks:
-        raise InvalidInput("host_snapshots need host_blocks: states on the host are those of KV that may be there")
-
-
-def check_positive(name: str, value: int) -> None:
-    """Raise InvalidInput unless `value` is an int of at least 1."""
-    check_int(name, value)
-    if value < 1:
-        raise InvalidInput(f"{name}={value}: allowed is an int of at least 1")
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise InvalidInput unless `value` is an int of at least 0."""
-    check_int(name, value)
-    if value < 0:
-        raise InvalidInput(f"{name}={value}: allowed is an int of at least 0")
-
-
-def check_limit(limit: int | None) -> None:
-    """Raise InvalidInput unless `limit` is None or an int of at least 0."""
-    if limit is not None:
-        check_int("limit", limit)
-        if limit < 0:
-            raise InvalidInput(f"limit={limit}: allowed is an int of at least 0, or None for no limit")

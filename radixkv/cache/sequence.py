@@ -4,8 +4,8 @@
 `_tail`. The sequence itself references the entries of its block table from `_own` on: unpublished tokens and the
 part-filled last block. Earlier entries are protected by the lock on the node alone.
 
-`_row` is its recurrent state, for models that have one, and `_loading` a pending load from host memory. Both are None
-for most sequences; the guards that ask for them cost less than null objects (13 ns each, a call 41).
+`row_state` is its recurrent state, for models that have one, and `loading` a pending load from host memory. Both are
+None for most sequences; the guards that ask for them cost less than null objects (13 ns each, a call 41).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache.block_pool import BlockTable
-from radixkv.cache.host.loading import Loadable, Loading, find, refuse_full
+from radixkv.cache.host.loading import Loadable, find, refuse_full
 from radixkv.cache.readings import held_length
 from radixkv.cache.recurrent.row import RowState
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import UNKNOWN, WIDTH, Tokens, as_bytes, check_int, refuse_negative
-from radixkv.cache.types import Hint, Load, Node, Purpose, WritePlan
+from radixkv.cache.types import Hint, Load, Loading, Node, Purpose, WritePlan
 from radixkv.errors import InvalidInput, PlanPending, SequenceClosed, UnknownToken
 from radixkv.sizing.recurrent_state import StateRow
 
@@ -33,11 +33,13 @@ class Sequence:
     """Holds a cached prefix and grows it. Made by PrefixCache.open and by fork; release it with close (or `with`)."""
 
     __slots__ = (
-        "_forked", "_loading", "_planned", "_row", "_source", "_state", "_table", "_tail", "_unknown", "asked",
-        "cached_length", "closed", "group", "id", "length", "namespace", "node", "policy_data", "priority", "purpose",
+        "_forked", "_planned", "_source", "_state", "_table", "_tail", "_unknown", "asked", "cached_length", "closed",
+        "group", "id", "length", "loading", "namespace", "node", "policy_data", "priority", "purpose", "row_state",
     )  # fmt: skip
 
-    def __init__(self, state: CacheState, node: Node, length: int, table: BlockTable) -> None:
+    def __init__(
+        self, state: CacheState, node: Node, length: int, table: BlockTable, row_state: RowState | None = None
+    ) -> None:
         self._state = state
         self.node = node  # for the cache's own modules
         self._table = table
@@ -46,8 +48,8 @@ class Sequence:
         self._source = -1  # the block that the plan copies from, held until the plan ends; -1 for none
         self._forked = False
         self._unknown = -1  # the position of the token that is not known yet; -1 for none
-        self._row: RowState | None = None
-        self._loading: Loading | None = None
+        self.row_state = row_state  # for the cache's own modules
+        self.loading: Loading | None = None  # the pending load
         self.length = length  # tokens committed
         self.cached_length = length  # tokens found in the cache when it was opened
         self.asked = length  # tokens that it was opened for: its prompt
@@ -74,14 +76,6 @@ class Sequence:
     def follows(self) -> bool:
         """Whether others have published text after its own: it takes their full blocks where it publishes the same."""
         return bool(self.node.children)
-
-    def text_from(self, start: int) -> bytes:
-        """Return the published tokens from `start` on, as bytes, also while `close` sends its event. O(tokens)."""
-        node, keys = self.node, list[bytes]()
-        while node.parent is not None and node.end > start:
-            keys.append(bytes(node.key))
-            node = node.parent
-        return b"".join(reversed(keys))[max(start - node.end, 0) * WIDTH :]
 
     @property
     def unshared_length(self) -> int:
@@ -125,27 +119,10 @@ class Sequence:
         copying = self._planned is not None and self._source in blocks
         return copying or not blocks.isdisjoint(own)
 
-    def reads_host(self, blocks: Set[int], start: int) -> bool:
-        """Whether a pending load reads tokens from `start` on in one of these host blocks."""
-        return self._loading is not None and self._loading.reads_host(blocks, start)
-
-    def host_reads(self) -> Set[int]:
-        """The host blocks that a pending load reads."""
-        return frozenset() if self._loading is None else self._loading.reads.keys()
-
     @property
     def row(self) -> StateRow | None:
         """The row of recurrent state; None for other models, for an audit, and after close."""
-        return None if self._row is None else self._row.row
-
-    @property
-    def row_state(self) -> RowState | None:
-        """The row and its snapshots, for the cache's own modules."""
-        return self._row
-
-    def start_states(self, row: RowState) -> None:
-        """Own a row from now on: for PrefixCache.open."""
-        self._row = row
+        return None if self.row_state is None else self.row_state.row
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "planned" if self._planned is not None else "open"
@@ -173,7 +150,7 @@ class Sequence:
             table.grow(start, end, need, source, self.group)
         copies = [] if source < 0 else [self._copied(source, table.blocks[start // self._state.pool.block_size])]
         self._planned, self._source = raw, source
-        state = None if self._row is None or self._loading is not None else self._row.plan(start, end)
+        state = None if self.row_state is None or self.loading is not None else self.row_state.plan(start, end)
         return _plan((table.slots(start, end), copies, state))
 
     def _copied(self, source: int, target: int) -> tuple[int, int]:
@@ -237,10 +214,10 @@ class Sequence:
         come after `extend`, if the plan was not executed yet. A position that was computed before, or that finds no
         slot, is left out.
         """
-        if self._row is not None:
+        if self.row_state is not None:
             check_int("position", position)
             end = None if self._planned is None else self.length + len(self._planned) // WIDTH
-            self._row.snapshot_at(int(position), self.length, end, shared=shared)
+            self.row_state.snapshot_at(int(position), self.length, end, shared=shared)
 
     def loadable(self, tokens: Tokens) -> int:
         """Count the leading `tokens`, which would follow the committed ones, whose KV could be loaded from the host.
@@ -257,7 +234,7 @@ class Sequence:
     def _loadable(self, raw: bytes) -> Loadable:
         if self._planned is not None or self._tail:
             return Loadable(self.node)
-        return find(self._state, self.node, self.length, raw, restores=self._row is not None)
+        return find(self._state, self.node, self.length, raw, restores=self.row_state is not None)
 
     def load(self, tokens: Tokens) -> Load:
         """Plan to copy the KV of these tokens from the host; run it after the step's copies, then `commit`.
@@ -279,8 +256,8 @@ class Sequence:
         plan = self._extend_by_load(found.node, raw[found.at :], reads)
         if found.runs and self._state.host is not None and self.purpose != "audit":
             self._state.host.touch([node for node, _ in found.runs])
-        if self._row is not None and found.state is not None:
-            self._row.load(found.state, found.state.position, counts=self.purpose == "request")
+        if self.row_state is not None and found.state is not None:
+            self.row_state.load(found.state, found.state.position, counts=self.purpose == "request")
         return Load(plan, slots)
 
     def _extend_by_load(self, node: Node, raw: bytes, reads: dict[int, int]) -> WritePlan:
@@ -290,7 +267,7 @@ class Sequence:
         moves = node is not before
         if moves:
             refuse_full(state, node, len(raw) // WIDTH, self.group)
-        self._loading = Loading(length, reads)
+        self.loading = Loading(length, reads)
         if state.host is not None:
             state.host.blocks.hold(reads)  # before extend, whose evictions must not free these blocks
         if moves:
@@ -304,7 +281,7 @@ class Sequence:
                 self._table.release(self._table.own)
                 self.node, self.length, self._table = before, length, table
                 tree.unhold(node)
-            self._loading = None
+            self.loading = None
             if state.host is not None:
                 state.host.blocks.release(reads)
             raise
@@ -320,8 +297,8 @@ class Sequence:
         executed when the device will run it before all that is launched later. Publishing also frees the host blocks of
         loaded tokens. Raises UnknownToken, with nothing changed, if it would publish an unknown token.
         """
-        if self._loading is not None:
-            self._commit_load(self._loading, publish)
+        if self.loading is not None:
+            self._commit_load(self.loading, publish)
             return
         if self._unknown >= 0 and publish and self.purpose != "audit":
             self._refuse_unknown()
@@ -338,14 +315,14 @@ class Sequence:
         self._planned = None
         if publish and self._tail and self.purpose != "audit":
             self._publish(self.length)
-        if self._row is not None:
-            self._row.attach(self.node)
+        if self.row_state is not None:
+            self.row_state.attach(self.node)
 
     def _commit_load(self, loading: Loading, publish: bool) -> None:
         """Commit the tokens of a load: they were computed and committed before, and are hits of a request now."""
         state, host, start, copied_from = self._state, self._state.host, loading.start, self.length
         assert host is not None
-        self._loading = None
+        self.loading = None
         host.blocks.release(loading.reads)
         self.commit(publish=False)
         gained, copied = self.length - start, self.length - copied_from
@@ -367,15 +344,13 @@ class Sequence:
         A plan may be pending. An audit never publishes. Raises InvalidInput, and UnknownToken if one is among them.
         """
         self._refuse_closed()
-        check_int("length", length)
-        if not 0 <= length <= self.length:
-            raise InvalidInput(f"publish({length!r}): allowed are 0..{self.length}, the tokens committed")
+        self._refuse_beyond("publish", length)
         if 0 <= self._unknown < length:
             self._refuse_unknown()
         if length > self.length - len(self._tail) // WIDTH and self.purpose != "audit":
             self._publish(int(length))
-        if self._row is not None:
-            self._row.attach(self.node)
+        if self.row_state is not None:
+            self.row_state.attach(self.node)
 
     def fork(self) -> Sequence:
         """Return another sequence with the same tokens and `cached_length`, sharing every block. O(blocks).
@@ -385,9 +360,8 @@ class Sequence:
         """
         self._refuse_pending()
         state = self._state
-        row = None if self._row is None else self._row.fork()
-        twin = Sequence(state, self.node, self.length, self._table.fork())
-        twin._row = row
+        row = self.row_state and self.row_state.fork()
+        twin = Sequence(state, self.node, self.length, self._table.fork(), row)
         state.tree.hold(self.node)
         twin._tail, twin._unknown = self._tail[:], self._unknown
         twin.cached_length, twin.namespace, twin.group = self.cached_length, self.namespace, self.group
@@ -407,13 +381,11 @@ class Sequence:
         cut of tokens that were neither published nor forked.
         """
         self._refuse_pending()
-        check_int("length", length)
-        if not 0 <= length <= self.length:
-            raise InvalidInput(f"truncate({length!r}): allowed are 0..{self.length}, the tokens committed")
+        self._refuse_beyond("truncate", length)
         if length == self.length:
             return
-        if self._row is not None:
-            length = self._row.restore(self.node, int(length))
+        if self.row_state is not None:
+            length = self.row_state.restore(self.node, int(length))
         tree = self._state.tree
         published = self.length - len(self._tail) // WIDTH
         if length >= published:
@@ -467,12 +439,12 @@ class Sequence:
             tree.demote(node, done=True)  # unless other requests published or hit it
         for call in state.events.closed:
             call(self)
-        if self._loading is not None and state.host is not None:
-            state.host.blocks.release(self._loading.reads)
-            self._loading = None
-        if self._row is not None:
-            self._row.close(node, self.length, planned=planned, done=hint is not None and hint.done)
-            self._row = None
+        if self.loading is not None and state.host is not None:
+            state.host.blocks.release(self.loading.reads)
+            self.loading = None
+        if self.row_state is not None:
+            self.row_state.close(node, self.length, planned=planned, done=hint is not None and hint.done)
+            self.row_state = None
 
     def __enter__(self) -> Sequence:
         return self
@@ -556,6 +528,11 @@ class Sequence:
     def _refuse_closed(self) -> None:
         if self.closed:
             raise SequenceClosed("this sequence was closed")
+
+    def _refuse_beyond(self, verb: str, length: int) -> None:
+        check_int("length", length)
+        if not 0 <= length <= self.length:
+            raise InvalidInput(f"{verb}({length!r}): allowed are 0..{self.length}, the tokens committed")
 
     def _refuse_unknown(self) -> None:
         self._refuse_closed()

@@ -67,10 +67,12 @@ def common_prefix(raw: bytes, at: int, key: bytes | bytearray) -> int:
     return low * WIDTH
 
 
-def check_int(name: str, value: object) -> None:
-    """Raise InvalidInput unless `value` is an int (of Python or of numpy, but no bool)."""
+def check_int(name: str, value: object, least: int | None = None) -> None:
+    """Raise InvalidInput unless `value` is an int (of Python or of numpy, but no bool), and at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise InvalidInput(f"{name}={value!r}: allowed is an int")
+    if least is not None and value < least:
+        raise InvalidInput(f"{name}={value}: allowed is an int of at least {least}")
 
 
 def _from_array(tokens: npt.NDArray[Any]) -> bytes:

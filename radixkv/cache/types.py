@@ -346,25 +346,32 @@ class NodesById(Protocol):
         """Return the node of an id, None if it is gone."""
 
 
+@dataclass(slots=True)
+class Loading:
+    """A load that is pending. The host keeps its blocks unchanged until the sequence commits or closes."""
+
+    start: int  # the length of the sequence before the load
+    reads: dict[int, int]  # host block -> the end of the tokens that are read there
+
+    def reaches(self, blocks: Set[int], start: int) -> bool:
+        """Whether it reads tokens from `start` on in one of these host blocks."""
+        return any(end > start and block in blocks for block, end in self.reads.items())
+
+
 class OpenSequence(Protocol):
     """The part of a sequence that other modules read; see `sequence.Sequence`."""
 
     id: int
     node: Node
+    loading: Loading | None
     length: int
     cached_length: int
     asked: int
     namespace: Hashable
     purpose: Purpose
 
-    def text_from(self, start: int) -> bytes:
-        """Return the published tokens from `start` on, as bytes, also after close."""
-
     def own_blocks(self) -> array[int]:
         """Return the blocks that the sequence references itself."""
 
     def reads(self, blocks: Set[int], start: int) -> bool:
         """Say whether it has committed tokens from `start` on in one of these blocks."""
-
-    def reads_host(self, blocks: Set[int], start: int) -> bool:
-        """Say whether a pending load reads tokens from `start` on in one of these host blocks."""

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.ngrams import LONGEST, NgramIndex
+from radixkv.cache.past_text import continuation
 from radixkv.engine.request import Stream
 
 _OWN_GRAM = 3  # tokens of the shortest match in a request's own text
@@ -91,7 +92,7 @@ class TextDrafts:
         """Return the best draft: see the module. Costs about 15 us, and 10 more with the text of a cache."""
         stream = self._stream
         tokens = stream.tokens
-        if self._cache is not None and (tree := self._cache.continuation(stream.sequence, tokens, most)):
+        if self._cache is not None and (tree := continuation(stream.sequence.node, tokens, most)):
             return Draft(tree, "tree", LONGEST)
         suffix = tokens[-LONGEST:]
         best = self._own.find(suffix, most, len(tokens) - 1)
@@ -99,7 +100,7 @@ class TextDrafts:
             predicted = self._predicted.find(suffix, most, sys.maxsize)
             best = predicted if predicted.matched >= best.matched else best
         if self._cache is not None and best.matched < LONGEST:
-            past = self._cache.repeated(suffix, stream.request.namespace, most, best.matched)
+            past = self._cache.past_text.repeated(suffix, stream.request.namespace, most, best.matched)
             best = Draft(past.tokens, "past", past.matched) if past.tokens else best
         return best
 

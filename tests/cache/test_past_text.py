@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from radixkv.cache import PrefixCache
 from radixkv.cache.namespaces import LEAST
 from radixkv.cache.ngrams import LONGEST, NgramIndex
-from radixkv.cache.past_text import GRAM
+from radixkv.cache.past_text import GRAM, continuation
 from radixkv.errors import InvalidInput
 
 SETTINGS = settings(max_examples=60, deadline=None)
@@ -92,9 +92,9 @@ def test_drafts_followed_the_same_text_in_the_same_namespace(seed: int, capacity
         before = cache.stats()
         with cache.open(text[: rng.randrange(len(text))], name) as sequence:
             for most in (1, 5, 16):
-                drafted = cache.continuation(sequence, text, most)
+                drafted = continuation(sequence.node, text, most)
                 assert len(drafted) <= most and (not drafted or followed(texts[name], text, drafted))
-                past = cache.repeated(array("i", text), name, most)
+                past = cache.past_text.repeated(array("i", text), name, most)
                 assert len(past.tokens) <= most and (past.matched >= GRAM or not past.tokens)
                 assert not past.tokens or followed(texts[name], text[-past.matched :], past.tokens)
         assert cache.stats().hit_tokens - before.hit_tokens == sequence.cached_length
@@ -103,22 +103,25 @@ def test_drafts_followed_the_same_text_in_the_same_namespace(seed: int, capacity
         cache.moves_done() if cache.moves() else None
         cache.check()
         if capacity == 5000 and len(text) > 2 * LONGEST:
-            assert cache.repeated(array("i", text[:-1]), name, 1).tokens.tolist() == text[-1:]
+            assert cache.past_text.repeated(array("i", text[:-1]), name, 1).tokens.tolist() == text[-1:]
 
 
 def test_a_secret_of_one_namespace_is_no_draft_of_another() -> None:
     cache = PrefixCache(64, 4, draft_tokens=1000)
     question, secret = list(range(30)), [7, 7, 1, 9, 9]
     add(cache, [*question, *secret], "ann")
-    assert cache.repeated(array("i", question), "ann", 5).tokens.tolist() == secret
+    assert cache.past_text.repeated(array("i", question), "ann", 5).tokens.tolist() == secret
     with cache.open(question, "ann") as ours, cache.open(question, "ben") as theirs:
-        assert cache.continuation(ours, question, 9).tolist() == secret
-        assert not cache.continuation(theirs, question, 9) and not cache.repeated(array("i", question), "ben", 5).tokens
+        assert continuation(ours.node, question, 9).tolist() == secret
+        assert (
+            not continuation(theirs.node, question, 9)
+            and not cache.past_text.repeated(array("i", question), "ben", 5).tokens
+        )
     for number in range(2 * LEAST):  # evicts the text, and makes the cache forget namespaces that are not used
         add(cache, [number, 1, 2, 3], number)
-    assert cache.repeated(array("i", question), "ann", 5).tokens.tolist() == secret
+    assert cache.past_text.repeated(array("i", question), "ann", 5).tokens.tolist() == secret
     cache.clear_namespace("ann")
-    assert not cache.repeated(array("i", question), "ann", 5).tokens
+    assert not cache.past_text.repeated(array("i", question), "ann", 5).tokens
     assert (cache.past_text._index.tokens == -1).all(), "the text is still in memory"
 
 
@@ -132,10 +135,10 @@ def test_a_continuation_takes_the_latest_branch_of_any_tier_and_changes_nothing(
     cache.moves_done()
     before = cache.next_victims()
     with cache.open(stem) as sequence:
-        assert cache.continuation(sequence, stem, 4).tolist() == [40, 41, 42, 43]
-        assert cache.continuation(sequence, [*stem, 20], 9).tolist() == [21, 22, 23, 24, 25], "on the host"
-        assert cache.continuation(sequence, [*stem, 60, 61], 2).tolist() == [62, 63]
-        assert not cache.continuation(sequence, [*stem, 99], 9)
+        assert continuation(sequence.node, stem, 4).tolist() == [40, 41, 42, 43]
+        assert continuation(sequence.node, [*stem, 20], 9).tolist() == [21, 22, 23, 24, 25], "on the host"
+        assert continuation(sequence.node, [*stem, 60, 61], 2).tolist() == [62, 63]
+        assert not continuation(sequence.node, [*stem, 99], 9)
     assert cache.next_victims() == before
 
 
@@ -144,7 +147,9 @@ def test_text_outlives_its_kv_and_audits_add_none() -> None:
     text = list(range(30))
     add(cache, text)
     add(cache, list(range(100, 132)))  # evicts it
-    assert cache.match(text).length == 0 and cache.repeated(array("i", text[:20]), None, 3).tokens.tolist() == [
+    assert cache.match(text).length == 0 and cache.past_text.repeated(
+        array("i", text[:20]), None, 3
+    ).tokens.tolist() == [
         20,
         21,
         22,
@@ -152,7 +157,7 @@ def test_text_outlives_its_kv_and_audits_add_none() -> None:
     with cache.open(text, purpose="audit") as audit:
         audit.extend(list(range(200, 220)))
         audit.commit()
-    assert not cache.repeated(array("i", range(200, 210)), None, 3).tokens
+    assert not cache.past_text.repeated(array("i", range(200, 210)), None, 3).tokens
 
 
 @pytest.mark.parametrize("tokens", [-1, 1.5, "many"])

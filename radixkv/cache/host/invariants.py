@@ -68,9 +68,9 @@ def _check_moves(state: CacheState, tier: HostTier, nodes: list[Node]) -> None:
 def _check_loads(tier: HostTier, sequences: list[Sequence]) -> None:
     reading: Counter[int] = Counter()
     for sequence in sequences:
-        reads = sequence.host_reads()
+        reads = {} if sequence.loading is None else sequence.loading.reads
         assert not reads or sequence.has_plan, f"{sequence!r} reads host blocks without a plan"
-        reading.update(reads)
+        reading.update(reads.keys())
     blocks = tier.blocks
     assert reading == blocks.reading, f"host blocks that are read: {blocks.reading}, recounted {dict(reading)}"
     assert blocks.deferred <= blocks.reading.keys(), "a host block is deferred that no load reads"

@@ -1,9 +1,7 @@
-"""Loads of one sequence: which host-resident tokens follow its own, and which host blocks a pending load reads."""
+"""What a sequence could load: the host-resident tokens that follow its own."""
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,18 +13,6 @@ from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH
 from radixkv.cache.types import Node
 from radixkv.errors import OutOfBlocks
-
-
-@dataclass(slots=True)
-class Loading:
-    """A pending load. The host keeps its blocks unchanged until the sequence commits or closes."""
-
-    start: int  # the length of the sequence before the load
-    reads: dict[int, int]  # host block -> the end of the tokens that are read there
-
-    def reads_host(self, blocks: Set[int], start: int) -> bool:
-        """Whether it reads tokens from `start` on in one of these host blocks."""
-        return any(end > start and block in blocks for block, end in self.reads.items())
 
 
 class Loadable(NamedTuple):

@@ -21,8 +21,8 @@ def StatefulPrefixCache(  # noqa: N802  # a class until options were arguments
 ) -> PrefixCache:
     """Return a PrefixCache with these arguments, and warn: `state_rows` is an argument of PrefixCache now."""
     from radixkv.cache import PrefixCache  # it imports this package
-    from radixkv.cache.prefix_cache import check_positive
+    from radixkv.cache.tokens import check_int
 
-    check_positive("rows", rows)
+    check_int("rows", rows, 1)
     warnings.warn("StatefulPrefixCache is PrefixCache(state_rows=...) now", DeprecationWarning, stacklevel=2)
     return PrefixCache(*args, state_rows=rows, state_snapshots=snapshots, state_spacing=spacing, **options)
