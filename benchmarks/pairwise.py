@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import importlib.util
-import inspect
 import io
 import json
 import statistics
@@ -63,43 +61,21 @@ def import_from(checkout: Path) -> SimpleNamespace:
         request = importlib.import_module("radixkv.engine.request")
         package = importlib.import_module("radixkv")
         assert Path(package.__file__ or "").is_relative_to(checkout), package.__file__
-        # Limits until issue H, which made it a part of EngineConfig.
-        config = package.EngineConfig if hasattr(package, "EngineConfig") else modules["engine"].Limits
-        params = package.SamplingParams
         return SimpleNamespace(
             cache=modules["cache"],
-            **constructors(modules["cache"].PrefixCache),
             core=modules["engine.core"],
             request=request,
-            config=config,
-            params=params,
+            config=package.EngineConfig,
+            params=package.SamplingParams,
         )
     finally:
         del sys.path[: len(paths)]
 
 
-def constructors(cache: Any) -> dict[str, Any]:
-    """What makes a cache with a host tier, and one with recurrent state: each was a class before it was an option."""
-    options = inspect.signature(cache).parameters
-    found = {"host_cache": cache, "states_cache": cache}
-    if "host_blocks" not in options and importlib.util.find_spec("radixkv.cache.host"):
-        found["host_cache"] = importlib.import_module("radixkv.cache.host").HostPrefixCache
-    if "state_rows" not in options and importlib.util.find_spec("radixkv.cache.recurrent"):
-        stateful = importlib.import_module("radixkv.cache.recurrent").StatefulPrefixCache
-
-        def states(*sizes: int, state_rows: int, state_snapshots: int) -> Any:
-            return stateful(*sizes, rows=state_rows, snapshots=state_snapshots)
-
-        found["states_cache"] = states
-    return found
-
-
 def step(version: SimpleNamespace) -> Slice:
     """Steps of an engine core with 64 greedy streams and a runner that returns fixed logits: all but the forward."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(HERE / "radixkv" / "assets" / "tiny"))
-    # Once the request's tokenizer, from which each stream made its decode function.
-    decodes = "decode" in version.request.Request.__dataclass_fields__
-    text = importlib.import_module(version.request.TextStream.__module__).decoder(tokenizer) if decodes else tokenizer
+    text = importlib.import_module(version.request.TextStream.__module__).decoder(tokenizer)
     random = np.random.default_rng(6)
     vocab = len(tokenizer)
     logits = torch.from_numpy(random.random((64, vocab), dtype=np.float32))
@@ -295,7 +271,7 @@ def host(version: SimpleNamespace) -> Slice:
     """Turns of 100 sessions in a pool too small for them, with a host tier that holds most: offloads and loads."""
     random = np.random.default_rng(8)
     histories = [np.empty(0, np.int32) for _ in range(100)]
-    store = version.host_cache(1024, 16, host_blocks=4096)
+    store = version.cache.PrefixCache(1024, 16, host_blocks=4096)
 
     def write(sequence: Any, tokens: Any, verb: str = "extend") -> None:
         getattr(sequence, verb)(tokens)
@@ -322,7 +298,7 @@ def states(version: SimpleNamespace) -> Slice:
     """Turns of 100 sessions with recurrent state, a snapshot at the end of each prompt, and slots for half of them."""
     random = np.random.default_rng(9)
     histories = [np.empty(0, np.int32) for _ in range(100)]
-    store = version.states_cache(4096, 16, state_rows=4, state_snapshots=80)
+    store = version.cache.PrefixCache(4096, 16, state_rows=4, state_snapshots=80)
 
     def write(sequence: Any, tokens: Any) -> None:
         sequence.extend(tokens)
@@ -401,7 +377,7 @@ def with_host(version: SimpleNamespace) -> SimpleNamespace:
     """The same modules with a cache that has a host tier twice as large as its pool."""
 
     def cache(num_blocks: int, block_size: int) -> Any:
-        return version.host_cache(num_blocks, block_size, host_blocks=2 * num_blocks)
+        return version.cache.PrefixCache(num_blocks, block_size, host_blocks=2 * num_blocks)
 
     return SimpleNamespace(**{**vars(version), "cache": SimpleNamespace(PrefixCache=cache)})
 

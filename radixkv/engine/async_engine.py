@@ -21,7 +21,7 @@ from radixkv.cache import Explanation
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.engine.compressed import CompressedPrefix, Conversation
 from radixkv.engine.engine import NOT_COPIED, RequestEngine, explained_methods
-from radixkv.engine.input_processor import EncodedPrompt, Params, Prompt, start_of_reply
+from radixkv.engine.input_processor import EncodedPrompt, Params, Prompt
 from radixkv.engine.output import Chunk, Completion, Handle, Warmed
 from radixkv.engine.request import NO_ORIGIN, Origin, Request
 from radixkv.engine.runs import Run
@@ -128,14 +128,13 @@ class AsyncRequestEngine:
         priority: int = 0,
         timeout: float | None = None,
         session: int | None = None,
-        reply_start: int | None = None,
         sample: bool = True,
         origin: Origin = NO_ORIGIN,
         prefix: CompressedPrefix | None = None,
     ) -> AsyncHandle:
         """Start one request; iterate the handle for chunks, or await its result: see `Engine.submit`."""
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        options |= {"reply_start": start_of_reply(reply_start), "sample": sample, "origin": origin, "prefix": prefix}
+        options |= {"sample": sample, "origin": origin, "prefix": prefix}
         grammars = await self._compiled(params)
         request = await self._prepared(self.client.inputs.request, prompt, params, **options)
         del grammars

@@ -29,7 +29,7 @@ from radixkv.engine.audit import Auditor, piece_tokens
 from radixkv.engine.compressed import CompressedPrefix, CompressedPrefixes, Conversation
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
-from radixkv.engine.input_processor import EncodedPrompt, InputProcessor, Params, Prompt, check_seconds, start_of_reply
+from radixkv.engine.input_processor import EncodedPrompt, InputProcessor, Params, Prompt, check_seconds
 from radixkv.engine.namespaces import NamespaceTable, NumberedLimits
 from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
@@ -270,7 +270,6 @@ class RequestEngine:
         priority: int = 0,
         timeout: float | None = None,
         session: int | None = None,
-        reply_start: int | None = None,
         sample: bool = True,
         origin: Origin = NO_ORIGIN,
         prefix: CompressedPrefix | None = None,
@@ -281,13 +280,12 @@ class RequestEngine:
         request with a higher `priority` is admitted before lower ones, and its cached tokens are evicted later. After
         `timeout` seconds, waiting or running, the request ends with RequestTimedOut. `session` is a number that the
         requests of one conversation share, for the monitor, which also shows the names in `origin`.
-        Without `sample` only the prompt is computed, and scored
-        if `params.prompt_logprobs` is set; the reply is empty, and the prompt may fill the context. `reply_start` is
-        deprecated: submit an EncodedPrompt. The prompt follows a compressed `prefix`, if one is given. Raises
+        Without `sample` only the prompt is computed, and scored if `params.prompt_logprobs` is set; the reply is empty,
+        and the prompt may fill the context. The prompt follows a compressed `prefix`, if one is given. Raises
         InvalidInput and its subclasses, PrefixGone or EngineClosed.
         """
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
-        options |= {"reply_start": start_of_reply(reply_start), "sample": sample, "origin": origin, "prefix": prefix}
+        options |= {"sample": sample, "origin": origin, "prefix": prefix}
         return self.client.start(self.client.inputs.request(prompt, params, **options))
 
     def score(

@@ -12,7 +12,6 @@ import itertools
 import math
 import reprlib
 import time
-import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -84,14 +83,6 @@ def unbounded(params: SamplingParams, room: int) -> SamplingParams:
     if params.width > 1:
         room = room // params.width - _SPARE
     return params.but(max_tokens=max(room, params.min_tokens, 1))
-
-
-def start_of_reply(reply_start: int | None) -> int:
-    """Return the argument `reply_start` of `submit`, and warn if it was given: it is a part of EncodedPrompt now."""
-    if reply_start is not None:
-        message = "submit(reply_start=...) goes with the next release: submit an EncodedPrompt(ids, reply_start)"
-        warnings.warn(message, DeprecationWarning, stacklevel=4)
-    return reply_start or 0
 
 
 class InputProcessor:
@@ -172,16 +163,16 @@ class InputProcessor:
         timeout: float | None = None,
         session: int | None = None,
         sample: bool = True,
-        reply_start: int = 0,
         scores: Scores = NO_SCORES,
         origin: Origin = NO_ORIGIN,
         prefix: CompressedPrefix | None = None,
     ) -> Request:
         """Make a request; without `sample` it only computes the prompt. Raises InvalidInput and its subclasses.
 
-        The prompt follows a compressed `prefix`, if one is given. `reply_start` is that of a prompt without its own.
-        `scores` are of params without prompt_logprobs. Waits until the constraint of `params` is compiled.
+        The prompt follows a compressed `prefix`, if one is given. `scores` are of params without prompt_logprobs. Waits
+        until the constraint of `params` is compiled.
         """
+        reply_start = 0
         if isinstance(prompt, EncodedPrompt):
             reply_start, prefix, prompt = prompt.reply_start, prompt.prefix or prefix, prompt.ids
         model, submitted = self._model, time.perf_counter()

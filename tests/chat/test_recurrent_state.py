@@ -10,6 +10,7 @@ import pytest
 from radixkv import SamplingParams
 from radixkv.chat import Engine
 from radixkv.chat.template import ChatTemplate
+from radixkv.engine.input_processor import EncodedPrompt
 from tests.chat.styles import DATE, STYLES, Style
 from tests.chat.worlds import CHATML, THINKING, chat_engine
 from tests.engine.fakes import StatefulFakeRunner, check
@@ -63,8 +64,7 @@ def test_the_reply_starts_after_the_last_message(style: Style) -> None:
 
 def test_a_request_leaves_a_snapshot_where_it_names_the_reply() -> None:
     with chat_engine(snapshots=4) as engine:
-        with pytest.warns(DeprecationWarning, match="EncodedPrompt"):
-            engine.submit(list(range(40)), SamplingParams(max_tokens=2, temperature=0), reply_start=33).result()
+        engine.submit(EncodedPrompt(range(40), 33), SamplingParams(max_tokens=2, temperature=0)).result()
         assert cast(StatefulFakeRunner, engine.core.runner).taken == [33]
 
 
