@@ -24,15 +24,10 @@ from radixkv.sizing.kv_size import size_text
 if TYPE_CHECKING:
     import torch
 
-    from radixkv.attention.host_store import HostCosts
     from radixkv.gguf.header import GGUFHeader
     from radixkv.models.loaded import LayerSpec, LoadedModel
     from radixkv.sizing.memory import PoolSize
 
-_HOST_TOKENS = 512  # of the prefill and of the load that are measured
-_SESSION = 4096  # tokens of a session that a disk has
-_DRAFT_CONTEXT = 544  # tokens
-_CHEAP_ROWS = 2.0  # decodes that 8 rows cost
 _LOAD_SETTINGS = "tokenizer device dtype kv_dtype weights model_code attention revision trust_remote_code"
 _UNLIMITED = 1 << 30  # tokens; the checkpoint of a model with a longer context states no limit
 
@@ -96,7 +91,6 @@ def _whole(arguments: argparse.Namespace, header: GGUFHeader | None) -> Iterator
         yield doctor_weights.of_kv(loaded, arguments.block_size)
     yield from language(loaded)
     yield doctor_weights.speed(loaded, arguments.block_size)
-    yield drafts(loaded, arguments.block_size)
     yield from doctor_weights.accuracy(loaded, arguments.weights, header, lambda: _in_float32(arguments))
     yield from _faster(loaded)
 
@@ -185,21 +179,6 @@ def _cores() -> int:
 
 
 # ---- the model
-
-
-def drafts(loaded: LoadedModel, block_size: int) -> Finding:
-    """Measure what the rows of a draft cost, in decodes."""
-    from radixkv.engine.speculation import draft_obstacle
-    from radixkv.models.runner import Runner
-
-    if (obstacle := draft_obstacle(loaded)) is not None:
-        return note("drafts", f"not possible: {obstacle}")
-    costs = dict(Runner(loaded, -(-_DRAFT_CONTEXT // block_size), block_size).row_costs())
-    times = {rows: seconds / costs[1] for rows, seconds in costs.items() if rows in (2, 4, 8, 16)}
-    text = ", ".join(f"{rows} rows {times[rows]:.1f}" for rows in sorted(times))
-    cheap = times.get(8, 0.0) < _CHEAP_ROWS
-    pays = "wherever text repeats" if cheap else "for text that is copied, as in a retry"
-    return ok("drafts", f"{text} decodes: --speculate tree pays {pays}")
 
 
 def _model(loaded: LoadedModel, said: list[str]) -> Iterator[Finding]:
@@ -320,14 +299,12 @@ def _pool(loaded: LoadedModel, arguments: argparse.Namespace) -> Finding:
 
 
 def _lower_tiers(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Describe the host memory and the disk that `Engine.load` would add to the pool, and measure loads and reads."""
-    from radixkv.models.runner import Runner
+    """Describe the host memory and the disk that `Engine.load` would add to the pool."""
     from radixkv.sizing.memory import disk_blocks
 
-    block_size, disk = arguments.block_size, 0
+    block, block_size, disk = loaded.bytes_per_token * arguments.block_size, arguments.block_size, 0
     try:
         if arguments.disk_cache is not None:
-            block = loaded.bytes_per_token * block_size
             disk = disk_blocks(arguments.disk_memory, block, block_size, loaded.state_bytes)
     except InvalidInput as error:
         yield problem("disk", str(error))
@@ -335,53 +312,33 @@ def _lower_tiers(loaded: LoadedModel, arguments: argparse.Namespace) -> Iterator
         return
     try:
         blocks = _size(loaded, arguments, arguments.host_memory, disk > 0).host_blocks
-        if not blocks:
-            yield ok("host memory", "0: KV that leaves the pool is computed again")
-            return
-        tried = -(-_HOST_TOKENS // block_size)
-        slots = int(bool(loaded.state))
-        runner = Runner(loaded, tried, block_size, state_slots=slots, host_blocks=min(blocks, tried))
-        costs = runner.host_costs(_HOST_TOKENS)
     except InvalidInput as error:
         yield problem("host memory", str(error))
         return
-    tokens = blocks * block_size
-    text = f"{blocks:,} more blocks, {tokens:,} tokens: {size_text(tokens * loaded.bytes_per_token)}"
-    load, prefill = (f"{seconds * 1e6:,.3g} us" for seconds in costs)
-    speed = f"{loaded.bytes_per_token / costs.load_seconds_per_token / 1e9:.1f} GB/s"
-    text = f"{text}; loading a token takes {load} ({speed}), computing it {prefill}"
-    if costs.load_seconds_per_token >= costs.prefill_seconds_per_token:
-        yield note("host memory", f"{text}: nothing would be loaded")
+    text = f"{blocks:,} more blocks, {blocks * block_size:,} tokens: {size_text(blocks * block)}"
+    if not blocks:
+        yield ok("host memory", "0: KV that leaves the pool is computed again")
     elif loaded.device.type == "cpu" and not disk:
         yield note("host memory", f"{text}; a larger --kv-memory holds as much in the same memory, without copies")
     else:
         yield ok("host memory", text)
     if disk:
-        session = min(_SESSION, blocks * block_size)  # one read brings no more than host memory holds
-        yield _disk(arguments.disk_cache, disk * block_size, session, loaded.bytes_per_token, costs)
+        yield _disk(arguments.disk_cache, disk * block_size)
 
 
-def _disk(path: str, tokens: int, session: int, size: int, costs: HostCosts) -> Finding:
-    """Measure the folder of a disk cache, and compare reading a session with computing it."""
-    from radixkv.disk.folder import DiskFolder, speed
+def _disk(path: str, tokens: int) -> Finding:
+    """Check the folder of a disk cache, which has room for `tokens`."""
+    from radixkv.disk.folder import DiskFolder
     from radixkv.disk.store import LEAST_FREE, LEAST_SHARE
 
     try:
         with closing(DiskFolder(path)) as folder:
-            written, read = speed(folder.path)
             place = shutil.disk_usage(folder.path)
     except (InvalidInput, OSError) as error:
         return problem("disk", str(error))
-    found, computed = (session * each for each in (size / read + costs[0], costs[1]))
-    text = (
-        f"room for {tokens:,} tokens; it writes {written / 1e6:,.0f} MB/s and reads "
-        f"{read / 1e6:,.0f} MB/s; {session:,} tokens take {found:.2f} s, computing them at least {computed:.2f} s"
-    )
-    if found >= computed:
-        return note("disk", f"{text}: nothing would be read")
     if place.free < max(LEAST_FREE, LEAST_SHARE * place.total):
-        return note("disk", f"{text}; only {size_text(place.free)} are free: nothing would be written")
-    return ok("disk", text)
+        return note("disk", f"only {size_text(place.free)} are free: nothing would be written")
+    return ok("disk", f"room for {tokens:,} tokens")
 
 
 def _self_test(loaded: LoadedModel) -> Finding:
