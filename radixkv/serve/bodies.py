@@ -8,7 +8,6 @@ that the response can name them; a strict server refuses them.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -127,7 +126,7 @@ def without_effect(path: str, why: str, ignored: IgnoredFields | None) -> None:
 
 def broken(field: str, why: str, code: str = "invalid_value") -> PydanticCustomError:
     """Return the error of a validator of a model, about one of its fields."""
-    return PydanticCustomError("broken", "{why}", {"field": field, "why": why, "code": code})
+    return PydanticCustomError(code, "{why}", {"field": field, "why": why})
 
 
 def needs(field: str, why: str, code: str) -> Any:
@@ -176,17 +175,15 @@ def _whole(value: Any) -> Any:
 class OneError:
     """Annotate a type whose errors, at any depth, are one sentence about the whole field.
 
-    A value of another JSON type than `kind`, such as "an object", is a wrong type; without it, only a wrong value. The
-    error is about the item `at` of a list, if that is given.
+    A value of another JSON type than `kind`, such as "an object", is a wrong type; without it, only a wrong value.
     """
 
     why: str
     kind: str = ""
-    at: int | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the schema of the type with its errors replaced."""
-        about: dict[str, Any] = {"why": self.why, "kind": self.kind, "at": -1 if self.at is None else self.at}
+        about: dict[str, Any] = {"why": self.why} | ({"kind": self.kind} if self.kind else {})
         return core_schema.custom_error_schema(
             handler(source), custom_error_type="one", custom_error_message="{why}", custom_error_context=about
         )
@@ -299,7 +296,7 @@ class ByField:
             values = _literals(model.model_fields[self.field].annotation)
             branches |= dict.fromkeys(values, -branch)
             other = other if values else -branch
-        names = ", ".join(value for value in branches if value is not None)
+        names = ", ".join(filter(None, branches))
 
         def branch_of(given: Any) -> int | None:
             if not isinstance(given, dict):
@@ -309,9 +306,8 @@ class ByField:
                 return branches.get(None)
             return branches.get(value, other) if isinstance(value, str) else other
 
-        some = "one of " if len(branches) > 1 else ""
-        about = {"field": self.field, "why": f"must be {some}{names}, not {{}}{self.why and ': '}{self.why}"}
-        return tagged(source, handler, branch_of, "field", about)
+        why = f"must be one of {names}" + (self.why and f": {self.why}")
+        return _tagged(source, handler, branch_of, field=self.field, why=why, kind="an object")
 
 
 def _literals(annotation: Any) -> list[Any]:
@@ -327,13 +323,13 @@ class ByType:
     """Annotate a union of JSON types: the type of a value chooses the branch; `what` names them all."""
 
     what: str
-    code: str = "invalid_type"
+    error: str = "union_type"  # another name makes it the error of a wrong value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return a union whose error is about the field itself."""
         branches = {_json_type(each): -branch for branch, each in enumerate(_branches(source), 1)}
-        about = {"what": self.what, "code": self.code}
-        return tagged(source, handler, lambda given: branches.get(type(given)), "type", about)
+        why = f"must be {self.what}"
+        return _tagged(source, handler, lambda given: branches.get(type(given)), why=why, error=self.error)
 
 
 def _json_type(annotation: Any) -> type:
@@ -351,60 +347,35 @@ def _branches(source: Any) -> tuple[Any, ...]:
     return get_args(source) if get_origin(source) in (Union, UnionType) else (source,)
 
 
-def tagged(
-    source: Any, handler: GetCoreSchemaHandler, branch_of: Callable[[Any], int | None], error: str, about: Any
+def _tagged(
+    source: Any, handler: GetCoreSchemaHandler, branch_of: Callable[[Any], int | None], error: str = "tag", **about: str
 ) -> CoreSchema:
     """Return a union whose branches are numbers below 0, which no index in the path of an error can be."""
     choices = {-branch: handler.generate_schema(each) for branch, each in enumerate(_branches(source), 1)}
     return core_schema.tagged_union_schema(
-        choices, branch_of, custom_error_type=error, custom_error_message=error, custom_error_context=about
+        choices, branch_of, custom_error_type=error, custom_error_message="{why}", custom_error_context={**about}
     )
 
 
 # ---- errors
 
-_TYPES = {
-    "string_type": "a string",
-    "bool_type": "true or false",
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "list_type": "an array",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "field": "an object",
-}
-_RANGES = {"greater_than_equal": "at least", "less_than_equal": "at most", "greater_than": "more than"}
+_CODES = ("invalid_value", "invalid_type", _MISSING)
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """Return the first error of a validation as one sentence about its field."""
+    """Return the first error of a validation as one sentence about its field, in Pydantic's words or a validator's."""
     first = error.errors(include_url=False)[0]
     kind, given, about, place = first["type"], first["input"], first.get("ctx", {}), first["loc"]
-    path = joined(place)
-    match kind:
-        case "broken":
-            return refuse(joined((*place, about["field"])) if about["field"] else path, about["why"], about["code"])
-        case "field" if isinstance(given, dict):
-            path, given = joined((*place, about["field"])), given.get(about["field"])
-            if given is None:
-                return refuse(path, "is required", _MISSING)
-            return refuse(path, about["why"].format(shown(given)))
-        case "one" if about["kind"] and kind_of(given) != about["kind"]:
-            return refuse(path, f"must be {about['kind']}, not {kind_of(given)}", "invalid_type")
-        case "one" if given is not None:
-            return refuse(joined((*place, about["at"])) if about["at"] >= 0 else path, about["why"])
+    own = "be an object" if kind in ("model_type", "dict_type") else first["msg"].partition(" should ")[2]
+    why = about.get("why", f"must {own}")
+    mistyped = about.get("kind", kind_of(given)) != kind_of(given)
+    if isinstance(given, dict) and about.get("field"):
+        place, given = (*place, about["field"]), given.get(about["field"])
+    if kind in _CODES:
+        return refuse(joined(place), why, kind)
     if kind in ("missing", "string_too_short") or (given is None and isinstance(place[-1], str)):
-        return refuse(path, "is required", _MISSING)
-    if kind == "float_type" and kind_of(given) == "a number":
-        return refuse(path, "is too large")
-    wanted = about["what"] if kind == "type" else _TYPES.get(kind)
-    if wanted is not None:
-        return refuse(path, f"must be {wanted}, not {kind_of(given)}", about.get("code", "invalid_type"))
-    if kind == "too_long":
-        return refuse(path, f"must have at most {about['max_length']} items")
-    if kind == "literal_error":
-        return refuse(path, f"must be {about['expected']}, not {shown(given)}".replace("'", '"'))
-    if kind in _RANGES:
-        (limit,) = about.values()
-        return refuse(path, f"must be {_RANGES[kind]} {shown(limit).removesuffix('.0')}, not {shown(given)}")
-    return refuse(path, f"{re.sub(r'^.* should', 'must', first['msg'])}, not {shown(given)}")
+        return refuse(joined(place), "is required", _MISSING)
+    if mistyped:
+        return refuse(joined(place), f"must be {about['kind']}", "invalid_type")
+    too_large = kind == "float_type" and kind_of(given) == "a number"
+    return refuse(joined(place), why, "invalid_type" if kind.endswith("_type") and not too_large else "invalid_value")

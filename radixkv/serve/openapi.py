@@ -1,45 +1,30 @@
 """The OpenAPI document at /openapi.json: endpoints, request bodies, responses, errors and headers.
 
-Bodies are described by their models, which check them. Responses are described here, and tests compare the two.
+Bodies are described by their models, which check them. Responses are described by `response_schemas.py`, and tests
+compare the two with what the server does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from radixkv import __version__
-from radixkv.serve.access import KEY_HEADER
-from radixkv.serve.anthropic import openapi as anthropic
+from radixkv.serve.access import KEY_HEADER, LONGEST_NAME, NAMESPACE_HEADER
 from radixkv.serve.anthropic.schemas import MessageBody, PromptBody
-from radixkv.serve.bodies import Body
+from radixkv.serve.bodies import LENIENT, STRICT, Body
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.infill import InfillBody
-from radixkv.serve.json_schemas import COUNT, STRING, TEXT, answer, array, bodies, maybe, ref
-from radixkv.serve.ollama import openapi as ollama
-from radixkv.serve.ollama.schemas import GenerateBody, OllamaChatBody
-from radixkv.serve.openai_responses import openapi as openai_responses
+from radixkv.serve.ollama.library import REFUSED
+from radixkv.serve.ollama.lines import MEDIA_TYPE
+from radixkv.serve.ollama.schemas import GenerateBody, OllamaChatBody, ShowBody
 from radixkv.serve.openai_responses.schemas import ResponseBody
-from radixkv.serve.openapi_operations import (
-    DONE,
-    IN_PATH,
-    PREFIX_IN_PATH,
-    PROMETHEUS,
-    event_stream,
-    get,
-    json_of,
-    post,
-    responses_of,
-    stored,
-    without_key,
-)
+from radixkv.serve.response_schemas import REFERENCE, TEXT, answer, maybe, ref, response_schemas
 from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, ModelBody, PrefixBody, TokenizeBody
 from radixkv.server_settings import Settings
-
-_OPENAIS = (ChatBody, CompletionBody, ResponseBody, PrefixBody)
-_OTHERS = (InfillBody, TokenizeBody, DetokenizeBody, MessageBody, PromptBody)
-_BODIES: tuple[type[Body], ...] = (*_OPENAIS, *_OTHERS, *ollama.BODIES)
-
-# ---- the document
 
 _ABOUT = """OpenAI's, Anthropic's and Ollama's endpoints over one engine whose prefix cache can be seen.
 
@@ -48,12 +33,65 @@ More than 200 headers get 431. A path that begins with `/v1` works without it to
 Every answer has the request's id in `X-Request-Id` and `Request-Id`. Unknown fields of a body are ignored, and named
 in the answer's `Warning`; with `--strict-fields` they are refused."""
 
+# ---- endpoints
+
+_POSTS: dict[str, tuple[str, type[Body], str]] = {  # summary, body, name of the response
+    "/v1/chat/completions": ("Continue a conversation", ChatBody, "ChatCompletion"),
+    "/v1/completions": ("Continue texts", CompletionBody, "Completion"),
+    "/v1/prefixes": ("Compress a prefix, which later requests name", PrefixBody, "Prefix"),
+    "/infill": ("Fill in the middle of a text", InfillBody, "Infill"),
+    "/v1/messages": ("Continue a conversation, in the form of Anthropic's API", MessageBody, "Message"),
+    "/v1/messages/count_tokens": ("Length of a conversation", PromptBody, "TokenCount"),
+    "/v1/responses": ("Respond to a conversation", ResponseBody, "Response"),
+    "/v1/responses/input_tokens": ("Length of a conversation", ResponseBody, "InputTokens"),
+    "/api/chat": ("Continue a conversation, in the form of Ollama's API", OllamaChatBody, "OllamaChat"),
+    "/api/generate": ("Answer a prompt, or continue a text", GenerateBody, "Generation"),
+    "/api/show": ("One model", ShowBody, "OllamaModel"),
+    "/tokenize": ("Token ids of a text or of a conversation", TokenizeBody, "Tokens"),
+    "/detokenize": ("Text of token ids", DetokenizeBody, "Detokenized"),
+}
+_OF_SEVERAL: dict[str, tuple[str, type[Body], str]] = {
+    "/models/load": ("Load a model, and wait for that", ModelBody, "Done"),
+    "/models/unload": ("Unload a model, and wait for that", ModelBody, "Done"),
+}
+_STREAMS = {  # name of the schema of an event, and the last event
+    "/v1/chat/completions": ("ChatCompletionChunk", "[DONE]"),
+    "/v1/completions": ("CompletionChunk", "[DONE]"),
+    "/infill": ("Infill", "stop: true"),
+    "/v1/messages": ("MessageEvent", "message_stop"),
+    "/v1/responses": ("ResponseEvent", "response.completed, response.incomplete or response.failed"),
+}
+_GETS: dict[str, tuple[Any, ...]] = {  # summary, name of the response, statuses of errors
+    "/v1/models": ("The models", "Models", 401),
+    "/v1/models/{model}": ("One model", "Model", 401, 404),
+    "/api/tags": ("The models, by all their names", "Tags", 401),
+    "/api/ps": ("The loaded models", "Processes", 401),
+    "/load": ("Number of replies that are requested now", "Load", 401),
+    "/metrics": ("Counters and gauges, as Prometheus reads them", "", 401, 503),
+}
+_WITHOUT_KEY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("/", "/api/hello", "/v1/version"), ("Name and version of the server", "About")),
+    **dict.fromkeys(("/health", "/ping"), ("Whether the engine takes requests", "Health", 503)),
+    "/api/version": ("Version of Ollama's API", "OllamaVersion"),
+    "/openapi.json": ("This document", "OpenApi"),
+}
+_RESPONSE, _LIST = "/v1/responses/{response_id}", ("limit", "order", "after")
+_STORED: list[tuple[str, str, str, str, Sequence[str]]] = [  # path, method, summary, response, parameters
+    (_RESPONSE, "get", "A stored response", "Response", ()),
+    (_RESPONSE, "delete", "Delete a stored response", "DeletedResponse", ()),
+    (f"{_RESPONSE}/cancel", "post", "Stop a response that is being streamed", "Response", ()),
+    (f"{_RESPONSE}/input_items", "get", "The conversation before a stored response", "ResponseItems", _LIST),
+    ("/v1/prefixes/{name}", "delete", "Release a compressed prefix", "DeletedPrefix", ()),
+]
+
 
 def document(names: Sequence[str], settings: Settings, *, several: bool = False) -> JsonObject:
     """Return the whole document, for a server of models with these names, which it loads and unloads if `several`."""
-    schemas = bodies((*_BODIES, *((ModelBody,) if several else ())), strict=settings.strict_fields)
+    posts = {**_POSTS, **(_OF_SEVERAL if several else {})}
+    models = list(dict.fromkeys(body for _, body, _ in posts.values()))
+    schemas = {**_bodies(models, strict=settings.strict_fields), **response_schemas()}
     model = {"type": "string", "enum": [*names], "description": "A model that this server has."}
-    for named in (*_OPENAIS, OllamaChatBody, GenerateBody):
+    for named in (ChatBody, CompletionBody, ResponseBody, PrefixBody, OllamaChatBody, GenerateBody):
         schemas[named.__name__]["properties"]["model"] = model
     for optional in (TokenizeBody, DetokenizeBody):
         schemas[optional.__name__]["properties"]["model"] = maybe(model)
@@ -61,56 +99,9 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
         "openapi": "3.1.0",
         "info": {"title": "radixkv", "version": __version__, "description": _ABOUT},
         "security": [{"apiKey": []}, {"keyHeader": []}] if settings.api_keys else [],
-        "paths": {
-            "/v1/chat/completions": post(
-                "Continue a conversation",
-                ChatBody,
-                "ChatCompletion",
-                event_stream("ChatCompletionChunk", "Error", DONE),
-            ),
-            "/v1/completions": post(
-                "Continue texts", CompletionBody, "Completion", event_stream("CompletionChunk", "Error", DONE)
-            ),
-            "/v1/prefixes": post("Compress a prefix, which later requests name", PrefixBody, "Prefix"),
-            "/v1/prefixes/{name}": {"delete": stored("Release a compressed prefix", "DeletedPrefix", PREFIX_IN_PATH)},
-            "/infill": post(
-                "Fill in the middle of a text", InfillBody, "Infill", event_stream("Infill", "Error", "stop: true")
-            ),
-            "/v1/messages": post(
-                "Continue a conversation, in the form of Anthropic's API",
-                MessageBody,
-                "Message",
-                event_stream("MessageEvent", "MessageError", "message_stop"),
-                "MessageError",
-            ),
-            "/v1/messages/count_tokens": post(
-                "Length of a conversation", PromptBody, "TokenCount", error="MessageError"
-            ),
-            **openai_responses.paths(),
-            **ollama.paths(),
-            "/tokenize": post("Token ids of a text or of a conversation", TokenizeBody, "Tokens"),
-            "/detokenize": post("Text of token ids", DetokenizeBody, "Detokenized"),
-            "/v1/models": get("The models", json_of("Models"), 401),
-            "/v1/models/{model}": get("One model", json_of("Model"), 401, 404, parameters=[IN_PATH]),
-            **dict.fromkeys(
-                ("/", "/api/hello", "/v1/version"), without_key(get("Name and version of the server", json_of("About")))
-            ),
-            **dict.fromkeys(
-                ("/health", "/ping"), without_key(get("Whether the engine takes requests", json_of("Health"), 503))
-            ),
-            "/load": get("Number of replies that are requested now", json_of("Load"), 401),
-            "/metrics": get("Counters and gauges, as Prometheus reads them", PROMETHEUS, 401, 503),
-            **(_loads() if several else {}),
-            "/openapi.json": without_key(get("This document", {"application/json": {"schema": {"type": "object"}}})),
-        },
+        "paths": _paths(posts),
         "components": {
-            "schemas": {
-                **schemas,
-                **_answers(),
-                **anthropic.answers(),
-                **openai_responses.answers(),
-                **ollama.answers(),
-            },
+            "schemas": schemas,
             "securitySchemes": {
                 "apiKey": {"type": "http", "scheme": "bearer"},
                 "keyHeader": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
@@ -119,112 +110,159 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
     }
 
 
-def _loads() -> JsonObject:
-    """The paths by which models are loaded and unloaded."""
-    load = post("Load a model, and wait for that", ModelBody, "Done")
-    unload = post("Unload a model, and wait for that", ModelBody, "Done")
-    unload["post"]["responses"]["409"] = responses_of("", {}, 409)["409"]
-    return {"/models/load": load, "/models/unload": unload}
+def _paths(posts: dict[str, tuple[str, type[Body], str]]) -> JsonObject:
+    paths: defaultdict[str, JsonObject] = defaultdict(dict)
+    for path, (about, body, name) in posts.items():
+        statuses = [400, 401, 404, 408, 413, 415, 429, 503, 504, *([409] if path == "/models/unload" else [])]
+        operation = _operation(path, about, _content(path, name), statuses, [_NAMESPACE])
+        paths[path]["post"] = {**operation, "requestBody": {"required": True, "content": _json(body.__name__)}}
+    for path, (about, name, *statuses) in {**_GETS, **_WITHOUT_KEY}.items():
+        operation = _operation(path, about, _json(name) if name else {"text/plain": {"schema": TEXT}}, statuses)
+        paths[path]["get"] = operation if path in _GETS else {**operation, "security": []}
+    for path, method, about, name, more in _STORED:
+        parameters = [*(_PARAMETERS[each] for each in more), _NAMESPACE]
+        paths[path][method] = _operation(path, about, _json(name), (400, 401, 404), parameters)
+    for path, method in REFUSED:
+        about, status = "Refused; the error says what to do instead", 400 if "embed" in path else 501
+        paths[path][method.lower()] = operation = _operation(path, about, {}, (401, status))
+        del operation["responses"]["200"]
+    return paths
 
 
-# ---- responses
-
-_INDEX: JsonObject = {"type": "integer", "minimum": 0}
-_COUNTS = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), COUNT)
-_RANK: JsonObject = {"type": "integer", "minimum": 1}
-_SCORE: JsonObject = {"type": "number", "description": "Of a beam: see `length_penalty`."}
-_ENDS: JsonObject = {"enum": ["stop", "length", "tool_calls"]}
-_INFILL: JsonObject = dict.fromkeys(("index", "tokens_predicted", "tokens_evaluated", "tokens_cached"), COUNT)
-_INFILL |= {"truncated": {"const": False}, "stop_type": {"enum": ["eos", "word", "limit"]}, "stopping_word": TEXT}
-_PREFIX: JsonObject = {"id": TEXT, "object": {"const": "prefix"}}
-_PREFIX_SIZES = dict.fromkeys(("tokens", "slots", "bytes"), COUNT)
+# ---- operations
 
 
-def _answers() -> JsonObject:
-    """The schemas of all responses, by the names that `ref` takes."""
-    model = {"id": TEXT, "object": {"const": "model"}, "created": COUNT, "owned_by": TEXT}
-    model |= {"type": {"const": "model"}, "display_name": TEXT, "created_at": {**TEXT, "format": "date-time"}}
-    model |= {"lifecycle": {"const": "active"}, "aliases": array(TEXT)}
-    states: JsonObject = {"enum": ["unloaded", "loading", "loaded", "unloading", "failed"]}
-    model["status"] = answer({"value": states}, error=TEXT)
-    page = {"has_more": {"const": False}, "first_id": TEXT, "last_id": TEXT}
+def _operation(
+    path: str, about: str, content: JsonObject, statuses: Iterable[int], parameters: Iterable[JsonObject] = ()
+) -> JsonObject:
+    """Return an operation with its errors; 403 and 500 are possible everywhere."""
+    responses: JsonObject = {"200": {"description": about, "content": content}}
+    for status in (*statuses, 403, 500):
+        headers = {"headers": _HEADERS[status]} if status in _HEADERS else {}
+        responses[str(status)] = {"description": _WHY[status], "content": _json(_error(path)), **headers}
+    named = [_PARAMETERS[name] for name in _PARAMETERS if f"{{{name}}}" in path]
+    return {"summary": about, "parameters": [*named, *parameters, _REQUEST_ID], "responses": responses}
+
+
+def _error(path: str) -> str:
+    """Return the name of the schema of errors, which have the form of an API."""
+    if path.startswith("/api/") and path != "/api/hello":
+        return "OllamaError"
+    return "MessageError" if "/messages" in path else "Error"
+
+
+def _content(path: str, name: str) -> JsonObject:
+    """Return the content of a response, whole and as a stream if there are streams."""
+    content = _json(name)
+    if path in _STREAMS:
+        content["text/event-stream"] = {"schema": _events(_error(path), *_STREAMS[path])}
+    if path in ("/api/chat", "/api/generate"):
+        lines = {"type": "string", "contentMediaType": MEDIA_TYPE, "contentSchema": _either(name, _error(path))}
+        about = "Unless stream=false: one JSON object in each line."
+        content[MEDIA_TYPE] = {"schema": lines, "description": about}
+    return content
+
+
+def _events(error: str, chunk: str, last: str) -> JsonObject:
+    """Return the schema of a stream of events, as far as OpenAPI 3.1 can describe one.
+
+    Tools read the schema for the whole body, a text, or for each event: it has both.
+    """
+    content = ref(chunk) if chunk == "ResponseEvent" else _either(chunk, error)
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    named = last not in ("[DONE]", "stop: true")
+    event = answer({"data": data if named else {"anyOf": [{"const": "[DONE]"}, data]}}, event=TEXT)
+    begin = "`event: `, its type, " if named else ""
+    fault = "" if chunk == "ResponseEvent" else f" A fault in the middle is the last event instead: {error}."
     return {
-        "ChatCompletion": _whole(
-            "chat.completion", answer(_chat_choice(), score=_SCORE), prompt_logprobs=_prompt_logprobs()
-        ),
-        "ChatCompletionChunk": _chunk("chat.completion.chunk", answer(_chat_delta())),
-        "Completion": _whole(
-            "text_completion", answer(_text_choice(_ENDS), score=_SCORE, prompt_logprobs=_prompt_logprobs())
-        ),
-        "CompletionChunk": _chunk("text_completion", answer(_text_choice(maybe(_ENDS)))),
-        "Infill": answer({}, content=TEXT, stop={"type": "boolean"}, timings={"type": "object"}, **_INFILL),
-        "Usage": _usage(),
-        "Model": answer(model, max_model_len=COUNT, max_input_tokens=COUNT),
-        "Models": answer({"object": {"const": "list"}, "data": array(ref("Model")), **page}),
-        "Tokens": answer({"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)}),
-        "Detokenized": answer({"prompt": TEXT}),
-        "Load": answer({"server_load": COUNT}),
-        "About": answer({"name": {"const": "radixkv"}, "version": TEXT}),
-        "Done": answer({"success": {"const": True}}),
-        "Health": answer({"status": {"const": "ok"}}),
-        "Prefix": answer({**_PREFIX, **_PREFIX_SIZES, "method": TEXT, "keep": {"type": "number"}}),
-        "DeletedPrefix": answer({**_PREFIX, "deleted": {"const": True}}),
-        "Error": answer({"error": answer({"message": TEXT, "type": TEXT, "param": STRING, "code": STRING})}),
+        "anyOf": [{"type": "string", "contentMediaType": "text/event-stream", "contentSchema": content}, event],
+        "description": f"With stream=true. Each event is {begin}`data: `, one {chunk} as JSON, and an empty line; the "
+        f"last is `{last}`.{fault}",
     }
 
 
-def _whole(kind: str, choice: JsonObject, **optional: JsonObject) -> JsonObject:
-    return answer({**_head(kind, choice), "usage": ref("Usage")}, **optional)
+def _either(*names: str) -> JsonObject:
+    return {"anyOf": [ref(name) for name in names]}
 
 
-def _chunk(kind: str, choice: JsonObject) -> JsonObject:
-    """One event. The last one with the usage, if the client requested it, has no choices; others may have counts."""
-    return answer(_head(kind, choice), usage=maybe({"anyOf": [ref("Usage"), answer(_COUNTS)]}))
+def _json(name: str) -> JsonObject:
+    return {"application/json": {"schema": ref(name)}}
 
 
-def _head(kind: str, choice: JsonObject) -> JsonObject:
-    return {"id": TEXT, "object": {"const": kind}, "created": COUNT, "model": TEXT, "choices": array(choice)}
+def _parameter(name: str, place: str, about: str, **schema: object) -> JsonObject:
+    needed = {"required": True} if place == "path" else {}
+    return {"name": name, "in": place, "description": about, "schema": {**TEXT, **schema}, **needed}
 
 
-def _chat_choice() -> JsonObject:
-    function = answer({"name": TEXT, "arguments": {"type": "string", "contentMediaType": "application/json"}})
-    call = answer({"id": TEXT, "type": {"const": "function"}, "function": function})
-    said = {"role": {"const": "assistant"}, "content": STRING, "refusal": {"type": "null"}}
-    message = answer(said, reasoning_content=TEXT, tool_calls=array(call, least=1))
-    return {"index": _INDEX, "message": message, "logprobs": maybe(_chat_logprobs()), "finish_reason": _ENDS}
+_NAMESPACE = _parameter(
+    NAMESPACE_HEADER, "header", "A part of the key's cache.", maxLength=LONGEST_NAME, pattern="^[ -~]*$"
+)
+_REQUEST_ID = _parameter(
+    "X-Request-Id", "header", "Of the client's choice: letters, digits, `.`, `_`, `-`; else ignored."
+)
+_PARAMETERS = {
+    "model": _parameter("model", "path", "What clients call the model."),
+    "name": _parameter("name", "path", "The id of a compressed prefix."),
+    "digest": _parameter("digest", "path", "Of a file."),
+    "response_id": _parameter("response_id", "path", "The id of a stored response."),
+    "limit": {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
+    "order": {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+    "after": _parameter("after", "query", "The id of the item before the first one."),
+}
+_SECONDS = {"schema": {"type": "integer", "minimum": 1}}
+_HEADERS = {
+    401: {"WWW-Authenticate": {"description": "Bearer", "schema": TEXT}},
+    429: {"Retry-After": {"description": "Seconds.", **_SECONDS}},
+    503: {"Retry-After": {"description": "Seconds until another server may have taken over.", **_SECONDS}},
+}
+_WHY = {
+    400: "What was sent is wrong; the message says what, and how to put it right",
+    401: "No API key that is known here",
+    403: "A server without API keys was asked by a name that is not this machine's",
+    404: "No such model, response or prefix",
+    408: "The body did not arrive in time",
+    409: "The model has running requests",
+    413: "The body is too large",
+    415: "The body is compressed",
+    429: "Too much is being answered already",
+    500: "A fault of the server's; its log says which",
+    501: "This server does not do that; the message says what to do instead",
+    503: "The server is shutting down",
+    504: "The request took longer than this server allows",
+}
 
 
-def _chat_delta() -> JsonObject:
-    """The text since the last event of this choice: one of the fields, or none at its end.
-
-    The first event of a call has its id, type and name, and each of them more of its arguments.
-    """
-    more = answer({"arguments": TEXT}, name=TEXT)
-    call = answer({"index": _INDEX, "function": more}, id=TEXT, type={"const": "function"})
-    delta = answer({}, role={"const": "assistant"}, content=TEXT, reasoning_content=TEXT, tool_calls=array(call))
-    return {"index": _INDEX, "delta": delta, "logprobs": maybe(_chat_logprobs()), "finish_reason": maybe(_ENDS)}
+# ---- bodies
 
 
-def _text_choice(ends: JsonObject) -> JsonObject:
-    numbers, offsets = array({"type": ["number", "null"]}), array(COUNT)
-    top = array(maybe({"type": "object", "additionalProperties": {"type": "number"}}))
-    logprobs = {"tokens": array(TEXT), "token_logprobs": numbers, "top_logprobs": top, "text_offset": offsets}
-    return {"index": _INDEX, "text": TEXT, "logprobs": maybe(answer(logprobs)), "finish_reason": ends}
+class _Generator(GenerateJsonSchema):
+    """Leave out titles, which repeat the names of fields, and defaults, which are null."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """Return False for each field."""
+        return False
+
+    def default_schema(self, schema: Any) -> JsonObject:
+        """Return the schema of a field without its default."""
+        return self.generate_inner(schema["schema"])
 
 
-def _prompt_logprobs() -> JsonObject:
-    """The log probabilities of a prompt, an object of token ids for each token after the first."""
-    entry = answer({"logprob": {"type": "number"}, "rank": maybe(_RANK), "decoded_token": TEXT})
-    return array(maybe({"type": "object", "patternProperties": {"^[0-9]+$": entry}, "additionalProperties": False}))
+def _bodies(models: Sequence[type[Body]], *, strict: bool) -> JsonObject:
+    """Return the schemas of bodies and of their parts by name, for a strict or a lenient server."""
+    wanted: Any = [(model, "validation") for model in models]
+    _, found = models_json_schema(wanted, ref_template=REFERENCE, schema_generator=_Generator)
+    schemas: JsonObject = _for_server(found["$defs"], strict)
+    return schemas
 
 
-def _chat_logprobs() -> JsonObject:
-    token = {"token": TEXT, "logprob": {"type": "number"}, "bytes": maybe(array(COUNT))}
-    each = answer({**token, "top_logprobs": array(answer(token))})
-    return answer({"content": array(each), "refusal": {"type": "null"}})
-
-
-def _usage() -> JsonObject:
-    details = answer({"cached_tokens": COUNT}, host_tokens=COUNT, disk_tokens=COUNT)
-    predicted = answer({"accepted_prediction_tokens": COUNT, "rejected_prediction_tokens": COUNT})
-    return answer({**_COUNTS, "prompt_tokens_details": details}, completion_tokens_details=predicted)
+def _for_server(schema: Any, strict: bool) -> Any:
+    """Return a schema with the fields of one kind of server; objects of a strict one have declared fields only."""
+    if isinstance(schema, list):
+        return [_for_server(each, strict) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if LENIENT in schema:
+        chosen = schema[STRICT if strict else LENIENT]
+        return {**chosen, **{name: each for name, each in schema.items() if name not in (LENIENT, STRICT)}}
+    whole = {name: _for_server(each, strict) for name, each in schema.items()}
+    return {**whole, "additionalProperties": False} if strict and "properties" in whole else whole

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic import BeforeValidator, Field
 
 from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.constrained import FREE_CALLS, CallRule, strict_tools
@@ -30,11 +29,11 @@ from radixkv.serve.bodies import (
     Prefer,
     SessionKey,
     Several,
+    broken,
     joined,
     needs,
     read,
     refuse,
-    tagged,
     without_effect,
 )
 from radixkv.serve.constraints import Guided, NestedFormat, constraint_of, of_format
@@ -168,27 +167,20 @@ TemplateValue = Annotated[
     bool | int | float | Annotated[str, Field(max_length=LONGEST_VALUE)] | None,
     OneError(f"must be true, false, a number or a string of at most {LONGEST_VALUE} characters"),
 ]
-TokenPrompt = Annotated[Annotated[Several[TokenId], Field(min_length=1)], OneError(_PROMPT, at=0)]
+TokenPrompt = Annotated[Annotated[Several[TokenId], Field(min_length=1)], OneError(_PROMPT)]
 Prompts = Annotated[
     Several[Annotated[str | Annotated[Several[TokenId], Field(min_length=1)], OneError(_PROMPT)]],
     Field(min_length=1, max_length=MOST_PROMPTS),
 ]
 
 
-class _PromptForms:
-    """Annotate OpenAI's four forms of prompts: a text, token ids, and an array of these."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return a union; the type of the value and of its first item chooses the branch."""
-        return tagged(source, handler, _form_of, "type", {"what": _PROMPTS, "code": "invalid_value"})
-
-
-def _form_of(prompt: Any) -> int | None:
-    if isinstance(prompt, str):
-        return -1
-    if not isinstance(prompt, list) or not prompt:
-        return None
-    return -2 if type(prompt[0]) is int else -3
+def _listed(given: Any) -> Any:
+    """Return OpenAI's four forms of prompts as one: an array of texts and of arrays of token ids."""
+    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+        return [given]
+    if given is not None and not (isinstance(given, list) and given):
+        raise broken("", f"must be {_PROMPTS}")
+    return given
 
 
 class Reasoning(Body):
@@ -296,7 +288,7 @@ class ChatBody(Options, TemplateFields):
 class CompletionBody(Options):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[str | TokenPrompt | Prompts, _PromptForms()]
+    prompt: Annotated[Prompts, BeforeValidator(_listed, json_schema_input_type=str | TokenPrompt | Prompts)]
     echo: bool | None = None
     logprobs: Annotated[int, wire("logprobs")] | None = None
     max_tokens: Annotated[int, wire("max_tokens", low=0)] | None = Field(
@@ -381,18 +373,17 @@ def read_chat(given: JsonObject, ignored: IgnoredFields | None = None) -> ChatRe
 def read_completion(given: JsonObject, ignored: IgnoredFields | None = None) -> CompletionRequest:
     """Read the body of a text completion, as `read_chat` does."""
     body = read(CompletionBody, given, ignored)
-    prompts: Any = body.prompt if _form_of(body.prompt) == -3 else [body.prompt]
     bound = 16 if body.max_tokens is None else body.max_tokens  # OpenAI's own default
     options = _with_best_of(body, _options(body, bound, body.logprobs, ignored, echo=bool(body.echo)))
-    if len(prompts) * options.params.width > MOST_PROMPTS:
+    if len(body.prompt) * options.params.width > MOST_PROMPTS:
         raise refuse("n", f"times the number of prompts must be at most {MOST_PROMPTS}")
     if not options.samples and not body.echo and options.prompt_logprobs is None:
         raise refuse("max_tokens", "can be 0 only with echo or prompt_logprobs: there is nothing else to return")
     if not options.samples and options.params.width > 1:
         raise refuse("n", "must be 1 with max_tokens 0: there are no replies")
-    if body.suffix and (body.echo or not all(isinstance(each, str) for each in prompts)):
+    if body.suffix and (body.echo or not all(isinstance(each, str) for each in body.prompt)):
         raise refuse("suffix", "needs prompts that are texts, without echo")
-    return CompletionRequest(options, prompts, bool(body.echo), body.suffix or "")
+    return CompletionRequest(options, body.prompt, bool(body.echo), body.suffix or "")
 
 
 def read_prefix(given: JsonObject, ignored: IgnoredFields | None = None) -> tuple[PrefixBody, Dialogue]:

@@ -14,7 +14,7 @@ from radixkv.serve.bodies import AtLeastOne, Body, ByField, ByType, Several, nee
 from radixkv.serve.fields import IgnoredFields, shown
 
 _NEEDS_EXTRA = "needs llguidance on the server: pip install 'radixkv[grammar]'"
-_FORMS = ByType('"auto", "none", "required", or an object that names a function', "invalid_value")
+_FORMS = ByType('"auto", "none", "required", or an object that names a function', "union_value")
 _SOME = AtLeastOne("must be an array of at least one tool")
 
 Word = Literal["auto", "none", "required"]

@@ -222,7 +222,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"functions": [{"name": "odd", "parameters": BAD}], "tool_choice": "required"}, "tools", AT),
     (MESSAGES, {"functions": [{"name": "odd", "parameters": BAD}], "tool_choice": {"type": "any"}}, "", AT),
     (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
-    (CHAT, {"tool_choice": "sometimes"}, "tool_choice", 'must be "auto", "none" or "required"'),
+    (CHAT, {"tool_choice": "sometimes"}, "tool_choice", "must be 'auto', 'none' or 'required'"),
     (CHAT, {"tool_choice": {"type": "custom"}}, "tool_choice.type", "must be one of function, allowed_tools"),
     (CHAT, {"functions": [LOOK], "tool_choice": FORCED[RESPONSES][1]}, "tool_choice.function", "is required"),
     (CHAT, {"functions": [WAIT], "tool_choice": FORCED[CHAT][1]}, "tool_choice", 'not in tools: "look"'),

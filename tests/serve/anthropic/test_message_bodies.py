@@ -200,13 +200,13 @@ RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "co
     ("fields", "words"),
     [
         ({"messages": []}, "messages must be an array of at least one message"),
-        ({"messages": "hi"}, "messages must be an array, not a string"),
+        ({"messages": "hi"}, "messages must be a valid list"),
         ({"messages": [said("tool", "x")]}, "messages[0].role must be one of user, assistant, system"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is required"),
         ({"messages": [said("user", 5)]}, "messages[0].content must be a string or an array of blocks"),
         (
             {"messages": [said("user", [IMAGE])]},
-            'messages[0].content[0].type must be one of text, tool_result, not "image": this server reads text',
+            "messages[0].content[0].type must be one of text, tool_result: this server reads text",
         ),
         (
             {"messages": [*ASKED, said("assistant", [CALL]), RESULT_OF_IMAGE]},
@@ -214,7 +214,7 @@ RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "co
         ),
         (
             {"messages": [said("user", [{"type": "tool_use"}])]},
-            'messages[0].content[0].type must be one of text, tool_result, not "tool_use"',
+            "messages[0].content[0].type must be one of text, tool_result: ",
         ),
         (
             {"messages": [said("user", [{"type": "tool_result", "content": "x"}])]},
@@ -222,13 +222,13 @@ RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "co
         ),
         (
             {"system": [{"type": "tool_reference", "tool_name": "x"}]},
-            'system[0].type must be text, not "tool_reference"',
+            "system[0].type must be one of text: ",
         ),
-        ({"messages": [said("user", [text(5)])]}, "messages[0].content[0].text must be a string"),
+        ({"messages": [said("user", [text(5)])]}, "messages[0].content[0].text must be a valid string"),
         ({"messages": [*ASKED, said("assistant", [CALL])]}, "the last message has tool calls"),
         ({"messages": [said("system", "only this")]}, "messages must have a message of a user"),
         ({"system": 5}, "system must be a string or an array of text blocks"),
-        ({"system": [IMAGE]}, 'system[0].type must be text, not "image"'),
+        ({"system": [IMAGE]}, "system[0].type must be one of text: "),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be 1 to 128"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema is required"),
         ({"tools": [5]}, "tools[0] must be an object"),
@@ -240,8 +240,8 @@ RESULT_OF_IMAGE = said("user", [{"type": "tool_result", "tool_use_id": "c1", "co
         ({"thinking": {"type": "deep"}}, "thinking.type must be"),
         ({"output_config": {"effort": 5}}, "output_config.effort must be a string"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is required"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
-        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"max_tokens": 0}, "max_tokens must be greater than or equal to 1"),
+        ({"temperature": "hot"}, "temperature must be a valid number"),
         ({"stop_sequences": [""]}, "stop_sequences must be"),
         ({"n": 2}, "n can only be 1"),
         ({"model": None}, "model is required"),
