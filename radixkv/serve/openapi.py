@@ -1,7 +1,7 @@
 """The OpenAPI document at /openapi.json: endpoints, request bodies, responses, errors and headers.
 
-Bodies are described by their models, which check them. Responses are described by `response_schemas.py`, and tests
-compare the two with what the server does.
+Bodies are described by their models, which check them. Of a response, the document has the status, the headers and the
+fields that it always has: the rest is the form of the API.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from radixkv.serve.ollama.library import REFUSED
 from radixkv.serve.ollama.lines import MEDIA_TYPE
 from radixkv.serve.ollama.schemas import GenerateBody, OllamaChatBody, ShowBody
 from radixkv.serve.openai_responses.schemas import ResponseBody
-from radixkv.serve.response_schemas import REFERENCE, TEXT, answer, maybe, ref, response_schemas
 from radixkv.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, ModelBody, PrefixBody, TokenizeBody
 from radixkv.server_settings import Settings
 
+_TEXT = {"type": "string"}
+_REFERENCE = "#/components/schemas/{model}"
 _ABOUT = """OpenAI's, Anthropic's and Ollama's endpoints over one engine whose prefix cache can be seen.
 
 A path that is not here gets 404, and a method that is not here 405, with the methods in `Allow`; both with an Error.
@@ -35,53 +36,66 @@ in the answer's `Warning`; with `--strict-fields` they are refused."""
 
 # ---- endpoints
 
-_POSTS: dict[str, tuple[str, type[Body], str]] = {  # summary, body, name of the response
-    "/v1/chat/completions": ("Continue a conversation", ChatBody, "ChatCompletion"),
-    "/v1/completions": ("Continue texts", CompletionBody, "Completion"),
-    "/v1/prefixes": ("Compress a prefix, which later requests name", PrefixBody, "Prefix"),
-    "/infill": ("Fill in the middle of a text", InfillBody, "Infill"),
-    "/v1/messages": ("Continue a conversation, in the form of Anthropic's API", MessageBody, "Message"),
-    "/v1/messages/count_tokens": ("Length of a conversation", PromptBody, "TokenCount"),
-    "/v1/responses": ("Respond to a conversation", ResponseBody, "Response"),
-    "/v1/responses/input_tokens": ("Length of a conversation", ResponseBody, "InputTokens"),
-    "/api/chat": ("Continue a conversation, in the form of Ollama's API", OllamaChatBody, "OllamaChat"),
-    "/api/generate": ("Answer a prompt, or continue a text", GenerateBody, "Generation"),
-    "/api/show": ("One model", ShowBody, "OllamaModel"),
-    "/tokenize": ("Token ids of a text or of a conversation", TokenizeBody, "Tokens"),
-    "/detokenize": ("Text of token ids", DetokenizeBody, "Detokenized"),
+_USED = ("id", "object", "created", "model", "choices", "usage")
+_MESSAGE = ("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage")
+_RESPONSE = ("id", "object", "created_at", "status", "error", "model", "output", "usage", "tools", "tool_choice")
+_PREFIX = ("id", "object", "tokens", "slots", "bytes", "method", "keep")
+_DELETED = ("id", "object", "deleted")
+_LINE = ("model", "created_at", "done")
+_Post = tuple[str, type[Body], tuple[str, ...]]
+
+_POSTS: dict[str, _Post] = {  # summary, body, fields that each response has
+    "/v1/chat/completions": ("Continue a conversation", ChatBody, _USED),
+    "/v1/completions": ("Continue texts", CompletionBody, _USED),
+    "/v1/prefixes": ("Compress a prefix, which later requests name", PrefixBody, _PREFIX),
+    "/infill": ("Fill in the middle of a text", InfillBody, ()),
+    "/v1/messages": ("Continue a conversation, in the form of Anthropic's API", MessageBody, _MESSAGE),
+    "/v1/messages/count_tokens": ("Length of a conversation", PromptBody, ("input_tokens",)),
+    "/v1/responses": ("Respond to a conversation", ResponseBody, _RESPONSE),
+    "/v1/responses/input_tokens": ("Length of a conversation", ResponseBody, ("object", "input_tokens")),
+    "/api/chat": ("Continue a conversation, in the form of Ollama's API", OllamaChatBody, (*_LINE, "message")),
+    "/api/generate": ("Answer a prompt, or continue a text", GenerateBody, (*_LINE, "response")),
+    "/api/show": ("One model", ShowBody, ("modified_at", "details", "template", "model_info", "capabilities")),
+    "/tokenize": ("Token ids of a text or of a conversation", TokenizeBody, ("count", "max_model_len", "tokens")),
+    "/detokenize": ("Text of token ids", DetokenizeBody, ("prompt",)),
 }
-_OF_SEVERAL: dict[str, tuple[str, type[Body], str]] = {
-    "/models/load": ("Load a model, and wait for that", ModelBody, "Done"),
-    "/models/unload": ("Unload a model, and wait for that", ModelBody, "Done"),
+_OF_SEVERAL: dict[str, _Post] = {
+    "/models/load": ("Load a model, and wait for that", ModelBody, ("success",)),
+    "/models/unload": ("Unload a model, and wait for that", ModelBody, ("success",)),
 }
-_STREAMS = {  # name of the schema of an event, and the last event
-    "/v1/chat/completions": ("ChatCompletionChunk", "[DONE]"),
-    "/v1/completions": ("CompletionChunk", "[DONE]"),
-    "/infill": ("Infill", "stop: true"),
-    "/v1/messages": ("MessageEvent", "message_stop"),
-    "/v1/responses": ("ResponseEvent", "response.completed, response.incomplete or response.failed"),
+_STREAMS = {  # the last event
+    "/v1/chat/completions": "[DONE]",
+    "/v1/completions": "[DONE]",
+    "/infill": "stop: true",
+    "/v1/messages": "message_stop",
+    "/v1/responses": "response.completed, response.incomplete or response.failed",
 }
-_GETS: dict[str, tuple[Any, ...]] = {  # summary, name of the response, statuses of errors
-    "/v1/models": ("The models", "Models", 401),
-    "/v1/models/{model}": ("One model", "Model", 401, 404),
-    "/api/tags": ("The models, by all their names", "Tags", 401),
-    "/api/ps": ("The loaded models", "Processes", 401),
-    "/load": ("Number of replies that are requested now", "Load", 401),
-    "/metrics": ("Counters and gauges, as Prometheus reads them", "", 401, 503),
+_GETS: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {  # summary, fields, statuses of errors
+    "/v1/models": ("The models", ("object", "data", "has_more", "first_id", "last_id"), (401,)),
+    "/v1/models/{model}": ("One model", ("id", "object", "created", "owned_by", "status"), (401, 404)),
+    "/api/tags": ("The models, by all their names", ("models",), (401,)),
+    "/api/ps": ("The loaded models", ("models",), (401,)),
+    "/load": ("Number of replies that are requested now", ("server_load",), (401,)),
+    "/metrics": ("Counters and gauges, as Prometheus reads them", (), (401, 503)),
 }
-_WITHOUT_KEY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("/", "/api/hello", "/v1/version"), ("Name and version of the server", "About")),
-    **dict.fromkeys(("/health", "/ping"), ("Whether the engine takes requests", "Health", 503)),
-    "/api/version": ("Version of Ollama's API", "OllamaVersion"),
-    "/openapi.json": ("This document", "OpenApi"),
+_WITHOUT_KEY: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {
+    **dict.fromkeys(("/", "/api/hello", "/v1/version"), ("Name and version of the server", ("name", "version"), ())),
+    **dict.fromkeys(("/health", "/ping"), ("Whether the engine takes requests", ("status",), (503,))),
+    "/api/version": ("Version of Ollama's API", ("version", "radixkv"), ()),
+    "/openapi.json": ("This document", ("openapi", "info", "paths", "components"), ()),
 }
-_RESPONSE, _LIST = "/v1/responses/{response_id}", ("limit", "order", "after")
-_STORED: list[tuple[str, str, str, str, Sequence[str]]] = [  # path, method, summary, response, parameters
-    (_RESPONSE, "get", "A stored response", "Response", ()),
-    (_RESPONSE, "delete", "Delete a stored response", "DeletedResponse", ()),
-    (f"{_RESPONSE}/cancel", "post", "Stop a response that is being streamed", "Response", ()),
-    (f"{_RESPONSE}/input_items", "get", "The conversation before a stored response", "ResponseItems", _LIST),
-    ("/v1/prefixes/{name}", "delete", "Release a compressed prefix", "DeletedPrefix", ()),
+_STORED: list[tuple[str, str, str, tuple[str, ...], tuple[str, ...]]] = [  # path, method, summary, fields, parameters
+    ("/v1/responses/{response_id}", "get", "A stored response", _RESPONSE, ()),
+    ("/v1/responses/{response_id}", "delete", "Delete a stored response", _DELETED, ()),
+    ("/v1/responses/{response_id}/cancel", "post", "Stop a response that is being streamed", _RESPONSE, ()),
+    (
+        "/v1/responses/{response_id}/input_items",
+        "get",
+        "The conversation before a stored response",
+        ("object", "data", "has_more", "first_id", "last_id"),
+        ("limit", "order", "after"),
+    ),
+    ("/v1/prefixes/{name}", "delete", "Release a compressed prefix", _DELETED, ()),
 ]
 
 
@@ -89,12 +103,12 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
     """Return the whole document, for a server of models with these names, which it loads and unloads if `several`."""
     posts = {**_POSTS, **(_OF_SEVERAL if several else {})}
     models = list(dict.fromkeys(body for _, body, _ in posts.values()))
-    schemas = {**_bodies(models, strict=settings.strict_fields), **response_schemas()}
+    schemas = _bodies(models, strict=settings.strict_fields)
     model = {"type": "string", "enum": [*names], "description": "A model that this server has."}
     for named in (ChatBody, CompletionBody, ResponseBody, PrefixBody, OllamaChatBody, GenerateBody):
         schemas[named.__name__]["properties"]["model"] = model
     for optional in (TokenizeBody, DetokenizeBody):
-        schemas[optional.__name__]["properties"]["model"] = maybe(model)
+        schemas[optional.__name__]["properties"]["model"] = {"anyOf": [model, {"type": "null"}]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "radixkv", "version": __version__, "description": _ABOUT},
@@ -110,18 +124,21 @@ def document(names: Sequence[str], settings: Settings, *, several: bool = False)
     }
 
 
-def _paths(posts: dict[str, tuple[str, type[Body], str]]) -> JsonObject:
+def _paths(posts: dict[str, _Post]) -> JsonObject:
     paths: defaultdict[str, JsonObject] = defaultdict(dict)
-    for path, (about, body, name) in posts.items():
+    for path, (about, body, fields) in posts.items():
         statuses = [400, 401, 404, 408, 413, 415, 429, 503, 504, *([409] if path == "/models/unload" else [])]
-        operation = _operation(path, about, _content(path, name), statuses, [_NAMESPACE])
-        paths[path]["post"] = {**operation, "requestBody": {"required": True, "content": _json(body.__name__)}}
-    for path, (about, name, *statuses) in {**_GETS, **_WITHOUT_KEY}.items():
-        operation = _operation(path, about, _json(name) if name else {"text/plain": {"schema": TEXT}}, statuses)
+        operation = _operation(path, about, _content(path, fields), statuses, [_NAMESPACE])
+        reference = {"$ref": _REFERENCE.format(model=body.__name__)}
+        read = {"required": True, "content": {"application/json": {"schema": reference}}}
+        paths[path]["post"] = {**operation, "requestBody": read}
+    for path, (about, fields, errors) in {**_GETS, **_WITHOUT_KEY}.items():
+        content = {"text/plain": {"schema": _TEXT}} if path == "/metrics" else _json(fields)
+        operation = _operation(path, about, content, errors)
         paths[path]["get"] = operation if path in _GETS else {**operation, "security": []}
-    for path, method, about, name, more in _STORED:
-        parameters = [*(_PARAMETERS[each] for each in more), _NAMESPACE]
-        paths[path][method] = _operation(path, about, _json(name), (400, 401, 404), parameters)
+    for path, method, about, fields, more in _STORED:
+        parameters = [*(_PARAMETERS[name] for name in more), _NAMESPACE]
+        paths[path][method] = _operation(path, about, _json(fields), (400, 401, 404), parameters)
     for path, method in REFUSED:
         about, status = "Refused; the error says what to do instead", 400 if "embed" in path else 501
         paths[path][method.lower()] = operation = _operation(path, about, {}, (401, status))
@@ -139,59 +156,32 @@ def _operation(
     responses: JsonObject = {"200": {"description": about, "content": content}}
     for status in (*statuses, 403, 500):
         headers = {"headers": _HEADERS[status]} if status in _HEADERS else {}
-        responses[str(status)] = {"description": _WHY[status], "content": _json(_error(path)), **headers}
+        responses[str(status)] = {"description": _WHY[status], "content": _json(("error",)), **headers}
     named = [_PARAMETERS[name] for name in _PARAMETERS if f"{{{name}}}" in path]
     return {"summary": about, "parameters": [*named, *parameters, _REQUEST_ID], "responses": responses}
 
 
-def _error(path: str) -> str:
-    """Return the name of the schema of errors, which have the form of an API."""
-    if path.startswith("/api/") and path != "/api/hello":
-        return "OllamaError"
-    return "MessageError" if "/messages" in path else "Error"
+def _json(fields: Sequence[str]) -> JsonObject:
+    """Return the content of a response that is an object with some fields, and perhaps others."""
+    return {"application/json": {"schema": {"type": "object", "required": [*fields]}}}
 
 
-def _content(path: str, name: str) -> JsonObject:
+def _content(path: str, fields: Sequence[str]) -> JsonObject:
     """Return the content of a response, whole and as a stream if there are streams."""
-    content = _json(name)
+    content = _json(fields)
     if path in _STREAMS:
-        content["text/event-stream"] = {"schema": _events(_error(path), *_STREAMS[path])}
+        about = f"With stream=true, events in the form of the API; the last is `{_STREAMS[path]}`, or an error."
+        events = {"type": ["string", "object"], "required": ["data"]}  # tools check the whole text, or each event
+        content["text/event-stream"] = {"schema": {**events, "description": about}}
     if path in ("/api/chat", "/api/generate"):
-        lines = {"type": "string", "contentMediaType": MEDIA_TYPE, "contentSchema": _either(name, _error(path))}
         about = "Unless stream=false: one JSON object in each line."
-        content[MEDIA_TYPE] = {"schema": lines, "description": about}
+        content[MEDIA_TYPE] = {"schema": {**_TEXT, "description": about}}
     return content
-
-
-def _events(error: str, chunk: str, last: str) -> JsonObject:
-    """Return the schema of a stream of events, as far as OpenAPI 3.1 can describe one.
-
-    Tools read the schema for the whole body, a text, or for each event: it has both.
-    """
-    content = ref(chunk) if chunk == "ResponseEvent" else _either(chunk, error)
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
-    named = last not in ("[DONE]", "stop: true")
-    event = answer({"data": data if named else {"anyOf": [{"const": "[DONE]"}, data]}}, event=TEXT)
-    begin = "`event: `, its type, " if named else ""
-    fault = "" if chunk == "ResponseEvent" else f" A fault in the middle is the last event instead: {error}."
-    return {
-        "anyOf": [{"type": "string", "contentMediaType": "text/event-stream", "contentSchema": content}, event],
-        "description": f"With stream=true. Each event is {begin}`data: `, one {chunk} as JSON, and an empty line; the "
-        f"last is `{last}`.{fault}",
-    }
-
-
-def _either(*names: str) -> JsonObject:
-    return {"anyOf": [ref(name) for name in names]}
-
-
-def _json(name: str) -> JsonObject:
-    return {"application/json": {"schema": ref(name)}}
 
 
 def _parameter(name: str, place: str, about: str, **schema: object) -> JsonObject:
     needed = {"required": True} if place == "path" else {}
-    return {"name": name, "in": place, "description": about, "schema": {**TEXT, **schema}, **needed}
+    return {"name": name, "in": place, "description": about, "schema": {**_TEXT, **schema}, **needed}
 
 
 _NAMESPACE = _parameter(
@@ -211,7 +201,7 @@ _PARAMETERS = {
 }
 _SECONDS = {"schema": {"type": "integer", "minimum": 1}}
 _HEADERS = {
-    401: {"WWW-Authenticate": {"description": "Bearer", "schema": TEXT}},
+    401: {"WWW-Authenticate": {"description": "Bearer", "schema": _TEXT}},
     429: {"Retry-After": {"description": "Seconds.", **_SECONDS}},
     503: {"Retry-After": {"description": "Seconds until another server may have taken over.", **_SECONDS}},
 }
@@ -250,7 +240,7 @@ class _Generator(GenerateJsonSchema):
 def _bodies(models: Sequence[type[Body]], *, strict: bool) -> JsonObject:
     """Return the schemas of bodies and of their parts by name, for a strict or a lenient server."""
     wanted: Any = [(model, "validation") for model in models]
-    _, found = models_json_schema(wanted, ref_template=REFERENCE, schema_generator=_Generator)
+    _, found = models_json_schema(wanted, ref_template=_REFERENCE, schema_generator=_Generator)
     schemas: JsonObject = _for_server(found["$defs"], strict)
     return schemas
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jsonschema_rs
 import pytest
 from starlette.testclient import TestClient
 
@@ -14,7 +13,6 @@ from radixkv import AsyncEngine, Engine
 from radixkv.serve import Settings, create_app
 from radixkv.serve.anthropic.errors import error_body
 from radixkv.serve.errors import ApiError
-from radixkv.serve.openapi import document
 from tests.serve.anthropic.messages import (
     ASKED,
     BODY,
@@ -29,7 +27,6 @@ from tests.serve.anthropic.messages import (
 )
 from tests.serve.served import LOCAL, Served, fake_model, says, says_in_turn, served, tokenizer
 from tests.serve.styles import QWEN
-from tests.serve.test_openapi import event_of
 
 KEYS = {"ada": "ada-secret-1", "bob": "bob-secret-2"}
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
@@ -383,28 +380,3 @@ def test_tenants_share_no_hits_and_sessions_of_a_tenant_do(tiny: TestClient):
     assert cached("ada", metadata={"user_id": "session 1"}) > own
     assert cached("bob") <= own
     assert cached("bob", metadata={"user_id": "session 1"}) > own
-
-
-# ---- the OpenAPI document
-
-
-def test_messages_and_events_are_as_documented():
-    paths, components = (document(["fake"], Settings())[part] for part in ("paths", "components"))
-
-    def fits(schema: Any, value: Any) -> bool:
-        return bool(jsonschema_rs.Draft202012Validator({**schema, "components": components}).is_valid(value))
-
-    post = paths["/v1/messages"]["post"]
-    content = post["responses"]["200"]["content"]
-    event, whole = event_of(content), content["application/json"]["schema"]
-    asked = {**BODY, "tools": [LOOK]}
-    with served(brain=says(f"<think>\nhm\n</think>\n\nWell. {CALL}")) as server:
-        found, answer = stream(server, **asked), message(server, **asked)
-    assert len(found) > 8 and all(fits(event, each) for each in found) and not fits(event, answer)
-    assert fits(whole, answer) and not fits(whole, found[0])
-    assert fits(event, error_body(ApiError(503, "x"), "req")) and fits(event, {"type": "ping"})
-    assert not fits(whole, {**answer, "stop_reason": "bored"})
-    body = post["requestBody"]["content"]["application/json"]["schema"]
-    sent_back = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "Go on."}]
-    assert fits(body, {**asked, "messages": [*ASKED, *sent_back]})
-    assert not fits(body, {**asked, "messages": sent_back[0]["content"]})
