@@ -63,7 +63,8 @@ def explained(cls: type[Class]) -> type[Class]:
 
     cls.__init__ = checked  # type: ignore[assignment,method-assign]
     for name in cls.__dataclass_fields__:  # type: ignore[attr-defined]
-        _ADVICE.setdefault(name, _ELSEWHERE[cls.__name__])
+        if name not in _ADVICE or cls.__name__ == "SamplingParams":  # a seed is of both: the one of a request is meant
+            _ADVICE[name] = _ELSEWHERE[cls.__name__]
     return cls
 
 

@@ -26,7 +26,7 @@ from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message, ToolCall
 from radixkv.engine.input_processor import check_date, checked_ids
 from radixkv.errors import ChatError, InvalidInput
-from radixkv.sampling.params import is_int
+from radixkv.settings.kinds import is_int
 
 Overflow = Literal["error", "drop_oldest"]
 _FORMAT = "radixkv.chat"

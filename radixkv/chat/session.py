@@ -32,7 +32,8 @@ from radixkv.engine.compressed import rest
 from radixkv.engine.engine import explained_methods
 from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.errors import ContextOverflow, EngineClosed, InvalidInput, PromptTooLong, SessionClosed
-from radixkv.sampling.params import SamplingParams, checked_params, is_int
+from radixkv.sampling.params import SamplingParams, checked_params
+from radixkv.settings.kinds import is_int
 
 if TYPE_CHECKING:
     from radixkv.engine import CompressedPrefix, RequestEngine

@@ -7,49 +7,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import Field, fields
 from importlib import import_module
 from typing import Any
 
-from radixkv.config import EngineConfig
 from radixkv.errors import RadixKVError
-from radixkv.server_settings import Settings
 from radixkv.version import __version__
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command, in addition to Ctrl-C."""
-_METAVARS = {
-    **dict.fromkeys(
-        (
-            "kv_memory",
-            "state_memory",
-            "host_memory",
-            "disk_memory",
-            "max_body",
-            "history_bytes",
-            "response_bytes",
-            "model_memory",
-        ),
-        "SIZE",
-    ),
-    "keep_alive": "DURATION",
-    "eviction": "POLICY",
-    "record": "FILE",
-    "record_text": "FILE",
-    "disk_cache": "FOLDER",
-    "history": "MODE",
-    **dict.fromkeys(("model_name", "tool_format", "allowed_hosts"), "NAME"),
-    "allowed_origins": "ORIGIN",
-    **dict.fromkeys(("tls_cert", "tls_key"), "FILE"),
-}
-
 AddCommand = Callable[..., argparse.ArgumentParser]
 
 
@@ -72,43 +43,6 @@ def parser(program: str, about: str) -> tuple[argparse.ArgumentParser, AddComman
         return command
 
     return made, add
-
-
-def add_settings(
-    group: argparse._ActionsContainer, *names: str, of: type[EngineConfig] | type[Settings] = EngineConfig
-) -> None:
-    """Add an option for each of these settings, with its default and its help."""
-    for setting in fields(of):
-        if setting.name not in names:
-            continue
-        declared = setting.metadata
-        name, default = declared.get("option") or setting.name, declared.get("text", setting.default)
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(default, bool):
-            option, no = (f"--no-{option[2:]}", "do not ") if default else (option, "")
-            action = f"store_{not default}".lower()
-            group.add_argument(option, dest=setting.name, action=action, help=no + declared["help"])
-            continue
-        is_number = isinstance(default, int) or declared.get("least") is not None
-        is_float = str(setting.type).startswith("float")  # "float | None" too
-        kind = declared.get("kind") or (int if is_number else float if is_float else str)
-        shown = "" if default in (None, "auto", ()) else f" (default {default})"
-        group.add_argument(
-            option,
-            dest=setting.name,
-            action="append" if default == () else "store",
-            default=[] if default == () else default,
-            type=kind,
-            metavar=_METAVARS.get(setting.name, {int: "N", float: "S"}.get(kind)),
-            help=_named_as_options(declared["help"].replace("%", "%%"), fields(of)) + shown,
-        )
-
-
-def _named_as_options(text: str, settings: Iterable[Field[Any]]) -> str:
-    """Return a help text in which names of settings are those of their options."""
-    for name in (each.name for each in settings if "_" in each.name):
-        text = re.sub(rf"\b{name}\b", f"--{name.replace('_', '-')}", text)
-    return text
 
 
 def run(program: str, arguments: argparse.Namespace) -> int:

@@ -10,9 +10,11 @@ import os
 from collections.abc import Sequence
 
 from radixkv.cli import entry_point
-from radixkv.cli.entry_point import AddCommand, add_settings
+from radixkv.cli.entry_point import AddCommand
+from radixkv.config import EngineConfig
 from radixkv.removed import parse_arguments
 from radixkv.server_settings import Settings
+from radixkv.settings.command_line import add_settings
 
 _PROGRAM = "radixkv"
 _MODEL = "tiny (bundled), a local folder, a GGUF file, or a name on the hub"
@@ -54,9 +56,11 @@ def _add_chat(add: AddCommand) -> None:
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest reply in tokens (default 256)")
     chat.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
-    add_settings(chat, "seed", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype", "kv_dtype")
-    add_settings(chat, "speculate", "tensor_parallel", "rank_timeout")
-    add_settings(chat, "weights", "model_code", "record", "what_if")
+    add_settings(
+        chat, EngineConfig,
+        "seed", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype", "kv_dtype",
+        "speculate", "tensor_parallel", "rank_timeout", "weights", "model_code", "record", "what_if",
+    )  # fmt: skip
     _add_monitor(chat)
 
 
@@ -97,7 +101,7 @@ def _add_plan(add: AddCommand) -> None:
     plan.add_argument(
         "--context", type=int, metavar="N", help="longest sequence in tokens (default: the context of the model)"
     )
-    add_settings(plan, "state_memory", "block_size", "max_sequences", "kv_dtype", "speculate")
+    add_settings(plan, EngineConfig, "state_memory", "block_size", "max_sequences", "kv_dtype", "speculate")
     plan.add_argument("--dtype", help="float32, bfloat16, float16, ... (default: the dtype of the weights)")
     plan.add_argument(
         "--host-memory",
@@ -118,9 +122,12 @@ def _add_doctor(add: AddCommand) -> None:
     doctor = add("doctor", about, "radixkv.cli.doctor", epilog=epilog)
     doctor.add_argument("model", metavar="MODEL", nargs="?", default="tiny", help=f"{_MODEL} (default tiny)")
     _add_tokenizer(doctor)
-    add_settings(doctor, "kv_memory", "state_memory", "host_memory", "disk_cache", "disk_memory", "max_sequences")
-    add_settings(doctor, "block_size", "device", "dtype", "kv_dtype", "weights", "model_code", "attention", "revision")
-    add_settings(doctor, "trust_remote_code", "tensor_parallel", "rank_timeout")
+    add_settings(
+        doctor, EngineConfig,
+        "kv_memory", "state_memory", "host_memory", "disk_cache", "disk_memory", "max_sequences", "block_size",
+        "device", "dtype", "kv_dtype", "weights", "model_code", "attention", "revision", "trust_remote_code",
+        "tensor_parallel", "rank_timeout",
+    )  # fmt: skip
     output = doctor.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object with all findings, for scripts")
     about = "only fill Triton's cache with the kernels of an engine with these options, on a GPU"
@@ -145,28 +152,35 @@ def _add_serve(add: AddCommand) -> None:
         help="a table [[model]] for each model: path, name, aliases, tokenizer, and settings of its engine",
     )
     several.add_argument("--lazy", action="store_true", help="load no model at the start, not even the first")
-    add_settings(several, "keep_alive", "load_timeout", "max_loaded", "model_memory", of=Settings)
+    add_settings(several, Settings, "keep_alive", "load_timeout", "max_loaded", "model_memory")
     access, limits = serve.add_argument_group("address and access"), serve.add_argument_group("limits")
     _add_keys(access)
-    add_settings(access, "host", "port", "model_name", of=Settings)
-    add_settings(access, "allowed_origins", "allowed_hosts", "tls_cert", "tls_key", of=Settings)
-    add_settings(access, "strict_fields", "keep_billing_header", "vllm_metrics", "record_text", of=Settings)
+    add_settings(
+        access, Settings,
+        "host", "port", "model_name", "allowed_origins", "allowed_hosts", "tls_cert", "tls_key",
+        "strict_fields", "keep_billing_header", "vllm_metrics", "record_text",
+    )  # fmt: skip
     access.add_argument("--quiet", action="store_true", help="do not log a line per request; logs never contain text")
-    add_settings(limits, "max_waiting", "max_per_key", "max_connections", "max_body", "max_prompt_tokens", of=Settings)
-    add_settings(limits, "timeout", "drain_timeout", "history_bytes", "response_bytes", "history", of=Settings)
+    add_settings(
+        limits, Settings,
+        "max_waiting", "max_per_key", "max_connections", "max_body", "max_prompt_tokens", "timeout",
+        "drain_timeout", "history_bytes", "response_bytes", "history",
+    )  # fmt: skip
     engine = _add_engine(serve)
-    add_settings(engine, "tool_format", "expose_text")
-    add_settings(engine, "fim_order", of=Settings)
+    add_settings(engine, EngineConfig, "tool_format", "expose_text")
+    add_settings(engine, Settings, "fim_order")
 
 
 def _add_engine(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the settings of an engine that serves; return their group."""
     engine = command.add_argument_group("the engine")
-    add_settings(engine, "max_sequences", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype")
-    add_settings(engine, "weights", "attention", "tensor_parallel", "rank_timeout")
-    add_settings(engine, "model_code", "eviction", "max_batch_tokens", "prefill_chunk", "order", "max_overtakes")
-    add_settings(engine, "max_delay", "deterministic", "kv_dtype", "speculate", "verify", "seed", "record", "revision")
-    add_settings(engine, "trust_remote_code", "what_if")
+    add_settings(
+        engine, EngineConfig,
+        "max_sequences", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype", "weights",
+        "attention", "tensor_parallel", "rank_timeout", "model_code", "eviction", "max_batch_tokens",
+        "prefill_chunk", "order", "max_overtakes", "max_delay", "deterministic", "kv_dtype", "speculate",
+        "verify", "seed", "record", "revision", "trust_remote_code", "what_if",
+    )  # fmt: skip
     _add_monitor(engine)
     return engine
 
@@ -201,7 +215,7 @@ def _add_worker(add: AddCommand) -> None:
         "--dyn-reasoning-parser", dest="reasoning_parser", metavar="NAME", help="the frontend's parser of thinking"
     )
     _add_roles(worker.add_argument_group("prefill and decode apart"))
-    add_settings(worker.add_argument_group("limits"), "max_waiting", "drain_timeout", of=Settings)
+    add_settings(worker.add_argument_group("limits"), Settings, "max_waiting", "drain_timeout")
     _add_engine(worker)
 
 

@@ -27,7 +27,7 @@ from radixkv.engine.request import Request, Stream, TokenIds, common_prefix
 from radixkv.engine.stats import AuditReport, Difference
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, PrefixHeld, RequestFailed
 from radixkv.models.kv_recompute import Recheck
-from radixkv.sampling.params import is_int
+from radixkv.settings.kinds import is_int
 from radixkv.telemetry.records import namespace_value
 
 _log = logging.getLogger(__name__)

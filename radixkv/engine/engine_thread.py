@@ -30,7 +30,7 @@ from radixkv.engine.runs import RunExchange
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import DeviceLost, EngineClosed, InvalidInput, WeightsChanged
 from radixkv.models.weights.fixed import State
-from radixkv.sampling.params import is_int
+from radixkv.settings.kinds import is_int
 from radixkv.telemetry.tree_view import ALL, TreeView, tree_view
 
 if TYPE_CHECKING:

@@ -50,9 +50,10 @@ from radixkv.engine.text_stream import decoder
 from radixkv.errors import ChatError, InvalidInput, InvalidTokens, PrefixGone, PromptTooLong
 from radixkv.grammar.compiler import GrammarCompiler
 from radixkv.sampling.logits_processors import LogitsProcessor, read_history
-from radixkv.sampling.params import SamplingParams, checked_params, is_int, suggested
+from radixkv.sampling.params import SamplingParams, checked_params, suggested
 from radixkv.sampling.row_scores import max_logit_rows
 from radixkv.sampling.token_mask import TokenMatcher
+from radixkv.settings.kinds import is_int
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel

@@ -18,7 +18,7 @@ from radixkv.engine.output import Completion, Usage
 from radixkv.engine.request import Request, TokenIds
 from radixkv.engine.scores import PromptScores
 from radixkv.errors import InvalidInput
-from radixkv.sampling.params import is_int
+from radixkv.settings.kinds import is_int
 
 Continuation: TypeAlias = str | Ids
 

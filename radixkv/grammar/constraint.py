@@ -15,7 +15,8 @@ from typing import Any
 
 from radixkv.errors import InvalidConstraint
 from radixkv.grammar.json_schema import checked_schema
-from radixkv.sampling.params import Constraint, json_reason
+from radixkv.sampling.params import Constraint
+from radixkv.settings.kinds import json_reason
 
 MISSING = "constrained replies need llguidance: pip install 'radixkv[grammar]'"
 SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}

@@ -9,12 +9,10 @@ import argparse
 import gc
 import logging
 import os
-import re
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,16 +22,14 @@ from radixkv.serve.access import tenant_namespace
 from radixkv.serve.loading import LoadingServer, address, bind, tls_context
 from radixkv.serve.models.specs import ModelSpec, specs_of
 from radixkv.server_settings import Settings
-from radixkv.sizing.kv_size import parse_bytes
+from radixkv.settings import command_line
+from radixkv.settings.declared import given_in
 from radixkv.sizing.memory import limit_arenas
 
 if TYPE_CHECKING:
     from radixkv.serve.served_models import Models
 
 KEYS = "RADIXKV_API_KEYS"
-_SETTINGS = (*fields(EngineConfig), *fields(Settings))
-_OPTION_OF = {each.name: each.metadata.get("option") or each.name for each in _SETTINGS}
-_OPTION_OF["namespace_limits"] = "key_share"
 _OF_SEVERAL = ("keep_alive", "load_timeout", "max_loaded", "model_memory")
 _EXIT_DELAY = 1.0  # seconds for closing the engine and a trace that it writes
 
@@ -106,8 +102,7 @@ def _models(
 
 def _is_several(arguments: argparse.Namespace, specs: Sequence[ModelSpec]) -> bool:
     """Whether models are loaded and unloaded; raise InvalidInput for options that need one model, or several."""
-    declared = {each.name: each.metadata.get("text", each.default) for each in fields(Settings)}
-    given = [name for name in _OF_SEVERAL if getattr(arguments, name) != declared[name]]
+    given = [name for name in _OF_SEVERAL if getattr(arguments, name) != getattr(Settings, name)]
     if arguments.model_memory is not None and any(each.config.kv_memory == "auto" for each in specs):
         raise InvalidInput("model_memory needs pools of a given size, and kv_memory is auto: give --kv-memory")
     return len(specs) > 1 or arguments.models_file is not None or arguments.lazy or bool(given)
@@ -123,10 +118,8 @@ def _exit_soon(number: int) -> None:
 def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
     """Return the settings of the command line and the environment; raise InvalidInput."""
     keys = read_keys([*filter(None, environment.get(KEYS, "").split(",")), *arguments.api_key])
-    given = {each.name: getattr(arguments, each.name) for each in fields(Settings) if each.name in arguments}
-    sized = [each.name for each in fields(Settings) if "size" in each.metadata]
-    sizes = {name: parse_bytes(given[name], name, automatic=False) for name in sized if given[name] is not None}
-    return Settings(**{**given, **sizes}, api_keys=keys, max_running=arguments.max_sequences)
+    given = given_in(arguments, Settings)
+    return Settings(**given, api_keys=keys, max_running=arguments.max_sequences)
 
 
 def engine_config(arguments: argparse.Namespace, shares: Mapping[str, float] | None = None) -> EngineConfig:
@@ -138,17 +131,9 @@ def engine_config(arguments: argparse.Namespace, shares: Mapping[str, float] | N
     return EngineConfig(**{**settings_in(arguments), "max_batch_tokens": most, "namespace_limits": limits})
 
 
-@contextmanager
-def naming_options() -> Iterator[None]:
+def naming_options() -> AbstractContextManager[None]:
     """In an InvalidInput that starts with a setting's name, replace the name by the command-line option."""
-    try:
-        yield
-    except InvalidInput as error:
-        name = re.split(r"\W", str(error), maxsplit=1)[0]
-        if name not in _OPTION_OF:
-            raise
-        rest = str(error).removeprefix(name)
-        raise InvalidInput(f"--{_OPTION_OF[name].replace('_', '-')}{rest}") from error
+    return command_line.naming_options(EngineConfig, Settings)
 
 
 def read_keys(given: Iterable[str]) -> dict[str, str]:

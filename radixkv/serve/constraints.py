@@ -33,11 +33,11 @@ class ReplyConstraint:
 
 def _checked(parameter: str) -> AfterValidator:
     """Annotate a value that a sampling parameter checks, and that becomes the value of the parameter."""
-    declared = parameters(SamplingParams)[parameter]
+    kind = parameters(SamplingParams)[parameter].kind
 
     def check(value: Any) -> Any:
         try:
-            return declared.checked(parameter, value)
+            return kind.checked(parameter, value)
         except InvalidInput as error:
             raise broken("", str(error).removeprefix(parameter).strip()) from error
 

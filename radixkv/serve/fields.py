@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from radixkv.chat.calls.tools import too_deep
 from radixkv.chat.calls.values import DEEPEST
-from radixkv.sampling.params import json_reason
 from radixkv.serve.errors import ApiError, bad_request
+from radixkv.settings.kinds import json_reason
 
 JsonObject = dict[str, Any]
 

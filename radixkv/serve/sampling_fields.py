@@ -9,23 +9,12 @@ from typing import Annotated, Any, Union
 from pydantic import AfterValidator, Field, create_model
 
 from radixkv.errors import InvalidInput
-from radixkv.sampling.params import (
-    INT64,
-    EarlyStopping,
-    Flag,
-    Integer,
-    Number,
-    Parameter,
-    SamplingParams,
-    Texts,
-    TokenBias,
-    TokenIds,
-    parameters,
-)
+from radixkv.sampling.params import EarlyStopping, Parameter, SamplingParams, parameters
 from radixkv.serve.bodies import AnyBody, Body, OneError, Only, Several, Whole, broken, refuse, without_effect
 from radixkv.serve.constraints import ReplyConstraint
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import IgnoredFields
+from radixkv.settings.kinds import INT64, Flag, Integer, Kind, Number, Texts, TokenBias, TokenIds
 
 OF_BEAMS = ("length_penalty", "early_stopping")
 """Parameters that have a meaning only with `use_beam_search`."""
@@ -38,9 +27,9 @@ TokenId = Annotated[int, Field(ge=0, le=MOST_TOKEN)]
 
 def wire(name: str, *, low: int | None = None) -> Whole:
     """Return the range of an integer parameter for HTTP clients, from `low` on if that is given."""
-    declared = parameters(SamplingParams)[name]
-    assert isinstance(declared, Integer)
-    least, most = declared.wire
+    kind = parameters(SamplingParams)[name].kind
+    assert isinstance(kind, Integer)
+    least, most = kind.wire
     return Whole(least if low is None else low, most)
 
 
@@ -61,13 +50,15 @@ _FIRST, _LAST = ("n", "temperature", "top_p"), ("min_tokens", "ignore_eos")
 
 def _field(declared: Parameter) -> Any:
     """Return the optional type of a parameter with its range for HTTP clients, and its default."""
-    return Union[_type(declared), None], Field(default=None, description=declared.description or None)  # noqa: UP007
+    return Union[_type(declared.kind), None], Field(default=None, description=declared.help)  # noqa: UP007
 
 
-def _type(declared: Parameter) -> Any:
+def _type(declared: Kind) -> Any:
     match declared:
         case Flag():
             return bool
+        case TokenBias():
+            return _bias(declared)
         case Integer():
             return Annotated[int, Whole(*declared.wire)]
         case Number():
@@ -79,8 +70,6 @@ def _type(declared: Parameter) -> Any:
                 Annotated[Several[TokenId], Field(max_length=MOST_IDS)],
                 OneError(f"must be an array of at most {MOST_IDS} token ids", "an array"),
             ]
-        case TokenBias():
-            return _bias(declared)
         case Texts():
             return _texts(declared)
         case EarlyStopping():

@@ -15,15 +15,16 @@ from torch import Tensor
 import radixkv.serve
 from radixkv.sampling import logits_processors
 from radixkv.sampling.device_sampler import DeviceSampler
-from radixkv.sampling.params import Integer, SampleRow, SamplingParams, parameter
+from radixkv.sampling.params import SampleRow, SamplingParams, parameter
 from radixkv.sampling.sampler import sample
+from radixkv.settings.kinds import Integer
 from tests.serve.served import Served, served
 
 
 @dataclass(frozen=True)
 class MoreParams(SamplingParams):
     only_token: int = parameter(
-        -1, Integer(low=-1, high=10_000, wire_high=1000, adjusts_logits=True, description="Sample no other token.")
+        -1, Integer(low=-1, high=10_000, wire_high=1000), "sample no other token", adjusts_logits=True
     )
 
 
@@ -90,7 +91,7 @@ def test_the_document_describes_it(server: Served) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
         schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         found = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]["only_token"]
-        assert found["description"] == "Sample no other token."
+        assert found["description"] == "sample no other token"
         assert all(each in json.dumps(found) for each in ('"integer"', '"minimum": -1', '"maximum": 1000', '"null"'))
 
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixkv.cli.entry_point import AddCommand, add_settings
+from radixkv.cli.entry_point import AddCommand
 from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
+from radixkv.settings.command_line import add_settings
 from radixkv_traces.cli import Progress, add_trace, interrupted_by_signals, name_of, positive, source, warn, window
 from radixkv_traces.formats import Request, TraceRequest, open_trace
 from radixkv_traces.live import results
@@ -238,8 +239,11 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="'tiny' (bundled, the default), a local folder, a GGUF file, or a hub name")
-    add_settings(group, "kv_memory", "num_blocks", "host_memory", "block_size", "eviction", "max_sequences")
-    add_settings(group, "order", "max_delay", "attention", "device", "dtype")
+    add_settings(
+        group, EngineConfig,
+        "kv_memory", "num_blocks", "host_memory", "block_size", "eviction", "max_sequences", "order",
+        "max_delay", "attention", "device", "dtype",
+    )  # fmt: skip
     group.add_argument("--compare", choices=("off",), help="off: replay again with the prefix cache off, and compare")
 
 
