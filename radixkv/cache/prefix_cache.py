@@ -31,7 +31,7 @@ from radixkv.cache.recurrent.row import RowState
 from radixkv.cache.recurrent.slots import StateSlots
 from radixkv.cache.recurrent.snapshots import Snapshots, Spacing
 from radixkv.cache.sequence import Sequence
-from radixkv.cache.state import COUNTERS, CacheState
+from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.cache.types import PURPOSES, CachedNode, CachedRun, CacheStats, Explanation, Match, Node, Purpose
 from radixkv.errors import InvalidInput
@@ -271,7 +271,7 @@ class PrefixCache:
         state, host = self.state, self.state.host
         state.pins.expire()
         free, cached = len(state.pool.free), state.pool.evictable
-        counted = {name: getattr(state.counters, name) for name in COUNTERS}
+        counted = dict(vars(state.counters))
         if host is not None:  # blocks that were offloaded were not evicted
             counted["evicted_blocks"] += host.evicted_blocks - host.freed_on_device
             counted |= host.stats()

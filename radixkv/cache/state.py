@@ -9,7 +9,6 @@ Sequences take free blocks from the pool, after `make_room` has evicted where th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from functools import partial
 
 from radixkv.cache.announcements import Announcements
@@ -23,26 +22,9 @@ from radixkv.cache.pins import Pins
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.recurrent.slots import StateSlots
 from radixkv.cache.recurrent.snapshots import Snapshots, Spacing
-from radixkv.cache.types import NodesById, OpenSequence, Pressure
+from radixkv.cache.types import CacheStats, NodesById, OpenSequence, Pressure
 from radixkv.errors import OutOfBlocks
-
-
-@dataclass(slots=True)
-class Counters:
-    """Running totals; see CacheStats for their meanings."""
-
-    query_tokens: int = 0
-    hit_tokens: int = 0
-    committed_tokens: int = 0
-    evicted_blocks: int = 0
-    evicted_tokens: int = 0
-    copied_blocks: int = 0
-    regret_tokens: int = 0
-    opened_sequences: int = 0
-    closed_sequences: int = 0
-
-
-COUNTERS = tuple(field.name for field in fields(Counters))
+from radixkv.figures import Counts
 
 # Pressure from its fields: a call of the class takes 0.15 us more.
 _pressure: Callable[[tuple[int, int]], Pressure] = partial(tuple.__new__, Pressure)
@@ -79,7 +61,7 @@ class CacheState:
         self.announcements = Announcements(self.tree, self.host, self.events)
         self.pins = Pins(self.tree, clock, pin_budget)
         self.snapshots = Snapshots(slots, spacing, self.pins.nodes, self.events) if slots.num_rows else None
-        self.counters = Counters()
+        self.counters = Counts(CacheStats)
         self.open: dict[int, OpenSequence] = {}
         self.tracker: NodesById | None = None  # the last change tracker that was attached
 

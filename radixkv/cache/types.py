@@ -16,6 +16,7 @@ import numpy.typing as npt
 from radixkv.cache.namespaces import Namespace
 from radixkv.cache.reuse import Reuse
 from radixkv.cache.tokens import WIDTH, check_int
+from radixkv.figures import counter, gauge
 from radixkv.sizing.recurrent_state import StateStep
 
 # A request; a request that comes back after it was preempted; a reader of cached KV that must leave no trace.
@@ -156,54 +157,47 @@ class Explanation:
                 return f"{head}: what follows was never seen (or went so long ago that it is forgotten)."
 
 
+_BLOCKS = "Blocks of the pool: free, cached (evictable) or held by requests"
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """The cache at one moment: counters, which only grow, and gauges.
+    """The cache at one moment. Figures of options that are off are 0."""
 
-    Counters: `query_tokens` of each `open`, and `hit_tokens` of them; `committed_tokens` were computed.
-    `evicted_blocks`, of `evicted_tokens`, left the last tier that had them; `regret_tokens` were asked for again.
-    `copied_blocks` on write; `opened_sequences`, `closed_sequences`; `evicted_states` made room for other snapshots.
-    `offloaded_blocks` went to the host, `loaded_tokens` came back; `host_evicted_blocks` are in `evicted_blocks`.
-
-    Gauges: `num_blocks` of `block_size` tokens are `free_blocks`, evictable `cached_blocks`, or `held_blocks` of
-    sequences, plans and pins (`pinned_blocks`). `nodes` without roots, evictable `leaves`, `namespaces`; `ghosts` are
-    remembered evicted runs. `state_rows` of recurrent state, one for each open sequence, `state_slots` and
-    `host_state_slots` for snapshots, and the used ones: `state_rows_used`, `state_slots_used`, `host_state_slots_used`.
-    `host_blocks`, `host_free_blocks` neither resident nor reserved, `host_nodes`. Options that are off have 0.
-    """
-
-    query_tokens: int
-    hit_tokens: int
-    committed_tokens: int
-    evicted_blocks: int
-    evicted_tokens: int
-    copied_blocks: int
-    regret_tokens: int
-    opened_sequences: int
-    closed_sequences: int
-    num_blocks: int
-    block_size: int
-    free_blocks: int
-    cached_blocks: int
-    held_blocks: int
-    pinned_blocks: int
-    nodes: int
-    leaves: int
-    namespaces: int
-    ghosts: int
-    state_rows: int = 0
-    state_rows_used: int = 0
-    state_slots: int = 0
-    state_slots_used: int = 0
-    evicted_states: int = 0
-    host_blocks: int = 0
-    host_free_blocks: int = 0
-    host_nodes: int = 0
-    offloaded_blocks: int = 0
-    loaded_tokens: int = 0
-    host_evicted_blocks: int = 0
-    host_state_slots: int = 0
-    host_state_slots_used: int = 0
+    query_tokens: int = counter("tokens", "Tokens that were looked up", hidden="radixkv:prompt_tokens counts requests")
+    hit_tokens: int = counter("tokens", "Looked up tokens that hit", hidden="radixkv:cached_tokens counts requests")
+    committed_tokens: int = counter("tokens", "Committed tokens", hidden="radixkv:computed_tokens counts requests")
+    evicted_blocks: int = counter("blocks", "Blocks that were evicted, from the last tier that had their tokens")
+    evicted_tokens: int = counter("tokens", "Tokens that were evicted")
+    copied_blocks: int = counter("blocks", "Blocks that were copied on write")
+    regret_tokens: int = counter("tokens", "Tokens that were requested again after their eviction")
+    opened_sequences: int = counter("sequences", "Sequences that were opened", hidden="radixkv:requests_ended has ends")
+    closed_sequences: int = counter("sequences", "Sequences that were closed", hidden="radixkv:requests_ended has ends")
+    num_blocks: int = gauge("blocks", "Blocks of the pool", hidden="the sum of radixkv:blocks")
+    block_size: int = gauge("tokens", "Tokens of a block", hidden="it never changes")
+    free_blocks: int = gauge("blocks", _BLOCKS, "blocks", state="free")
+    cached_blocks: int = gauge("blocks", _BLOCKS, "blocks", state="cached")
+    held_blocks: int = gauge("blocks", _BLOCKS, "blocks", state="held")
+    pinned_blocks: int = gauge("blocks", "Held blocks that a pin holds")
+    nodes: int = gauge("nodes", "Nodes of the radix tree", "tree_nodes")
+    leaves: int = gauge("nodes", "Evictable leaves of the radix tree", "tree_leaves")
+    namespaces: int = gauge("namespaces", "Namespaces with cached tokens")
+    ghosts: int = gauge("runs", "Evicted runs of tokens that are still recorded")
+    state_rows: int = gauge("rows", "Recurrent states that sequences may have", hidden="the sum of radixkv:state_rows")
+    state_rows_used: int = gauge("rows", "Recurrent states of open sequences", hidden="in radixkv:state_rows")
+    state_slots: int = gauge("slots", "Slots of cached recurrent states", hidden="the sum of radixkv:state_slots")
+    state_slots_used: int = gauge("slots", "Cached recurrent states", hidden="in radixkv:state_slots")
+    evicted_states: int = counter("states", "Cached recurrent states that were evicted to make room")
+    host_blocks: int = gauge("blocks", "Blocks of the second tier", hidden="the sum of radixkv:host_blocks")
+    host_free_blocks: int = gauge("blocks", "Free blocks of the second tier", hidden="in radixkv:host_blocks")
+    host_nodes: int = gauge("nodes", "Nodes of the radix tree that are resident on the host")
+    offloaded_blocks: int = counter("blocks", "Blocks that left the pool and were copied to the host")
+    loaded_tokens: int = counter("tokens", "Tokens whose KV was loaded from the host")
+    host_evicted_blocks: int = counter(
+        "blocks", "Blocks that were evicted on the host to make room there; part of the evicted blocks"
+    )
+    host_state_slots: int = gauge("slots", "Slots of recurrent states on the host")
+    host_state_slots_used: int = gauge("slots", "Recurrent states on the host")
 
     @property
     def sequences(self) -> int:

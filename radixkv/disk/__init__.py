@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixkv.figures import counter, gauge
+
 BATCH = 64
 """Blocks of a transaction."""
 
@@ -25,25 +27,29 @@ _ROW = 512  # bytes of a record in the index without its tokens
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """A folder of records at one moment: gauges, and counters since the engine was loaded.
+    """A folder of records at one moment. Counters begin when the engine is loaded."""
 
-    `slots` have room for a block each, and `records` of them are used. `written_blocks` and `read_blocks` were copied.
-    `evicted_records` made room. `dropped_blocks` were not written: the disk was slower than eviction, had no room, or
-    failed. `damaged_records` were dropped with their subtrees. `failed_writes` and `failed_reads` count faults,
-    `abandoned_reads` requests that waited for a disk in vain. `read_bytes_per_s` is measured.
-    """
-
-    slots: int = 0
-    records: int = 0
-    written_blocks: int = 0
-    read_blocks: int = 0
-    evicted_records: int = 0
-    dropped_blocks: int = 0
-    damaged_records: int = 0
-    failed_writes: int = 0
-    failed_reads: int = 0
-    abandoned_reads: int = 0
-    read_bytes_per_s: int = 0
+    slots: int = gauge("blocks", "Blocks of the third tier", hidden="the sum of radixkv:disk_blocks")
+    records: int = gauge("blocks", "Used blocks of the third tier", hidden="in radixkv:disk_blocks")
+    written_blocks: int = counter("blocks", "Blocks that were written to the disk cache", "disk_written_blocks")
+    read_blocks: int = counter("blocks", "Blocks that were read from the disk cache", "disk_read_blocks")
+    evicted_records: int = counter(
+        "blocks", "Blocks that were evicted on disk to make room there", "disk_evicted_records"
+    )
+    dropped_blocks: int = counter(
+        "blocks", "Blocks that were not written: the disk was too slow, full, or failed", "disk_dropped_blocks"
+    )
+    damaged_records: int = counter(
+        "blocks",
+        "Blocks on disk that were dropped because they, or a block before them, were damaged",
+        "disk_damaged_records",
+    )
+    failed_writes: int = counter("faults", "Faults of writing to the disk cache", "disk_failed_writes")
+    failed_reads: int = counter("faults", "Faults of reading from the disk cache", "disk_failed_reads")
+    abandoned_reads: int = counter(
+        "requests", "Requests that gave up waiting for the disk cache", "disk_abandoned_reads"
+    )
+    read_bytes_per_s: int = gauge("bytes", "Measured bytes that a second reads", hidden="the speed of a device")
 
 
 NO_DISK = DiskStats()

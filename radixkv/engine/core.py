@@ -579,12 +579,17 @@ class Core:
         counters.recomputed_tokens += count - new
         counters.cached_tokens += hits
         request, prompt_tokens = stream.request, len(stream.request.prompt)
-        counters.decode_tokens += (
-            new if work.start >= prompt_tokens else min(new, max(work.start + count - prompt_tokens, 0))
-        )
-        if not request.scheduling.counted:
+        decoded = new if work.start >= prompt_tokens else min(new, max(work.start + count - prompt_tokens, 0))
+        counters.decode_tokens += decoded
+        prompts = not request.scheduling.counted
+        if prompts:
             request.scheduling.counted = True
             counters.prompt_tokens += prompt_tokens
+        if new > decoded:
+            miss, counted = request.scheduling.miss, vars(counters)
+            reason = "full" if miss is None else miss.reason
+            counted[f"lookups_{reason}"] += prompts
+            counted[f"missed_{reason}"] += new - decoded
         return self._reuse.publishes(stream, work.start, count, isolated=work.isolated)
 
     def _close_finished(self, request: Request) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
@@ -361,8 +361,7 @@ class CoreClient:
             namespace_usage=core.cache.namespace_usage(),
             kv_dtype=facts.kv_dtype,
             disk=core.records.stats(),
-            **asdict(core.counters),
-            **core.runner.stats(),
+            **{**vars(core.counters), **core.runner.stats()},
         )
 
     # ---- conversations

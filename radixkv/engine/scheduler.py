@@ -26,7 +26,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.cache import Match, PrefixCache, Sequence, WritePlan
+from radixkv.cache import Explanation, Match, PrefixCache, Sequence, WritePlan
 from radixkv.cache.types import Purpose
 from radixkv.config import EngineConfig
 from radixkv.engine.admission import Admission
@@ -423,9 +423,22 @@ class Scheduler:
         limit = self._reuse.limit(tokens, request)
         purpose: Purpose = "resume" if request.streams else "request"
         sequence = self._cache.open(tokens, request.namespace, limit, request.priority, purpose=purpose)
+        if not request.streams:
+            request.scheduling.miss = self._explain(request, tokens, limit, sequence)
         for observer in self._observers:
             observer.opened(request, tokens, limit, sequence)
         return sequence
+
+    def _explain(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> Explanation | None:
+        """Return why a new request does not hit its whole prompt; None if only the last token, or none, is missing.
+
+        The reason is looked up at the admission, while the cache still has it. Costs one more match.
+        """
+        missing = len(tokens) - sequence.length
+        if missing <= 1:
+            return None
+        miss = self._cache.explain(tokens, request.namespace, limit)
+        return miss if missing - miss.host > 1 else None
 
     # ---- preempt and resume
 

@@ -8,151 +8,114 @@ from dataclasses import dataclass
 from radixkv.cache import CacheStats
 from radixkv.cache.quotas import NamespaceUsage
 from radixkv.disk import NO_DISK, DiskStats
+from radixkv.figures import Counts, counter, gauge
 
 DRAFT_SOURCES = ("tree", "past", "own", "prediction")
 """The sources of drafts, by which drafted and accepted tokens are counted."""
 
 
-@dataclass
-class Counters:
-    """The running counters of an engine; they only grow."""
-
-    steps: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    coalesced_requests: int = 0
-    coalesced_tokens: int = 0
-    timed_out: int = 0
-    audited_blocks: int = 0
-    differing_blocks: int = 0
-    forced_tokens: int = 0
-    host_tokens: int = 0
-    failed_loads: int = 0
-    failed_offloads: int = 0
-    wasted_tokens: int = 0
-    host_bound_rows: int = 0
-    scored_tokens: int = 0
-    reused_scores: int = 0
-    decode_tokens: int = 0
-    disk_tokens: int = 0
-    drafting_steps: int = 0
-    drafted_from_tree: int = 0
-    drafted_from_past: int = 0
-    drafted_from_own: int = 0
-    drafted_from_prediction: int = 0
-    accepted_from_tree: int = 0
-    accepted_from_past: int = 0
-    accepted_from_own: int = 0
-    accepted_from_prediction: int = 0
-    drafts: int = 0
-    turn_admissions: int = 0
-    turn_preemptions: int = 0
-    overdue_admissions: int = 0
-
-    def drafted(self, source: str, drafted: int, accepted: int) -> None:
-        """Count the tokens of a draft that was verified."""
-        counted = vars(self)
-        self.drafts += 1
-        counted[f"drafted_from_{source}"] += drafted
-        counted[f"accepted_from_{source}"] += accepted
+_ENDED = "Ended requests by outcome; refused ones never began"
+_DRAFTED = "Tokens that were drafted and verified, by the source of the draft"
+_ACCEPTED = "Drafted tokens of replies, by the source of the draft"
+_LOOKUPS = "Admitted prompts by miss reason"
+_MISSED = "Computed prompt tokens, by miss reason"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """One moment of an engine: `waiting` and `running` requests now, all other numbers since it was loaded.
 
-    `model`, `device`, `dtype`, `attention`, `max_length` (tokens of the model's context), `kv_bytes` (memory of the
-    pool) and `kv_dtype` (its format) do not change. `uptime_s` are seconds since the load. `finished`, `cancelled` and
-    `failed` count requests. `prompt_tokens` and `cached_tokens` are counted once per request, when its first step is
-    committed, `computed_tokens` when their step is committed, and `output_tokens` when they are sampled.
-    `forced_tokens` are output tokens that were not sampled, since a constraint left no choice. `preemptions` counts
-    requests that were preempted: when blocks ran out, or so that another group of namespaces gets its turn
-    (`turn_preemptions`). `recomputed_tokens` were computed again because of that; `computed_tokens` counts them once.
-    `turn_admissions` are requests that were admitted before an older one of another group, and `overdue_admissions`
-    went before others because they had been overtaken `max_delay` seconds ago or `max_overtakes` times.
-    `coalesced_requests` waited while another request computed their prefix, and hit `coalesced_tokens` more because of
-    that. `failed` includes requests that `timed_out`. `audited_blocks` were recomputed by audits, which count nowhere
-    else, and `differing_blocks` of them differed. `cache` has the pool's own counters and gauges, which include
-    requests that ended before their first step. Of a model with recurrent state, `state_bytes` is the memory of all
-    slots, and `state_copies` of `state_copied_bytes` went from slot to slot. `namespace_usage` has the blocks of each
-    namespace with a limit. `host_tokens` were loaded from host memory in place of being computed. `failed_loads`
-    raised, so that their requests computed the tokens; `failed_offloads` raised, so that the blocks that left the
-    pool in a step were lost. An overlapped engine launches a step before it has the results of the preceding one.
-    `wasted_tokens` were computed for streams that had ended or failed. `host_bound_rows` counts how often a stream was
-    left out of a step, because the host must read its last token first to constrain the next one.
-    `eager_steps` are forwards on a GPU that no CUDA graph served. `scored_tokens` are tokens of
-    prompts, and continuations of them, with a computed score; `reused_scores` were taken from other requests.
-    `decode_tokens` are the computed tokens that are not of a prompt; `computed_tokens` include them. `disk_tokens` were
-    read from a disk into host memory, and `disk` has the numbers of its folder.
-    Where the engine speculates, `drafting_steps` counts the steps of streams that may draft. Each gave a token, and
-    accepted tokens came in addition. `drafts` were verified, with tokens by the source of their text: the tree
-    (`drafted_from_tree`, `accepted_from_tree`), past text of the namespace (`drafted_from_past`, `accepted_from_past`),
-    the request's own text (`drafted_from_own`, `accepted_from_own`), or a prediction (`drafted_from_prediction`,
-    `accepted_from_prediction`).
+    A prompt counts when its first step is committed, a computed token when its step is, and a sampled token at once.
+    The `missed_` tokens add up to `computed_tokens` without `decode_tokens`. Audits count nowhere else. `cache`
+    includes requests that ended before their first step.
     """
 
     model: str
     device: str
     dtype: str
     attention: str
-    max_length: int
-    kv_bytes: int
-    uptime_s: float
-    waiting: int
-    running: int
-    finished: int
-    cancelled: int
-    failed: int
-    steps: int
-    prompt_tokens: int
-    cached_tokens: int
-    computed_tokens: int
-    output_tokens: int
-    preemptions: int
-    recomputed_tokens: int
-    coalesced_requests: int
-    coalesced_tokens: int
-    timed_out: int
-    audited_blocks: int
-    differing_blocks: int
-    forced_tokens: int
+    max_length: int  # tokens of the model's context
+    kv_bytes: int  # of the pool
     cache: CacheStats
-    state_bytes: int = 0
-    state_copies: int = 0
-    state_copied_bytes: int = 0
-    namespace_usage: tuple[NamespaceUsage, ...] = ()
-    host_tokens: int = 0
-    failed_loads: int = 0
-    failed_offloads: int = 0
-    wasted_tokens: int = 0
-    host_bound_rows: int = 0
-    eager_steps: int = 0
-    scored_tokens: int = 0
-    reused_scores: int = 0
-    decode_tokens: int = 0
     kv_dtype: str = "auto"
-    disk_tokens: int = 0
     disk: DiskStats = NO_DISK
-    drafting_steps: int = 0
-    drafted_from_tree: int = 0
-    drafted_from_past: int = 0
-    drafted_from_own: int = 0
-    drafted_from_prediction: int = 0
-    accepted_from_tree: int = 0
-    accepted_from_past: int = 0
-    accepted_from_own: int = 0
-    accepted_from_prediction: int = 0
-    drafts: int = 0
-    turn_admissions: int = 0
-    turn_preemptions: int = 0
-    overdue_admissions: int = 0
+    namespace_usage: tuple[NamespaceUsage, ...] = ()  # of the namespaces with a limit
+
+    uptime_s: float = gauge("seconds", "Seconds since the engine was loaded", "uptime_seconds")
+    waiting: int = gauge("requests", "Running and waiting requests", "requests", state="waiting")
+    running: int = gauge("requests", "Running and waiting requests", "requests", state="running")
+    finished: int = counter("requests", _ENDED, "requests_ended", outcome="finished")
+    cancelled: int = counter("requests", _ENDED, "requests_ended", outcome="cancelled")
+    timed_out: int = counter("requests", _ENDED, "requests_ended", outcome="timed_out")
+    failed: int = counter("requests", "Failed requests, with those that timed out", hidden="in radixkv:requests_ended")
+    preemptions: int = counter("requests", "Preemptions of running requests")
+    turn_admissions: int = counter(
+        "requests", "Requests that were admitted before an older one of another group of namespaces"
+    )
+    turn_preemptions: int = counter("requests", "Preemptions that gave another group of namespaces its turn")
+    overdue_admissions: int = counter(
+        "requests", "Admitted requests that had waited too long, or that too many had overtaken"
+    )
+    coalesced_requests: int = counter("requests", "Requests that were delayed for a shared prefix")
+
+    prompt_tokens: int = counter("tokens", "Prompt tokens, counted once per request")
+    cached_tokens: int = counter("tokens", "Prompt tokens that were found in the cache")
+    computed_tokens: int = counter("tokens", "Tokens that the model computed")
+    decode_tokens: int = counter("tokens", "Computed tokens that are not of a prompt")
+    recomputed_tokens: int = counter("tokens", "Tokens that were computed again after a preemption")
+    coalesced_tokens: int = counter(
+        "tokens", "Prompt tokens found in the cache because the request was delayed for a shared prefix"
+    )
+    output_tokens: int = counter("tokens", "Output tokens")
+    forced_tokens: int = counter("tokens", "Output tokens without a draw, because a constraint left no choice")
+    scored_tokens: int = counter("tokens", "Tokens of prompts whose log probability was computed")
+    reused_scores: int = counter("tokens", "Tokens of prompts whose log probability an earlier request had computed")
+    host_tokens: int = counter("tokens", "Tokens of requests loaded from the host", hidden="in radixkv:loaded_tokens")
+    disk_tokens: int = counter("tokens", "Tokens whose KV was read from disk")
+    wasted_tokens: int = counter("tokens", "Tokens computed for streams that had ended or failed")
+
+    lookups_full: int = counter("requests", _LOOKUPS, "lookups", reason="full")
+    lookups_never_seen: int = counter("requests", _LOOKUPS, "lookups", reason="never_seen")
+    lookups_diverged: int = counter("requests", _LOOKUPS, "lookups", reason="diverged")
+    lookups_evicted: int = counter("requests", _LOOKUPS, "lookups", reason="evicted")
+    lookups_no_state: int = counter("requests", _LOOKUPS, "lookups", reason="no_state")
+    lookups_limit: int = counter("requests", _LOOKUPS, "lookups", reason="limit")
+    missed_full: int = counter("tokens", _MISSED, "missed_tokens", reason="full")
+    missed_never_seen: int = counter("tokens", _MISSED, "missed_tokens", reason="never_seen")
+    missed_diverged: int = counter("tokens", _MISSED, "missed_tokens", reason="diverged")
+    missed_evicted: int = counter("tokens", _MISSED, "missed_tokens", reason="evicted")
+    missed_no_state: int = counter("tokens", _MISSED, "missed_tokens", reason="no_state")
+    missed_limit: int = counter("tokens", _MISSED, "missed_tokens", reason="limit")
+
+    steps: int = counter("steps", "Forward passes of the model")
+    eager_steps: int = counter("steps", "Forward passes on a GPU that no CUDA graph served")
+    host_bound_rows: int = counter(
+        "rows", "Times that a constrained stream was left out of a step, until the host had read its last token"
+    )
+    drafting_steps: int = counter(
+        "steps", "Steps of streams that may draft; each gave a token, and accepted ones in addition"
+    )
+    drafts: int = counter("drafts", "Drafts that were verified")
+    drafted_from_tree: int = counter("tokens", _DRAFTED, "drafted_tokens", source="tree")
+    drafted_from_past: int = counter("tokens", _DRAFTED, "drafted_tokens", source="past")
+    drafted_from_own: int = counter("tokens", _DRAFTED, "drafted_tokens", source="own")
+    drafted_from_prediction: int = counter("tokens", _DRAFTED, "drafted_tokens", source="prediction")
+    accepted_from_tree: int = counter("tokens", _ACCEPTED, "accepted_tokens", source="tree")
+    accepted_from_past: int = counter("tokens", _ACCEPTED, "accepted_tokens", source="past")
+    accepted_from_own: int = counter("tokens", _ACCEPTED, "accepted_tokens", source="own")
+    accepted_from_prediction: int = counter("tokens", _ACCEPTED, "accepted_tokens", source="prediction")
+
+    failed_loads: int = counter(
+        "copies", "Failed copies from the host and to the host", "host_failures", direction="load"
+    )
+    failed_offloads: int = counter(
+        "copies", "Failed copies from the host and to the host", "host_failures", direction="offload"
+    )
+    state_bytes: int = gauge("bytes", "Memory of all rows and slots of recurrent states, in bytes")
+    state_copies: int = counter("copies", "Copies of recurrent states from slot to slot")
+    state_copied_bytes: int = counter("bytes", "Bytes of these copies")
+    audited_blocks: int = counter("blocks", "Cached blocks that an audit computed again")
+    differing_blocks: int = counter("blocks", "Audited blocks whose content differed")
 
     @property
     def requests(self) -> int:
@@ -183,6 +146,20 @@ class EngineStats:
     def hit_rate(self) -> float:
         """The share of prompt tokens that were cached, 0..1; 0 before the first request."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class Counters(Counts):
+    """The running counters of an engine: those of EngineStats."""
+
+    def __init__(self) -> None:
+        super().__init__(EngineStats)
+
+    def drafted(self, source: str, drafted: int, accepted: int) -> None:
+        """Count the tokens of a draft that was verified."""
+        counted = vars(self)
+        self.drafts += 1
+        counted[f"drafted_from_{source}"] += drafted
+        counted[f"accepted_from_{source}"] += accepted
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,12 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from radixkv.cache import CacheStats
 from radixkv.chat import AsyncEngine
+from radixkv.disk import DiskStats
 from radixkv.engine import EngineStats
 from radixkv.engine.latency import Histogram
-from radixkv.engine.stats import DRAFT_SOURCES
+from radixkv.figures import figures
 from radixkv.serve.history import HistoryStats
 from radixkv.serve.request_watch import RequestCounts, RequestWatch
 from radixkv.telemetry.what_if import SIZES, WhatIfReport
@@ -139,29 +141,42 @@ _histogram = partial(_family, HistogramMetricFamily)
 # ---- radixkv's own
 
 
+def _declared(record: EngineStats | CacheStats | DiskStats) -> dict[str, Any]:
+    """Return the families of the declared figures of a record, by name."""
+    families: dict[str, Any] = {}
+    for name, figure in figures(type(record)):
+        if figure.hidden:
+            continue
+        if figure.metric not in families:
+            labels = [label for label, _ in figure.labels]
+            families[figure.metric] = _KINDS[figure.kind](f"radixkv:{figure.metric}", figure.help, labels=labels)
+        families[figure.metric].add_metric([word for _, word in figure.labels], getattr(record, name))
+    return families
+
+
+_KINDS: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+
+
 def _own(snapshot: _Snapshot) -> Iterator[Metric]:
-    stats, cache = snapshot.stats, snapshot.stats.cache
+    stats = snapshot.stats
     labels = {"model": snapshot.model, "device": stats.device, "dtype": stats.dtype, "attention": stats.attention}
     labels |= {"kv_dtype": stats.kv_dtype}
     yield _gauge("radixkv:engine_info", "Labels describe the engine; always 1", 1, common=labels)
-    yield _gauge("radixkv:uptime_seconds", "Seconds since the engine was loaded", stats.uptime_s)
-    yield from _own_requests(snapshot)
-    for name, about in _COUNTERS.items():
-        yield _counter(f"radixkv:{name}", about, getattr(stats, name))
-    yield from _own_memory(stats)
-    for name, about in _CACHE_GAUGES.items():
-        yield _gauge(f"radixkv:{name}", about, getattr(cache, name.removeprefix("tree_")))
-    for name, about in _CACHE_COUNTERS.items():
-        yield _counter(f"radixkv:{name}", about, getattr(cache, name))
+    declared = _declared(stats)
+    for outcome, number in (("failed", stats.failed - stats.timed_out), ("refused", snapshot.refused)):
+        declared["requests_ended"].add_metric([outcome], number)
+    for families in (declared, _declared(stats.cache), _declared(stats.disk)):
+        yield from families.values()
+    yield from _used_and_free(stats)
+    histograms = snapshot.requests.histograms
+    first = {"most": histograms["ttft_hit"], "less": histograms["ttft_miss"]}
+    about = "Time to the first token, by whether at least half of the prompt was cached"
+    yield _histogram("radixkv:ttft_seconds", about, first, "cached")
+    for name, (histogram, about) in _OWN_HISTOGRAMS.items():
+        yield _histogram(f"radixkv:{name}", about, histograms[histogram])
     for name, about in _SHARE_GAUGES.items():
         numbers = {str(number): getattr(each, name) for number, each in enumerate(stats.namespace_usage, 1)}
         yield _gauge(f"radixkv:share_{name}", about, numbers, "share")
-    for kind, about in (
-        ("drafted", "Tokens that were drafted and verified"),
-        ("accepted", "Drafted tokens of replies"),
-    ):
-        numbers = {source: getattr(stats, f"{kind}_from_{source}") for source in DRAFT_SOURCES}
-        yield _counter(f"radixkv:{kind}_tokens", f"{about}, by the source of the draft", numbers, "source")
     if snapshot.history is not None:
         yield from _own_history(snapshot.history)
     if (report := snapshot.what_if) is not None and report.recent.requests:
@@ -170,47 +185,18 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
         yield _gauge("radixkv:what_if_hit_ratio", about, rates, "pool")
 
 
-def _own_memory(stats: EngineStats) -> Iterator[Metric]:
-    """Blocks of the pool and of host memory, and recurrent states."""
-    cache = stats.cache
-    states = {"free": cache.free_blocks, "cached": cache.cached_blocks, "held": cache.held_blocks}
-    yield _gauge("radixkv:blocks", "Blocks of the pool: free, cached (evictable) or held by requests", states, "state")
-    rows = {"used": cache.state_rows_used, "free": cache.state_rows - cache.state_rows_used}
-    slots = {"used": cache.state_slots_used, "free": cache.state_slots - cache.state_slots_used}
-    yield _gauge("radixkv:state_rows", "Recurrent states that running sequences have, or may take", rows, "state")
-    yield _gauge("radixkv:state_slots", "Slots of cached recurrent states", slots, "state")
-    images = {"used": cache.host_blocks - cache.host_free_blocks, "free": cache.host_free_blocks}
-    yield _gauge("radixkv:host_blocks", "Blocks of the second tier, in host memory", images, "state")
-    records = {"used": stats.disk.records, "free": stats.disk.slots - stats.disk.records}
-    yield _gauge("radixkv:disk_blocks", "Blocks of the third tier, on disk", records, "state")
-    yield _counter("radixkv:disk_tokens", "Tokens whose KV was read from disk", stats.disk_tokens)
-    for name, about in _DISK_COUNTERS.items():
-        yield _counter(f"radixkv:disk_{name}", about, getattr(stats.disk, name))
-    failed = {"load": stats.failed_loads, "offload": stats.failed_offloads}
-    yield _counter("radixkv:host_failures", "Failed copies from the host and to the host", failed, "direction")
-    yield _gauge("radixkv:state_bytes", "Memory of all rows and slots of recurrent states, in bytes", stats.state_bytes)
-
-
-def _own_requests(snapshot: _Snapshot) -> Iterator[Metric]:
-    stats, requests, histograms = snapshot.stats, snapshot.requests, snapshot.requests.histograms
-    present = {"running": stats.running, "waiting": stats.waiting}
-    yield _gauge("radixkv:requests", "Running and waiting requests", present, "state")
-    ends = {
-        "finished": stats.finished,
-        "cancelled": stats.cancelled,
-        "timed_out": stats.timed_out,
-        "failed": stats.failed - stats.timed_out,
-        "refused": snapshot.refused,
-    }
-    yield _counter("radixkv:requests_ended", "Ended requests by outcome; refused ones never began", ends, "outcome")
-    yield _counter("radixkv:lookups", "Admitted prompts by miss reason", requests.lookups, "reason")
-    missed = "Prompt tokens that were not cached, by miss reason"
-    yield _counter("radixkv:missed_tokens", missed, requests.missed_tokens, "reason")
-    first = {"most": histograms["ttft_hit"], "less": histograms["ttft_miss"]}
-    about = "Time to the first token, by whether at least half of the prompt was cached"
-    yield _histogram("radixkv:ttft_seconds", about, first, "cached")
-    for name, (histogram, about) in _OWN_HISTOGRAMS.items():
-        yield _histogram(f"radixkv:{name}", about, histograms[histogram])
+def _used_and_free(stats: EngineStats) -> Iterator[Metric]:
+    """Yield the used and the free part of what a tier holds."""
+    cache, disk = stats.cache, stats.disk
+    for name, about, whole, used in (
+        ("state_rows", "Recurrent states that running sequences have, or may take",
+         cache.state_rows, cache.state_rows_used),
+        ("state_slots", "Slots of cached recurrent states", cache.state_slots, cache.state_slots_used),
+        ("host_blocks", "Blocks of the second tier, in host memory",
+         cache.host_blocks, cache.host_blocks - cache.host_free_blocks),
+        ("disk_blocks", "Blocks of the third tier, on disk", disk.slots, disk.records),
+    ):  # fmt: skip
+        yield _gauge(f"radixkv:{name}", about, {"used": used, "free": whole - used}, "state")
 
 
 def _own_history(history: HistoryStats) -> Iterator[Metric]:
@@ -226,63 +212,10 @@ def _own_history(history: HistoryStats) -> Iterator[Metric]:
     yield _counter("radixkv:history_forgotten", "Stored replies that were dropped to make room", history.forgotten)
 
 
-_COUNTERS = {
-    "prompt_tokens": "Prompt tokens, counted once per request",
-    "cached_tokens": "Prompt tokens that were found in the cache",
-    "computed_tokens": "Tokens that the model computed",
-    "recomputed_tokens": "Tokens that were computed again after a preemption",
-    "coalesced_tokens": "Prompt tokens found in the cache because the request was delayed for a shared prefix",
-    "output_tokens": "Sampled tokens",
-    "scored_tokens": "Tokens of prompts whose log probability was computed",
-    "reused_scores": "Tokens of prompts whose log probability an earlier request had computed",
-    "drafting_steps": "Steps of streams that may draft; each gave a token, and accepted ones in addition",
-    "drafts": "Drafts that were verified",
-    "steps": "Forward passes of the model",
-    "eager_steps": "Forward passes that no CUDA graph served",
-    "wasted_tokens": "Tokens computed for streams that had ended or failed",
-    "host_bound_rows": "Times that a constrained stream was left out of a step, until the host had read its last token",
-    "preemptions": "Preemptions of running requests",
-    "coalesced_requests": "Requests that were delayed for a shared prefix",
-    "turn_admissions": "Requests that were admitted before an older one of another group of namespaces",
-    "turn_preemptions": "Preemptions that gave another group of namespaces its turn",
-    "overdue_admissions": "Admitted requests that had waited too long, or that too many had overtaken",
-    "state_copies": "Copies of recurrent states from slot to slot",
-    "state_copied_bytes": "Bytes of these copies",
-    "audited_blocks": "Cached blocks that an audit computed again",
-    "differing_blocks": "Audited blocks whose content differed",
-}
-_CACHE_GAUGES = {
-    "pinned_blocks": "Held blocks that a pin holds",
-    "tree_nodes": "Nodes of the radix tree",
-    "tree_leaves": "Evictable leaves of the radix tree",
-    "namespaces": "Namespaces with cached tokens",
-    "ghosts": "Evicted runs of tokens that are still recorded",
-    "host_nodes": "Nodes of the radix tree that are resident on the host",
-}
 _SHARE_GAUGES = {  # a share is labelled by its place among the limits
     "guaranteed_blocks": "Blocks that are guaranteed to a share of the pool",
     "used_blocks": "Blocks of the namespaces with a share, cached or held by requests",
     "cached_blocks": "Used blocks that are evictable",
-}
-_CACHE_COUNTERS = {
-    "evicted_blocks": "Blocks that were evicted, from the last tier that had their tokens",
-    "evicted_tokens": "Tokens that were evicted",
-    "evicted_states": "Cached recurrent states that were evicted to make room",
-    "copied_blocks": "Blocks that were copied on write",
-    "regret_tokens": "Tokens that were requested again after their eviction",
-    "offloaded_blocks": "Blocks that left the pool and were copied to the host",
-    "loaded_tokens": "Tokens whose KV was loaded from the host",
-    "host_evicted_blocks": "Blocks that were evicted on the host to make room there; part of the evicted blocks",
-}
-_DISK_COUNTERS = {
-    "written_blocks": "Blocks that were written to the disk cache",
-    "read_blocks": "Blocks that were read from the disk cache",
-    "evicted_records": "Blocks that were evicted on disk to make room there",
-    "dropped_blocks": "Blocks that were not written: the disk was too slow, full, or failed",
-    "damaged_records": "Blocks on disk that were dropped because they, or a block before them, were damaged",
-    "failed_writes": "Faults of writing to the disk cache",
-    "failed_reads": "Faults of reading from the disk cache",
-    "abandoned_reads": "Requests that gave up waiting for the disk cache",
 }
 _OWN_HISTOGRAMS = {
     "token_gap_seconds": ("gap", "Seconds between two tokens of a stream"),

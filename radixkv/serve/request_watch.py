@@ -1,7 +1,4 @@
-"""Count cache hits and latencies of requests as they end, on the engine's thread.
-
-An error in this module is logged and ends the counting, never a request.
-"""
+"""Count latencies and sizes of requests as they end, on the engine's thread."""
 
 from __future__ import annotations
 
@@ -10,12 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 
-from radixkv.cache import Sequence
 from radixkv.engine.core import Core
 from radixkv.engine.latency import Histogram
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.output import Completion
-from radixkv.engine.request import Request, TokenIds
+from radixkv.engine.request import Request
 from radixkv.errors import RadixKVError
 from radixkv.telemetry.records import ITL_BOUNDS
 
@@ -44,69 +40,30 @@ def _histograms() -> dict[str, Histogram]:
 
 @dataclass
 class RequestCounts:
-    """Counters of requests, in addition to the engine's own; they only grow.
+    """Counters of finished requests, in addition to the engine's own. `streams` are by finish reason."""
 
-    `lookups` and `missed_tokens` are by the reason of the cache miss, "full" for a whole hit. A request counts once, at
-    its end, with the reason at its admission. `streams` are by finish reason.
-    """
-
-    lookups: Counter[str] = field(default_factory=Counter)
-    missed_tokens: Counter[str] = field(default_factory=Counter)
     streams: Counter[str] = field(default_factory=Counter)
     histograms: dict[str, Histogram] = field(default_factory=_histograms)
 
     def copy(self) -> RequestCounts:
         """Return a copy of all counters."""
-        histograms = {name: each.copy() for name, each in self.histograms.items()}
-        return RequestCounts(Counter(self.lookups), Counter(self.missed_tokens), Counter(self.streams), histograms)
+        return RequestCounts(Counter(self.streams), {name: each.copy() for name, each in self.histograms.items()})
 
 
 class RequestWatch(EngineObserver):
     """Count the requests of a core."""
 
     def __init__(self, core: Core) -> None:
-        """Count the requests that are opened from now on."""
+        """Count the requests that are queued from now on."""
         self.counts = RequestCounts()
         self.counts.histograms["gap"] = core.token_times.histogram  # of all requests since the load
-        self._core = core
-        self._failed = False
-        self._live: dict[Request, tuple[str, int]] = {}  # request -> (reason of the miss, missed tokens)
         core.observers.append(self)
 
-    def opened(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
-        """Note that a request was admitted, perhaps after a preemption.
-
-        Costs a match if tokens are missing and no observer has explained the miss yet.
-        """
-        if self._failed or request.streams:  # a preempted request was counted at its first admission
-            return
-        try:
-            self._note(request, tokens, limit, sequence)
-        except Exception:
-            self._failed = True
-            _log.exception("metrics of requests failed: they are counted no more")
-
-    def _note(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
-        missed = len(tokens) - sequence.length
-        reason = "full"
-        if missed > 1:  # the last token is always computed, for its logits
-            # The monitor's recorder may have just explained the miss.
-            explained = request.scheduling.miss or self._core.cache.explain(tokens, request.namespace, limit)
-            missed -= explained.host
-            reason = explained.reason if missed > 1 else "full"
-        begins = request not in self._live
-        self._live[request] = (reason, missed)
-        if begins:
-            request.channel.listen(partial(self._ended, request), end=True)
+    def added(self, request: Request) -> None:
+        """Count a request at its end. The channel logs an exception of that."""
+        request.channel.listen(partial(self._ended, request), end=True)
 
     def _ended(self, request: Request) -> None:
-        """Count a request at its end. The channel logs an exception of this method."""
-        reason, missed = self._live.pop(request)
-        if not request.streams:
-            return  # the request was never admitted
-        if self._core.config.prefix_cache:
-            self.counts.lookups[reason] += 1
-            self.counts.missed_tokens[reason] += missed
         try:
             reply = request.channel.wait(0)
         except RadixKVError:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixkv import SamplingParams
+from radixkv.cache import CacheStats
 from radixkv.chat import AsyncEngine
+from radixkv.disk import DiskStats
+from radixkv.engine import EngineStats
 from radixkv.engine.latency import Histogram
 from radixkv.errors import EngineClosed, RequestTimedOut
+from radixkv.figures import figures
 from radixkv.serve.metrics import ServerMetrics
 from tests.engine.fakes import check, make_engine
 
@@ -47,11 +53,7 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **more)
 
 
-@pytest.mark.parametrize("monitor", [False, True])
-def test_why_prompts_missed_is_counted_once_a_request(monitor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the monitor's telemetry, which has explained the miss already, and without."""
-    monkeypatch.setenv("RADIXKV_MONITOR", "1")
-
+def test_why_prompts_missed_is_counted_once_a_request() -> None:
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
         prompt = list(range(1, 13))
         await engine.generate([prompt], greedy(1))  # not in the cache
@@ -59,87 +61,87 @@ def test_why_prompts_missed_is_counted_once_a_request(monitor: bool, monkeypatch
         await engine.generate([[*prompt[:8], 30, 31]], greedy(1))  # diverges after 8 tokens
         await engine.generate([[40 + at % 9 for at in range(100)]], greedy(1))  # evicts others
         await engine.generate([prompt], greedy(1))
-        numbers = read(await metrics.scrape())
-        lookups = {dict(labels)["reason"]: value for (name, labels), value in numbers.items() if "lookups" in name}
-        assert lookups == {"never_seen": 2, "full": 1, "diverged": 1, "evicted": 1}
-        missed = {dict(labels)["reason"]: value for (name, labels), value in numbers.items() if "missed" in name}
         stats = await engine.stats()
-        assert sum(missed.values()) == stats.prompt_tokens - stats.cached_tokens
-        assert missed["full"] == 1 and missed["never_seen"] == 112
+        lookups = (stats.lookups_full, stats.lookups_never_seen, stats.lookups_diverged, stats.lookups_evicted)
+        assert lookups == (1, 2, 1, 1)
+        assert (stats.missed_full, stats.missed_never_seen) == (1, 112)
 
-    watched(test, num_blocks=28, monitor=monitor)
+    watched(test, num_blocks=28)
 
 
-def test_counters_and_gauges_are_the_engines() -> None:
+def test_a_prompt_that_the_host_has_is_a_full_hit() -> None:
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
-        await engine.generate([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9]], greedy(7))
-        with pytest.raises(ValueError, match="outside the vocabulary"):
-            await engine.generate([[-1]])
-        turns = {"turn_admissions": 1, "turn_preemptions": 2, "overdue_admissions": 3}
-        vars(engine.client.core.counters).update(turns)
-        numbers, stats = read(await metrics.scrape()), await engine.stats()
-        cache = stats.cache
-        for name in ("prompt", "cached", "computed", "output", "coalesced", "recomputed"):
-            assert numbers[f"radixkv:{name}_tokens_total", ()] == getattr(stats, f"{name}_tokens")
-        assert turns == {name: numbers[f"radixkv:{name}_total", ()] for name in turns}
-        for name in ("evicted_blocks", "copied_blocks", "regret_tokens"):
-            assert numbers[f"radixkv:{name}_total", ()] == getattr(cache, name)
-        states = {state: numbers["radixkv:blocks", (("state", state),)] for state in ("free", "cached", "held")}
-        assert states == {"free": cache.free_blocks, "cached": cache.cached_blocks, "held": 0}
-        assert sum(states.values()) == cache.num_blocks
-        assert numbers["radixkv:state_rows", (("state", "free"),)] == cache.state_rows == 0
-        assert numbers["radixkv:host_blocks", (("state", "used"),)] == cache.host_blocks == 0
-        assert numbers["radixkv:tree_nodes", ()] == cache.nodes > 0
-        assert {numbers["radixkv:what_if_hit_ratio", (("pool", each),)] for each in ("0.25", "1", "inf")} == {4 / 11}
-        ends = {dict(labels)["outcome"]: value for (name, labels), value in numbers.items() if "ended_total" in name}
-        assert ends == {"finished": 2, "cancelled": 0, "timed_out": 0, "failed": 0, "refused": 3}
+        for prompt in ([*range(40)], [30] * 40, [*range(40)]):
+            await engine.generate([prompt], greedy(1))
+        stats = await engine.stats()
+        assert (stats.lookups_full, stats.missed_full, stats.missed_never_seen) == (1, 1, 80)
+        assert stats.cache.loaded_tokens == stats.host_tokens > 0
+
+    watched(test, num_blocks=16, host_blocks=64)
+
+
+def distinct(record: type[Any], first: int, **more: Any) -> Any:
+    """A record whose figures are all different."""
+    numbers = {name: number for number, (name, _) in enumerate(figures(record), first)}
+    return record(**numbers, **more)
+
+
+FILLED = distinct(
+    EngineStats,
+    1000,
+    **dict.fromkeys(("model", "device", "dtype", "attention"), "x"),
+    max_length=1,
+    kv_bytes=2,
+    cache=distinct(CacheStats, 2000),
+    disk=distinct(DiskStats, 3000),
+)
+
+
+def test_each_figure_is_a_metric_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each number of a record is a figure, except for what a loaded engine does not change."""
+
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        monkeypatch.setattr(engine.client, "stats", lambda: FILLED)
+        numbers = read(await metrics.scrape())
+        names = {name.removesuffix("_total") for name, _ in numbers}
+        for record in (FILLED, FILLED.cache, FILLED.disk):
+            declared = dict(figures(type(record)))
+            plain = {each.name for each in fields(record) if each.type in ("int", "float")}
+            assert plain - declared.keys() == ({"max_length", "kv_bytes"} if record is FILLED else set())
+            for name, figure in declared.items():
+                assert figure.help[0].isupper() and not figure.help.endswith(".") and figure.unit
+                if figure.hidden:
+                    assert set(re.findall(r"radixkv:\w+", figure.hidden)) <= names
+                    continue
+                metric = f"radixkv:{figure.metric}" + "_total" * (figure.kind == "counter")
+                assert numbers[metric, tuple(sorted(figure.labels))] == getattr(record, name)
 
     watched(test)
 
 
-def test_rows_and_snapshots_of_recurrent_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {"state_bytes": 4096, "state_copies": 5, "state_copied_bytes": 640, "eager_steps": 7}
-
+def test_the_metrics_that_are_made_of_several_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
-        for prefix in range(3):  # each is computed twice, and keeps a snapshot where its prompts diverge
-            for tail in (30, 31):
-                await engine.generate([[prefix, *range(19), tail, *range(9)]], greedy(1))
-        monkeypatch.setattr(engine.client.core.runner, "stats", lambda: figures)
-        engine.client.core.counters.wasted_tokens, engine.client.core.counters.host_bound_rows = 8, 9
-        numbers, cache = read(await metrics.scrape()), (await engine.stats()).cache
-        rows, slots = (
-            [numbers[f"radixkv:{name}", (("state", state),)] for state in ("used", "free")]
-            for name in ("state_rows", "state_slots")
-        )
-        assert (rows, slots) == ([0, 3], [2, 0])
-        assert numbers["radixkv:evicted_states_total", ()] == cache.evicted_states > 0
-        assert numbers["radixkv:state_bytes", ()] == 4096
-        assert numbers["radixkv:state_copies_total", ()] == 5
-        assert numbers["radixkv:eager_steps_total", ()] == (await engine.stats()).eager_steps == 7
-        assert numbers["radixkv:wasted_tokens_total", ()] == (await engine.stats()).wasted_tokens == 8
-        assert numbers["radixkv:host_bound_rows_total", ()] == (await engine.stats()).host_bound_rows == 9
-        assert numbers["radixkv:state_copied_bytes_total", ()] == 640
+        await engine.generate([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9]], greedy(7))
+        await metrics.scrape()  # the what-if curve is measured on another thread
+        monkeypatch.setattr(engine.client, "stats", lambda: FILLED)
+        numbers = read(await metrics.scrape())
+        cache, disk = FILLED.cache, FILLED.disk
+        parts = {
+            "state_rows": (cache.state_rows, cache.state_rows_used),
+            "state_slots": (cache.state_slots, cache.state_slots_used),
+            "host_blocks": (cache.host_blocks, cache.host_blocks - cache.host_free_blocks),
+            "disk_blocks": (disk.slots, disk.records),
+        }
+        for name, (whole, used) in parts.items():
+            found = [numbers[f"radixkv:{name}", (("state", state),)] for state in ("used", "free")]
+            assert found == [used, whole - used]
+        ends = {dict(labels)["outcome"]: value for (name, labels), value in numbers.items() if "ended_total" in name}
+        failed = FILLED.failed - FILLED.timed_out
+        expected = {"cancelled": FILLED.cancelled, "timed_out": FILLED.timed_out, "failed": failed, "refused": 3}
+        assert ends == {"finished": FILLED.finished, **expected}
+        assert {numbers["radixkv:what_if_hit_ratio", (("pool", each),)] for each in ("0.25", "1", "inf")} == {4 / 11}
 
-    watched(test, max_sequences=3, snapshots=2)
-
-
-def test_the_host_tier() -> None:
-    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
-        for prompt in ([*range(40)], [30] * 40, [*range(40), 41, 42, 43]):
-            await engine.generate([prompt], greedy(1))
-        numbers, stats = read(await metrics.scrape()), await engine.stats()
-        cache = stats.cache
-        used, free = (numbers["radixkv:host_blocks", (("state", state),)] for state in ("used", "free"))
-        assert (used + free, free) == (64, cache.host_free_blocks) and used > 0
-        for name in ("offloaded_blocks", "loaded_tokens", "host_evicted_blocks"):
-            assert numbers[f"radixkv:{name}_total", ()] == getattr(cache, name)
-        assert cache.offloaded_blocks > 0 < cache.loaded_tokens == stats.host_tokens
-        assert numbers["radixkv:host_nodes", ()] == cache.host_nodes > 0
-        assert numbers["radixkv:host_failures_total", (("direction", "load"),)] == 0
-        missed = {dict(labels)["reason"]: value for (name, labels), value in numbers.items() if "missed" in name}
-        assert missed == {"never_seen": 83} and stats.prompt_tokens - stats.cached_tokens == 83
-
-    watched(test, num_blocks=16, host_blocks=64)
+    watched(test)
 
 
 def test_times_and_sizes_of_requests() -> None:

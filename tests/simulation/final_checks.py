@@ -149,7 +149,10 @@ class FinalChecks:
         alone = [c for c in customers if not isinstance(c.request.replies, BeamSearch)]
         tokens = Counter((c.ask.number, chunk.index) for c in alone for chunk in c.channel.chunks)
         assert sum(self.core.token_times.histogram.counts) == sum(count - 1 for count in tokens.values())
-        assert counters.decode_tokens <= counters.computed_tokens
+        missed = sum(count for name, count in vars(counters).items() if name.startswith("missed_"))
+        assert missed == counters.computed_tokens - counters.decode_tokens
+        lookups = sum(count for name, count in vars(counters).items() if name.startswith("lookups_"))
+        assert lookups == sum(c.request.scheduling.counted for c in customers)
         if ends[type(None)] == len(customers):
             self._sums(counters)
         stats = self.cache.stats()

@@ -96,12 +96,11 @@ class RequestRecorder(EngineObserver):
 
     @_guarded
     def opened(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
-        """Explain a partial hit at the admission, when the reason is still in the cache. Costs one more match."""
+        """Record where the prompt of a new request diverges from cached ones."""
         self._end_preemption(request)
-        if not request.streams and sequence.length < len(tokens) - 1:
-            request.scheduling.miss = miss = self._core.cache.explain(tokens, request.namespace, limit)
-            if miss.reason == "diverged" and not miss.host:
-                self.cache_recorder.difference(request.scheduling.number, tokens, request.namespace, miss.matched)
+        miss = request.scheduling.miss
+        if not request.streams and miss is not None and miss.reason == "diverged" and not miss.host:
+            self.cache_recorder.difference(request.scheduling.number, tokens, request.namespace, miss.matched)
 
     @_guarded
     def preempted(self, request: Request) -> None:
