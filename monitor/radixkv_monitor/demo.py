@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import count
-from typing import Any
+from typing import Any, get_args
 
 from radixkv.cache import Hint, Pin, PrefixCache, Sequence
 from radixkv.errors import OutOfBlocks
@@ -28,6 +28,7 @@ from radixkv.telemetry.records import (
     PREEMPTIONS,
     Changes,
     EngineFacts,
+    MissReason,
     Phase,
     RequestRecord,
     SessionRecord,
@@ -100,6 +101,14 @@ class DemoRequest:
         return sum(min(self.sampled, len(answer)) for answer in self.answers)
 
 
+COUNTED = (
+    *("finished", "cancelled", "failed", "timed_out", "preemptions", "steps", "step_tokens", "prompt_tokens"),
+    *("cached_tokens", "computed_tokens", "prefill_tokens", "decode_tokens", "recomputed_tokens", "output_tokens"),
+    *("host_tokens", *ITL_NAMES, *(f"missed_{reason}" for reason in get_args(MissReason))),
+)
+"""The counters of the engine that the source stands for."""
+
+
 class DemoSource:
     """A simulated engine: `step(now)` advances it to `now` and returns the changes.
 
@@ -146,11 +155,7 @@ class DemoSource:
         self._loads: dict[DemoRequest, int] = {}  # tokens to load in this step
         self._takes, self._ends = 0.0, started
         self._pins: dict[bytes, Pin] = {}
-        self._counts = dict.fromkeys(
-            ("finished", "prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens", "recomputed_tokens"), 0
-        )
-        self._counts |= dict.fromkeys(("steps", "preemptions", "step_tokens", "cancelled", "failed", "timed_out"), 0)
-        self._counts |= dict.fromkeys(("prefill_tokens", "decode_tokens", "host_tokens", *ITL_NAMES), 0)
+        self._counts = dict.fromkeys(COUNTED, 0)
         self._step_seconds = 0.0
         self._requests = 0
         self._sessions: dict[int, SessionRecord] = {}
@@ -351,6 +356,7 @@ class DemoSource:
         request.reached += new
         request.prefilled += new
         self._counts["computed_tokens"] += new
+        self._counts[f"missed_{request.record.miss_reason}"] += new
         self._counts["prefill_tokens"] += len(chunk)
         self._counts["recomputed_tokens"] += len(chunk) - new
         self._publish(request, recomputed_tokens=request.record.recomputed_tokens + len(chunk) - new)

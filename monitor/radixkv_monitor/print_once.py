@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from radixkv_monitor.live import SocketFeed
 from radixkv_monitor.occupancy import Process
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state import State
-from radixkv_monitor.summary import Summary, head_sentence, summarise, verdict, what_if_sentence
+from radixkv_monitor.summary import Summary, head_sentence, missed_tokens, summarise, verdict, what_if_sentence
 
 NAMES = 12
 """The columns of the names in `to_text`."""
@@ -120,7 +120,7 @@ def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
         f"engine      {facts.model}, {device}, pid {facts.pid}, up {duration(up)}",
         f"pool        {count(pool.total)} blocks: {', '.join(f'{name} {share(n, pool.total)}' for name, n in parts)}",
         f"hit rate    {summary.hit_lifetime} of {count(summary.hit_lifetime.whole)} prompt tokens since load",
-        f"misses      {_misses(summary)}",
+        f"misses      {_misses(state.stats)}",
         f"tokens      {_rates(summary)} per second, over {duration(summary.rate_window)}",
         f"TTFT hit    {_percentiles(summary.ttft_hit)}, {summary.latency_window}",
         f"TTFT miss   {_percentiles(summary.ttft_miss)}, {summary.latency_window}",
@@ -162,10 +162,13 @@ def _requests(summary: Summary) -> str:
     )
 
 
-def _misses(summary: Summary) -> str:
-    """Name the computed prompt tokens of the last minute by the reason of the miss."""
-    named = ", ".join(f"{count(tokens)} {reason.replace('_', ' ')}" for reason, tokens in summary.missed_tokens.items())
-    return f"{named or 'no'} tokens, {summary.minute_name}"
+def _misses(stats: Mapping[str, float]) -> str:
+    """Name the computed prompt tokens by the reason of the miss."""
+    if "missed_never_seen" not in stats:
+        return "not sent by this engine"
+    found = missed_tokens(stats, lambda name: stats[name]).items()
+    named = ", ".join(f"{count(tokens)} {reason.replace('_', ' ')}" for reason, tokens in found)
+    return f"{named or 'no'} tokens, since load"
 
 
 def _percentiles(times: Percentiles | None, noun: str = "request") -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -41,7 +40,7 @@ class Summary:
     seconds. Rates are means over `rate_window` seconds, ten or as many as were sampled. They are None, and it is 0,
     until a second was sampled; the times of prefill and decode are also None if an older engine does not count them.
     `stream_tokens_per_step` are the decoded tokens of a step of a stream that may draft; None if no stream may.
-    `missed_tokens` are the computed prompt tokens of the last minute's requests by the reason of the miss, most first.
+    `missed_tokens` are the last minute's computed prompt tokens by the reason of the miss, most first.
     `failed` requests exclude the `timed_out` ones, and `waiting` requests the `preempted` ones. `states` is None for a
     model without recurrent state, `host` and `disk` for an engine without that tier, and `itl` and `process` for
     an older engine.
@@ -225,7 +224,7 @@ def summarise(state: State) -> Summary:
         watched=minute.watched,
         covered=minute.covered,
         process=occupancy.process_of(state),
-        missed_tokens=missed_tokens((*state.ended.values(), *state.live.values()), now),
+        missed_tokens=missed_tokens(stats, lambda name: _recent(history, name, now)),
         stream_tokens_per_step=_stream_tokens_per_step(history, stats, now),
         waits_for=head_waits_for(state.live.values()),
         turn_admissions=total("turn_admissions"),
@@ -242,21 +241,11 @@ def _stream_tokens_per_step(history: Sequence[Sample], stats: Mapping[str, float
     return 1 + accepted / steps if steps >= 1 else None
 
 
-def missed_tokens(requests: Iterable[RequestRecord], now: float) -> dict[str, int]:
-    """Count the prompt tokens that were not cached, by reason, of the requests admitted in the last minute.
-
-    Tokens after evicted ones, and after those without a recurrent state, have the reason "never_seen".
-    """
-    found: Counter[str] = Counter()
-    for each in requests:
-        left = each.prompt_tokens - each.cached_tokens
-        if each.admitted is None or not now - MINUTE <= each.admitted <= now or each.miss_reason in (None, "full"):
-            continue
-        for reason, tokens in (("evicted", each.miss_evicted_tokens), ("without_state", each.miss_without_state)):
-            found[reason] += min(tokens, left)
-            left -= min(tokens, left)
-        found["diverged" if each.miss_reason == "diverged" else "never_seen"] += left
-    return {reason: tokens for reason, tokens in found.most_common() if tokens > 0}
+def missed_tokens(stats: Mapping[str, float], grown: Callable[[str], float]) -> dict[str, int]:
+    """Return the growth of the engine's counters of computed prompt tokens by miss reason, most first."""
+    names = [name for name in stats if name.startswith("missed_") and name != "missed_full"]
+    tokens = sorted(((round(grown(name)), name.removeprefix("missed_")) for name in names), reverse=True)
+    return {reason: count for count, reason in tokens if count}
 
 
 def longest_wait(requests: Iterable[RequestRecord], now: float) -> float:

@@ -179,21 +179,14 @@ def test_slow_percentiles_cross_their_thresholds() -> None:
     assert found.level == "warn" and "TTFT p50 10 s of 1 request, 1 min" in found.sentence
 
 
-def test_missed_tokens_are_counted_by_reason() -> None:
-    usual = {"submitted": 1980.0, "admitted": 1985.0, "prompt_tokens": 100, "cached_tokens": 40}
-    rows = [
-        request(number=1, **usual, miss_reason="never_seen"),
-        request(number=2, **usual, miss_reason="evicted", miss_evicted_tokens=50),
-        request(number=3, **usual, miss_reason="diverged", miss_without_state=20),
-        request(number=4, **usual | {"cached_tokens": 99}, miss_reason="full"),
-        request(number=5, **usual | {"admitted": 1900.0}, miss_reason="diverged"),  # before the last minute
-        request(number=6, **usual | {"admitted": None}, miss_reason=None),
-    ]
-    state = state_of(USUAL, ended={each.number: each for each in rows})
+def test_missed_tokens_are_the_growth_of_the_engines_counters() -> None:
+    before = {"missed_full": 5, "missed_never_seen": 100, "missed_evicted": 7, "missed_no_state": 0}
+    now = {"missed_full": 9, "missed_never_seen": 130, "missed_evicted": 57, "missed_no_state": 0}
+    state = state_of(now, history=(Sample(1990.0, "e", before), Sample(2000.0, "e", now)))
     summary = summarise(state)
-    assert summary.missed_tokens == {"never_seen": 70, "evicted": 50, "diverged": 40, "without_state": 20}
-    assert summary.as_dict()["missed_tokens"]["evicted"] == 50
-    assert "misses      70 never seen, 50 evicted, 40 diverged, 20 without state tokens, 1 min" in to_text(state)
+    assert list(summary.missed_tokens.items()) == [("evicted", 50), ("never_seen", 30)]
+    assert "misses      130 never seen, 57 evicted tokens, since load" in to_text(state)
+    assert "misses      not sent by this engine" in to_text(state_of(USUAL))
 
 
 def test_the_process_is_described_if_it_was_sent() -> None:

@@ -23,7 +23,7 @@ SPANS = ((60.0, "1 min"), (120.0, "2 min"), (300.0, "5 min"), (600.0, "10 min"))
 TALLEST = 12
 """The most lines of a graph."""
 
-MISSES = {"never_seen": "new", "without_state": "without state"}
+MISSES = {"never_seen": "new", "no_state": "without state"}
 """The reasons of misses as the card names them, where they differ."""
 
 Card = Callable[[Panel, State, Summary, Sequence[Sample]], list[Text]]
