@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 REMOVED: dict[str, str] = {
     "notify": "--notify was removed: use --bell, or --watch with a command of your own",
     "osc9": "osc9 was removed: use bell, or --watch with a command of your own",
+    "model": "--model was removed: radixkv demo plays the bundled model, and other commands take MODEL without a flag",
     "queue_blind": "--queue-blind was removed: leave it out, as eviction always spares the text of waiting requests",
     "report": "--report was removed: use --once --json, or export a view with the key e",
     "replicas": "--replicas was removed: simulate one engine, and measure a fleet with Dynamo",

@@ -33,7 +33,7 @@ MODEL = f"""import pathlib, sys; sys.path.insert(0, {str(ROOT)!r})
 from tests.cli.gguf_chat_model import write_chat_model; write_chat_model(pathlib.Path("model.gguf"), "Q5_0")"""
 COMMANDS: dict[str, list[tuple[str, ...]]] = {  # by extra: a command, a text that it prints, its standard input
     "": [
-        ("radixkv demo --model tiny", "Savings by sharing"),
+        ("radixkv demo", "Savings by sharing"),
         ("radixkv chat tiny", "Your name is Nora.", "My name is Nora.\nWhat is my name?\n"),
         ("radixkv doctor tiny", "ok       self-test"),
         ("radixkv plan llama-3.1-8b --memory 8GiB", "4,096 blocks"),

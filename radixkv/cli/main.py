@@ -66,11 +66,7 @@ def _add_chat(add: AddCommand) -> None:
 
 def _add_demo(add: AddCommand) -> None:
     about = "show conversations and branches that share one KV pool, and compare each answer with an uncached run"
-    add("demo", about, "radixkv.cli.demo").add_argument(
-        "--model",
-        metavar="MODEL",
-        help="model of the conversation (default: SmolLM2 if `make real` has installed it, else tiny)",
-    )
+    add("demo", about, "radixkv.cli.demo")
 
 
 def _add_ps(add: AddCommand) -> None:

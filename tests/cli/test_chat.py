@@ -208,7 +208,7 @@ def test_help_wraps_at_words(engine, monkeypatch, width):
 
 
 def test_a_chat_without_a_named_model_takes_the_installed_one_and_says_so(monkeypatch, capsys):
-    monkeypatch.setattr("radixkv.cli.chat.chosen", lambda model: "/models/SmolLM2-Q4_1.gguf")
+    monkeypatch.setattr("radixkv.cli.chat.installed_model", lambda: "/models/SmolLM2-Q4_1.gguf")
     assert main(["chat"]) == 2  # no such file
     assert "taking SmolLM2-Q4_1, which is installed" in capsys.readouterr().out
 

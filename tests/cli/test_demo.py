@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import time
 from importlib.machinery import ModuleSpec
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from radixkv import Engine, Reply, SamplingParams, Usage
-from radixkv.cli import demo, demo_agents, demo_chat, main
+from radixkv.cli import chat, demo, demo_script, main
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,7 @@ def played():
 
     out, began = StringIO(), time.perf_counter()
     with redirect_stdout(out):
-        status = main(["demo", "--model", "tiny"])
+        status = main(["demo"])
     return status, out.getvalue(), time.perf_counter() - began
 
 
@@ -32,7 +31,7 @@ def test_it_succeeds_with_equal_answers_all_of_them_right(played):
     status, out, _ = played
     assert status == 0
     assert re.search(r"All \d+ replies \(\d+ tokens\) are the same without the cache, token by token\.", out)
-    lines = len(demo_chat.BUNDLED_CHAT.lines) + 1 + sum(len(customer.lines) for customer in demo_agents.CUSTOMERS)
+    lines = len(demo_script.CHAT) + 1 + sum(map(len, demo_script.CUSTOMERS.values()))
     assert f"{lines} of {lines} answers are right." in out
 
 
@@ -41,7 +40,7 @@ def test_it_shows_what_was_said_and_called(played):
     _, out, _ = played
     assert "What do you know about me?" in out
     assert "Your name is Nora. You live in Oslo." in out
-    assert "place_order(item='camera', quantity=3)" in out
+    assert "place_order(camera, 3)" in out
 
 
 @pytest.mark.long
@@ -76,70 +75,41 @@ def test_replies_differ_by_any_token_or_by_their_number():
     assert demo.differences([said(1)], [said(1), said(2)]) == [1]
 
 
-@pytest.mark.long
 def test_different_answers_are_a_loud_failure(monkeypatch, capsys):
-    """The uncached run is made to end one of its replies a token early."""
-    honest = demo.play
+    """The uncached run ends one of its replies a token early."""
 
-    def dishonest(*args, prefix_cache):
-        result = honest(*args, prefix_cache=prefix_cache)
-        if prefix_cache:
-            return result
-        first, *rest = result.chat.said
-        cut = dataclasses.replace(first.replies[0], token_ids=first.replies[0].token_ids[:-1])
-        chat = dataclasses.replace(result.chat, said=(dataclasses.replace(first, replies=(cut,)), *rest))
-        return dataclasses.replace(result, chat=chat)
+    def dishonest(part, console, *, prefix_cache):
+        replies = [said(1, 2), said(1, 2) if prefix_cache else said(1)]
+        lines = [demo.Said("you", demo_script.GREETING, [reply]) for reply in replies]
+        return demo.Part(lines, 1.0, stats)
 
-    monkeypatch.setattr(demo, "play", dishonest)
-    monkeypatch.setattr(demo_agents, "CUSTOMERS", demo_agents.CUSTOMERS[:1])
-    assert main(["demo", "--model", "tiny"]) == 1
-    assert "REPLIES DIFFER WITH AND WITHOUT THE CACHE: replies [0]." in capsys.readouterr().out
+    with Engine.load("tiny", num_blocks=16) as engine:
+        engine.generate(["Hello"], SamplingParams(max_tokens=2))
+        stats = engine.stats()
+    monkeypatch.setattr(demo, "_play", dishonest)
+    assert main(["demo"]) == 1
+    assert "2 OF 4 REPLIES DIFFER WITH AND WITHOUT THE CACHE: replies [1, 3]." in capsys.readouterr().out
 
 
 def test_tools_say_what_is_wrong_with_a_call():
-    assert demo_agents.use_tool("calculator", {"operation": "multiply", "a": 17, "b": 24}) == {"result": 408}
-    assert "error" in demo_agents.use_tool("fly", {})
-    assert "error" in demo_agents.use_tool("get_weather", {"city": "Atlantis"})
-    assert "error" in demo_agents.use_tool("check_stock", {"thing": "lamp"})
+    assert demo_script.use_tool("calculator", {"operation": "multiply", "a": 17, "b": 24}) == {"result": 408}
+    assert "error" in demo_script.use_tool("fly", {})
+    assert "error" in demo_script.use_tool("get_weather", {"city": "Atlantis"})
+    assert "error" in demo_script.use_tool("check_stock", {"thing": "lamp"})
 
 
-def answered(line: demo_chat.Line, text: str) -> demo_chat.Said:
-    return demo_chat.Said("you", line, (Reply(text, (), Usage(1, 0, 1, 1, 0.0, 0.0), "stop", (1,)),))
+def test_an_answer_is_right_as_a_whole():
+    line = demo_script.Line("?", "Yes.")
+    usage = Usage(1, 0, 1, 1, 0.0, 0.0)
+    answers = [demo.Said("you", line, [Reply(text, (), usage, "stop", (1,))]) for text in ("Yes.", "Yes", "No.")]
+    assert [each.right for each in answers] == [True, False, False]
 
 
-def test_an_answer_is_checked_as_a_whole_in_part_or_not():
-    whole, part, free = demo_chat.Line("?", "Yes."), demo_chat.Line("?", part="Euro"), demo_chat.Line("?")
-    assert [answered(whole, text).right for text in ("Yes.", "Yes", "No.")] == [True, False, False]
-    assert [answered(part, text).right for text in ("The euro.", "Yen.")] == [True, False]
-    assert answered(free, "Maybe.").right
-    assert [line.is_checked for line in (whole, part, free)] == [True, True, False]
-
-
-def test_the_conversation_has_branches_and_an_edit_where_the_chat_has():
-    """The bundled model plays the lines of a real one; its answers do not matter here."""
-    greedy = SamplingParams(temperature=0, max_tokens=4)
-    with Engine.load("tiny", num_blocks=128, dtype="float32") as engine:
-        said = demo_chat.play(engine, demo_chat.REAL_CHAT, greedy)
-    assert [each.speaker for each in said] == ["you"] * 3 + [f"fork {n}" for n in (1, 2, 3, 4)] * 2 + ["edit"] * 2
-    chat = demo_chat.REAL_CHAT
-    assert {each.line for each in said} == {
-        *chat.lines,
-        *(line for lines in chat.branches for line in lines),
-        *chat.edited,
-    }
-    prompts = [each.replies[0].usage.prompt_tokens for each in said]
-    assert prompts[0] < prompts[1] < prompts[2] < min(prompts[3:7]) < max(prompts[3:7]) < min(prompts[7:11])
-    assert prompts[11] < prompts[1]  # the edit begins again
-
-
-def test_the_model_of_the_conversation_is_the_given_one_the_installed_one_or_tiny(monkeypatch, tmp_path):
+def test_the_installed_model_is_a_file_of_a_package(monkeypatch, tmp_path):
     file = tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    monkeypatch.setattr(
-        demo_chat, "find_spec", lambda name: ModuleSpec(name, None, origin=str(tmp_path / "__init__.py"))
-    )
-    assert demo_chat.chosen(None) == "tiny"  # the package is there, but not its file
+    monkeypatch.setattr(chat, "find_spec", lambda name: ModuleSpec(name, None, origin=str(tmp_path / "__init__.py")))
+    assert chat.installed_model() is None  # the package is there, but not its file
     file.touch()
-    assert demo_chat.chosen(None) == str(file)
-    assert demo_chat.chosen("tiny") == "tiny"
-    monkeypatch.setattr(demo_chat, "find_spec", lambda name: None)
-    assert demo_chat.chosen(None) == "tiny"
+    assert chat.installed_model() == file
+    monkeypatch.setattr(chat, "find_spec", lambda name: None)
+    assert chat.installed_model() is None

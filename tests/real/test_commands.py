@@ -1,15 +1,12 @@
-"""The commands with the real model: `radixkv chat FILE.gguf`, `radixkv convert`, and the demo."""
+"""The commands with the real model: `radixkv chat FILE.gguf` and `radixkv convert`."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 from radixkv import Engine, SamplingParams
-from radixkv.cli import demo_chat
-from tests.real.conftest import Figure
 
 
 def radixkv(*arguments: str, input: str = "") -> str:
@@ -18,20 +15,6 @@ def radixkv(*arguments: str, input: str = "") -> str:
     done = subprocess.run(command, input=input, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
-
-
-def test_the_demo_talks_to_the_real_model(model_file: Path, figure: Figure) -> None:
-    out = radixkv("demo")
-    assert model_file.name.removesuffix(".gguf") in out
-    found = re.search(r"All \d+ replies \([\d,]+ tokens\) are the same without the cache, token by token\.", out)
-    assert found
-    figure(f"demo: {found[0]}")
-    right, checked = map(int, re.search(r"(\d+) of (\d+) answers are right", out).groups())
-    assert right == checked
-    for line in (*demo_chat.REAL_CHAT.lines, *demo_chat.REAL_CHAT.edited):
-        assert line.says in out
-        assert line.part.lower() in out.lower()
-    assert "make real" not in out
 
 
 def test_a_chat_in_the_terminal_forks_and_edits(model_file: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from radixkv import Engine
-from radixkv.cli.demo_agents import MANUAL
+from radixkv.cli.demo_script import MANUAL
 from radixkv.models.attention_interface import own_attention
 from radixkv.models.rounding import relative_error
 from tests.real.conversations import HANDBOOK, QUESTIONS

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from radixkv.cli import demo_chat, main
+from radixkv.cli import main
+from radixkv.cli.chat import installed_model
 from radixkv.engine.text_stream import TextStream, decoder
 from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import GGUFHeader, read_header
@@ -61,7 +62,7 @@ def test_a_converted_folder_holds_the_same_model(model_file: Path, tmp_path: Pat
 
 @cache
 def tokenizer() -> tuple[GGUFHeader, PreTrainedTokenizerFast]:
-    file = demo_chat.installed_model()
+    file = installed_model()
     assert file is not None
     header = read_header(file)
     return header, built(header)
