@@ -39,7 +39,7 @@ PROGRAMS = {
     "radixkv-monitor": radixkv_monitor.cli.main,
     "radixkv-replay": radixkv_traces.cli.main,
 }
-MODULES = ("docs_site.py", "kernel_cases.py", "machine_code.py", "tiny_language.py")  # imported; no commands
+MODULES = ("docs_site.py", "kernel_cases.py", "machine_code.py")  # imported; no commands
 SCRIPTS = [
     *(path for folder in ("benchmarks", "scripts") for path in sorted((ROOT / folder).glob("*.py"))),
     ROOT / "benchmarks" / "gpu",
