@@ -7,76 +7,110 @@ allowed ones.
 
 from __future__ import annotations
 
-import math
 import os
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from radixkv.errors import InvalidInput
 from radixkv.removed import refuse_removed
+from radixkv.settings.declared import described, kinds, setting
+from radixkv.settings.kinds import Flag, Integer, Kind, Number, Rule
 from radixkv.sizing.kv_size import size_text
-
-
-@dataclass(frozen=True, slots=True)
-class Thresholds:
-    """Upper bounds, except `hit_rate`, a lower one. None switches a check off.
-
-    Shares are 0 to 1, times in seconds. Rates, percentiles and `failed` are of the last minute. `held`: share of the
-    pool's blocks that requests and pins hold. `regret`: share of the requested tokens that had been evicted.
-    `longest_wait`: time of the oldest request that is not admitted. `failed`: the number of failed requests above which
-    the verdict is "bad"; `timed_out` and `preemptions` are numbers above which it is "warn".
-    """
-
-    held: float | None = 0.95
-    regret: float | None = 0.05
-    longest_wait: float | None = 10.0
-    preemptions: int | None = 0
-    failed: int | None = 0
-    timed_out: int | None = 0
-    hit_rate: float | None = None
-    ttft_p50: float | None = None
-    ttft_p90: float | None = 5.0
-    ttft_p99: float | None = None
-    queue_time_p90: float | None = 2.0
-    itl_p50: float | None = None
-    itl_p90: float | None = None
-    itl_p99: float | None = None
-    telemetry_share: float | None = None
-
-
-DEFAULTS = Thresholds()
-"""The thresholds of a monitor without a file of its own."""
 
 UNCONDITIONAL = ("crashed", "differing", "disk", "host", "silent", "stale")
 """The reasons of a verdict that have no threshold: the engine crashed, audited blocks differ, the disk cache had
 faults, transfers to or from the host failed, the engine sends nothing, or it cannot be reached.
 """
 
-
 MAX_BYTES = 1 << 20
 """The largest settings file. A larger file is another kind of file, or a device without an end."""
 
-SHARES = frozenset({"held", "regret", "hit_rate", "telemetry_share"})
-COUNTS = frozenset({"preemptions", "failed", "timed_out"})
-"""Thresholds that are shares of 1, and whole numbers; the others are seconds."""
+
+# ---- kinds of values; the message is what a wrong value is not
 
 
+class _LogFile(Kind):
+    """Take the path of a file."""
+
+    def accepts(self, value: Any) -> bool:
+        """See Kind."""
+        return isinstance(value, str) and value != "" and "\0" not in value
+
+    def checked(self, name: str, value: Any) -> Path:
+        """See Kind."""
+        try:
+            return Path(super().checked(name, value)).expanduser()
+        except RuntimeError as error:
+            raise InvalidInput("a path in a folder of a user of this machine") from error
+
+
+class _Reasons(Kind):
+    """Take a list of names of reasons."""
+
+    def checked(self, name: str, value: Any) -> frozenset[str]:
+        """See Kind."""
+        known = [*kinds(Thresholds), *UNCONDITIONAL]
+        if not isinstance(value, list) or not all(each in known for each in value):
+            raise InvalidInput(f"a list of these names: {', '.join(known)}")
+        return frozenset(value)
+
+
+_SHARE = Number(low=0, high=1, above=True, optional=True, message="a share above 0.0 and up to 1.0, or false")
+_SECONDS = Number(low=0, above=True, optional=True, message="a time above 0 seconds, or false")
+_COUNT = Integer(low=0, optional=True, message="a whole number of at least 0, or false")
+
+
+# ---- the settings
+
+
+@described
 @dataclass(frozen=True, slots=True)
-class AlertSettings:
-    """The thresholds of the verdict, and the reactions to a change of its level.
+class Thresholds:
+    """Upper bounds, except `hit_rate`, a lower one. None switches a check off.
 
-    `bell` rings the bell of the terminal. `log` is a file to which a JSON line is appended. `after`: the seconds for
-    which a level must hold before it counts. `ignore`: names of reasons that never alert; the screens still show them.
+    Rates, percentiles and `failed` are of the last minute.
     """
 
-    thresholds: Thresholds = DEFAULTS
-    bell: bool = False
-    log: Path | None = None
-    after: float = 5.0
-    ignore: frozenset[str] = frozenset()
+    held: float | None = setting(0.95, _SHARE, "share of the pool's blocks that requests and pins hold")
+    regret: float | None = setting(0.05, _SHARE, "share of the requested tokens that had been evicted")
+    longest_wait: float | None = setting(10.0, _SECONDS, "time of the oldest request that is not admitted")
+    preemptions: int | None = setting(0, _COUNT, "preemptions above which the verdict is warn")
+    failed: int | None = setting(0, _COUNT, "failed requests above which the verdict is bad")
+    timed_out: int | None = setting(0, _COUNT, "requests that timed out above which the verdict is warn")
+    hit_rate: float | None = setting(None, _SHARE, "hits per requested token")
+    ttft_p50: float | None = setting(None, _SECONDS, "median of the times to the first token")
+    ttft_p90: float | None = setting(5.0, _SECONDS, "90th percentile of these times")
+    ttft_p99: float | None = setting(None, _SECONDS, "99th percentile of these times")
+    queue_time_p90: float | None = setting(2.0, _SECONDS, "90th percentile of the times until admission")
+    itl_p50: float | None = setting(None, _SECONDS, "median of the times between two tokens")
+    itl_p90: float | None = setting(None, _SECONDS, "90th percentile of these times")
+    itl_p99: float | None = setting(None, _SECONDS, "99th percentile of these times")
+    telemetry_share: float | None = setting(None, _SHARE, "share of the time that telemetry takes")
+
+
+DEFAULTS = Thresholds()
+"""The thresholds of a monitor without a file of its own."""
+
+
+@described
+@dataclass(frozen=True, slots=True)
+class AlertSettings:
+    """The thresholds of the verdict, and the reactions to a change of its level."""
+
+    thresholds: Thresholds = field(default=DEFAULTS, metadata={"help": "see Thresholds"})
+    bell: bool = setting(False, Flag(message="true or false"), "whether to ring the bell of the terminal")
+    log: Path | None = setting(  # noqa: RUF009 - it returns a field
+        None, _LogFile(message="the path of a file"), "file to which a JSON line is appended"
+    )
+    after: float = setting(
+        5.0, Number(low=0, message="a time of at least 0 seconds"), "seconds for which a level must hold to count"
+    )
+    ignore: frozenset[str] = setting(
+        frozenset(), _Reasons(), "names of reasons that never alert; the screens still show them"
+    )
 
 
 def default_path() -> Path:
@@ -119,35 +153,31 @@ def parse_settings(text: str, folder: Path = Path()) -> AlertSettings:
     Raises TOMLDecodeError for text that is not TOML, and InvalidInput for unknown keys and wrong values.
 
     >>> parse_settings("[notify]\\nbell = true\\nafter = 30").after
-    30.0
+    30
     """
-    tables = _table(tomllib.loads(text), "", {"thresholds": _is_table, "notify": _is_table})
-    notify: dict[str, Any] = _table(tables.get("notify", {}), "notify", _NOTIFY)
+    tables = _table(tomllib.loads(text), "", {"thresholds": _TABLE, "notify": _TABLE})
+    thresholds = _table(tables.get("thresholds", {}), "thresholds.", kinds(Thresholds))
+    notify = _table(tables.get("notify", {}), "notify.", kinds(AlertSettings))
     if "log" in notify:
         notify["log"] = folder / notify["log"]
-    thresholds = _table(tables.get("thresholds", {}), "thresholds", _THRESHOLDS)  # False switches a check off
-    return AlertSettings(replace(DEFAULTS, **thresholds), **notify)
+    return AlertSettings(Thresholds(**thresholds), **notify)
 
 
-# ---- values
+_TABLE = Rule(test=lambda value: isinstance(value, dict), message="a table")
 
 
-class _Wrong(Exception):
-    """The value is not of the kind that the message names."""
-
-
-def _table(given: Mapping[str, Any], name: str, allowed: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """Convert the values of a table. Raises InvalidInput for an unknown key, and for a wrong value."""
+def _table(given: Mapping[str, Any], prefix: str, allowed: Mapping[str, Kind]) -> dict[str, Any]:
+    """Check the values of a table; false stands for None. Raises InvalidInput for unknown keys and wrong values."""
     made = {}
     for key, value in given.items():
-        full = f"{name}.{key}" if name else key
         if key not in allowed:
             refuse_removed([key])
-            raise InvalidInput(f"the key {full} is unknown; allowed are {', '.join(allowed)}")
+            raise InvalidInput(f"the key {prefix}{key} is unknown; allowed are {', '.join(allowed)}")
+        kind = allowed[key]
         try:
-            made[key] = allowed[key](value)
-        except _Wrong as wrong:
-            raise InvalidInput(f"{full} = {_written(value)} is not {wrong}") from None
+            made[key] = kind.checked(key, None if value is False and kind.optional else value)
+        except InvalidInput as error:
+            raise InvalidInput(f"{prefix}{key} = {_written(value)} is not {error}") from None
     return made
 
 
@@ -155,69 +185,3 @@ def _written(value: Any) -> str:
     """Write a value almost as in the file, shortened."""
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _is_table(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise _Wrong("a table")
-    return value
-
-
-def _switch(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _Wrong("true or false")
-    return value
-
-
-def _number(value: Any, kind: str, most: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most or math.isinf(value):
-        raise _Wrong(kind)
-    return float(value)
-
-
-def _above_zero(value: Any, kind: str, most: float = math.inf) -> float:
-    """Convert a threshold; every state would cross one of 0."""
-    if (number := _number(value, kind, most)) == 0:
-        raise _Wrong(kind)
-    return number
-
-
-def _seconds(value: Any) -> float:
-    return _number(value, "a time of at least 0 seconds")
-
-
-def _path(value: Any) -> Path:
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise _Wrong("the path of a file")
-    try:
-        return Path(value).expanduser()
-    except RuntimeError as error:
-        raise _Wrong("a path in a folder of a user of this machine") from error
-
-
-def _names(value: Any) -> frozenset[str]:
-    known = [*_THRESHOLDS, *UNCONDITIONAL]
-    if not isinstance(value, list) or not all(each in known for each in value):
-        raise _Wrong(f"a list of these names: {', '.join(known)}")
-    return frozenset(value)
-
-
-def _threshold(name: str) -> Callable[[Any], float | int | None]:
-    """Return the function that converts the value of this threshold; its result for False is None."""
-
-    def convert(value: Any) -> float | int | None:
-        if value is False:
-            return None
-        if name in SHARES:
-            return _above_zero(value, "a share above 0.0 and up to 1.0, or false", most=1.0)
-        if name in COUNTS:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise _Wrong("a whole number of at least 0, or false")
-            return value
-        return _above_zero(value, "a time above 0 seconds, or false")
-
-    return convert
-
-
-_THRESHOLDS = {each.name: _threshold(each.name) for each in fields(Thresholds)}
-_NOTIFY = {"bell": _switch, "log": _path, "after": _seconds, "ignore": _names}
