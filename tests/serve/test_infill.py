@@ -17,7 +17,7 @@ from radixkv.serve import Settings
 from radixkv.serve.fim import FillInMiddle
 from tests.gguf.tokenizer_files import header_of, metadata_of, published_bytes
 from tests.serve.served import fake_model, served, tokenizer
-from tests.serve.test_openapi import body_of, event_of, fits, responses
+from tests.serve.test_openapi import body_of, fits, responses
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")
 PRE, SUF, MID, REP, SEP, PAD = range(1536, 1542)
@@ -177,7 +177,6 @@ def test_a_stream_has_the_same_reply(fields: Any, content: str, ending: Any, cou
     assert whole["tokens_predicted"] == count == events[-1]["timings"]["predicted_n"] and not whole["truncated"]
     documented = responses("/infill")["200"]["content"]
     assert fits(documented["application/json"]["schema"], whole)
-    assert all(fits(event_of(documented), event) for event in events)
     assert fits(body_of("/infill"), SENT_BY_VIM)
 
 
