@@ -15,9 +15,11 @@ import os
 import signal
 import time
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
@@ -65,6 +67,12 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for no doctests in files of tests: each process would read all of them."""
+    return [each for each in (yield) if not (file_path.name.startswith("test_") and isinstance(each, DoctestModule))]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

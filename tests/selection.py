@@ -1,7 +1,8 @@
-"""Select the parameters of a test that run in `make test`; the others are marked `long` and run in `make test-all`."""
+"""Select the parameters of a test that run in `make test`, and import large packages when a test needs them."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -29,3 +30,15 @@ def sampled(values: Iterable[Any], *kept: Any) -> list[Any]:
 
 def _each(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+class Later:
+    """A package that is imported at the first use of one of its names: each process collects all tests."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest looks for marks
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self._package), name)

@@ -11,10 +11,10 @@ import pytest
 from radixkv.errors import InvalidInput
 from radixkv.serve import Settings
 from radixkv_traces import assert_cached
+from tests.selection import Later
 from tests.serve.served import Hosted, hosted, says
 
-anthropic = pytest.importorskip("anthropic")
-pytest.importorskip("anthropic.types")
+anthropic: Any = Later("anthropic")
 
 ASKED: Any = [{"role": "user", "content": "Who is there, and why? " * 8}]
 

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
 from tests.chat.tool_call_dialects import DIALECTS, TOOLS, Dialect
+from tests.selection import Later
 from tests.serve.served import fake_model, hosted
+
+anthropic: Any = Later("anthropic")
 
 CALLS = [("weather", {"city": 'Osl"o}\n' + "é " * 40, "days": [1, {"x": None}]}), ("now", {})]
 WRITTEN = DIALECTS["Qwen"].write(CALLS)

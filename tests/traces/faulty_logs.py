@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from random import Random
 from typing import Any
 from uuid import UUID
@@ -249,10 +250,13 @@ TABLE: dict[str, tuple[str, str, Callable[[int, ChatRequest], Hashable], Change]
 }  # fmt: skip
 
 
-FAULTS = {
-    name: fault(rule, place, plain_log(Random(seed)), version, change)
-    for seed, (name, (rule, place, version, change)) in enumerate(TABLE.items())
-} | {"private first": private_first(plain_log(Random(99)))}
+@cache
+def faults() -> dict[str, Fault]:
+    """Return the logs with one fault each."""
+    return {
+        name: fault(rule, place, plain_log(Random(seed)), version, change)
+        for seed, (name, (rule, place, version, change)) in enumerate(TABLE.items())
+    } | {"private first": private_first(plain_log(Random(99)))}
 
 
 # ---- logs without faults
@@ -280,4 +284,9 @@ def clean_logs(rng: Random) -> dict[str, list[ChatRequest]]:
 
 
 CLEAN = clean_logs(Random(5))
-LOGS = FAULTS | {name: Fault(log) for name, log in CLEAN.items()}
+NAMES = [*TABLE, "private first", *CLEAN]
+
+
+def log_of(name: str) -> Fault:
+    """Return a log by its name, with or without a fault."""
+    return Fault(CLEAN[name]) if name in CLEAN else faults()[name]

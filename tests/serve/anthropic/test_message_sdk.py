@@ -13,11 +13,11 @@ from radixkv import Engine, SamplingParams
 from radixkv.chat import AsyncEngine
 from radixkv.serve.server import Server, address, bind
 from radixkv.server_settings import Settings
+from tests.selection import Later
 from tests.serve.anthropic.messages import BODY, CALL, LOOK
 from tests.serve.served import hosted, says
 
-pytest.importorskip("anthropic.types")  # this folder has the name of the package, but no such module
-import anthropic
+anthropic: Any = Later("anthropic")
 
 KEYS = {"ada": "correct-horse", "bob": "battery-staple"}
 HELLO: Any = [{"role": "user", "content": "Hello! My name is Sam."}]
@@ -29,7 +29,7 @@ class Served:
     engine: Engine
     url: str
 
-    def client(self, name: str = "ada") -> anthropic.Anthropic:
+    def client(self, name: str = "ada") -> Any:
         return anthropic.Anthropic(base_url=self.url, api_key=KEYS[name], max_retries=0)
 
     def own(self, text: str) -> Any:
@@ -53,7 +53,7 @@ def served() -> Iterator[Served]:
     assert not thread.is_alive()
 
 
-def create(client: anthropic.Anthropic, messages: Any, **options: Any) -> Any:
+def create(client: Any, messages: Any, **options: Any) -> Any:
     extra = {"temperature": 0, **options.pop("extra_body", {})}  # recent versions have no argument for it
     return client.messages.create(model="claude-any", max_tokens=64, messages=messages, extra_body=extra, **options)
 
