@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from queue import Empty
@@ -87,11 +87,11 @@ class AsyncRequestEngine:
 
         Cancelling the task cancels its requests. Same arguments and errors as `Engine.generate`.
         """
-        grammars = await self._compiled(*([params] if isinstance(params, SamplingParams | None) else params))
+        several = [params] if isinstance(params, SamplingParams | None) else params
         options: dict[str, Any] = {"namespace": namespace, "timeout": timeout, "prefix": prefix}
-        requests = await self._prepared(self.client.inputs.batch, prompts, params, **options)
-        del grammars
-        return await self._completions(requests)
+        return await self._completions(
+            await self._compiled(several, self.client.inputs.batch, prompts, params, **options)
+        )
 
     async def score(
         self,
@@ -135,9 +135,7 @@ class AsyncRequestEngine:
         """Start one request; iterate the handle for chunks, or await its result: see `Engine.submit`."""
         options: dict[str, Any] = {"namespace": namespace, "priority": priority, "timeout": timeout, "session": session}
         options |= {"sample": sample, "origin": origin, "prefix": prefix}
-        grammars = await self._compiled(params)
-        request = await self._prepared(self.client.inputs.request, prompt, params, **options)
-        del grammars
+        request = await self._compiled([params], self.client.inputs.request, prompt, params, **options)
         return AsyncHandle(self.client.start(request))
 
     async def warm(
@@ -296,12 +294,18 @@ class AsyncRequestEngine:
 
     # ---- inside
 
-    async def _compiled(self, *params: object) -> list[object]:
-        """Wait until constraints are compiled. As long as the result is held, the preparing thread waits for none."""
+    async def _compiled(
+        self,
+        params: Iterable[object],
+        call: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> Result:
+        """Run `call` on the preparing thread once the constraints of `params` are compiled, and hold them meanwhile."""
         begun = [self.client.inputs.grammars.begin(each) for each in params if isinstance(each, SamplingParams)]
         for compiling in filter(None, begun):
             await asyncio.shield(asyncio.wrap_future(compiling))  # other requests may wait for it, too
-        return list(begun)
+        return await self._prepared(call, *args, **options)
 
     async def _prepared(
         self, call: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs

@@ -83,7 +83,11 @@ def _explained(call: Callable[..., Any]) -> Callable[..., Any]:
             explain(call, self, args, given)
             raise
 
-    return checked
+    @wraps(call)
+    async def awaited(self: object, *args: Any, **given: Any) -> Any:
+        return await checked(self, *args, **given)
+
+    return awaited if inspect.iscoroutinefunction(call) else checked
 
 
 @explained_methods

@@ -81,6 +81,9 @@ def test_asynchronous_engines_and_sessions_have_the_same_methods():
                 assert {each: options[each].default for each in options} == {
                     each: theirs[each].default for each in theirs
                 }, name
+                is_awaited = inspect.iscoroutinefunction(inspect.unwrap(getattr(awaited, name)))
+                assert inspect.iscoroutinefunction(getattr(awaited, name)) is is_awaited, name
+    assert inspect.iscoroutinefunction(AsyncEngine.generate)
 
 
 def test_the_loop_runs_during_a_slow_step():
