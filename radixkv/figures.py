@@ -1,4 +1,4 @@
-"""Declare the counters and gauges of a record of statistics, each beside its field.
+"""Declare the counters and gauges of a record of statistics, each at its field.
 
 `/metrics`, telemetry, `radixkv-monitor --once` and the tests of docs/ read these declarations. A figure without a
 metric of its own says why.

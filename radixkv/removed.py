@@ -1,6 +1,6 @@
 """Name the arguments, settings and flags that were removed, and refuse them until 0.2 with a sentence of advice.
 
-Calls, commands and settings files ask here about each name that they do not know.
+Calls, commands and settings files ask here about each unknown name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def refuse_removed(names: Iterable[str]) -> None:
 
 
 def parse_arguments(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
-    """Parse a command line as `parser.parse_args` does; the error about a removed flag says what to use."""
+    """Parse a command line as `parser.parse_args` does; the error about a removed flag names its replacement."""
     arguments, unknown = parser.parse_known_args(argv)
     flags = [word[2:].partition("=")[0].replace("-", "_") for word in unknown if word.startswith("--")]
     try:

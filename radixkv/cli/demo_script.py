@@ -1,4 +1,4 @@
-"""The script of `radixkv demo`: what is asked, the right answers, and the tools of a shop's agent.
+"""The script of `radixkv demo`: its questions, the right answers, and the tools of a shop's agent.
 
 The bundled model answers only questions that it was trained on, and tests hold it to these answers.
 """

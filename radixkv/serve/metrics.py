@@ -71,7 +71,7 @@ class ServerMetrics:
         return self._families(*looked, await self._engine.what_if())
 
     def text(self) -> str:
-        """Return what `scrape` does, and wait for that."""
+        """Return the text of `scrape`, and wait for it."""
         client = self._engine.client
         report = client.thread.ask(client.curve.ask).result()
         return exposition(self._families(*client.thread.ask(self._look), report)).decode()
@@ -186,7 +186,7 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
 
 
 def _used_and_free(stats: EngineStats) -> Iterator[Metric]:
-    """Yield the used and the free part of what a tier holds."""
+    """Yield the used and the free part of a tier."""
     cache, disk = stats.cache, stats.disk
     for name, about, whole, used in (
         ("state_rows", "Recurrent states that running sequences have, or may take",

@@ -1,4 +1,4 @@
-"""What a sequence could load: the host-resident tokens that follow its own."""
+"""The tokens that a sequence could load: the host-resident tokens that follow its own."""
 
 from __future__ import annotations
 
