@@ -5,8 +5,8 @@
 
 Mutants are drawn from lines that a base commit and this checkout have in common, in every folder but the monitor, at
 least three in a folder. A mutant has one syntactic change. The checkout is edited while its tests run, so use a clone.
-Each mutant runs the tests that are named after its module, import it, or lie in its folder, until one fails. A line
-of JSON for each mutant goes to stderr, and the last line has the numbers of killed and surviving mutants.
+Each mutant runs the tests that are named after its module, import it, or lie in its folder, until one fails or a limit
+of CPU time is reached. A line of JSON for each mutant goes to stderr, and the last line has the numbers of verdicts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPERATORS |= {"&": "|", "|": "&", "<<": ">>", ">>": "<<", "and": "or", "or": "an
 SKIPPED = (ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # an assert has no behaviour that a test could see
 BASE = "5f9d9bd7"
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--tb=no", "-rfE", "-m", "not long"]
-SECONDS = 400  # of CPU; of a clock, five times as many
+LEFT_OUT = {"real", "clients", "fleet", "templates", "interpreted"}  # `make test` does not collect these folders
 
 
 class Mutant(NamedTuple):
@@ -77,12 +77,13 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield node, str(value + 1)
         case ast.If(test) | ast.While(test) | ast.IfExp(test):
             yield test, f"(not ({ast.unparse(test)}))"
-        case ast.Return(ast.expr()):
+        case ast.Return(ast.expr() as value) if ast.unparse(value) != "None":
             yield node, "return None"
         case ast.Expr(ast.Call() | ast.Await()) | ast.AugAssign() | ast.Assign([ast.Attribute() | ast.Subscript()]):
             yield node, "pass"
-        case ast.Call(function, [ast.expr() as first, ast.expr() as second, *rest], keywords):
-            if ast.dump(first) != ast.dump(second) and not isinstance(first, ast.Starred):
+        case ast.Call(function, [first, second, *rest], keywords):
+            equal = ast.unparse(first) == ast.unparse(second) or ast.unparse(function) in ("min", "max")
+            if not equal and not isinstance(first, ast.Starred):
                 yield node, ast.unparse(ast.Call(function, [second, first, *rest], keywords))
 
 
@@ -131,8 +132,8 @@ def index(texts: dict[str, str]) -> dict[tuple[str, str, int], dict[str, int]]:
     return found
 
 
-def drawn(base: dict[str, str], now: dict[str, str], seed: int, count: int) -> list[Mutant]:
-    """Draw mutants of different lines, the first three of each folder first."""
+def drawn(base: dict[str, str], now: dict[str, str], seed: int, count: int) -> list[tuple[int, Mutant]]:
+    """Draw mutants of different lines, three of each folder first; numbers stay when other lines go."""
     found, standing = [mutant for path, text in base.items() for mutant in mutants(path, text)], index(now)
     random.Random(seed).shuffle(found)
     order, seen = list[tuple[bool, int, Mutant]](), Counter[str]()
@@ -140,7 +141,8 @@ def drawn(base: dict[str, str], now: dict[str, str], seed: int, count: int) -> l
         folder = os.path.dirname(mutant.path)
         seen[folder] += 1
         order.append((seen[folder] > 3, at, mutant))
-    return [mutant for *_, mutant in sorted(order) if mutant[1:4] in standing][:count]
+    numbered = enumerate((mutant for *_, mutant in sorted(order)), 1)
+    return [(number, mutant) for number, mutant in numbered if mutant[1:4] in standing][:count]
 
 
 def read(top: Path) -> dict[str, str]:
@@ -157,8 +159,8 @@ def read_commit(commit: str) -> dict[str, str]:
     return {name: file.read().decode() for name, file in files.items() if file}
 
 
-def tests_of(path: str, top: Path) -> list[str]:
-    """Return test files, the likeliest to fail first: named after the module, importing it, or of its folder."""
+def tests_of(path: str, top: Path, known: str) -> list[str]:
+    """Return test files, the likeliest to fail first: a known one, named after the module, importing it, near it."""
     dotted = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     dotted = dotted.removeprefix("kernels.").removeprefix("traces.")
     (parent, _, name), folder = dotted.rpartition("."), path.split("/")[-2].removeprefix("radixkv_")
@@ -166,37 +168,36 @@ def tests_of(path: str, top: Path) -> list[str]:
     found = list[tuple[int, str]]()
     for test in sorted((top / "tests").rglob("test_*.py")):
         place = test.relative_to(top)
-        score = 2 * (name in test.stem) + bool(imported.search(test.read_text(encoding="utf-8")))
-        inside = folder in place.parts[1:-1]
-        if (score % 2 or inside) and not {"real", "clients", "fleet", "templates"} & {*place.parts}:
-            found.append((-score - inside, str(place)))
+        score = 3 * (name in test.stem) + 2 * bool(imported.search(test.read_text(encoding="utf-8")))
+        score += (folder in place.parts[1:-1]) + 9 * (str(place) == known)
+        if score and not LEFT_OUT & {*place.parts}:
+            found.append((-score, str(place)))
     return [test for _, test in sorted(found)]
 
 
-def run(top: Path, tests: list[str], options: list[str]) -> tuple[str, str]:
-    """Run tests in a process until one fails; return the verdict and the first failure."""
+def run(top: Path, tests: list[str], options: list[str], seconds: int) -> tuple[str, str]:
+    """Run tests in a process until one fails or its CPU time is over; return the verdict and the first failure."""
     report = top / ".mutant.log"
     if not (child := os.fork()):
         os.setsid()
         os.chdir(top)
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
         out = os.open(report, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        sys.path[:0] = [str(top / root) for root in ("", "kernels", "monitor", "traces")]
         os._exit(pytest.main([*options, *tests]))
     ended, begin = (0, 0), time.monotonic()
     while ended == (0, 0):
         time.sleep(0.1)
-        if time.monotonic() - begin > 5 * SECONDS:
+        if time.monotonic() - begin > 20 * seconds:
             os.kill(child, signal.SIGKILL)
         ended = os.waitpid(child, os.WNOHANG)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # processes that its tests started
     if os.WIFSIGNALED(ended[1]):
-        return "killed", f"signal {os.WTERMSIG(ended[1])}"
+        return "unfinished", f"signal {os.WTERMSIG(ended[1])}"
     first = re.search(r"^(?:FAILED|ERROR) (\S+)", report.read_text(errors="replace"), re.MULTILINE)
-    return ("killed", first[1] if first else "") if os.WEXITSTATUS(ended[1]) else ("survived", "")
+    return ("killed", first[1]) if first else ("survived", f"status {os.WEXITSTATUS(ended[1])}")
 
 
 def main() -> None:
@@ -207,15 +208,21 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=58)
     arguments.add_argument("--count", type=int, default=120)
     arguments.add_argument("--only", type=lambda text: {*map(int, text.split(","))}, help="numbers of mutants")
+    arguments.add_argument("--seconds", type=int, default=60, help="of CPU time for the tests of each mutant")
+    arguments.add_argument("--known", type=Path, help="lines of an earlier run: its failed tests run first")
     arguments.add_argument("--list", action="store_true", help="print the mutants, and run none")
     arguments.add_argument("options", nargs="*", help="options of pytest, such as --deselect=TEST, after --")
     given = arguments.parse_args()
     top, verdicts = given.checkout.resolve(), Counter[str]()
+    known = map(json.loads, given.known.read_text().splitlines() if given.known else ())
+    failed = {told["number"]: told["by"].partition("::")[0] for told in known if told.get("verdict") == "killed"}
     texts = read(top)
     standing = index(texts)
-    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    for number, mutant in enumerate(drawn(read_commit(given.base), read(TOP), given.seed, given.count), 1):
-        if given.only and number not in given.only:
+    roots = [str(top / root) for root in ("", "kernels", "monitor", "traces")]
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(roots)}
+    sys.path[:0] = roots
+    for number, mutant in drawn(read_commit(given.base), read(TOP), given.seed, given.count):
+        if (given.only and number not in given.only) or mutant[1:4] not in standing:
             continue
         paths = standing[mutant[1:4]]
         path = mutant.path if mutant.path in paths else next(iter(paths))
@@ -223,18 +230,17 @@ def main() -> None:
         row = rows[paths[path] - 1]
         indent = len(row) - len(row.lstrip())
         changed = row[: indent + mutant.start] + mutant.new + row[indent + mutant.end :]
-        told: dict[str, Any] = {
-            "number": number,
-            "place": f"{path}:{paths[path]}",
-            "old": row.strip(),
-            "new": changed.strip(),
-        }
+        told: dict[str, Any] = {"number": number, "place": f"{path}:{paths[path]}"}
+        told |= {"old": row.strip(), "new": changed.strip()}
         if not given.list:
             rows[paths[path] - 1] = changed
             (top / path).write_text("".join(rows), encoding="utf-8")
-            begin = time.monotonic()
+            begin, tests = time.monotonic(), tests_of(path, top, failed.get(number, ""))
             try:
-                told["verdict"], told["by"] = run(top, tests_of(path, top), [*OPTIONS, *given.options])
+                ended = (
+                    run(top, tests, [*OPTIONS, *given.options], given.seconds) if tests else ("survived", "no tests")
+                )
+                told["verdict"], told["by"] = ended
             finally:
                 (top / path).write_text(texts[path], encoding="utf-8")
             told["seconds"] = round(time.monotonic() - begin)
