@@ -57,7 +57,7 @@ def draw_by_kernel(logits: Tensor, best: Tensor, rows: DrawRows) -> Tensor:
     """Draw with the Triton kernel."""
     from radixkv_kernels import sampling  # imports Triton
 
-    return sampling.draw(logits, best, rows.kinds, rows.keys, rows.top_k, rows.temperature, rows.top_p, rows.least)
+    return sampling.draw(logits, best, *rows.tensors)
 
 
 def _tried(loaded: LoadedModel, draw: Draw, processors: Sequence[LogitsProcessor]) -> tuple[list[int], Sampler]:

@@ -5,7 +5,6 @@ On the device they change the logits of all rows together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.device import Device
-from radixkv.sampling.batch_draw import FILTERED, GREEDY, PLAIN, TEMPERATURES, DrawRows
+from radixkv.sampling.batch_draw import FILTERED, GREEDY, PLAIN, DrawRows
 from radixkv.sampling.logits_processors import (
     BATCHED,
     LogitsProcessor,
@@ -24,11 +23,15 @@ from radixkv.sampling.logits_processors import (
     process_shares,
     shares,
 )
-from radixkv.sampling.params import SampleRow
+from radixkv.sampling.params import SampleRow, SamplingParams, columns
 from radixkv.sampling.race import draw_key
 from radixkv.sampling.token_counts import Filling, TokenCounts
 
-_INTEGERS, _FLOATS = 6, 6  # numbers of each row, by kind
+_COLUMNS = columns(SamplingParams)
+_WHOLE = [name for name, column in _COLUMNS.items() if column.dtype == "int64"]
+_REAL = [name for name in _COLUMNS if name not in _WHOLE]
+_OWN = 5  # integers of each row that no parameter gives
+_INTEGERS, _FLOATS = _OWN + len(_WHOLE), len(_REAL)  # numbers of each row, by kind
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,6 @@ class Numbers:
     slots: Tensor
     increments: Tensor
     draws: DrawRows
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
     bias: Tensor
     biased: Tensor
     excluded: Tensor
@@ -126,24 +126,19 @@ class Batch:
         size, filling = len(self.rows), self.filling
         integers = np.zeros((_INTEGERS, _padded(size)), np.int64)
         floats = np.zeros((_FLOATS, _padded(size)), np.float64)
-        params = [row.params for row in self.rows]
+        numbers = dict(zip(_COLUMNS, np.array([row.params.numbers for row in self.rows]).T, strict=True))
+        integers[_OWN:, :size] = [numbers[name] for name in _WHOLE]
+        floats[:, :size] = [numbers[name] for name in _REAL]
         integers[0, :size] = self.sources
         if filling is not None:
             integers[1, self._counted] = [slot.index for slot in filling.slots]
             integers[2, self._counted] = 2
-            floats[3, :size] = [each.repetition_penalty for each in params]
-            floats[4, :size] = [each.presence_penalty for each in params]
-            floats[5, :size] = [each.frequency_penalty for each in params]
         if self.random:
             integers[3, :size] = self._kinds
             integers[4, :size] = [
                 draw_key(row.seed, row.position) if kind else 0
                 for row, kind in zip(self.rows, self._kinds, strict=True)
             ]
-            integers[5, :size] = [min(max(each.top_k, 0), self.vocab) for each in params]
-            floats[0, :size] = np.clip([each.temperature for each in params], *TEMPERATURES)
-            floats[1, :size] = [each.top_p for each in params]
-            floats[2, :size] = [math.log(each.min_p) if each.min_p else -math.inf for each in params]
         lists: list[NDArray[np.int64]] = [
             np.array(self.bias, np.float64).view(np.int64),
             *(np.array(each, np.int64) for each in (self.biased, self.excluded, self.reported)),
@@ -159,28 +154,17 @@ class Batch:
         middle, head = _INTEGERS * width, (_INTEGERS + _FLOATS) * width
         integers = packed[:middle].view(_INTEGERS, width)[:, :size]
         doubles = packed[middle:head].view(torch.float64).view(_FLOATS, width)
-        sources, slots, increments, kinds, keys, top_k = integers.unbind()
-        temperature, _, least, _, presence, frequency = doubles.float()[:, :size].unbind()
-        _, top_p, _, repetition, _, _ = doubles[:, :size].unbind()
+        sources, slots, increments, kinds, keys, *whole = integers.unbind()
+        numbers = dict(zip(_WHOLE, whole, strict=True))
+        for name, double, single in zip(_REAL, doubles[:, :size], doubles.float()[:, :size], strict=True):
+            numbers[name] = double if _COLUMNS[name].dtype == "float64" else single
         bias, biased, excluded, reported, reported_sources, *filled = torch.split(packed[head:], lengths)
-        draws = DrawRows(
-            kinds,
-            keys,
-            top_k,
-            temperature,
-            top_p,
-            least,
-            has_plain=PLAIN in self._kinds,
-            has_filtered=FILTERED in self._kinds,
-        )
+        draws = DrawRows(kinds, keys, numbers, PLAIN in self._kinds, FILTERED in self._kinds)
         return Numbers(
             sources,
             slots,
             increments,
             draws,
-            repetition,
-            presence,
-            frequency,
             bias.view(torch.float64),
             biased,
             excluded,
@@ -195,13 +179,13 @@ class Batch:
         The token counts have been filled. The number of launches does not depend on the rows.
         """
         if self.filling is not None:
-            counted = counts.table.index_select(0, numbers.slots)
+            counted, own = counts.table.index_select(0, numbers.slots), numbers.draws.numbers
             if self.repetition:
-                penalty = numbers.repetition[:, None].to(values.dtype)
+                penalty = own["repetition_penalty"][:, None].to(values.dtype)
                 values = torch.where(counted > 0, torch.where(values > 0, values / penalty, values * penalty), values)
             if self.reply:
                 replied = counted >> 1
-                lost = numbers.presence[:, None] + numbers.frequency[:, None] * replied
+                lost = own["presence_penalty"][:, None] + own["frequency_penalty"][:, None] * replied
                 values = values - lost.masked_fill_(replied == 0, 0.0)
         if self.biased:
             values.view(-1).index_add_(0, numbers.biased, numbers.bias.to(values.dtype))
@@ -217,7 +201,6 @@ def _padded(rows: int) -> int:
 
 
 def _kind(row: SampleRow) -> int:
-    params = row.params
-    if params.greedy or row.candidates:
+    if row.params.greedy or row.candidates:
         return GREEDY
-    return FILTERED if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else PLAIN
+    return FILTERED if row.params.filtered else PLAIN

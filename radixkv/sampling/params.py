@@ -6,7 +6,8 @@ this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -32,6 +33,9 @@ CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 LONGEST_CONSTRAINT = 2**18  # characters of a schema, of a grammar, or of all choices
 LONGEST_REGEX = 2**14  # characters
 MOST_CHOICES = 10_000
+LARGEST_TOP_K = 2**31 - 1  # more than any vocabulary
+TEMPERATURES = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The range of temperatures in a batch: beyond the normal numbers of float32 they would give 0/0 or inf/inf."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +60,34 @@ class Prediction(Kind):
         return encodable(name, value or "")
 
 
+@dataclass(frozen=True)
+class Column:
+    """The number of a parameter in each row of a batch: for both samplers, and for the kernel.
+
+    dtype     its type on the device
+    number    what it is for a value of the parameter
+    filters   whether another number than that of the default leaves out tokens
+    """
+
+    dtype: str
+    number: Callable[[Any], float] = float
+    filters: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
     """The declaration of one sampling parameter.
 
     adjusts_logits   whether a value other than the default needs a logits processor
     on_wire          whether HTTP endpoints accept the parameter under its own name
+    column           the number that a sampler needs, if there is one
     """
 
     kind: Kind
     help: str
     adjusts_logits: bool = False
     on_wire: bool = True
+    column: Column | None = None
 
 
 def parameter(default: Any, kind: Kind, help: str, **more: Any) -> Any:
@@ -113,36 +133,49 @@ class SamplingParams:
         adjusts_logits=True,
     )
     temperature: float = parameter(
-        1.0, Number(low=0, wire_high=2), "divides the logits, >= 0; below 0.01 sampling is nearly greedy"
+        1.0,
+        Number(low=0, wire_high=2),
+        "divides the logits, >= 0; below 0.01 sampling is nearly greedy",
+        column=Column("float32", lambda value: min(max(value, TEMPERATURES[0]), TEMPERATURES[1])),
     )
     top_k: int = parameter(
-        0, Integer(low=-1), "keep the k most likely tokens, and tokens that tie with the last; 0 or -1: all, 1: greedy"
+        0,
+        Integer(low=-1),
+        "keep the k most likely tokens, and tokens that tie with the last; 0 or -1: all, 1: greedy",
+        column=Column("int64", lambda value: min(max(value, 0), LARGEST_TOP_K), filters=True),
     )
     top_p: float = parameter(
         1.0,
         Number(low=0, high=1, above=True),
         "of these, keep the smallest set with this total probability, 0 < top_p <= 1",
+        column=Column("float64", filters=True),
     )
     min_p: float = parameter(
-        0.0, Number(low=0, high=1), "drop tokens less likely than min_p times the most likely one, 0 <= min_p <= 1"
+        0.0,
+        Number(low=0, high=1),
+        "drop tokens less likely than min_p times the most likely one, 0 <= min_p <= 1",
+        column=Column("float32", lambda value: math.log(value) if value else -math.inf, filters=True),
     )
     repetition_penalty: float = parameter(
         1.0,
         Number(low=0.01, high=100),
         "divides positive and multiplies negative logits of the tokens of prompt and reply, 0.01..100",
         adjusts_logits=True,
+        column=Column("float64"),
     )
     presence_penalty: float = parameter(
         0.0,
         Number(low=-2, high=2),
         "subtracted once from the logit of each token that occurs in the reply, -2..2",
         adjusts_logits=True,
+        column=Column("float32"),
     )
     frequency_penalty: float = parameter(
         0.0,
         Number(low=-2, high=2),
         "subtracted for each occurrence of a token in the reply, -2..2",
         adjusts_logits=True,
+        column=Column("float32"),
     )
     logit_bias: Mapping[int, float] = parameter(
         dict, TokenBias(low=-100, high=100), "token id -> number added to its logit, -100..100", adjusts_logits=True
@@ -247,6 +280,19 @@ class SamplingParams:
         return self.temperature == 0 or self.top_k == 1
 
     @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """The number of each of `columns`, in their order."""
+        found = columns(type(self)).items()  # type: ignore[arg-type]
+        return tuple(column.number(getattr(self, name)) for name, column in found)
+
+    @cached_property
+    def filtered(self) -> bool:
+        """Whether a filter may leave out tokens before one is drawn."""
+        found = columns(type(self)).values()  # type: ignore[arg-type]
+        pairs = zip(found, self.numbers, type(self)().numbers, strict=True)
+        return any(column.filters and number != default for column, number, default in pairs)
+
+    @cached_property
     def adjusts_logits(self) -> bool:
         """Whether a logits processor must change the logits before sampling."""
         default = type(self)()
@@ -271,6 +317,13 @@ class SamplingParams:
 def parameters(cls: type[SamplingParams]) -> Mapping[str, Parameter]:
     """Return the declarations of all sampling parameters, by name."""
     return {each.name: each.metadata["parameter"] for each in fields(cls)}
+
+
+@cache
+def columns(cls: type[SamplingParams]) -> Mapping[str, Column]:
+    """Return the columns of a batch by the names of their parameters."""
+    declared = parameters(cls).items()  # type: ignore[arg-type]  # as above
+    return {name: each.column for name, each in declared if each.column is not None}
 
 
 def checked_params(params: object, default: SamplingParams | None = None) -> SamplingParams:

@@ -24,14 +24,15 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import InvalidInput
+from radixkv.sampling.batch_draw import threshold
 from radixkv.sampling.logits_processors import LogitsProcessor, adjusted
-from radixkv.sampling.params import Candidates, SampleRow, SamplingParams, TokenLogprobs
+from radixkv.sampling.params import Candidates, SampleRow, SamplingParams, TokenLogprobs, columns
 from radixkv.sampling.race import draw_key, race, race_all
 from radixkv.sampling.token_mask import TokenMask
 
 _FIRST_CANDIDATES = 64  # most likely tokens that are sorted first if only top_p or min_p filters
 _WIDEN = 8  # factor for the rows whose kept set may reach beyond the candidates
-_FLOAT = torch.finfo(torch.float32)
+_COLUMNS = columns(SamplingParams)
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def _by_candidates(rows: Sequence[SampleRow], vocab: int, broken: frozenset[int]
         if params.top_k > 0:
             # More than k candidates show ties with the k-th; powers of two put similar rows into one sort.
             groups[min(1 << max(params.top_k, 15).bit_length(), vocab)].append(index)
-        elif params.top_p < 1 or params.min_p > 0:
+        elif params.filtered:
             groups[min(_FIRST_CANDIDATES, vocab)].append(index)
         else:
             groups[0].append(index)
@@ -248,15 +249,13 @@ class _RandomDraw:
 
     def __init__(self, logits: Tensor, best: Tensor, params: list[SamplingParams], keys: Tensor) -> None:
         self.logits, self.best, self.params, self.keys = logits, best, params, keys
-        # Clamped to float32: a temperature that underflows or overflows would give 0/0 or inf/inf.
-        self.temperature = self._column([p.temperature for p in params]).clamp(_FLOAT.tiny, _FLOAT.max).float()
-
-    def _column(self, numbers: Sequence[float]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.float64, device=self.logits.device)[:, None]
+        rows = torch.tensor([each.numbers for each in params], dtype=torch.float64, device=logits.device)
+        types = (getattr(torch, column.dtype) for column in _COLUMNS.values())
+        self._numbers = {name: row.to(dtype) for name, row, dtype in zip(_COLUMNS, rows.T, types, strict=True)}
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Return logits over temperature, shifted so that the maximum is 0: no temperature can overflow."""
-        return (logits - self.best).float().div_(self.temperature)
+        return (logits - self.best).float().div_(self._numbers["temperature"][:, None])
 
     def from_all(self) -> list[int]:
         """Sample the whole distribution."""
@@ -270,13 +269,15 @@ class _RandomDraw:
         """
         best_logits, ids = self.logits.topk(candidates, dim=1)
         values = self._scaled(best_logits)
-        weights = values.double().exp()
-        threshold = self._threshold(values, weights)
-        place = race(weights * (values >= threshold), self.keys, ids)
+        whole = torch.zeros(1)
+        if any(each.top_k <= 0 and each.top_p < 1 for each in self.params):
+            whole = self._scaled(self.logits).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
+        lowest = threshold(values, whole, self._numbers)
+        place = race(values.double().exp_() * (values >= lowest), self.keys, ids)
         tokens: list[int] = ids.gather(1, place)[:, 0].tolist()
         if candidates == self.logits.shape[1]:
             return tokens
-        unfinished = (values[:, -1:] >= threshold)[:, 0].nonzero()[:, 0].tolist()
+        unfinished = (values[:, -1:] >= lowest)[:, 0].nonzero()[:, 0].tolist()
         if unfinished:
             wider = min(candidates * _WIDEN, self.logits.shape[1])
             for index, token in zip(unfinished, self._select(unfinished).from_candidates(wider), strict=True):
@@ -285,22 +286,6 @@ class _RandomDraw:
 
     def _select(self, rows: list[int]) -> _RandomDraw:
         return _RandomDraw(self.logits[rows], self.best[rows], [self.params[row] for row in rows], self.keys[rows])
-
-    def _threshold(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Return the smallest value [rows, 1] that all three filters keep. `values` are sorted in descending order."""
-        last = values.shape[1] - 1
-        top_k = self._column([min(max(p.top_k, 0), self.logits.shape[1]) for p in self.params])
-        top_p = self._column([p.top_p for p in self.params])
-        min_p = self._column([p.min_p for p in self.params])
-        kth = values.gather(1, (top_k.long() - 1).clamp(0, last)).masked_fill(top_k == 0, -torch.inf)
-        within = weights * (values >= kth)
-        total = within.sum(dim=1, keepdim=True)
-        if any(p.top_k <= 0 and p.top_p < 1 for p in self.params):
-            whole = self._scaled(self.logits).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
-            total = torch.where(top_k > 0, total, whole)
-        nucleus = (within.cumsum(dim=1) - within < top_p * total).sum(dim=1, keepdim=True)
-        mass = values.gather(1, (nucleus - 1).clamp(0, last)).masked_fill(top_p >= 1, -torch.inf)
-        return torch.maximum(torch.maximum(kth, mass), min_p.log().to(values.dtype))
 
 
 def _logprobs(logits: Tensor, rows: Sequence[SampleRow], tokens: list[int]) -> list[TokenLogprobs | None] | None:

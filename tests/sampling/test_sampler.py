@@ -65,7 +65,7 @@ def by_hand(logits: list[float], row: SampleRow) -> tuple[list[float], int, floa
     probabilities = [weight / sum(weights) for weight in weights]
     digest = hashlib.blake2b(struct.pack("<QQ", row.seed % 2**64, row.position), digest_size=8).digest()
     key, tokens, lead = int.from_bytes(digest, "little"), list(range(len(values))), math.inf
-    if p.top_k <= 0 and p.top_p == 1 and p.min_p == 0:  # first a page of 256 tokens
+    if not p.filtered:  # first a page of 256 tokens
         pages = [tokens[start : start + 256] for start in range(0, len(tokens), 256)]
         page, lead = race(key, {-1 - at: sum(weights[token] for token in page) for at, page in enumerate(pages)})
         tokens = pages[-1 - page]

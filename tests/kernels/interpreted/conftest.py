@@ -1,7 +1,7 @@
 """Tests in Triton's interpreter, which must be chosen before Triton is imported and holds for a whole process.
 
-`pytest tests/kernels/interpreted/FILE` chooses it. A run with tests of other folders leaves these out, and
-`test_interpreted.py` starts a process for them.
+A command line that names a path in this folder chooses it, for the tests of other folders, too. Any other run leaves
+these out, and `test_interpreted.py` starts a process for them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the interpreter if nothing else runs in this process."""
+    """Choose the interpreter if the command line names this folder."""
     paths = [Path(arg.split("::")[0]).resolve() for arg in config.args]
-    if "triton" not in sys.modules and all(HERE in (path, *path.parents) for path in paths):
+    if "triton" not in sys.modules and any(HERE in (path, *path.parents) for path in paths):
         os.environ["TRITON_INTERPRET"] = "1"
 
 
