@@ -6,17 +6,17 @@ them. TCP clients may not, with or without a token, and root may not either.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
 from radixkv.errors import InvalidInput, ProtocolError, RadixKVError
 from radixkv.telemetry.protocol import Command, Reply
-from radixkv.telemetry.socket_paths import peer_process, peer_user
+from radixkv.telemetry.socket_paths import peer_user
 
 _log = logging.getLogger(__name__)
 
@@ -45,23 +45,6 @@ Execute = Callable[[Command, int | None], "Future[Outcome]"]
 """Schedules a command of a process (its number; None if unknown) on the engine's thread. May raise RadixKVError."""
 
 
-class Control:
-    """Makes a queue for each connection that may send commands.
-
-    `execute` schedules a command. `encode` adds the number and the time to a reply. `wake` is called, on any thread,
-    when a command has ended.
-    """
-
-    def __init__(self, execute: Execute, encode: Callable[[Reply], bytes], wake: Callable[[], None]) -> None:
-        self._execute, self._encode, self._wake = execute, encode, wake
-
-    def queue_for(self, connection: socket.socket) -> CommandQueue | None:
-        """Return the queue of a connection; None if it may send no commands."""
-        if not may_control(connection):
-            return None
-        return CommandQueue(self._execute, peer_process(connection), self._encode, self._wake)
-
-
 def may_control(connection: socket.socket) -> bool:
     """Whether the other end of a connection may send commands: it is on a Unix socket, and this very user's."""
     return connection.family == socket.AF_UNIX and peer_user(connection) == os.geteuid()
@@ -70,56 +53,29 @@ def may_control(connection: socket.socket) -> bool:
 class CommandQueue:
     """The commands of one client, in order: one is executed, and at most eight wait."""
 
-    def __init__(
-        self, execute: Execute, process: int | None, encode: Callable[[Reply], bytes], wake: Callable[[], None]
-    ) -> None:
-        """`process` is the number of the client's process; None if unknown. See Control for the others."""
-        self._execute, self._process, self._encode, self._wake = execute, process, encode, wake
-        self._waiting: deque[Command] = deque()
-        self._running: tuple[Command, Future[Outcome]] | None = None
+    def __init__(self, execute: Execute, process: int | None) -> None:
+        """`execute` schedules a command of the client's process; None if that is unknown."""
+        self._execute, self._process = execute, process
+        self._waiting: asyncio.Queue[Command] = asyncio.Queue(_MOST_WAITING)
 
     def add(self, command: Command) -> None:
         """Queue a command. Raises ProtocolError if too many wait."""
-        if len(self._waiting) >= _MOST_WAITING:
-            raise ProtocolError(f"more than {_MOST_WAITING} commands wait: send one after the reply to the other")
-        self._waiting.append(command)
+        try:
+            self._waiting.put_nowait(command)
+        except asyncio.QueueFull:
+            message = f"more than {_MOST_WAITING} commands wait: send one after the reply to the other"
+            raise ProtocolError(message) from None
 
-    def poll(self) -> bytes | None:
-        """Return the reply to the command that has ended, if there is one, and start the next command."""
-        if self._running is None and self._waiting:
-            self._start(self._waiting.popleft())
-        if self._running is None or not self._running[1].done():
-            return None
-        (command, future), self._running = self._running, None
-        if self._waiting:
-            self._wake()  # for the next one
-        outcome = _outcome_of(future)
-        return self._encode(Reply(command.id, outcome.done, outcome.text[:_LONGEST_TEXT]))
-
-    def close(self) -> None:
-        """Drop the waiting commands, and the started one unless the engine's thread has begun it."""
-        self._waiting.clear()
-        if self._running is not None:
-            self._running[1].cancel()
-
-    def _start(self, command: Command) -> None:
-        future: Future[Outcome] = Future()
+    async def next_reply(self) -> Reply:
+        """Execute the next command. A cancelled caller cancels it, unless the engine's thread has begun it."""
+        command = await self._waiting.get()
         try:
             if command.verb not in VERBS:
                 raise InvalidInput(f"this release of the engine has no command {command.verb!r}: {', '.join(VERBS)}")
-            future = self._execute(command, self._process)
-        except Exception as error:
-            future.set_exception(error)
-        self._running = command, future
-        future.add_done_callback(lambda _: self._wake())
-
-
-def _outcome_of(future: Future[Outcome]) -> Outcome:
-    """Return the result of a command that has ended, with or without an error."""
-    try:
-        return future.result()
-    except RadixKVError as error:
-        return Outcome(False, str(error))
-    except Exception:
-        _log.exception("a monitor's command failed")
-        return Outcome(False, "the command failed: the engine's log has the reason")
+            outcome = await asyncio.wrap_future(self._execute(command, self._process))
+        except RadixKVError as error:
+            outcome = Outcome(False, str(error))
+        except Exception:
+            _log.exception("a monitor's command failed")
+            outcome = Outcome(False, "the command failed: the engine's log has the reason")
+        return Reply(command.id, outcome.done, outcome.text[:_LONGEST_TEXT])

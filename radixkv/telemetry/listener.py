@@ -5,11 +5,10 @@ Only this user and root are accepted on the Unix socket; TCP clients must send a
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
-import selectors
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from radixkv.telemetry.socket_paths import claim, is_claimed, is_trusted_peer, r
 
 _log = logging.getLogger(__name__)
 
-_ACCEPT_BATCH = 8  # connections accepted in one turn; fewer than may wait, so none is dropped unread
 _PAUSE_S = 1.0  # seconds without accepting when the process has no file descriptors left
 _BACKLOG = 128
 _CHECK_INTERVAL = 10.0  # seconds between two checks that the socket's files still exist
@@ -37,71 +35,88 @@ class Listener:
         self.path: Path | None = None  # of the Unix socket; None while it has none
         self.tcp: str | None = None  # host:port
         self.token: str | None = None
-        self._listeners: list[socket.socket] = []
-        self._unix: socket.socket | None = None  # the one of them that is a Unix socket
-        self._resume_at: float | None = None
-        self._next_check = 0.0
+        self._unix: socket.socket | None = None
+        self._tcp: socket.socket | None = None
+        self._accepts_unix: asyncio.Task[None] | None = None
         self._files_lost = False
 
-    def open(self, facts: EngineFacts, selector: selectors.BaseSelector) -> None:
+    def open(self, facts: EngineFacts) -> None:
         """Listen, and write the description that `discovery` reads. Raises UnsafeFolder or OSError; call `close` then.
 
         A TCP port that is not available is logged as a warning, and the Unix socket works without it.
         """
-        self._facts, self._selector = facts, selector
+        self._facts = facts
         if self._address is not None:
             self._open_tcp(self._address)
         self._bind()
-        self._next_check = time.monotonic() + _CHECK_INTERVAL
 
     def _open_tcp(self, address: tuple[str, int]) -> None:
         try:
-            listener = _tcp_listener(address)
+            self._tcp = _tcp_listener(address)
         except OSError as error:
             reason = error.strerror or error
             _log.warning("no monitor can attach at tcp://%s:%d: %s; its Unix socket is there", *address, reason)
             return
-        host, port = listener.getsockname()[:2]
+        host, port = self._tcp.getsockname()[:2]
         self.tcp = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.token = secrets.token_urlsafe(32)
-        self._listen(listener)
 
     def _bind(self) -> None:
         """Bind a Unix socket and write its description."""
         self.path, self._unix = claim()
-        self._listen(self._unix)
         advertise(self._facts, self.path, self.tcp, self.token)
 
     def close(self) -> None:
         """Stop listening, and remove the files if they belong to this process. May be called twice."""
-        for listener in self._listeners:
-            listener.close()
-        self._listeners.clear()
-        self._unix = None
+        if self._tcp is not None:
+            self._tcp.close()
+        self._close_unix()
+
+    def _close_unix(self) -> None:
+        if self._unix is not None:
+            self._unix.close()
+            self._unix = None
         if self.path is not None:
             release(self.path)
 
-    def stop(self) -> None:
-        """Stop listening while the selector is still in use."""
-        if self._resume_at is None:
-            self._unregister()
-        self.close()
+    async def run(self) -> None:
+        """Accept connections, and restore deleted files."""
+        async with asyncio.TaskGroup() as tasks:
+            if self._tcp is not None:
+                tasks.create_task(self._accept(self._tcp, self.token))
+            while True:
+                if self._unix is not None and (self._accepts_unix is None or self._accepts_unix.done()):
+                    self._accepts_unix = tasks.create_task(self._accept(self._unix, None))
+                await asyncio.sleep(_CHECK_INTERVAL)
+                self._restore_files()
 
-    def maintain(self, now: float) -> None:
-        """Resume after a pause, and restore deleted files; `now` is on the monotonic clock."""
-        if self._resume_at is not None and now >= self._resume_at:
-            self._resume_at = None
-            for listener in self._listeners:
-                self._register(listener)
-        if now >= self._next_check:
-            self._next_check = now + _CHECK_INTERVAL
-            self._restore_files()
+    async def _accept(self, listener: socket.socket, token: str | None) -> None:
+        """Accept connections until a listener is closed; those on a Unix socket need no token, but a trusted peer."""
+        loop = asyncio.get_running_loop()
+        while listener.fileno() >= 0:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                _log.warning("the monitor's publisher takes no connections for a second: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if listener.family == socket.AF_UNIX and not is_trusted_peer(connection):
+                connection.close()
+            else:
+                self._on_connection(connection, token)
+            await asyncio.sleep(0)  # the client's task begins before the next one is accepted
 
     def _restore_files(self) -> None:
         """Restore the socket or its description after a cleaner of runtime folders deleted it; log a failure once."""
         try:
             if self.path is None or not is_claimed(self.path):
-                self._rebind()
+                if self._accepts_unix is not None:
+                    self._accepts_unix.cancel()
+                self._close_unix()
+                self.path = None
+                self._bind()
             elif not self.path.with_suffix(".json").exists():
                 advertise(self._facts, self.path, self.tcp, self.token)
         except (OSError, UnsafeFolder) as error:
@@ -110,52 +125,6 @@ class Listener:
             self._files_lost = True
         else:
             self._files_lost = False
-
-    def _rebind(self) -> None:
-        if self._unix is not None:
-            if self._resume_at is None:
-                self._selector.unregister(self._unix)
-            self._listeners.remove(self._unix)
-            self._unix.close()
-            self._unix = None
-        if self.path is not None:
-            release(self.path)
-            self.path = None
-        self._bind()
-
-    def _listen(self, listener: socket.socket) -> None:
-        self._listeners.append(listener)
-        if self._resume_at is None:
-            self._register(listener)
-
-    def _register(self, listener: socket.socket) -> None:
-        self._selector.register(listener, selectors.EVENT_READ, lambda mask: self._accept(listener))
-
-    def _unregister(self) -> None:
-        for listener in self._listeners:
-            self._selector.unregister(listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_ACCEPT_BATCH):
-            try:
-                connection, _ = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-                return
-            except OSError as error:  # a waiting connection would wake the selector again at once
-                self._pause(error)
-                return
-            connection.setblocking(False)
-            local = listener.family == socket.AF_UNIX
-            if local and not is_trusted_peer(connection):
-                connection.close()
-                continue
-            self._on_connection(connection, None if local else self.token)
-
-    def _pause(self, error: OSError) -> None:
-        if self._resume_at is None:
-            _log.warning("the monitor's publisher takes no connections for a second: %s", error)
-            self._resume_at = time.monotonic() + _PAUSE_S
-            self._unregister()
 
 
 def _checked(listen: str) -> tuple[str, int]:

@@ -1,28 +1,31 @@
 """The publisher's thread: collect changes from the engine's thread, and send them to the attached clients.
 
+Listener, clients and collector are tasks of one event loop.
+
 The engine is asked at most ten times a second, between two steps, and once a second without clients. The engine's
 thread never waits for the publisher.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
-import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from weakref import WeakSet
 
 from radixkv.errors import EngineClosed
 from radixkv.telemetry.client_set import ClientLimits, ClientSet
-from radixkv.telemetry.command_queue import Control, Execute
+from radixkv.telemetry.command_queue import Execute
 from radixkv.telemetry.frame_log import FrameLog
 from radixkv.telemetry.listener import Listener
 from radixkv.telemetry.process_figures import ProcessFigures
@@ -37,7 +40,6 @@ _HEARTBEAT_S = 1.0  # seconds without a frame after which an empty one is sent
 _BYE_TIMEOUT = 0.5  # seconds for clients to read the last frame
 _FLIGHT_TIMEOUT = 2.0
 _JOIN_TIMEOUT = 5.0
-_FAILURES = 20  # failed turns in a row after which the publisher ends
 _POLL_INTERVAL = 0.005
 _MOST_FAULTS = 100  # kinds of faults that are logged
 
@@ -76,13 +78,11 @@ class Publisher:
         limits = limits or ClientLimits()
         self._frame_log = FrameLog(facts, flight or FlightRecorder(facts))
         self._figures, self._what_if = figures or ProcessFigures(), what_if
-        self._collector = Collector(collect, pending, self._publish, self._wake, limits.hz)
-        control = None if execute is None else Control(execute, self._frame_log.reply, self._wake)
-        self._clients = ClientSet(
-            limits, self._frame_log.snapshot, self._frame_log.bye, self._collector.request_soon, control
-        )
+        self._collector = Collector(collect, pending, self._publish, self._post, limits.hz)
+        self._clients = ClientSet(limits, self._frame_log, self._collector.request_soon, execute)
         self._listener = Listener(listen, self._clients.add)
-        self._reason: str | None = None  # of the end
+        self._reason = "the publisher failed: the engine's log says why"  # of the end
+        self._ended = asyncio.Event()
         self._thread: threading.Thread | None = None
 
     # ---- for any thread
@@ -104,16 +104,12 @@ class Publisher:
 
     def start(self) -> None:
         """Listen and serve from now on. Raises UnsafeFolder or OSError, and closes everything, if it cannot listen."""
-        self._selector = selectors.DefaultSelector()
-        self._wakes, self._waker = socket.socketpair()
-        for end in (self._wakes, self._waker):
-            end.setblocking(False)
-        self._clients.open(self._selector)
+        self._loop = asyncio.new_event_loop()
         try:
-            self._selector.register(self._wakes, selectors.EVENT_READ, lambda mask: self._wakes.recv(4096))
-            self._listener.open(self.facts, self._selector)
+            self._listener.open(self.facts)
         except BaseException:
-            self._close_all()
+            self._listener.close()
+            self._loop.close()
             raise
         _publishers.add(self)
         self._thread = threading.Thread(target=self._run, name="radixkv-publisher", daemon=True)
@@ -124,10 +120,14 @@ class Publisher:
         thread = self._thread
         if thread is None:
             return
-        self._reason = self._reason or reason
-        self._wake()
+        self._post(partial(self._end, reason))
         if thread is not threading.current_thread():
             thread.join(_JOIN_TIMEOUT)
+
+    def _end(self, reason: str) -> None:
+        if not self._ended.is_set():
+            self._reason = reason
+            self._ended.set()
 
     def flight(self, path: str | os.PathLike[str], last: Changes | None = None, why: str | None = None) -> int:
         """Write the last minutes as a recording; returns its bytes. Waits at most 2 s for a fresh collection.
@@ -154,58 +154,40 @@ class Publisher:
     def _is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _wake(self) -> None:
-        """Wake the thread. A full pipe wakes it anyway, and a closed one means that it has ended."""
-        try:
-            self._waker.send(b"!")
-        except OSError:
-            return
+    def _post(self, call: Callable[[], object]) -> None:
+        """Call a function on the publisher's thread, unless that has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
 
     # ---- the thread
 
     def _run(self) -> None:
-        failures = 0
-        while self._reason is None:
-            try:
-                self._run_once()
-                failures = 0
-            except Exception:
-                _log.exception("the monitor's publisher failed in one turn, and continues")
-                failures += 1
-                if failures >= _FAILURES:
-                    _log.error("the monitor's publisher ends: this engine can no longer be watched")
-                    self._reason = "the publisher failed: the engine's log says why"
-                time.sleep(0.05 * failures)
         try:
-            self._send_byes(self._reason)
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
         finally:
-            self._close_all()
+            _publishers.discard(self)
+            self._collector.close()
 
-    def _run_once(self) -> None:
-        """Wait at most a second for something to do, and do it."""
-        for key, mask in self._selector.select(self._select_timeout()):
-            key.data(mask)
-        now = time.monotonic()
-        self._clients.run_commands()
-        self._collector.poll(now, self._hz)
-        if now - self._frame_log.last_append >= _HEARTBEAT_S and self.attached:
-            self._publish(self._frame_log.heartbeat(current=self._collector.is_current))
-        self._clients.drop_expired(now)
-        self._clients.update()
-        self._listener.maintain(now)
+    async def _serve(self) -> None:
+        """Serve until the end is requested, or a part fails, which is logged; then say so to all clients."""
+        parts = (self._listener.run(), self._collector.run(lambda: self._clients.hz or IDLE_HZ), self._heartbeats())
+        tasks = [asyncio.create_task(part) for part in (*parts, self._ended.wait())]
+        (ended, *_), _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if error := ended.exception():
+            _log.error("the monitor's publisher ends: this engine can no longer be watched", exc_info=error)
+        self._collector.deliver()
+        self._listener.close()
+        await self._clients.close(self._reason, _BYE_TIMEOUT)
 
-    def _select_timeout(self) -> float:
-        """Seconds until something is due without an event; a completed future is an event."""
-        now = time.monotonic()
-        due = [now + _HEARTBEAT_S, self._collector.next_request(self._hz)]
-        if self.attached:
-            due.append(self._frame_log.last_append + _HEARTBEAT_S)
-        return max(0.0, min(due) - now)
-
-    @property
-    def _hz(self) -> float:
-        """How often a second to ask the engine: as the fastest client requested."""
-        return self._clients.hz or IDLE_HZ
+    async def _heartbeats(self) -> None:
+        """Send an empty frame after each second without one."""
+        while True:
+            silent = time.monotonic() - self._frame_log.last_append
+            if silent >= _HEARTBEAT_S and self.attached:
+                self._publish(self._frame_log.heartbeat(current=self._collector.is_current))
+                silent = 0.0
+            await asyncio.sleep(_HEARTBEAT_S - silent if silent < _HEARTBEAT_S else _HEARTBEAT_S)
 
     def _publish(self, changes: Changes) -> None:
         figures = self._figures.due(time.monotonic())
@@ -213,41 +195,18 @@ class Publisher:
             changes = replace(changes, stats={**changes.stats, **figures}, what_if=self._what_if())
         self._frame_log.append(changes, self._clients.send)
 
-    # ---- the end
-
-    def _send_byes(self, reason: str) -> None:
-        """Send all clients the reason, and give them a moment to read it."""
-        self._collector.deliver()
-        self._listener.stop()
-        self._clients.say_bye(reason)
-        deadline = time.monotonic() + _BYE_TIMEOUT
-        while (left := deadline - time.monotonic()) > 0:
-            self._clients.update()
-            if not self._clients:
-                return
-            for key, mask in self._selector.select(left):
-                key.data(mask)
-
-    def _close_all(self) -> None:
-        """Close everything, and remove the socket's files if they belong to this process."""
-        self._clients.close()
-        self._listener.close()
-        self._selector.close()
-        self._wakes.close()
-        self._waker.close()
-        _publishers.discard(self)
-        self._collector.close()
-
     def abandon(self) -> None:
         """Close the parent's sockets in a forked child, which has no such thread, and leave its files alone."""
         self._thread = None
-        self._close_all()
+        self._clients.abandon()
+        self._listener.close()
+        self._collector.close()
 
 
 class Collector:
     """Request collections from the engine's thread, one at a time, and pass each result to `publish`.
 
-    `Publisher` describes `collect` and `pending`. `wake` is called, on any thread, when there is something to do.
+    `Publisher` describes `collect` and `pending`. `post` calls a function on the publisher's thread, from any thread.
     `max_hz` limits the requests for a client that has just attached.
     """
 
@@ -256,14 +215,15 @@ class Collector:
         collect: Callable[[], Future[Changes]],
         pending: Callable[[], bool],
         publish: Callable[[Changes], None],
-        wake: Callable[[], None],
+        post: Callable[[Callable[[], object]], None],
         max_hz: float,
     ) -> None:
         self._collect, self._pending = collect, pending
-        self._publish, self._wake, self._max_hz = publish, wake, max_hz
+        self._publish, self._post, self._max_hz = publish, post, max_hz
         self._future: Future[Changes] | None = None
         self._requested_at = 0.0
         self._soon = False
+        self._woken = asyncio.Event()  # the time of the next request, or its result, has come
         self._waiting_next: list[threading.Event] = []  # for the next collection
         self._waiting_now: list[threading.Event] = []  # for the present collection
         self._logged_faults: set[str] = set()
@@ -277,7 +237,7 @@ class Collector:
         """
         event = threading.Event()
         self._waiting_next.append(event)
-        self._wake()
+        self._post(self._woken.set)
         return event.wait(timeout)
 
     def wait_until_delivered(self, timeout: float, alive: Callable[[], bool]) -> None:
@@ -300,26 +260,34 @@ class Collector:
     def request_soon(self) -> None:
         """Request the next collection early: a client has attached, and its snapshot may be a second old."""
         self._soon = True
+        self._woken.set()
+
+    async def run(self, hz: Callable[[], float]) -> None:
+        """Collect while there are changes, `hz` times a second."""
+        while True:
+            while (left := self.next_request(hz()) - time.monotonic()) > 0:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), None if left == inf else left)
+                self._woken.clear()
+                self.deliver()
+            self.request()
 
     def next_request(self, hz: float) -> float:
-        """When to request the next collection, on the monotonic clock, for a rate of `hz` a second."""
+        """When to request the next collection, on the monotonic clock."""
         if self._future is not None:
-            return inf  # its result wakes the thread
+            return inf  # its result wakes the loop
         if self._waiting_next:
             return 0.0
         return self._requested_at + 1.0 / (self._max_hz if self._soon else hz)
 
-    def poll(self, now: float, hz: float) -> None:
-        """Publish a finished collection; request the next one if it is due and there are changes."""
-        self.deliver()
-        if now < self.next_request(hz):
-            return
-        self._requested_at, self._soon = now, False
+    def request(self) -> None:
+        """Request a collection if there are changes."""
+        self._requested_at, self._soon = time.monotonic(), False
         self._waiting_now, self._waiting_next = self._waiting_next, []
         try:
             if self._pending():
                 self._future = self._collect()
-                self._future.add_done_callback(lambda future: self._wake())
+                self._future.add_done_callback(lambda _: self._post(self._woken.set))
         except Exception as error:
             self._log_fault(error)
         if self._future is None:

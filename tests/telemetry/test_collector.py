@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from math import inf
 from threading import Event
+from unittest import mock
 
 import pytest
 
@@ -28,7 +29,7 @@ class Engine:
         self.waiting: list[Event] = []  # callers that wait for the answer
         self.wakes = 0
         self.stirred: Callable[[], object] = lambda: None
-        self.collector = Collector(self.collect, self.pending, self.tell, self.wake, max_hz=100.0)
+        self.collector = Collector(self.collect, self.pending, self.tell, self.post, max_hz=100.0)
 
     def pending(self) -> bool:
         if self.fault is not None:
@@ -44,12 +45,15 @@ class Engine:
         assert not any(event.is_set() for event in self.waiting), "let go before it was told"
         self.told.append(changes.time)
 
-    def wake(self) -> None:
+    def post(self, call: Callable[[], object]) -> None:
         self.wakes += 1
         self.stirred()
 
     def turn(self, now: float = 1000.0, hz: float = RARELY) -> None:
-        self.collector.poll(now, hz)
+        self.collector.deliver()
+        if now >= self.collector.next_request(hz):
+            with mock.patch("time.monotonic", return_value=now):
+                self.collector.request()
 
     def answer(self) -> None:
         """Answer the open request with its number."""

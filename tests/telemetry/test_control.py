@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgpack
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.errors import EngineClosed, PinBudgetExceeded, ProtocolError
-from radixkv.telemetry.client_set import Client, ClientLimits
+from radixkv.telemetry.client_set import ClientLimits
 from radixkv.telemetry.command_queue import VERBS, CommandQueue, Outcome, may_control
 from radixkv.telemetry.protocol import Attach, Bye, Command, Delta, Frame, Hello, Reply, encode
 from radixkv.telemetry.publisher import Publisher
@@ -140,24 +140,6 @@ def test_too_many_commands_end_the_client_and_those_that_wait_are_not_executed()
         healthy.until_current(engine)
         healthy.close()
         reader.close()
-
-
-def test_a_client_that_is_told_the_end_takes_its_commands_along_before_it_reads():
-    dropped: list[bool] = []
-
-    class Queue:
-        def close(self) -> None:
-            dropped.append(True)
-
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        with suppress(BlockingIOError):
-            while True:
-                ours.send(bytes(65536))
-        client = Client(ours, 0.0, ClientLimits(), lambda _: iter(()), commands=Queue())
-        client.say_bye(b"bye", 1.0)
-        assert dropped and not client.closed  # it is closed when it has read the frame
 
 
 @pytest.mark.parametrize("writable", [False, True])
@@ -288,16 +270,19 @@ FRAMES = st.one_of(
 )
 
 
-def test_the_queue_of_a_client_is_bounded():
+def test_the_queue_of_a_client_is_bounded_and_its_end_cancels_the_command():
+    async def run() -> None:
+        queue = CommandQueue(executor.execute, None)
+        for number in range(8):
+            queue.add(Command(number, "pin", number))
+        with pytest.raises(ProtocolError, match="wait"):
+            queue.add(Command(9, "pin", 9))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(queue.next_reply(), 0.01)
+        assert len(executor.commands) == 1 and executor.futures[0].cancelled()
+
     executor = Executor(stuck=True)
-    queue = CommandQueue(executor.execute, None, encode, threading.Event().set)
-    for number in range(8):
-        queue.add(Command(number, "pin", number))
-    with pytest.raises(ProtocolError, match="wait"):
-        queue.add(Command(9, "pin", 9))
-    assert queue.poll() is None and len(executor.commands) == 1
-    queue.close()
-    assert executor.futures[0].cancelled()
+    asyncio.run(run())
 
 
 def test_no_sequence_of_frames_ends_the_publisher_or_disturbs_another_client():

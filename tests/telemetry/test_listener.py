@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import shutil
-import socket
-import time
 
 import pytest
 
 from radixkv.errors import InvalidInput
 from radixkv.telemetry import listener
 from radixkv.telemetry.discovery import engines
-from radixkv.telemetry.listener import Listener
 from radixkv.telemetry.publisher import Publisher
 from tests.telemetry.served import Engine, Reader, serving, threads_and_files, wait_until
 from tests.telemetry.wire import FACTS, node
@@ -72,12 +70,8 @@ def test_addresses_that_are_none_or_that_others_reach_are_refused(listen, said):
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """Let the listener check its files in every turn."""
-    monkeypatch.setattr(listener, "_CHECK_INTERVAL", 0.0)
-
-
-def turned(publisher, true):
-    wait_until(lambda: publisher._wake() or true())
+    """Let the listener check its files all the time."""
+    monkeypatch.setattr(listener, "_CHECK_INTERVAL", 0.001)
 
 
 def obstruct(folder):
@@ -98,7 +92,7 @@ def test_a_removed_folder_is_made_again_and_clients_stay(rounds):
         old.until_current(engine)
         folder = publisher.path.parent
         shutil.rmtree(folder.rename(folder.with_name("removed")))  # at once: it is made again meanwhile
-        turned(publisher, lambda: found_at(publisher))
+        wait_until(lambda: found_at(publisher))
         fresh = Reader(publisher.path)
         engine.change(node(2))
         for reader in (fresh, old):
@@ -110,7 +104,7 @@ def test_a_removed_folder_is_made_again_and_clients_stay(rounds):
 def test_a_file_that_is_removed_comes_back(rounds, kind):
     with serving() as (publisher, _):
         publisher.path.with_suffix(kind).unlink()
-        turned(publisher, lambda: publisher.path and publisher.path.with_suffix(kind).exists() and found_at(publisher))
+        wait_until(lambda: publisher.path and publisher.path.with_suffix(kind).exists() and found_at(publisher))
 
 
 def test_no_place_is_one_warning_and_a_place_that_comes_is_taken(rounds, caplog):
@@ -119,12 +113,12 @@ def test_no_place_is_one_warning_and_a_place_that_comes_is_taken(rounds, caplog)
         folder = publisher.path.parent
         (folder.parent / f"radixkv-{os.geteuid()}").touch()
         obstruct(folder)
-        turned(publisher, lambda: caplog.records)
-        turned(publisher, lambda: publisher.path is None)
+        wait_until(lambda: caplog.records)
+        wait_until(lambda: publisher.path is None)
         folder.unlink()
-        turned(publisher, lambda: found_at(publisher))
+        wait_until(lambda: found_at(publisher))
         obstruct(folder)
-        turned(publisher, lambda: len(caplog.records) == 2)
+        wait_until(lambda: len(caplog.records) == 2)
     assert ["there is no place for another" in record.getMessage() for record in caplog.records] == [True, True]
     assert threads_and_files() == before
 
@@ -138,32 +132,18 @@ def test_what_others_put_in_the_place_of_a_socket_stays():
         assert path.read_text() == "somebody else's"
 
 
-def test_no_file_descriptors_left_is_a_rest_and_not_the_end(caplog):
-    class Exhausted:
-        family = socket.AF_UNIX
+def test_no_file_descriptors_left_is_a_rest_and_not_the_end(monkeypatch, caplog):
+    async def exhausted(self, listener):
+        monkeypatch.undo()
+        raise OSError(24, "Too many open files")
 
-        def accept(self):
-            raise OSError(24, "Too many open files")
-
-    class Selector:
-        def __init__(self):
-            self.registered = []
-
-        def register(self, listener, events, data):
-            self.registered.append(listener)
-
-        def unregister(self, listener):
-            self.registered.remove(listener)
-
-    tired, listener, selector = Listener(None, lambda connection, token: None), Exhausted(), Selector()
-    tired._selector, tired._next_check = selector, float("inf")
-    tired._listen(listener)
-    with caplog.at_level(logging.WARNING):
-        tired._accept(listener)
-        tired._accept(listener)  # both were ready in the same turn
-    assert selector.registered == []
+    monkeypatch.setattr(listener, "_PAUSE_S", 0.01)
+    with serving() as (publisher, engine), caplog.at_level(logging.WARNING):
+        Reader(publisher.path).close()  # the present wait for a connection has begun
+        monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_accept", exhausted)
+        readers = [Reader(publisher.path) for _ in range(2)]
+        engine.change(node(1))
+        for reader in readers:
+            reader.until_current(engine)
+            reader.close()
     assert caplog.text.count("Too many open files") == 1
-    tired.maintain(time.monotonic())
-    assert selector.registered == []
-    tired.maintain(time.monotonic() + 2.0)
-    assert selector.registered == [listener]

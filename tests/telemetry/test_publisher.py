@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from radixkv.telemetry import frame_log
@@ -103,7 +104,7 @@ def test_what_the_engine_had_answered_is_told_before_the_end(monkeypatch):
         engine.stuck = True
         engine.change(node(2))
         wait_until(lambda: engine.waiting)
-        monkeypatch.setattr(publisher._collector, "poll", lambda now, hz: None)  # too late for a turn
+        monkeypatch.setattr(publisher._collector, "_woken", asyncio.Event())  # too late for a turn
         engine.answer()
         publisher.close("enough")
         assert reader.until_the_end() == "enough"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from radixkv.telemetry.client_set import Client, ClientLimits
-from radixkv.telemetry.protocol import Bye, Delta, encode
+from radixkv.telemetry.protocol import Attach, Delta, encode
 from tests.telemetry.served import Reader, many, serving, wait_until
 from tests.telemetry.wire import node
 
@@ -47,39 +50,89 @@ def test_a_slow_reader_of_a_moving_target_ends_up_with_the_truth():
         slow.close()
 
 
+class Log:
+    """Frames that need no engine."""
+
+    def __init__(self, *pages: bytes) -> None:
+        self.pages = pages
+
+    def snapshot(self, dropped: int | None, control: bool) -> Iterator[bytes]:
+        return iter([b"gap %d" % dropped] if dropped else self.pages)
+
+    def bye(self, reason: str) -> bytes:
+        return f"bye: {reason}".encode()
+
+
+async def attached(client: Client, theirs: socket.socket) -> None:
+    """Run the client until it has begun to send its snapshot."""
+    theirs.sendall(encode(Attach()))
+    client.task = asyncio.create_task(client.run(lambda client: None))
+    while not client.buffered:
+        await asyncio.sleep(0)
+
+
+async def received(theirs: socket.socket) -> bytes:
+    data = b""
+    while piece := await asyncio.get_running_loop().sock_recv(theirs, 65_536):
+        data += piece
+    return data
+
+
+PAGE = b"p" * 1_000_000  # a socket takes a part of it
+
+
 @pytest.mark.parametrize(("size", "dropped"), [(1000, 0), (1001, 1)])
-def test_a_delta_that_would_go_over_the_buffer_is_dropped(size, dropped):
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        client = Client(ours, 0.0, ClientLimits(buffer=2000), lambda dropped: iter([b"s" * 1_000_000]))
-        client.start()  # the snapshot does not fit into the socket
-        waiting = client.buffered
-        assert waiting > 2000
-        client._limits = ClientLimits(buffer=waiting + 2000)
+def test_a_delta_that_would_go_over_the_buffer_is_dropped(size: int, dropped: int) -> None:
+    async def run() -> None:
+        limits = ClientLimits(buffer=len(PAGE) + 2000)
+        client = Client(ours, None, limits, Log(PAGE), None)
+        await attached(client, theirs)
         client.send_delta(b"a" * 1000)
         client.send_delta(b"b" * size)
-        assert client.buffered == waiting + (0 if dropped else 2000)
-        assert client._dropped == 2 * dropped
+        assert client.buffered == len(PAGE) + (1000 if dropped else 2000)
+        expected = PAGE + b"a" * 1000 + (b"gap 1" if dropped else b"b" * size)
+        reading = asyncio.create_task(received(theirs))
+        while client.buffered:
+            await asyncio.sleep(0)
+        client.end()
+        assert await reading == expected
+
+    with pair() as (ours, theirs):
+        asyncio.run(run())
 
 
-def test_a_client_closed_amid_a_frame_gets_its_rest_and_the_reason():
-    whole = encode(Bye("x" * 900_000))  # a large frame, of which the socket takes a part
+def test_a_client_closed_amid_a_frame_gets_its_rest_and_the_reason() -> None:
+    async def run() -> None:
+        client = Client(ours, None, ClientLimits(), Log(PAGE, b"never sent"), None)
+        await attached(client, theirs)
+        client.send_delta(b"nor is this")
+        client.end("enough")
+        theirs.sendall(b"what now")  # must not lose the last frame
+        await asyncio.sleep(0.01)
+        client.end("once more")
+        assert await received(theirs) == PAGE + b"bye: enough"
+        await client.task
+
+    with pair() as (ours, theirs):
+        asyncio.run(run())
+
+
+def test_a_client_that_does_not_read_its_last_frame_is_closed_in_time() -> None:
+    async def run() -> None:
+        client = Client(ours, None, ClientLimits(leave_s=0.01), Log(PAGE), None)
+        await attached(client, theirs)
+        client.end("enough")
+        await asyncio.wait_for(client.task, 20)
+        assert len(await received(theirs)) < len(PAGE)
+
+    with pair() as (ours, theirs):
+        asyncio.run(run())
+
+
+@contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.setblocking(False)
-        theirs.settimeout(20.0)
-        client = Client(ours, 0.0, ClientLimits(), lambda dropped: iter([whole, b"never sent"]))
-        client.start()
-        client.send_delta(b"nor is this")
-        assert client.wants_to_send
-        client.say_bye(encode(Bye("enough")), 0.0)
-        theirs.sendall(b"what now")  # must not lose the last frame
-        assert not client.read()
-        assert not client.closed
-        data = b""
-        while len(data) < len(whole) + len(encode(Bye("enough"))):
-            client.flush()
-            data += theirs.recv(65_536)
-        assert data == whole + encode(Bye("enough"))
-        assert client.closed
+        for end in (ours, theirs):
+            end.setblocking(False)
+        yield ours, theirs
