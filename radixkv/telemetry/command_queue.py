@@ -35,7 +35,7 @@ _LONGEST_TEXT = 1000  # characters of a reply
 
 
 class Outcome(NamedTuple):
-    """The result of a command: whether it was executed, and one sentence on what it did, or why it did nothing."""
+    """The result of a command: whether it was executed, and one sentence on its effect, or on why it had none."""
 
     done: bool
     text: str
