@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from radixkv import Engine, EngineConfig, PrefixCache
-from radixkv.cli.entry_point import add_settings
 from radixkv.engine.observers import what_if
+from radixkv.settings.command_line import add_settings
 from radixkv.telemetry.protocol import Delta
 from radixkv.telemetry.what_if import SIZES, WhatIfCurve, WhatIfReport
 from tests.engine.fakes import make_engine
@@ -95,7 +95,7 @@ def test_it_can_be_switched_off_by_the_setting_and_its_option() -> None:
         engine.generate([tokens(9)], ONE)
         assert engine.what_if() is None and not engine.core.end_queues and not engine.client.curve._thread.is_alive()
     command = argparse.ArgumentParser()
-    add_settings(command, "what_if")
+    add_settings(command, EngineConfig, "what_if")
     assert command.parse_args([]).what_if and not command.parse_args(["--no-what-if"]).what_if
 
 
