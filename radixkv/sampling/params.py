@@ -81,6 +81,8 @@ class Parameter:
     adjusts_logits   whether a value other than the default needs a logits processor
     on_wire          whether HTTP endpoints accept the parameter under its own name
     column           the number that a sampler needs, if there is one
+    example          a value that changes a reply
+    inert            the reason why no value changes a reply
     """
 
     kind: Kind
@@ -88,6 +90,8 @@ class Parameter:
     adjusts_logits: bool = False
     on_wire: bool = True
     column: Column | None = None
+    example: Any = None
+    inert: str = ""
 
 
 def parameter(default: Any, kind: Kind, help: str, **more: Any) -> Any:
@@ -124,37 +128,48 @@ class SamplingParams:
     At most one of json_schema, regex, grammar and choice is given; they need the extra radixkv[grammar].
     """
 
-    max_tokens: int = parameter(256, Integer(low=1), "maximum length of the reply, >= 1", on_wire=False)
+    max_tokens: int = parameter(
+        256,
+        Integer(low=1),
+        "maximum length of the reply, >= 1",
+        on_wire=False,
+        example=3,
+    )
     min_tokens: int = parameter(
         0,
         Integer(low=0),
         "minimum length: no stop token is sampled before, and no stop string that is complete before it ends "
         "the reply, 0 <= min_tokens <= max_tokens",
         adjusts_logits=True,
+        example=4,
     )
     temperature: float = parameter(
         1.0,
         Number(low=0, wire_high=2),
         "divides the logits, >= 0; below 0.01 sampling is nearly greedy",
         column=Column("float32", lambda value: min(max(value, TEMPERATURES[0]), TEMPERATURES[1])),
+        example=0.0,
     )
     top_k: int = parameter(
         0,
         Integer(low=-1),
         "keep the k most likely tokens, and tokens that tie with the last; 0 or -1: all, 1: greedy",
         column=Column("int64", lambda value: min(max(value, 0), LARGEST_TOP_K), filters=True),
+        example=1,
     )
     top_p: float = parameter(
         1.0,
         Number(low=0, high=1, above=True),
         "of these, keep the smallest set with this total probability, 0 < top_p <= 1",
         column=Column("float64", filters=True),
+        example=0.01,
     )
     min_p: float = parameter(
         0.0,
         Number(low=0, high=1),
         "drop tokens less likely than min_p times the most likely one, 0 <= min_p <= 1",
         column=Column("float32", lambda value: math.log(value) if value else -math.inf, filters=True),
+        example=1.0,
     )
     repetition_penalty: float = parameter(
         1.0,
@@ -162,6 +177,7 @@ class SamplingParams:
         "divides positive and multiplies negative logits of the tokens of prompt and reply, 0.01..100",
         adjusts_logits=True,
         column=Column("float64"),
+        example=100.0,
     )
     presence_penalty: float = parameter(
         0.0,
@@ -169,6 +185,7 @@ class SamplingParams:
         "subtracted once from the logit of each token that occurs in the reply, -2..2",
         adjusts_logits=True,
         column=Column("float32"),
+        example=2.0,
     )
     frequency_penalty: float = parameter(
         0.0,
@@ -176,21 +193,45 @@ class SamplingParams:
         "subtracted for each occurrence of a token in the reply, -2..2",
         adjusts_logits=True,
         column=Column("float32"),
+        example=2.0,
     )
     logit_bias: Mapping[int, float] = parameter(
-        dict, TokenBias(low=-100, high=100), "token id -> number added to its logit, -100..100", adjusts_logits=True
+        dict,
+        TokenBias(low=-100, high=100),
+        "token id -> number added to its logit, -100..100",
+        adjusts_logits=True,
+        example={5: 100.0},
     )
     seed: int | None = parameter(
         None,
         Integer(optional=True),
         "an int: the same seed gives the same reply, in any batch; None: the engine's seed",
+        example=4,
     )
     stop: Sequence[str] = parameter(
-        (), Texts(wire_most=16, wire_longest=4096), "strings that end the reply, and are not part of it"
+        (),
+        Texts(wire_most=16, wire_longest=4096),
+        "strings that end the reply, and are not part of it",
+        example=(" ",),
     )
-    stop_token_ids: Sequence[int] = parameter((), TokenIds(), "additional token ids that end the reply")
-    ignore_eos: bool = parameter(False, Switch(), "continue after the model's own stop tokens")
-    n: int = parameter(1, Integer(low=1, wire_high=128), "number of replies to one prompt, >= 1")
+    stop_token_ids: Sequence[int] = parameter(
+        (),
+        TokenIds(),
+        "additional token ids that end the reply",
+        example=(5,),
+    )
+    ignore_eos: bool = parameter(
+        False,
+        Switch(),
+        "continue after the model's own stop tokens",
+        example=True,
+    )
+    n: int = parameter(
+        1,
+        Integer(low=1, wire_high=128),
+        "number of replies to one prompt, >= 1",
+        example=2,
+    )
     logprobs: int | None = parameter(
         None,
         Integer(low=0, high=100, optional=True, wire_high=20),
@@ -198,60 +239,90 @@ class SamplingParams:
         "the sampled token's; 0..100, None: no log probabilities. They belong to the model's distribution, "
         "before any parameter above changes it",
         on_wire=False,
+        example=1,
     )
     prompt_logprobs: int | None = parameter(
         None,
         Integer(low=0, high=100, optional=True, wire_high=20),
         "as logprobs, for each token of the prompt after the first; needs the logits of the whole prompt",
         on_wire=False,
+        example=1,
     )
     bad_words: Sequence[str] = parameter(
         (),
         Texts(wire_most=1024, wire_longest=256),
         "texts that a reply does not contain, as far as their tokens are concerned",
         adjusts_logits=True,
+        example=(" The",),
     )
     beam_width: int = parameter(
-        1, Integer(low=1, wire_high=128), "number of beams, >= 1; 1: no beam search", on_wire=False
+        1,
+        Integer(low=1, wire_high=128),
+        "number of beams, >= 1; 1: no beam search",
+        on_wire=False,
+        example=2,
     )
     length_penalty: float = parameter(
         1.0,
         Number(low=-10, high=10),
         "a beam's score is the sum of its log probabilities over its length to this power, -10..10; has a "
         "meaning only for a beam search",
+        example=-5.0,
     )
     early_stopping: bool | str = parameter(
         False,
         EarlyStopping(),
         "True: stop once beam_width beams are complete; False: once no beam is likely to improve; 'never': "
         "once no beam can improve, for a length_penalty > 0",
+        example=True,
     )
     speculate: bool = parameter(
-        True, Switch(), "whether an engine that speculates drafts tokens of the reply; it is the same with and without"
+        True,
+        Switch(),
+        "whether an engine that speculates drafts tokens of the reply; it is the same with and without",
+        inert="a reply is the same with and without drafts",
     )
     prediction: str = parameter(
-        "", Prediction(), "text that the reply may repeat, from which such an engine drafts; '': none", on_wire=False
+        "",
+        Prediction(),
+        "text that the reply may repeat, from which such an engine drafts; '': none",
+        on_wire=False,
+        inert="a reply is the same with and without drafts",
     )
     extra_args: Mapping[str, Any] = parameter(
-        dict, Named(), "name -> value, for the engine's custom logits processors", on_wire=False
+        dict,
+        Named(),
+        "name -> value, for the engine's custom logits processors",
+        on_wire=False,
+        inert="only custom processors read it",
     )
     json_schema: Mapping[str, Any] | str | bool | None = parameter(
         None,
         JsonSchema(optional=True, most=LONGEST_CONSTRAINT),
         "the reply is a JSON value that this schema allows: a mapping, its JSON text, or True for any",
         on_wire=False,
+        example=True,
     )
     regex: str | None = parameter(
-        None, Text(optional=True, most=LONGEST_REGEX), "the whole reply matches this regular expression", on_wire=False
+        None,
+        Text(optional=True, most=LONGEST_REGEX),
+        "the whole reply matches this regular expression",
+        on_wire=False,
+        example="[0-9]+",
     )
     grammar: str | None = parameter(
         None,
         Text(optional=True, most=LONGEST_CONSTRAINT),
         "the reply follows this grammar, in Lark's notation as llguidance reads it, or in GBNF",
         on_wire=False,
+        example='start: "a"',
     )
     choice: Sequence[str] = parameter(
-        (), Texts(most=MOST_CHOICES, longest=LONGEST_CONSTRAINT), "the reply is one of these texts", on_wire=False
+        (),
+        Texts(most=MOST_CHOICES, longest=LONGEST_CONSTRAINT),
+        "the reply is one of these texts",
+        on_wire=False,
+        example=("yes", "no"),
     )
 
     def __post_init__(self) -> None:

@@ -24,8 +24,9 @@ from transformers import (
 
 from radixkv.errors import InvalidInput
 from radixkv.sampling import sampler
-from radixkv.sampling.params import SampleRow, SamplingParams
+from radixkv.sampling.params import Parameter, SampleRow, SamplingParams, parameters
 from radixkv.sampling.sampler import sample
+from radixkv.settings.kinds import Integer, Number, TokenBias
 from tests.selection import mostly_long
 
 STOPS = frozenset({4, 9})
@@ -89,20 +90,25 @@ def exponential(key: int, id: int) -> float:
     return -math.log(((state >> 12) + 0.5) / 2**52)
 
 
-# Penalties and biases that float32 represents exactly, so that ties are ties in both samplers.
+def values(declared: Parameter, default: Any) -> st.SearchStrategy[Any]:
+    """Return values of a parameter: its default and its example often, and quarters, which float32 represents."""
+    kind, edges = declared.kind, st.sampled_from([default, declared.example])
+    if isinstance(kind, TokenBias):
+        return st.dictionaries(st.integers(0, 149), st.integers(-40, 40).map(lambda number: number / 4), max_size=3)
+    assert isinstance(kind, Number)
+    if isinstance(kind, Integer):
+        return edges | st.integers(int(kind.low), int(min(kind.high, kind.low + 200)))
+    quarters = st.integers(math.ceil(4 * kind.low), int(4 * min(kind.high, 2)))
+    return edges | quarters.map(lambda number: number / 4).filter(kind.accepts)
+
+
 PARAMS = st.builds(
     SamplingParams,
-    min_tokens=st.integers(0, 4),
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
-    top_k=st.sampled_from([-1, 0, 1, 2, 5, 30, 400]),
-    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
-    min_p=st.sampled_from([0.0, 0.05, 0.6, 1.0]),
-    repetition_penalty=st.sampled_from([1.0, 2.0, 0.5]),
-    presence_penalty=st.sampled_from([0.0, 1.5, -0.5]),
-    frequency_penalty=st.sampled_from([0.0, 0.5]),
-    logit_bias=st.dictionaries(
-        st.integers(0, 149), st.integers(-40, 40).map(lambda quarters: quarters / 4), max_size=3
-    ),
+    **{
+        name: values(declared, getattr(SamplingParams(), name))
+        for name, declared in parameters(SamplingParams).items()
+        if (declared.column or declared.adjusts_logits) and isinstance(declared.kind, Number)
+    },
 )
 ROWS = st.builds(
     SampleRow,
