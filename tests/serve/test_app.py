@@ -15,7 +15,7 @@ from transformers import AddedToken
 from radixkv import SamplingParams, __version__
 from radixkv.serve import Settings
 from radixkv.serve.token_texts import TokenTexts
-from tests.serve.served import ASKED, CHAT, events, fake_model, says, served, texts, tokenizer
+from tests.serve.served import ASKED, CHAT, fake_model, says, served, texts, tokenizer
 from tests.telemetry.served import runtime_folder
 
 PLAIN = {"model": "fake", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6}
@@ -68,15 +68,6 @@ def test_sampling_parameters_reach_the_engine():
     assert [each["index"] for each in answer["choices"]] == [0, 1, 2]
     assert [each["finish_reason"] for each in answer["choices"]] == ["length"] * 3
     assert answer["usage"]["completion_tokens"] == 36
-
-
-def test_stop_strings_end_a_reply_and_are_not_part_of_it():
-    with served(brain=says("One, two, three, four.")) as server:
-        answer = server.chat(stop=["three", "four"])
-        streamed = server.events("/v1/chat/completions", {**CHAT, "stop": "three"})
-    assert answer["choices"][0]["message"]["content"] == "One, two, "
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    assert texts(streamed) == {0: "One, two, "}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -147,36 +138,6 @@ def test_large_answers_are_made_outside_the_event_loop(path, monkeypatch):
     assert decoded and len(decoded) == len(set(decoded))
 
 
-def test_tool_calls_are_taken_out_of_the_text():
-    with served(brain=says(f"Let me see.\n{CALL}")) as server:
-        answer = server.chat(tools=[TOOL])
-        streamed = server.events("/v1/chat/completions", {**CHAT, "tools": [TOOL]})
-        untouched = server.chat(tools=[TOOL], tool_choice="none")
-    (choice,) = answer["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] == "Let me see."
-    (call,) = choice["message"]["tool_calls"]
-    assert call["function"]["name"] == "now" and json.loads(call["function"]["arguments"]) == {"zone": "UTC"}
-    deltas = [event["choices"][0]["delta"] for event in streamed]
-    first, *more = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
-    assert (first["index"], first["id"], first["type"]) == (0, call["id"], "function")
-    assert all(set(each) == {"index", "function"} and set(each["function"]) == {"arguments"} for each in more)
-    first["function"]["arguments"] += "".join(each["function"]["arguments"] for each in more)
-    assert first["function"] == call["function"]
-    assert texts(streamed) == {0: "Let me see."}
-    assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    assert untouched["choices"][0]["message"]["content"] == f"Let me see.\n{CALL}"
-
-
-def test_the_result_of_a_tool_continues_the_conversation():
-    with served(brain=says(f"Let me see.\n{CALL}")) as server:
-        message = server.chat(tools=[TOOL])["choices"][0]["message"]
-        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "12:00"}
-        answer = server.chat(tools=[TOOL], messages=[*ASKED, message, result])
-    usage = answer["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
-
-
 def test_a_template_may_open_the_thinking():
     opens = type(tokenizer()).from_pretrained(tokenizer().name_or_path)
     opens.chat_template = opens.chat_template.replace("assistant\n{%", "assistant\n<think>\n{%")
@@ -234,39 +195,6 @@ def test_completions_take_all_four_forms_of_prompts(prompt):
     assert answer["usage"]["prompt_tokens"] == sum(each.usage.prompt_tokens for each in own)
 
 
-def test_a_completion_may_repeat_its_prompt():
-    with served() as server:
-        answer = server.post("/v1/completions", {**PLAIN, "echo": True}).json()
-        plain = server.post("/v1/completions", PLAIN).json()
-        streamed = server.events("/v1/completions", {**PLAIN, "echo": True})
-    assert answer["choices"][0]["text"] == "Once upon a time" + plain["choices"][0]["text"]
-    assert texts(streamed) == {0: answer["choices"][0]["text"]}
-
-
-def test_bad_words_are_not_in_a_reply():
-    with served() as server:
-        free = server.post("/v1/completions", {**PLAIN, "max_tokens": 6}).json()["choices"][0]["text"]
-        word = tokenizer().decode(tokenizer().encode(free)[2:3])
-        own = server.engine.generate([PLAIN["prompt"]], SamplingParams(temperature=0, max_tokens=6, bad_words=[word]))
-        answers = [
-            server.post("/v1/completions", {**PLAIN, "max_tokens": 6, "bad_words": words}).json()["choices"][0]["text"]
-            for words in ([word], word)
-        ]
-    assert word in free and answers == [own[0].text] * 2 and word not in own[0].text
-
-
-def test_logprobs_of_a_completion():
-    with served() as server:
-        answer = server.post("/v1/completions", {**PLAIN, "logprobs": 3}).json()
-        streamed = server.events("/v1/completions", {**PLAIN, "logprobs": 3})
-    shown = answer["choices"][0]["logprobs"]
-    assert len(shown["tokens"]) == len(shown["token_logprobs"]) == len(shown["text_offset"]) == 6
-    assert shown["text_offset"][1] == len(shown["tokens"][0])
-    parts = [event["choices"][0]["logprobs"] for event in streamed]
-    for field in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-        assert [each for part in parts for each in part[field]] == shown[field]
-
-
 # ---- other endpoints
 
 
@@ -320,23 +248,6 @@ def test_usage_names_the_tokens_that_came_from_the_host():
         assert "host_tokens" not in answer["usage"]["input_tokens_details"]
 
 
-@pytest.mark.parametrize("vllm", [False, True])
-def test_metrics_count_what_was_asked(vllm):
-    with served(Settings(vllm_metrics=vllm), brain=says("Yes.")) as server:
-        server.chat()
-        answer = server.client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    assert "radixkv:output_tokens_total 3.0" in answer.text
-    assert ("vllm:" in answer.text) == vllm
-
-
-def test_the_root_names_the_server_without_a_key():
-    with served(Settings(api_keys={"ada": "ada-secret"})) as server:
-        answer, head = server.client.get("/"), server.client.head("/")
-    assert answer.status_code == head.status_code == 200
-    assert answer.json() == {"name": "radixkv", "version": __version__} and not head.content
-
-
 def test_what_does_not_exist_says_so_in_the_same_shape():
     with served() as server:
         nowhere, wrong = server.client.get("/v2/chat"), server.client.get("/v1/completions")
@@ -359,17 +270,6 @@ def test_a_compressed_body_is_told_so(path):
         plain = server.client.post(path, content=b"x", headers={"Content-Encoding": "identity"})
     assert answer.status_code == 415 and answer.json()["error"]["code"] == "unsupported_media_type"
     assert plain.status_code == 400
-
-
-def test_usage_ends_a_stream_if_asked_for():
-    with served(brain=says("Yes.")) as server:
-        streamed = server.events("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}})
-        whole = server.chat()
-        without = server.events("/v1/chat/completions", CHAT)
-    *others, last = streamed
-    assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
-    assert all(event["usage"] is None for event in others)
-    assert not any("usage" in event for event in without)
 
 
 def test_a_step_that_fails_is_500_and_leaves_the_server_serving(caplog):
@@ -436,9 +336,3 @@ def test_a_model_without_a_tokenizer_completes_token_ids():
         assert answer.status_code == 200 and len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 6
         for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", PLAIN)):
             assert server.post(path, body).status_code == 400
-
-
-def test_events_of_an_empty_reply():
-    with served(brain=says("")) as server:
-        streamed = server.post("/v1/chat/completions", {**CHAT, "stream": True}).text
-    assert texts(events(streamed)) == {0: ""}

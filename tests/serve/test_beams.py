@@ -23,21 +23,6 @@ def found(server: Served, prompt: Any = PROMPT, **params: Any) -> list[Any]:
     return [best, *best.alternatives]
 
 
-def test_the_choices_are_the_beams_best_first():
-    with served() as server:
-        own = found(server)
-        answer = server.post("/v1/completions", {**PLAIN, **BEAMS}).json()
-        streamed = server.events("/v1/completions", {**PLAIN, **BEAMS, "stream_options": {"include_usage": True}})
-    assert [choice["text"] for choice in answer["choices"]] == [beam.text for beam in own]
-    assert [choice["score"] for choice in answer["choices"]] == [beam.score for beam in own]
-    assert [choice["finish_reason"] for choice in answer["choices"]] == [beam.finish_reason for beam in own]
-    assert answer["usage"]["completion_tokens"] == sum(len(beam.token_ids) for beam in own)
-    assert texts(streamed) == {rank: beam.text for rank, beam in enumerate(own)}
-    assert streamed[-1]["usage"]["total_tokens"] == answer["usage"]["total_tokens"]
-    ends = [choice["finish_reason"] for event in streamed for choice in event["choices"] if choice["finish_reason"]]
-    assert ends == [beam.finish_reason for beam in own]
-
-
 def test_a_chat_returns_its_beams_and_remembers_all_of_them():
     with served() as server:
         answer = server.chat(**BEAMS, max_tokens=6, logprobs=True, top_logprobs=2)
@@ -52,20 +37,6 @@ def test_a_chat_returns_its_beams_and_remembers_all_of_them():
         entries = choice["logprobs"]["content"]
         assert sum(entry["logprob"] for entry in entries) / len(entries) == pytest.approx(choice["score"], abs=1e-4)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= answer["usage"]["prompt_tokens"]
-
-
-def test_the_parameters_of_a_search_are_the_engines():
-    options = {
-        "length_penalty": -2.0,
-        "early_stopping": "never",
-        "stop_token_ids": [int(each) for each in range(0, 1536, 3)],
-    }
-    with served() as server:
-        own = found(server, **options)
-        answer = server.post("/v1/completions", {**PLAIN, **BEAMS, **options}).json()
-        default = server.post("/v1/completions", {**PLAIN, **BEAMS}).json()
-    assert [choice["score"] for choice in answer["choices"]] == [beam.score for beam in own]
-    assert [choice["text"] for choice in answer["choices"]] != [choice["text"] for choice in default["choices"]]
 
 
 def test_best_of_beams_return_the_best_n():

@@ -104,19 +104,3 @@ def test_only_the_tokens_of_a_changed_reply_are_computed_again(changes: set[int]
             (call,) = message["tool_calls"]
             result = {"role": "tool", "tool_call_id": call["id"], "content": f"ok {turn}"}
             messages += [{**message, "tool_calls": [changed(call) if turn in changes else call]}, result]
-
-
-def test_explain_names_the_token_at_which_a_changed_reply_differs() -> None:
-    messages: list[Any] = [{"role": "user", "content": "Edit the files."}]
-    with served(brain=script([asks(0), "Done."])) as server:
-        server.service.call_format = HERMES
-        answer = server.chat(messages=messages, tools=TOOLS, max_tokens=200)
-        prompt, _, output = costs(answer["usage"])
-        message = answer["choices"][0]["message"]
-        (call,) = message["tool_calls"]
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
-        messages += [{**message, "tool_calls": [changed(call)]}, result]
-        sent = server.service.conversations.prompt(None, read_messages(messages), TOOLS)
-        explained = server.engine.probe(list(sent.ids))
-    assert explained.reason == "diverged"
-    assert prompt <= explained.diverged_at == explained.matched < prompt + output

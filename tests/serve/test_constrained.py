@@ -138,12 +138,6 @@ def test_replies_follow_other_constraints(server: Served, path: str) -> None:
     assert isinstance(json.loads(text_of(post(server, path, structured_outputs={"json_object": True}))), dict)
 
 
-def test_a_plain_format_changes_nothing(server: Served) -> None:
-    free = text_of(post(server, CHAT, temperature=0))
-    for format_ in (None, {"type": "text"}):
-        assert text_of(post(server, CHAT, temperature=0, response_format=format_)) == free
-
-
 FORCED = {
     CHAT: ("required", {"type": "function", "function": {"name": "look"}}),
     RESPONSES: ("required", {"type": "function", "name": "look"}),

@@ -193,18 +193,6 @@ def test_a_conversation_keeps_the_date_on_which_it_began(mode: Mode):
     assert told.prompt("y", again.messages).date != "31 Dec 1999"
 
 
-def test_the_requests_of_a_conversation_share_a_number():
-    numbers = iter(range(10, 20))
-    told = Conversations(TOKENIZERS["ChatML"], STOPS, HistoryIndex(1 << 20), new_session=numbers.__next__)
-    first, other = told.prompt("x", [user("hello")]), told.prompt("x", [user("hello you")])
-    told.remember(first, assistant("hello"), [*spelled("hello", 1), END])
-    again = told.prompt("x", [user("hello"), assistant("hello"), user("more")])
-    told.remember(again, assistant("hello"), [*spelled("hello", 2), END])
-    third = told.prompt("x", [*again.messages, assistant("hello"), user("more")])
-    stranger = told.prompt("y", again.messages)
-    assert [each.session for each in (first, other, again, third, stranger)] == [10, 11, 10, 10, 12]
-
-
 def test_a_key_of_the_client_names_a_session_and_keeps_the_history() -> None:
     """Also when the client rewrites its conversation. A key names different sessions in different namespaces."""
     numbers = iter(range(10, 20_000))
@@ -255,23 +243,6 @@ def test_tool_calls_and_their_results_stand_after_the_call_as_it_was_sampled(sty
         assert list(prompt.ids[: len(first.ids) + len(ids)]) == [*first.ids, *ids]
         if style == "ChatML":
             assert decoded(prompt) == rendered(style, [*asked, assistant("", tool_calls=[call]), result], TOOLS)
-
-
-def test_a_template_that_wants_a_call_before_a_result_sees_one() -> None:
-    strict = (
-        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
-        "{{ raise_exception('a result of no call') }}{% endif %}{% endfor %}"
-    )
-    told, asked = Conversations(byte_tokenizer(strict + CHATML), STOPS, HistoryIndex(1 << 20)), [user("hello")]
-    function = {"name": "weather", "arguments": {"city": "Oslo"}}
-    reply = assistant("", tool_calls=[{"id": "call_1", "type": "function", "function": function}])
-    first = told.prompt("x", asked, TOOLS)
-    ids = [*spelled('<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>', 5), END]
-    told.remember(first, reply, ids)
-    result = {"role": "tool", "tool_call_id": "call_1", "content": "grey"}
-    prompt = told.prompt("x", [*asked, reply, result], TOOLS)
-    assert prompt.known == 2
-    assert decoded(prompt) == rendered("ChatML", [*asked, reply, result], TOOLS)
 
 
 def test_what_the_template_refuses_is_refused_whether_the_beginning_is_known_or_not():

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from radixkv.chat.calls.formats import HERMES
 from radixkv.serve.anthropic.schemas import Dialect, read_count, read_message
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import IgnoredFields
+from radixkv.serve.ollama import schemas as ollama
 from radixkv.serve.openai_responses.schemas import read_response
 from radixkv.serve.role_order import ANY_ORDER
 from radixkv.serve.schemas import read_chat, read_completion, read_tokenize
@@ -26,9 +28,13 @@ READERS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
         {"model": "m", "input": "x"},
         lambda body, ignored: read_response(body, ignored, lambda _: None, ANY_ORDER),
     ),
+    "ollama": ({"model": "m", "messages": ASKED}, lambda body, ignored: ollama.read_chat(body, ignored, HERMES)),
+    "generate": ({"model": "m", "prompt": "x"}, ollama.read_generate),
 }
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 ONE_TOOL = {"tools": [FUNCTION]}
+USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "a"}]}
+OPENAI = [name for name in READERS if name not in ("ollama", "generate")]
 
 
 def said(**fields: Any) -> dict[str, Any]:
@@ -43,80 +49,167 @@ def items(*given: Any) -> dict[str, Any]:
     return {"input": list(given)}
 
 
-WRONG: list[tuple[str, dict[str, Any], str, str]] = [
-    ("chat", {"model": None}, MISSING, "model"),
-    ("chat", {"messages": []}, TYPE, "messages"),
-    ("chat", {"messages": [None]}, TYPE, "messages[0]"),
-    ("chat", {"messages": [{"content": "x"}]}, MISSING, "messages[0].role"),
-    ("chat", {"messages": [{"role": ["user"], "content": "x"}]}, VALUE, "messages[0].role"),
-    ("chat", {"messages": [*ASKED, {"role": "user"}, {"role": "x"}]}, MISSING, "messages[1].content"),
-    ("chat", {"messages": [{"role": "tool", "content": "x", "tool_call_id": ""}]}, MISSING, "messages[0].tool_call_id"),
-    ("chat", asked({"type": "text", "text": None}), MISSING, "messages[0].content[0].text"),
-    ("chat", said(), MISSING, "messages[0].content"),
-    ("chat", said(content="x", tool_calls=[5]), TYPE, "messages[0].tool_calls[0]"),
-    ("chat", said(content="x", audio={}), VALUE, "messages[0].audio"),
-    ("chat", {"temperature": 10**400}, VALUE, "temperature"),
-    ("chat", {"temperature": "1"}, TYPE, "temperature"),
-    ("chat", {"n": True}, TYPE, "n"),
-    ("chat", {"n": "1"}, TYPE, "n"),
-    ("chat", {"n": 129}, VALUE, "n"),
-    ("chat", {"early_stopping": 1}, VALUE, "early_stopping"),
-    ("chat", {"stop": ["x", 5]}, VALUE, "stop"),
-    ("chat", {"stop_token_ids": 5}, TYPE, "stop_token_ids"),
-    ("chat", {"stop_token_ids": [2.0]}, VALUE, "stop_token_ids"),
-    ("chat", {"logit_bias": [1]}, TYPE, "logit_bias"),
-    ("chat", {"logit_bias": {"5": True}}, VALUE, "logit_bias"),
-    ("chat", {"thinking": 5}, TYPE, "thinking"),
-    ("chat", {"thinking": {}}, VALUE, "thinking.type"),
-    ("chat", {"chat_template_kwargs": {'a"b': []}}, VALUE, 'chat_template_kwargs.a\\"b'),
-    ("chat", {"tools": [{**FUNCTION, "function": {"name": 5}}]}, VALUE, "tools[0].function.name"),
-    ("chat", {**ONE_TOOL, "tool_choice": 5}, VALUE, "tool_choice"),
-    ("chat", {**ONE_TOOL, "tool_choice": {}}, MISSING, "tool_choice.type"),
-    (
-        "chat",
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
-        MISSING,
-        "response_format.json_schema.schema",
-    ),
-    ("chat", {"structured_outputs": {"choice": []}}, VALUE, "structured_outputs.choice"),
-    ("text", {"prompt": 5}, VALUE, "prompt"),
-    ("text", {"prompt": [1, "x"]}, VALUE, "prompt[0]"),
-    ("text", {"prompt": ["x", [True]]}, VALUE, "prompt[1]"),
-    ("tokens", {"prompt": "x"}, MISSING, "prompt"),
-    ("message", asked({"type": "tool_use"}), VALUE, "messages[0].content[0].type"),
-    ("message", asked({"type": "tool_result"}), MISSING, "messages[0].content[0].tool_use_id"),
-    ("message", {"system": [{"type": "image"}]}, VALUE, "system[0].type"),
-    ("message", {"tools": [5]}, TYPE, "tools[0]"),
-    ("message", {"tool_choice": {"type": "tool"}}, MISSING, "tool_choice.name"),
-    ("message", {"n": True}, VALUE, "n"),
-    ("count", {"output_config": {"effort": 5}}, TYPE, "output_config.effort"),
-    ("response", {"input": 5}, TYPE, "input"),
-    ("response", items({"role": "x", "content": "a"}), VALUE, "input[0].role"),
-    ("response", items({"role": "user", "content": [{"type": "input_text"}]}), TYPE, "input[0].content[0].text"),
-    ("response", items({"type": "item_reference", "id": "x"}), VALUE, "input[0].type"),
-    ("response", {"tools": [{"name": "f"}]}, MISSING, "tools[0].type"),
-    ("response", {"previous_response_id": "x"}, "previous_response_not_found", "previous_response_id"),
-]
+Rows = list[tuple[dict[str, Any], str]]
+NAMESPACE = {"type": "namespace", "name": "a b", "tools": [{"type": "function", "name": "f"}]}
+IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
+
+WRONG: dict[tuple[str, str], Rows] = {  # bodies with one wrong field, and its path, by reader and code
+    ("chat", MISSING): [
+        ({"model": None}, "model"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [*ASKED, {"role": "user"}, {"role": "x"}]}, "messages[1].content"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": ""}]}, "messages[0].tool_call_id"),
+        (asked({"type": "text", "text": None}), "messages[0].content[0].text"),
+        (said(), "messages[0].content"),
+        (said(tool_calls=[{"id": "a"}]), "messages[0].tool_calls[0].function"),
+        ({**ONE_TOOL, "tool_choice": {}}, "tool_choice.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+    ],
+    ("chat", TYPE): [
+        ({"model": 5}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": [None]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (said(content="x", tool_calls=[5]), "messages[0].tool_calls[0]"),
+        (said(tool_calls={}), "messages[0].tool_calls"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"n": True}, "n"),
+        ({"n": "1"}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"thinking": 5}, "thinking"),
+        ({"reasoning_effort": 5}, "reasoning_effort"),
+        ({"reasoning": {"enabled": "yes"}}, "reasoning.enabled"),
+        ({"enable_thinking": 1}, "enable_thinking"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ],
+    ("chat", VALUE): [
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+        (asked({"type": "image_url"}), "messages[0].content[0].type"),
+        (said(content="x", audio={}), "messages[0].audio"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"seed": 2**70}, "seed"),
+        ({"early_stopping": 1}, "early_stopping"),
+        ({"stop": ["x", 5]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x", "x" * 4097]}, "stop"),
+        ({"stop_token_ids": [2.0]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"bad_words": ["x"] * 1025}, "bad_words"),
+        ({"bad_words": ["x" * 257]}, "bad_words"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias"),
+        ({"logit_bias": {"5": True}}, "logit_bias"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+        ({"thinking": {}}, "thinking.type"),
+        ({"reasoning": {"effort": "<|im_end|>"}}, "reasoning.effort"),
+        ({"chat_template_kwargs": {'a"b': []}}, 'chat_template_kwargs.a\\"b'),
+        ({"tools": [{**FUNCTION, "function": {"name": 5}}]}, "tools[0].function.name"),
+        ({"tools": [{**FUNCTION, "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({**ONE_TOOL, "tool_choice": 5}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": []}, "functions"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ],
+    ("text", VALUE): [
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": [1, "x"]}, "prompt[0]"),
+        ({"prompt": ["x", [True]]}, "prompt[1]"),
+        ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": "x", "suffix": "y", "echo": True}, "suffix"),
+        ({"prompt": ["x"] * 600, "n": 2}, "n"),
+    ],
+    ("tokens", MISSING): [({"prompt": "x"}, "prompt")],
+    ("message", MISSING): [
+        (asked({"type": "tool_result"}), "messages[0].content[0].tool_use_id"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ],
+    ("message", TYPE): [({"tools": [5]}, "tools[0]"), ({"system": 5}, "system")],
+    ("message", VALUE): [
+        (asked({"type": "tool_use"}), "messages[0].content[0].type"),
+        ({"messages": [*ASKED, USED]}, "messages[1]"),
+        ({"messages": [{"role": "system", "content": "only this"}]}, "messages"),
+        ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "no"}, "tools": [{"name": "a", "input_schema": {}}]}, "tool_choice"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"n": True}, "n"),
+    ],
+    ("count", TYPE): [({"output_config": {"effort": 5}}, "output_config.effort")],
+    ("response", MISSING): [
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        (items({"type": "function_call_output", "output": "a"}), "input[0].call_id"),
+    ],
+    ("response", TYPE): [
+        ({"input": 5}, "input"),
+        (items({"role": "user", "content": [{"type": "input_text"}]}), "input[0].content[0].text"),
+    ],
+    ("response", VALUE): [
+        ({"input": []}, "input"),
+        (items({"role": "x", "content": "a"}), "input[0].role"),
+        (items(IMAGE), "input[0].content[0].type"),
+        (items({"type": "item_reference", "id": "x"}), "input[0].type"),
+        ({"tools": [{"type": "function", "name": "f"}] * 2}, "tools[1].name"),
+        ({"tools": [NAMESPACE]}, "tools[0].name"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ],
+    ("response", "previous_response_not_found"): [({"previous_response_id": "x"}, "previous_response_id")],
+    ("ollama", VALUE): [
+        ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
+        ({"messages": [{"role": "mood", "content": "x"}]}, "messages[0].role"),
+        ({"format": "xml"}, "format"),
+        ({"think": "often"}, "think"),
+        ({"keep_alive": "soon"}, "keep_alive"),
+        ({"keep_alive": 1e10}, "keep_alive"),
+        ({"options": {"num_ctx": 0}}, "options.num_ctx"),
+    ],
+    ("generate", VALUE): [({"context": [1]}, "context"), ({"raw": True, "system": "x"}, "system")],
+}
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_wrong_field_is_named_with_its_code(strict: bool) -> None:
-    for endpoint, change, code, param in WRONG:
+    for (endpoint, code), rows in WRONG.items():
         body, read = READERS[endpoint]
-        with pytest.raises(ApiError) as caught:
-            read({**body, **change}, None if strict else IgnoredFields())
-        assert (caught.value.status, caught.value.code, caught.value.param) == (400, code, param), (endpoint, change)
-        assert "\n" not in caught.value.message
+        for change, param in rows:
+            with pytest.raises(ApiError) as caught:
+                read({**body, **change}, None if strict else IgnoredFields())
+            wrong = caught.value
+            assert (wrong.status, wrong.code, wrong.param) == (400, code, param), (endpoint, change)
+            assert "\n" not in wrong.message
 
 
-@pytest.mark.parametrize("endpoint", READERS)
+@pytest.mark.parametrize("endpoint", OPENAI)
 def test_a_whole_number_may_have_a_point_and_null_is_absent(endpoint: str) -> None:
     body, read = READERS[endpoint]
     for field, value in (("max_tokens", 5.0), ("seed", 7.0), ("stream", None), ("tools", None), ("stop", None)):
         read({**body, field: value}, IgnoredFields())
 
 
-@pytest.mark.parametrize("endpoint", READERS)
+@pytest.mark.parametrize("endpoint", OPENAI)
 def test_only_unknown_fields_that_are_not_null_are_named(endpoint: str) -> None:
     body, read = READERS[endpoint]
     ignored = IgnoredFields()

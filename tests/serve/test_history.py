@@ -92,34 +92,6 @@ def test_what_conversations_share_is_stored_once() -> None:
     index.check()
 
 
-def test_a_reply_that_is_sampled_again_keeps_the_ids_that_later_ones_build_on() -> None:
-    index, opening, first, second = HistoryIndex(1 << 20), said("user", "q"), said("assistant", "a"), said("user", "r")
-    index.remember("x", [opening], first, [1, 2], [3, 4])
-    index.remember("x", [opening], first, [1, 2], [5])  # no reply builds on it yet: newer ids win
-    assert list(index.ids_for("x", [opening, first]).ids) == [1, 2, 5]
-    index.remember("x", [opening, first, second], first, [1, 2, 5, 6], [7])
-    index.remember("x", [opening], first, [1, 2], [8, 9])
-    index.check()
-    known = index.ids_for("x", [opening, first, second, first])
-    assert list(known.ids) == [1, 2, 5, 6, 7]
-    assert {at: list(ids) for at, ids in known.reply_ids.items()} == {1: [5], 3: [7]}
-
-
-def test_ids_that_part_from_the_reply_before() -> None:
-    """As with a rendered history: each prompt shares a prefix with the previous one, then differs."""
-    index, words = HistoryIndex(1 << 20), said("assistant", "a")
-    prompts = [[1, 2, 3, 4], [1, 2, 3, 9, 9, 9], [1, 2, 3, 9, 7], [1, 8], [1]]
-    replies = [[5, 6], [6, 6], [5], [4, 4, 4], [8]]
-    messages: list[dict[str, Any]] = [said("user", "q")]
-    for turn, (prompt, emitted) in enumerate(zip(prompts, replies, strict=True)):
-        index.remember("x", messages, words, prompt, emitted)
-        index.check()
-        messages = [*messages, words, said("user", str(turn))]
-        known = index.ids_for("x", messages)
-        assert list(known.ids) == prompt + emitted
-        assert [list(ids) for ids in known.reply_ids.values()] == replies[: turn + 1]
-
-
 def test_the_oldest_conversation_goes_first_and_looking_one_up_keeps_it() -> None:
     index = HistoryIndex(14_000)
     opening, reply = said("user", "q" * 2000), said("assistant", "a")

@@ -226,17 +226,3 @@ def test_long_names_of_files_are_refused_before_they_are_encoded(monkeypatch: py
     with served(model=coder(max_length=64)) as server:
         refused = server.post("/infill", {**ASKED, "input_extra": [{"filename": "a b " * 60_000, "text": ""}]})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-
-
-def test_tenants_share_no_hits() -> None:
-    keys = {"ada": "ada-secret", "bob": "bob-secret"}
-    with served(Settings(api_keys=keys), model=coder()) as server:
-        asked, headers = {**ASKED, "n_predict": 1}, [{"X-Api-Key": keys[name]} for name in ("ada", "bob", "ada")]
-        sent = [server.post("/infill", asked, headers=each).json() for each in headers]
-        assert [each["tokens_cached"] for each in sent] == [0, 0, sent[0]["tokens_evaluated"] - 1]
-        assert server.post("/infill", asked).status_code == 401
-
-
-def test_an_unknown_order_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="fim_order must be psm or spm, not 'mps'"):
-        Settings(fim_order="mps")

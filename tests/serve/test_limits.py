@@ -327,15 +327,6 @@ def test_texts_with_many_colons_are_no_fields():
         assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-@pytest.mark.long
-def test_many_headers_are_refused():
-    with hosted() as host:
-        headers = [(f"x-{number}", "1") for number in range(5000)]
-        answer = httpx.get(f"{host.url}/health", headers=headers)
-        assert answer.status_code == 431 and answer.json()["error"]["code"] == "too_many_headers"
-        assert httpx.get(f"{host.url}/health", headers=headers[:150]).status_code == 200
-
-
 @pytest.mark.parametrize("field", ["seed", "guided_json"])
 def test_a_number_of_too_many_digits_is_refused_without_advice_about_python(field):
     value = "9" * 5000 if field == "seed" else json.dumps('{"maximum": ' + "9" * 5000 + "}")

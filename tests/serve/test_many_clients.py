@@ -66,27 +66,6 @@ def test_streams_of_many_namespaces_are_whole_and_hit_their_own_turns_only(endpo
         is_freed(host)
 
 
-@each_endpoint
-def test_clients_that_leave_in_the_middle_free_everything(endpoint: Endpoint) -> None:
-    async def one(url: str, texts: int) -> None:
-        body = endpoint.body(SYSTEM, [{"role": "user", "content": "Count."}], 1500, ignore_eos=True)
-        async with await Connection.to(url) as connection:
-            async for event in connection.events(endpoint, body):
-                texts -= bool(endpoint.text(event))
-                if texts < 0:
-                    return
-        raise AssertionError("the reply ended before the client left")
-
-    async def all_at_once(url: str) -> None:
-        await asyncio.gather(*(one(url, client % 4) for client in range(CLIENTS)))
-
-    settings = Settings(port=0, model_name="tiny", drain_timeout=5)
-    with hosted(settings, brain=lambda tokens: 5, num_blocks=4000, max_sequences=CLIENTS // 2) as host:
-        asyncio.run(all_at_once(host.url))
-        is_freed(host)
-        assert host.engine.stats().cancelled == CLIENTS
-
-
 def is_freed(host: Hosted) -> None:
     until(lambda: host.service.gate.limiter.streams == 0 and not host.engine.core.scheduler.running)
     assert not host.service.responses.running

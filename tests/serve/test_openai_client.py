@@ -92,19 +92,6 @@ def test_a_reply_and_what_it_cost(served: Served) -> None:
     assert second.usage.prompt_tokens_details.cached_tokens == own.usage.prompt_tokens - 1
 
 
-def test_a_conversation_that_is_sent_again_hits_all_but_the_last_token(served: Served) -> None:
-    messages: list[Any] = [{"role": "system", "content": "Your name is Mira."}]
-    computed = 0
-    with served.client() as client, served.engine.chat("Your name is Mira.", namespace="own") as session:
-        for text in ("Hello! My name is Sam.", "What is my name?", "What is the capital of France?"):
-            messages.append({"role": "user", "content": text})
-            reply = chat(client, messages, extra_headers=named("again"))
-            assert reply.choices[0].message.content == session.send(text, GREEDY).text
-            assert reply.usage.prompt_tokens_details.cached_tokens == max(computed - 1, 0)
-            computed = reply.usage.total_tokens
-            messages.append(reply.choices[0].message)  # the client's own class, with empty fields
-
-
 def test_the_monitor_sees_conversations_and_whose_they_are(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int | None, str | None]] = []
     start = served.engine.client.start
@@ -155,71 +142,6 @@ def test_the_tools_loop(served: Served) -> None:
         assert answer.usage.prompt_tokens_details.cached_tokens == asked.usage.total_tokens - 1
 
 
-def test_several_replies_and_seeds(served: Served) -> None:
-    def texts(client: openai.OpenAI, **options: Any) -> list[str]:
-        reply = client.chat.completions.create(model="tiny", messages=HELLO, n=3, max_completion_tokens=12, **options)
-        assert [choice.index for choice in reply.choices] == [0, 1, 2]
-        assert reply.usage.completion_tokens == sum(map(len, own_ids))
-        assert reply.usage.prompt_tokens_details.cached_tokens < reply.usage.prompt_tokens  # once for all replies
-        return [choice.message.content for choice in reply.choices]
-
-    params = SamplingParams(n=3, seed=7, temperature=1.5, max_tokens=12)
-    own = served.own(HELLO, params)
-    replies = [own, *own.alternatives]
-    own_ids = [reply.token_ids for reply in replies]
-    with served.client() as client:
-        assert texts(client, seed=7, temperature=1.5) == [reply.text for reply in replies]
-        stream = client.chat.completions.create(
-            model="tiny", messages=HELLO, n=3, max_tokens=12, seed=7, temperature=1.5, stream=True
-        )
-        streamed = ["", "", ""]
-        for chunk in stream:
-            streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert streamed == [reply.text for reply in replies]
-    assert len(set(streamed)) > 1
-
-
-def test_log_probabilities(served: Served) -> None:
-    own = served.own(HELLO, SamplingParams(temperature=0, logprobs=2, max_tokens=5))
-    with served.client() as client:
-        told = chat(client, HELLO, logprobs=True, top_logprobs=2, max_tokens=5).choices[0]
-        stream = chat(client, HELLO, logprobs=True, top_logprobs=2, max_tokens=5, stream=True)
-        streamed = [chunk.choices[0].logprobs for chunk in stream]
-    contents = told.logprobs.content
-    assert [token.logprob for token in contents] == pytest.approx([each.chosen for each in own.logprobs], abs=1e-4)
-    assert "".join(token.token for token in contents).startswith(told.message.content)
-    assert b"".join(bytes(token.bytes) for token in contents).decode().startswith(told.message.content)
-    for token, each in zip(contents, own.logprobs, strict=True):
-        assert [top.logprob for top in token.top_logprobs] == pytest.approx([value for _, value in each.top], abs=1e-4)
-    found = [token for each in streamed if each for token in each.content]
-    assert [(token.token, token.bytes) for token in found] == [(token.token, token.bytes) for token in contents]
-    # One reply missed and the other hit, and only a deterministic engine rounds both alike.
-    assert [token.logprob for token in found] == pytest.approx([token.logprob for token in contents], abs=1e-4)
-    tops = [[[(top.token, top.bytes) for top in token.top_logprobs] for token in each] for each in (found, contents)]
-    assert tops[0] == tops[1]
-
-
-def test_text_completions(served: Served) -> None:
-    prompts = ["<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n", "The capital of France is"]
-    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
-    owns = [served.own(prompt, params) for prompt in prompts]
-    with served.client() as client:
-        create = client.completions.create
-        reply = create(model="tiny", prompt=prompts, temperature=0, max_tokens=8, logprobs=1)
-        assert [choice.text for choice in reply.choices] == [own.text for own in owns]
-        assert [choice.finish_reason for choice in reply.choices] == [own.finish_reason for own in owns]
-        for choice, own in zip(reply.choices, owns, strict=True):
-            assert choice.logprobs.token_logprobs == pytest.approx([each.chosen for each in own.logprobs], abs=1e-4)
-        assert reply.usage.prompt_tokens == sum(own.usage.prompt_tokens for own in owns)
-        streamed = ["", ""]
-        for chunk in create(model="tiny", prompt=prompts, temperature=0, max_tokens=8, stream=True):
-            streamed[chunk.choices[0].index] += chunk.choices[0].text
-        ids = served.engine.model.tokenizer.encode(prompts[1])
-        echoed = create(model="tiny", prompt=ids, temperature=0, max_tokens=8, echo=True).choices[0].text
-    assert streamed == [own.text for own in owns]
-    assert echoed == prompts[1] + owns[1].text
-
-
 def test_models_and_errors_are_what_the_client_expects(served: Served) -> None:
     with served.client() as client:
         (model,) = client.models.list()
@@ -249,14 +171,3 @@ def test_the_example_of_an_agent_runs_and_hits(served: Served) -> None:
     assert all(cached > 0.6 * prompt for cached, prompt in costs[1:])
     for stock in (4, 14, 7, 31):
         assert f" {stock} " in done.stdout
-
-
-@pytest.mark.long
-def test_the_example_of_an_agent_says_how_to_start_a_server() -> None:
-    environment = {**os.environ, "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
-    command = [sys.executable, str(ROOT / "examples" / "agent_http.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert done.stderr == (
-        "There is no server at http://127.0.0.1:9/v1. Start one in another terminal: radixkv serve tiny\n"
-    )

@@ -77,13 +77,6 @@ def test_the_counts_of_several_replies_are_summed(client: TestClient) -> None:
     assert usage.completion_tokens_details.rejected_prediction_tokens == drafted - accepted
 
 
-def test_a_prediction_that_drafts_nothing_has_counts_of_zero(client: TestClient) -> None:
-    usage = answered(client, max_tokens=1, prediction={"type": "content", "content": "Hello"}).usage
-    assert usage and usage.completion_tokens_details
-    assert usage.completion_tokens_details.accepted_prediction_tokens == 0
-    assert usage.completion_tokens_details.rejected_prediction_tokens == 0
-
-
 def test_the_parts_of_a_prediction_are_one_text() -> None:
     parts = [{"type": "text", "text": "def "}, {"type": "text", "text": "main"}]
     assert read_chat({**ASKED, "prediction": {"type": "content", "content": parts}}).options.params.prediction == (
@@ -114,13 +107,6 @@ def test_each_api_can_leave_a_request_without_drafts(
         return counter(client, "radixkv:drafting_steps") - before
 
     assert steps(speculate=True) > 0 == steps(speculate=False)
-
-
-def test_a_stream_has_the_counts_in_its_last_event(client: TestClient) -> None:
-    text = answered(client, ignore_eos=True).choices[0].message.content
-    asked = {**ASKED, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-    events = client.post(PATH, json={**asked, "prediction": {"type": "content", "content": text}}).text
-    assert "accepted_prediction_tokens" in events.splitlines()[-4]
 
 
 @pytest.mark.parametrize(

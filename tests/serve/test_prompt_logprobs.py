@@ -196,16 +196,6 @@ def test_long_arrays_are_encoded_as_short_ones_are():
         assert line == "data: " + json.dumps(event, separators=(",", ":"))
 
 
-@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(0, 3), (3, 0)])
-def test_an_echo_and_a_field_have_their_own_numbers_of_alternatives(logprobs, prompt_logprobs):
-    with served() as server:
-        answer = post(server, max_tokens=0, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-    [choice] = answer["choices"]
-    echoed, field = choice["logprobs"]["top_logprobs"], choice["prompt_logprobs"]
-    assert max(map(len, echoed[1:])) == logprobs + 1  # tokens with one text are one entry
-    assert max(map(len, field[1:])) == prompt_logprobs + 1
-
-
 def test_a_prompt_that_fills_the_context_can_be_scored_but_a_longer_one_cannot():
     with served(model=fake_model(max_length=40)) as server:
         full = post(server, prompt=[7] * 40, max_tokens=0, logprobs=0)

@@ -125,35 +125,6 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_on_which_clients_comp
     assert int(tokens) > 1999
 
 
-def test_a_prompt_above_the_limit_of_the_server_is_too_long_as_well():
-    with served(Settings(max_prompt_tokens=20)) as server:
-        answer = server.post("/v1/messages", BODY)
-        assert answer.status_code == 200
-        answer = server.post("/v1/messages", {**BODY, "system": "one two three four five six seven eight"})
-    assert answer.json()["error"]["message"].startswith("prompt is too long: ")
-    assert answer.json()["error"]["message"].endswith(" > 20 maximum")
-
-
-def test_unknown_fields_are_named_in_a_warning_whole_and_streamed():
-    with served() as server:
-        for streamed in (False, True):
-            answer = server.post("/v1/messages?beta=true", {**BODY, "stream": streamed, "mood": "good"})
-            assert answer.status_code == 200 and answer.headers["warning"] == '299 radixkv "ignored: mood"'
-
-
-def test_a_count_is_the_length_of_the_prompt():
-    with served(brain=says("Hi.")) as server:
-        body = {
-            "model": "claude-any",
-            "messages": ASKED,
-            "system": [{"type": "text", "text": "Be kind."}],
-            "tools": [LOOK],
-        }
-        count = server.post("/v1/messages/count_tokens?beta=true", body).json()
-        assert count == {"input_tokens": prompt_tokens(message(server, **body)["usage"])}
-        assert server.engine.stats().finished == 1
-
-
 @pytest.mark.parametrize("content", ["Some words. " * 20_000, "x" * 300_000, "ü" * 30_000])
 def test_a_prompt_of_any_length_is_counted(content: str):
     """The counted pieces may differ from the whole by some tokens at each cut."""
@@ -222,37 +193,6 @@ def test_every_turn_hits_the_previous_prompt_and_reply(tiny: TestClient, streame
         history.append({"role": "assistant", "content": answer["content"]})
 
 
-def test_the_loop_with_tools_hits_the_previous_prompt_and_reply(tiny: TestClient):
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    tools = [{"name": "get_weather", "description": "The weather in a city.", "input_schema": schema}]
-    history: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
-    asked = ask(tiny, True, messages=history, tools=tools)
-    assert asked["stop_reason"] == "tool_use"
-    [call] = [each for each in asked["content"] if each["type"] == "tool_use"]
-    assert (call["name"], call["input"]) == ("get_weather", {"city": "Paris"})
-    result = {"type": "tool_result", "tool_use_id": call["id"], "content": '{"weather": "sunny"}', **MARK}
-    history += [{"role": "assistant", "content": asked["content"]}, {"role": "user", "content": [result]}]
-    marked = [{**tools[0], **MARK, "defer_loading": False}]
-    answer = ask(tiny, False, messages=history, tools=marked)
-    assert answer["stop_reason"] == "end_turn" and answer["content"][0]["text"]
-    usage = asked["usage"]
-    assert answer["usage"]["cache_read_input_tokens"] == prompt_tokens(usage) + usage["output_tokens"] - 1
-
-
-def test_a_call_that_comes_back_changed_misses_its_reply_only(tiny: TestClient):
-    call = {"type": "tool_use", "id": "c1", "name": "look", "input": {"path": "a.txt", "deep": False}}
-    changed = {**call, "input": {"deep": False, "path": "a.txt"}}
-    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "empty"}]}
-    opening = [{"role": "user", "content": "Look, and say what is there. " * 10}]
-    first = ask(tiny, False, messages=opening, tools=[LOOK])
-    for form in (call, changed):
-        messages = [*opening, {"role": "assistant", "content": [form]}, result]
-        usage = ask(tiny, False, messages=messages, tools=[LOOK])["usage"]
-        assert usage["cache_read_input_tokens"] >= prompt_tokens(first["usage"]) - 1
-    again = ask(tiny, False, messages=[*messages[:-2], messages[-2], result], tools=[LOOK])["usage"]
-    assert again["cache_read_input_tokens"] == prompt_tokens(again) - 1
-
-
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_last_message_of_the_assistant_is_continued(tiny: TestClient, streamed: bool):
     asked = [{"role": "user", "content": "Hello! My name is Sam."}]
@@ -278,19 +218,6 @@ def templated(template: str) -> Iterator[Any]:
         yield model
     finally:
         model.tokenizer.chat_template = before
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize("said", ["<think>\nlong thoughts\n</think>\n\nSo.", f"<think>\nhm\n</think>\n\n{CALL}"])
-def test_thinking_that_is_sent_back_or_left_out_hits_the_same(said: str, keeps: bool):
-    with templated(QWEN) as model, served(Settings(history="append"), brain=says(said), model=model) as server:
-        first = message(server, tools=[LOOK])
-        content = first["content"] if keeps else first["content"][1:]
-        answered = [{"type": "tool_result", "tool_use_id": each["id"]} for each in content if "id" in each]
-        history = [{"role": "assistant", "content": content}, {"role": "user", "content": answered or "Go on."}]
-        second = message(server, tools=[LOOK], messages=[*ASKED, *history])
-    spent = prompt_tokens(first["usage"]) + first["usage"]["output_tokens"]
-    assert second["usage"]["cache_read_input_tokens"] == spent - 1
 
 
 def test_thinking_is_switched_where_the_template_has_a_switch():
@@ -368,15 +295,3 @@ def test_the_sessions_of_an_agent_hit():
         assert usage["cache_read_input_tokens"] == whole - 1 >= 0.99 * whole
     assert third["cache_read_input_tokens"] >= prompt_tokens(second) - 1  # only the changed call was computed again
     assert another["cache_read_input_tokens"] >= 0.95 * prompt_tokens(first)
-
-
-def test_tenants_share_no_hits_and_sessions_of_a_tenant_do(tiny: TestClient):
-    def cached(tenant: str, **fields: Any) -> int:
-        body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "The secret of tenants."}]}
-        answer = tiny.post("/v1/messages", json={**body, **fields}, headers={"x-api-key": KEYS[tenant]})
-        return int(answer.json()["usage"]["cache_read_input_tokens"])
-
-    own = cached("ada")
-    assert cached("ada", metadata={"user_id": "session 1"}) > own
-    assert cached("bob") <= own
-    assert cached("bob", metadata={"user_id": "session 1"}) > own

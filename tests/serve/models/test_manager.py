@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.errors import InvalidInput
 from radixkv.serve.models.manager import Manager, NotLoaded, Slot
 from tests.serve.models.virtual_time import run
 
@@ -101,19 +99,6 @@ def test_two_requests_load_a_model_once_and_it_stays_for_its_time() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("keep_alive", [0.0, math.inf])
-def test_a_model_stays_for_ever_or_not_at_all(keep_alive: float) -> None:
-    async def test() -> None:
-        world = World()
-        manager = world.manager(keep_alive=keep_alive)
-        await use(manager, 0)
-        await asyncio.sleep(1e6)
-        assert (manager.slots[0].state == "loaded") == (keep_alive == math.inf) == bool(world.living)
-        assert manager.slots[0].idle_left is None
-
-    run(test())
-
-
 def test_the_least_recently_used_idle_model_makes_room() -> None:
     async def test() -> None:
         world = World()
@@ -176,50 +161,6 @@ def test_a_load_that_fails_is_tried_again_by_the_next_request() -> None:
     run(test())
 
 
-def test_a_load_that_hangs_keeps_no_other_model_waiting() -> None:
-    async def test() -> None:
-        manager = World(loads=(HANGS, 1.0)).manager()
-        hanging = asyncio.create_task(use(manager, 0))
-        await asyncio.sleep(0)
-        await use(manager, 1)
-        assert asyncio.get_running_loop().time() == 2.0
-        with pytest.raises(NotLoaded, match="still being loaded"):
-            await hanging
-        await manager.close()
-
-    run(test())
-
-
-def test_a_load_goes_on_without_those_who_waited_for_it() -> None:
-    async def test() -> None:
-        world = World(loads=(5.0,))
-        manager = world.manager(keep_alive=100)
-        waiting = [asyncio.create_task(use(manager, 0)) for _ in range(3)]
-        await asyncio.sleep(1)
-        for each in waiting:
-            each.cancel()
-        await asyncio.sleep(1)
-        assert manager.slots[0].state == "loading" and not manager.slots[0].users
-        assert await use(manager, 0) and world.begun == ["0"]
-        await asyncio.sleep(101)
-        assert manager.slots[0].state == "unloaded"
-
-    run(test())
-
-
-def test_a_load_that_nothing_waits_for_is_unloaded_too() -> None:
-    async def test() -> None:
-        manager = World(loads=(5.0,)).manager()
-        left = asyncio.create_task(use(manager, 0))
-        await asyncio.sleep(1)
-        left.cancel()
-        await asyncio.sleep(1)
-        await manager.unload(manager.slots[0])
-        assert manager.slots[0].state == "unloaded" and manager.slots[0].loads == 1
-
-    run(test())
-
-
 def test_a_model_that_broke_is_loaded_again() -> None:
     async def test() -> None:
         world = World()
@@ -245,48 +186,6 @@ def test_a_model_whose_last_request_ends_during_a_shutdown_is_closed_once() -> N
         assert (
             not world.living and manager.slots[0].state == "unloaded" and world.faults == 1
         )  # by `users`, at the close
-
-    run(test())
-
-
-def test_no_model_is_unloaded_for_a_request_that_left() -> None:
-    async def test() -> None:
-        world = World()
-        manager = world.manager(max_loaded=1)
-        used, waiting = asyncio.create_task(use(manager, 0, 50.0)), asyncio.create_task(use(manager, 1))
-        await asyncio.sleep(10)
-        waiting.cancel()
-        await used
-        await asyncio.sleep(10)
-        assert [each.state for each in manager.slots] == ["loaded", "unloaded", "unloaded"] and world.begun == ["0"]
-
-    run(test())
-
-
-def test_a_request_during_an_unload_is_answered() -> None:
-    async def test() -> None:
-        manager = World().manager()
-        first = await use(manager, 0)
-        unloading = asyncio.create_task(manager.unload(manager.slots[0]))
-        await asyncio.sleep(0.1)
-        assert manager.slots[0].state == "unloading"
-        assert await use(manager, 0) is not first
-        await unloading
-
-    run(test())
-
-
-def test_a_used_model_is_not_unloaded() -> None:
-    async def test() -> None:
-        manager = World().manager()
-        used = asyncio.create_task(use(manager, 0, 10.0))
-        await asyncio.sleep(5)
-        with pytest.raises(InvalidInput, match="has 1 running requests"):
-            await manager.unload(manager.slots[0])
-        await used
-        await manager.unload(manager.slots[0])
-        await manager.unload(manager.slots[0])  # no effect
-        assert manager.slots[0].state == "unloaded"
 
     run(test())
 

@@ -18,7 +18,7 @@ from radixkv import Engine
 from radixkv.cli.main import main
 from radixkv.config import EngineConfig
 from radixkv.errors import InvalidInput
-from radixkv.serve import Settings, gate
+from radixkv.serve import Settings
 from radixkv.serve.app import application
 from radixkv.serve.models import loading
 from radixkv.serve.models.several import SeveralModels
@@ -193,21 +193,6 @@ def test_a_load_that_was_cancelled_ends_quietly() -> None:
 
 
 @pytest.mark.long
-def test_a_large_body_is_parsed_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    with several(monkeypatch) as place:
-        threads: list[str] = []
-        parse = gate.parse_object
-
-        def parsed(body: bytes) -> Any:
-            threads.append(threading.current_thread().name)
-            return parse(body)
-
-        monkeypatch.setattr(gate, "parse_object", parsed)
-        assert place.chat("one", metadata={"a": "b" * 70_000}).status_code == 200
-        assert threads == ["radixkv-serve_0"] * 2  # for the model's name, and for the model
-
-
-@pytest.mark.long
 def test_the_document_has_all_names_and_what_loads_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with several(monkeypatch, fails=["two"]) as place:
         document = place.client.get("/openapi.json").json()
@@ -239,18 +224,6 @@ def test_a_model_with_a_running_stream_stays(monkeypatch: pytest.MonkeyPatch) ->
         assert answers[0].status_code == 200 and "data: [DONE]" in answers[0].text
         until(lambda: place.chat("two").status_code == 200)
         assert place.states()["one"] == "unloaded"
-
-
-def test_tenants_share_no_hits_in_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cached(place: Place, model: str, key: str) -> int:
-        place.client.headers["authorization"] = f"Bearer {key}"
-        used = place.chat(model).json()["usage"]
-        return int(used["prompt_tokens_details"]["cached_tokens"])
-
-    with several(monkeypatch, Settings(api_keys=KEYS)) as place:
-        for model in ("one", "two"):
-            assert [cached(place, model, key) for key in KEYS.values()] == [0, 0]
-            assert all(cached(place, model, key) > 0 for key in KEYS.values())
 
 
 @pytest.mark.long
