@@ -14,7 +14,7 @@ from radixkv import SamplingParams
 from radixkv.chat.calls.formats import FORMATS, HERMES, CallFormat
 from radixkv.chat.calls.reader import split_calls
 from radixkv.chat.calls.tools import tools_by_name
-from radixkv.chat.constrained import CallRule, constrained, strict_tools
+from radixkv.chat.constrained import CallRule, constrained
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.thinking import split_thinking
 from radixkv.errors import InvalidConstraint
@@ -61,46 +61,6 @@ def calls_of(text: str, template: ChatTemplate) -> tuple[str, list[tuple[str, di
     _, said = split_thinking(text, tags=template.form.thinking_tags)
     rest, calls = split_calls(said, template.call_format or HERMES, {"weather": {}, "now": {}}, "0")
     return rest, [(call.name, call.arguments) for call in calls]
-
-
-@pytest.mark.parametrize("name", mostly_long(DIALECTS, "Qwen", "Mistral, by name"))
-def test_required_calls_follow_the_schemas_of_their_tools(name: str) -> None:
-    template, counts = of_dialect(DIALECTS[name]), set()
-    for text in replies(template, CallRule(required=True), SamplingParams(), 16):
-        rest, calls = calls_of(text, template)
-        assert rest == "" and calls, text
-        counts.add(len(calls))
-        for called, arguments in calls:
-            jsonschema.validate(arguments, SCHEMAS[called])
-    assert (max(counts) > 1) == (DIALECTS[name].most_calls > 1)
-
-
-@pytest.mark.parametrize("name", mostly_long(DIALECTS, "Llama"))
-@pytest.mark.parametrize(
-    "rule",
-    [CallRule(required=True, parallel=False), CallRule(required=True, parallel=False, only=frozenset({"weather"}))],
-)
-def test_one_call_is_required(name: str, rule: CallRule) -> None:
-    template = of_dialect(DIALECTS[name])
-    for text in replies(template, rule, SamplingParams()):
-        rest, [(called, arguments)] = calls_of(text, template)
-        assert rest == "" and called in (rule.only or {"weather", "now"})
-        jsonschema.validate(arguments, SCHEMAS[called])
-
-
-@pytest.mark.parametrize("name", mostly_long(DIALECTS, "Mistral, a list"))
-def test_voluntary_calls_of_strict_tools_follow_their_schemas(name: str) -> None:
-    template, said, called = of_dialect(DIALECTS[name]), 0, 0
-    rule = CallRule(strict=strict_tools(TOOLS))
-    given = constrained(SamplingParams(), template, rule, "over")
-    for seed in range(30):
-        text = drawn(template.rendering.tokenizer, template.stop_ids, given, seed)
-        rest, calls = calls_of(text or "", template)
-        said, called = said + bool(rest), called + len(calls)
-        for tool, arguments in calls:
-            if tool == "weather":
-                jsonschema.validate(arguments, CITY)
-    assert said
 
 
 @pytest.mark.parametrize("written", ["[ARGS]", "[CALL_ID]{{ call.id }}[ARGS]"])

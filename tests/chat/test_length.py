@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from radixkv import SamplingParams
 from radixkv.chat import rendering
 from radixkv.chat.rendering import at_least
 from radixkv.chat.template import ChatTemplate
 from radixkv.errors import ContextOverflow, PromptTooLong
-from tests.chat.worlds import CHATML, byte_tokenizer, chat_engine, rendered
+from tests.chat.worlds import CHATML, byte_tokenizer, chat_engine
 
 STOPS = frozenset(byte_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
 WORDS = ("the", "there", "here", "he", "quick", "1", "12", "x=", "==", "====", "\n", "\n\n", "  ", "    ", "é", "中文")
@@ -172,17 +171,3 @@ def test_a_session_says_that_it_is_full_and_keeps_its_history() -> None:
             chat.send("Hello you. " * 5000)
         assert (chat.history, chat.token_ids) == before
         assert chat.send("two").text == "You said two!"
-
-
-def test_dropping_the_oldest_turns_makes_room_for_what_fits_alone() -> None:
-    greedy = SamplingParams(temperature=0, max_tokens=20)
-    with chat_engine(lambda _: "Yes.", max_length=400) as engine, engine.chat(overflow="drop_oldest") as chat:
-        for _ in range(4):
-            chat.send("m" * 70, greedy)
-        assert 8 * (400 - len(chat.token_ids)) < 330  # so that the next prompt is not even encoded before turns go
-        chat.send("n" * 330, greedy)
-        assert [message["content"][:1] for message in chat.history] == ["n", "Y"]
-        assert chat.token_ids == rendered(engine, chat.history)
-        with pytest.raises(ContextOverflow, match="more than 400"):
-            chat.send("Hello you. " * 5000, greedy)
-        assert chat.turns == 1

@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from radixkv.chat.calls.choice import chosen
 from radixkv.chat.calls.formats import HERMES, LLAMA, MISTRAL, CallFormat
@@ -15,22 +13,6 @@ from radixkv.chat.calls.reader import CallReader, split_calls
 from tests.chat.worlds import CHATML, byte_tokenizer
 
 NAMES: dict[str, dict[str, Any]] = {"weather": {}, "now": {}, "schön.suchen": {}}
-FORMATS = (HERMES, MISTRAL, LLAMA)
-HARD = ['"', "\\", "{", "}", "[", "]", "</tool_call>", "<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "\n"]
-WORDS = st.one_of(
-    st.text(max_size=6), st.lists(st.sampled_from([*HARD, "é", "日", "🎈", " "]), max_size=5).map("".join)
-)
-NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-VALUES = st.recursive(
-    st.none() | st.booleans() | NUMBERS | WORDS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
-    max_leaves=6,
-)
-ARGUMENTS = st.dictionaries(WORDS, VALUES, max_size=3)
-CALLS = st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS)
-STYLES = st.fixed_dictionaries({"ensure_ascii": st.booleans(), "indent": st.sampled_from([None, 1])})
-AROUND = st.lists(st.sampled_from(["So", " ", "\n", "<tool", "[TOOL", "<|py", "}", "é", "]", "a b"]), max_size=4)
-
 Read = tuple[str, list[tuple[str, Any]]]
 
 
@@ -50,84 +32,6 @@ def read(pieces: list[str], form: CallFormat) -> Read:
     if all(call.complete for call in reader.calls):  # a call that was sent remains one
         assert (text, tuple(reader.calls)) == split_calls("".join(pieces), form, NAMES, "7")
     return text, [(call.name, call.arguments) for call in reader.calls]
-
-
-def pieces_of(text: str, data: st.DataObject) -> list[str]:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8), label="cuts"))
-    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-
-
-# ---- calls as models write them
-
-
-def hermes(calls: list[Any], style: dict[str, Any], _: int) -> str:
-    written = (json.dumps({"name": name, "arguments": given}, **style) for name, given in calls)
-    return "".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
-
-
-def mistral(calls: list[Any], style: dict[str, Any], kind: int) -> str:
-    if kind == 0:
-        return f"[TOOL_CALLS] {json.dumps([{'name': name, 'arguments': given} for name, given in calls], **style)}"
-    between = ("[ARGS]", "[CALL_ID]abc[ARGS]", "")[kind - 1]
-    return "".join(f"[TOOL_CALLS]{name}{between}{json.dumps(given, **style)}" for name, given in calls)
-
-
-def llama(calls: list[Any], style: dict[str, Any], kind: int) -> str:
-    written = [json.dumps({"name": name, "parameters": given}, **style) for name, given in calls]
-    if kind == 0:
-        return "".join(f"<|python_tag|>{call}" for call in written)
-    return "<|python_tag|>" + ("; ", ";", "\n")[kind - 1].join(written)
-
-
-WRITERS = {HERMES: hermes, MISTRAL: mistral, LLAMA: llama}
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@settings(max_examples=60, deadline=None)
-@given(st.lists(CALLS, min_size=1, max_size=3), STYLES, st.integers(0, 3), AROUND, AROUND, st.data())
-def test_any_calls_are_read_as_they_were_written(form, calls, style, kind, before, after, data):
-    before, after = "".join(before), "".join(after)
-    text = before + WRITERS[form](calls, style, kind) + after
-    said = (before + after).rstrip() if before.strip() else after.strip()
-    assert read([text], form) == (said, calls)
-    assert read(pieces_of(text, data), form) == (said, calls)
-
-
-# ---- text that is no call
-
-
-SOUP = st.lists(
-    st.sampled_from(
-        [
-            *HARD,
-            *(" ", ";", ":", ",", "é", "1", "true", "x", "</tool", "[CALL_ID]", "[TOOL_", "<|python", '{"a": "b"}'),
-            *('{"name": "now"', '{"name": "now", "parameters": {}}', '"arguments": {', "weather"),
-            '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
-            '[TOOL_CALLS]now[ARGS]{"a": "["}',
-            '[TOOL_CALLS] [{"name": "now"}]',
-        ]
-    ),
-    max_size=14,
-).map("".join)
-
-
-def within(part: str, whole: str) -> bool:
-    letters = iter(whole)
-    return all(letter in letters for letter in part)
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@settings(max_examples=120, deadline=None)
-@given(SOUP, st.data())
-@example('<tool_call>{"name": "x</tool_call> <tool_call>{"name": "now", "arguments": {}}</tool_call>', None)
-def test_pieces_make_no_difference_and_nothing_is_lost(form, text, data):
-    said, calls = read([text], form)
-    assert read(list(text), form) == (said, calls)
-    if data is not None:
-        assert read(pieces_of(text, data), form) == (said, calls)
-    if not calls:
-        assert said == text
-    assert within(said, text), "what was said was changed"
 
 
 NOW = ("now", {})
