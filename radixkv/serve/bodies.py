@@ -21,6 +21,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationError,
+    create_model,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -152,6 +153,18 @@ CacheSalt = Annotated[
 ]
 NotEmpty = Annotated[str, Field(min_length=1)]
 """A required text; an empty one counts as absent."""
+
+
+def optional(about: str) -> Any:
+    """Return the default of an optional field, which is null, with the field's description."""
+    return Field(default=None, description=about)
+
+
+def taking(*without_effect: str, **restricted: Only) -> Callable[[type[AnyBody]], type[AnyBody]]:
+    """Return a decorator that adds optional fields that no code reads: for any value, or for a restricted one."""
+    fields: dict[str, Any] = dict.fromkeys(without_effect, (Anything, None))
+    fields |= {name: (Annotated[Any, only], None) for name, only in restricted.items()}
+    return lambda model: create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
 
 
 @dataclass(frozen=True)

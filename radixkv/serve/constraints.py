@@ -12,7 +12,18 @@ from pydantic import AfterValidator, Field
 
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import MOST_CHOICES, SamplingParams, parameters
-from radixkv.serve.bodies import Anything, Body, ByField, ByType, OneError, Only, Several, Unread, broken
+from radixkv.serve.bodies import (
+    Body,
+    ByField,
+    ByType,
+    OneError,
+    Only,
+    Several,
+    Unread,
+    broken,
+    optional,
+    taking,
+)
 from radixkv.serve.errors import bad_request
 
 ANY_OBJECT = '{"type":"object"}'
@@ -69,7 +80,7 @@ class NamedSchema(Body):
     schema_: Schema = Field(alias="schema")
     name: str | None = None
     description: str | None = None
-    strict: bool | None = Field(default=None, description="Without effect: every schema is enforced.")
+    strict: bool | None = optional("Without effect: every schema is enforced.")
 
 
 class TextFormat(Unread):
@@ -118,6 +129,12 @@ def of_format(given: Any, path: str) -> ReplyConstraint | None:
 # ---- vLLM's fields
 
 
+@taking(
+    "disable_fallback",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+    structural_tag=Only(why="use tools, whose calls are constrained, or a grammar"),
+)
 class StructuredOutputs(Body):
     """The constraint of a reply in vLLM's form."""
 
@@ -126,10 +143,6 @@ class StructuredOutputs(Body):
     choice: Choice | None = None
     grammar: Grammar | None = None
     json_object: bool | None = None
-    structural_tag: Annotated[Any, Only(why="use tools, whose calls are constrained, or a grammar")] = None
-    disable_fallback: Anything = None
-    disable_any_whitespace: Anything = None
-    disable_additional_properties: Anything = None
 
 
 class Guided(Body):

@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -17,12 +16,12 @@ from radixkv.engine import AsyncHandle
 from radixkv.engine.input_processor import EncodedPrompt
 from radixkv.engine.request import TokenIds
 from radixkv.serve import submit
-from radixkv.serve.bodies import Body, Prefer, Several, Unread, read
+from radixkv.serve.bodies import Body, Prefer, Several, Unread, optional, read, taking
 from radixkv.serve.errors import errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.responses import EventStream, sse_event, unless_disconnected
 from radixkv.serve.sampling_fields import sampling_params, wire, with_sampling
-from radixkv.serve.schemas import NoPrefix, RequestOptions
+from radixkv.serve.schemas import NO_PREFIX, RequestOptions
 from radixkv.serve.service import Service
 
 
@@ -33,6 +32,7 @@ class ExtraFile(Unread):
     filename: str | None = None
 
 
+@taking(n_cmpl=Prefer(1, why="there is one reply"), prefix=NO_PREFIX)
 @with_sampling(without="n")
 class InfillBody(Body):
     """The body of POST /infill."""
@@ -40,15 +40,11 @@ class InfillBody(Body):
     input_prefix: str
     input_suffix: str
     input_extra: Several[ExtraFile] | None = None
-    prompt: str | None = Field(default=None, description="More of the prefix: the line to the left of the cursor.")
-    n_predict: Annotated[int, wire("max_tokens", low=-2)] | None = Field(
-        default=None, description="0: only the prompt."
-    )
-    n_cmpl: Annotated[Any, Prefer(1, why="there is one reply")] = None
+    prompt: str | None = optional("More of the prefix: the line to the left of the cursor.")
+    n_predict: Annotated[int, wire("max_tokens", low=-2)] | None = optional("0: only the prompt.")
     stream: bool | None = None
-    response_fields: Several[str] | None = Field(default=None, description='Paths such as "timings/prompt_n".')
+    response_fields: Several[str] | None = optional('Paths such as "timings/prompt_n".')
     model: str | None = None
-    prefix: NoPrefix = None
 
 
 async def create(service: Service, request: Request) -> Response:

@@ -10,7 +10,20 @@ from pydantic import Field, model_validator
 
 from radixkv.chat.calls.tools import arguments_object
 from radixkv.chat.messages import Message
-from radixkv.serve.bodies import Anything, AtLeastOne, Body, ByField, ByType, NotEmpty, OneError, Only, Several, broken
+from radixkv.serve.bodies import (
+    Anything,
+    AtLeastOne,
+    Body,
+    ByField,
+    ByType,
+    NotEmpty,
+    OneError,
+    Only,
+    Several,
+    broken,
+    optional,
+    taking,
+)
 from radixkv.serve.fields import JsonObject
 from radixkv.serve.role_order import results_in_order
 
@@ -22,22 +35,20 @@ ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME}$"), OneError(NAME_RULE)]
 # ---- messages
 
 
+@taking("cache_control", "annotations")
 class TextPart(Body):
     """A text of a message."""
 
     type: Literal["text"]
     text: str
-    cache_control: Anything = None
-    annotations: Anything = None
 
 
+@taking("cache_control", "annotations")
 class RefusalPart(Body):
     """A text with which the model refused to answer."""
 
     type: Literal["refusal"]
     refusal: str
-    cache_control: Anything = None
-    annotations: Anything = None
 
     @property
     def text(self) -> str:
@@ -85,14 +96,13 @@ class CalledFunction(Body):
     arguments: Annotated[str | dict[str, Any], ByType("a string of JSON")] | None = None
 
 
+@taking("index", "provider_specific_fields")
 class ToolCall(Body):
     """A call in a reply."""
 
     id: NotEmpty
     type: Literal["function"] | None = None
     function: CalledFunction
-    index: Anything = None  # of clients that assembled a call from its events
-    provider_specific_fields: Anything = None  # of LiteLLM
 
     def neutral(self) -> JsonObject:
         """Return the call for a template."""
@@ -100,6 +110,12 @@ class ToolCall(Body):
         return {"id": self.id, "type": "function", "function": function}
 
 
+@taking(
+    "provider_specific_fields",
+    "cache_control",
+    audio=Only(why="this server reads and writes text only"),
+    function_call=Only(why="it is the old form of tool_calls: use that"),
+)
 class AssistantMessage(Body):
     """A reply, as servers return it and clients send it back."""
 
@@ -107,16 +123,10 @@ class AssistantMessage(Body):
     content: Content | None = None
     tool_calls: Several[ToolCall] | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = Field(
-        default=None, description="Another name of `reasoning_content`, which goes before it."
-    )
+    reasoning: str | None = optional("Another name of `reasoning_content`, which goes before it.")
     refusal: str | None = None
-    annotations: list[Any] | None = Field(default=None, description="Taken, and without effect.")
-    provider_specific_fields: Anything = None  # of LiteLLM
-    audio: Annotated[Any, Only(why="this server reads and writes text only")] = None
-    function_call: Annotated[Any, Only(why="it is the old form of tool_calls: use that")] = None
+    annotations: list[Any] | None = optional("Taken, and without effect.")
     name: str | None = None
-    cache_control: Anything = None
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
@@ -171,7 +181,7 @@ class ChatFunction(Body):
 
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema.")
+    parameters: dict[str, Any] | None = optional("A JSON schema.")
     strict: bool | None = None
 
 

@@ -19,7 +19,6 @@ from radixkv.chat.template_arguments import TemplateOption, effort_option, think
 from radixkv.errors import PromptTooLong
 from radixkv.sampling.params import SamplingParams
 from radixkv.serve.bodies import (
-    Anything,
     Body,
     ByType,
     CacheSalt,
@@ -32,8 +31,10 @@ from radixkv.serve.bodies import (
     broken,
     joined,
     needs,
+    optional,
     read,
     refuse,
+    taking,
     without_effect,
 )
 from radixkv.serve.constraints import Guided, NestedFormat, constraint_of, of_format
@@ -49,8 +50,8 @@ LONGEST_VALUE = 256  # characters of a value in chat_template_kwargs
 _PROMPT = "must be a string or an array of token ids that is not empty"
 _PROMPTS = "a string, or an array of strings, of token ids, or of arrays of token ids"
 _THINKING = "must be one of enabled, disabled, adaptive, auto"
-NoPrefix = Annotated[Any, Only(why="only completions and chat completions follow a compressed prefix")]
-_OLDER = "it is the old form of tools and tool_choice: use those"
+NO_PREFIX = Only(why="only completions and chat completions follow a compressed prefix")
+_OLDER = Only(why="it is the old form of tools and tool_choice: use those")
 _IF_READ = "For the model's chat template; ignored if the template does not read it, and then named in `Warning`."
 
 TextOrIds = str | list[int]
@@ -127,8 +128,7 @@ class ChatRequest(Dialogue):
 class CompletionRequest:
     """The body of POST /v1/completions: prompts, each a text or token ids.
 
-    `echo` repeats a prompt before its reply, with its log probabilities if the reply has some. A reply fills the middle
-    between its prompt, a text, and `suffix`, if that is not empty.
+    `echo` repeats a prompt before its reply. A reply fills the middle between its prompt and `suffix`, if not empty.
     """
 
     options: RequestOptions
@@ -188,7 +188,7 @@ class Reasoning(Body):
 
     effort: TemplateEffort | None = None
     enabled: TemplateSwitch | None = None
-    exclude: bool | None = Field(default=None, description="Leave the thinking out of the answer.")
+    exclude: bool | None = optional("Leave the thinking out of the answer.")
 
 
 class ThinkingType(Body):
@@ -207,12 +207,8 @@ class TemplateFields(Body):
     thinking: Annotated[TemplateSwitch | ThinkingType, ByType("true, false or an object")] | None = None
     enable_thinking: TemplateSwitch | None = None
     chat_template_kwargs: Annotated[dict[str, TemplateValue], Field(description=_IF_READ)] | None = None
-    continue_final_message: bool | None = Field(
-        default=None, description="The reply continues the last message, an assistant's."
-    )
-    add_generation_prompt: bool | None = Field(
-        default=None, description="False is the same as `continue_final_message`."
-    )
+    continue_final_message: bool | None = optional("The reply continues the last message, an assistant's.")
+    add_generation_prompt: bool | None = optional("False is the same as `continue_final_message`.")
 
 
 class StreamOptions(Body):
@@ -220,9 +216,17 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = Field(default=None, description="Without effect: events are not padded.")
+    include_obfuscation: bool | None = optional("Without effect: events are not padded.")
 
 
+@taking(
+    "user",
+    "safety_identifier",
+    "metadata",
+    "prompt_cache_retention",
+    store=Prefer(False, why="nothing that was said is stored"),
+    service_tier=Prefer("auto", "default", why="there is one tier"),
+)
 class Options(Sampling, Guided):
     """The fields that chat and text completions share."""
 
@@ -230,22 +234,13 @@ class Options(Sampling, Guided):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: NestedFormat | None = None
-    use_beam_search: bool | None = Field(
-        default=None, description="Search for the `n` most likely replies, and return them best first."
-    )
-    prompt_logprobs: Annotated[int, wire("prompt_logprobs")] | None = Field(
-        default=None,
-        description="Log probabilities of the prompt's tokens, with so many alternatives; not in a stream.",
+    use_beam_search: bool | None = optional("Search for the `n` most likely replies, and return them best first.")
+    prompt_logprobs: Annotated[int, wire("prompt_logprobs")] | None = optional(
+        "Log probabilities of the prompt's tokens, with so many alternatives; not in a stream."
     )
     prompt_cache_key: SessionKey | None = None
     cache_salt: CacheSalt | None = None
-    prefix: str | None = Field(default=None, description="The id of a compressed prefix, which the prompt follows.")
-    store: Annotated[Any, Prefer(False, why="nothing that was said is stored")] = None
-    service_tier: Annotated[Any, Prefer("auto", "default", why="there is one tier")] = None
-    user: Anything = None
-    safety_identifier: Anything = None
-    metadata: Anything = None
-    prompt_cache_retention: Anything = None
+    prefix: str | None = optional("The id of a compressed prefix, which the prompt follows.")
 
 
 class Prediction(Body):
@@ -260,6 +255,14 @@ class Prediction(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+@taking(
+    modalities=Only(["text"], why="this server reads and writes text"),
+    audio=Only(why="this server reads and writes text only"),
+    functions=_OLDER,
+    function_call=_OLDER,
+    web_search_options=Prefer(why="this server does not search"),
+    verbosity=Prefer(why="the model decides how much it writes"),
+)
 class ChatBody(Options, TemplateFields):
     """The body of POST /v1/chat/completions."""
 
@@ -271,18 +274,12 @@ class ChatBody(Options, TemplateFields):
     top_logprobs: Annotated[int, wire("logprobs")] | None = None
     max_tokens: Annotated[int, wire("max_tokens")] | None = None
     max_completion_tokens: Annotated[int, wire("max_tokens")] | None = None
-    n_predict: Annotated[int, wire("max_tokens", low=-2)] | None = Field(
-        default=None, description="llama.cpp's `max_tokens`; negative: no limit. 0, of editors that warm up, is 1."
+    n_predict: Annotated[int, wire("max_tokens", low=-2)] | None = optional(
+        "llama.cpp's `max_tokens`; negative: no limit. 0, of editors that warm up, is 1."
     )
-    modalities: Annotated[Any, Only(["text"], why="this server reads and writes text")] = None
-    audio: Annotated[Any, Only(why="this server reads and writes text only")] = None
-    functions: Annotated[Any, Only(why=_OLDER)] = None
-    function_call: Annotated[Any, Only(why=_OLDER)] = None
-    prediction: Prediction | None = Field(
-        default=None, description="Text that the reply may repeat; has an effect only if the server speculates."
+    prediction: Prediction | None = optional(
+        "Text that the reply may repeat; has an effect only if the server speculates."
     )
-    web_search_options: Annotated[Any, Prefer(why="this server does not search")] = None
-    verbosity: Annotated[Any, Prefer(why="the model decides how much it writes")] = None
 
 
 class CompletionBody(Options):
@@ -291,12 +288,12 @@ class CompletionBody(Options):
     prompt: Annotated[Prompts, BeforeValidator(_listed, json_schema_input_type=str | TokenPrompt | Prompts)]
     echo: bool | None = None
     logprobs: Annotated[int, wire("logprobs")] | None = None
-    max_tokens: Annotated[int, wire("max_tokens", low=0)] | None = Field(
-        default=None, description="0 computes only the prompt, for `echo` or `prompt_logprobs`."
+    max_tokens: Annotated[int, wire("max_tokens", low=0)] | None = optional(
+        "0 computes only the prompt, for `echo` or `prompt_logprobs`."
     )
-    suffix: str | None = Field(default=None, description="The text after the reply, for models with FIM tokens.")
-    best_of: Annotated[int, wire("n")] | None = Field(
-        default=None, description="The number of beams of a beam search, `n` at least; else equal to `n`."
+    suffix: str | None = optional("The text after the reply, for models with FIM tokens.")
+    best_of: Annotated[int, wire("n")] | None = optional(
+        "The number of beams of a beam search, `n` at least; else equal to `n`."
     )
 
 
@@ -308,7 +305,7 @@ class PrefixBody(Body):
     messages: Messages | None = None
     tools: Several[ChatTool] | None = None
     keep: Annotated[float, Field(gt=0, le=1, description="The part of the keys and values to keep.")] | None = None
-    method: NotEmpty | None = Field(default=None, description="How they are chosen.")
+    method: NotEmpty | None = optional("How they are chosen.")
     cache_salt: CacheSalt | None = None
 
 
@@ -325,7 +322,7 @@ class TokenizeBody(TemplateFields):
     prompt: str | None = None
     messages: Messages | None = None
     tools: Several[ChatTool] | None = None
-    prompt_cache_key: SessionKey | None = Field(default=None, description="Without effect: nothing is computed.")
+    prompt_cache_key: SessionKey | None = optional("Without effect: nothing is computed.")
     cache_salt: CacheSalt | None = None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from radixkv.chat.messages import Message
-from radixkv.serve.bodies import Anything, Body, ByField, ByType, Several
+from radixkv.serve.bodies import Anything, Body, ByField, ByType, Several, taking
 
 _ERROR = "Error: "
 _READ = "this server reads text, tool calls and their results"
@@ -15,12 +15,9 @@ _READ = "this server reads text, tool calls and their results"
 # ---- blocks
 
 
+@taking("cache_control", "citations", "caller")
 class Block(Body):
     """The fields of all blocks."""
-
-    cache_control: Anything = None
-    citations: Anything = None
-    caller: Anything = None
 
 
 class Text(Block):
@@ -96,11 +93,9 @@ def texts_of(content: str | Sequence[Text | ToolReference]) -> list[str]:
 _BLOCKS = ByType("a string or an array of blocks")
 
 
+@taking("id", "type")
 class MessageFields(Body):
     """The fields of a whole response that a client sends back."""
-
-    id: Anything = None
-    type: Anything = None
 
 
 class SystemMessage(MessageFields):

@@ -19,7 +19,6 @@ from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import TemplateOption, thinking_option
 from radixkv.serve.anthropic.message_blocks import AnyMessage, Text, Texts, texts_of
 from radixkv.serve.bodies import (
-    Anything,
     AtLeastOne,
     Body,
     ByField,
@@ -29,15 +28,17 @@ from radixkv.serve.bodies import (
     Prefer,
     Several,
     Unread,
+    optional,
     other_values,
     read,
+    taking,
 )
 from radixkv.serve.constraints import Guided, ReplyConstraint, SchemaFormat, constraint_of, of_format
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.role_order import ANY_ORDER, RoleOrder, in_order
 from radixkv.serve.sampling_fields import sampling_params, wire, with_sampling
-from radixkv.serve.schemas import ChatRequest, Dialogue, Effort, NoPrefix, RequestOptions
+from radixkv.serve.schemas import NO_PREFIX, ChatRequest, Dialogue, Effort, RequestOptions
 from radixkv.serve.tool_choices import checked_rule
 
 BILLING = "x-anthropic-billing-header:"
@@ -60,6 +61,7 @@ class Dialect:
 # ---- bodies
 
 
+@taking("cache_control", "allowed_callers", "input_examples")
 class MessageTool(Body):
     """A tool that the client runs."""
 
@@ -72,11 +74,8 @@ class MessageTool(Body):
     description: str | None = None
     input_schema: dict[str, Any] = Field(description="A JSON schema.")
     strict: bool | None = None
-    defer_loading: bool | None = Field(default=None, description="Without effect: every tool is in the prompt.")
-    eager_input_streaming: bool | None = Field(default=None, description="Without effect: a call is one event.")
-    cache_control: Anything = None
-    allowed_callers: Anything = None
-    input_examples: Anything = None
+    defer_loading: bool | None = optional("Without effect: every tool is in the prompt.")
+    eager_input_streaming: bool | None = optional("Without effect: a call is one event.")
 
 
 class ServerTool(Unread):
@@ -104,7 +103,7 @@ class ThinkingConfig(Body):
     """Whether the model thinks."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Any = Field(default=None, description="Taken, and without effect: a model cannot be held to it.")
+    budget_tokens: Any = optional("Taken, and without effect: a model cannot be held to it.")
     display: Annotated[
         Any, Prefer("summarized", "updates", "omitted", why="thinking is shown as it is, or not at all")
     ] = None
@@ -120,9 +119,20 @@ class OutputConfig(Body):
 class Metadata(Body):
     """Facts about the sender."""
 
-    user_id: str | None = Field(default=None, description="Names the session for the monitor.")
+    user_id: str | None = optional("Names the session for the monitor.")
 
 
+@taking(
+    "cache_control",
+    "context_management",
+    "diagnostics",
+    "inference_geo",
+    "service_tier",
+    "speed",
+    "user_profile_id",
+    "workspace_id",
+    prefix=NO_PREFIX,
+)
 class PromptBody(Body):
     """The body of POST /v1/messages/count_tokens, and the fields of a message that make its prompt."""
 
@@ -134,16 +144,7 @@ class PromptBody(Body):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: Annotated[SchemaFormat, ByField("type")] | None = None
-    cache_control: Anything = None
     cache_salt: CacheSalt | None = None
-    prefix: NoPrefix = None
-    context_management: Anything = None
-    diagnostics: Anything = None
-    inference_geo: Anything = None
-    service_tier: Anything = None
-    speed: Anything = None
-    user_profile_id: Anything = None
-    workspace_id: Anything = None
 
 
 _RENAMED = {"stop": "stop_sequences"}
@@ -154,13 +155,12 @@ class MessageSampling(Body):
     """The sampling parameters of a message."""
 
 
+@taking(n=Only(1, why=_ONE_REPLY), use_beam_search=Only(False, why=_ONE_REPLY))
 class MessageBody(PromptBody, Guided, MessageSampling):
     """The body of POST /v1/messages."""
 
     max_tokens: Annotated[int, wire("max_tokens")] | None = None
     stream: bool | None = None
-    n: Annotated[Any, Only(1, why=_ONE_REPLY)] = None
-    use_beam_search: Annotated[Any, Only(False, why=_ONE_REPLY)] = None
     metadata: Metadata | None = None
 
 

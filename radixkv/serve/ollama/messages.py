@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 from radixkv.chat.calls.formats import CallFormat
 from radixkv.chat.messages import Message
-from radixkv.serve.bodies import Anything, Body, Only, Several
+from radixkv.serve.bodies import Anything, Body, Only, Several, taking
 from radixkv.serve.message_schemas import CalledFunction, arguments_of
 from radixkv.serve.role_order import results_in_order
 
-NoImages = Annotated[Any, Only([], why="this server reads text")]
+NO_IMAGES = Only([], why="this server reads text")
 
 
 class OllamaFunction(CalledFunction):
@@ -34,13 +34,13 @@ class OllamaCall(Body):
     function: OllamaFunction
 
 
+@taking(images=NO_IMAGES)
 class OllamaMessage(Body):
     """A message of any role."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: NoImages = None
     tool_calls: Several[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None

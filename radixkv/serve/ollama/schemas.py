@@ -13,14 +13,26 @@ from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.constrained import strict_tools
 from radixkv.chat.template_arguments import TemplateOption, effort_option, thinking_option
 from radixkv.durations import parse_duration
-from radixkv.serve.bodies import Body, ByType, CacheSalt, OneError, Only, SessionKey, Several, read, refuse
+from radixkv.serve.bodies import (
+    Body,
+    ByType,
+    CacheSalt,
+    OneError,
+    Only,
+    SessionKey,
+    Several,
+    optional,
+    read,
+    refuse,
+    taking,
+)
 from radixkv.serve.constraints import ANY_OBJECT, ReplyConstraint, Schema
 from radixkv.serve.errors import errors_about
 from radixkv.serve.fields import IgnoredFields, JsonObject
 from radixkv.serve.message_schemas import ChatTool, neutral_tools
-from radixkv.serve.ollama.messages import NoImages, OllamaMessage, neutral_messages
+from radixkv.serve.ollama.messages import NO_IMAGES, OllamaMessage, neutral_messages
 from radixkv.serve.sampling_fields import sampling_params, wire, with_sampling
-from radixkv.serve.schemas import ChatRequest, NoPrefix, RequestOptions
+from radixkv.serve.schemas import NO_PREFIX, ChatRequest, RequestOptions
 from radixkv.serve.tool_choices import call_rule
 
 _DURATION = r"^-?([0-9]+|([0-9]+(\.[0-9]+)?(ns|us|µs|ms|s|m|h))+)$"
@@ -32,11 +44,11 @@ _DURATION = r"^-?([0-9]+|([0-9]+(\.[0-9]+)?(ns|us|µs|ms|s|m|h))+)$"
 class OllamaOptions(Body):
     """The sampling parameters of a request. Others of Ollama's, such as `num_gpu`, have no effect."""
 
-    num_predict: Annotated[int, wire("max_tokens", low=-2)] | None = Field(
-        default=None, description="Maximum length of the reply; below 1: no limit."
+    num_predict: Annotated[int, wire("max_tokens", low=-2)] | None = optional(
+        "Maximum length of the reply; below 1: no limit."
     )
-    num_ctx: Annotated[int, wire("max_tokens")] | None = Field(
-        default=None, description="Maximum length of the prompt and the reply; a longer prompt is refused."
+    num_ctx: Annotated[int, wire("max_tokens")] | None = optional(
+        "Maximum length of the prompt and the reply; a longer prompt is refused."
     )
 
 
@@ -49,18 +61,18 @@ Format = Annotated[Literal["json", ""] | Schema, ByType('"json" or a JSON schema
 Think = Annotated[bool | Literal["low", "medium", "high", "max"], ByType("true, false or a level")]
 
 
+@taking(prefix=NO_PREFIX)
 class PromptFields(Body):
     """The fields that chat and generate share."""
 
     model: str
-    stream: bool | None = Field(default=None, description="True by default.")
+    stream: bool | None = optional("True by default.")
     options: OllamaOptions | None = None
     format: Format | None = None
     think: Think | None = None
     keep_alive: KeepAlive | None = None
     prompt_cache_key: SessionKey | None = None
     cache_salt: CacheSalt | None = None
-    prefix: NoPrefix = None
 
 
 class OllamaChatBody(PromptFields):
@@ -70,16 +82,18 @@ class OllamaChatBody(PromptFields):
     tools: Several[ChatTool] | None = None
 
 
+@taking(
+    template=Only("", why="the model's own is used; with raw=true, none"),
+    context=Only([], why="send the conversation to /api/chat"),
+    images=NO_IMAGES,
+)
 class GenerateBody(PromptFields):
     """The body of POST /api/generate. Without a prompt, the model is only loaded."""
 
     prompt: str | None = None
     system: str | None = None
-    raw: bool | None = Field(default=None, description="Without the chat template.")
-    suffix: str | None = Field(default=None, description="The text after the reply, for models with FIM tokens.")
-    template: Annotated[Any, Only("", why="the model's own is used; with raw=true, none")] = None
-    context: Annotated[Any, Only([], why="send the conversation to /api/chat")] = None
-    images: NoImages = None
+    raw: bool | None = optional("Without the chat template.")
+    suffix: str | None = optional("The text after the reply, for models with FIM tokens.")
 
 
 class ShowBody(Body):

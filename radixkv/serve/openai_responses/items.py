@@ -15,7 +15,6 @@ from pydantic import AfterValidator, WithJsonSchema
 
 from radixkv.chat.messages import Message
 from radixkv.serve.bodies import (
-    Anything,
     Body,
     ByField,
     ByType,
@@ -27,6 +26,7 @@ from radixkv.serve.bodies import (
     needs,
     other_values,
     read,
+    taking,
 )
 from radixkv.serve.errors import bad_request
 from radixkv.serve.fields import IgnoredFields, JsonObject
@@ -42,26 +42,22 @@ _READ = 'this server reads text only, as "input_text" or "output_text"'
 # ---- parts
 
 
+@taking("annotations", "logprobs", "prompt_cache_breakpoint")
 class ResponseText(Body):
     """A text."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
-    annotations: Anything = None
-    logprobs: Anything = None
-    prompt_cache_breakpoint: Anything = None
 
     _has_text = needs("text", "must be a string", "invalid_type")
 
 
+@taking("annotations", "logprobs", "prompt_cache_breakpoint")
 class ResponseRefusal(Body):
     """A text with which the model refused to answer."""
 
     type: Literal["refusal"]
     refusal: str
-    annotations: Anything = None
-    logprobs: Anything = None
-    prompt_cache_breakpoint: Anything = None
 
     _has_text = needs("refusal", "must be a string", "invalid_type")
 
@@ -81,13 +77,9 @@ Arguments = Annotated[str | dict[str, Any], ByType("a string")]
 # ---- items
 
 
+@taking("id", "status", "phase", "caller")
 class Item(Body):
     """The fields of all items, which the server wrote and a client sends back."""
-
-    id: Anything = None
-    status: Anything = None
-    phase: Anything = None
-    caller: Anything = None
 
 
 class MessageItem(Item):
@@ -126,14 +118,13 @@ class CustomCall(Item):
     input: Arguments | None = None
 
 
+@taking("name", "namespace")
 class CallOutput(Item):
     """The result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: NotEmpty
     output: Content
-    name: Anything = None
-    namespace: Anything = None
 
 
 def _refuse_reference(_: str) -> str:

@@ -11,10 +11,19 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from radixkv.chat.template_arguments import effort_option
-from radixkv.serve.bodies import Anything, Body, ByType, CacheSalt, Only, Prefer, SessionKey, read, without_effect
+from radixkv.serve.bodies import (
+    Body,
+    ByType,
+    CacheSalt,
+    Only,
+    Prefer,
+    SessionKey,
+    optional,
+    read,
+    taking,
+    without_effect,
+)
 from radixkv.serve.constraints import AnyFormat, Guided, ReplyConstraint, constraint_of, of_format
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import IgnoredFields, JsonObject
@@ -24,7 +33,7 @@ from radixkv.serve.openai_responses.store import StoredResponse
 from radixkv.serve.openai_responses.tools import ToolList, read_tools
 from radixkv.serve.role_order import RoleOrder
 from radixkv.serve.sampling_fields import sampling_params, wire
-from radixkv.serve.schemas import ChatRequest, Dialogue, Effort, NoPrefix, RequestOptions, Sampling
+from radixkv.serve.schemas import NO_PREFIX, ChatRequest, Dialogue, Effort, RequestOptions, Sampling
 from radixkv.serve.tool_choices import Choice, call_rule
 
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # values of `include`
@@ -40,7 +49,7 @@ class ResponseReasoning(Body):
 
     effort: Effort | None = None
     summary: str | None = None
-    generate_summary: str | None = Field(default=None, description="The older name of `summary`.")
+    generate_summary: str | None = optional("The older name of `summary`.")
 
 
 class TextOptions(Body):
@@ -49,6 +58,22 @@ class TextOptions(Body):
     format: AnyFormat | None = None
 
 
+@taking(
+    "stream_options",
+    "user",
+    "safety_identifier",
+    "prompt_cache_retention",
+    "client_metadata",
+    "max_tool_calls",
+    prefix=NO_PREFIX,
+    n=Only(1, why=_ONE_REPLY),
+    use_beam_search=Only(False, why=_ONE_REPLY),
+    conversation=Only(why="this server has no conversations: use previous_response_id"),
+    prompt=Only(why="this server has no stored prompts: send instructions and input"),
+    background=Prefer(False, why="the response is returned when it is complete"),
+    service_tier=Prefer("auto", "default", why="there is one tier"),
+    truncation=Prefer("disabled", why="a prompt is never shortened"),
+)
 class ResponseBody(Sampling, Guided):
     """The body of POST /v1/responses."""
 
@@ -58,7 +83,6 @@ class ResponseBody(Sampling, Guided):
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, wire("max_tokens")] | None = None
     stream: bool | None = None
-    stream_options: Anything = None
     store: bool | None = None
     tools: ToolList | None = None
     tool_choice: Choice | None = None
@@ -67,22 +91,9 @@ class ResponseBody(Sampling, Guided):
     text: TextOptions | None = None
     include: list[Any] | None = None
     top_logprobs: Annotated[int, wire("logprobs")] | None = None
-    metadata: Any = Field(default=None, description="An object, which the response repeats.")
+    metadata: Any = optional("An object, which the response repeats.")
     prompt_cache_key: SessionKey | None = None
     cache_salt: CacheSalt | None = None
-    prefix: NoPrefix = None
-    n: Annotated[Any, Only(1, why=_ONE_REPLY)] = None
-    use_beam_search: Annotated[Any, Only(False, why=_ONE_REPLY)] = None
-    conversation: Annotated[Any, Only(why="this server has no conversations: use previous_response_id")] = None
-    prompt: Annotated[Any, Only(why="this server has no stored prompts: send instructions and input")] = None
-    background: Annotated[Any, Prefer(False, why="the response is returned when it is complete")] = None
-    service_tier: Annotated[Any, Prefer("auto", "default", why="there is one tier")] = None
-    truncation: Annotated[Any, Prefer("disabled", why="a prompt is never shortened")] = None
-    user: Anything = None
-    safety_identifier: Anything = None
-    prompt_cache_retention: Anything = None
-    client_metadata: Anything = None
-    max_tool_calls: Anything = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,24 +13,33 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from radixkv.serve.bodies import Anything, Body, ByField, Prefer, Several, Unread, other_values, refuse
+from radixkv.serve.bodies import (
+    Anything,
+    Body,
+    ByField,
+    Prefer,
+    Several,
+    Unread,
+    optional,
+    other_values,
+    refuse,
+    taking,
+)
 from radixkv.serve.fields import JsonObject, shown
 from radixkv.serve.message_schemas import NAME_RULE, TOOL_NAME, ToolName
 
 _RUNS_NONE = "this server runs no tools itself"
 
 
+@taking("defer_loading", "allowed_callers", "output_schema")
 class ResponseFunction(Body):
     """A function that the model may call."""
 
     type: Literal["function"]
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(default=None, description="A JSON schema.")
+    parameters: dict[str, Any] | None = optional("A JSON schema.")
     strict: Anything = None
-    defer_loading: Anything = None
-    allowed_callers: Anything = None
-    output_schema: Anything = None
     async_: Anything = Field(default=None, alias="async")
 
     def neutral(self) -> JsonObject:
