@@ -8,7 +8,7 @@ test compares the names in docs/engine.md with them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
 
@@ -23,7 +23,6 @@ WEIGHTS = ("auto", "float32", "int8", "int4")
 MODEL_CODE = ("auto", "transformers")
 VERIFY = ("auto", "always")
 ORDERS = ("fcfs", "longest-prefix")
-VICTIMS = ("cheapest", "last")
 SPECULATE = ("ngram", "tree")
 
 
@@ -38,7 +37,6 @@ class EngineConfigFields(TypedDict, total=False):
     disk_memory: str | int
     block_size: int
     eviction: str
-    namespace_limits: Mapping[Any, float] | None
     device: str
     dtype: Any
     tensor_parallel: int
@@ -53,9 +51,7 @@ class EngineConfigFields(TypedDict, total=False):
     max_batch_tokens: int
     prefill_chunk: int
     order: str
-    max_overtakes: int
     max_delay: float | None
-    victim: str
     speculate: str | None
     prefix_cache: bool
     deterministic: bool
@@ -155,13 +151,6 @@ class EngineConfig:
         _Policy(metavar="POLICY"),
         "eviction policy, a name of radixkv.cache.POLICIES (an unknown name lists them)",
     )
-    namespace_limits: Mapping[Any, float] | None = setting(
-        None,
-        _ANY,
-        "shares of the pool that are guaranteed to namespaces, such as {'ann': 0.5}; the share of a tuple counts for "
-        "all tuples that begin with it",
-        option="key_share",
-    )
     device: str = setting("auto", _ANY, "cpu, cuda, cuda:1, ...; auto is cuda where there is a GPU")
     dtype: Any = setting(  # noqa: RUF009 - it returns a field
         "auto", _ANY, "float32, bfloat16, ...; auto is float32 on a CPU, elsewhere the dtype of the weights"
@@ -223,18 +212,11 @@ class EngineConfig:
         "which waiting request of a priority runs first: the oldest (fcfs), or the one with the longest cached prefix "
         "(longest-prefix)",
     )
-    max_overtakes: int = setting(32, Integer(low=0, message=_LEAST), "later requests that may overtake a waiting one")
     max_delay: float | None = setting(
-        None,
+        10.0,
         Number(low=0, above=True, optional=True, message=_SECONDS.replace("0,", "0, or None,")),
         "seconds after which a request that was overtaken goes before all others of its priority and its group of "
         "namespaces; fcfs overtakes none",
-    )
-    victim: str = setting(
-        "cheapest",
-        OneOf(members=VICTIMS),
-        "which request is preempted when blocks run out: the one that is cheapest to resume (cheapest), or the one "
-        "that was admitted last (last)",
     )
     speculate: str | None = setting(
         None,
@@ -285,8 +267,6 @@ class EngineConfig:
         """Check each value by itself, then values against each other."""
         check(self)
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
-        if self.namespace_limits is not None:
-            _check_limits(self.namespace_limits)
         if self.disk_cache is not None and not self.prefix_cache:
             raise InvalidInput("disk_cache keeps cached text, and prefix_cache=False has none: leave one of them out")
         if self.max_batch_tokens < self.max_sequences:
@@ -311,9 +291,3 @@ class EngineConfig:
 def settings_in(arguments: object) -> EngineConfigFields:
     """The attributes of `arguments` that are settings, such as the options of a command."""
     return cast(EngineConfigFields, given_in(arguments, EngineConfig))
-
-
-def _check_limits(shares: Mapping[Any, float]) -> None:
-    from radixkv.cache.quotas import NamespaceLimits  # as below
-
-    NamespaceLimits(shares)

@@ -19,9 +19,13 @@ REMOVED: dict[str, str] = {
     "model": "--model was removed: radixkv demo plays the bundled model, and other commands take MODEL without a flag",
     "queue_blind": "--queue-blind was removed: leave it out, as eviction always spares the text of waiting requests",
     "report": "--report was removed: use --once --json, or export a view with the key e",
+    "key_share": "--key-share was removed: tenants take turns, and each gets at most half of --max-sequences",
+    "max_overtakes": "max_overtakes was removed: max_delay bounds how long a request is overtaken",
+    "namespace_limits": "namespace_limits was removed: namespaces take turns, each with at most half of the streams",
     "replicas": "--replicas was removed: simulate one engine, and measure a fleet with Dynamo",
     "scrub": "scrub was removed: call engine.audit(blocks), from a thread of your own while requests run",
     "routing": "--routing was removed with --replicas: simulate one engine, and measure a fleet with Dynamo",
+    "victim": "victim was removed: the request that is cheapest to resume is preempted",
     "web": "--web was removed: use textual serve",
 }
 """name in Python's form (the flag `--key-share` is `key_share`) -> a sentence: it was removed, and what to use."""

@@ -121,7 +121,7 @@ class LastMinute:
 
     `host_tokens` is the part of the cached tokens that was loaded from host memory. The counter of loaded tokens
     includes preempted requests. So the part comes from the recorded requests. `failed` excludes
-    the requests whose own timeout ended them. `turn_preemptions` are the preemptions that gave another group its turn.
+    the requests whose own timeout ended them.
     """
 
     watched: float
@@ -134,7 +134,6 @@ class LastMinute:
     timed_out: int
     cancelled: int
     preemptions: int
-    turn_preemptions: int
     query_tokens: float
     regret_tokens: float
 
@@ -188,7 +187,6 @@ def last_minute(state: State, history: Sequence[Sample]) -> LastMinute:
         timed_out=timed_out,
         cancelled=max(sum(each.phase == "cancelled" for each in ended), round(growth("cancelled"))),
         preemptions=preemptions,
-        turn_preemptions=min(preemptions, _turn_preemptions(state, growth, watched)),
         query_tokens=queried,
         regret_tokens=max(growth("cache.regret_tokens"), wanted),
     )
@@ -216,11 +214,6 @@ def _prompts(requests: Iterable[RequestRecord]) -> tuple[float, float, float]:
     admitted = list(requests)
     prompt, cached = sum(each.prompt_tokens for each in admitted), sum(each.cached_tokens for each in admitted)
     return prompt, cached, sum(each.host_tokens for each in admitted)
-
-
-def _turn_preemptions(state: State, growth: Callable[[str], float], watched: float) -> int:
-    """Count preemptions for a turn; since load, until a minute was watched, as records do not name the cause."""
-    return round(growth("turn_preemptions") if watched >= MINUTE else state.stats.get("turn_preemptions", 0))
 
 
 def _preemptions(

@@ -153,12 +153,11 @@ def to_text(state: State, feed: Feed | None = None, thresholds: Thresholds = DEF
 def _requests(summary: Summary) -> str:
     """Count the requests by phase and outcome, and say why the first waiting one waits."""
     head, counts = head_sentence(summary.waits_for), (summary.turn_admissions, summary.overdue_admissions)
-    turns = f" ({count(summary.turn_preemptions)} for turns)" * (summary.turn_preemptions > 0)
     more = f", {count(counts[0])} admitted in turn, {count(counts[1])} overdue" * any(counts)
     return (
         f"{summary.running} running, {summary.waiting} waiting{head and f', {head}'}; since load "
         f"{count(summary.finished)} finished, {count(summary.failed)} failed, {count(summary.timed_out)} timed out, "
-        f"{count(summary.cancelled)} cancelled, {count(summary.preemptions)} preemptions{turns}{more}"
+        f"{count(summary.cancelled)} cancelled, {count(summary.preemptions)} preemptions{more}"
     )
 
 

@@ -98,8 +98,6 @@ class Summary:
     stream_tokens_per_step: float | None = None
     waits_for: str | None = None
     turn_admissions: int = 0
-    turn_preemptions: int = 0
-    turn_preemptions_minute: int = 0
     overdue_admissions: int = 0
 
     @property
@@ -228,8 +226,6 @@ def summarise(state: State) -> Summary:
         stream_tokens_per_step=_stream_tokens_per_step(history, stats, now),
         waits_for=head_waits_for(state.live.values()),
         turn_admissions=total("turn_admissions"),
-        turn_preemptions=total("turn_preemptions"),
-        turn_preemptions_minute=minute.turn_preemptions,
         overdue_admissions=total("overdue_admissions"),
     )
 
@@ -326,10 +322,9 @@ def _warnings(summary: Summary, thresholds: Thresholds, until: str) -> Iterable[
     if thresholds.longest_wait is not None and summary.longest_wait >= thresholds.longest_wait:
         sentence = f"{plural(summary.waiting, 'request')} waiting, the longest for {duration(summary.longest_wait)}"
         yield Reason("longest_wait", "warn", sentence)
-    out_of_blocks = summary.preemptions_minute - summary.turn_preemptions_minute
-    if thresholds.preemptions is not None and out_of_blocks > thresholds.preemptions:
+    if thresholds.preemptions is not None and summary.preemptions_minute > thresholds.preemptions:
         when = f"in {minute}" if summary.watched >= MINUTE else f"of requests of {minute}"
-        preempted = plural(out_of_blocks, "preemption")
+        preempted = plural(summary.preemptions_minute, "preemption")
         yield Reason("preemptions", "warn", f"{preempted} {when}: the pool is too small for this load")
     if thresholds.regret is not None and (summary.regret_minute.share or 0) >= thresholds.regret:
         sentence = f"{summary.regret_minute} of the tokens requested in {minute} had been evicted"

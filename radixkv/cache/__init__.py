@@ -19,7 +19,7 @@ invariants, partition    all rules in one place, which tests recount
 
 Options are parts in folders of their own, and all of them combine. `host` is a residence: a tier in host memory for
 runs that leave the pool. `recurrent` has the rows and snapshots of models with recurrent state; these follow events.
-`quotas` has the accounts of namespaces with shares. `predictive` is one policy.
+`predictive` is one policy.
 """
 
 from radixkv.cache.events import Observer

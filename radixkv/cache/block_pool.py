@@ -4,8 +4,6 @@ Owners are sequences, plans and tree nodes. An owner is idle if it is an unlocke
 unless `shared` has an entry for it, and it is full unless `fill` has one: both tables stay as small as the number of
 blocks in which a prefix ends. A block is evictable if all its owners are idle.
 
-`shares` counts the blocks of each group of namespaces, or is None. Its guards cost less than a null object.
-
 Nodes share a block where they meet inside it. They lie on one path, and the entry names the deepest of them.
 """
 
@@ -19,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache.events import Events
-from radixkv.cache.types import Accounts, Node
+from radixkv.cache.types import Node
 
 
 @dataclass(slots=True)
@@ -40,10 +38,10 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_ramp", "bases", "block_size", "evictable", "fill", "free", "num_blocks", "offsets", "shared", "shares",
+        "_ramp", "bases", "block_size", "evictable", "fill", "free", "num_blocks", "offsets", "shared",
     )  # fmt: skip
 
-    def __init__(self, num_blocks: int, block_size: int, shares: Accounts | None = None) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.free = array("i", np.arange(num_blocks - 1, -1, -1, dtype=np.int32).tobytes())
@@ -53,19 +51,13 @@ class BlockPool:
         self.offsets = np.arange(block_size, dtype=np.int64)
         self._ramp = array("i", np.arange(num_blocks, dtype=np.int32).tobytes())
         self.evictable = 0  # blocks whose owners are all idle
-        self.shares = shares
 
-    def take(self, count: int, group: int = 0) -> array[int]:
-        """Take `count` >= 1 free blocks, last freed first; a contiguous run that was freed is contiguous again.
-
-        `group` is the group of the namespace which takes them; a pool without shares does not read it.
-        """
+    def take(self, count: int) -> array[int]:
+        """Take `count` >= 1 free blocks, last freed first; a contiguous run that was freed is contiguous again."""
         free = self.free
         taken = free[-count:]
         del free[-count:]
         taken.reverse()
-        if self.shares is not None:
-            self.shares.taken(taken, group)
         return taken
 
     def is_run(self, blocks: array[int]) -> bool:
@@ -75,16 +67,12 @@ class BlockPool:
     def give_back(self, blocks: array[int]) -> None:
         """Free a run of blocks that had no other owner; only its last block can be part-filled."""
         if blocks:
-            if self.shares is not None:
-                self.shares.count(blocks[0], -len(blocks), 0)
             self.fill.pop(blocks[-1], None)
             blocks.reverse()
             self.free.extend(blocks)
 
     def give_back_idle(self, blocks: array[int]) -> None:
         """Free a run of one or more evictable blocks that had one owner."""
-        if self.shares is not None:
-            self.shares.count(blocks[0], -len(blocks), -len(blocks))
         self.evictable -= len(blocks)
         self.fill.pop(blocks[-1], None)
         blocks.reverse()
@@ -98,28 +86,20 @@ class BlockPool:
         was = entry.idle == entry.owners
         entry.owners += 1
         entry.idle += idle
-        changed = (entry.idle == entry.owners) - was
-        self.evictable += changed
-        if self.shares is not None:
-            self.shares.count(block, 0, changed)
+        self.evictable += (entry.idle == entry.owners) - was
 
     def release(self, block: int, *, idle: bool) -> Node | None:
         """Drop one owner; the last one frees the block. Returns the deepest node that still owns it, or None."""
         entry = self.shared.get(block)
         if entry is None:
             self.evictable -= idle
-            if self.shares is not None:
-                self.shares.count(block, -1, -idle)
             self.fill.pop(block, None)
             self.free.append(block)
             return None
         was = entry.idle == entry.owners
         entry.owners -= 1
         entry.idle -= idle
-        changed = (entry.idle == entry.owners) - was
-        self.evictable += changed
-        if self.shares is not None:
-            self.shares.count(block, 0, changed)
+        self.evictable += (entry.idle == entry.owners) - was
         if entry.owners == 1:
             del self.shared[block]
         return entry.deepest_owner
@@ -140,8 +120,6 @@ class BlockPool:
                         changed -= entry.idle != entry.owners
                         entry.idle -= 1
         self.evictable += changed if idle else -changed
-        if self.shares is not None and blocks:  # a root has none
-            self.shares.count(blocks[0], 0, changed if idle else -changed)
 
     def reserve(self, block: int, slots: int) -> None:
         """Raise the fill mark of a block that is in use to `slots` (of 1..block_size)."""
@@ -155,14 +133,8 @@ class BlockPool:
         if self.fill.get(block, self.block_size) == end:
             self.fill[block] = slots
 
-    def evictable_for(self, group: int) -> int:
-        """How many blocks can be evicted for a sequence of this group of namespaces. O(1)."""
-        return self.evictable if self.shares is None else self.shares.evictable_for(group)
-
-    def shortage(self, count: int, group: int) -> str:
+    def shortage(self, count: int) -> str:
         """Explain why `count` blocks cannot be taken."""
-        if self.shares is not None:
-            return self.shares.shortage(count, group, len(self.free))
         return (
             f"{count} blocks wanted, {len(self.free)} are free and {self.evictable} evictable of {self.num_blocks}: "
             "close or shorten sequences, release pins, or make the pool larger"
@@ -303,13 +275,13 @@ class BlockTable:
                     return need + 1, last
         return need, -1
 
-    def grow(self, start: int, end: int, need: int, source: int, group: int) -> None:
+    def grow(self, start: int, end: int, need: int, source: int) -> None:
         """Reserve the slots of the tokens [start, end), and take `need` free blocks; see `missing`."""
         pool, blocks, rest = self._shared.pool, self.blocks, end % self._shared.pool.block_size
         if not need:
             pool.reserve(blocks[-1], rest or pool.block_size)
             return
-        new = pool.take(need, group)
+        new = pool.take(need)
         if source >= 0:
             blocks[-1] = new.pop(0)
         elif start % pool.block_size:

@@ -10,35 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from sortedcontainers import SortedList
 
 from radixkv.cache.radix_tree import RadixTree
-from radixkv.cache.types import Accounts, EvictionKey, Hint, Node
+from radixkv.cache.types import EvictionKey, Hint, Node
 
 Rank = Callable[[Node], int]
-
-
-class Victims(Protocol):
-    """The part of an eviction index that chooses victims."""
-
-    def __len__(self) -> int: ...
-
-    def victim(self) -> Node:
-        """Return the leaf to evict next; there must be one."""
-
-    def at(self, number: int) -> Node:
-        """Return a leaf by its number in the order of eviction; the leaf becomes the victim."""
-
-    def owes(self) -> bool:
-        """Return whether the group of the victim exceeds its share more than the group that asks."""
-
-    def trim_limit(self, node: Node, blocks: int) -> int:
-        """Return how many blocks, at most `blocks`, to evict from the tail of the victim at once."""
-
-    def trim(self, node: Node) -> None:
-        """Note that the victim's tail was evicted."""
 
 
 class EvictionIndex:
@@ -47,7 +26,6 @@ class EvictionIndex:
     __slots__ = ("_coldest", "_order", "_rank", "_tick", "clock")
 
     remembers_faded = False  # whether old ghosts keep a hash of their tokens: see `ghosts`
-    accounts: tuple[Accounts, ...] = ()  # none, or one that counts the blocks of each group of namespaces
 
     def __init__(self, rank: Rank | None = None) -> None:
         self.clock: Callable[[], float] | None = None  # dates nodes while a change tracker is attached
@@ -110,18 +88,6 @@ class EvictionIndex:
     def next_victims(self, count: int) -> list[Node]:
         """Return the next `count` leaves in the order of eviction, fewer if there are fewer. O(count)."""
         return [key[4] for key in islice(self._order, count)]
-
-    def group_of(self, node: Node) -> int:
-        """Return the group of a node's namespace: here there is one."""
-        return 0
-
-    def victims_for(self, group: int) -> Victims:
-        """Return the leaves that may be evicted for a sequence of this group: here all of them."""
-        return self
-
-    def owes(self) -> bool:
-        """Return False: there is one group."""
-        return False
 
     # ---- hooks for policies that learn
 

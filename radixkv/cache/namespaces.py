@@ -9,7 +9,7 @@ A namespace stays known while it has a root or ghosts, and until the next `keep`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterator
+from collections.abc import Container, Hashable, Iterator
 from itertools import count
 
 from radixkv.errors import InvalidInput
@@ -24,16 +24,14 @@ _BUILT_IN = {(each.__hash__, each.__eq__) for each in (object, type(None), str, 
 class Namespace:
     """A namespace of one cache, hashed and compared by identity. `value` is the caller's.
 
-    `group` numbers the namespaces that have a common limit; without limits it is 0. `number` is negative and never used
-    twice: it owns the ghosts at the root, also while there is no root.
+    `number` is negative and never used twice: it owns the ghosts at the root, also while there is no root.
     """
 
-    __slots__ = ("group", "number", "value")
+    __slots__ = ("number", "value")
 
-    def __init__(self, value: Hashable, number: int, group: int = 0) -> None:
+    def __init__(self, value: Hashable, number: int) -> None:
         self.value = value
         self.number = number
-        self.group = group
 
 
 class Namespaces:
@@ -48,14 +46,11 @@ class Namespaces:
     0
     """
 
-    __slots__ = ("_numbers", "group", "known", "limit")
+    __slots__ = ("_numbers", "known", "limit")
 
-    def __init__(self, group: Callable[[Hashable], int] | None = None) -> None:
-        """Number groups of values by `group`; without it there is one."""
+    def __init__(self) -> None:
         self.known: dict[Hashable, Namespace] = {}
         self._numbers = count(-1, -1)
-        self.group: Callable[[Hashable], int] = group or (lambda value: 0)
-        """The number of the group of a value."""
         self.limit = LEAST
         """With this number of namespaces, `keep` is due before the next `add`."""
 
@@ -83,7 +78,7 @@ class Namespaces:
         """
         try:
             key = value if (type(value).__hash__, type(value).__eq__) in _BUILT_IN else _Key(value)
-            made = Namespace(value, next(self._numbers), self.group(value))
+            made = Namespace(value, next(self._numbers))
             if self.known.setdefault(key, made) is not made:
                 raise ValueError("its hash or comparison changed within the call")
         except Exception as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from functools import partial
 from random import Random
 from typing import NamedTuple
@@ -26,7 +26,6 @@ from radixkv.cache.namespaces import Namespace, Namespaces, refusal
 from radixkv.cache.past_text import PastText
 from radixkv.cache.pins import Pin
 from radixkv.cache.policies import new_index
-from radixkv.cache.quotas import NamespaceLimits, NamespaceUsage, Quotas
 from radixkv.cache.recurrent.row import RowState
 from radixkv.cache.recurrent.slots import StateSlots
 from radixkv.cache.recurrent.snapshots import Snapshots, Spacing
@@ -35,8 +34,6 @@ from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.cache.types import PURPOSES, CachedNode, CachedRun, CacheStats, Explanation, Match, Node, Purpose
 from radixkv.errors import InvalidInput
-
-Limits = NamespaceLimits | Mapping[Hashable, float] | None
 
 
 class Asked(NamedTuple):
@@ -54,9 +51,8 @@ class PrefixCache:
 
     `eviction` is the name of a policy in `POLICIES`. `clock` (seconds) dates evictions and pins, and `predictive`
     learns by it. `observer` receives every event. Pins may hold at most `pin_budget` of the pool. A namespace is None
-    or any hashable value; equal values are one namespace. `namespace_limits` guarantees shares of the pool to
-    namespaces, such as `{"ann": 0.5}`: see `radixkv.cache.quotas`. All options combine. Idea: RadixAttention (Zheng et
-    al. 2024) over the block tables and copy-on-write of PagedAttention (Kwon et al. 2023).
+    or any hashable value; equal values are one namespace. All options combine. Idea: RadixAttention (Zheng et al. 2024)
+    over the block tables and copy-on-write of PagedAttention (Kwon et al. 2023).
 
     >>> cache = PrefixCache(num_blocks=8, block_size=4)
     >>> first = cache.open([1, 2, 3, 4, 5, 6])
@@ -117,7 +113,6 @@ class PrefixCache:
         observer: Observer | None = None,
         *,
         pin_budget: float = 0.5,
-        namespace_limits: Limits = None,
         host_blocks: int = 0,
         state_rows: int = 0,
         state_snapshots: int = 0,
@@ -143,16 +138,10 @@ class PrefixCache:
             raise InvalidInput("host_snapshots need host_blocks: states on the host are those of KV that may be there")
         self.num_blocks, self.block_size, self.host_blocks = int(num_blocks), int(block_size), int(host_blocks)
         self.eviction, self.clock = eviction, clock  # the name of the policy
-        shape = self.num_blocks, self.block_size
-        new = partial(new_index, eviction, *shape, clock)
-        index, lower, namespaces = new(), EvictionIndex(), Namespaces()
-        self.quotas: Quotas | None = None
-        if namespace_limits is not None:
-            self.quotas = Quotas(namespace_limits, self.num_blocks, self.host_blocks, new)
-            index, lower, namespaces = self.quotas.index, self.quotas.host_index, Namespaces(self.quotas.limits.group)
+        pool = BlockPool(self.num_blocks, self.block_size)
+        index, namespaces = new_index(eviction, self.num_blocks, self.block_size, clock), Namespaces()
         self.copies = StateSlots(int(state_rows), int(state_snapshots), int(host_snapshots))
-        budget, host = int(pin_budget * num_blocks), (self.host_blocks, lower)
-        pool = BlockPool(*shape, *index.accounts)
+        budget, host = int(pin_budget * num_blocks), (self.host_blocks, EvictionIndex())
         # For the cache's own modules, and for checks.
         self.state = CacheState(pool, index, namespaces, clock, budget, *host, self.copies, state_spacing or Spacing())
         self._namespaces = namespaces
@@ -179,10 +168,6 @@ class PrefixCache:
     def available_blocks(self) -> int:
         """Blocks that are free or evictable. O(1)."""
         return len(self.state.pool.free) + self.state.pool.evictable
-
-    def evictable_for(self, namespace: Hashable) -> int:
-        """Blocks that can be evicted for a sequence of a namespace: with limits fewer than `evictable_blocks`. O(1)."""
-        return self.state.pool.evictable_for(self._group(namespace))
 
     @property
     def state_rows(self) -> int:
@@ -291,10 +276,6 @@ class PrefixCache:
             ghosts=len(state.ghosts),
         )
 
-    def namespace_usage(self) -> tuple[NamespaceUsage, ...]:
-        """The blocks of each namespace with a limit now, in the order of the limits."""
-        return () if self.quotas is None else self.quotas.usage()
-
     def watch(self, observer: Observer | None = None) -> ChangeTracker:
         """Track changed nodes from now on, for a mirror; `observer`, if given, replaces the present one.
 
@@ -308,8 +289,6 @@ class PrefixCache:
         """Recount everything; AssertionError names the broken invariant. O(blocks + tokens): for tests."""
         invariants.check(self.state)
         self.past_text.check()
-        if self.quotas is not None:
-            self.quotas.check(self.state)
 
     # ---- blocks that leave the pool
 
@@ -343,7 +322,7 @@ class PrefixCache:
         if state.host is None:
             return array("i")
         _, node, at = self._find(raw, namespace)
-        lent, lost = state.host.lend(node, raw, at, count, self._group(namespace), self.clock())
+        lent, lost = state.host.lend(node, raw, at, count, self.clock())
         state.counters.evicted_tokens += lost
         return lent
 
@@ -421,7 +400,7 @@ class PrefixCache:
         path = tree.path(node)
         tree.hold(node)
         sequence = Sequence(state, node, length, BlockTable.of(tree.shared, tree.joined(path), node), row)
-        sequence.namespace, sequence.group, sequence.priority = asked.namespace, space.group, asked.priority
+        sequence.namespace, sequence.priority = asked.namespace, asked.priority
         sequence.purpose, sequence.asked = asked.purpose, len(asked.raw) // WIDTH
         if asked.purpose != "audit":
             if node.parent is not None:
@@ -468,8 +447,6 @@ class PrefixCache:
         pins.expire()
         blocks = tree.table(node)[: -(-length // self.block_size)]
         pins.refuse_over_budget(blocks)
-        if self.quotas is not None:
-            self.quotas.refuse_pin(self.state, blocks)
         if length < node.end:
             node = tree.split(node, length - node.start)
         return pins.add(node, length, matched == len(raw), len(blocks), ttl)
@@ -527,14 +504,14 @@ class PrefixCache:
                 self.state.tree.split(node, start - node.start)
             self.state.tree.demote(node, start)
 
-    def evict(self, count: int, namespace: Hashable = None) -> bool:
-        """Evict cached prefixes until `count` blocks are free for a namespace; returns False if there are fewer.
+    def evict(self, count: int) -> bool:
+        """Evict cached prefixes until `count` blocks are free; returns False if there are fewer.
 
         It may free more than `evictable_blocks` promises: see there. Costs O(log leaves) for each evicted block.
         """
         check_int("count", count)
         self.state.pins.expire()
-        return self.state.evict(count, self._group(namespace))
+        return self.state.evict(count)
 
     def discard(self, tokens: Tokens, namespace: Hashable = None, start: int = 0) -> int:
         """Forget the cached tokens of this text from `start` on, and everything after them, in all tiers.
@@ -574,11 +551,6 @@ class PrefixCache:
         return forgetting.clear_namespace(self.state, space)
 
     # ---- helpers
-
-    def _group(self, namespace: Hashable) -> int:
-        """The group of a namespace, which may be new."""
-        space = self._namespaces.find(namespace)
-        return self._namespaces.group(namespace) if space is None else space.group
 
     def _find(self, raw: bytes, value: Hashable, limit: int | None = None) -> tuple[Namespace | None, Node | None, int]:
         """The namespace of a caller's value, the deepest node that `raw` reaches there, and the bytes that match."""

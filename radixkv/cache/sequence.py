@@ -34,7 +34,7 @@ class Sequence:
 
     __slots__ = (
         "_forked", "_planned", "_source", "_state", "_table", "_tail", "_unknown", "asked", "cached_length", "closed",
-        "group", "id", "length", "loading", "namespace", "node", "policy_data", "priority", "purpose", "row_state",
+        "id", "length", "loading", "namespace", "node", "policy_data", "priority", "purpose", "row_state",
     )  # fmt: skip
 
     def __init__(
@@ -54,7 +54,6 @@ class Sequence:
         self.cached_length = length  # tokens found in the cache when it was opened
         self.asked = length  # tokens that it was opened for: its prompt
         self.namespace: Hashable = None
-        self.group = 0  # of its namespace
         self.priority = 0
         self.purpose: Purpose = "request"
         self.policy_data: Any = None  # the eviction policy's own
@@ -146,8 +145,8 @@ class Sequence:
         if raw:
             need, source = table.missing(self.node, start, end)
             if need > len(self._state.pool.free):
-                self._state.make_room(need, self.group)
-            table.grow(start, end, need, source, self.group)
+                self._state.make_room(need)
+            table.grow(start, end, need, source)
         copies = [] if source < 0 else [self._copied(source, table.blocks[start // self._state.pool.block_size])]
         self._planned, self._source = raw, source
         state = None if self.row_state is None or self.loading is not None else self.row_state.plan(start, end)
@@ -189,7 +188,7 @@ class Sequence:
         need, source = table.missing(self.node, start, end)
         if self._forked or source >= 0 or not raw:
             return plan
-        table.grow(start, end, need, source, self.group)
+        table.grow(start, end, need, source)
         self._planned = planned + raw
         return plan._replace(slots=table.slots(self.length, end))
 
@@ -266,7 +265,7 @@ class Sequence:
         before, length, table = self.node, self.length, self._table
         moves = node is not before
         if moves:
-            refuse_full(state, node, len(raw) // WIDTH, self.group)
+            refuse_full(state, node, len(raw) // WIDTH)
         self.loading = Loading(length, reads)
         if state.host is not None:
             state.host.blocks.hold(reads)  # before extend, whose evictions must not free these blocks
@@ -364,7 +363,7 @@ class Sequence:
         twin = Sequence(state, self.node, self.length, self._table.fork(), row)
         state.tree.hold(self.node)
         twin._tail, twin._unknown = self._tail[:], self._unknown
-        twin.cached_length, twin.namespace, twin.group = self.cached_length, self.namespace, self.group
+        twin.cached_length, twin.namespace = self.cached_length, self.namespace
         twin.priority, twin.purpose, twin.asked = self.priority, self.purpose, self.asked
         twin.policy_data = state.index.fork(self.policy_data)
         if self._tail:

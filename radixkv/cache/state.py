@@ -69,24 +69,24 @@ class CacheState:
         """Send events to `observer`, in place of an earlier one, until it raises."""
         ObserverFollower(observer, self.events)
 
-    def make_room(self, count: int, group: int) -> None:
-        """Evict until `count` blocks are free for a sequence of this group of namespaces.
+    def make_room(self, count: int) -> None:
+        """Evict until `count` blocks are free.
 
         OutOfBlocks changes nothing; it means that free and evictable blocks together are too few.
         """
         pool = self.pool
         self.pins.expire()
-        if count > len(pool.free) + pool.evictable_for(group):
-            raise OutOfBlocks(pool.shortage(count, group))
-        self.evict(count, group)
+        if count > len(pool.free) + pool.evictable:
+            raise OutOfBlocks(pool.shortage(count))
+        self.evict(count)
 
-    def evict(self, count: int, group: int) -> bool:
-        """Evict for a group until `count` blocks are free or no leaf may be evicted; returns whether they are free.
+    def evict(self, count: int) -> bool:
+        """Evict until `count` blocks are free or no leaf is left; returns whether they are free.
 
         This may free more than `evictable` blocks: when the last leaf that shares a held node's part-filled block is
         evicted, the node takes a copy that a child has.
         """
-        pool, index, tree, counters = self.pool, self.index.victims_for(group), self.tree, self.counters
+        pool, index, tree, counters = self.pool, self.index, self.tree, self.counters
         free = len(pool.free)
         now, pressure = self.clock(), _pressure((count, free))
         while (missing := count - len(pool.free)) > 0 and len(index):

@@ -288,30 +288,11 @@ class LeafIndex(Protocol):
     def remove(self, node: Node) -> None:
         """Remove a leaf."""
 
-    def group_of(self, node: Node) -> int:
-        """Return the group of a node's namespace."""
-
     def inherit(self, parent: Node, child: Node) -> None:
         """Let a new leaf have the uses of the child that was removed."""
 
     def forget(self, policy_data: Any, start: int) -> None:
         """Note that the text from `start` on of a node is forgotten."""
-
-
-class Accounts(Protocol):
-    """The part of the shares of namespaces that the pool calls; see `quotas.Shares`."""
-
-    def evictable_for(self, group: int) -> int:
-        """Return how many blocks can be evicted for a sequence of a group."""
-
-    def shortage(self, count: int, group: int, free: int) -> str:
-        """Explain why `count` blocks cannot be taken by a group when `free` are free."""
-
-    def taken(self, blocks: array[int], group: int) -> None:
-        """Count free blocks that a group takes."""
-
-    def count(self, block: int, used: int, evictable: int) -> None:
-        """Count changes of blocks of one group; `block` is one of them."""
 
 
 class Residence(Protocol):

@@ -174,7 +174,7 @@ def _add_engine(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         engine, EngineConfig,
         "max_sequences", "kv_memory", "host_memory", "disk_cache", "disk_memory", "device", "dtype", "weights",
         "attention", "tensor_parallel", "rank_timeout", "model_code", "eviction", "max_batch_tokens",
-        "prefill_chunk", "order", "max_overtakes", "max_delay", "deterministic", "kv_dtype", "speculate",
+        "prefill_chunk", "order", "max_delay", "deterministic", "kv_dtype", "speculate",
         "verify", "seed", "record", "revision", "trust_remote_code", "what_if",
     )  # fmt: skip
     _add_monitor(engine)
@@ -260,14 +260,6 @@ def _add_keys(group: argparse._ArgumentGroup) -> None:
         help="name and key of a tenant, or NAME=@FILE; repeat for more tenants. Each tenant has its own part of the "
         "cache. The environment variable RADIXKV_API_KEYS=NAME=KEY,NAME=KEY does the same. Required to listen on an "
         "address that other machines can reach",
-    )
-    group.add_argument(
-        "--key-share",
-        action="append",
-        default=[],
-        metavar="NAME=SHARE",
-        help="share of the pool that is guaranteed to a tenant, such as ada=0.4; repeat for more tenants. Shares add "
-        "up to at most 1; prompts of tenants without a share are evicted first",
     )
 
 

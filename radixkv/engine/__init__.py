@@ -10,7 +10,6 @@ scheduler.py        the tokens of the next step
 transfers.py        copies before the forward: offloads to host memory and loads
 wait_queue.py       the order of waiting requests; requests that wait for a shared prefix
 admission.py        how many blocks a request needs, and which request is preempted
-shares.py           the blocks that requests may take if namespaces have shares of the pool
 reuse_policy.py     which cached tokens a request uses and publishes; deterministic or not
 request.py          a request and its streams, and how a stream gets its next token
 constrained.py      the continuation of a stream whose text follows a grammar

@@ -72,4 +72,4 @@ class CachedRuns:
         """Return whether the pool has room for the host-resident part of a text."""
         cache, match = self._core.cache, self._core.cache.match(tokens, namespace)
         need = -(-len(tokens) // cache.block_size) - match.length // cache.block_size + match.idle_blocks
-        return need <= cache.free_blocks + cache.evictable_for(namespace)
+        return need <= cache.available_blocks

@@ -30,7 +30,7 @@ from radixkv.engine.compressed import CompressedPrefix, CompressedPrefixes, Conv
 from radixkv.engine.core import Core, Forward
 from radixkv.engine.engine_thread import CoreClient, EngineThread
 from radixkv.engine.input_processor import EncodedPrompt, InputProcessor, Params, Prompt, check_seconds
-from radixkv.engine.namespaces import NamespaceTable, NumberedLimits
+from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.observers.what_if import WhatIfThread
@@ -124,9 +124,8 @@ class RequestEngine:
         if config.what_if:
             core.end_queues.append(curve.inbox)
         thread = EngineThread(core.step, core.idle_for, lambda: core.busy, core.close, partial(_crashed, self._outputs))
-        limits = None if cache.quotas is None else cache.quotas.limits
         # A weak reference, as closing frees the cache.
-        namespaces = NamespaceTable(partial(_cached_namespaces, weakref.ref(cache)), limits=limits)
+        namespaces = NamespaceTable(partial(_cached_namespaces, weakref.ref(cache)))
         pool_tokens = cache.num_blocks * cache.block_size
         self._pool = f"{cache.num_blocks} blocks of {cache.block_size} tokens"
         decode = _decoder(model) if config.expose_text else None
@@ -612,7 +611,7 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
 
     Snapshots of a deterministic engine lie on its chunk grid.
     """
-    shares, slots = config.namespace_limits, size.slots
+    slots = size.slots
     if loaded.kv_dtype != "auto" and config.prefix_cache and not config.deterministic:
         _log.warning(
             "%s: with kv_dtype=%r a hit may change an answer, as KV computed in other chunks may round otherwise; "
@@ -632,7 +631,6 @@ def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[E
         size.num_blocks,
         config.block_size,
         config.eviction,
-        namespace_limits=NumberedLimits(shares) if shares else None,
         host_blocks=size.host_blocks,
         state_rows=slots.rows,
         state_snapshots=slots.snapshots if config.prefix_cache else 0,

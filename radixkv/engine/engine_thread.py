@@ -358,7 +358,6 @@ class CoreClient:
             waiting=len(core.scheduler.waiting),
             running=len(core.scheduler.running),
             cache=core.cache.stats(),
-            namespace_usage=core.cache.namespace_usage(),
             kv_dtype=facts.kv_dtype,
             disk=core.records.stats(),
             **{**vars(core.counters), **core.runner.stats()},

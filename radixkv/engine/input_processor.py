@@ -191,17 +191,14 @@ class InputProcessor:
             parts = PromptParts(0, prefix.slots, prefix.offset, prefix.gone)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model.stop_token_ids)
         self._check_params(params, stop_ids)
-        pool_tokens = self._admission.accounts.most_blocks(number) * self._admission.block_size
-        limit = min(model.max_length - parts.offset, pool_tokens)
+        limit = min(model.max_length - parts.offset, self._pool_tokens)
         room = limit - len(ids)
         if room < sample:
-            all_tokens = self._pool_tokens
-            others = f" of {all_tokens}, without the shares of other namespaces" if pool_tokens < all_tokens else ""
             left_out = f", and {parts.offset} more positions in its prefix," if parts.offset else ""
             no_room = " and leaves no room for a reply" if sample else ""
             raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens{left_out}{no_room}: the model takes {model.max_length} tokens, the "
-                f"pool holds {pool_tokens}{others}",
+                f"pool holds {self._pool_tokens}",
                 tokens=len(ids),
                 limit=limit - sample,
             )
@@ -267,18 +264,13 @@ class InputProcessor:
             ids, first, min(top, vocab_size), most_rows=max_logit_rows(vocab_size), last_targets=targets
         )
 
-    def context_limit_for(self, namespace: Hashable) -> int:
-        """Return the most tokens of prompt and reply in a namespace: with limits, others may have parts of the pool."""
-        blocks = self._admission.accounts.most_blocks(self.namespaces.number(namespace))
-        return min(self._model.max_length, blocks * self._admission.block_size)
-
-    def room_for_reply(self, prompt: int, namespace: Hashable, prefix: CompressedPrefix | None = None) -> int:
+    def room_for_reply(self, prompt: int, prefix: CompressedPrefix | None = None) -> int:
         """Return the most tokens of a reply without a limit of its own, after a `prefix` and `prompt` tokens.
 
         Where not the context but the pool is the limit, a 16th of the room stays free for the part-filled blocks on the
         path to the hit. Else the hit would be cut until the longest reply fits.
         """
-        limit, most = self.context_limit_for(namespace), self._model.max_length
+        limit, most = self.context_limit, self._model.max_length
         if prefix is not None:
             prompt, most = prompt + prefix.slots, most - prefix.offset
         room = min(limit, most) - prompt

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
-from radixkv.cache.quotas import NamespaceLimits
 from radixkv.errors import InvalidInput
 from radixkv.telemetry.records import NamespaceId
 from radixkv.turns import group_key
@@ -33,14 +32,8 @@ class NamespaceTable:
     True
     """
 
-    def __init__(
-        self, cached: Callable[[], Collection[Any]], most: int = MOST, limits: NamespaceLimits | None = None
-    ) -> None:
-        """`cached` returns the numbers that have cached prefixes, on the caller's thread.
-
-        With `limits`, each number has the group of its namespace.
-        """
-        self._limits = limits
+    def __init__(self, cached: Callable[[], Collection[Any]], most: int = MOST) -> None:
+        """`cached` returns the numbers that have cached prefixes, on the caller's thread."""
         self._cached, self._most, self._limit = cached, most, most
         self._ids: dict[_Key, NamespaceId] = {}
         self._numbers = itertools.count(1)
@@ -67,8 +60,7 @@ class NamespaceTable:
                 f"a namespace must be hashable (a string, say), and {type(namespace).__name__} is not: {error}"
             ) from error
         if not found.used:
-            found.group = 0 if self._limits is None else self._limits.group(namespace)
-            key = group_key(namespace, self._limits)
+            key = group_key(namespace)
             found.turn = None if key is namespace else self.number(key)
         found.used = next(self._uses)
         if found.turn is not None:
@@ -93,14 +85,6 @@ class NamespaceTable:
             return  # the next new namespace tries again
         finally:
             self._dropping.release()
-
-
-class NumberedLimits(NamespaceLimits):
-    """The limits of an engine's cache: the group of a number is read from it, without code of the value's class."""
-
-    def group(self, namespace: Hashable) -> int:
-        """Return the group of a number, or of a caller's value."""
-        return namespace.group if isinstance(namespace, NamespaceId) else super().group(namespace)
 
 
 class _Key:

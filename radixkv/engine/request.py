@@ -314,20 +314,18 @@ class Request:
 class Scheduling:
     """What scheduler, core and observers record of a request.
 
-    `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken` counts the later requests
-    that were admitted before it, and `overtaken_at` is the time of the first one. `prefix_wait` is its wait for a
+    `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken_at` is the time at which a
+    later request was first admitted before it. `prefix_wait` is its wait for a
     shared prefix, `waited_enough` means that it waits for none any more, and `coalesced` that it hit more after a wait.
     `guaranteed` means that all blocks that it may need were promised to it. `publish_late` means that it publishes
     nothing until a stream ends, which takes no block beyond its own. `counted` means that its prompt is in the engine's
     counters. `started_at` is the time of its first admission. `miss` explains why it did not hit all. `disk_reads`
     counts the reads that it waited for, and `disk_tokens` the tokens that they brought into host memory. `group` takes
-    turns with others, `gave_turn_at` is the request's progress when it was last preempted for another group, and
-    `queued_at` is the time since which it waits.
+    turns with others.
     """
 
     number: int = 0
     admitted: int = 0
-    overtaken: int = 0
     overtaken_at: float = inf
     preemptions: int = 0
     prefix_wait: PrefixWait | None = None
@@ -341,8 +339,6 @@ class Scheduling:
     disk_reads: int = 0
     disk_tokens: int = 0
     group: Group = field(default_factory=Group)
-    gave_turn_at: int = 0
-    queued_at: float = 0.0
 
 
 @dataclass(frozen=True)

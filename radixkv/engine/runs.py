@@ -217,5 +217,5 @@ class RunExchange:
     def _room(self, sequence: Sequence) -> int:
         """Return how many tokens surely fit after a sequence, whose last block may have to be copied."""
         cache, offset = self._core.cache, sequence.length % self._size
-        blocks = cache.free_blocks + cache.evictable_for(sequence.namespace) - bool(offset)
+        blocks = cache.available_blocks - bool(offset)
         return max(0, blocks * self._size + -offset % self._size)

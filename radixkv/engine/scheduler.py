@@ -17,7 +17,6 @@ first and which one waits for a shared prefix.
 from __future__ import annotations
 
 import logging
-import time
 from array import array
 from bisect import insort
 from dataclasses import dataclass
@@ -37,11 +36,9 @@ from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.stats import Counters
 from radixkv.engine.wait_queue import WaitQueue
 from radixkv.errors import OutOfBlocks, PrefixGone
-from radixkv.turns import Group
 
 _log = logging.getLogger(__name__)
 _MAX_DELAYED = 64  # requests that one admission may delay, each compared with the running prompts
-_MAX_PASSED = 8  # groups that one admission to a full engine may pass over, at a match each
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +101,7 @@ class Scheduler:
         steps: Steps,
     ) -> None:
         """Schedule onto `cache`, for `steps`."""
-        limits = None if cache.quotas is None else cache.quotas.limits
-        self.waiting = WaitQueue(config, cache.block_size, reuse, counters, limits)
+        self.waiting = WaitQueue(config, cache.block_size, reuse, counters)
         self.running: list[Request] = []  # by rank
         self.closing: list[Stream] = []  # that have ended, and are closed after the step in flight
         self.admission = Admission(cache, config, reuse, self.running, self.waiting, self.closing)
@@ -134,11 +130,10 @@ class Scheduler:
         """Take out a request, waiting or running, and free its blocks."""
         if request in self.running:
             self.running.remove(request)
-            request.scheduling.group.requests -= 1
-            request.scheduling.group.ran_until = time.perf_counter()
+            self.waiting.turns.leave(request.scheduling.group)
         elif request in self.waiting:
             self.waiting.remove(request)
-            request.scheduling.group.requests -= 1
+            self.waiting.turns.leave(request.scheduling.group)
         for stream in request.streams:
             if stream not in self.closing:
                 if self._planned:
@@ -156,9 +151,10 @@ class Scheduler:
             return None if head is None else reason
         if self.admission.streams() + head.streams_left > self._max_sequences:
             return "running streams"
-        first = self.waiting.first() or head
+        first = self.waiting.first(self.running)
         if first is not head:
-            return "longer hits" if first.scheduling.group is head.scheduling.group else "turn"
+            same = first is not None and first.scheduling.group is head.scheduling.group
+            return "longer hits" if same else "turn"
         return "next step" if self.admission.fits(head, self._reuse.match(head)) else "blocks"
 
     # ---- schedule
@@ -253,7 +249,7 @@ class Scheduler:
     def _free_blocks(self, request: Request) -> None:
         """Free blocks for a running request: finish the step in flight, which may end others, or else preempt."""
         if not self._steps.finish_step():
-            self.preempt(self.admission.victim(request))
+            self.preempt(self.admission.victim())
 
     def _prefill_count(self, stream: Stream, pending: int) -> int:
         """Return the length of a chunk of a prompt; 0 if it does not fit, or if the stream plans a load instead.
@@ -331,20 +327,13 @@ class Scheduler:
     # ---- admit
 
     def _admit(self) -> Request | None:
-        """Start the first request that fits; returns None if none waits, or if the first one does not fit.
-
-        It passes over groups whose first request waits for blocks of its own share. In a full engine it also passes
-        over up to _MAX_PASSED groups that lack blocks.
-        """
+        """Start the first request that fits; returns None if none waits, or if the first one does not fit."""
         if not len(self.waiting):
             return None
-        alone = not self.running and not self.closing
-        full = not alone and self.admission.streams() >= self._max_sequences and not self.admission.paused()
-        blocked: list[Group] = []
+        if self.running and self.admission.streams() >= self._max_sequences and not self.admission.paused():
+            return None  # before the cache is searched for waiting requests
         for _ in range(_MAX_DELAYED):
-            # If the engine is full, this comes before the cache is searched for waiting requests.
-            request = self.waiting.starved(self.running, blocked) if full else self.waiting.first(blocked)
-            if request is None:
+            if (request := self.waiting.first(self.running)) is None:
                 return None
             try:
                 if request.scores.wanted:
@@ -355,31 +344,23 @@ class Scheduler:
                 match = self._reuse.match(request)
                 if self.waiting.delay(request, self.running, match.length):
                     continue
-                fits = self._make_room(request, match, turn=full)
+                fits = self._make_room(request, match)
                 if not self.running:
                     return self._start_alone(request)
-                if fits:
-                    return self._start(request, self._open(request))
-                passed = full and len(blocked) < _MAX_PASSED
-                if not passed and not self.admission.waits_for_own_blocks(request, match):
-                    return None
-                blocked.append(request.scheduling.group)
+                return self._start(request, self._open(request)) if fits else None
             except Exception as error:
                 self._fail(request, error)
                 return None
         return None
 
-    def _make_room(self, request: Request, match: Match, *, turn: bool) -> bool:
-        """Preempt requests until the request fits, if that can be enough; returns whether it fits.
-
-        These are paused requests, or those that give their `turn`.
-        """
+    def _make_room(self, request: Request, match: Match) -> bool:
+        """Preempt paused requests until the request fits, if that can be enough; returns whether it fits."""
         if self.admission.fits(request, match):
             return True
-        victims = self.admission.turn_victims(request) if turn else self.admission.paused()
-        if self.admission.fits_without(victims, request, match):
-            for victim in victims:
-                self.preempt(victim, turn=turn)
+        paused = self.admission.paused()
+        if paused and self.admission.fits(request, match, paused):
+            for victim in paused:
+                self.preempt(victim)
                 if self.admission.fits(request, match):
                     return True
         return False
@@ -401,9 +382,7 @@ class Scheduler:
         except BaseException:
             sequence.close()
             raise
-        self.waiting.remove(request)
-        if len(self.waiting):
-            self.waiting.count_overtaken(request)
+        self.waiting.admit(request)
         insort(self.running, request, key=lambda each: each.rank)
         self._admissions += 1
         request.scheduling.admitted = self._admissions
@@ -442,11 +421,10 @@ class Scheduler:
 
     # ---- preempt and resume
 
-    def preempt(self, request: Request, *, turn: bool = False) -> None:
+    def preempt(self, request: Request) -> None:
         """Free all blocks of a running request; it waits again, ahead of the requests that came later.
 
-        Finishes the step in flight first. If the request ends with that step, nothing is preempted. A request that
-        gives its `turn` is promised no blocks when it comes back.
+        Finishes the step in flight first. If the request ends with that step, nothing is preempted.
         """
         self._steps.finish_step()
         if request not in self.running:
@@ -460,12 +438,8 @@ class Scheduler:
         self.running.remove(request)
         scheduling = request.scheduling
         scheduling.preemptions += 1
-        scheduling.guaranteed, scheduling.publish_late = scheduling.guaranteed or not turn, False
-        if turn:
-            scheduling.gave_turn_at = request.progress
-        scheduling.group.ran_until = time.perf_counter()
+        scheduling.guaranteed, scheduling.publish_late = True, False
         self._counters.preemptions += 1
-        self._counters.turn_preemptions += turn
         self.waiting.add(request)
         self.waiting.announce()
         for observer in self._observers:

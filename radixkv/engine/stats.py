@@ -6,7 +6,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from radixkv.cache import CacheStats
-from radixkv.cache.quotas import NamespaceUsage
 from radixkv.disk import NO_DISK, DiskStats
 from radixkv.figures import Counts, counter, gauge
 
@@ -39,7 +38,6 @@ class EngineStats:
     cache: CacheStats
     kv_dtype: str = "auto"
     disk: DiskStats = NO_DISK
-    namespace_usage: tuple[NamespaceUsage, ...] = ()  # of the namespaces with a limit
 
     uptime_s: float = gauge("seconds", "Seconds since the engine was loaded", "uptime_seconds")
     waiting: int = gauge("requests", "Running and waiting requests", "requests", state="waiting")
@@ -52,9 +50,8 @@ class EngineStats:
     turn_admissions: int = counter(
         "requests", "Requests that were admitted before an older one of another group of namespaces"
     )
-    turn_preemptions: int = counter("requests", "Preemptions that gave another group of namespaces its turn")
     overdue_admissions: int = counter(
-        "requests", "Admitted requests that had waited too long, or that too many had overtaken"
+        "requests", "Admitted requests that had waited too long since a later one overtook them"
     )
     coalesced_requests: int = counter("requests", "Requests that were delayed for a shared prefix")
 

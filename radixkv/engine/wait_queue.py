@@ -4,15 +4,16 @@ The order, first rule first:
 
 1. A higher priority.
 2. Preempted requests, as their callers have already seen a part of the answer. They take no turns.
-3. Turns between the groups of namespaces: see `turns`. "longest-prefix" may choose among the groups that are at most a
-   step's tokens ahead.
-4. Overdue requests, the oldest first: those that a later one of their group overtook `max_delay` seconds ago, or that
-   `max_overtakes` later ones have overtaken.
+3. Turns between the groups of namespaces: see `turns`.
+4. Overdue requests, the oldest first: those that a later one of their group overtook `max_delay` seconds ago.
 5. The oldest request ("fcfs"), or the one with the longest cached prefix ("longest-prefix", SGLang's "lpm").
 
 Sixteen agents that start together with one system prompt would compute it sixteen times: at their start it is not
 cached. So a request is delayed while a running request is about to compute a prefix of its prompt, and hits that prefix
 then. The wait for each running request is bounded: twice the steps that the shared part takes, plus eight.
+
+While requests of several groups wait or run, a group that runs half of all streams is passed over. Paused streams do
+not count, because they are preempted when another request needs their place.
 
 A request whose cached prefix is being read from a disk is held, and others overtake it.
 
@@ -23,11 +24,10 @@ them after all others.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from heapq import merge
 from itertools import chain, islice
 from math import inf
 from operator import attrgetter
@@ -35,7 +35,6 @@ from operator import attrgetter
 from sortedcontainers import SortedKeyList
 
 from radixkv.cache.announcements import Announcement
-from radixkv.cache.quotas import NamespaceLimits
 from radixkv.config import EngineConfig
 from radixkv.engine.request import PrefixWait, Request, Scheduling, common_prefix
 from radixkv.engine.reuse_policy import ReusePolicy
@@ -44,7 +43,6 @@ from radixkv.telemetry.records import NamespaceId
 from radixkv.turns import Group, Turns, group_key
 
 LOOKED_AT = 128  # requests by arrival: of one priority for "longest-prefix", and of all for announcements
-PATIENCE = 1.0  # seconds that a group without a running stream waits before another group's stream is preempted
 _SLACK = 8  # steps: other requests may keep a leader from its chunk for a few
 _RANK = attrgetter("rank")
 
@@ -52,14 +50,7 @@ _RANK = attrgetter("rank")
 class WaitQueue:
     """The waiting requests; delayed and held ones are not offered. O(log n) to add and remove."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        block_size: int,
-        reuse: ReusePolicy,
-        counters: Counters,
-        limits: NamespaceLimits | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, block_size: int, reuse: ReusePolicy, counters: Counters) -> None:
         """Start empty. A prefix is worth a wait if the request saves two blocks."""
         self._all: SortedKeyList = SortedKeyList(key=_RANK)
         self._ready: defaultdict[Group, SortedKeyList] = defaultdict(partial(SortedKeyList, key=_RANK))  # none is empty
@@ -67,14 +58,12 @@ class WaitQueue:
         self._held: set[Request] = set()  # until another part of the engine releases them
         self._announced: dict[Request, Announcement] = {}
         self._is_changed = False  # since requests were announced
-        self._reuse, self._counters, self._limits = reuse, counters, limits
-        self._turns = Turns(limits)
+        self._reuse, self._counters = reuse, counters
+        self.turns = Turns(config.max_sequences)
         self._min_saving = 2 * block_size
         self._prefill_chunk = config.prefill_chunk
-        self._max_overtakes, self._max_delay = config.max_overtakes, config.max_delay or inf
+        self._max_delay = config.max_delay or inf
         self._key = KEYS[config.order]
-        # Tokens that a group may be ahead of its turn:
-        self._ahead = 0 if self._key is None else config.max_batch_tokens
         self._cached: dict[Request, int] = {}  # tokens, as looked up in this step
         self._step, self._now = 0, 0.0
 
@@ -90,15 +79,9 @@ class WaitQueue:
 
     def add(self, request: Request) -> None:
         """Queue a request that arrived or was preempted, at the place of its arrival."""
-        scheduling, namespace = request.scheduling, request.namespace
-        scheduling.queued_at = time.perf_counter()
+        scheduling = request.scheduling
         if not scheduling.admitted:
-            key = None if namespace is None else self._group_key(namespace)
-            group = self._turns.groups.get(key)
-            if group is None or (group not in self._ready and len(self._turns.groups) > 1):
-                group = self._turns.enter(key, self._ready)
-            group.requests += 1
-            scheduling.group = group
+            scheduling.group = self.turns.enter(_group_key(request.namespace), self._ready)
         self._all.add(request)
         self._ready[scheduling.group].add(request)
         self._is_changed = True
@@ -145,40 +128,46 @@ class WaitQueue:
         if not ready:
             del self._ready[request.scheduling.group]
 
-    def _group_key(self, namespace: Hashable) -> Hashable:
-        if isinstance(namespace, NamespaceId):
-            return namespace.turn or namespace
-        return group_key(namespace, self._limits)
-
     # ---- order
 
-    def first(self, blocked: Collection[Group] = ()) -> Request | None:
-        """Return the request to admit next; None if all are paused, delayed, held, or of a group that is `blocked`.
+    def first(self, running: Iterable[Request]) -> Request | None:
+        """Return the request to admit next, while these are `running`.
 
-        O(groups). For "longest-prefix" it looks up the cached prefixes of LOOKED_AT requests, once in a step.
+        Returns None if all requests are paused, delayed or held, or of groups that run as many streams as they may.
+        O(groups + running requests). For "longest-prefix" it looks up the cached prefixes of LOOKED_AT requests, once
+        in a step.
         """
-        heads: list[Request] = [ready[0] for group, ready in self._ready.items() if group not in blocked]
+        heads = [ready[0] for ready in self._ready.values()]
         if any(each.channel.paused for each in heads):
-            heads = [each for each in self._unpaused() if each.scheduling.group not in blocked]
-        if not heads:
-            return None
+            heads = self._unpaused()
+        streams = Counter[Group]()
+        for each in running if self.turns.several else ():
+            streams[each.scheduling.group] += 0 if each.channel.paused else each.streams_left
+        while heads:
+            request = self._next(heads)
+            group = request.scheduling.group
+            if self.turns.allows(group, request.streams_left, streams[group]):
+                return request
+            heads = [each for each in heads if each.scheduling.group is not group]
+        return None
+
+    def _next(self, heads: list[Request]) -> Request:
+        """Return the next request of the groups with these first requests."""
         head = min(heads, key=_RANK)
-        if self._key is None and (len(heads) == 1 or head.scheduling.preemptions):
+        if head.scheduling.preemptions:
             return head
-        same = sorted((each for each in heads if each.rank[:2] == head.rank[:2]), key=_RANK)
-        first = {each.scheduling.group: each for each in same}
-        groups = list(first) if head.scheduling.preemptions else self._turns.next(first, self._ahead)
-        return first[groups[0]] if self._key is None or len(self) == 1 else self._best(groups, head.rank[:2])
+        same = (each for each in heads if each.priority == head.priority)
+        turn = min(same, key=lambda each: (each.scheduling.group.tokens, each.scheduling.number))
+        return turn if self._key is None or len(self) == 1 else self._best(turn)
 
     def _unpaused(self) -> list[Request]:
         """Return the first request of each group that is not paused. O(groups + paused requests)."""
         heads = (next((each for each in ready if not each.channel.paused), None) for ready in self._ready.values())
         return [each for each in heads if each is not None]
 
-    def _best(self, groups: list[Group], kind: tuple[int, bool]) -> Request:
-        """Return the next request of some groups; `kind` is the beginning of its rank."""
-        queues = (self._ready[each] for each in groups[:LOOKED_AT])  # these have the first LOOKED_AT requests
-        ready = merge(*(each.irange_key((*kind, 0), (*kind, inf)) for each in queues), key=_RANK)
+    def _best(self, head: Request) -> Request:
+        """Return the next request of the group and the priority of `head`, which is the oldest one."""
+        ready = self._ready[head.scheduling.group].irange_key(head.rank, (*head.rank[:2], inf))
         unpaused = (each for each in ready if not each.channel.paused)
         best: Request = min(islice(unpaused, LOOKED_AT), key=self._order)
         return best
@@ -189,31 +178,13 @@ class WaitQueue:
         return not overdue, 0 if overdue else self._key(self, request), request.scheduling.number
 
     def _is_overdue(self, request: Request) -> bool:
+        return self._now - request.scheduling.overtaken_at >= self._max_delay
+
+    def admit(self, request: Request) -> None:
+        """Take out a request that runs now, and count it for the earlier requests that could have run instead."""
+        self.remove(request)
         scheduling = request.scheduling
-        return scheduling.overtaken >= self._max_overtakes or self._now - scheduling.overtaken_at >= self._max_delay
-
-    def starved(self, running: Iterable[Request], blocked: Collection[Group] = ()) -> Request | None:
-        """Return the next request of the groups that run none and have waited for PATIENCE seconds; None if none has.
-
-        Passes over the groups that are `blocked`. A higher priority of another group goes first, and waits for a stream
-        to end. O(groups + running requests).
-        """
-        served = {each.scheduling.group for each in running}
-        heads = self._unpaused()
-        highest = max((each.priority for each in heads), default=0)
-        starved = {
-            group
-            for each in heads
-            if (group := each.scheduling.group) not in served
-            and group not in blocked
-            and each.priority == highest
-            and self._now - max(group.ran_until, each.scheduling.queued_at) >= PATIENCE
-        }
-        return self.first(self._ready.keys() - starved) if starved else None
-
-    def count_overtaken(self, request: Request) -> None:
-        """Count a request that was admitted, for the earlier requests that could have run instead."""
-        scheduling = request.scheduling
+        self.turns.admit(scheduling.group)
         if scheduling.preemptions:
             return
         others = (each.scheduling for each in self._unpaused() if each.priority == request.priority)
@@ -226,7 +197,6 @@ class WaitQueue:
         if ready is not None:
             for other in islice(ready, ready.bisect_key_left(request.rank)):
                 if other.priority == request.priority and not other.channel.paused:
-                    other.scheduling.overtaken += 1
                     other.scheduling.overtaken_at = min(other.scheduling.overtaken_at, self._now)
 
     def cached_length(self, request: Request) -> int:
@@ -316,6 +286,12 @@ KEYS: dict[str, Callable[[WaitQueue, Request], int] | None] = {
     "longest-prefix": lambda queue, request: -queue.cached_length(request),
 }
 """What decides within a turn, the least first, before arrival."""
+
+
+def _group_key(namespace: Hashable) -> Hashable:
+    if isinstance(namespace, NamespaceId):
+        return namespace.turn or namespace
+    return group_key(namespace)
 
 
 def _prefill_position(leader: Request) -> int | None:

@@ -95,7 +95,7 @@ class Worker(LLMEngine):  # type: ignore[misc]  # its methods are Dynamo's
                     left.cancel()
 
     async def _submit(self, call: Call, name: str) -> AsyncHandle:
-        room = self._engine.client.inputs.room_for_reply(len(call.tokens), call.namespace)
+        room = self._engine.client.inputs.room_for_reply(len(call.tokens))
         return await self._begin(
             list(call.tokens),
             call.params if call.bounded else unbounded(call.params, room),

@@ -87,7 +87,7 @@ def namespace(tenant: str | None, headers: Headers, salt: str | None = None) -> 
 
 
 def tenant_namespace(tenant: str) -> tuple[str]:
-    """Return the namespace of a tenant; those within it begin with it, so that its share of the pool is for all."""
+    """Return the namespace of a tenant; those within it begin with it, so they take turns as one."""
     return (tenant,)
 
 

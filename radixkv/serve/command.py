@@ -11,14 +11,13 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from radixkv.config import EngineConfig, settings_in
 from radixkv.errors import InvalidInput
-from radixkv.serve.access import tenant_namespace
 from radixkv.serve.loading import LoadingServer, address, bind, tls_context
 from radixkv.serve.models.specs import ModelSpec, specs_of
 from radixkv.server_settings import Settings
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     with naming_options():
         settings = read_settings(arguments, os.environ)
         tls = tls_context(settings)
-        config = engine_config(arguments, read_shares(arguments.key_share, settings.api_keys))
+        config = engine_config(arguments)
         specs = specs_of(arguments.models, arguments.models_file, config, arguments.tokenizer, settings.model_name)
         several = _is_several(arguments, specs)
     limit_arenas()
@@ -122,13 +121,12 @@ def read_settings(arguments: argparse.Namespace, environment: Mapping[str, str])
     return Settings(**given, api_keys=keys, max_running=arguments.max_sequences)
 
 
-def engine_config(arguments: argparse.Namespace, shares: Mapping[str, float] | None = None) -> EngineConfig:
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """Return the engine's settings; a step always has a token for each sequence. Raises InvalidInput."""
-    limits = {tenant_namespace(tenant): share for tenant, share in (shares or {}).items()} or None
     if arguments.max_batch_tokens < 1:
         raise InvalidInput(f"max_batch_tokens must be a number, at least 1, got {arguments.max_batch_tokens}")
     most = max(arguments.max_batch_tokens, arguments.max_sequences)
-    return EngineConfig(**{**settings_in(arguments), "max_batch_tokens": most, "namespace_limits": limits})
+    return EngineConfig(**{**settings_in(arguments), "max_batch_tokens": most})
 
 
 def naming_options() -> AbstractContextManager[None]:
@@ -151,26 +149,6 @@ def read_keys(given: Iterable[str]) -> dict[str, str]:
             raise InvalidInput(f"two API keys have the name {name!r}: each tenant has one")
         keys[name] = _from_file(key[1:]) if key.startswith("@") else key
     return keys
-
-
-def read_shares(given: Iterable[str], tenants: Collection[str]) -> dict[str, float]:
-    """Return tenant -> share of the pool from NAME=SHARE each; raise InvalidInput.
-
-    >>> read_shares(["ada=0.5", "bob=.25"], ["ada", "bob", "cleo"])
-    {'ada': 0.5, 'bob': 0.25}
-    """
-    shares: dict[str, float] = {}
-    for each in given:
-        name, _, share = each.partition("=")
-        if name not in tenants:
-            raise InvalidInput(f"--key-share {each}: no --api-key has the name {name!r}")
-        if name in shares:
-            raise InvalidInput(f"--key-share {each}: {name!r} has a share already")
-        try:
-            shares[name] = float(share)
-        except ValueError as error:
-            raise InvalidInput(f"--key-share {each}: NAME=SHARE has a number from 0 to 1 after the name") from error
-    return shares
 
 
 def _from_file(path: str) -> str:

@@ -174,9 +174,6 @@ def _own(snapshot: _Snapshot) -> Iterator[Metric]:
     yield _histogram("radixkv:ttft_seconds", about, first, "cached")
     for name, (histogram, about) in _OWN_HISTOGRAMS.items():
         yield _histogram(f"radixkv:{name}", about, histograms[histogram])
-    for name, about in _SHARE_GAUGES.items():
-        numbers = {str(number): getattr(each, name) for number, each in enumerate(stats.namespace_usage, 1)}
-        yield _gauge(f"radixkv:share_{name}", about, numbers, "share")
     if snapshot.history is not None:
         yield from _own_history(snapshot.history)
     if (report := snapshot.what_if) is not None and report.recent.requests:
@@ -212,11 +209,6 @@ def _own_history(history: HistoryStats) -> Iterator[Metric]:
     yield _counter("radixkv:history_forgotten", "Stored replies that were dropped to make room", history.forgotten)
 
 
-_SHARE_GAUGES = {  # a share is labelled by its place among the limits
-    "guaranteed_blocks": "Blocks that are guaranteed to a share of the pool",
-    "used_blocks": "Blocks of the namespaces with a share, cached or held by requests",
-    "cached_blocks": "Used blocks that are evictable",
-}
 _OWN_HISTOGRAMS = {
     "token_gap_seconds": ("gap", "Seconds between two tokens of a stream"),
     "queue_seconds": ("queue", "Seconds from the submission of a request to its admission"),

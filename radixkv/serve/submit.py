@@ -48,7 +48,7 @@ async def start(
     submit = partial(engine.submit, prompt, timeout=service.gate.time_left(request), sample=options.samples)
     origin = origin_of(request, caller.tenant, broken)
     submit = partial(submit, namespace=caller.namespace, session=session, origin=origin)
-    shared = unbounded(params, engine.client.inputs.room_for_reply(len(ids), caller.namespace, prompt.prefix))
+    shared = unbounded(params, engine.client.inputs.room_for_reply(len(ids), prompt.prefix))
     try:
         handle = await submit(params if options.bounded else shared)
     except PromptTooLong:

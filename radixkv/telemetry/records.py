@@ -458,9 +458,8 @@ def drawable(text: str) -> str:
 class NamespaceId(int):
     """A namespace as the engine passes it to the cache: a number, with the value of the caller and its label.
 
-    It is hashed and compared as an int, without code of the value's class. `used` orders the uses of namespaces,
-    `group` numbers the namespaces that have a common limit, and `turn` is the namespace that names its group for
-    `radixkv.turns`, None if it does so itself.
+    It is hashed and compared as an int, without code of the value's class. `used` orders the uses of namespaces, and
+    `turn` is the namespace that names its group for `radixkv.turns`, None if it does so itself.
     """
 
     def __new__(cls, number: int, value: Hashable) -> Self:
@@ -472,7 +471,6 @@ class NamespaceId(int):
     value: Hashable
     label: str | None
     used: int = 0
-    group: int = 0
     turn: Self | None = None
 
 

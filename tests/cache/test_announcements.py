@@ -15,11 +15,11 @@ from tests.cache.verbs import cached, prompt, publish
 def test_no_announced_block_is_evicted_while_another_one_is_there(
     policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts of whole blocks, in one namespace or in another one with a share, branch, are hit and are demoted."""
+    """Texts of whole blocks branch, are hit and are demoted."""
     for name, value in (("leads", seed % 2 > 0), ("overdrawn", False)):
         monkeypatch.setattr(LruBaseline, name, value)
     rng = random.Random(seed)
-    cache = PrefixCache(64, 4, policy, namespace_limits=rng.choice((None, {"a": 0.5})))
+    cache = PrefixCache(64, 4, policy)
     texts = [prompt(name % 4, 8) + [name] * rng.randrange(4, 24, 4) for name in range(8)]
     for text in rng.choices(texts, k=16) + texts:
         publish(cache, text, "a", rng.choice((None, Hint(returns_in=1e6), Hint(done=True))))
@@ -27,11 +27,11 @@ def test_no_announced_block_is_evicted_while_another_one_is_there(
     announced = [cache.announce(text, "a", limit) for text, limit in waiting.items()]
     kept = {text[:end] for text, limit in waiting.items() for end in range(4, limit // 4 * 4 + limit % 4 * 4 + 1, 4)}
     for count in range(1, cache.num_blocks - len(kept) + 1):
-        cache.evict(count, "a")
+        cache.evict(count)
         cache.check()
         assert all(cached(cache, text, "a") == len(text) for text in kept)
     assert cache.evictable_blocks == len(kept)
-    assert cache.evict(cache.num_blocks, "a"), "the need of running requests comes first"
+    assert cache.evict(cache.num_blocks), "the need of running requests comes first"
     assert not any(each.end for each in announced)
 
 

@@ -64,14 +64,13 @@ def test_runs_reach_each_verb_and_each_kind_of_event() -> None:
     runs: tuple[dict[str, Any], ...] = (
         {"host": True},
         {"states": True},
-        {"shares": True},
         {"watched": True},
         {"host": True, "states": True, "ample": True},
         {"host": True, "disk": True},
         {"host": True, "disk": True, "block_size": 2},
     )
     arrived = 0
-    for seed, choices in zip((0, 1, 2, 3, 4, 5, 8), runs, strict=True):
+    for seed, choices in zip((0, 1, 3, 4, 5, 8), runs, strict=True):
         machine = Machine(Options(**choices), seed)
         for number in range(STEPS):
             machine.step(number)

@@ -17,7 +17,6 @@ from radixkv.cache import PrefixCache
 from radixkv.cache.types import Load
 from radixkv.chat import Engine
 from radixkv.config import EngineConfig, EngineConfigFields
-from radixkv.engine.namespaces import NumberedLimits
 from radixkv.models.loaded import LayerSpec, LoadedModel, SequenceInput
 from tests.plain_runner import PlainRunner
 
@@ -278,8 +277,6 @@ def make_engine(
     """With `snapshots` the model has recurrent state; with `host_blocks` the engine has a host tier."""
     model = model or FakeModel()
     config = EngineConfig(**{"monitor": False, **settings})
-    shares = config.namespace_limits
-    limits: dict[str, Any] = {"namespace_limits": NumberedLimits(shares) if shares else None}
     options = {} if host_blocks is None else {"host_blocks": host_blocks}
     if snapshots is not None:
         options |= {"state_rows": config.max_sequences, "state_snapshots": snapshots}
@@ -287,7 +284,7 @@ def make_engine(
     runner = runner_class(num_blocks, block_size, model.vocab_size, brain, fault)
     if host_blocks is not None:
         add_host(runner, host_blocks)
-    cache = PrefixCache(num_blocks, block_size, **limits, **options)
+    cache = PrefixCache(num_blocks, block_size, **options)
     return Engine(cast(LoadedModel, model), runner, cache, config), runner
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,9 +35,8 @@ class World:
         config: EngineConfig | None = None,
         *,
         speed: float = 10.0,
-        limits: Mapping[Hashable, float] | None = None,
     ) -> None:
-        self.cache = PrefixCache(num_blocks, SIZE, host_blocks=host_blocks, namespace_limits=limits)
+        self.cache = PrefixCache(num_blocks, SIZE, host_blocks=host_blocks)
         self.runner = self.new_runner(num_blocks)
         self.host = add_host(self.runner, host_blocks, speed)
         self.core = Core(self.cache, self.runner, config or sized(4, 36, 16))

@@ -130,19 +130,6 @@ def test_an_audit_drops_a_run_that_cannot_be_loaded_and_goes_on() -> None:
     assert report.blocks >= 200 and world.cache.stats().host_nodes == 0
 
 
-def test_an_audit_loads_no_run_that_does_not_fit_the_share_of_its_namespace() -> None:
-    """Others fill their guaranteed share, from which the load may not evict."""
-    world = AuditedWorld(24, limits={"guest": 0.25, "staff": 0.75})
-    for seed in range(4):
-        world.answer(tokens(20, seed), GREEDY.but(max_tokens=1), namespace="guest")
-    for seed in range(9):
-        world.answer(tokens(40, seed), GREEDY.but(max_tokens=1), namespace="staff")
-    pinned = [world.core.admission.pin(np.array(tokens(20, seed), np.int32), "guest") for seed in (3,)]
-    assert pinned and world.cache.stats().host_nodes
-    assert world.audit(400).blocks >= 400
-    assert not world.core.counters.failed_loads
-
-
 def test_an_audit_fails_a_request_that_loaded_wrong_tokens_without_publishing_them() -> None:
     """A request that runs alone without headroom publishes late: what it loads stays on the host, too."""
     world = AuditedWorld(18, 60)

@@ -200,7 +200,7 @@ def test_the_wait_for_a_neighbour_is_bounded() -> None:
     world.step()
     assert follower.scheduling.prefix_wait is not None and follower.scheduling.prefix_wait.leader is leader
     queue, waited = world.core.scheduler.waiting, 0
-    while queue.first() is not follower:  # the leader makes no progress
+    while queue.first([]) is not follower:  # the leader makes no progress
         queue.begin_step()
         waited += 1
     assert 92 // 8 < waited <= 2 * -(-100 // 8) + 8 + 1
@@ -247,35 +247,25 @@ def test_other_namespaces_and_short_prefixes_are_not_waited_for() -> None:
 # ---- order
 
 
-def _long_and_cold(max_overtakes: int, hits: int, **settings: Any) -> tuple[World, Request, list[Request]]:
-    """Submit a cold request, and a stream of later ones that all hit a long cached prefix."""
-    world = World(
-        512, 4, EngineConfig(max_sequences=1, order="longest-prefix", max_overtakes=max_overtakes, **settings)
-    )
+@pytest.mark.parametrize("delay", [1, 5, 32])
+def test_longest_prefix_first_never_starves_beyond_its_bound(delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cold request, and later ones that all hit a long cached prefix; a step takes a second."""
+    monkeypatch.setattr(wait_queue.time, "perf_counter", lambda: float(len(world.runner.steps)))
+    world = World(512, 4, EngineConfig(max_sequences=1, order="longest-prefix", max_delay=float(delay)))
     warm = tokens(40, 1)
     world.submit(warm, GREEDY.but(max_tokens=1))
     world.finish()
     cold = world.submit(tokens(30, 2), GREEDY.but(max_tokens=1))
-    hot = [world.submit([*warm, i], GREEDY.but(max_tokens=1)) for i in range(hits)]
-    return world, cold, hot
-
-
-def _ended_before(world: World, request: Request, others: list[Request]) -> int:
-    while not request.channel.ended:
+    hot = [world.submit([*warm, i], GREEDY.but(max_tokens=1)) for i in range(50)]
+    while not cold.channel.ended:
         world.step()
-    return sum(other.channel.ended for other in others)
-
-
-@pytest.mark.parametrize("bound", [0, 1, 5, 32])
-def test_longest_prefix_first_never_starves_beyond_its_bound(bound: int) -> None:
-    world, cold, hot = _long_and_cold(bound, 50)
-    assert _ended_before(world, cold, hot) == bound
+    assert sum(each.channel.ended for each in hot) == delay
     world.finish()
     assert all(map(is_right, [cold, *hot]))
 
 
-@pytest.mark.parametrize("wrong", [{"order": "sjf"}, {"victim": "random"}, {"max_overtakes": -1}, {"order": None}])
-def test_unknown_orders_and_victims_are_refused(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [{"order": "sjf"}, {"max_delay": -1.0}, {"order": None}])
+def test_unknown_orders_and_delays_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=next(iter(wrong))):
         EngineConfig(**wrong)
 
@@ -299,8 +289,8 @@ def test_only_what_was_evicted_is_computed_again() -> None:
 
 
 def test_the_victim_has_the_lowest_priority_then_costs_least() -> None:
-    def first_victim(prompts: list[list[int]], priorities: list[int], victim: str = "cheapest") -> int:
-        world = World(20, 4, EngineConfig(victim=victim))
+    def first_victim(prompts: list[list[int]], priorities: list[int]) -> int:
+        world = World(20, 4)
         requests = [
             world.submit(prompt, GREEDY.but(max_tokens=30), priority=priority)
             for prompt, priority in zip(prompts, priorities, strict=True)
@@ -313,7 +303,6 @@ def test_the_victim_has_the_lowest_priority_then_costs_least() -> None:
     assert first_victim([long, short, middle], [0, 0, 0]) == 1
     assert first_victim([short, long, middle], [0, 0, 0]) == 0
     assert first_victim([short, long, middle], [1, 0, 1]) == 1
-    assert first_victim([short, long, middle], [0, 0, 0], victim="last") == 2
 
 
 def test_shared_tokens_cost_nothing_to_bring_back() -> None:

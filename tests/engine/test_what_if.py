@@ -71,7 +71,6 @@ def test_replies_count_namespaces_are_apart_and_failed_requests_are_left_out() -
         ({"eviction": "lfu", "prefix_cache": False}, {}, ["another policy", "is off"], ["another policy", "inside"]),
         ({"deterministic": True}, {"state_rows": 2}, ["recurrent state", "prefill_chunk", "take room"], ["inside"]),
         ({"disk_cache": "x"}, {"host_blocks": 8}, ["device + host", "take room"], ["a disk", "inside"]),
-        ({}, {"namespace_limits": {"ann": 0.5}}, ["shares", "take room"], ["shares", "inside"]),
         ({}, {}, ["pins", "take room"], ["pins", "inside"]),
     ],
 )

@@ -57,11 +57,9 @@ def test_replies_with_drafts_equal_those_without_in_float64(name: str) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "8 bits, host memory and shares": {
-        "kv_dtype": "int8", "host_memory": "4MiB", "namespace_limits": {"other": 0.3}, "num_blocks": 70,
-    },
+    "8 bits and host memory": {"kv_dtype": "int8", "host_memory": "4MiB", "num_blocks": 50},
     "compiled": {"attention": "compiled"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -223,16 +223,14 @@ def test_times_to_the_first_token_are_told_apart_by_what_was_cached() -> None:
     assert [is_hit(each) for each in ended.values()] == [True, False, False, False]
 
 
-def test_preemptions_for_a_turn_are_no_sign_of_a_small_pool() -> None:
-    turns = {"preemptions": 7, "turn_preemptions": 7, "turn_admissions": 12, "overdue_admissions": 1, "waiting": 1}
+def test_admissions_in_turn_and_the_reason_of_the_first_wait_are_told() -> None:
+    turns = {"preemptions": 7, "turn_admissions": 12, "overdue_admissions": 1, "waiting": 1}
     live = {1: request(phase="waiting", submitted=1995.0, admitted=None, ended=None, waits_for="blocks")}
     state = state_of(USUAL | turns, facts=YOUNG, live=live)
     summary = summarise(state)
-    assert (summary.preemptions_minute, summary.turn_preemptions_minute, summary.waits_for) == (7, 7, "blocks")
-    assert verdict(state, summary).level == "good" and "preemptions" not in verdict(state, summary).sentence
-    assert "1 preemption in the last minute" in said(USUAL | turns | {"preemptions": 8}, facts=YOUNG)[1]
+    assert (summary.preemptions_minute, summary.waits_for) == (7, "blocks")
     assert "2 running, 1 waiting, first in queue waits for blocks; since load" in to_text(state)
-    assert "7 preemptions (7 for turns), 12 admitted in turn, 1 overdue\n" in to_text(state)
+    assert "7 preemptions, 12 admitted in turn, 1 overdue\n" in to_text(state)
 
 
 def test_a_run_counts_from_its_baseline() -> None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.simulation.draw import draw, with_drafts, with_host, with_limits, with_prefixes, with_states
+from tests.simulation.draw import draw, with_drafts, with_host, with_prefixes, with_states
 from tests.simulation.gpu import live_on_gpu
 from tests.simulation.scenario import Scenario
 from tests.simulation.shrink import failure_of, shrink
@@ -36,7 +36,6 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print every step")
     parser.add_argument("--shrink", action="store_true", help="drop the parts that the failure does not need")
     parser.add_argument("--states", action="store_true", help="of a model with recurrent state")
-    parser.add_argument("--limits", action="store_true", help="with limits of namespaces")
     parser.add_argument("--overlap", action="store_true", help="of an engine that launches steps ahead")
     parser.add_argument("--gpu", action="store_true", help="the same, on a simulated GPU")
     parser.add_argument("--host", action="store_true", help="of an engine with a host tier")
@@ -49,7 +48,7 @@ def main() -> int:
     chosen = parser.parse_args()
 
     def drawn(seed: int) -> Scenario:
-        life = with_limits(draw(seed)) if chosen.limits else draw(seed)
+        life = draw(seed)
         life = replace(life, overlap=chosen.overlap or chosen.gpu, ranks=chosen.ranks)
         life = with_host(life) if chosen.host or chosen.disk else life
         life = replace(life, disk=chosen.disk and life.reuse)

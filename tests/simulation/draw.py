@@ -66,14 +66,6 @@ FAMILIES = CROWD._replace(
 )
 GROUPS: tuple[tuple[Hashable, ...], ...] = (("tenant",), (7,), (("ann", 1), ("ann", 2)), (("ben", 1), ("ben", 1, 2)))
 """The namespaces of each group that takes turns with others."""
-# Halves of halves, so that the counts of turns are exact.
-LIMITS: tuple[tuple[tuple[Hashable, float], ...], ...] = (
-    (("tenant", 0.5),),
-    (("tenant", 0.25), (7, 0.25)),
-    (("tenant", 0.25), (None, 0.5)),
-    (("tenant", 0.125), (7, 0.5), (None, 0.25)),
-    ((("ann",), 0.25), (("ben", 1), 0.5)),
-)
 PROFILES = (MIXED, CROWD, FAMILIES)
 
 
@@ -94,7 +86,6 @@ def _with_turns(scenario: Scenario) -> Scenario:
     config = replace(
         scenario.config,
         max_sequences=min(most, scenario.config.max_sequences),
-        max_delay=rng.choice((None, None, 1.0, 3.0, 10.0)),
     )
     return replace(scenario, asks=asks, config=config, tick=rng.choice((1.0, 1.0, 0.25, 0.5, 3.0)))
 
@@ -108,21 +99,6 @@ def with_states(scenario: Scenario) -> Scenario:
         states = replace(states, on_host=rng.choice((0, 1, 5, 100)))
     asks = tuple(replace(ask, reply_start=rng.choice((0, rng.randint(0, len(ask.prompt))))) for ask in scenario.asks)
     return replace(scenario, states=states, asks=asks)
-
-
-def with_limits(scenario: Scenario) -> Scenario:
-    """Return the same life with limits of namespaces."""
-    rng = random.Random(f"limits of {scenario.seed}")
-    limits = rng.choice(LIMITS)
-    asks = tuple(
-        replace(
-            ask,
-            namespace=rng.choice((ask.namespace, *(each for each, _ in limits), 7)),
-        )
-        for ask in scenario.asks
-    )
-    room = rng.choice((1, 1, 1.3, 1.7))  # some requests do not fit beside the shares of others
-    return replace(scenario, limits=limits, asks=asks, num_blocks=int(room * scenario.num_blocks) + 1)
 
 
 def with_drafts(scenario: Scenario) -> Scenario:
@@ -251,8 +227,7 @@ class _Draw:
             deterministic=deterministic,
             block_size=1,  # the scheduler serves chunks of any length
             order=rng.choice(("fcfs", "longest-prefix")),
-            max_overtakes=rng.choice((0, 1, 3, 32)),
-            victim=rng.choice(("cheapest", "last")),
+            max_delay=rng.choice((None, 1.0, 3.0, 10.0)),
         )
 
     # ---- requests

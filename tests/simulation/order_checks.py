@@ -32,14 +32,9 @@ class OrderChecks:
         self._prefix_waits()
 
     def _preemptions(self, before: Before) -> None:
-        """A victim is paused, of the lowest priority, or new to preemption; with one priority it is preempted once.
-
-        Preemptions for a turn do not count: `order_model` checks them.
-        """
-        often = self.world.order_model.preempted_for_blocks
-        # With limits, preempting requests of other namespaces may free no block.
-        running = [] if self.world.scenario.limits else self.core.scheduler.running
-        stayed = [request for request in before.running if request in running]
+        """A victim is paused, of the lowest priority, or new to preemption; with one priority it is preempted once."""
+        often = self.world.order_model.preempted.count
+        stayed = [request for request in before.running if request in self.core.scheduler.running]
         for request, preemptions in zip(before.running, before.preemptions, strict=True):
             customer = self.world.customer_of(request)
             if often(request) == preemptions or customer.channel.in_span or customer.shaken:

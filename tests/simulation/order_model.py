@@ -1,7 +1,7 @@
 """A plain model of the order of admissions: the queue must offer the request that the model chooses.
 
 The model follows the rules in the docstring of `radixkv.engine.wait_queue`. It lists what happened, and computes
-counts, waits and overtakes from the lists for each offer. It reads from the engine only which requests are delayed,
+counts and waits from the lists for each offer. It reads from the engine only which requests are delayed,
 how long cached prefixes are, and what fits.
 """
 
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 Call = Callable[..., Any]
 WRAPPED = {
-    "waiting": ("add", "begin_step", "first", "starved"),
-    "admission": ("turn_victims",),
-    "scheduler": ("remove", "preempt", "schedule", "_plan", "_admit", "_start"),
+    "waiting": ("add", "begin_step", "first"),
+    "scheduler": ("preempt", "schedule", "_plan", "_admit", "_start"),
 }
 
 
@@ -34,22 +33,18 @@ class OrderModel:
     def __init__(self, world: World) -> None:
         self.world, self.scheduler, self.config = world, world.core.scheduler, world.scenario.config
         self.waiting, self.admission = self.scheduler.waiting, self.scheduler.admission
-        self.ahead = 0 if self.config.order == "fcfs" else self.config.max_batch_tokens
         self.arrived: list[Request] = []
-        self.since: dict[Request, float] = {}  # the times at which requests were queued
         self.preempted: list[Request] = []
-        self.gave: list[tuple[Request, int]] = []  # requests that were preempted for a turn, and their progress then
-        self.overtakes: list[tuple[Request, Request]] = []  # a request that was admitted, and an earlier one
-        self.overtaken_at: dict[Request, float] = {}  # the times of the first ones
-        self.history: list[tuple[str, Hashable, Any]] = []  # of groups: "came" to waiting ones, "ran" until, "tokens"
+        self.overtaken_at: dict[Request, float] = {}  # when a later request of its group was first admitted before it
+        self.history: list[tuple[str, Hashable, Any]] = []  # of groups: "came" to waiting ones, "admitted", "tokens"
         self.planned: dict[Stream, int] = {}  # tokens of the step that is being planned
         self.cached: dict[Request, int] = {}  # as looked up in this step
         self.offered: Request | None = None  # in this admission
-        self.passed: list[Hashable] = []  # groups that wait for blocks of their own, in this admission
-        self.admitting = self.full = False
+        self.passed: list[Hashable] = []  # groups that run as many streams as they may, in the last offer
+        self.admitting = False
         self.rules: list[str] = []  # that decided the last offer
         self.decided = Counter[str]()
-        self.starts: dict[Hashable, dict[Hashable, float]] = {}  # of waiting groups: all counts when their waits began
+        self.starts: dict[Hashable, dict[Hashable, int]] = {}  # of waiting groups: all counts when their waits began
         self.wrong: list[str] = []
         for owner, names in WRAPPED.items():
             for name in names:
@@ -63,24 +58,13 @@ class OrderModel:
     def on_add(self, add: Call, request: Request) -> None:
         waiting = {self.group(each) for each in self.waiting if self.waiting.reason(each) in (None, "slow reader")}
         add(request)
-        self.since[request] = self.world.clock.now
         if request not in self.arrived:
             self.arrived.append(request)
             self._note("came", request, waiting)
 
-    def on_remove(self, remove: Call, request: Request) -> None:
-        ran = request in self.scheduler.running
-        remove(request)
-        if ran:
-            self._note("ran", request, self.world.clock.now)
-
-    def on_preempt(self, preempt: Call, request: Request, *, turn: bool = False) -> None:
-        preempt(request, turn=turn)
-        self._note("ran", request, self.world.clock.now)
+    def on_preempt(self, preempt: Call, request: Request) -> None:
+        preempt(request)
         self.preempted.append(request)
-        if turn:
-            self.gave.append((request, request.progress))
-            self.decided["a turn was given"] += 1
 
     def on_schedule(self, schedule: Call) -> list[Work]:
         work: list[Work] = schedule()
@@ -116,93 +100,70 @@ class OrderModel:
     def on_admit(self, admit: Call) -> Request | None:
         running = self.scheduler.running
         with self.world.fixed_readers():
-            busy = running or self.scheduler.closing
-            self.full = bool(busy) and self.admission.streams() >= self.config.max_sequences
-            self.full &= not any(each.channel.paused for each in running)
-            self.offered, self.passed, self.admitting = None, [], True
+            full = bool(running) and self.admission.streams() >= self.config.max_sequences
+            full &= not any(each.channel.paused for each in running)
+            self.offered, self.admitting = None, True
             admitted: Request | None = admit()
             self.admitting, last = False, self.offered
             self._note_plans()
+            self._expect(not full or last is None, "a request is offered to a full engine")
             if admitted is None and running and last is not None and last in self._ready():
                 self._expect(not self._fits(last), f"{self._name(last)} fits, and was not admitted")
-                self._expect(self.full or not self._waits_for_own(last), f"{self._name(last)} delays other groups")
         return admitted
 
-    def on_first(self, first: Call, blocked: Any = ()) -> Request | None:
-        if not self.admitting or self.full:
-            return first(blocked)
-        if (last := self.offered) is not None and last in self._ready():
-            own = not self._fits(last) and self._waits_for_own(last)
-            self._expect(own, f"{self._name(last)} is passed over, and waits for no blocks of its own")
-            self.passed.append(self.group(last))
-        expected = self._next([each for each in self._ready() if self.group(each) not in self.passed])
-        return self._compare(first(blocked), expected)
-
-    def on_starved(self, starved: Call, running: list[Request], blocked: Any = ()) -> Request | None:
-        if (last := self.offered) is not None and last in self._ready():
-            self._expect(not self._fits(last), f"{self._name(last)} is passed over, and fits")
-            self.passed.append(self.group(last))
-        ready, served = self._ready(), [*map(self.group, running), *self.passed]
-        expected = self._next([each for each in ready if self.group(each) not in served and self._is_starved(each)])
-        if expected is not None and any(each.priority > expected.priority for each in ready):
-            expected = None
-        return self._compare(starved(running, blocked), expected)
-
-    def on_turn_victims(self, turn_victims: Call, request: Request) -> list[Request]:
-        victims: list[Request] = turn_victims(request)
-        running = list(self.scheduler.running)
-        left = [each for each in running if each.priority <= request.priority]
-        left = [each for each in left if each.progress > dict(self.gave).get(each, 0)]
-        missing = self.admission.streams() + request.streams_left - self.config.max_sequences
-        enough = missing <= sum(each.streams_left for each in left)
-        for victim in victims:
-            streams = Counter[Hashable]()
-            for each in running:
-                streams[self.group(each)] += each.streams_left / self._share(self.group(each))
-            own, newest = self.group(victim), victim.scheduling.admitted
-            fair = all(streams[self.group(each)] <= streams[own] for each in left)
-            fair &= not any(self.group(each) == own and each.scheduling.admitted > newest for each in left)
-            self._expect(victim in left and missing > 0 and fair, f"{self._name(victim)} must not give its turn")
-            left, running = [[each for each in some if each is not victim] for some in (left, running)]
-            missing -= victim.streams_left
-        self._expect(missing <= 0 if enough else not victims, "too few or too many streams give their turn")
-        return victims
-
-    def on_start(self, start: Call, request: Request, sequence: Any) -> Request:
-        self._expect(request is self.offered, f"{self._name(request)} was admitted, and not offered")
-        ready = [each for each in self._ready() if each is not request]
-        start(request, sequence)
-        if request not in self.preempted:
-            overtaken = [each for each in ready if self._is_earlier(each, request)]
-            self.overtakes += [(request, each) for each in overtaken]
-            self.overtaken_at = dict.fromkeys(overtaken, self.world.clock.now) | self.overtaken_at
-        self._check_bound(request, ready)
-        self.decided.update(self.rules)
-        self.decided["a group was passed over"] += bool(self.passed)
-        return request
-
-    def _compare(self, offered: Request | None, expected: Request | None) -> Request | None:
+    def on_first(self, first: Call, running: list[Request]) -> Request | None:
+        if not self.admitting:
+            return first(running)
+        self._expect(self.offered not in self._ready(), f"{self._name(self.offered)} is passed over")
+        expected, offered = self._next(self._ready()), first(running)
         if offered is not expected:
             counts = self._counts()
             self.wrong.append(f"{self._name(offered)} is offered, not {self._name(expected)}: {self.rules}, {counts}")
         self.offered = offered
         return offered
 
+    def on_start(self, start: Call, request: Request, sequence: Any) -> Request:
+        self._expect(request is self.offered, f"{self._name(request)} was admitted, and not offered")
+        ready = [each for each in self._ready() if each is not request]
+        start(request, sequence)
+        self._note("admitted", request)
+        if request not in self.preempted:
+            overtaken = [each for each in ready if self._is_earlier(each, request)]
+            self.overtaken_at = dict.fromkeys(overtaken, self.world.clock.now) | self.overtaken_at
+        self._check_bound(request, ready)
+        self.decided.update(self.rules)
+        return request
+
     # ---- the rules
 
     def _next(self, requests: list[Request]) -> Request | None:
-        """Return the request that goes next of these."""
+        """Return the request that goes next of these: no group gets more than half of the streams if others wait."""
+        self.passed = []
+        while requests:
+            chosen = self._chosen(sorted(requests, key=self.arrived.index))
+            if self._allows(chosen):
+                self.rules += ["half"] * bool(self.passed)
+                return chosen
+            self.passed.append(self.group(chosen))
+            requests = [each for each in requests if self.group(each) not in self.passed]
+        return None
+
+    def _allows(self, request: Request) -> bool:
+        running, group = self.scheduler.running, self.group(request)
+        streams = sum(each.streams_left for each in running if self.group(each) == group and not each.channel.paused)
+        several = len({self.group(each) for each in (*running, *self.waiting)}) > 1
+        return not several or not streams or streams + request.streams_left <= max(self.config.max_sequences // 2, 1)
+
+    def _chosen(self, requests: list[Request]) -> Request:
+        """Return the request that goes next of these if each group may run more; the oldest one comes first."""
         self.rules = []
-        if not requests:
-            return None
-        requests = sorted(requests, key=self.arrived.index)
         highest = max(each.priority for each in requests)
         best = self._keep("priority", requests, lambda each: each.priority == highest)
         if any(each in self.preempted for each in best):
-            best = self._keep("preempted", best, lambda each: each in self.preempted)
-        else:
-            groups = self._in_turn(best)
-            best = self._keep("turn", best, lambda each: self.group(each) in groups)
+            return self._keep("preempted", best, lambda each: each in self.preempted)[0]
+        counts = self._counts()
+        turn = min((self.group(each) for each in best), key=lambda each: counts[each])
+        best = self._keep("turn", best, lambda each: self.group(each) == turn)
         if self.config.order == "fcfs":
             return best[0]
         best = best[: wait_queue.LOOKED_AT]
@@ -212,9 +173,7 @@ class OrderModel:
             self.rules += ["overdue"] * (max(lengths.values(), default=0) > self._length(overdue[0]))
             return overdue[0]
         longest = max(lengths.values())
-        chosen = self._keep("longest prefix", best, lambda each: lengths[each] == longest)[0]
-        self.rules += ["ahead"] * (chosen not in self.preempted and self.group(chosen) != groups[0])
-        return chosen
+        return self._keep("longest prefix", best, lambda each: lengths[each] == longest)[0]
 
     def _keep(self, rule: str, requests: list[Request], is_kept: Callable[[Request], bool]) -> list[Request]:
         """Return the requests that a rule keeps, and note the rule if the oldest one, the first, is not among them."""
@@ -222,75 +181,45 @@ class OrderModel:
         self.rules += [rule] * (kept[0] is not requests[0])
         return kept
 
-    def _in_turn(self, requests: list[Request]) -> list[Hashable]:
-        """Return the group with the lowest count, and those that are not too far ahead of it."""
-        counts = self._counts()
-        lowest = min((self.group(each) for each in requests), key=lambda each: counts[each])
-        near = [each for each in counts if (counts[each] - counts[lowest]) * self._share(each) <= self.ahead]
-        return [lowest, *near] if self.ahead else [lowest]
+    def _counts(self) -> dict[Hashable, int]:
+        """Return the count of each group: the tokens that its requests computed.
 
-    def _counts(self) -> dict[Hashable, float]:
-        """Return the count of each group: the tokens that its requests computed, divided by its share.
-
-        A group that begins to wait starts at the lowest count of the groups that wait, else of the group that ran last,
-        and at an earlier start at least.
+        A group that begins to wait starts at the lowest count of the groups that wait, else of the group that was
+        admitted last, and at an earlier start at least.
         """
-        tokens: dict[Hashable, float] = {None: 0.0}
-        ran: dict[Hashable, float] = {None: 0.0}
-        start = 0.0
+        tokens = Counter[Hashable]()
+        start, last = 0, None
         plans = [("tokens", self.group(each.request), count) for each, count in self.planned.items()]
         for what, group, value in [*self.history, *plans]:
             if what == "came" and group not in value:
-                others = value or [max(tokens, key=lambda each: ran[each])]
-                start = max(start, min(tokens[each] / self._share(each) for each in others))
-                tokens[group] = max(tokens.get(group, 0.0), start * self._share(group))
-                ran.setdefault(group, 0.0)
+                start = max(start, min((tokens[each] for each in value), default=tokens[last]))
+                tokens[group] = max(tokens[group], start)
             tokens[group] += value if what == "tokens" else 0
-            ran[group] = value if what == "ran" else ran[group]
-        return {group: count / self._share(group) for group, count in tokens.items()}
+            last = group if what == "admitted" else last
+        return tokens
 
     def _is_overdue(self, request: Request) -> bool:
-        waited = self.world.clock.now - self.overtaken_at.get(request, inf)
         most = self.config.max_delay
-        return (most is not None and waited >= most) or self.overtaken(request) >= self.config.max_overtakes
-
-    def _is_starved(self, request: Request) -> bool:
-        """Return whether the group of a request has waited long, since it ran or its first request was queued."""
-        group = self.group(request)
-        first = min((each for each in self._ready() if self.group(each) == group), key=self._rank)
-        ran = [time for what, each, time in self.history if what == "ran" and each == group]
-        return self.world.clock.now - max(*ran, 0.0, self.since[first]) >= wait_queue.PATIENCE
+        return most is not None and self.world.clock.now - self.overtaken_at.get(request, inf) >= most
 
     def _check_bound(self, admitted: Request, ready: list[Request]) -> None:
-        """While a group waits, each other group is admitted until it has made up its lag, and `ahead` more tokens.
+        """While a group waits and may run more, each other group is admitted until it has made up its lag.
 
-        Preempted requests, turns that preempt, and lower priorities do not count.
+        Preempted requests and lower priorities do not count.
         """
         group, counts = self.group(admitted), self._counts()
         waiting = {self.group(each) for each in ready if each.priority == admitted.priority} - {group, *self.passed}
         self.starts = {each: self.starts.get(each, counts) for each in waiting}
-        for each in () if admitted in self.preempted or self.full else waiting:
-            start = self.starts[each].get(group, 0.0)
-            got, lag = (counts[group] - start) * self._share(group), (counts[each] - start) * self._share(group)
-            self._expect(got <= max(lag, 0) + self.ahead, f"{group} got {got} tokens, and {each} waited")
+        for each in () if admitted in self.preempted else waiting:
+            got, lag = counts[group] - self.starts[each][group], counts[each] - self.starts[each][group]
+            self._expect(got <= max(lag, 0), f"{group} got {got} tokens, and {each} waited")
 
     # ---- facts
 
     def group(self, request: Request) -> Hashable:
-        """Return what names the group of a request: the beginning of a tuple, as far as it has a share."""
+        """Return what names the group of a request: its namespace, or the first item of a tuple."""
         namespace = self.world.customer_of(request).ask.namespace
-        if not isinstance(namespace, tuple):
-            return namespace
-        shares = [each for each, _ in self.world.scenario.limits if isinstance(each, tuple)]
-        return max((each for each in shares if namespace[: len(each)] == each), key=len, default=namespace[:1])
-
-    def overtaken(self, request: Request) -> int:
-        """Return how many later requests of its group were admitted before it, though it could run."""
-        return sum(each is request for _, each in self.overtakes)
-
-    def preempted_for_blocks(self, request: Request) -> int:
-        """Return how often a request was preempted, except for turns."""
-        return self.preempted.count(request) - sum(each is request for each, _ in self.gave)
+        return namespace[:1] if isinstance(namespace, tuple) else namespace
 
     def _is_earlier(self, request: Request, other: Request) -> bool:
         same = self.group(request) == self.group(other) and request.priority == other.priority
@@ -298,10 +227,6 @@ class OrderModel:
 
     def _rank(self, request: Request) -> tuple[int, bool, int]:
         return -request.priority, request not in self.preempted, self.arrived.index(request)
-
-    def _share(self, group: Hashable) -> float:
-        shares = dict(self.world.scenario.limits)
-        return shares.get(group) or min(shares.values(), default=1.0)
 
     def _ready(self) -> list[Request]:
         return [each for each in self.waiting if self.waiting.reason(each) is None]
@@ -316,9 +241,6 @@ class OrderModel:
 
     def _fits(self, request: Request) -> bool:
         return self.admission.fits(request, self.world.core._reuse.match(request))
-
-    def _waits_for_own(self, request: Request) -> bool:
-        return self.admission.waits_for_own_blocks(request, self.world.core._reuse.match(request))
 
     def _expect(self, holds: bool, text: str) -> None:
         self.wrong += [] if holds else [text]

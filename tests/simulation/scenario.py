@@ -196,7 +196,6 @@ class Scenario:
     compressings: tuple[Compressing, ...] = ()
     faults: tuple[Fault, ...] = ()
     states: States | None = None
-    limits: tuple[tuple[Hashable, float], ...] = ()  # namespaces and their shares
     host: Host | None = None
     disk: bool = False  # a disk below the host
     drafts: bool = False  # whether streams speculate
@@ -220,7 +219,7 @@ class Scenario:
         facts = [
             f"{self.num_blocks} blocks of {self.block_size}, {self.policy}, reuse={self.reuse}, pins {self.pin_budget}",
             f"{self.config}, tick {self.tick}, observer raises at {self.observer_raises}",
-            f"{self.states}, limits {dict(self.limits)}, {self.host}, overlap={self.overlap}, drafts={self.drafts}",
+            f"{self.states}, {self.host}, overlap={self.overlap}, drafts={self.drafts}",
             f"no backpressure from {self.disable_backpressure}, close at {self.close}",
         ]
         facts += map(str, (*self.asks, *self.pinnings, *self.forgettings, *self.audits, *self.faults))

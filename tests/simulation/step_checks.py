@@ -53,7 +53,7 @@ class StepChecks:
             running,
             tuple((stream, stream.sequence) for stream in active),
             tuple((stream, stream.sequence) for stream in active if _decodes(stream)),
-            tuple(self.world.order_model.preempted_for_blocks(request) for request in running),
+            tuple(self.world.order_model.preempted.count(request) for request in running),
             self._computed(),
             self._progress(),
             self.in_flight,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulation.draw import draw, with_host, with_limits
+from tests.simulation.draw import draw, with_host
 from tests.simulation.scenario import Scenario
 from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
 
@@ -18,7 +18,7 @@ SIGHTS = ("disk_tokens", "host_tokens", "cancelled: waiting", "preemptions", "fa
 
 def life(seed: int) -> Scenario:
     scenario = draw(seed)
-    scenario = with_host(with_limits(scenario) if seed % 4 == 3 else scenario)
+    scenario = with_host(scenario)
     return replace(scenario, disk=scenario.reuse, overlap=seed % 3 == 2)
 
 

@@ -1,6 +1,6 @@
 """Simulated lives of an engine that speculates, drafted by an adversary: 24 in `make test`, more in long runs.
 
-They have host memory, shares of namespaces and overlapped steps in turn. `python -m tests.simulation --drafts --seed N
+They have host memory and overlapped steps in turn. `python -m tests.simulation --drafts --seed N
 --verbose` replays one without these.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulation.draw import draw, with_drafts, with_host, with_limits
+from tests.simulation.draw import draw, with_drafts, with_host
 from tests.simulation.scenario import Fault, Scenario
 from tests.simulation.test_faults import LIFE, failed
 from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
@@ -24,7 +24,7 @@ SIGHTS = (  # events that must occur, or the lives are too easy
 
 
 def life(seed: int) -> Scenario:
-    scenario = with_limits(draw(seed)) if seed % 8 == 7 else draw(seed)
+    scenario = draw(seed)
     scenario = with_drafts(with_host(scenario) if seed % 3 == 2 else scenario)
     return replace(scenario, disk=scenario.reuse and seed % 9 == 8, overlap=seed % 4 == 1)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.draw import draw, with_host, with_limits
+from tests.simulation.draw import draw, with_host
 from tests.simulation.scenario import Scenario
 from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
 
@@ -30,7 +30,7 @@ SIGHTS = (  # events that must occur, or the lives are too easy
 
 def life(seed: int) -> Scenario:
     scenario = draw(seed)
-    return with_host(with_limits(scenario) if seed % 4 == 3 else scenario)
+    return with_host(scenario)
 
 
 def test_every_request_of_some_lives_ends_as_it_must() -> None:

@@ -23,9 +23,6 @@ from tests.simulation.scenario import Ask, Fault, Forgetting, Pinning, Scenario
 from tests.simulation.shrink import shrink
 from tests.simulation.world import Stuck, World
 
-KEPT: tuple[int, ...] = (6283, 19355)
-"""Seeds of fresh lives that failed once."""
-
 LIVES = 20_000 if os.environ.get("RADIXKV_LONG") == "1" else 90
 SHARD = 500  # lives of one test: workers share the tests
 FRESH = int(os.environ.get("RADIXKV_SEED") or 0) * 1000  # the first seed of a run with fresh examples
@@ -66,10 +63,9 @@ SIGHTS = (  # events that must occur, or the lives are too easy
     "order: priority",  # the rules that decided between waiting requests
     "order: preempted",
     "order: turn",
-    "order: ahead",
     "order: overdue",
     "order: longest prefix",
-    "order: a turn was given",
+    "order: half",
 )
 
 
@@ -92,7 +88,7 @@ def live(seeds: list[int], life: Callable[[int], Scenario] = draw) -> Counter[st
 
 
 def test_every_request_of_forty_lives_ends_as_it_must() -> None:
-    seen = live([*range(40), *KEPT])
+    seen = live(list(range(40)))
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
@@ -123,24 +119,12 @@ def test_what_a_failure_does_not_need_is_dropped() -> None:
     assert least.asks[0].params.n > 1 and len(least.asks[0].prompt) == 3
 
 
-def test_a_starved_request_that_needs_too_many_blocks_does_not_delay_other_groups() -> None:
-    """The first four requests fill the engine; a long prompt arrives, and then a short one of a third group."""
-    greedy = SamplingParams(max_tokens=130, temperature=0)
-    asks = [Ask(number, 0, (number,) * 4, greedy, 130, namespace="long") for number in range(4)]
-    asks += [Ask(4, 80, tuple(range(39)) * 8, greedy, 4, namespace="big"), Ask(5, 82, (9,) * 4, greedy, 4)]
-    config = EngineConfig(max_sequences=4, max_batch_tokens=64, prefill_chunk=64, block_size=1)
-    world = World(Scenario(0, 140, 4, config, tuple(asks), tick=0.05)).run()
-    short = world.customers[5]
-    assert short.channel.completion is not None and short.ended_at is not None
-    assert short.ended_at < 1000 + 110 * 0.05, "it waits about a second"
-
-
 def test_a_paused_request_of_another_group_loses_no_turn() -> None:
     greedy = SamplingParams(max_tokens=9, temperature=0)
     asks = (Ask(0, 0, (0,) * 8, greedy, 9, lags=((4, 20),)), Ask(1, 6, (1, 2, 3), greedy, 2, namespace="other"))
     world = World(Scenario(0, 4, 4, EngineConfig(max_sequences=2, max_batch_tokens=8, prefill_chunk=8), asks)).run()
     counters = world.core.counters
-    assert (counters.preemptions, counters.turn_admissions, counters.turn_preemptions) == (1, 0, 0)
+    assert (counters.preemptions, counters.turn_admissions) == (1, 0)
 
 
 def test_what_a_paused_request_kept_to_itself_is_cached_when_it_gives_way() -> None:
@@ -200,7 +184,7 @@ def beside_pins(prompt: tuple[int, ...], tokens: int, *pinnings: Pinning, until:
     greedy = SamplingParams(max_tokens=1, temperature=0)
     asks = (Ask(0, 0, PINNED, greedy, 1), Ask(1, 3, (9,), greedy, 28), Ask(2, 4, prompt, greedy, tokens))
     pins = (Pinning(2, PINNED, None, until), *pinnings)
-    config = EngineConfig(max_sequences=2, max_batch_tokens=16, prefill_chunk=8, victim="last")
+    config = EngineConfig(max_sequences=2, max_batch_tokens=16, prefill_chunk=8)
     forgets = Forgetting(22, "discard", PINNED, 6)  # the pinned part stays
     return World(Scenario(0, 10, 4, config, asks, pinnings=pins, forgettings=(forgets,))).run()
 

@@ -13,7 +13,7 @@ from itertools import count
 import pytest
 
 from tests.selection import mostly_long
-from tests.simulation.draw import draw, with_drafts, with_host, with_limits, with_states
+from tests.simulation.draw import draw, with_drafts, with_host, with_states
 from tests.simulation.late import LateSlotModel
 from tests.simulation.scenario import Fault, Flaw, Sabotage, Scenario
 from tests.simulation.test_faults import LIFE, LONG, failed, tokens_of
@@ -52,7 +52,7 @@ OPTION_SIGHTS = {  # of lives with an option
 
 def life(seed: int) -> Scenario:
     scenario = draw(seed)
-    return replace(with_limits(scenario) if seed % 8 == 7 else scenario, overlap=True)
+    return replace(scenario, overlap=True)
 
 
 def life_with(option: str) -> Callable[[int], Scenario]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.simulation.draw import draw, with_drafts, with_host, with_limits, with_prefixes
+from tests.simulation.draw import draw, with_drafts, with_host, with_prefixes
 from tests.simulation.scenario import Scenario
 from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
 
@@ -15,7 +15,7 @@ SIGHTS += tuple(f"after a prefix: {end}" for end in ("PrefixGone", "finished", "
 
 
 def life(seed: int) -> Scenario:
-    scenario = with_limits(draw(seed)) if seed % 8 == 7 else draw(seed)
+    scenario = draw(seed)
     scenario = with_host(scenario) if seed % 3 == 2 else scenario
     scenario = with_prefixes(with_drafts(scenario) if seed % 5 == 4 else scenario)
     return replace(scenario, disk=seed % 9 == 8, overlap=seed % 4 == 1)

@@ -27,7 +27,7 @@ from radixkv.engine import draft_length, draws, wait_queue
 from radixkv.engine.audit import Auditor
 from radixkv.engine.core import Core
 from radixkv.engine.input_processor import replies_of
-from radixkv.engine.namespaces import NamespaceTable, NumberedLimits
+from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.request import PromptParts, Request, Stream, TokenIds
 from radixkv.engine.scheduler import Work
 from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
@@ -130,8 +130,7 @@ class World:
         scenario = self.scenario
         raises = scenario.observer_raises
         self.listener = None if raises is None else Listener(raises)
-        limits = NumberedLimits(dict(scenario.limits)) if scenario.limits else None
-        self.namespaces = NamespaceTable(lambda: (), limits=limits)
+        self.namespaces = NamespaceTable(lambda: ())
         self.cache: PrefixCache = self._cache_class()(
             scenario.num_blocks,
             scenario.block_size,
@@ -139,7 +138,6 @@ class World:
             clock=self.clock.perf_counter,
             observer=cast("Observer | None", self.listener),
             pin_budget=scenario.pin_budget,
-            namespace_limits=limits,
         )
         self.model = self._model_class()(self.cache, scenario.seed)
         self.faults = Faults(scenario, lambda: self.step, self.ask_of, self._ask_of_row)
@@ -449,7 +447,7 @@ class World:
         self.core.scheduler.schedule = scheduling  # type: ignore[method-assign]
         preempt = self.core.scheduler.preempt
 
-        def preempting(request: Request, *, turn: bool = False) -> None:
+        def preempting(request: Request) -> None:
             self.preempted += 1
             if self.preempted > 10 * len(self.customers):
                 raise Stuck(f"step {self.step}: they preempt each other forever")
@@ -458,7 +456,7 @@ class World:
                 self.preempted -= 1
                 return
             kept = self.order_checks.before_preemption(request)
-            preempt(request, turn=turn)
+            preempt(request)
             self.customer_of(request).shaken |= self.model.runs > 0
             self._print(f"{self.customer_of(request).ask.number} is preempted")
             self.order_checks.after_preemption(request, kept)

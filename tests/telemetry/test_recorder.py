@@ -22,7 +22,7 @@ from tests.telemetry.expected import OFFSET, assert_matches_cache, expand, watch
 def test_collections_add_up_to_a_walk_of_the_cache(seed: int) -> None:
     """All verbs of the cache, with a collection after each step, or after every second or third."""
     rng = random.Random(seed)
-    options = draw(rng, watched=False, shares=False, states=False, host=seed % 4 == 3)
+    options = draw(rng, watched=False, states=False, host=seed % 4 == 3)
     machine, mirror, evicted = Machine(options, seed), Mirror(), 0
     world = machine.world
     for number in range(rng.choice((0, 20))):  # observe a cache that is already in use

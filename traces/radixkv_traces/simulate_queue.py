@@ -9,8 +9,9 @@ The order follows the rules of the engine's wait queue: turns between the namesp
 then "fcfs" or "longest-prefix". The first waiting requests are announced to the cache, which evicts their cached
 prefixes last.
 
-The model leaves out chunks of prompts, preemption, and memory of running answers. A prompt is not held while its answer
-is generated. For the turns, a request has computed its prompt and its answer as soon as its prefill starts.
+The model leaves out chunks of prompts, preemption, memory of running answers, and the bound on the streams of one
+namespace. A prompt is not held while its answer is generated. For the turns, a request has computed its prompt and its
+answer as soon as its prefill starts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 from radixkv.cache import POLICIES, Hint, PrefixCache
 from radixkv.cache.announcements import Announcement
 from radixkv.cli.entry_point import table
-from radixkv.config import ORDERS, EngineConfig
+from radixkv.config import ORDERS
 from radixkv.errors import InvalidInput, UnknownPolicy
 from radixkv.turns import Group, Turns, group_key
 from radixkv_traces import cli
@@ -135,7 +136,7 @@ class _Queue:
         self._by_prefix = order == "longest-prefix"
         self._now = 0.0
         self._cache = PrefixCache(capacity, 1, policy, clock=lambda: self._now)
-        self._turns = Turns()
+        self._turns = Turns(service.max_sequences)
         self._waiting: list[_Waiting] = []  # by arrival
         self._arrivals: list[tuple[float, int]] = []  # heap of (time, index), the next one of each session
         self._following = _following(workload)
@@ -168,35 +169,32 @@ class _Queue:
         ready = max(self._now, self._prefilled, self._running[0][0] if full else 0.0)
         self._now = ready if self._waiting else max(ready, self._arrivals[0][0])
         while self._running and self._running[0][0] <= self._now:
-            end, _, group = heappop(self._running)
-            group.requests, group.ran_until = group.requests - 1, end
+            self._turns.leave(heappop(self._running)[2])
         while self._arrivals and self._arrivals[0][0] <= self._now:
             self._arrive(*heappop(self._arrivals))
 
     def _arrive(self, arrival: float, index: int) -> None:
         key, waiting = group_key(self._workload.requests[index].namespace), self._groups()
-        group = self._turns.groups.get(key)
-        if group not in waiting:
-            group = self._turns.enter(key, waiting=waiting)
-        group.requests += 1
+        group = self._turns.enter(key, waiting)
         self._waiting.append(_Waiting(index, arrival, group))
 
     def _groups(self) -> dict[Group, None]:
         """Return the groups with waiting requests, by the arrival of their oldest one."""
-        waiting = self._waiting if len(self._turns.groups) > 1 else self._waiting[:1]  # else all are of one group
+        waiting = self._waiting if self._turns.several else self._waiting[:1]  # else all are of one group
         return dict.fromkeys(each.group for each in waiting)
 
     def _take(self) -> _Waiting:
         """Take the next request from the queue, and announce the first ones of the others."""
-        groups = set(self._turns.next(self._groups(), EngineConfig.max_batch_tokens if self._by_prefix else 0))
-        ready = (each for each in self._waiting if each.group in groups)
+        turn = min(self._groups(), key=lambda group: group.tokens)
+        ready = (each for each in self._waiting if each.group is turn)
         offered = list(islice(ready, LOOKED_AT if self._by_prefix else 1))
         chosen = min(offered, key=self._key) if len(offered) > 1 else offered[0]
         at = self._waiting.index(chosen)
         for other in islice(self._waiting, at):
-            if other.group is chosen.group:
+            if other.group is turn:
                 other.overtaken_at = min(other.overtaken_at, self._now)
         del self._waiting[at]
+        self._turns.admit(turn)
         if chosen.announcement is not None:
             chosen.announcement.close()
         for each in islice(self._waiting, LOOKED_AT):

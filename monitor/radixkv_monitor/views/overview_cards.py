@@ -185,9 +185,9 @@ def problems(panel: Panel, state: State, summary: Summary, history: Sequence[Sam
         (summary.preemptions, "preemptions"),
         (summary.recomputed_tokens, "tokens recomputed"),
         (summary.differing_blocks, f"of {plural(summary.audited_blocks, 'audited block')} differ"),
+        (summary.overdue_admissions, "overdue"),
     )
-    turns = (summary.turn_preemptions, "for turns"), (summary.overdue_admissions, "overdue")
-    known = [(minute, summary.minute_name), (since_load, "since load"), (turns, "since load")]
+    known = [(minute, summary.minute_name), (since_load, "since load")]
     found = [line for counts, window in known if (line := _counted(counts, window))]
     lines = [panel.title("Problems", "and the engine's process")]
     lines += [panel.numbers(*figures) for figures in found or [[("none", "since load")]]]

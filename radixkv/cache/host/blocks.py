@@ -5,7 +5,7 @@ the tokens before it. Each image belongs to one node. A host block is free, rese
 resident, lent for an image that will arrive, or deferred: its node is gone, but a pending load still reads it.
 
 Moves are gathered until `drain`. They are pairs of blocks, so splitting, cutting or removing nodes does not affect the
-others. Blocks that are not free count as used by the group of namespaces that took them.
+others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from array import array
 from collections.abc import Iterable
 
 import numpy as np
-
-from radixkv.cache.types import Accounts
 
 
 class HostBlocks:
@@ -26,50 +24,44 @@ class HostBlocks:
     ([0, 1], [(7, 0), (5, 1)], 2)
     """
 
-    __slots__ = ("_accounts", "deferred", "free", "lent", "moves", "num_blocks", "reading")
+    __slots__ = ("deferred", "free", "lent", "moves", "num_blocks", "reading")
 
-    def __init__(self, num_blocks: int, accounts: tuple[Accounts, ...] = ()) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._accounts = accounts  # one if namespaces have shares
         self.free = array("i", np.arange(num_blocks - 1, -1, -1, dtype=np.int32).tobytes())
         self.moves: dict[int, int] = {}  # host block -> the device block that is to be copied there
         self.reading: dict[int, int] = {}  # host block -> pending loads that read it
         self.lent: set[int] = set()  # for images that will arrive from elsewhere
         self.deferred: set[int] = set()  # without a node: freed when the last load that reads them ends
 
-    def reserve(self, blocks: Iterable[int], group: int = 0) -> array[int]:
+    def reserve(self, blocks: Iterable[int]) -> array[int]:
         """Take a free block, last freed first, for the image of each of these device blocks, and plan the moves."""
         blocks = [*blocks]
-        taken = self._take(len(blocks), group)
+        taken = self._take(len(blocks))
         self.moves.update(zip(taken, blocks, strict=True))
         return taken
 
-    def lend(self, count: int, group: int = 0) -> array[int]:
+    def lend(self, count: int) -> array[int]:
         """Take free blocks for images that will arrive."""
-        taken = self._take(count, group)
+        taken = self._take(count)
         self.lent.update(taken)
         return taken
 
-    def _take(self, count: int, group: int) -> array[int]:
+    def _take(self, count: int) -> array[int]:
         kept = len(self.free) - count
         taken = self.free[kept:]
         del self.free[kept:]
         taken.reverse()
-        for each in self._accounts:
-            each.taken(taken, group)
         return taken
 
     def give_back(self, blocks: array[int]) -> None:
-        """Free blocks of one group without a node, and cancel the moves to them. A block that is read is deferred."""
-        free = len(self.free)
+        """Free blocks without a node, and cancel the moves to them. A block that is read is deferred."""
         for block in reversed(blocks):
             self.moves.pop(block, None)
             if block in self.reading:
                 self.deferred.add(block)
             else:
                 self.free.append(block)
-        for each in self._accounts if len(self.free) > free else ():
-            each.count(self.free[-1], free - len(self.free), 0)
 
     def drain(self) -> list[tuple[int, int]]:
         """Take the pending moves, (device block, host block)."""

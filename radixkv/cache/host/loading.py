@@ -60,7 +60,7 @@ def find(state: CacheState, node: Node, length: int, raw: bytes, *, restores: bo
     return Loadable(node, at, tuple(runs), 0 if last is None else last.position - length, last)
 
 
-def refuse_full(state: CacheState, node: Node, count: int, group: int) -> None:
+def refuse_full(state: CacheState, node: Node, count: int) -> None:
     """Raise OutOfBlocks if `count` tokens after `node` would not fit once its path is held. O(blocks)."""
     pool, size = state.pool, state.pool.block_size
     state.pins.expire()
@@ -70,5 +70,5 @@ def refuse_full(state: CacheState, node: Node, count: int, group: int) -> None:
         above = state.tree.shared.owners_above(node, node.blocks[-1], node.end // size)
         need += entry is not None and entry.owners != len(above)  # others own the block, so it is copied
     idle = idle_blocks(state.tree, state.tree.path(node), node.end)
-    if need > len(pool.free) + pool.evictable_for(group) - idle:
-        raise OutOfBlocks(pool.shortage(need, group))
+    if need > len(pool.free) + pool.evictable - idle:
+        raise OutOfBlocks(pool.shortage(need))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache import reuse
-from radixkv.cache.eviction import EvictionIndex, Victims
+from radixkv.cache.eviction import EvictionIndex
 from radixkv.cache.host.blocks import HostBlocks
 from radixkv.cache.radix_tree import RadixTree, joined
 from radixkv.cache.tokens import WIDTH, common_prefix
@@ -37,7 +37,7 @@ class HostTier:
 
     def __init__(self, tree: RadixTree, num_blocks: int, index: EvictionIndex) -> None:
         """Connect to the tree."""
-        self.blocks = HostBlocks(num_blocks, index.accounts)
+        self.blocks = HostBlocks(num_blocks)
         self.index = index  # resident leaves: by priority, then by recency
         self.planned: dict[Node, Pressure] = {}  # nodes with moves that were not drained, and the cause
         self.drained: dict[Node, Pressure] = {}  # nodes with moves that were drained and are not confirmed
@@ -139,18 +139,16 @@ class HostTier:
     def make_room(self, node: Node, blocks: int, now: float, pressure: Pressure) -> tuple[int, int]:
         """Make room for the last `blocks` of an unlocked leaf; returns the blocks that have room, and tokens evicted.
 
-        It evicts host leaves that are colder than the node, and leaves of groups that exceed their shares more than the
-        node's group does. Without room for all blocks, all host nodes after the node are evicted, since its tail goes.
-        A node that is done finds no room: it is evicted, not offloaded.
+        It evicts host leaves that are colder than the node. Without room for all blocks, all host nodes after the node
+        are evicted, since its tail goes. A node that is done finds no room: it is evicted, not offloaded.
         """
         lost, free = 0, self.blocks.free
         if not node.done:
-            leaves = self.index.victims_for(self._tree.index.group_of(node))
             while (missing := blocks - self._images_below(node) - len(free)) > 0:
-                victim = self._victim(node, leaves)
+                victim = self._victim(node)
                 if victim is None:
                     break
-                lost += self._evict(victim, self._limit(victim, missing, leaves), now, pressure)
+                lost += self._evict(victim, self._limit(victim, missing), now, pressure)
             if missing <= 0:
                 return blocks, lost
         lost += self._evict_all(list(self.nodes(node)), now, pressure)
@@ -165,7 +163,7 @@ class HostTier:
         child = self._only_child(node)
         if child is not None and end % size:
             tail.pop()  # the child has the image
-        images, moves = self.blocks.reserve(tail, tree.index.group_of(node)), len(tail)
+        images, moves = self.blocks.reserve(tail), len(tail)
         host = self._new_node(node, start, run, images) if child is None else child
         _, part = reuse.split(node.reuse, start)
         host.reuse = reuse.join(part, end, host.reuse)
@@ -267,23 +265,23 @@ class HostTier:
                 found += [(block in moves, moves.get(block, block)) for block in blocks]
         return found
 
-    def lend(self, node: Node | None, raw: bytes, at: int, most: int, group: int, now: float) -> tuple[array[int], int]:
-        """Take up to `most` blocks of a group for images that will arrive; returns them, and the tokens evicted for it.
+    def lend(self, node: Node | None, raw: bytes, at: int, most: int, now: float) -> tuple[array[int], int]:
+        """Take up to `most` blocks for images that will arrive; returns them, and the tokens evicted for it.
 
         Bytes `raw[:at]` match on the device, and end in `node`. Other leaves are evicted, but not the run that the text
         continues. There are no blocks for a text that branches off inside a host run.
         """
         above, inside = self._end_of(node, raw, at)[0::2]
-        free, lost, leaves = self.blocks.free, 0, self.index.victims_for(group)
+        free, lost = self.blocks.free, 0
         if above is not None and above.residence == "host":
             self.touch([above])  # else others evict it before the text arrives
         while not inside and (missing := most - len(free)) > 0:
-            listed = (leaves.at(number) for number in range(len(leaves)))
+            listed = (self.index.at(number) for number in range(len(self.index)))
             unread = (leaf for leaf in listed if leaf is not above and not self.blocks.are_read(leaf.blocks))
             if (victim := next(unread, None)) is None:
                 break
-            lost += self._evict(victim, self._limit(victim, missing, leaves), now, Pressure(most, len(free)))
-        return self.blocks.lend(0 if inside else min(most, len(free)), group), lost
+            lost += self._evict(victim, self._limit(victim, missing), now, Pressure(most, len(free)))
+        return self.blocks.lend(0 if inside else min(most, len(free))), lost
 
     def arrive(self, node: Node | None, raw: bytes, at: int, lent: array[int], arrived: int) -> bool:
         """Give back lent blocks; returns whether the first `arrived` of them can be attached by `attach` instead.
@@ -380,21 +378,21 @@ class HostTier:
         if node.eviction_key is not None:
             self.index.remove(node)
 
-    def _victim(self, node: Node, leaves: Victims) -> Node | None:
+    def _victim(self, node: Node) -> Node | None:
         """Return the leaf to evict next, so that `node` can be offloaded; None if `node` should be evicted instead.
 
         A leaf that is being read is passed over. O(log leaves).
         """
-        for number in range(len(leaves)):
-            leaf = leaves.at(number)
+        for number in range(len(self.index)):
+            leaf = self.index.at(number)
             if not self.blocks.are_read(leaf.blocks):
                 colder = (leaf.priority, leaf.standing, leaf.tick) <= (node.priority, node.standing, node.tick)
-                return leaf if colder or leaves.owes() else None
+                return leaf if colder else None
         return None
 
-    def _limit(self, leaf: Node, blocks: int, leaves: Victims) -> int:
+    def _limit(self, leaf: Node, blocks: int) -> int:
         """Return how many blocks, at most `blocks`, to evict off a leaf before the next one."""
-        return leaf.trim_limit(leaves.trim_limit(leaf, blocks), self._tree.pool.block_size)
+        return leaf.trim_limit(self.index.trim_limit(leaf, blocks), self._tree.pool.block_size)
 
     # ---- out of the host
 

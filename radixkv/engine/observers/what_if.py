@@ -110,7 +110,6 @@ def reasons(config: EngineConfig, cache: PrefixCache | None, report: WhatIfRepor
     held = {
         "another policy evicts": config.eviction != "lru",
         "pins hold blocks": cache.state.pins.nodes(),
-        "shares of the pool are guaranteed": cache.quotas is not None,
         "prefix_cache is off": below and not config.prefix_cache,
         "hits need a recurrent state": below and cache.state_rows,
         "the curve begins at device + host blocks": below and cache.host_blocks,

@@ -17,7 +17,7 @@ from radixkv.removed import refuse_removed
 from radixkv.sizing.kv_size import parse_bytes
 
 _OWN = ("name", "path", "aliases", "tokenizer")
-_NOT_IN_FILES = ("logits_processors", "namespace_limits")
+_NOT_IN_FILES = ("logits_processors",)
 _SETTINGS = tuple(each.name for each in fields(EngineConfig) if each.name not in _NOT_IN_FILES)
 LATEST = ":latest"
 """What Ollama's clients add to a name."""

@@ -3,7 +3,7 @@
     .venv/bin/python -m tests.cache.fuzz --seeds 0 1000             many runs, each with options drawn from its seed
     .venv/bin/python -m tests.cache.fuzz --seed 123                 one of them
     .venv/bin/python -m tests.cache.fuzz --seed 123 --shrink        the fewest steps that fail
-    .venv/bin/python -m tests.cache.fuzz --seeds 0 1000 --with host,shares --without watched
+    .venv/bin/python -m tests.cache.fuzz --seeds 0 1000 --with host,states --without watched
 
 Names the seed of each run that fails, with the command that repeats it, and exits 1 then.
 """

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,13 +78,6 @@ def sequences(cache: PrefixCache) -> list[CacheSequence]:
     return list(cache.state.open.values())
 
 
-def first_victims(cache: PrefixCache, groups: list[Hashable]) -> dict[Hashable, int]:
-    """The first victim of each group of namespaces, in the order of the policy alone."""
-    index: Any = cache.state.index
-    found = {name: index.of(number).next_victims(1) for number, name in enumerate(groups)}
-    return {name: leaves[0].id for name, leaves in found.items() if leaves}
-
-
 # The host tier
 
 
@@ -106,28 +98,6 @@ def free_host_blocks(cache: PrefixCache) -> list[int]:
 def unwritten_nodes(cache: PrefixCache) -> set[int]:
     """The ids of host nodes whose moves are not confirmed."""
     return {node.id for node in (*_tier(cache).planned, *_tier(cache).drained)}
-
-
-def host_leaves(cache: PrefixCache) -> list[int]:
-    """Count the leaves on the host that can be evicted, by the number of their group."""
-    tier, found = _tier(cache), [0] * len(cache.quotas.limits)  # type: ignore[union-attr]  # it has limits
-    for number in range(len(tier.index)):
-        leaf = tier.index.at(number)
-        found[tier.index.group_of(leaf)] += not tier.blocks.are_read(leaf.blocks)
-    return found
-
-
-def watch_host_room(cache: PrefixCache, check: Callable[[int, bool, list[int], list[int]], None]) -> None:
-    """Check all room that is made for a device node: its group, whether room is missing, blocks before and after."""
-    tier, used, make_room = _tier(cache), cache.quotas.host.used, _tier(cache).make_room  # type: ignore[union-attr]
-
-    def making(node: Node, blocks: int, *facts: Any) -> tuple[int, int]:
-        group, before = cache.state.tree.namespace_of(node).group, [*used]
-        room, lost = make_room(node, blocks, *facts)
-        check(group, room < blocks and not node.done, before, [*used])
-        return room, lost
-
-    tier.make_room = making
 
 
 # Recurrent state
@@ -159,21 +129,3 @@ def copied(slots: Any, copies: list[tuple[int, int]], empty: int) -> None:
     """Run copies of states in their order."""
     for source, target in copies:
         slots[target] = empty if source == EMPTY else slots[source]
-
-
-def blocks_by_group(cache: PrefixCache, group: Any) -> tuple[Counter[Hashable], Counter[Hashable], dict[int, Hashable]]:
-    """Count the blocks, and the evictable blocks, of each group, and name the group of each device node."""
-    owner: dict[int, Hashable] = {}
-    held: set[int] = set()
-    groups: dict[int, Hashable] = {}
-    tree = cache.state.tree
-    for namespace, root in tree.roots.items():
-        for node in tree.walk(root):
-            groups[node.id] = group(namespace.value)
-            owner.update(dict.fromkeys(node.blocks, groups[node.id]))
-            held.update(node.blocks if node.locks else ())
-    for sequence in sequences(cache):
-        owner.update(dict.fromkeys(sequence.own_blocks(), group(sequence.namespace)))
-        held.update(sequence.own_blocks())
-    evictable = Counter(group for block, group in owner.items() if block not in held)
-    return Counter(owner.values()), evictable, groups

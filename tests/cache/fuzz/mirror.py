@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from radixkv.cache import Observer
@@ -23,14 +23,13 @@ Facts = tuple[str, int | None, int, tuple[int, ...], tuple[int, ...]]
 class Events(Observer):
     """Rebuilds the nodes of the device from the events of a cache alone."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self) -> None:
         self.parents: dict[int, int | None] = {}  # by node; None for a root
         self.lengths: dict[int, int] = {}
         self.names: dict[int, Hashable] = {}  # the namespaces of roots
         self.on_host: set[int] = set()  # host nodes that were named once
         self.open: dict[int, int] = {}  # sequences
         self.counted: Counter[str] = Counter()
-        self.check_victim = _checker(world)
 
     def opened(self, sequence: int, namespace: Hashable, asked: int, hit: int, purpose: Purpose) -> None:
         assert sequence not in self.open
@@ -82,11 +81,9 @@ class Events(Observer):
 
     def evicted(self, number: int, node: int, start: int, tokens: int, blocks: int, *facts: Any) -> None:
         self.counted["evicted_tokens"] += tokens
-        self.check_victim(node, blocks)
 
     def offloaded(self, node: int, host_node: int, start: int, tokens: int, blocks: int) -> None:
         self.on_host.add(host_node)
-        self.check_victim(node, blocks)
 
     def arrived(self, host_node: int, start: int, tokens: int) -> None:
         assert host_node not in self.parents and host_node not in self.on_host and tokens > 0
@@ -103,11 +100,6 @@ class Events(Observer):
     def copied(self, sequence: int, source: int, target: int) -> None:
         assert source != target and sequence in self.open
         self.counted["copied_blocks"] += 1
-
-
-def _checker(world: World) -> Callable[[int, int], None]:
-    """A function that checks a victim: it hides the world, as the frozen state of a cache shows its observer."""
-    return lambda node, blocks: world.shares.evicted(node, blocks) if world.shares else None
 
 
 class Mirror:

@@ -6,7 +6,7 @@ A new option is a field of `Options`, a row of `CHOICES`, and an argument in `ne
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
@@ -27,7 +27,6 @@ class Options:
     host: bool = False  # a host tier
     disk: bool = False  # a disk below the host tier; without one it has no effect
     states: bool = False  # recurrent state
-    shares: bool = False  # limits of namespaces
     aligned: bool = False  # as in a deterministic engine: hits and snapshots end on multiples of GRID
     watched: bool = False  # an observer and a change tracker
     ample: bool = False  # the last tier has room for all texts, and the state slots for all snapshots
@@ -43,7 +42,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "host": (False, True),
     "disk": (False, True),
     "states": (False, True),
-    "shares": (False, True),
     "aligned": (False, True),
     "watched": (False, True),
     "ample": (False, True),
@@ -67,7 +65,6 @@ class Sizes:
     snapshots: int = 0
     host_snapshots: int = 0
     spacing: Spacing | None = None
-    limits: Mapping[Hashable, float] | None = None
 
 
 def new_cache(
@@ -77,7 +74,6 @@ def new_cache(
     shape = (sizes.num_blocks, options.block_size, options.eviction, clock, observer)
     return PrefixCache(
         *shape,
-        namespace_limits=sizes.limits,
         host_blocks=sizes.host_blocks,
         state_rows=sizes.rows,
         state_snapshots=sizes.snapshots,

@@ -26,8 +26,7 @@ def pin(world: World, namespace: Hashable, prompt: Sequence[int], ttl: float | N
     try:
         pin = world.cache.pin(world.shaped(prompt), namespace, ttl)
     except PinBudgetExceeded:
-        refused = world.shares is not None and world.shares.refuses_pin(namespace, found.blocks)
-        assert refused or pinned + len(found.blocks) > budget
+        assert pinned + len(found.blocks) > budget
         world.assert_unchanged(before)
         return
     assert pin.length == found.length
@@ -36,7 +35,6 @@ def pin(world: World, namespace: Hashable, prompt: Sequence[int], ttl: float | N
     expires = float("inf") if ttl is None else world.now + ttl
     world.pins.append(Pinned(pin, namespace, list(prompt[: found.length]), expires))
     assert pinned <= world.cache.stats().pinned_blocks <= budget
-    assert world.shares is None or not world.shares.refuses_pin(namespace, found.blocks)
 
 
 def release(world: World, pinned: Pinned) -> None:
@@ -235,15 +233,6 @@ def forget_evicted(world: World) -> None:
 
 
 def _evict(world: World, count: int, before: CacheStats) -> None:
-    if world.shares:
-        namespace = world.rng.choice((None, "a", "b"))
-        world.shares.begin(namespace)
-        enough = world.cache.evict(count, namespace)
-        world.shares.assert_kept()
-        assert enough == (world.cache.free_blocks >= max(count, 0))
-        assert enough or not world.cache.evictable_for(namespace), "stopped although there was a block to evict"
-        assert enough or count > before.free_blocks
-        return
     enough = world.cache.evict(count)
     after = world.cache.stats()
     assert enough == (after.free_blocks >= count)
@@ -261,9 +250,6 @@ def assert_counted(world: World, before: CacheStats, after: CacheStats) -> None:
 
 def drain(world: World) -> None:
     """Take every block that a sequence can take, and check what is left."""
-    if world.shares:
-        world.shares.drain()
-        return
     said = world.texts
     if world.host:
         world.host.faults = False

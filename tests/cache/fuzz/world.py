@@ -16,12 +16,11 @@ from radixkv.cache import Hint, WritePlan
 from radixkv.cache.types import Purpose
 from radixkv.errors import InvalidInput, InvalidTokens, OutOfBlocks, PlanPending, SequenceClosed, UnknownToken
 from tests.cache.freeze import freeze
-from tests.cache.fuzz import checks, inside, lookups, plans, upkeep
+from tests.cache.fuzz import checks, lookups, plans, upkeep
 from tests.cache.fuzz.disk import DiskModel
 from tests.cache.fuzz.host import HostModel
 from tests.cache.fuzz.mirror import Events, Mirror
 from tests.cache.fuzz.options import Options, Sizes, new_cache
-from tests.cache.fuzz.shares import ShareModel
 from tests.cache.fuzz.states import StateModel
 from tests.cache.fuzz.tracked import SHAPES, Announced, Pinned, Tracked, common
 from tests.cache.naive import Pool, Texts, Values, Work, kv
@@ -40,12 +39,9 @@ class World:
         self.num_blocks, self.block_size, self.proofs = num_blocks, options.block_size, proofs
         self.host = HostModel(self) if options.host else None
         self.states = StateModel(self) if options.states else None
-        self.shares = ShareModel(self) if options.shares else None
-        events = Events(self) if options.watched or options.shares else None
+        events = Events() if options.watched else None
         self.cache = new_cache(options, self.sizes(), lambda: self.now, events)
-        if self.shares and self.host:
-            inside.watch_host_room(self.cache, self.shares.assert_room_on_host)
-        self.mirror = Mirror(self, events) if options.watched else None
+        self.mirror = Mirror(self, events) if events else None
         self.pool = Pool(num_blocks, self.block_size, self.rng)
         self.disk = DiskModel(self) if options.disk and options.host else None
         self.texts: dict[Hashable, Texts] = {}
@@ -59,7 +55,7 @@ class World:
     def sizes(self) -> Sizes:
         """The numbers of the cache's blocks, rows and slots."""
         sizes = Sizes(self.num_blocks)
-        for part in (self.host, self.states, self.shares):
+        for part in (self.host, self.states):
             sizes = sizes if part is None else part.sized(sizes)
         return sizes
 
@@ -128,10 +124,10 @@ class World:
             verb()
         self.assert_unchanged(before)
 
-    def available(self, namespace: Hashable = None) -> int:
+    def available(self) -> int:
         """Blocks that an extend can take; `stats` first releases expired pins."""
         self.cache.stats()
-        return self.cache.free_blocks + self.cache.evictable_for(namespace)
+        return self.cache.available_blocks
 
     def shaped(self, tokens: Sequence[int]) -> Ids:
         return self.rng.choice(SHAPES)(tokens)
@@ -195,25 +191,20 @@ class World:
         if one.plan is not None:
             self.assert_refused(PlanPending, lambda: verb(tokens))
             return False
-        available, least, most = self.available(one.namespace) - (holds or 0), *plans.need(self, one, len(tokens))
+        available, least, most = self.available() - (holds or 0), *plans.need(self, one, len(tokens))
         before = self.state() if most > available else None
         stats = self.cache.stats()
         moving = self.host.pending_moves() if self.host else 0
-        if self.shares:
-            self.shares.begin(one.namespace, held_first=holds is not None)
         try:
             plan = verb(self.shaped(tokens))
         except OutOfBlocks:
             assert most > available, "refused, although free and evictable blocks suffice"
             self.assert_unchanged(before)
             return False
-        finally:
-            if self.shares:
-                self.shares.assert_kept()
         assert least <= available
         plans.note(self, one, plan, list(tokens), must_stay_in_place=least == most)
         taken = plans.taken(self, one, plan)
-        left = self.available(one.namespace)
+        left = self.available()
         # Evicting a branch may free a block that was stranded above it.
         stranded = max(len(self.live) + len(self.pins), stats.nodes - self.cache.stats().nodes) + (holds is not None)
         assert 0 <= left - (available - taken) <= stranded, f"{taken} taken of {available}, {left} left"

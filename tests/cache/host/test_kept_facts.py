@@ -146,16 +146,3 @@ def test_a_load_holds_tokens_below_text_that_was_published_meanwhile() -> None:
         sequence.commit()
         cache.check()
     assert reach(cache, A) == (32, 0)
-
-
-def test_a_flood_offloads_no_block_of_a_share_and_evicts_none_on_the_host() -> None:
-    cache = PrefixCache(8, 4, host_blocks=4, namespace_limits={"ann": 0.5})
-    put(cache, A[:24], "ann")
-    put(cache, B[:16], "eve")
-    run_moves(cache)
-    assert reach(cache, A[:24], "ann") == (16, 8)
-    for first in (500, 600, 700):
-        put(cache, range(first, first + 16), "eve")
-        run_moves(cache)
-    assert reach(cache, A[:24], "ann") == (16, 8)
-    assert cache.namespace_usage()[0].host_blocks == 2

@@ -308,7 +308,7 @@ kv_memory = "64MB"
         ("[model]\npath = 'tiny'", "must have a table \\[\\[model\\]\\] for each model"),
         ("path = ", "is not TOML"),
         ("[[model]]\npath = 'tiny'\ntokenizer = './nowhere'", "there is no tokenizer folder"),
-        ("[[model]]\npath = 'tiny'\nnamespace_limits = {a = 0.5}", "'namespace_limits' is no field"),
+        ("[[model]]\npath = 'tiny'\nlogits_processors = []", "'logits_processors' is no field"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_place(tmp_path: Path, text: str, said: str) -> None:
