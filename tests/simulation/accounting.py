@@ -40,7 +40,7 @@ class Accounting:
         opened = cache.state.open.values()
         assert {id(s.sequence) for s in streams} == {id(s) for s in opened}, f"open: {opened}, running: {streams}"
         assert all(not sequence.has_plan for sequence in opened), "a plan is left over"
-        used = {block for sequence in opened for block in sequence._table} | self._locked()
+        used = {block for sequence in opened for block in sequence._table.blocks} | self._locked()
         held = cache.num_blocks - cache.free_blocks - cache.evictable_blocks
         assert used.isdisjoint(cache.state.pool.free), "blocks are free and held"
         assert len(used) == held, f"{held} blocks are held, {len(used)} of them by streams and pins"
