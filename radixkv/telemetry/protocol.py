@@ -8,10 +8,10 @@ ProtocolError, and the memory of one frame is bounded.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass, field, fields, replace
 from math import isfinite
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -51,7 +51,6 @@ RECORDS: dict[str, type[Record]] = {
     "evictions": EvictionRecord,
 }
 """The record class of each list of changes; the other lists hold ids."""
-Kind = TypeVar("Kind")
 
 WRONG_TOKEN = "wrong token"
 """The first words of a bye's reason that no further attempt will change."""
@@ -71,6 +70,9 @@ class Frame:
     seq: int = field(default=0, kw_only=True)
     ts: float = field(default=0.0, kw_only=True)
 
+    def check(self) -> None:
+        """Raise ProtocolError for values that a frame of this kind cannot have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attach(Frame):
@@ -78,6 +80,10 @@ class Attach(Frame):
 
     token: str = ""
     hz: float = 4.0
+
+    def check(self) -> None:
+        """Refuse a rate that is not positive."""
+        _require(self.hz > 0, f"'hz' cannot be {self.hz}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +94,14 @@ class Command(Frame):
     verb: str
     number: int
 
+    def check(self) -> None:
+        """Refuse a long verb."""
+        _require(len(self.verb) <= _LONGEST_VERB, "'verb' of a frame is too long")
+
 
 @dataclass(frozen=True, slots=True)
 class Reply(Frame):
-    """The end of the command `id`: whether it was executed, and one sentence on what it did, or why it did nothing."""
+    """The end of the command `id`: whether it was executed, and one sentence on its effect, or on why it had none."""
 
     id: int
     done: bool
@@ -103,6 +113,13 @@ class Hello(Frame):
     """The first frame of every connection and recording: the facts of the engine."""
 
     facts: EngineFacts
+
+    def check(self) -> None:
+        """Refuse sizes for which a monitor would need too much memory, or by which it could not divide."""
+        facts = self.facts
+        _require(0 < facts.num_blocks <= MOST_POOL, f"a pool cannot have {facts.num_blocks} blocks")
+        _require(facts.host_blocks <= MOST_POOL, f"host memory cannot have {facts.host_blocks} blocks")
+        _require(facts.block_size > 0, f"a block cannot have {facts.block_size} tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +137,11 @@ class Snapshot(Frame):
     def last(self) -> bool:
         """Whether the state is complete after this page."""
         return self.page == self.pages - 1
+
+    def check(self) -> None:
+        """Refuse a page that there is not."""
+        _require(self.page < self.pages, f"there is no page {self.page} of {self.pages}")
+        _require(self.changes.reset == (self.page == 0), "the first page of a snapshot resets, and no other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +167,11 @@ class Bye(Frame):
 
 def encode(frame: Frame, limit: int = MAX_FRAME) -> bytes:
     """Encode a frame, preceded by its length. O(bytes). Raises ProtocolError if it has more than `limit` bytes."""
-    name, values_of = _ENCODERS[type(frame)]
-    fields = {"v": VERSION, "t": name, "seq": frame.seq, "ts": frame.ts, **values_of(frame)}
-    body: bytes = msgpack.packb(fields, default=_plain)
+    name = type(frame).__name__.lower()
+    values: dict[str, Any] = {"v": VERSION, "t": name}
+    for attribute, key, form in _FIELDS[type(frame)]:
+        values[key] = form.write(getattr(frame, attribute))
+    body: bytes = msgpack.packb(values, default=_plain)
     if len(body) > limit:
         raise ProtocolError(f"a {name} frame of {len(body)} bytes is over the cap of {limit}: send it in pages")
     return len(body).to_bytes(PREFIX, "big") + body
@@ -169,35 +193,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int):
         return MOST_INT if value > 0 else -MOST_INT
     raise TypeError(f"telemetry sends plain values only, not a {type(value).__name__}")
-
-
-def _body(changes: Changes) -> dict[str, Any]:
-    body: dict[str, Any] = {"time": changes.time}
-    if changes.reset:
-        body["reset"] = True
-    if changes.stats:
-        body["stats"] = changes.stats
-    for name in LISTS:
-        values: Iterable[Any] = getattr(changes, name)
-        if values:
-            body[name] = [each.pack() for each in values] if name in RECORDS else values
-    if changes.next_victims is not None:
-        body["next_victims"] = changes.next_victims
-    if changes.what_if is not None:
-        body["what_if"] = json.dumps(changes.what_if)  # a text: older readers refuse frames with more maps
-    return body
-
-
-_ENCODERS: dict[type[Frame], tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    Attach: ("attach", lambda frame: {"token": frame.token, "hz": frame.hz}),
-    Command: ("command", lambda frame: {"id": frame.id, "verb": frame.verb, "number": frame.number}),
-    Reply: ("reply", lambda frame: {"id": frame.id, "done": frame.done, "text": frame.text}),
-    Hello: ("hello", lambda frame: {"engine": frame.facts.pack()}),
-    Snapshot: ("snapshot", lambda frame: {"page": frame.page, "pages": frame.pages, "body": _body(frame.changes)}),
-    Delta: ("delta", lambda frame: {"body": _body(frame.changes)}),
-    Gap: ("gap", lambda frame: {"dropped": frame.dropped}),
-    Bye: ("bye", lambda frame: {"reason": frame.reason}),
-}
 
 
 class Decoder:
@@ -225,45 +220,44 @@ class Decoder:
         return self._whole()
 
     def _whole(self) -> Iterator[Frame]:
-        while True:
-            if self._broken is not None:
-                raise self._broken
-            try:
-                frame = self._next()
-            except ProtocolError as error:
-                self._broken = error
-                self._bytes.clear()
-                raise
-            if frame is None:
-                return
-            yield frame
+        try:
+            while self._broken is None and (body := self._next_body()) is not None:
+                yield _frame(body)
+        except ProtocolError as error:
+            self._broken = error
+            self._bytes.clear()
+        if self._broken is not None:
+            raise self._broken
 
-    def _next(self) -> Frame | None:
+    def _next_body(self) -> bytes | None:
         if len(self._bytes) < PREFIX:
             return None
         length = int.from_bytes(self._bytes[:PREFIX], "big")
-        if length > self._limit:
-            raise ProtocolError(
-                f"a frame claims {length} bytes, and {self._limit} is the cap: this is not our protocol"
-            )
+        _require(
+            length <= self._limit,
+            f"a frame claims {length} bytes, and {self._limit} is the cap: this is not our protocol",
+        )
         end = PREFIX + length
         if len(self._bytes) < end:
             return None
         body = bytes(memoryview(self._bytes)[PREFIX:end])
         del self._bytes[:end]
-        return _frame(body)
+        return body
 
 
 def _frame(body: bytes) -> Frame:
     """Decode the body of a frame. Raises ProtocolError for any fault."""
     try:
-        fields = _unpack(body)
-        _require(isinstance(fields, dict), "a frame is a map")
-        version = _get(fields, "v", int)
+        values = _unpack(body)
+        _require(isinstance(values, dict), "a frame is a map")
+        version = _value(values.get("v"), "v", int)
         _require(version == VERSION, f"this speaks version {VERSION}, the other side {version}: use the same release")
-        name = _get(fields, "t", str)
-        _require(name in _DECODERS, f"there are no {name[:40]!r} frames in version {VERSION}")
-        return _DECODERS[name](fields, seq=_count(fields, "seq"), ts=_number(fields, "ts"))
+        name = _value(values.get("t"), "t", str)
+        _require(name in _FRAMES, f"there are no {name[:40]!r} frames in version {VERSION}")
+        kind = _FRAMES[name]
+        frame = kind(**{attribute: form.read(values.get(key), key) for attribute, key, form in _FIELDS[kind]})
+        frame.check()
+        return frame
     except ProtocolError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError, MemoryError, msgpack.UnpackException) as error:
@@ -311,57 +305,72 @@ def _require(right: bool, otherwise: str) -> None:
         raise ProtocolError(otherwise)
 
 
-def _get(fields: dict[str, Any], key: str, *kinds: type[Kind]) -> Kind:
-    value = fields.get(key)
+def _value(value: Any, key: str, *kinds: type) -> Any:
     if type(value) not in kinds:  # not `_require`: formatting a long body takes longer than everything else
         raise ProtocolError(f"{key!r} of a frame cannot be {str(value)[:40]!r}")
-    return value  # type: ignore[return-value]  # just looked at
-
-
-def _count(fields: dict[str, Any], key: str) -> int:
-    value = _get(fields, key, int)
-    _require(0 <= value <= MOST_INT, f"{key!r} of a frame cannot be {value}")
     return value
 
 
-def _number(fields: dict[str, Any], key: str) -> float:
-    value = _get(fields, key, float, int)
-    _require(isfinite(value), f"{key!r} of a frame cannot be {value}")
+def _count(value: Any, key: str) -> int:
+    count: int = _value(value, key, int)
+    _require(0 <= count <= MOST_INT, f"{key!r} of a frame cannot be {count}")
+    return count
+
+
+def _number(value: Any, key: str) -> float:
+    _require(isfinite(_value(value, key, float, int)), f"{key!r} of a frame cannot be {value}")
     return float(value)
 
 
-def _tuple(fields: dict[str, Any], key: str) -> tuple[Any, ...]:
-    return _get(fields, key, tuple)
+def _flag(value: Any, key: str) -> bool:
+    return bool(_value(value, key, bool))
 
 
-def _changes(fields: dict[str, Any]) -> Changes:
-    body = _get(fields, "body", dict)
-    parts: dict[str, Any] = {}
-    for name in LISTS:
-        if name in body:
-            parts[name] = _list(name, _tuple(body, name))
-    if "next_victims" in body:
-        parts["next_victims"] = _list("next_victims", _tuple(body, "next_victims"))
-    if "what_if" in body:
-        parts["what_if"] = _what_if(_get(body, "what_if", str))
-    if "stats" in body:
-        parts["stats"] = _stats(_get(body, "stats", dict))
-    return Changes(_number(body, "time"), _get(body, "reset", bool) if "reset" in body else False, **parts)
+def _text(value: Any, key: str) -> str:
+    return drawable(_value(value, key, str))
 
 
-def _list(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    record = RECORDS.get(name)
-    if record is not None:
-        _require(set(map(type, values)) <= {tuple}, f"{name!r} is a list of records")
-        return tuple(map(record.unpack, values))
-    _require(set(map(type, values)) <= {int} and min(values, default=0) >= 0, f"{name!r} is a list of ids")
-    return values
+def _facts(value: Any, key: str) -> EngineFacts:
+    return EngineFacts.unpack(_value(value, key, tuple))
 
 
-def _stats(fields: dict[str, Any]) -> dict[str, float]:
-    for key in fields:
-        _number(fields, key)
-    return fields
+def _body(changes: Changes) -> dict[str, Any]:
+    """Return the changes by name, without those that are empty."""
+    body: dict[str, Any] = {"time": changes.time}
+    for name in _PARTS:
+        if (value := getattr(changes, name)) != getattr(_NOTHING, name):
+            body[name] = [each.pack() for each in value] if name in RECORDS else value
+    if changes.what_if is not None:
+        body["what_if"] = json.dumps(changes.what_if)  # a text: older readers refuse frames with more maps
+    return body
+
+
+_NOTHING = Changes(0.0)
+_PARTS = ("reset", "stats", *LISTS, "next_victims", "what_if")
+
+
+def _changes(value: Any, key: str) -> Changes:
+    body = _value(value, key, dict)
+    parts = {name: _part(name, body[name]) for name in _PARTS if name in body}
+    return Changes(_number(body.get("time"), "time"), **parts)
+
+
+def _part(name: str, value: Any) -> Any:
+    match name:
+        case "reset":
+            return _flag(value, name)
+        case "what_if":
+            return _what_if(_value(value, name, str))
+        case "stats":
+            for key, number in _value(value, name, dict).items():
+                _number(number, key)
+            return value
+    kinds = set(map(type, _value(value, name, tuple)))
+    if name in RECORDS:
+        _require(kinds <= {tuple}, f"{name!r} is a list of records")
+        return tuple(map(RECORDS[name].unpack, value))
+    _require(kinds <= {int} and min(value, default=0) >= 0, f"{name!r} is a list of ids")
+    return value
 
 
 def _what_if(text: str) -> dict[str, Any]:
@@ -375,46 +384,30 @@ def _what_if(text: str) -> dict[str, Any]:
     return replace(report, reasons=tuple(drawable(str(each)) for each in report.reasons)).as_fields()
 
 
-def _hello(fields: dict[str, Any], **common: Any) -> Hello:
-    facts = EngineFacts.unpack(_tuple(fields, "engine"))
-    # A monitor has an entry for each block, and divides by the block size.
-    _require(0 < facts.num_blocks <= MOST_POOL, f"a pool cannot have {facts.num_blocks} blocks")
-    _require(facts.host_blocks <= MOST_POOL, f"host memory cannot have {facts.host_blocks} blocks")
-    _require(facts.block_size > 0, f"a block cannot have {facts.block_size} tokens")
-    return Hello(facts, **common)
+class _Form(NamedTuple):
+    """How the values of a type are read from a frame, and written into one."""
+
+    read: Callable[[Any, str], Any]
+    write: Callable[[Any], Any] = lambda value: value
 
 
-def _snapshot(fields: dict[str, Any], **common: Any) -> Snapshot:
-    page, number = _count(fields, "page"), _count(fields, "pages")
-    _require(page < number, f"there is no page {page} of {number}")
-    changes = _changes(fields)
-    _require(changes.reset == (page == 0), "the first page of a snapshot resets, and no other")
-    return Snapshot(page, number, changes, **common)
-
-
-def _attach(fields: dict[str, Any], **common: Any) -> Attach:
-    hz = _number(fields, "hz")
-    _require(hz > 0, f"'hz' cannot be {hz}")
-    return Attach(_get(fields, "token", str), hz, **common)
-
-
-def _command(fields: dict[str, Any], **common: Any) -> Command:
-    verb = _get(fields, "verb", str)
-    _require(len(verb) <= _LONGEST_VERB, "'verb' of a frame is too long")
-    return Command(_count(fields, "id"), drawable(verb), _count(fields, "number"), **common)
-
-
-def _reply(fields: dict[str, Any], **common: Any) -> Reply:
-    return Reply(_count(fields, "id"), _get(fields, "done", bool), drawable(_get(fields, "text", str)), **common)
-
-
-_DECODERS: dict[str, Callable[..., Frame]] = {
-    "attach": _attach,
-    "command": _command,
-    "reply": _reply,
-    "hello": _hello,
-    "snapshot": _snapshot,
-    "delta": lambda fields, **common: Delta(_changes(fields), **common),
-    "gap": lambda fields, **common: Gap(_count(fields, "dropped"), **common),
-    "bye": lambda fields, **common: Bye(drawable(_get(fields, "reason", str)), **common),
+_FORMS = {
+    "int": _Form(_count),
+    "float": _Form(_number),
+    "bool": _Form(_flag),
+    "str": _Form(_text),
+    "EngineFacts": _Form(_facts, EngineFacts.pack),
+    "Changes": _Form(_changes, _body),
 }
+_KEYS = {"facts": "engine", "changes": "body"}
+"""The keys of fields that have another name in a frame."""
+_FRAMES: dict[str, type[Frame]] = {
+    kind.__name__.lower(): kind for kind in (Attach, Command, Reply, Hello, Snapshot, Delta, Gap, Bye)
+}
+
+
+_FIELDS = {
+    kind: [(each.name, _KEYS.get(each.name, each.name), _FORMS[str(each.type)]) for each in fields(kind)]
+    for kind in _FRAMES.values()
+}
+"""The name, the key and the form of each field of a frame."""

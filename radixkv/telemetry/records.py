@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite
-from operator import attrgetter, itemgetter
-from types import NoneType
+from operator import attrgetter
 from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 Phase = Literal["waiting", "prefill", "decode", "paused", "preempted", "finished", "cancelled", "failed"]
@@ -51,11 +50,7 @@ class Record:
         Unknown values at the end are ignored, and missing values at the end take their defaults. Raises ValueError for
         too few values, and for wrong types or ranges.
         """
-        layout = layout_of(cls)
-        plain: list[Any] = [tuple(value) if type(value) is list else value for value in values[: len(layout.names)]]
-        for at in layout.check(plain):
-            plain[at] = drawable(plain[at])
-        return cls(*plain)
+        return cls(*layout_of(cls).read(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,104 +310,65 @@ _SIGNED = "priority"  # the only number that may be negative
 _LONGEST_NAME = 64
 _RUNS = "blocks"  # (first, count, first, count, ...)
 _INTS = {int}
-_SIGNATURES = 1024  # cached combinations of valid types; real peers send far fewer
 
 
 class RecordLayout:
     """The values of one record class, in the order of its fields."""
 
     def __init__(self, record: type) -> None:
-        hints = get_type_hints(record)
-        declared = fields(record)
+        hints, declared = get_type_hints(record), fields(record)
         self.name = record.__name__
-        self.names = tuple(each.name for each in declared)
         self.needed = sum(each.default is MISSING for each in declared)
-        self.values = attrgetter(*self.names)
-        self._allowed_types = [_allowed_types(hints[name]) for name in self.names]
-        self._allowed_words = {
-            at: words for at, name in enumerate(self.names) if (words := _allowed_words(hints[name]))
-        }
-        self._checks: dict[tuple[type, ...], _TypedChecks] = {}
+        self.values = attrgetter(*(each.name for each in declared))
+        self._readers = [_reader(f"{self.name}.{each.name}", hints[each.name]) for each in declared]
 
-    def check(self, values: Sequence[Any]) -> Sequence[int]:
-        """Check the values of a record; returns the indices of texts. O(values).
+    def read(self, values: Sequence[Any]) -> list[Any]:
+        """Check the values of a record, and return those that this version has. O(values).
 
         Values at the end that have a default may be missing. Raises ValueError.
         """
-        types = tuple(map(type, values))
-        plan = self._checks.get(types) or self._checks_of(types)
-        if not plan.in_range(values):
-            self._raise_out_of_range(values)
-        for at in plan.tuples:
-            self._check_numbers(at, values[at])
-        for at, words in plan.words:
-            self._require(values[at] in words, at, values[at])
-        return plan.texts
+        if len(values) < self.needed:
+            raise ValueError(f"{self.name} has {self.needed} to {len(self._readers)} values, not {len(values)}")
+        return [read(value) for read, value in zip(self._readers, values, strict=False)]
 
-    def _checks_of(self, types: tuple[type, ...]) -> _TypedChecks:
-        """Check the types, and return the checks that remain for them."""
-        if not self.needed <= len(types) <= len(self.names):
-            raise ValueError(f"{self.name} has {self.needed} to {len(self.names)} values, not {len(types)}")
-        for at, (kind, allowed) in enumerate(zip(types, self._allowed_types, strict=False)):
-            if kind not in allowed:
-                raise ValueError(f"{self.name}.{self.names[at]} cannot be a {kind.__name__}")
-        plan = _TypedChecks(types, self.names, self._allowed_words)
-        if len(self._checks) < _SIGNATURES:
-            self._checks[types] = plan
-        return plan
 
-    def _raise_out_of_range(self, values: Sequence[Any]) -> None:
-        """Raise ValueError for a number that is out of range; return if only the sum of the floats was."""
-        for at, value in enumerate(values):
-            if type(value) is int:
-                least = -MOST_INT if self.names[at] == _SIGNED else 0
-                self._require(least <= value <= MOST_INT, at, value)
-            elif type(value) is float:
-                self._require(isfinite(value), at, value)
+def _reader(name: str, hint: Any) -> Callable[[Any], Any]:
+    """Return a function that checks a value of a field, and returns it; it raises ValueError.
 
-    def _check_numbers(self, at: int, numbers: tuple[Any, ...]) -> None:
-        """Check token ids or runs of blocks. Runs are limited in total, because a reader expands them."""
-        if not numbers:
-            return
-        right = set(map(type, numbers)) == _INTS and min(numbers) >= 0 and max(numbers) < MOST_BLOCKS
-        if right and self.names[at] == _RUNS:
-            right = len(numbers) % 2 == 0 and sum(numbers[1::2]) <= MOST_BLOCKS
-        self._require(right, at, numbers)
+    A bool is not accepted as an int; an int is accepted as a float.
+    """
+    kinds, words = _allowed_types(hint), _allowed_words(hint)
+    least = -MOST_INT if name.endswith(f".{_SIGNED}") else 0
+    are_runs = name.endswith(f".{_RUNS}")
 
-    def _require(self, right: bool, at: int, value: Any) -> None:
+    def read(value: Any) -> Any:
+        kind = type(value)
+        if kind is list:
+            kind, value = tuple, tuple(value)
+        if kind not in kinds:
+            raise ValueError(f"{name} cannot be a {kind.__name__}")
+        if kind is int:
+            right = least <= value <= MOST_INT
+        elif kind is float:
+            right = isfinite(value)
+        elif kind is str:
+            right = not words or value in words
+            value = drawable(value)
+        else:
+            right = kind is not tuple or _are_numbers(value, are_runs)
         if not right:
-            raise ValueError(f"{self.name}.{self.names[at]} cannot be {str(value)[:80]}")
+            raise ValueError(f"{name} cannot be {str(value)[:80]}")
+        return value
+
+    return read
 
 
-class _TypedChecks:
-    """The checks of values of known types: most of them are one call that runs in C."""
-
-    __slots__ = ("_counts", "_floats", "_signed", "texts", "tuples", "words")
-
-    def __init__(self, types: tuple[type, ...], names: tuple[str, ...], words: dict[int, frozenset[str]]) -> None:
-        ints = [at for at, kind in enumerate(types) if kind is int]
-        self._counts = _getter([at for at in ints if names[at] != _SIGNED])
-        self._signed = [at for at in ints if names[at] == _SIGNED]
-        self._floats = _getter([at for at, kind in enumerate(types) if kind is float])
-        self.tuples = [at for at, kind in enumerate(types) if kind is tuple]
-        self.texts = [at for at, kind in enumerate(types) if kind is str]
-        self.words = [(at, allowed) for at, allowed in words.items() if at < len(types) and types[at] is str]
-
-    def in_range(self, values: Sequence[Any]) -> bool:
-        """Return False if a number may be out of range."""
-        counts, floats = self._counts, self._floats
-        if counts is not None and not (min(counts(values)) >= 0 and max(counts(values)) <= MOST_INT):
-            return False
-        if floats is not None and not isfinite(sum(floats(values))):
-            return False
-        return all(abs(values[at]) <= MOST_INT for at in self._signed)
-
-
-def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]] | None:
-    """A function that returns the values at these indices as a tuple; None for no indices."""
-    if not places:
-        return None
-    return itemgetter(*places, places[0])
+def _are_numbers(values: tuple[Any, ...], are_runs: bool) -> bool:
+    """Whether values are token ids, or runs of blocks; runs are limited in total, because a reader expands them."""
+    if not values:
+        return True
+    right = set(map(type, values)) == _INTS and min(values) >= 0 and max(values) < MOST_BLOCKS
+    return right and not (are_runs and (len(values) % 2 or sum(values[1::2]) > MOST_BLOCKS))
 
 
 _LAYOUTS: dict[type, RecordLayout] = {}
@@ -426,7 +382,7 @@ def layout_of(record: type) -> RecordLayout:
 
 
 def _allowed_types(hint: Any) -> frozenset[type]:
-    """The exact types of a field. A bool is not accepted as an int; an int is accepted as a float."""
+    """The exact types of a field."""
     if get_origin(hint) is Literal:
         return frozenset({str})
     if get_origin(hint) is tuple:
@@ -440,8 +396,7 @@ def _allowed_words(hint: Any) -> frozenset[str]:
     """The values of a `Literal` field; empty for other fields."""
     if get_origin(hint) is Literal:
         return frozenset(get_args(hint))
-    listed = [_allowed_words(part) for part in get_args(hint) if part is not NoneType]
-    return frozenset().union(*listed)
+    return frozenset().union(*map(_allowed_words, get_args(hint)))
 
 
 def drawable(text: str) -> str:

@@ -155,7 +155,10 @@ def test_frames_of_wrong_types_are_refused(name, fields):
         (framed({"v": 1, "t": "gap", "seq": -1, "ts": 0.0, "dropped": 1}), "'seq'"),
         (framed({"v": 1, "t": "gap", "seq": 0, "ts": float("nan"), "dropped": 1}), "'ts'"),
         (framed({"v": 1, "t": "attach", "seq": 0, "ts": 0.0, "token": "", "hz": 0.0}), "'hz'"),
-        (framed({"v": 1, "t": "snapshot", "seq": 0, "ts": 0.0, "page": 1, "pages": 1, "body": {}}), "page 1 of 1"),
+        (
+            framed({"v": 1, "t": "snapshot", "seq": 0, "ts": 0.0, "page": 1, "pages": 1, "body": {"time": 0.0}}),
+            "page 1 of 1",
+        ),
         (framed({"v": 1, "t": "snapshot", "seq": 0, "ts": 0.0, "page": 0, "pages": 1, "body": {"time": 0}}), "resets"),
         (framed({1: 2}), "makes no sense"),
         (framed(b"\x82\xa1a\x01\xa1a\x02"), "once each"),
