@@ -57,7 +57,7 @@ def draw_by_kernel(logits: Tensor, best: Tensor, rows: DrawRows) -> Tensor:
     """Draw with the Triton kernel."""
     from radixkv_kernels import sampling  # imports Triton
 
-    return sampling.draw(logits, best, *rows.tensors)
+    return sampling.draw(logits, best, *rows.tensors(logits))
 
 
 def _tried(loaded: LoadedModel, draw: Draw, processors: Sequence[LogitsProcessor]) -> tuple[list[int], Sampler]:

@@ -6,8 +6,9 @@ search for the threshold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -33,19 +34,20 @@ class DrawRows:
     has_plain: bool
     has_filtered: bool
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The arguments of a kernel that draws."""
+    def tensors(self, logits: Tensor) -> tuple[Tensor, ...]:
+        """Return the arguments of a kernel that draws from logits [rows, vocab]."""
         own = self.numbers
-        return self.kinds, self.keys, own["top_k"], own["temperature"], own["top_p"], lowest(own)
+        return self.kinds, self.keys, own["top_k"], own["temperature"], own["top_p"], lowest(logits, own)
 
 
-def lowest(numbers: Mapping[str, Tensor]) -> Tensor:
-    """Return the smallest scaled logit of each row that the filters relative to the largest logit keep, in one bound.
+RELATIVE: tuple[Callable[[Tensor, Mapping[str, Tensor]], Tensor], ...] = (lambda logits, numbers: numbers["min_p"],)
+"""The filters relative to the largest logit. Each returns the smallest scaled logit [rows] that it keeps, given the
+logits [rows, vocab] and the columns. Scaled logits are 0 at their maximum; -inf keeps all."""
 
-    Scaled logits are 0 at their maximum; -inf keeps all.
-    """
-    return numbers["min_p"]
+
+def lowest(logits: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
+    """Return the smallest scaled logit [rows] that all filters of `RELATIVE` keep."""
+    return reduce(torch.maximum, [bound(logits, numbers) for bound in RELATIVE])
 
 
 def draw(logits: Tensor, best: Tensor, rows: DrawRows) -> Tensor:
@@ -58,16 +60,17 @@ def draw(logits: Tensor, best: Tensor, rows: DrawRows) -> Tensor:
     weights = scaled.exp()
     ids = torch.arange(scaled.shape[1], device=scaled.device)
     ordered = scaled.sort(dim=1, descending=True).values
-    kept = scaled >= threshold(ordered, weights.sum(dim=1, keepdim=True, dtype=torch.float64), rows.numbers)
+    whole = weights.sum(dim=1, keepdim=True, dtype=torch.float64)
+    kept = scaled >= threshold(ordered, whole, lowest(logits, rows.numbers), rows.numbers)
     found = race(scaled.double().exp_().mul_(kept), keys, ids)[:, 0]
     return torch.where(rows.kinds == FILTERED, found, race_all(weights, keys)) if rows.has_plain else found
 
 
-def threshold(values: Tensor, whole: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
+def threshold(values: Tensor, whole: Tensor, least: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
     """Return the smallest scaled logit [rows, 1] that all filters keep.
 
     `values` [rows, n] are the largest scaled logits in descending order; `whole` [rows, 1] is the weight of all tokens,
-    which is read where top_p filters without top_k.
+    which is read where top_p filters without top_k; `least` [rows] is the result of `lowest`.
     """
     last = values.shape[1] - 1
     top_k, top_p = numbers["top_k"][:, None], numbers["top_p"][:, None]
@@ -76,4 +79,4 @@ def threshold(values: Tensor, whole: Tensor, numbers: Mapping[str, Tensor]) -> T
     total = torch.where(top_k > 0, within.sum(dim=1, keepdim=True), whole)
     nucleus = (within.cumsum(dim=1) - within < top_p * total).sum(dim=1, keepdim=True)
     mass = values.gather(1, (nucleus - 1).clamp(0, last)).masked_fill_(top_p >= 1, -torch.inf)
-    return torch.maximum(torch.maximum(kth, mass), lowest(numbers)[:, None])
+    return torch.maximum(torch.maximum(kth, mass), least[:, None])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from radixkv.errors import InvalidInput
-from radixkv.sampling.batch_draw import threshold
+from radixkv.sampling.batch_draw import lowest, threshold
 from radixkv.sampling.logits_processors import LogitsProcessor, adjusted
 from radixkv.sampling.params import Candidates, SampleRow, SamplingParams, TokenLogprobs, columns
 from radixkv.sampling.race import draw_key, race, race_all
@@ -272,12 +272,12 @@ class _RandomDraw:
         whole = torch.zeros(1)
         if any(each.top_k <= 0 and each.top_p < 1 for each in self.params):
             whole = self._scaled(self.logits).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
-        lowest = threshold(values, whole, self._numbers)
-        place = race(values.double().exp_() * (values >= lowest), self.keys, ids)
+        smallest = threshold(values, whole, lowest(self.logits, self._numbers), self._numbers)
+        place = race(values.double().exp_() * (values >= smallest), self.keys, ids)
         tokens: list[int] = ids.gather(1, place)[:, 0].tolist()
         if candidates == self.logits.shape[1]:
             return tokens
-        unfinished = (values[:, -1:] >= lowest)[:, 0].nonzero()[:, 0].tolist()
+        unfinished = (values[:, -1:] >= smallest)[:, 0].nonzero()[:, 0].tolist()
         if unfinished:
             wider = min(candidates * _WIDEN, self.logits.shape[1])
             for index, token in zip(unfinished, self._select(unfinished).from_candidates(wider), strict=True):

@@ -169,7 +169,7 @@ def test_kernels_get_aligned_columns(size: int) -> None:
     seen: list[int] = []
 
     def kernel(logits: torch.Tensor, best: torch.Tensor, given: DrawRows) -> torch.Tensor:
-        seen.extend(each.data_ptr() % 16 for each in (logits, best, *given.tensors))
+        seen.extend(each.data_ptr() % 16 for each in (logits, best, *given.tensors(logits)))
         return draw(logits, best, given)
 
     rows = [SampleRow(SamplingParams(top_p=0.5), 0, 0)] * size

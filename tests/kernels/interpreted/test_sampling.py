@@ -27,7 +27,7 @@ def drawn(logits: torch.Tensor, rows: list[SampleRow], tile: int = 1024) -> list
     """Sample with the kernel."""
 
     def kernel(values: torch.Tensor, best: torch.Tensor, given: DrawRows) -> torch.Tensor:
-        return draw(values, best, *given.tensors, tile=tile)
+        return draw(values, best, *given.tensors(values), tile=tile)
 
     return DeviceSampler(CPU, kernel).begin(logits, rows).result().tokens
 
