@@ -24,10 +24,8 @@ REPLIES = {
 }
 
 
-@pytest.mark.parametrize("client", ["sdk", "langchain", "litellm", "llm"])
-def test_each_turn_hits_the_previous_one(client: str, traffic: Traffic, run_program: Run, figure: Figure) -> None:
-    output = run_program(f"ollama_{client}.py", "openai2")
-    check(f"ollama, {client}", output, traffic, figure)
+def test_each_turn_hits_the_previous_one(traffic: Traffic, run_program: Run, figure: Figure) -> None:
+    check("ollama, Python", run_program("ollama_sdk.py", "openai2"), traffic, figure)
 
 
 def test_each_turn_hits_the_previous_one_on_node(host: Host, traffic: Traffic, tmp_path: Path, figure: Figure) -> None:

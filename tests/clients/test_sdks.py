@@ -27,7 +27,6 @@ RUNS = [
     ("openai_agents.py", "openai3", 2),
     ("langchain_openai_sdk.py", "openai3", 4),
     ("litellm_sdk.py", "openai2", 4),
-    ("instructor_sdk.py", "openai2", 1),
 ]
 
 
