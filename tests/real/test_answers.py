@@ -20,7 +20,6 @@ FACTS = (
     ("What gas do plants absorb from the air?", "carbon dioxide"),
     ("Which animal says meow?", "cat"),
 )
-FUNCTION = "Write a Python function that adds two numbers."
 
 
 @pytest.mark.parametrize(("question", "word"), FACTS)
@@ -28,16 +27,6 @@ def test_a_fact(engine: Engine, question: str, word: str) -> None:
     reply = engine.chat("You answer in one short sentence.").send(question, GREEDY)
     assert word in reply.text
     assert reply.finish_reason == "stop"
-
-
-def test_a_function_runs(engine: Engine) -> None:
-    text = engine.chat().send(FUNCTION, GREEDY.but(max_tokens=80)).text
-    code = text.split("```python\n")[1].split("```")[0]
-    names: dict[str, object] = {}
-    exec(code, names)
-    [function] = [value for key, value in names.items() if key != "__builtins__"]
-    assert callable(function)
-    assert function(2, 3) == 5
 
 
 def test_branches_answer_from_their_own_histories(engine: Engine) -> None:

@@ -1,12 +1,10 @@
-"""The commands with the real model: `radixkv chat FILE.gguf` and `radixkv convert`."""
+"""The commands with the real model: `radixkv chat FILE.gguf`."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-
-from radixkv import Engine, SamplingParams
 
 
 def radixkv(*arguments: str, input: str = "") -> str:
@@ -25,16 +23,3 @@ def test_a_chat_in_the_terminal_forks_and_edits(model_file: Path) -> None:
     assert "The capital of Japan is Tokyo." in out
     assert "0 of 28 prompt tokens cached" in out
     assert "20 of 28 prompt tokens cached" in out
-
-
-def test_a_converted_model_gives_the_same_logits(model_file: Path, tmp_path: Path) -> None:
-    """The folder has float32 weights, so the file is read to float32, too."""
-    prompt = [{"role": "user", "content": "Grüße! Write a short poem about the sea."}]
-    params = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
-    radixkv("convert", str(model_file), str(tmp_path / "folder"))
-    replies = []
-    for path in (tmp_path / "folder", model_file):
-        with Engine.load(path, num_blocks=20, dtype="float32", weights="float32", monitor=False) as loaded:
-            replies += loaded.generate([prompt], params)
-    done, own = replies
-    assert (done.token_ids, done.logprobs) == (own.token_ids, own.logprobs)

@@ -12,11 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from radixkv.cli import main
 from radixkv.cli.chat import installed_model
-from radixkv.engine.text_stream import TextStream, decoder
 from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import GGUFHeader, read_header
 from radixkv.models.gguf_tokenizer import stop_token_ids
-from radixkv.sizing.kv_shapes import kv_shape
 from tests.cli.test_convert import logits, read
 from tests.gguf.test_header import check_equal
 from tests.gguf.tokenizer_files import PUBLISHED
@@ -39,11 +37,6 @@ def test_the_configuration_matches_the_published_model(model_file: Path) -> None
         "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
         "attention_bias": False, "mlp_bias": False,
     }  # fmt: skip
-
-
-def test_the_folder_of_the_file_is_planned(model_file: Path) -> None:
-    shape = kv_shape(str(model_file.parent))
-    assert (shape.context, shape.dtype, shape.bytes_per_token()) == (8192, None, 30 * 3 * 64 * 2 * 2)
 
 
 def test_a_converted_folder_holds_the_same_model(model_file: Path, tmp_path: Path) -> None:
@@ -95,18 +88,3 @@ def test_known_ids(model_file: Path) -> None:
     assert len(ours) == 49_152
     assert [ours.convert_ids_to_tokens(id_) for id_ in stop_token_ids(header)] == ["<|endoftext|>", "<|im_end|>"]
     assert (ours.bos_token, ours.eos_token, ours.model_max_length) == ("<|im_start|>", "<|im_end|>", 8192)
-
-
-def test_chats_are_rendered_and_texts_streamed(model_file: Path) -> None:
-    _, ours = tokenizer()
-    messages = [{"role": "user", "content": "Bonjour, \U0001f44b!"}]
-    prompt = ours.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = ours.encode(prompt, add_special_tokens=False)
-    shown = ours.convert_ids_to_tokens(ids)
-    assert shown.count("<|im_start|>") == 3 and shown.count("<|im_end|>") == 2
-    assert ours.decode(ids) == prompt
-    text = "Caf\u00e9 \U0001f469\u200d\U0001f467, 100 \u20ac."
-    stream = TextStream(decoder(ours), ids)
-    pieces = [stream.push(id_) for id_ in ours.encode(f"{text}<|im_end|>", add_special_tokens=False)]
-    assert "".join(pieces) + stream.flush() == text
-    assert all("\ufffd" not in piece for piece in pieces)

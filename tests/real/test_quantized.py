@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from radixkv import Engine, SamplingParams
 from radixkv.models import adapter, loader
 from radixkv.models.file_tokenizer import of_transformers
 from radixkv.models.loaded import LoadedModel, SequenceInput
@@ -20,7 +19,6 @@ from radixkv.models.quantized.layers import quantize, quantized_weights
 from radixkv.models.rounding import relative_error
 from radixkv.models.runner import Runner
 from tests.real.conftest import Figure
-from tests.real.conversations import QUESTIONS
 
 pytestmark = pytest.mark.skipif(kernels.kernels() is None, reason="no compiler, or a CPU without AVX2")
 ROOT = Path(__file__).parents[2]
@@ -111,13 +109,3 @@ def test_hits_chunks_and_batches_change_nothing(loaded: LoadedModel, plain: tupl
     errors = {name: relative_error(last_row(loaded, tokens, *case), cold) for name, case in cases.items()}  # type: ignore[arg-type]
     figure("  of the spread: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     assert max(errors.values()) <= 1e-5
-
-
-def test_greedy_replies_match_float32(model_file: Path, figure: Figure) -> None:
-    params, replies = SamplingParams(temperature=0, max_tokens=24), []
-    for weights in ("auto", "float32"):
-        with Engine.load(model_file, weights=weights, num_blocks=300, monitor=False) as engine:
-            replies.append([engine.chat().send(question, params).token_ids for question in QUESTIONS[:8]])
-    same = sum(one == other for one, other in zip(*replies, strict=True))
-    figure(f"greedy replies with 4 bits and with the same weights in float32: {same} of 8 are equal")
-    assert same == 8
