@@ -12,7 +12,7 @@ import pytest
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.gguf.architectures import ARCHITECTURES, config_of, float_dtype
 from radixkv.gguf.header import GGUFHeader, GGUFTensor
-from radixkv.gguf.placements import Placement, placements
+from radixkv.gguf.placements import placements
 
 SIZES = {
     "context_length": 4096,
@@ -94,12 +94,9 @@ def test_keys_that_would_change_the_answers_are_refused(architecture: str, keys:
         ({"attention.head_count": None}, r"no llama\.attention\.head_count"),
         ({"attention.head_count": 0}, "head_count is 0"),
         ({"feed_forward_length": 2**63}, "feed_forward_length is 9223372036854775808"),
-        ({"attention.head_count": -4}, "head_count is -4"),
         ({"attention.head_count_kv": 3}, "4 heads cannot share 3 KV heads evenly"),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon is nan"),
-        ({"attention.layer_norm_rms_epsilon": -1.0}, r"layer_norm_rms_epsilon is -1\.0"),
         ({"rope.freq_base": 1e300, "rope.scaling.factor": float("inf")}, "factor is inf"),
-        ({"rope.freq_base": 0.0}, r"rope\.freq_base is 0"),
         ({"block_count": 10**9}, "1,000,000,000 layers in 6 tensors"),
         ({"attention.sliding_window": -1}, "sliding_window is -1"),
         ({"rope.dimension_count": 2**30}, "dimension_count is 1,073,741,824, of 16 numbers"),
@@ -223,13 +220,6 @@ def test_a_tensor_without_a_place_is_refused(name: str) -> None:
         del given.tensors[f"t{extra}"]  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedModel, match=f"no place for {name},"):
         placements(given, {"head_dim": 16})
-
-
-def test_interleaved_rows_are_restored() -> None:
-    rows = np.arange(16, dtype=np.float32)[:, None]  # two heads of 8 rows, as transformers has them
-    stored = rows.reshape(2, 2, 4, 1).swapaxes(1, 2).reshape(16, 1)  # llama.cpp's order
-    assert not np.array_equal(stored, rows)
-    assert np.array_equal(Placement("q", head_rows=8).restore(stored), rows)
 
 
 @pytest.mark.parametrize(
