@@ -109,14 +109,6 @@ def test_each_missing_part_is_named_alone(slim: Path, monkeypatch: pytest.Monkey
     assert triton_backend.missing_compiler() == ""
 
 
-def test_auto_on_cuda_without_triton_is_torch_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(triton_backend, "TRITON", False)
-    assert attention_interface.choose_backend("auto", LAYERS, torch.bfloat16, CUDA) == "torch"
-    assert caplog.messages == ["attention runs in torch, not in Triton: Triton is not installed"]
-
-
 @pytest.mark.usefixtures("_gpu")
 def test_triton_where_it_cannot_run_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match=r"attention='triton' cannot run here: Triton does not run on cpu"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,16 @@ from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 
 BLOCK_SIZE = 4
+
+
+def chunk(
+    tokens: Iterable[int], start: int, table: Iterable[int], size: int = BLOCK_SIZE, *, isolated: bool = False
+) -> SequenceInput:
+    """Return an input of tokens from `start` on of a sequence in these blocks."""
+    ids, blocks = np.array([*tokens], np.int32), np.array([*table], np.int32)
+    places = np.arange(start, start + len(ids))
+    slots = blocks[places // size].astype(np.int64) * size + places % size
+    return SequenceInput(ids, start, slots, blocks, isolated=isolated)
 
 
 class Branch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -14,21 +13,14 @@ from transformers import LlamaConfig
 from radixkv.attention import triton_backend
 from radixkv.errors import InvalidInput
 from radixkv.models import adapter, fusion
-from radixkv.models.loaded import SequenceInput
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.runner import Runner
 from tests.models.conftest import FAMILIES, GROUPED, make
+from tests.models.step_runner import chunk
 from tests.selection import mostly_long
 from tests.virtual_gpu import VirtualGpu, installed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
-
-
-def chunk(tokens: list[int], start: int, table: list[int]) -> SequenceInput:
-    places = np.arange(start, start + len(tokens))
-    blocks = np.array(table, dtype=np.int32)
-    slots = blocks[places // 4].astype(np.int64) * 4 + places % 4
-    return SequenceInput(np.array(tokens, dtype=np.int32), start, slots, blocks)
 
 
 STEPS = [

@@ -18,13 +18,7 @@ from radixkv.models.attention_interface import own_attention
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from radixkv.models.step_batch import logit_places
-
-
-def chunk(tokens: list[int], start: int, table: list[int], block_size: int = 4) -> SequenceInput:
-    places = np.arange(start, start + len(tokens))
-    blocks = np.array(table, dtype=np.int32)
-    slots = blocks[places // block_size].astype(np.int64) * block_size + places % block_size
-    return SequenceInput(np.array(tokens, dtype=np.int32), start, slots, blocks)
+from tests.models.step_runner import chunk
 
 
 @pytest.fixture

@@ -5,9 +5,6 @@ Free slots hold NaN, and so do outputs before they are written.
 
 from __future__ import annotations
 
-import dataclasses
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,13 +51,6 @@ def test_equals_the_reference(
     close(output, expected, batch.query.dtype)
 
 
-@given(batches(), windows)
-@settings(max_examples=8, deadline=None)
-def test_along_the_tree_equals_sequence_by_sequence(batch: Batch, window: int | None) -> None:
-    flat = attend(batch, window, min_saving=plan.NEVER_SHARE, scale=0.3)
-    close(attend(batch, window, min_saving=1, split=16, scale=0.3), flat.double(), batch.query.dtype)
-
-
 def long(lengths: list[int], seed: int = 0) -> Batch:
     """Decode over private contexts; the first is the same with any others after it."""
     store = BlocksFirst([LayerShape(2, 16, 16)], 400, 16, dtype=torch.float32)
@@ -80,23 +70,6 @@ def test_a_fixed_split_gives_a_row_the_same_bits_in_any_batch_on_any_device() ->
     for processors in (1, 5):
         among = attend(long([130, 17, 200]), processors=processors, **options)  # type: ignore[arg-type]
         assert torch.equal(alone[0], among[0])
-
-
-def test_many_partials_are_merged() -> None:
-    batch = long([16 * 20 + 3])
-    close(attend(batch, split=16, scale=0.3), expected_output(batch, scale=0.3), torch.float32)
-
-
-def test_a_row_with_nothing_to_read_gets_zeros() -> None:
-    batch = long([40])
-    work = plan.build(batch.tables, batch.kv_lengths, [1], block_size=16)
-    work = dataclasses.replace(work, positions=np.append(work.positions, 0).astype(np.int32))
-    step = attention.plan(work, heads=6, kv_heads=2, chosen=SMALL, device=CPU, processors=2)
-    query = torch.cat([batch.query, torch.full((6, 1, 16), torch.nan)], dim=1)
-    pools = batch.store.keys[0], batch.store.values[0]
-    output = attention.attend(query, *pools, step, scale=0.3, output=torch.full((2, 6, 16), torch.nan))
-    assert not output[1].any()
-    close(output[:1], expected_output(batch, scale=0.3), torch.float32)
 
 
 @pytest.mark.parametrize("split", [None, 32])

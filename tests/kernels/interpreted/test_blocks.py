@@ -40,21 +40,14 @@ def test_write_puts_each_row_in_its_slot_and_touches_nothing_else(data: st.DataO
     order = draw(orders)
     pools = [pool(order, heads, count, block_size, dim, dtype) for dim in dims]
     expected = [each.clone() for each in pools]
-    new = [torch.randn(len(padded), heads, dim).to(dtype).transpose(0, 1) for dim in dims]
+    given_dtype = torch.float32 if dtype == torch.float16 else dtype  # a write casts to the dtype of the pool
+    new = [torch.randn(len(padded), heads, dim).to(given_dtype).transpose(0, 1) for dim in dims]
     for rows, each in zip(new, expected, strict=True):
         for index, slot in enumerate(padded.tolist()):
             if slot >= 0:
                 each[:, slot // block_size, slot % block_size] = rows[:, index]
     blocks.write(*new, *pools, padded)
     assert all(same(a, b) for a, b in zip(pools, expected, strict=True))
-
-
-def test_write_casts_to_the_pools_dtype() -> None:
-    key, value = torch.randn(2, 2, 3, 16, dtype=torch.float32).unbind(0)
-    pools = [pool("blocks first", 2, 1, 16, 16, torch.float16) for _ in range(2)]
-    blocks.write(key, value, *pools, torch.tensor([4, 0, 9]))
-    assert same(pools[0][:, 0, [4, 0, 9]], key.half())
-    assert same(pools[1][:, 0, [4, 0, 9]], value.half())
 
 
 def test_write_stops_at_the_last_row_though_its_programs_take_several() -> None:

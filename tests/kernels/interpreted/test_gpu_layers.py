@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,25 +18,16 @@ from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter, fusion
 from radixkv.models.attention_interface import own_attention
 from radixkv.models.cuda_graphs import record_graphs
-from radixkv.models.loaded import LoadedModel, SequenceInput
+from radixkv.models.loaded import LoadedModel
 from radixkv.models.native.places import is_fused
 from radixkv.models.runner import Runner
 from radixkv.models.weights.reload import ModelWeights
+from tests.models.conftest import GROUPED, make
+from tests.models.step_runner import BLOCK_SIZE, chunk
 from tests.virtual_gpu import VirtualGpu, installed
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy warns of SiLU at -1e4
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": 97,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {**GROUPED, "num_hidden_layers": 1, "max_position_embeddings": 128}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "llama": lambda **more: transformers.LlamaConfig(**SIZES | more),
     "llama, biases": lambda **more: transformers.LlamaConfig(**SIZES | more, attention_bias=True, mlp_bias=True),
@@ -48,7 +38,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "granite": lambda **more: transformers.GraniteConfig(**SIZES | more, residual_multiplier=0.5, logits_scaling=2.0),
     "phi3": lambda **more: transformers.Phi3Config(**SIZES | more, sliding_window=5),
 }
-SIZE, BLOCKS = 4, 40
+BLOCKS = 40
 LONG = os.environ.get("RADIXKV_LONG") == "1"
 
 
@@ -63,12 +53,12 @@ def _attention_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a random decoder."""
-    torch.manual_seed(11)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    """Return a random decoder; norms and biases are random, too."""
+    model = make(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(0.0 if parameter.ndim >= 2 else 1.0, 0.2)
+            if parameter.ndim < 2:
+                parameter.normal_(1.0, 0.2)
     return model.to(dtype)
 
 
@@ -80,13 +70,6 @@ def load(model: Any, monkeypatch: pytest.MonkeyPatch, *, gpu: bool = True) -> Lo
         return adapter.load(model, attention="triton")
 
 
-def chunk(tokens: list[int], start: int, table: list[int]) -> SequenceInput:
-    places = np.arange(start, start + len(tokens))
-    blocks = np.array(table, dtype=np.int32)
-    slots = blocks[places // SIZE].astype(np.int64) * SIZE + places % SIZE
-    return SequenceInput(np.array(tokens, dtype=np.int32), start, slots, blocks)
-
-
 STEPS = [
     [chunk([3, 4, 5, 6, 7], 0, [5, 2])._replace(logit_rows=3)],
     [chunk([8], 5, [5, 2]), chunk([3, 4], 0, [1])._replace(logit_rows=2)],
@@ -96,7 +79,7 @@ STEPS = [
 
 def logits(loaded: LoadedModel) -> torch.Tensor:
     """Return the logits of a prefill, a mixed step and decodes."""
-    runner = Runner(loaded, BLOCKS, SIZE)
+    runner = Runner(loaded, BLOCKS, BLOCK_SIZE)
     return torch.cat([runner.run(step) for step in STEPS])
 
 
@@ -139,7 +122,7 @@ def test_the_self_test_runs_on_the_fused_layers(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_fused_model_is_not_compiled(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
-    fusion.fuse(Runner(load(made(CONFIGS["llama"]()), monkeypatch), BLOCKS, SIZE))
+    fusion.fuse(Runner(load(made(CONFIGS["llama"]()), monkeypatch), BLOCKS, BLOCK_SIZE))
     assert not caplog.messages
 
 
@@ -252,7 +235,7 @@ def test_outside_of_radixkv_the_model_runs_as_written(monkeypatch: pytest.Monkey
 def kernels(model: Any) -> list[list[str]]:
     """Return the operators and launches of recorded decodes, of one to five sequences, that cost a kernel each."""
     with installed(VirtualGpu()) as gpu:
-        record_graphs(Runner(adapter.load(model, device=gpu.place), BLOCKS, SIZE), 5, 0)
+        record_graphs(Runner(adapter.load(model, device=gpu.place), BLOCKS, BLOCK_SIZE), 5, 0)
         return [["launch" if "launch" in name else name for name in names] for names in gpu.recorded]
 
 
@@ -284,7 +267,7 @@ def test_on_a_gpu_layers_are_fused_and_recorded(name: str, virtual_gpu: VirtualG
     expected = as_written(adapter.load(made(CONFIGS[name]()), attention="torch"))
     loaded = adapter.load(made(CONFIGS[name]()), device=virtual_gpu.place)
     assert loaded.attention == "triton" and is_fused(loaded.model)
-    runner = Runner(loaded, BLOCKS, SIZE)
+    runner = Runner(loaded, BLOCKS, BLOCK_SIZE)
     record_graphs(runner, 4, 8)
     padding = chunk([7], 2, [3])  # three sequences in a graph for four
     with virtual_gpu.serving():

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from radixkv import Engine, EngineConfig, SamplingParams
+from radixkv import Engine, EngineConfig, EngineStats, SamplingParams
 from radixkv.attention import plan
 from radixkv.models import adapter, attention_interface, cuda_graphs, cuda_inputs
 from radixkv.models.cuda_graphs import ATTEMPTS, UnrecordedForward, buckets, record_graphs
@@ -23,30 +23,21 @@ from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from radixkv_kernels import graph_capacity
 from radixkv_kernels.graph_capacity import Bucket
+from tests.models.conftest import GROUPED, make
+from tests.models.step_runner import BLOCK_SIZE, chunk
 from tests.virtual_gpu import VirtualGpu, installed
 
-SIZE, BLOCKS = 4, 120
+BLOCKS = 120
 LONG = bool(os.environ.get("RADIXKV_LONG"))
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 97,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    **GROUPED, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
+}  # fmt: skip
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES, num_hidden_layers=1),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SIZES, num_hidden_layers=2, head_dim=16, sliding_window=9, attn_logit_softcapping=3.0
-    ),
-    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_hidden_layers=1, num_local_experts=4),
+    "llama": lambda: transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 1}),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=16, sliding_window=9, attn_logit_softcapping=3.0),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES | {"num_hidden_layers": 1}, num_local_experts=4),
     "gemma3n": lambda: transformers.Gemma3nTextConfig(  # its second layer reads the KV of the first
         **SIZES,
-        num_hidden_layers=2,
         num_kv_shared_layers=1,
         layer_types=["full_attention"] * 2,
         head_dim=16,
@@ -58,7 +49,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "llama4": lambda: transformers.Llama4TextConfig(  # its first layer attends in chunks of 8 tokens
         **SIZES,
-        num_hidden_layers=2,
         head_dim=16,
         intermediate_size_mlp=48,
         num_local_experts=1,
@@ -70,22 +60,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def made(kind: str) -> Any:
-    """Return a small random model, always the same one."""
-    torch.manual_seed(11)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, 0.2)
-    return model
-
-
 def load(
     kind: str = "llama", place: torch.device | None = None, change: Callable[[Any], None] | None = None
 ) -> LoadedModel:
     """Load a small random model on a simulated GPU, or with torch's attention on the CPU, without its self-test."""
-    model = made(kind)
+    model = make(CONFIGS[kind]())
     if change is not None:
         change(model)
     with pytest.MonkeyPatch.context() as patch:
@@ -112,8 +91,8 @@ class Pair:
         change: Callable[[Any], None] | None = None,
     ) -> None:
         self.gpu = gpu
-        self.plain = Runner(load(kind, change=change), BLOCKS, SIZE)
-        self.replaying = Runner(load(kind, gpu.place, change), BLOCKS, SIZE, deterministic=deterministic)
+        self.plain = Runner(load(kind, change=change), BLOCKS, BLOCK_SIZE)
+        self.replaying = Runner(load(kind, gpu.place, change), BLOCKS, BLOCK_SIZE, deterministic=deterministic)
         with pytest.MonkeyPatch.context() as patch:  # all steps are compared anyway
             patch.setattr(cuda_graphs, "_replays_the_same", lambda *args: True)
             record_graphs(self.replaying, most, tokens)
@@ -138,16 +117,16 @@ class Pair:
         """Add sequences, in one step."""
         chunks = []
         for tokens in counts:
-            table = [self.free.pop() for _ in range(-(-tokens // SIZE))]
-            chunks.append(self.chunk(list(range(3, 3 + tokens)), 0, table))
+            table = [self.free.pop() for _ in range(-(-tokens // BLOCK_SIZE))]
+            chunks.append(chunk(range(3, 3 + tokens), 0, table))
             self.lives.append((tokens, table))
         self.run(chunks)
 
     def fork(self, index: int, blocks: int | None = None) -> None:
         """Add a sequence that shares all full blocks, or some."""
         length, table = self.lives[index]
-        whole = length // SIZE if blocks is None else blocks
-        self.lives.append((whole * SIZE, table[:whole]))
+        whole = length // BLOCK_SIZE if blocks is None else blocks
+        self.lives.append((whole * BLOCK_SIZE, table[:whole]))
 
     def step(self, rng: random.Random, which: Sequence[int] | None = None, counts: Sequence[int] = ()) -> None:
         """Compute one more token of some sequences, or all; of the first ones as many as `counts` says."""
@@ -155,16 +134,10 @@ class Pair:
         for place, index in enumerate(range(len(self.lives)) if which is None else which):
             length, table = self.lives[index]
             count = counts[place] if place < len(counts) else 1
-            table = table + [self.free.pop() for _ in range(-(-(length + count) // SIZE) - len(table))]
-            chunks.append(self.chunk([rng.randrange(3, 97) for _ in range(count)], length, table))
+            table = table + [self.free.pop() for _ in range(-(-(length + count) // BLOCK_SIZE) - len(table))]
+            chunks.append(chunk([rng.randrange(3, 97) for _ in range(count)], length, table))
             self.lives[index] = (length + count, table)
         self.run(chunks)
-
-    def chunk(self, tokens: list[int], start: int, table: list[int]) -> SequenceInput:
-        places = np.arange(start, start + len(tokens))
-        blocks = np.array(table, dtype=np.int32)
-        slots = blocks[places // SIZE].astype(np.int64) * SIZE + places % SIZE
-        return SequenceInput(np.array(tokens, dtype=np.int32), start, slots, blocks)
 
     def replay(self, chunks: list[SequenceInput], sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Run a step on the GPU; return its logits there."""
@@ -201,6 +174,21 @@ def test_replays_compute_what_steps_would(kind: str, virtual_gpu: VirtualGpu, mo
     assert pair.replaying.eager.count == 0
 
 
+def served(settings: EngineConfig, texts: list[list[int]], new_tokens: int, seed: int) -> tuple[EngineStats, int]:
+    """Ask an engine on a simulated GPU as one on the CPU; return its stats, and how many steps were replayed."""
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    with Engine.load(make(CONFIGS["llama"]()), settings, device="cpu") as engine:
+        expected = [reply.token_ids for reply in engine.generate(texts, params)]
+    model = make(CONFIGS["llama"]())
+    with installed(VirtualGpu(seed)) as gpu, Engine.load(model, settings, device=str(gpu.place)) as engine:
+        recorded = gpu.counts["replay"]
+        with gpu.serving():
+            assert [reply.token_ids for reply in engine.generate(texts, params)] == expected
+            stats = engine.stats()
+    assert not gpu.findings
+    return stats, gpu.counts["replay"] - recorded
+
+
 @pytest.mark.parametrize("deterministic", [False, True] if LONG else [False])
 @pytest.mark.parametrize("seed", range(4) if LONG else [1])
 def test_an_engine_serves_all_steps_from_graphs_and_waits_only_for_sampled_tokens(
@@ -208,43 +196,24 @@ def test_an_engine_serves_all_steps_from_graphs_and_waits_only_for_sampled_token
 ) -> None:
     """One request's chunks run next to the decodes of others. A deterministic engine computes its four chunks."""
     monkeypatch.setattr(adapter, "tested", lambda loaded: 0.0)
-    prompts, params = (
-        [range(3, 12), range(3, 17), range(5, 10)],
-        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
-    )
     settings = EngineConfig(
         num_blocks=60, block_size=4, max_sequences=4, max_batch_tokens=24, prefill_chunk=12, monitor=False,
         compile=False, deterministic=deterministic,
     )  # fmt: skip
-    with Engine.load(made("llama"), settings, device="cpu") as engine:
-        expected = [reply.token_ids for reply in engine.generate([list(prompt) for prompt in prompts], params)]
-    with installed(VirtualGpu(seed)) as gpu, Engine.load(made("llama"), settings, device=str(gpu.place)) as engine:
-        recorded = gpu.counts["replay"]
-        with gpu.serving():
-            found = [reply.token_ids for reply in engine.generate([list(prompt) for prompt in prompts], params)]
-            stats = engine.stats()
-        assert found == expected
-        assert stats.eager_steps == 4 * deterministic
-        assert deterministic or gpu.counts["replay"] - recorded == stats.steps
-    assert not gpu.findings
+    stats, replays = served(settings, [[*range(3, 12)], [*range(3, 17)], [*range(5, 10)]], 5, seed)
+    assert stats.eager_steps == 4 * deterministic
+    assert deterministic or replays == stats.steps
 
 
 def test_an_engine_with_host_memory_replays_all_steps_that_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "tested", lambda loaded: 0.0)
     texts = [[(3 + 7 * i + start) % 90 + 3 for i in range(29)] for start in (0, 20, 40)] * 2
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     settings = EngineConfig(
-        num_blocks=14, block_size=4, max_sequences=2, max_batch_tokens=16, prefill_chunk=12, monitor=False,
+        num_blocks=14, block_size=4, max_sequences=1, max_batch_tokens=16, prefill_chunk=12, monitor=False,
         compile=False, host_memory=1 << 20,
     )  # fmt: skip
-    with Engine.load(made("llama"), settings, device="cpu") as engine:
-        expected = [engine.generate([text], params)[0].token_ids for text in texts]
-    with installed(VirtualGpu(0)) as gpu, Engine.load(made("llama"), settings, device=str(gpu.place)) as engine:
-        with gpu.serving():
-            assert [engine.generate([text], params)[0].token_ids for text in texts] == expected
-        stats = engine.stats()
-        assert (stats.cache.loaded_tokens > 0, stats.eager_steps) == (True, 0)
-    assert not gpu.findings
+    stats, _ = served(settings, texts, 2, 0)
+    assert (stats.cache.loaded_tokens > 0, stats.eager_steps) == (True, 0)
 
 
 def test_all_sizes_are_recorded_at_load_with_a_launch_for_each_kind_of_tile_that_may_occur(
@@ -277,8 +246,8 @@ def test_tokens_that_only_the_device_has_are_relayed_to_a_replay(virtual_gpu: Vi
     """Those of decodes, and of decodes next to a chunk; two steps in a row before the host reads anything."""
     pair = Pair(virtual_gpu)
     pair.prefill(5, 2, 6)
-    known = [pair.chunk([token], length, table) for token, (length, table) in zip((9, 8, 7), pair.lives, strict=True)]
-    steps = [known, [known[0], pair.chunk([8, 5], *pair.lives[1]), known[2]]]
+    known = [chunk([token], length, table) for token, (length, table) in zip((9, 8, 7), pair.lives, strict=True)]
+    steps = [known, [known[0], chunk([8, 5], *pair.lives[1]), known[2]]]
     expected = [pair.plain.run(inputs) for inputs in steps]
     unknown = [known[0]._replace(tokens=np.zeros(1, np.int32), sampled_row=3)]
     unknown += [known[2]._replace(tokens=np.zeros(1, np.int32), sampled_row=0)]
@@ -335,9 +304,9 @@ def test_additional_rows_of_logits_come_from_a_graph_with_as_many_rows(
     """A graph for four sequences has four rows; a step with more rows is computed, and all rows are right."""
     pair = Pair(virtual_gpu)
     table, other = pair.free[:2], pair.free[2:4]
-    pair.run([pair.chunk([3, 4, 5, 6, 7], 0, table)._replace(logit_rows=3), pair.chunk([8, 9], 0, other)])
+    pair.run([chunk([3, 4, 5, 6, 7], 0, table)._replace(logit_rows=3), chunk([8, 9], 0, other)])
     assert (pair.replays, pair.replaying.eager.count) == (1, 0)
-    later = pair.chunk([10, 11, 12], 5, table), pair.chunk([3, 4, 5], 2, other)
+    later = chunk([10, 11, 12], 5, table), chunk([3, 4, 5], 2, other)
     pair.run([each._replace(logit_rows=rows) for each, rows in zip(later, (3, 2), strict=True)])
     assert (pair.replays, pair.replaying.eager.count) == (1, 1)
     assert caplog.messages == ["a step runs without a CUDA graph: no graph has as many rows of logits"]
@@ -385,7 +354,7 @@ def test_a_step_that_takes_more_than_the_share_of_all_graphs_is_not_recorded(
 def test_without_memory_for_the_inputs_of_graphs_steps_run_as_before_with_one_warning(
     virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = Runner(load("llama", virtual_gpu.place), BLOCKS, SIZE)
+    runner = Runner(load("llama", virtual_gpu.place), BLOCKS, BLOCK_SIZE)
     forward = runner.forward
     virtual_gpu.inject("allocation")
     record_graphs(runner, 1, 0)
@@ -400,7 +369,7 @@ def test_memory_that_torch_keeps_of_other_steps_leaves_room_for_graphs_unless_it
 ) -> None:
     """A share of the card is free, and all else is a tensor that is gone."""
     virtual_gpu.fragments = fragments
-    runner = Runner(load("llama", virtual_gpu.place), BLOCKS, SIZE)
+    runner = Runner(load("llama", virtual_gpu.place), BLOCKS, BLOCK_SIZE)
     free, memory = virtual_gpu.memory()
     kept = torch.empty(free - int(cuda_graphs.SHARE * memory) // 2, dtype=torch.uint8, device=virtual_gpu.place)
     del kept
@@ -423,7 +392,7 @@ def test_a_step_is_not_padded_to_a_graph_of_several_times_its_size(
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "MOST_PADDING", 6)
     pair = Pair(virtual_gpu, most=1)
-    chunks = [[pair.chunk(list(range(count)), 0, [1, 2, 3, 4])] for count in (7, 8, 10, 16)]
+    chunks = [[chunk(list(range(count)), 0, [1, 2, 3, 4])] for count in (7, 8, 10, 16)]
     assert [pair.graphs.serving(inputs) for inputs in chunks] == [None, *[Bucket(16, 1, chunks=True)] * 3]
 
 
@@ -450,7 +419,7 @@ def test_a_deterministic_decode_has_the_same_bits_replayed_and_computed(
     pair = Pair(virtual_gpu, deterministic=True)
     pair.prefill(17, 2, 1)
     assert (pair.replays, pair.replaying.eager.count) == (0, 1)
-    inputs = [pair.chunk([5], length, [*table, pair.free.pop()]) for length, table in pair.lives]
+    inputs = [chunk([5], length, [*table, pair.free.pop()]) for length, table in pair.lives]
     replayed = pair.replay(inputs).cpu()
     assert pair.replays == 1
     heights = []
@@ -486,7 +455,7 @@ def reading(read: Callable[[torch.Tensor], Any]) -> Callable[[Any], None]:
 def test_a_model_that_waits_for_the_device_is_never_recorded_and_runs_as_before_with_one_warning(
     read: Callable[[torch.Tensor], Any], virtual_gpu: VirtualGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = Runner(load("llama", virtual_gpu.place, reading(read)), BLOCKS, SIZE)
+    runner = Runner(load("llama", virtual_gpu.place, reading(read)), BLOCKS, BLOCK_SIZE)
     forward = runner.forward
     record_graphs(runner, 1, 16)
     assert virtual_gpu.counts["capture"] == 0
@@ -513,10 +482,10 @@ def test_small_decodes_of_experts_are_recorded_also_where_their_grouped_products
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     experts = {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
-    monkeypatch.setitem(CONFIGS, "mixtral", lambda: transformers.MixtralConfig(**SIZES, **experts))
+    monkeypatch.setitem(CONFIGS, "mixtral", lambda: transformers.MixtralConfig(**SIZES | experts))
     gpu = VirtualGpu(capability=capability)
     with installed(gpu):
-        runner = Runner(load("mixtral", gpu.place, lambda model: model.to(dtype)), BLOCKS, SIZE)
+        runner = Runner(load("mixtral", gpu.place, lambda model: model.to(dtype)), BLOCKS, BLOCK_SIZE)
         record_graphs(runner, 16, 0)
         assert isinstance(runner.forward, cuda_graphs.ReplayedForward)
         found = [bucket.tokens for bucket in runner.forward.graphs.buckets]
@@ -544,7 +513,7 @@ def test_a_model_whose_replay_computes_something_else_runs_as_before_with_one_wa
 
         model.model.layers[0].mlp.forward = count
 
-    runner = Runner(load("llama", virtual_gpu.place, counting), BLOCKS, SIZE)
+    runner = Runner(load("llama", virtual_gpu.place, counting), BLOCKS, BLOCK_SIZE)
     forward = runner.forward
     record_graphs(runner, 1, 0)
     assert isinstance(runner.forward, UnrecordedForward) and runner.forward._computed is forward
@@ -573,7 +542,7 @@ def test_recorded_steps_run_what_was_compiled_at_load() -> None:
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter, "tested", lambda loaded: 0.0)
-        runner = Runner(replace(load(), attention="triton"), BLOCKS, SIZE)
+        runner = Runner(replace(load(), attention="triton"), BLOCKS, BLOCK_SIZE)
     fuse(runner, lambda graph, inputs: compiled.append(graph) or graph)  # type: ignore[arg-type]
     assert len(compiled) == 2  # several tokens, and one
     record_graphs(runner, 2, 4, Again())
