@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from radixkv.cache import PrefixCache
 from radixkv.device import refuse_fatal
 from radixkv.engine.audit_reads import CachedRuns
-from radixkv.engine.core import Core, Forward
+from radixkv.engine.core import Core
+from radixkv.engine.forward import Forward
 from radixkv.engine.request import Request, Stream, TokenIds, common_prefix
 from radixkv.engine.stats import AuditReport, Difference
 from radixkv.errors import EngineClosed, EngineError, InvalidInput, PrefixHeld, RequestFailed

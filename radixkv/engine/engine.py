@@ -27,8 +27,9 @@ from radixkv.device import device_of
 from radixkv.disk import SCRATCH
 from radixkv.engine.audit import Auditor, piece_tokens
 from radixkv.engine.compressed import CompressedPrefix, CompressedPrefixes, Conversation
-from radixkv.engine.core import Core, Forward
+from radixkv.engine.core import Core
 from radixkv.engine.engine_thread import CoreClient, EngineThread
+from radixkv.engine.forward import Forward
 from radixkv.engine.input_processor import EncodedPrompt, InputProcessor, Params, Prompt, check_seconds
 from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.observers import monitoring

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Sized
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from radixkv.device import refuse_fatal
@@ -52,15 +53,13 @@ Work = TypeVar("Work", bound=StreamChunk)
 class OwnForwards:
     """Preempts the requests of a forward that raised, and lets each pass that step in forwards of its own."""
 
-    def __init__(self, preempt: Callable[[Request], None], *, overlaps: bool) -> None:
+    def __init__(self, preempt: Callable[[Request], None], fail: Fail, *, overlaps: bool) -> None:
         """`preempt` finishes the step in flight first; `overlaps` means that there may be one."""
-        self._preempt, self._overlaps = preempt, overlaps
+        self._preempt, self._fail, self._overlaps = preempt, fail, overlaps
         self._until: dict[Stream, int] = {}  # the tokens that a stream must have computed, to share forwards again
 
-    def run(
-        self, work: list[Work], call: Callable[[list[Work]], Result], fail: Fail
-    ) -> list[tuple[list[Work], Result]]:
-        """Call `call` on all work, in as few parts as possible; `fail` the requests that raise alone.
+    def run(self, work: list[Work], call: Callable[[list[Work]], Result]) -> list[tuple[list[Work], Result]]:
+        """Call `call` on all work, in as few parts as possible; fail the requests that raise alone.
 
         Where steps overlap, it fails those that raise alone again after the preceding step.
         """
@@ -75,7 +74,7 @@ class OwnForwards:
                 error = raised
             requests = list(dict.fromkeys(each.stream.request for each in part))
             if len(requests) == 1 and (not self._overlaps or any(each.stream in self._until for each in part)):
-                fail(requests[0], error)
+                self._fail(requests[0], error)
                 continue
             _log.warning("a step of %d requests raised %r: each goes on alone", len(requests), error)
             release_tensors(error)
@@ -98,57 +97,100 @@ class OwnForwards:
         return [part for part in (*alone.values(), others) if part]
 
 
-def in_halves(
-    error: Exception,
-    items: list[Item],
-    call: Callable[[list[Item]], Result],
-    owner: Callable[[Item], Stream],
-    fail: Fail,
-    finish_step: FinishStep | None = None,
-) -> list[tuple[list[Item], Result]]:
-    """Repeat a call that raised `error` on each half of its items; `fail` the request of an item that raises alone.
+class Parts(Protocol):
+    """Runs a part of a step for some items, in several calls only if one raises."""
 
-    If steps overlap, `finish_step` takes the results of the step in flight, and all items are tried again before their
-    halves. Leaves out items of streams that have ended meanwhile. Raises DeviceLost if the device is lost. Costs
-    2 log n calls of falling size for each that fails.
-    """
-    refuse_fatal(error)
-    if len(items) == 1 and finish_step is None:
-        fail(owner(items[0]).request, error)
-        return []
-    how = "its halves" if finish_step is None else "it again after the preceding step"
-    _log.warning("a step of %d parts raised %r: trying %s", len(items), error, how)
-    release_tensors(error)
-    if finish_step is not None:
-        finish_step()
-        parts = [items]
-    else:
+    def run(
+        self, items: list[Item], call: Callable[[list[Item]], Result], owner: Callable[[Item], Stream] = ...
+    ) -> list[tuple[list[Item], Result]]:
+        """Call `call` on all items, in as few parts as possible; fail the requests whose items raise alone.
+
+        Leaves out items whose `owner` has ended meanwhile. Raises DeviceLost if the device is lost.
+        """
+        ...
+
+    def draw(
+        self, rows: list[Item], call: Callable[[list[Item]], Result], owner: Callable[[Item], Stream]
+    ) -> list[tuple[list[Item], Result]]:
+        """Run a draw, perhaps of no rows."""
+        ...
+
+
+class Halves:
+    """Repeats a call that raised on each half of its items, and so on, if steps do not overlap."""
+
+    def __init__(self, fail: Fail) -> None:
+        """`fail` ends the request of an item that raises alone."""
+        self._fail = fail
+
+    def run(
+        self,
+        items: list[Item],
+        call: Callable[[list[Item]], Result],
+        owner: Callable[[Item], Stream] = attrgetter("stream"),
+    ) -> list[tuple[list[Item], Result]]:
+        """See Parts. Costs 2 log n calls of falling size for each item that fails."""
+        try:
+            return [(items, call(items))]
+        except Exception as error:
+            refuse_fatal(error)
+            if len(items) == 1:
+                self._fail(owner(items[0]).request, error)
+                return []
+            _log.warning("a step of %d parts raised %r: trying its halves", len(items), error)
+            release_tensors(error)
         middle = len(items) // 2
-        parts = [items[:middle], items[middle:]]
-    results: list[tuple[list[Item], Result]] = []
-    for part in parts:
-        live = [item for item in part if not is_over(owner(item))]
-        if live:
-            try:
-                results.append((live, call(live)))
-            except Exception as again:
-                results += in_halves(again, live, call, owner, fail)
-    return results
+        results: list[tuple[list[Item], Result]] = []
+        for half in (items[:middle], items[middle:]):
+            live = [item for item in half if not is_over(owner(item))]
+            results += self.run(live, call, owner) if live else []
+        return results
+
+    def draw(
+        self, rows: list[Item], call: Callable[[list[Item]], Result], owner: Callable[[Item], Stream]
+    ) -> list[tuple[list[Item], Result]]:
+        """Run a draw if there are rows."""
+        return self.run(rows, call, owner) if rows else []
 
 
-def call_twice(call: Callable[[], Result], finish_step: FinishStep) -> Result:
-    """Call `call`; if it raises, call it again after `finish_step` has taken the results of the step in flight.
+class AfterStep:
+    """Finishes the step in flight before a call that raised is tried again, first on all items."""
 
-    Raises DeviceLost if the device is lost.
-    """
-    try:
-        return call()
-    except Exception as error:
+    def __init__(self, finish_step: FinishStep, fail: Fail) -> None:
+        """`finish_step` takes the results of the step in flight."""
+        self._finish_step, self._halves = finish_step, Halves(fail)
+
+    def run(
+        self,
+        items: list[Item],
+        call: Callable[[list[Item]], Result],
+        owner: Callable[[Item], Stream] = attrgetter("stream"),
+    ) -> list[tuple[list[Item], Result]]:
+        """See Parts."""
+        try:
+            return [(items, call(items))]
+        except Exception as error:
+            self._recover(error)
+        live = [item for item in items if not is_over(owner(item))]
+        return self._halves.run(live, call, owner) if live else []
+
+    def draw(
+        self, rows: list[Item], call: Callable[[list[Item]], Result], owner: Callable[[Item], Stream]
+    ) -> list[tuple[list[Item], Result]]:
+        """Run a draw; without rows, too, as it finds the rows of logits that are finite."""
+        if rows and (found := self.run(rows, call, owner)):
+            return found
+        try:
+            return [([], call([]))]
+        except Exception as error:
+            self._recover(error)
+        return [([], call([]))]
+
+    def _recover(self, error: Exception) -> None:
         refuse_fatal(error)
         _log.warning("a part of a step raised %r: trying it again after the preceding step", error)
         release_tensors(error)
-    finish_step()
-    return call()
+        self._finish_step()
 
 
 def is_over(stream: Stream) -> bool:

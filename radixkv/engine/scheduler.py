@@ -20,7 +20,6 @@ import logging
 from array import array
 from bisect import insort
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,21 +70,21 @@ class Work:
         return self.start + len(self.tokens) >= len(self.stream.tokens) and self.stream.request.max_tokens > 0
 
 
-class Steps(Protocol):
-    """Runs the planned steps; `core.Core` does."""
+@dataclass(slots=True)
+class Plan:
+    """The work of the next step, and the requests that cannot be scheduled, with the error of each.
 
-    @property
-    def flight(self) -> object | None:
-        """The step that was launched and is not finished."""
-        ...
+    A plan that `needs_results` stopped because blocks ran out: the step in flight may end requests that hold some. It
+    goes on once that step is finished.
+    """
 
-    def finish_step(self) -> bool:
-        """Take the results of the step in flight, which may end streams; returns whether there was one."""
-        ...
+    work: list[Work]
+    refused: list[tuple[Request, Exception]]
+    needs_results: bool = False
 
-    def end(self, request: Request, error: Exception) -> None:
-        """End a request that cannot be admitted or scheduled; must `remove` it."""
-        ...
+
+class _NeedsResults(Exception):  # it leaves a plan that is not complete: no error
+    """The plan goes on once the step in flight is finished."""
 
 
 class Scheduler:
@@ -98,17 +97,18 @@ class Scheduler:
         counters: Counters,
         reuse: ReusePolicy,
         observers: list[EngineObserver],
-        steps: Steps,
     ) -> None:
-        """Schedule onto `cache`, for `steps`."""
+        """Schedule onto `cache`."""
         self.waiting = WaitQueue(config, cache.block_size, reuse, counters)
         self.running: list[Request] = []  # by rank
         self.closing: list[Stream] = []  # that have ended, and are closed after the step in flight
         self.admission = Admission(cache, config, reuse, self.running, self.waiting, self.closing)
         self._cache, self._reuse = cache, reuse
         self._max_sequences, self._max_batch_tokens = config.max_sequences, config.max_batch_tokens
-        self._counters, self._observers, self._steps = counters, observers, steps
+        self._counters, self._observers = counters, observers
         self._planned: dict[Stream, Work] = {}  # of the step that is being scheduled
+        self._refused: list[tuple[Request, Exception]] = []
+        self._overlaps = False  # whether a step is in flight
         self._budget = self._more_rows = 0  # tokens left to compute, and additional rows of logits
         self._load_room = 0  # tokens left to load
         self._arrivals = self._admissions = 0
@@ -159,40 +159,56 @@ class Scheduler:
 
     # ---- schedule
 
-    def schedule(self) -> list[Work]:
+    def schedule(self, *, overlaps: bool) -> Plan:
         """Plan the next step: at most max_batch_tokens tokens to compute, a chunk's time of loads, one part a stream.
 
-        A request that raises ends alone. The step in flight may finish meanwhile, and end streams that were planned
-        before.
+        With `overlaps` a step is in flight. A request that raises is refused alone.
         """
-        overlaps = self._steps.flight is not None
+        self._overlaps = overlaps
         self._planned, self._budget, self._more_rows = {}, self._max_batch_tokens, 0
         self._load_room = self._reuse.loads.most
+        self.waiting.begin_step()
+        return self._go_on()
+
+    def go_on(self) -> Plan:
+        """Go on with a plan that needed the results of the step in flight, which is finished now."""
+        self._overlaps = False
+        self._planned = {stream: work for stream, work in self._planned.items() if stream.active}
+        return self._go_on()
+
+    def _go_on(self) -> Plan:
+        needs_results = False
+        try:
+            self._plan_running()
+            while self._budget and (admitted := self._admit()) is not None:
+                stream = admitted.live[0]
+                self._plan(stream)
+                if stream not in self._planned:
+                    break  # it was preempted at once, or its chunk does not fit this step
+        except _NeedsResults:
+            needs_results = True
+        if len(self.waiting):
+            self.waiting.announce()
+        plan = Plan(list(self._planned.values()), self._refused, needs_results)
+        self._refused = []
+        if not needs_results:
+            self._planned = {}
+        return plan
+
+    def _plan_running(self) -> None:
         for request in list(self.running):
             if request.scheduling.preemptions and request.suspended:
                 try:
                     self._resume_branches(request)
                 except Exception as error:
                     self._fail(request, error)
-        streams = self._in_order()
+        streams = [stream for stream in self._in_order() if stream not in self._planned]
         for stream in streams:
             self._plan(stream)
         if self._load_room and not self._budget:
             for stream in streams:
                 if stream not in self._planned and stream.active:
                     self._loads(stream)
-        self.waiting.begin_step()
-        while self._budget and (admitted := self._admit()) is not None:
-            stream = admitted.live[0]
-            self._plan(stream)
-            if stream not in self._planned:
-                break  # it was preempted at once, or its chunk does not fit this step
-        if len(self.waiting):
-            self.waiting.announce()
-        work, self._planned = list(self._planned.values()), {}
-        if overlaps and self._steps.flight is None:
-            return [each for each in work if each.stream.active]
-        return work
 
     def _in_order(self) -> list[Stream]:
         """Return the active streams whose requests are not paused: those that decode, then those that prefill."""
@@ -216,7 +232,9 @@ class Scheduler:
                     stream.request.scheduling.group.tokens += len(work.tokens)
                 return
             except OutOfBlocks:
-                self._free_blocks(stream.request)
+                self._free_blocks()
+            except _NeedsResults:
+                raise
             except Exception as error:
                 self._fail(stream.request, error)
 
@@ -237,7 +255,7 @@ class Scheduler:
 
     def _relay(self, stream: Stream, start: int) -> Work | None:
         """Plan the token that the step in flight samples; None if the host must read it first, or if it is the last."""
-        if self._steps.flight is None:
+        if not self._overlaps:
             return None  # a beam waits for the others
         if stream.continuation.host_bound:
             self._counters.host_bound_rows += 1
@@ -246,10 +264,15 @@ class Scheduler:
             return None
         return Work(stream, start, array("i", [0]), stream.sequence.extend_unknown(), relayed=True)
 
-    def _free_blocks(self, request: Request) -> None:
-        """Free blocks for a running request: finish the step in flight, which may end others, or else preempt."""
-        if not self._steps.finish_step():
-            self.preempt(self.admission.victim())
+    def _free_blocks(self) -> None:
+        """Preempt a request so that a running one gets blocks; the step in flight is finished first."""
+        self._need_results()
+        self.preempt(self.admission.victim())
+
+    def _need_results(self) -> None:
+        """Leave the plan if a step is in flight, which may end requests."""
+        if self._overlaps:
+            raise _NeedsResults
 
     def _prefill_count(self, stream: Stream, pending: int) -> int:
         """Return the length of a chunk of a prompt; 0 if it does not fit, or if the stream plans a load instead.
@@ -292,7 +315,7 @@ class Scheduler:
                 self._plan_load(stream, available)
                 return True
             except OutOfBlocks:
-                self._free_blocks(stream.request)
+                self._free_blocks()
             except Exception as error:
                 self._fail(stream.request, error)
         return False
@@ -348,6 +371,8 @@ class Scheduler:
                 if not self.running:
                     return self._start_alone(request)
                 return self._start(request, self._open(request)) if fits else None
+            except _NeedsResults:
+                raise
             except Exception as error:
                 self._fail(request, error)
                 return None
@@ -359,6 +384,7 @@ class Scheduler:
             return True
         paused = self.admission.paused()
         if paused and self.admission.fits(request, match, paused):
+            self._need_results()
             for victim in paused:
                 self.preempt(victim)
                 if self.admission.fits(request, match):
@@ -368,12 +394,12 @@ class Scheduler:
     def _start_alone(self, request: Request) -> Request | None:
         """Start a request while no other one runs: it must be able to finish, if need be without headroom."""
         if self.closing:
-            self._steps.finish_step()
+            self._need_results()
         sequence = self._open(request)
         if self.admission.cut_to_fit(request, sequence):
             return self._start(request, sequence)
         sequence.close()
-        self._steps.end(request, self.admission.refusal(request))
+        self._refuse(request, self.admission.refusal(request))
         return None
 
     def _start(self, request: Request, sequence: Sequence) -> Request:
@@ -424,9 +450,8 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Free all blocks of a running request; it waits again, ahead of the requests that came later.
 
-        Finishes the step in flight first. If the request ends with that step, nothing is preempted.
+        No step may be in flight. A request that has ended is not preempted.
         """
-        self._steps.finish_step()
         if request not in self.running:
             return
         for stream in request.live:
@@ -459,8 +484,14 @@ class Scheduler:
                 stream.resume(branch, common_length=self._reuse.aligned(min(first.common_length, branch.length)))
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """End the request that raised; the others go on."""
+        """Refuse the request that raised; the others go on."""
         if not isinstance(error, PrefixGone):
-            _log.exception("a request could not be scheduled")
+            _log.error("a request could not be scheduled", exc_info=error)
             error = failure(error)
-        self._steps.end(request, error)
+        self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        try:
+            self.remove(request)
+        finally:
+            self._refused.append((request, error))

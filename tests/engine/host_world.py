@@ -41,13 +41,13 @@ class World:
         self.host = add_host(self.runner, host_blocks, speed)
         self.core = Core(self.cache, self.runner, config or sized(4, 36, 16))
         self.work: list[Work] = []
-        schedule = self.core.scheduler.schedule
+        schedule = self.core._schedule
 
         def scheduling() -> list[Work]:
             self.work = schedule()
             return self.work
 
-        self.core.scheduler.schedule = scheduling  # type: ignore[method-assign]
+        self.core._schedule = scheduling  # type: ignore[method-assign]
 
     def new_runner(self, num_blocks: int) -> FakeRunner:
         return FakeRunner(num_blocks, SIZE)

@@ -16,7 +16,7 @@ from radixkv.attention.host_store import HostCosts
 from radixkv.cache import PrefixCache
 from radixkv.cache.types import Load
 from radixkv.config import EngineConfig
-from radixkv.engine import core
+from radixkv.engine import core, fault_isolation
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.engine.reuse_policy import NO_LOADS
@@ -329,7 +329,7 @@ def test_a_step_that_raises_after_its_loads_ends_no_request_that_loaded(monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(core.Core, "_forward", broken)
-        patch.setattr(core, "in_halves", broken)
+        patch.setattr(fault_isolation, "release_tensors", broken)
         world.step()
     with pytest.raises(RequestFailed, match="no step"):
         computing.channel.wait(0)

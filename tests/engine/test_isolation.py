@@ -14,7 +14,7 @@ import torch
 from radixkv import SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.fault_isolation import in_halves
+from radixkv.engine.fault_isolation import Halves
 from radixkv.engine.request import SAMPLED, Request, Stream
 from radixkv.errors import DeviceLost, EngineClosed, InvalidInput, RequestCancelled, RequestFailed
 from radixkv.models.loaded import SequenceInput
@@ -284,10 +284,7 @@ def test_tensors_of_a_failed_forward_are_freed_before_its_halves_run() -> None:
     items = [1, 2, 3, 4]
     with PrefixCache(1).open([]) as sequence:
         stream = Stream(request, 0, sequence, SAMPLED)
-        try:
-            call(items)
-        except MemoryError as error:
-            parts = in_halves(error, items, call, lambda item: stream, lambda request, failed: None)
+        parts = Halves(lambda request, failed: None).run(items, call, lambda item: stream)
     assert [part for part, _ in parts] == [[1], [2], [3], [4]]
     assert len(tensors) == 3 and not any(alive)
 

@@ -159,7 +159,8 @@ def test_forks_that_end_in_flight_publish_nothing_that_was_not_read(timeout: boo
     world.step(3)
     assert len(one.streams) == 3
     if timeout:
-        world.core._deadlines.append((0.0, 0, one))
+        one.deadline = 0.0
+        world.core.deadlines.add(one)
         world.step()
     else:
         world.core.cancel(one)
@@ -415,7 +416,8 @@ def test_deadlines_drop_late_results() -> None:
     one = world.submit(PROMPT, deadline=0.0)
     one.deadline = None
     world.step(2)
-    world.core._deadlines.append((0.0, 0, one))
+    one.deadline = 0.0
+    world.core.deadlines.add(one)
     world.finish()
     with pytest.raises(RequestTimedOut):
         one.channel.wait(0)

@@ -362,7 +362,7 @@ def test_timeouts_of_requests_that_have_ended_are_forgotten() -> None:
     for i in range(100):
         world.submit(tokens(4, i), GREEDY.but(max_tokens=1), deadline=1e16)
         world.step()
-    assert len(world.core._deadlines) < 10
+    assert len(world.core.deadlines) < 10
     world.core.cancel(long)
     world.finish()
 

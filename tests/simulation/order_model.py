@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixkv.engine import wait_queue
 from radixkv.engine.request import Request, Stream
-from radixkv.engine.scheduler import Work
+from radixkv.engine.scheduler import Plan
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Call = Callable[..., Any]
 WRAPPED = {
     "waiting": ("add", "begin_step", "first"),
-    "scheduler": ("preempt", "schedule", "_plan", "_admit", "_start"),
+    "scheduler": ("preempt", "_go_on", "_plan", "_admit", "_start"),
 }
 
 
@@ -66,21 +66,22 @@ class OrderModel:
         preempt(request)
         self.preempted.append(request)
 
-    def on_schedule(self, schedule: Call) -> list[Work]:
-        work: list[Work] = schedule()
-        for stream, count in self.planned.items():
-            self._note("tokens", stream.request, count)
-        self.planned = {}
+    def on_go_on(self, go_on: Call) -> Plan:
+        plan: Plan = go_on()
+        if not plan.needs_results:
+            for stream, count in self.planned.items():
+                self._note("tokens", stream.request, count)
+            self.planned = {}
         first = sorted(self.waiting, key=self._rank)[: wait_queue.LOOKED_AT]
         announced, opened = self.waiting._announced, self.world.cache.state.announcements._open
         self._expect({*announced} == {*first} and len(opened) == len(first), "other requests are announced")
-        return work
+        return plan
 
     def on_plan(self, plan: Call, stream: Stream) -> None:
         plan(stream)
         self._note_plans()
 
-    def on_verify(self, verify: Call, work: Work, draft: Any) -> None:
+    def on_verify(self, verify: Call, work: Any, draft: Any) -> None:
         verify(work, draft)
         self._note("tokens", work.stream.request, work.stream.sequence.length - work.end)
 
@@ -103,8 +104,11 @@ class OrderModel:
             full = bool(running) and self.admission.streams() >= self.config.max_sequences
             full &= not any(each.channel.paused for each in running)
             self.offered, self.admitting = None, True
-            admitted: Request | None = admit()
-            self.admitting, last = False, self.offered
+            try:
+                admitted: Request | None = admit()
+            finally:
+                self.admitting = False
+            last = self.offered
             self._note_plans()
             self._expect(not full or last is None, "a request is offered to a full engine")
             if admitted is None and running and last is not None and last in self._ready():

@@ -435,7 +435,7 @@ class World:
     # ---- around the engine
 
     def _wrap_scheduler(self) -> None:
-        schedule = self.core.scheduler.schedule
+        schedule = self.core._schedule
 
         def scheduling() -> list[Work]:
             self.faults.in_schedule(0, self._first_requests())
@@ -444,14 +444,13 @@ class World:
             self.faults.in_schedule(1, self._first_requests())
             return self.work
 
-        self.core.scheduler.schedule = scheduling  # type: ignore[method-assign]
+        self.core._schedule = scheduling  # type: ignore[method-assign]
         preempt = self.core.scheduler.preempt
 
         def preempting(request: Request) -> None:
             self.preempted += 1
             if self.preempted > 10 * len(self.customers):
                 raise Stuck(f"step {self.step}: they preempt each other forever")
-            self.core.finish_step()
             if request not in self.core.scheduler.running:
                 self.preempted -= 1
                 return
