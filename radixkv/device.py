@@ -6,23 +6,20 @@ facts about cards that it prints. All methods act on the calling thread's presen
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from radixkv.errors import DeviceLost
+from radixkv.nvidia_driver import OLDEST_DRIVERS, driver
 
 _log = logging.getLogger("radixkv")
 T = TypeVar("T")
@@ -119,7 +116,7 @@ class Device:
 
         Costs one copy on the host, into pinned memory, and one to the device.
         """
-        return _tensor(host).clone()
+        return torch.as_tensor(host).clone()
 
     def constant(self, host: Numbers) -> Tensor:
         """Return numbers of the host on the device; the caller must not change them later: a CPU uses their memory."""
@@ -197,10 +194,6 @@ class Device:
 
     def _refuse(self, asked: str) -> NoReturn:
         raise NotImplementedError(f"{self.place} is no GPU: it has no {asked}")
-
-
-def _tensor(host: Tensor | Numbers) -> Tensor:
-    return host if isinstance(host, Tensor) else torch.from_numpy(np.ascontiguousarray(host))
 
 
 class _Done:
@@ -303,7 +296,7 @@ class CudaDevice(Device):
 
     def upload(self, host: Tensor | Numbers) -> Tensor:
         """See `Device.upload`."""
-        source = _tensor(host)
+        source = torch.as_tensor(host)
         return self.pinned(source.shape, source.dtype).copy_(source).to(self.place, non_blocking=True)
 
     def constant(self, host: Numbers) -> Tensor:
@@ -484,10 +477,6 @@ def default_place() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-DRIVER = Path("/proc/driver/nvidia/version")
-OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # for each major version of CUDA
-
-
 def unusable_gpu() -> str:
     """Return why torch cannot use the NVIDIA driver of this machine, and what to install, in one sentence.
 
@@ -503,18 +492,6 @@ def unusable_gpu() -> str:
         advice = f"a driver of at least {OLDEST_DRIVERS.get(needed, 580)}, or a torch wheel for CUDA {newest}"
         return f"{name} is too old for {wheel} (CUDA {cuda}): install {advice}"
     return f"{wheel} (CUDA {cuda}) finds no GPU, but {name} is here: start a container with its GPUs (--gpus all)"
-
-
-def driver() -> tuple[str, int]:
-    """Return the NVIDIA driver in words, and the major version of the newest CUDA that it runs; 0 without one."""
-    found = re.search(r"\d+\.\d[\d.]*", DRIVER.read_text() if DRIVER.exists() else "")
-    name, cuda = f"the NVIDIA driver {found[0] if found else ''}".rstrip(), ctypes.c_int()
-    with suppress(OSError, AttributeError):  # a container without its GPUs lacks the library
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
-    if major := cuda.value // 1000:
-        return f"{name} (CUDA {major}.{cuda.value % 1000 // 10})", major
-    number = float(found[0].partition(".")[0]) if found else 0
-    return name, max((newest for newest, oldest in OLDEST_DRIVERS.items() if oldest <= number), default=0)
 
 
 def refuse_fatal(error: BaseException) -> None:

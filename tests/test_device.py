@@ -17,7 +17,8 @@ import torch
 
 import radixkv
 import radixkv_kernels
-from radixkv import Engine, device
+from radixkv import Engine, nvidia_driver
+from radixkv import device as devices
 from radixkv.device import (
     RECOVERABLE,
     CudaDevice,
@@ -78,7 +79,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, i
 
         (tmp_path / "version").write_text(f"NVRM version: UNIX x86_64 Module  {driver}  May 8\n" if driver else "")
         monkeypatch.setattr(ctypes, "CDLL", library)
-        monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
+        monkeypatch.setattr(nvidia_driver, "DRIVER", tmp_path / "version")
         monkeypatch.setattr(torch.version, "cuda", wheel)
         monkeypatch.setattr(torch, "__version__", "2.13.0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -104,7 +105,7 @@ OLD += "install a driver of at least 580, or a torch wheel for CUDA 12"
 )
 def test_a_gpu_that_torch_cannot_use(machine: Any, driver: str, cuda: int, wheel: str | None, expected: str) -> None:
     machine(driver, cuda, wheel)
-    found = device.unusable_gpu()
+    found = devices.unusable_gpu()
     assert expected in found and bool(expected) == bool(found)
 
 

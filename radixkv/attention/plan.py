@@ -13,7 +13,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,17 +66,6 @@ def build(
         raise InvalidInput(
             f"block size, window and max_tokens must be at least 1: {block_size}, {window}, {max_tokens}"
         )
-    _check(tables, kv, queries, block_size)
-    grouping = None
-    if previous is not None and isinstance(previous.origin, Grouping) and previous.block_size == block_size:
-        grouping = previous.origin.grown(tables, kv, queries, min_saving, max_shared_rows)
-    if grouping is None:
-        grouping = group(tables, kv, queries, block_size, min_saving, max_shared_rows)
-    return _ListBuilder(grouping, kv, queries, window, block_size, max_tokens, short_chunk).work_list()
-
-
-def _check(tables: list[NDArray[np.int32]], kv: Int, queries: Int, block_size: int) -> None:
-    """Raise InvalidInput unless the lengths fit each other and the tables."""
     if not len(tables) == len(kv) == len(queries):
         raise InvalidInput(f"{len(tables)} tables, {len(kv)} kv lengths and {len(queries)} query lengths do not match")
     if len(tables) and (queries.min() < 0 or (kv < queries).any()):
@@ -84,6 +74,14 @@ def _check(tables: list[NDArray[np.int32]], kv: Int, queries: Int, block_size: i
     if (capacity < kv).any():
         index = int(np.argmax(capacity < kv))
         raise InvalidInput(f"table {index} has room for {capacity[index]} tokens, its kv length is {kv[index]}")
+    offset = np.concatenate(([0], np.cumsum(capacity // block_size)))
+    batch = Batch(np.concatenate(tables) if tables else np.empty(0, dtype=np.int32), offset, kv, queries)
+    grouping = None
+    if previous is not None and isinstance(previous.origin, Grouping) and previous.block_size == block_size:
+        grouping = previous.origin.grown(batch, min_saving, max_shared_rows)
+    if grouping is None:
+        grouping = group(batch, block_size, min_saving, max_shared_rows)
+    return _ListBuilder(grouping, window, block_size, max_tokens, short_chunk).work_list()
 
 
 @dataclass(frozen=True)
@@ -102,14 +100,13 @@ class _ListBuilder:
     def __init__(
         self,
         grouping: Grouping,
-        kv: Int,
-        queries: Int,
         window: int | None,
         block_size: int,
         max_tokens: int | None,
         short_chunk: int,
     ) -> None:
-        self.grouping, self.kv, self.queries = grouping, kv, queries
+        self.grouping, self.batch = grouping, grouping.batch
+        self.kv, self.queries = kv, queries = self.batch.kv_lengths, self.batch.query_lengths
         self.block_size, self.max_tokens, self.short_chunk = block_size, max_tokens, short_chunk
         # A window that covers every context is ignored, which saves masks.
         self.window = window if window is not None and len(kv) and int(kv.max()) > window else None
@@ -131,13 +128,13 @@ class _ListBuilder:
         return WorkList(
             block_size=self.block_size,
             window=self.declared_window,
-            block_offset=(self.grouping.table_offset[owner] + start // self.block_size).astype(np.int32),
+            block_offset=(self.batch.table_offset[owner] + start // self.block_size).astype(np.int32),
             kv_start=start.astype(np.int32),
             tokens=(stop - start).astype(np.int32),
             row_offset=row_offset.astype(np.int32),
             rows=rows.astype(np.int32),
             fully_visible=visible,
-            block_ids=self.grouping.block_ids,
+            block_ids=self.batch.block_ids,
             row_ids=row_ids.astype(np.int32),
             positions=positions.astype(np.int32),
             merge_offset=np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
@@ -234,87 +231,68 @@ class SharedRuns:
     members: Int  # sequence indices of all runs in turn, ascending within a run
 
 
+class Batch(NamedTuple):
+    """The sequences of a step."""
+
+    block_ids: Table  # all tables, end to end
+    table_offset: Int  # [sequences + 1] where each table starts in block_ids
+    kv_lengths: Int
+    query_lengths: Int
+
+    def begins_with(self, old: Batch) -> bool:
+        """Return whether each table begins with a table of `old`, which has as many sequences."""
+        more = np.diff(self.table_offset) - np.diff(old.table_offset)
+        if (more < 0).any():
+            return False
+        new, before = 0, 0
+        for index in np.flatnonzero(more).tolist():  # few tables grow in a step: those between two are one comparison
+            end = int(old.table_offset[index + 1])
+            if not np.array_equal(self.block_ids[new : new + end - before], old.block_ids[before:end]):
+                return False
+            new, before = int(self.table_offset[index + 1]), end
+        return np.array_equal(self.block_ids[new:], old.block_ids[before:])
+
+
 @dataclass(frozen=True, eq=False)
 class Grouping:
     """The shared runs of a batch, and where each sequence's private tail starts."""
 
     runs: SharedRuns
     private_start: Int  # [sequences] first token that only this sequence reads
-    block_ids: Table  # all tables, end to end
-    table_offset: Int  # [sequences + 1] where each table starts in block_ids
-    kv_lengths: Int
-    query_lengths: Int
+    batch: Batch
     min_saving: int
     max_shared_rows: int | None
 
-    def grown(
-        self, tables: list[Table], kv_lengths: Int, query_lengths: Int, min_saving: int, max_shared_rows: int | None
-    ) -> Grouping | None:
+    def grown(self, batch: Batch, min_saving: int, max_shared_rows: int | None) -> Grouping | None:
         """Return this grouping for tables that have only grown at their ends; None if anything else has changed."""
-        limits = min_saving, max_shared_rows
-        if limits != (self.min_saving, self.max_shared_rows) or len(tables) != len(self.kv_lengths):
+        before, limits = self.batch, (min_saving, max_shared_rows)
+        if limits != (self.min_saving, self.max_shared_rows) or len(batch.kv_lengths) != len(before.kv_lengths):
             return None
-        if (kv_lengths < self.kv_lengths).any():
+        if (batch.kv_lengths < before.kv_lengths).any():
             return None
-        block_ids, offset = _flat(tables)
-        had, has = self.query_lengths, query_lengths  # counts, if the rows of runs are bounded
+        had, has = before.query_lengths, batch.query_lengths  # counts, if the rows of runs are bounded
         same_rows = np.array_equal(had > 0, has > 0) if max_shared_rows is None else np.array_equal(had, has)
-        if not same_rows or not self._is_prefix(block_ids, offset):
-            return None
-        return Grouping(self.runs, self.private_start, block_ids, offset, kv_lengths, query_lengths, *limits)
-
-    def _is_prefix(self, block_ids: Table, offset: Int) -> bool:
-        """Return whether each of the new tables begins with the old one."""
-        more = np.diff(offset) - np.diff(self.table_offset)
-        if (more < 0).any():
-            return False
-        new, old = 0, 0
-        for index in np.flatnonzero(more).tolist():  # few tables grow in a step: those between two are one comparison
-            end = int(self.table_offset[index + 1])
-            if not np.array_equal(block_ids[new : new + end - old], self.block_ids[old:end]):
-                return False
-            new, old = int(offset[index + 1]), end
-        return np.array_equal(block_ids[new:], self.block_ids[old:])
+        return replace(self, batch=batch) if same_rows and batch.begins_with(before) else None
 
 
-def group(
-    tables: list[Table],
-    kv_lengths: Int,
-    query_lengths: Int,
-    block_size: int,
-    min_saving: int,
-    max_shared_rows: int | None = None,
-) -> Grouping:
+def group(batch: Batch, block_size: int, min_saving: int, max_shared_rows: int | None = None) -> Grouping:
     """Find the tree in the tables: sort them, compare neighbours, split where they differ.
 
     Only blocks that are full for every member are shared: after the fill mark of a common block, each sequence may
     have appended tokens of its own. A run that saves fewer than `min_saving` token reads is left to its children.
     """
-    block_ids, offset = _flat(tables)
-    active = query_lengths > 0
-    full = [table[: length // block_size] for table, length in zip(tables, kv_lengths.tolist(), strict=True)]
-    order = sorted(np.flatnonzero(active).tolist(), key=lambda index: full[index].tobytes())
+    starts, blocks = batch.table_offset.tolist(), (batch.kv_lengths // block_size).tolist()
+    full = [batch.block_ids[start : start + count] for start, count in zip(starts, blocks, strict=False)]
+    order = sorted(np.flatnonzero(batch.query_lengths > 0).tolist(), key=lambda index: full[index].tobytes())
     common = [_common(full[a], full[b]) for a, b in itertools.pairwise(order)]
-    runs, private = _split(np.array(order, dtype=np.int64), common, len(tables), -(-min_saving // block_size))
+    runs, private = _split(np.array(order, dtype=np.int64), common, len(full), -(-min_saving // block_size))
     if max_shared_rows is not None:
-        runs, private = merge_runs(runs, private, query_lengths, max_shared_rows)
-    joined, limits = _joined(runs, block_size), (min_saving, max_shared_rows)
-    return Grouping(joined, private * block_size, block_ids, offset, kv_lengths, query_lengths, *limits)
-
-
-def _joined(runs: list[Run], block_size: int) -> SharedRuns:
-    """Turn runs of blocks, each (start, stop, members), into arrays in tokens."""
+        runs, private = merge_runs(runs, private, batch.query_lengths, max_shared_rows)
     start, stop = (np.array([run[i] for run in runs], dtype=np.int64) * block_size for i in range(2))
     counts = np.array([len(members) for *_, members in runs], dtype=np.int64)
-    members = [members for *_, members in runs]
-    return SharedRuns(start, stop, counts, np.concatenate(members) if members else np.empty(0, dtype=np.int64))
-
-
-def _flat(tables: list[Table]) -> tuple[Table, Int]:
-    """Return all tables end to end, and where each starts."""
-    lengths = np.fromiter(map(len, tables), dtype=np.int64, count=len(tables))
-    block_ids = np.concatenate(tables) if tables else np.empty(0, dtype=np.int32)
-    return block_ids, np.concatenate(([0], np.cumsum(lengths)))
+    joined = np.concatenate([members for *_, members in runs]) if runs else np.empty(0, dtype=np.int64)
+    shared = SharedRuns(start, stop, counts, joined)
+    return Grouping(shared, private * block_size, batch, min_saving, max_shared_rows)
 
 
 def _common(a: Table, b: Table) -> int:

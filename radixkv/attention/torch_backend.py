@@ -36,17 +36,9 @@ class QueryRows:
         self.start = int(rows[0]) if adjacent else None
         self._index = torch.empty(0, dtype=torch.int64) if adjacent else constant(rows)
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return self.count
-
-    def covers(self, total: int) -> bool:
-        """Return whether these are all rows of a step that has `total`, in order."""
-        return self.start == 0 and self.count == total
-
     def pick(self, tensor: Tensor) -> Tensor:
         """Return these rows of a tensor [T, ...]; a view if they are adjacent."""
-        if self.covers(len(tensor)):
+        if self.start == 0 and self.count == len(tensor):
             return tensor
         return tensor.index_select(0, self._index) if self.start is None else tensor.narrow(0, self.start, self.count)
 
@@ -113,17 +105,13 @@ class PrivateLayout:
             first, length = int(starts[run]), int(lengths[run])
             chosen[run] = self.blocks[first] >= free
             if chosen[run]:
-                self._add_view(first, length)
                 free = int(self.blocks[first]) + length
+                tail, origin = int(self.tail[first]), int(self.ordinal[first]) * self.block_size
+                start = max(int(self.skip[tail]), origin)
+                stop = min(int(self.end[tail]), origin + length * self.block_size)
+                slot = int(self.blocks[first]) * self.block_size + start - origin
+                self.views[tail].append(_View(tail, slot, stop - start))
         return np.repeat(~chosen, lengths)
-
-    def _add_view(self, first: int, length: int) -> None:
-        """Add blocks[first : first + length] as a view of the slots that their tail reads."""
-        tail, origin = int(self.tail[first]), int(self.ordinal[first]) * self.block_size
-        start = max(int(self.skip[tail]), origin)
-        stop = min(int(self.end[tail]), origin + length * self.block_size)
-        slot = int(self.blocks[first]) * self.block_size + start - origin
-        self.views[tail].append(_View(tail, slot, stop - start))
 
     def batches(self) -> Iterator[Int]:
         """Yield the tails in groups of similar shape, for little padding, with few enough scores for a core's cache."""
@@ -158,10 +146,21 @@ class PrivateAttention:
         number = np.full(len(layout.views), -1)
         number[tails] = np.arange(len(tails))
         blocks, hidden = self._plan_gather(layout, tails, number, store)
-        self._plan_scores(self.columns + int(layout.viewed[tails].max()), store)
+        shape = (self.size, kv_heads, group, self.columns + int(layout.viewed[tails].max()))
+        with torch.inference_mode(False):  # minus infinity where no product will write
+            self.scores = torch.full(shape, -torch.inf, dtype=store.compute_dtype, device=store.device)
+            self.weights = torch.empty_like(self.scores)
+        self.gathered_scores = self.scores.flatten(0, 1)[..., : self.columns]
+        self.hidden_scores = self.scores[..., self.first_hidden : self.columns]
+        slots = np.repeat(layout.first_slot[tails][:, None], shape[-1], axis=1)  # a weight of 0 gets a slot in use
+        gathered = (blocks[..., None] * store.block_size + np.arange(store.block_size)).reshape(hidden.shape)
+        np.copyto(slots[:, : self.columns], gathered, where=~hidden)
         views = sorted((view for tail in tails.tolist() for view in layout.views[tail]), key=lambda view: view.slot)
-        filled = self._plan_views(views, number, store)
-        self._plan_values(layout.first_slot[tails], blocks, hidden, views, store)
+        filled = self._plan_views(views, number, slots, store)
+        rows_of_values = store.rows(slots, kv_heads).astype(np.int32 if store.num_rows < 2**31 else np.int64)
+        self.value_rows = store.constant(np.repeat(rows_of_values[:, :, None], group, axis=2).reshape(-1))
+        count, dtype = len(self.value_rows), self.value_rows.dtype
+        self.bags = torch.arange(0, count, shape[-1], dtype=dtype, device=store.device)
         self.padding = np.arange(self.scores.shape[-1]) >= np.array(filled)[:, None]
         self.padding[:, : self.columns] = hidden
         self._padded: Tensor | None = None
@@ -191,44 +190,22 @@ class PrivateAttention:
         self.hidden = store.constant(hidden[:, None, None, self.first_hidden :])
         return blocks, hidden
 
-    def _plan_scores(self, width: int, store: KVStore) -> None:
-        """Allocate the scores, minus infinity where no product will write, and the weights."""
-        shape = (self.size, self.kv_heads, self.group, width)
-        with torch.inference_mode(False):
-            self.scores = torch.full(shape, -torch.inf, dtype=store.compute_dtype, device=store.device)
-            self.weights = torch.empty_like(self.scores)
-        self.gathered_scores = self.scores.flatten(0, 1)[..., : self.columns]
-        self.hidden_scores = self.scores[..., self.first_hidden : self.columns]
-
-    def _plan_views(self, views: list[_View], number: Int, store: KVStore) -> list[int]:
-        """Cut the pool so that each view is a piece, and find its scores; return the columns used per row."""
+    def _plan_views(self, views: list[_View], number: Int, slots: Int, store: KVStore) -> list[int]:
+        """Cut the pool so that each view is a piece, find its scores, and set its `slots`; return the columns used."""
         self.sizes: list[int] = []
-        self.view_rows = [int(number[view.tail]) for view in views]
-        self.view_places: list[slice] = []
+        self.view_rows: list[int] = []
+        self.view_scores: list[Tensor] = []
         filled, position = [self.columns] * self.size, 0
-        for view, row in zip(views, self.view_rows, strict=True):
+        for view in views:
+            row = int(number[view.tail])
+            place = slice(filled[row], filled[row] + view.tokens)
             self.sizes += [view.slot - position, view.tokens]
-            position = view.slot + view.tokens
-            self.view_places.append(slice(filled[row], filled[row] + view.tokens))
-            filled[row] += view.tokens
+            position, filled[row] = view.slot + view.tokens, place.stop
+            self.view_rows.append(row)
+            self.view_scores.append(self.scores[row, :, :, place])
+            slots[row, place] = np.arange(view.slot, position)
         self.sizes.append(store.num_blocks * store.block_size - position)
-        places = zip(self.view_rows, self.view_places, strict=True)
-        self.view_scores = [self.scores[row, :, :, place] for row, place in places]
         return filled
-
-    def _plan_values(
-        self, first: Int, blocks: Int, hidden: NDArray[np.bool_], views: list[_View], store: KVStore
-    ) -> None:
-        """Find the row of the value table for each weight; a weight of 0 gets a row that surely holds numbers."""
-        slots = np.repeat(first[:, None], self.scores.shape[-1], axis=1)
-        gathered = (blocks[..., None] * store.block_size + np.arange(store.block_size)).reshape(hidden.shape)
-        np.copyto(slots[:, : self.columns], gathered, where=~hidden)
-        for view, row, place in zip(views, self.view_rows, self.view_places, strict=True):
-            slots[row, place] = np.arange(view.slot, view.slot + view.tokens)
-        rows = store.rows(slots, self.kv_heads).astype(np.int32 if store.num_rows < 2**31 else np.int64)
-        index = np.repeat(rows[:, :, None], self.group, axis=2).reshape(-1)
-        self.value_rows = store.constant(index)
-        self.bags = torch.arange(0, len(index), slots.shape[1], dtype=self.value_rows.dtype, device=store.device)
 
     def run(
         self, store: KVStore, layer: int, query: Tensor, scale: float, softcap: float | None, *, need_lse: bool
@@ -365,15 +342,12 @@ class _Piece:
 
     def read(self, store: KVStore, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys [kv_heads, tokens, dk] and values [kv_heads, tokens, dv]."""
-        parts = store.key_parts[layer], store.value_parts[layer]
+        keys, values = store.key_parts[layer], store.value_parts[layer]
         if self.slot is not None:
-            key, value = (store.run(part, self.slot, self.tokens) for part in parts)
-        else:
-            assert self.regions is not None
-            key, value = (
-                store.read(part, self.regions, w).narrow(1, self.skip, self.tokens) for w, part in enumerate(parts)
-            )
-        return key, value
+            return store.run(keys, self.slot, self.tokens), store.run(values, self.slot, self.tokens)
+        assert self.regions is not None
+        key, value = store.read(keys, self.regions), store.read(values, self.regions, workspace=1)
+        return key.narrow(1, self.skip, self.tokens), value.narrow(1, self.skip, self.tokens)
 
 
 def _merged(total: tuple[Tensor, Tensor], piece: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -513,7 +487,8 @@ class TorchPlan:
         rank[work.merge_ids] = np.arange(len(rank)) - np.repeat(work.merge_offset[:-1], counts)
         place = work.row_ids.astype(np.int64) * self.width + rank
         self.places = [store.constant(place[partials]) for partials in order]
-        self.plain = self.width == 1 and len(self.operations) == 1 and self.operations[0].rows.covers(len(counts))
+        shapes = [(operation.rows.start, operation.rows.count) for operation in self.operations]
+        self.plain = self.width == 1 and shapes == [(0, len(counts))]  # one operation has all rows, in order
 
     def run(
         self, store: KVStore, layer: int, query: Tensor, scale: float, softcap: float | None, sinks: Tensor | None

@@ -191,7 +191,7 @@ class _SingleRows:
         kv_heads, group = query.shape[1:3]
         if query.stride(3) != 1 or query.stride(1) != group * query.stride(2):
             query = query.contiguous()
-        output = query.new_empty(len(self.rows), kv_heads, group, store.layers[layer].value_dim)
+        output = query.new_empty(self.rows.count, kv_heads, group, store.layers[layer].value_dim)
         lse = query.new_empty(output.shape[:3]) if need_lse else None
         self.compute(layer, query, query.stride(0), query.stride(2), group, scale, softcap, output, lse)
         return output, lse

@@ -190,7 +190,8 @@ def test_runs_are_merged_as_if_all_costs_were_computed_after_each_merge(seed: in
         tables.append(np.concatenate([before[: len(before) - rng.randint(0, 2)], np.array(own, dtype=np.int32)]))
     del tables[0]
     kv, queries = np.array([4 * len(table) for table in tables]), np.array([rng.choice([1, 1, 3]) for _ in tables])
-    grouped = plan.group(tables, kv, queries, 4, 1).runs
+    starts = np.cumsum([0, *map(len, tables)])
+    grouped = plan.group(plan.Batch(np.concatenate(tables), starts, kv, queries), 4, 1).runs
     members = np.split(grouped.members, np.cumsum(grouped.counts)[:-1])
     runs = list(zip(grouped.start.tolist(), grouped.stop.tolist(), members, strict=True))
     rows = sum(int(queries[each].sum()) for each in members)
