@@ -12,14 +12,14 @@ import socket
 import stat
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from radixkv import private_files
 from radixkv.errors import EngineNotFound, InvalidInput
 from radixkv.telemetry.protocol import Attach, encode
-from radixkv.telemetry.records import EngineFacts
+from radixkv.telemetry.records import EngineFacts, Record
 from radixkv.telemetry.socket_paths import folders, is_listening, is_private, is_trusted_peer, process_start
 
 _MOST_BYTES = 64 * 1024  # limit of a description; a usual one has some hundred bytes
@@ -28,7 +28,7 @@ _ORPHAN_AGE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class FoundEngine:
+class FoundEngine(Record):
     """An engine that runs or ran here (`alive` is False). `tcp` is host:port if it listens there, with a token."""
 
     engine: str
@@ -108,24 +108,11 @@ def _read(path: Path) -> FoundEngine | None:
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 return None
             description = json.loads(file.read(_MOST_BYTES))
-        # Use the socket next to the file, not the path inside it: a forged file must not redirect a client.
-        known = {name: description.get(name) for name in FoundEngine.__slots__ if name != "socket"}
-        found = FoundEngine(**known, socket=str(path.with_suffix(".sock")))
-        return found if _is_sound(found) else None
+        found = FoundEngine.unpack([description.get(name) for name in FoundEngine.__slots__])
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def _is_sound(found: FoundEngine) -> bool:
-    """Whether all values have the right types."""
-    texts = (found.engine, found.model, found.version, found.device)
-    rest = (found.process, found.tcp, found.token)
-    return (
-        all(isinstance(text, str) for text in texts)
-        and all(text is None or isinstance(text, str) for text in rest)
-        and type(found.pid) is int
-        and type(found.started) in (int, float)
-    )
+    # Use the socket next to the file, not the path inside it: a forged file must not redirect a client.
+    return replace(found, socket=str(path.with_suffix(".sock")))
 
 
 def _is_alive(found: FoundEngine) -> bool:

@@ -40,7 +40,6 @@ _HEARTBEAT_S = 1.0  # seconds without a frame after which an empty one is sent
 _BYE_TIMEOUT = 0.5  # seconds for clients to read the last frame
 _FLIGHT_TIMEOUT = 2.0
 _JOIN_TIMEOUT = 5.0
-_POLL_INTERVAL = 0.005
 _MOST_FAULTS = 100  # kinds of faults that are logged
 
 
@@ -135,10 +134,8 @@ class Publisher:
         The engine's own thread must not wait for itself: it passes its collection as `last`, and the reason of its end
         as `why`. Raises OSError.
         """
-        if last is not None:
-            self._collector.wait_until_delivered(_FLIGHT_TIMEOUT, self._is_alive)
-        elif self._is_alive():
-            self._collector.wait_for_fresh(_FLIGHT_TIMEOUT)
+        if self._thread is not None and self._thread.is_alive():
+            self._collector.wait(_FLIGHT_TIMEOUT, fresh=last is None)
         return self._frame_log.save(path, last, why)
 
     @property
@@ -150,9 +147,6 @@ class Publisher:
     def buffered(self) -> int:
         """Bytes that wait to be sent to all clients."""
         return self._clients.buffered
-
-    def _is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def _post(self, call: Callable[[], object]) -> None:
         """Call a function on the publisher's thread, unless that has ended."""
@@ -230,21 +224,19 @@ class Collector:
 
     # ---- for any thread
 
-    def wait_for_fresh(self, timeout: float) -> bool:
-        """Wait until a collection that began after this call is published, or there was nothing to collect.
+    def wait(self, timeout: float, *, fresh: bool) -> bool:
+        """Wait until a finished collection is published; returns False after `timeout` seconds.
 
-        Returns False after `timeout` seconds.
+        A `fresh` one begins after this call. It is not waited for if there is nothing to collect.
         """
         event = threading.Event()
-        self._waiting_next.append(event)
-        self._post(self._woken.set)
+        if fresh:
+            self._waiting_next.append(event)
+            self._post(self._woken.set)
+        else:
+            self._post(self.deliver)
+            self._post(event.set)
         return event.wait(timeout)
-
-    def wait_until_delivered(self, timeout: float, alive: Callable[[], bool]) -> None:
-        """Wait until a finished collection is published; an unfinished one is not waited for."""
-        deadline = time.monotonic() + timeout
-        while alive() and (future := self._future) is not None and future.done() and time.monotonic() < deadline:
-            time.sleep(_POLL_INTERVAL)
 
     # ---- for the publisher's thread
 

@@ -111,7 +111,7 @@ def test_a_waiting_caller_asks_at_once_and_goes_on_with_the_answer(engine: Engin
         engine.turn()
 
     engine.stirred = publisher
-    assert engine.collector.wait_for_fresh(0.0)
+    assert engine.collector.wait(0.0, fresh=True)
     assert engine.told == [1.0, 2.0]
 
 
@@ -136,19 +136,19 @@ def test_a_fault_frees_waiting_callers_and_the_next_question_is_asked(
             broken.setattr(engine, "answer", lambda: engine.asked[-1].set_exception(fault))
         else:
             broken.setattr(engine.collector, f"_{where}", fails)
-        assert engine.collector.wait_for_fresh(0.0)
-        assert engine.collector.wait_for_fresh(0.0)
+        assert engine.collector.wait(0.0, fresh=True)
+        assert engine.collector.wait(0.0, fresh=True)
     assert caplog.text.count("telemetry could not be collected: RuntimeError('no idea')") == 1
     assert engine.told == [1.0]
-    assert engine.collector.wait_for_fresh(0.0)
+    assert engine.collector.wait(0.0, fresh=True)
     assert len(engine.told) == 2
 
 
 def test_the_end_frees_all_waiting_callers(engine: Engine) -> None:
     engine.stirred = engine.turn
-    assert not engine.collector.wait_for_fresh(0.0)  # requested, and not answered
+    assert not engine.collector.wait(0.0, fresh=True)  # requested, and not answered
     engine.stirred = lambda: None
-    assert not engine.collector.wait_for_fresh(0.0)  # not even requested
+    assert not engine.collector.wait(0.0, fresh=True)  # not even requested
     events = [*engine.collector._waiting_now, *engine.collector._waiting_next]
     assert len(events) == 2
     engine.collector.close()
