@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,28 +29,27 @@ from radixkv.telemetry.protocol import (
     Snapshot,
     encode,
 )
-from radixkv.telemetry.records import Changes, EngineFacts, SessionRecord, drawable
+from radixkv.telemetry.records import Changes, EngineFacts, SessionRecord
 from tests.monitor import samples
-from tests.telemetry.wire import CHANGES, COUNT, FACTS, TEXT, TIME, eviction, node, records, request
-
-COMMON = {"seq": COUNT, "ts": TIME}
+from tests.telemetry.wire import DICE, FACTS, TEXT, TIME, Dice, eviction, node, request
 
 
-def _snapshot(changes: Changes, page: int, more: int, **common: object) -> Snapshot:
-    reset = Changes(**{**{name: getattr(changes, name) for name in changes.__slots__}, "reset": page == 0})
-    return Snapshot(page, page + more, reset, **common)  # type: ignore[arg-type]
+def any_frame(dice: Dice) -> Frame:
+    page = dice.randrange(4)
+    frames: tuple[Callable[[], Frame], ...] = (
+        lambda: Hello(dice.record(EngineFacts)),
+        lambda: Command(dice.count(), dice.text()[:32], dice.count()),
+        lambda: Reply(dice.count(), dice.random() < 0.5, dice.text()),
+        lambda: Snapshot(page, page + dice.randrange(1, 4), dice.changes(reset=page == 0)),
+        lambda: Delta(dice.changes()),
+        lambda: Gap(dice.count()),
+        lambda: Bye(dice.text()),
+        lambda: Attach(dice.text(), dice.uniform(0.1, 100)),
+    )
+    return replace(dice.choice(frames)(), seq=dice.count(), ts=dice.time())
 
 
-FRAMES = st.one_of(
-    st.builds(Hello, records(EngineFacts), **COMMON),
-    st.builds(Command, COUNT, st.text(max_size=32).map(lambda text: drawable(text)[:32]), COUNT, **COMMON),
-    st.builds(Reply, COUNT, st.booleans(), TEXT, **COMMON),
-    st.builds(_snapshot, CHANGES, st.integers(0, 3), st.integers(1, 3), **COMMON),
-    st.builds(Delta, CHANGES, **COMMON),
-    st.builds(Gap, COUNT, **COMMON),
-    st.builds(Bye, TEXT, **COMMON),
-    st.builds(Attach, TEXT, st.floats(0.1, 100), **COMMON),
-)
+FRAMES = DICE.map(any_frame)
 
 
 def framed(body: object) -> bytes:
