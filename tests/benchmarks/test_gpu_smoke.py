@@ -52,7 +52,6 @@ def test_every_part_runs_and_checks_what_it_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(os.environ.get("RADIXKV_LONG") != "1", reason="takes a minute of a core: RADIXKV_LONG=1 runs it")
 def test_the_checks_of_a_new_gpu_all_have_rows() -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "gpu"), "--first-contact", "--smoke"]
     done = subprocess.run(

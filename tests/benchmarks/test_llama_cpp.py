@@ -1,4 +1,4 @@
-"""Check the rows of benchmarks/llama_cpp.py, its protocol with fake engines, and the process of radixkv."""
+"""Check the rows of benchmarks/llama_cpp.py, and its protocol with fake engines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import llama_cpp  # in the folder of the benchmarks, not installed
 from llama_cpp_parts import worker
-from llama_cpp_parts.ours import Ours
 from llama_cpp_parts.worker import OURS, PEER, Side
 from llama_cpp_parts.workloads import QUICK, STREAMS
-
-from radixkv import Engine, SamplingParams
 
 FAKE = '''
 """Answer the commands of worker.py; arguments: CPU milliseconds a token, wall a token, and how the replies differ."""
@@ -100,29 +97,3 @@ def test_engines_that_compute_different_models_are_found(fake: Any) -> None:
 def test_different_tokenizers_end_the_benchmark(fake: Any) -> None:
     with pytest.raises(SystemExit, match=r"tokenizers of radixkv and llama\.cpp differ on"):
         compare(fake(OURS), fake(PEER, kind="other tokenizer"))
-
-
-# ---- the work
-
-
-def test_the_process_of_radixkv_reuses_the_chat() -> None:
-    ours = Ours()
-    try:
-        assert "radixkv" in ours.load("tiny", threads=1, streams=1, context=512, settings={})["versions"]
-        texts = ours.render(["Hello?", "And now?"])["texts"]
-        assert "Hello?" in texts[0] and "And now?" not in texts[0]
-        first, second = ours.tokenize(texts)["ids"]
-        begun = ours.generate([first], 6)
-        assert begun["computed"] == len(first) + 5  # the last token of a reply is never computed
-        again = ours.generate([first + begun["replies"][0] + second], 6)
-        assert again["computed"] == 1 + len(second) + 5
-        assert 0 < again["first"][0]["wall_ms"] <= again["total"]["wall_ms"]
-        both = ours.generate([first, first[:-1]], 4)
-        assert [len(reply) for reply in both["replies"]] == [4, 4] and both["replies"][0] == begun["replies"][0][:4]
-        assert ours.usage()["peak_mb"] > 10
-        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        with Engine.load("tiny", num_blocks=32, monitor=False) as engine:
-            [completion] = engine.generate([first], params)
-        assert list(completion.token_ids) == begun["replies"][0]
-    finally:
-        ours.engine.close()

@@ -12,7 +12,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from serving_parts.clients import Record, closed_loop
-from serving_parts.figures import figures, median
 from serving_parts.servers import Counted
 from serving_parts.workloads import Session, Shape, build
 
@@ -66,21 +65,3 @@ def test_clients_say_what_the_sessions_say(clients: int) -> None:
     sessions, server = build(SMALL, vocab=100), Echo()
     check_histories(closed_loop(server, sessions, clients), sessions)
     assert server.most <= clients
-
-
-def record(session: str, turn: int, prompt: tuple[int, ...], reply: tuple[int, ...], *times: float) -> Record:
-    return Record(session, turn, prompt, reply, times[0], times[1:])
-
-
-def test_figures_of_two_requests() -> None:
-    records = [
-        record("0", 0, (1, 2), (5, 6, 7), 10.0, 10.5, 10.6, 10.8),
-        record("1", 0, (1, 2, 3), (5, 6), 10.2, 11.2, 12.0),
-    ]
-    found = figures(records, Counted(4, 9, None, 3_000_000))
-    assert (found.requests, found.seconds, found.requests_per_s, found.output_tokens_per_s) == (2, 2.0, 1.0, 2.5)
-    assert (found.ttft_p50_ms, found.gap_p50_ms, found.gap_max_ms) == pytest.approx((750, 200, 800))
-    assert (found.prompt_tokens, found.hit_tokens, found.kv_mb, found.held_mb) == (5, 4, 3.0, None)
-    later = figures([record("0", 0, (1,), (5, 6), 0.0, 1.0, 5.0)], Counted(1, 1, 2, 1, 1))
-    both = median([found, later, later])
-    assert (both.seconds, both.hit_tokens, both.preemptions) == (5.0, 1, None)
