@@ -84,7 +84,7 @@ def fragmentation(
         if not 1 <= size <= memory_tokens:
             raise InvalidInput(f"block size {size}: allowed is 1 to the {memory_tokens} tokens of memory")
     schemes: list[tuple[str, int | None, Scheme]] = [
-        ("contiguous", None, Slabs(memory_tokens, slab)),
+        ("contiguous", None, Paged(memory_tokens, slab, most=1)),  # one page that holds all of it
         ("buddy", None, Buddy(memory_tokens)),
         *(("paged", size, Paged(memory_tokens, size)) for size in block_sizes),
     ]
@@ -181,37 +181,6 @@ class _Replay:
         self._finals = np.delete(self._finals, index)
 
 
-class Slabs:
-    """A slab of the maximum length for each sequence."""
-
-    def __init__(self, memory: int, slab: int) -> None:
-        self._slab = slab
-        self._free = memory // slab
-
-    def admit(self, running: Lengths, length: int, final: int) -> bool:
-        """Take a slab."""
-        if not self._free:
-            return False
-        self._free -= 1
-        return True
-
-    def release(self, index: int) -> None:
-        """Free a slab."""
-        self._free += 1
-
-    def fits_alone(self, final: int) -> bool:
-        """Whether it is no longer than a slab."""
-        return final <= self._slab
-
-    def reserved(self, lengths: Lengths, steps: int) -> int:
-        """Count whole slabs."""
-        return len(lengths) * self._slab * steps
-
-    def can_grow(self, lengths: Lengths, steps: int) -> bool:
-        """Return True: a slab has room from the start."""
-        return True
-
-
 class Buddy:
     """The smallest power of two that holds the final length, which is known in advance: the best case of this scheme.
 
@@ -265,11 +234,12 @@ class Buddy:
 
 
 class Paged:
-    """Pages of a fixed number of tokens, one more when the last is full."""
+    """Pages of a fixed number of tokens, one more when the last is full; at most `most` pages for a sequence."""
 
-    def __init__(self, memory: int, block_size: int) -> None:
+    def __init__(self, memory: int, block_size: int, most: int | None = None) -> None:
         self._size = block_size
         self._blocks = memory // block_size
+        self._most = self._blocks if most is None else most
 
     def admit(self, running: Lengths, length: int, final: int) -> bool:
         """Admit if there are pages for all sequences, and for one more token each."""
@@ -279,8 +249,8 @@ class Paged:
         """Do nothing: the lengths determine the pages."""
 
     def fits_alone(self, final: int) -> bool:
-        """Whether the memory holds all of it."""
-        return -(-final // self._size) <= self._blocks
+        """Whether the memory holds all of it in its pages."""
+        return -(-final // self._size) <= self._most
 
     def reserved(self, lengths: Lengths, steps: int) -> int:
         """Sum the pages of the lengths at each step."""
