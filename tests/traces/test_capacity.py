@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -45,43 +44,12 @@ def test_bytes_need_a_model() -> None:
         parse_capacity("16GB", 200, 64)
 
 
-def config(folder: Path, **fields: object) -> str:
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 64}
-    (folder / "config.json").write_text(json.dumps({**shape, **fields}))
-    return str(folder)
-
-
-def test_the_bytes_of_a_token_follow_from_the_config(tmp_path: Path) -> None:
-    assert kv_bytes_per_token(config(tmp_path)) == 2 * 2 * 8 * 8 * 2
-    assert kv_bytes_per_token(config(tmp_path, num_key_value_heads=2, head_dim=16)) == 2 * 2 * 2 * 16 * 2
-    assert kv_bytes_per_token(config(tmp_path, torch_dtype="float32")) == 2 * 2 * 8 * 8 * 4
-    inner = {"num_hidden_layers": 3, "num_attention_heads": 1, "head_dim": 4, "hidden_size": 9}
-    assert kv_bytes_per_token(str(tmp_path / "config.json")) == 512 * 2
-    assert kv_bytes_per_token(config(tmp_path, text_config=inner)) == 2 * 3 * 1 * 4 * 2
-
-
 def test_the_bundled_model_is_known_by_name() -> None:
     assert kv_bytes_per_token("tiny") == 2 * 4 * 3 * 64 * 2
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"kv_lora_rank": 512},
-        {"layer_types": ["full_attention", "linear_attention"]},
-        {"num_hidden_layers": None},
-        {"dtype": "int3"},
-        {"num_attention_heads": "many"},
-        {"text_config": 5},
-    ],
-)
-def test_a_cache_of_another_kind_is_refused(tmp_path: Path, fields: dict[str, object]) -> None:
-    with pytest.raises(InvalidInput, match="--kv-bytes"):
-        kv_bytes_per_token(config(tmp_path, **fields))
-
-
 def test_an_unknown_model_says_which_there_are(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"llama-3\.1-8b"):
+    with pytest.raises(InvalidInput, match=r"llama-3\.1-8b.*--kv-bytes"):
         kv_bytes_per_token("llama-5")
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InvalidInput, match="KV shape"):

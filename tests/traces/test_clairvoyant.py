@@ -5,13 +5,12 @@ from __future__ import annotations
 from array import array
 from functools import cache
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.cache import POLICIES
 from radixkv_traces.clairvoyant import ClairvoyantPool, next_uses
-from radixkv_traces.formats import TraceRequest, read, sample
+from radixkv_traces.formats import TraceRequest
 from radixkv_traces.simulate import replay
 from radixkv_traces.workload import Workload, prepare
 
@@ -79,14 +78,3 @@ def test_next_uses_are_the_next_uses(chains: list[list[int]]) -> None:
         for block in request.blocks
     ]
     assert list(next_uses(trace)) == expected
-
-
-@pytest.mark.parametrize(("name", "block_tokens"), [("conversation", 512), ("cc_agent", 64)])
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
-def test_on_the_samples_it_is_between_lru_and_the_infinite_cache(name: str, block_tokens: int, share: float) -> None:
-    trace = prepare(read(sample(name)), block_tokens)
-    capacity = int(trace.unique_blocks * share)
-    lru, optimum, endless = (replay(trace, capacity, each) for each in ("lru", "clairvoyant", "infinite"))
-    assert lru.hit_blocks < optimum.hit_blocks <= endless.hit_blocks
-    assert optimum.regret_tokens == endless.hit_tokens - optimum.hit_tokens >= 0
-    assert max(optimum.cached) <= capacity < max(endless.cached) == trace.unique_blocks

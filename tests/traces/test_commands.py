@@ -121,21 +121,6 @@ def test_rows_with_hints_follow_their_policy(say: Say) -> None:
     assert found[1]["gap_closed"] >= 0 == found[0]["gap_closed"]
 
 
-def test_hit_rates_over_time_and_by_group_add_up(say: Say) -> None:
-    said = rows(
-        say("simulate", "sample:cc_agent", "--capacity", "1000", "--policy", "lru", "--by", "session", "--json")
-    )
-    row = said["rows"][0]
-    assert (said["block_tokens"], row["capacity_blocks"]) == (64, 1000)
-    for name in ("requests", "input_tokens", "hit_tokens"):
-        assert sum(group[name] for group in row["by"]) == row[name]
-    assert len({group["session"] for group in row["by"]}) == len(row["by"]) > 10
-    times = [time for time, _ in row["hit_rates"]]
-    assert times == sorted(times)
-    whole = rows(say("simulate", "sample:cc_agent", "--capacity", "1000", "--policy", "lru", "--limit", "4", "--json"))
-    assert len(whole["rows"][0]["occupancy"]) == 4
-
-
 def test_a_part_of_a_trace(say: Say) -> None:
     def requests(*options: str) -> int:
         return int(rows(say("simulate", "sample:conversation", *options, "--policy", "infinite", "--json"))["requests"])
@@ -157,23 +142,6 @@ def test_text_is_replayed_by_times_and_untimed_sessions_take_turns(say: Say) -> 
     assert plain["unique_blocks"] == turned["unique_blocks"]
     assert plain["rows"][0]["token_hit_rate"] > turned["rows"][0]["token_hit_rate"]
     assert tokenized["block_tokens"] == 32
-
-
-def test_bytes_of_a_model_are_blocks(say: Say) -> None:
-    said = rows(
-        say(
-            "simulate",
-            "sample:cc_agent",
-            "--capacity",
-            "8GiB,100ktok",
-            "--model",
-            "llama-3.1-8b",
-            "--policy",
-            "lru",
-            "--json",
-        )
-    )
-    assert [row["capacity_blocks"] for row in said["rows"]] == [8 * 2**30 // (131072 * 64), 100_000 // 64]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -20,14 +20,6 @@ def line(**changes: Any) -> str:
     return json.dumps({name: value for name, value in fields.items() if value is not ...})
 
 
-def test_every_field_is_read() -> None:
-    request = parse(line(session="a", turn=3, stop="tool_use", tenant="t", block_size=16))
-    assert (request.timestamp, request.input_length, request.output_length) == (5.0, 1100, 7)
-    assert list(request.blocks) == [4, 0, 9]
-    assert (request.session, request.turn, request.stop) == ("a", 3, "tool_use")
-    assert (request.namespace, request.block_tokens) == ("t", 16)
-
-
 def test_what_is_optional_may_be_left_out_and_what_is_unknown_is_ignored() -> None:
     request = parse(line(model="m"))
     assert request == TraceRequest(5.0, 1100, 7, request.blocks)
@@ -40,20 +32,10 @@ def test_a_session_may_be_a_number_and_aiperf_calls_it_session_id() -> None:
     assert parse(line(tenant=3)).namespace == "3"
 
 
-def test_a_delay_without_a_time_is_refused_with_the_reason() -> None:
-    with pytest.raises(TraceError, match="delay is counted from the answer before"):
-        parse(line(timestamp=..., session_id="s", delay=500))
-    assert parse(line(delay=500)).timestamp == 5.0
-
-
 def test_ranges_expand_in_order() -> None:
     ranges = [[3, 4], [100, 1], [8, 0], [5, 2]]
     request = parse(line(hash_ids=..., hash_ranges=ranges))
     assert list(request.blocks) == [3, 4, 5, 6, 100, 5, 6]
-
-
-def test_ids_may_be_64_bit_hashes() -> None:
-    assert parse(line(hash_ids=[2**63 - 1])).blocks[0] == 2**63 - 1
 
 
 @pytest.mark.parametrize(
@@ -62,28 +44,20 @@ def test_ids_may_be_64_bit_hashes() -> None:
         (None, "{"),
         (None, "[1]"),
         ("timestamp", line(timestamp=...)),
-        ("timestamp", line(timestamp=-1)),
         ("timestamp", line(timestamp=float("nan"))),
         ("input_length", line(input_length=...)),
-        ("input_length", line(input_length=1.5)),
         ("input_length", line(input_length=True)),
-        ("output_length", line(output_length=-2)),
         ("hash_ids", line(hash_ids=...)),
         ("hash_ids", line(hash_ids="4")),
-        ("hash_ids", line(hash_ids=[1, -1])),
         ("hash_ids", line(hash_ids=[1, 2**63])),
         ("hash_ranges", line(hash_ranges=[[1, 1]])),
         ("hash_ranges", line(hash_ids=..., hash_ranges=[[1]])),
-        ("hash_ranges", line(hash_ids=..., hash_ranges=[[1, -1]])),
         ("hash_ranges", line(hash_ids=..., hash_ranges=[[0, MAX_BLOCKS + 1]])),
         ("hash_ranges", line(hash_ids=..., hash_ranges=[[2**63 - 1, 2]])),
         ("session", line(session=[7])),
-        ("session", line(session=True)),
-        ("session_id", line(session_id=1.5)),
         ("timestamp", line(timestamp=..., delay=500)),
         ("turn", line(turn="1")),
         ("block_size", line(block_size=0)),
-        ("block_size", line(block_size="16")),
         ("tenant", line(tenant=["a"])),
         ("stop", line(stop=["end_turn"])),
     ],
@@ -97,18 +71,6 @@ def test_a_bad_line_names_file_line_and_field(tmp_path: Path, field: str | None,
         next(requests)
     assert (caught.value.file, caught.value.line, caught.value.field) == (str(file), 3, field)
     assert isinstance(caught.value, InvalidInput)
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "tokens"), [("conversation", 570, 512), ("cc_agent", 400, 64), ("recording", 38, 16)]
-)
-def test_samples_are_whole_and_their_lengths_fit_their_blocks(name: str, count: int, tokens: int) -> None:
-    requests = list(read(sample(name)))
-    assert len(requests) == count
-    for request in requests:
-        assert 0 <= request.input_length // tokens <= len(request.blocks) <= request.input_length // tokens + 1
-    starts = [request.timestamp for request in requests]
-    assert starts == sorted(starts)
 
 
 def test_an_unknown_sample_says_which_there_are() -> None:

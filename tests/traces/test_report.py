@@ -69,15 +69,6 @@ def test_hit_rate_is_drawn_against_the_share_of_unique_blocks(simulation):
     assert set(axis.xaxis.get_minor_formatter().format_ticks([2, 3])) == {""}
 
 
-def test_orders_have_lines_of_their_own(tmp_path):
-    rows = [ROWS[0], {**ROWS[0], "order": "fcfs", "token_hit_rate": 0.3}]
-    (tmp_path / "sim.json").write_text(json.dumps({**SIMULATION, "rows": rows}))
-    (axis,) = hit_rate(read(str(tmp_path / "sim.json"))).axes
-    drawn = lines(axis)
-    assert drawn["lru"] == [(1.0, 0.1)]
-    assert drawn["lru, fcfs"] == [(1.0, 0.3)]
-
-
 def test_rows_that_were_cut_short_are_not_drawn(tmp_path):
     path = tmp_path / "sim.json"
     rows = [*ROWS[:-1], {**ROWS[-1], "finished": False}]

@@ -51,12 +51,6 @@ def test_six_rows_of_one_growing_session_are_six_requests(tmp_path: Path, more: 
     assert 0.7 < rate < 0.8  # it was above 0.9, because each row counted all earlier turns again
 
 
-def test_rows_with_their_answers_are_the_same_requests(tmp_path: Path) -> None:
-    found = read(tmp_path / "log", [{"id": 7, "messages": conversation(turn)} for turn in (1, 2, 3)])
-    assert prompts(found) == [("7", 1, 2), ("7", 2, 4), ("7", 3, 6)]
-    assert all(each.reply is not None for each in found)
-
-
 def test_logs_of_two_conversations_stay_apart(tmp_path: Path) -> None:
     other = [conversation(turn + 1, "beans")[:-1] for turn in range(2)]
     rows = [ROWS[0], other[0], ROWS[1], other[1]]

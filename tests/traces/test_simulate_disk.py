@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from random import Random
 
@@ -106,19 +105,6 @@ def test_lru_equals_lists_and_a_dict(seed: int, slots: int) -> None:
     assert (result.disk.read_blocks, result.disk.written_blocks) == (tiers.disk_read, tiers.disk_written)
 
 
-def test_a_block_is_written_once_and_read_as_often_as_it_hits() -> None:
-    result = replay(workload([[1, 2], [3, 4], [5, 6]] * 3), 2, host_blocks=4, disk_blocks=6)
-    assert result.host is not None and result.disk is not None
-    assert list(result.hits) == [0, 0, 0, 2, 2, 2, 2, 2, 2]
-    assert (result.disk.read_blocks, result.disk.written_blocks, result.disk_hit_tokens) == (10, 6, 100)
-
-
-def test_the_text_that_was_used_last_stays_on_a_small_disk() -> None:
-    chains = [[1, 2], [3, 4], [5, 6], [7, 8], [1, 2], [9, 10], [11, 12], [3, 4], [1, 2]]
-    result = replay(workload(chains), 2, host_blocks=2, disk_blocks=4)
-    assert list(result.hits) == [0, 0, 0, 0, 2, 0, 0, 0, 2]
-
-
 @pytest.mark.parametrize("policy", ["lru", "predictive"])
 def test_the_bounds(policy: str) -> None:
     trace = prepare(islice(read(sample("conversation")), 200), 512)
@@ -134,25 +120,6 @@ def test_the_bounds(policy: str) -> None:
 def test_a_disk_needs_a_host() -> None:
     with pytest.raises(InvalidInput, match="host_blocks"):
         replay([], 1, disk_blocks=1)
-
-
-@pytest.mark.long
-def test_rows_with_disks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*SIMULATE, "--host", "500", "--disk", "2x,100%", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    sizes = [(None, None), ("500", None), ("500", "2x"), ("500", "100%")]
-    assert [(row["host"], row["disk"], row["policy"]) for row in rows] == [
-        (*each, policy) for each in sizes for policy in ("lru", "clairvoyant")
-    ]
-    names = [f"disk_{name}" for name in ("blocks", "hit_tokens", "written_blocks", "read_blocks", "written_per_hit")]
-    assert [[row[name] for name in names] for row in rows[:4]] == [[0] * 5] * 4
-    assert [rows[5][name] for name in names] == [2000, None, None, None, None]
-    result = replay(prepare(islice(read(sample("cc_agent")), 60), 64), 1000, host_blocks=500, disk_blocks=2000)
-    assert result.disk is not None and result.disk.read_blocks > 0
-    written = result.disk.written_blocks
-    found = [2000, result.disk_hit_tokens, written, result.disk.read_blocks, round(64 * written / result.hit_tokens, 4)]
-    assert [rows[4][name] for name in names] == found
-    assert (rows[4]["gap_closed"], rows[5]["gap_closed"]) == (0, 1)
 
 
 def test_the_table_has_columns_for_each_tier(capsys: pytest.CaptureFixture[str]) -> None:

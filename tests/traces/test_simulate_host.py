@@ -94,24 +94,6 @@ def test_lru_equals_two_lists(
     assert min(traffic) > 0
 
 
-def test_a_host_tier_leaves_the_device_as_it_is() -> None:
-    trace = agents()
-    device = trace.unique_blocks // 5
-    alone, tiered = replay(trace, device), replay(trace, device, host_blocks=4 * device)
-    assert tiered.host is not None and alone.host is None
-    assert list(tiered.host.hits_above) == list(alone.hits)
-    assert tiered.hit_tokens - tiered.host_hit_tokens == alone.hit_tokens
-    assert alone.host_hit_tokens == 0 < tiered.host_hit_tokens
-    assert all(both >= one for both, one in zip(tiered.hits, alone.hits, strict=True))
-
-
-def test_blocks_go_to_the_host_and_come_back() -> None:
-    result = replay(workload([[1, 2], [3, 4], [1, 2], [1, 2]]), 2, host_blocks=4)
-    assert result.host is not None
-    assert (list(result.hits), list(result.host.hits_above)) == ([0, 0, 2, 2], [0, 0, 0, 2])
-    assert (result.host.written_blocks, result.host.read_blocks, result.host_hit_tokens) == (4, 2, 20)
-
-
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[PrefixCache]:
     """The caches of the replays, each of which checks itself after each move."""
@@ -142,11 +124,6 @@ def test_every_policy_keeps_its_books(policy: str, checked: list[PrefixCache]) -
     resident = stats.host_blocks - stats.host_free_blocks
     left_the_host = result.host.written_blocks - result.host.read_blocks - resident
     assert 0 <= left_the_host <= result.evicted_blocks
-
-
-def test_a_load_leaves_no_room_on_a_full_host_until_it_has_run() -> None:
-    result = replay(workload([[1, 2], [3, 4], [1, 2], [3, 4]]), 2, host_blocks=2)
-    assert (list(result.hits), result.evicted_blocks) == ([0, 0, 2, 0], 2)
 
 
 def test_the_bound_is_one_pool_of_both_sizes_with_prompts_cut_to_the_device() -> None:

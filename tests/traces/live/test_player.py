@@ -91,18 +91,6 @@ def test_a_failure_and_a_prompt_that_is_too_long_leave_the_others_alone():
     assert played.whole
 
 
-def test_a_fault_of_the_target_stays_with_its_request():
-    class Faulty(FakeTarget):
-        async def send(self, request, prompt, on_piece):
-            if request.number == 0:
-                raise ZeroDivisionError("by zero")
-            return await super().send(request, prompt, on_piece)
-
-    first, second = play(Faulty(), recorded((None, 0), (None, 1))).outcomes
-    assert first.error == "ZeroDivisionError: by zero"
-    assert second.error is None
-
-
 def test_warming_up_sends_in_order_and_marks():
     target = FakeTarget()
     player = Player(target, PROMPT_MAKER, Pace())

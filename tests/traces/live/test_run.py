@@ -119,14 +119,6 @@ def test_a_server_is_driven_and_its_failures_are_the_exit_status(trace, capsys):
     assert "TTFT" not in said
 
 
-def test_a_person_gets_tables(trace, capsys):
-    with http_server() as server:
-        assert main(["run", trace, "--target", server.url, "--asap", "--goodput", "ttft:60000"]) == 0
-    said = capsys.readouterr().out
-    for expected in ("answered", "hit rate", "TTFT, hit", "TPOT", "E2E", "goodput of"):
-        assert expected in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
