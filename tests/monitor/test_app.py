@@ -177,15 +177,6 @@ def test_record_writes_what_comes_until_it_is_pressed_again(tmp_path: Path, monk
     assert state is not None and state.time == 1096.0 and set(state.nodes) == {1, 2, 3, 4, 5, 40}
 
 
-def test_record_to_a_named_file_from_the_beginning(tmp_path: Path) -> None:
-    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
-        app.tick()
-        assert "recording to mine.rec" in banner(app)
-
-    played(steps, record_to=tmp_path / "mine.rec")
-    assert (tmp_path / "mine.rec").stat().st_size > 100
-
-
 @pytest.mark.parametrize("key", mostly_long(["j", "c", "s"], "j"))
 def test_export(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -355,19 +346,6 @@ def test_copy_writes_the_selected_item_to_the_clipboard() -> None:
         await pilot.pause()
         await pilot.press("Y")
         assert json.loads(app.clipboard)["block"] == app.view.block > 0
-
-    played(steps)
-
-
-def test_t_and_the_palette_change_the_theme() -> None:
-    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
-        assert app.theme == "radixkv-dark"
-        await pilot.press("t")
-        assert app.theme == "radixkv-light"
-        for command in app.get_system_commands(app.screen):
-            if "dark" in command.title.lower():
-                command.callback()
-        assert app.theme == "radixkv-dark"
 
     played(steps)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.telemetry.records import NodeRecord, SequenceRecord
+from radixkv.telemetry.records import NodeRecord
 from radixkv_monitor import block_map, block_modes, theme
 from radixkv_monitor.block_map import (
     ACTIVE,
@@ -132,18 +132,6 @@ def test_a_block_has_the_session_that_held_it_or_is_shared(steps: list[tuple[str
 
 def node(number: int, blocks: tuple[int, ...], start: int = 0, tokens: int = 4, locks: int = 0) -> NodeRecord:
     return NodeRecord(number, 0, start, tokens, blocks, locks, locks, 0, 0, 0, False, 0.0, 0.0)
-
-
-def test_the_deepest_owner_is_the_tip_and_a_sequence_is_deeper_than_any_node() -> None:
-    blocks = BlockMap(8, 4)
-    nodes = {1: node(1, (0, 2), tokens=6), 2: node(2, (1, 2), start=6, tokens=5)}
-    blocks.update(nodes, {})
-    assert blocks.all_owners(1) == [2, 1] and blocks.owner(0) == 1 and blocks.owner(7) is None
-    blocks.update(nodes, {5: SequenceRecord(5, None, 0, 2, 11, 0, (1, 1), 0.0)})
-    assert blocks.all_owners(1) == [-5, 2, 1]
-    del nodes[2]
-    blocks.update(nodes, {}, touched_nodes=[2], touched_sequences=[5])
-    assert blocks.all_owners(1) == [1] and blocks.owner(2) is None
 
 
 def test_blocks_outside_of_the_pool_and_odd_runs_are_nobodys() -> None:

@@ -15,7 +15,7 @@ from textual.widgets import Static
 
 from radixkv.telemetry.records import NodeRecord, RequestRecord
 from radixkv_monitor import detail, tree_branch
-from radixkv_monitor.block_map import CACHED, FREE, PINNED, BlockMap
+from radixkv_monitor.block_map import CACHED, FREE, PINNED
 from radixkv_monitor.block_modes import Blocks
 from radixkv_monitor.formatting import size
 from radixkv_monitor.print_once import to_dict, to_text
@@ -26,7 +26,6 @@ from radixkv_monitor.views import HostBlockSelected, NodeSelected, Selection, Vi
 from radixkv_monitor.views.overview import OverviewView
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.views.requests import miss_sentence
-from radixkv_monitor.views.tree import TreeView
 from radixkv_monitor.widgets import heat_map
 from radixkv_monitor.widgets.detail_pane import DetailPane
 from radixkv_monitor.widgets.heat_map import GUTTER
@@ -110,25 +109,6 @@ def test_both_maps_and_the_sums_of_the_tree_match_a_recount(steps: list[tuple[st
 # ---- tree
 
 
-@both_sizes
-def test_nodes_on_the_host_have_a_sign_of_their_own(size: tuple[int, int]) -> None:
-    view = TreeView()
-
-    async def script(pilot: Pilot[None]) -> None:
-        lines = screen(pilot.app)
-        assert "5 nodes in 1 namespace · 3 on the host · 220 tokens · by birth" in lines[0]
-        assert any("team  5 nodes, 3 □" in line for line in lines)
-        assert [line.split("-")[0].split()[-2:] for line in lines if "□" in line][1:] == [
-            ["□", "80"], ["□", "144"], ["□", "40"],
-        ]  # fmt: skip
-        assert any("○ 40-80" in line for line in lines) and any("● 0-40" in line for line in lines)
-        await pilot.press("end", "enter")
-
-    selections = run(view, script, with_host(), size)
-    assert isinstance(selections[-1], HostBlockSelected) and (selections[-1].number, selections[-1].show) == (6, True)
-    assert [row["residence"] for row in view.export().rows] == ["device"] * 3 + ["host"] * 3
-
-
 def test_the_filter_finds_nodes_on_the_host() -> None:
     matching = tree_branch.parse_filter("host")
     assert matching is not None and [matching.matches(each, "team", None) for each in NODES] == [False] * 3 + [True] * 3
@@ -158,19 +138,6 @@ def test_a_leaf_of_the_pool_is_evictable_although_nodes_on_the_host_follow_it() 
 
 
 # ---- pool
-
-
-def test_a_map_of_one_tier_ignores_the_nodes_of_the_other() -> None:
-    nodes = {each.id: each for each in NODES}
-    device, host = BlockMap(8, 16), BlockMap(40, 16, "host")
-    device.update(nodes, {})
-    host.update(nodes, {})
-    assert device.states().tolist() == [2, 2, 2, CACHED, CACHED, FREE, FREE, FREE]
-    assert np.flatnonzero(host.states() == CACHED).tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 30]
-    assert host.owner(2) == 4 and device.owner(2) == 3 and not host.blocks_of(3).size
-    nodes[4] = replace(nodes[4], blocks=(20, 4))
-    host.update(nodes, {}, [4])
-    assert host.owner(2) is None and host.blocks_of(4).tolist() == [20, 21, 22, 23]
 
 
 @both_sizes

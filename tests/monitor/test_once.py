@@ -77,19 +77,6 @@ def test_a_cut_recording_prints_its_whole_part_and_the_cut(tmp_path: Path, capsy
     assert errors.count("\n") == 1
 
 
-def test_a_damaged_recording_prints_its_whole_part_and_the_damage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = written(tmp_path / "a.rec", snapshot(1000.0, 1), tail=b"\xff" * 100)
-    whole = path.stat().st_size - 100
-    status, said, errors = once(capsys, str(path))
-    assert status == 4 and said["time"] == 1000.0
-    assert said["damaged_at"] == whole and f"damaged after byte {whole}" in said["ends"]
-    assert said["verdict"]["sentence"].startswith(f"Ended (the recording is damaged after byte {whole})")
-    assert f"is damaged after byte {whole}: a frame claims" in errors
-    assert errors.endswith("; the summary is of the part before\n") and errors.count("\n") == 1
-
-
 @pytest.mark.parametrize("kept", [0, 10])
 def test_a_recording_without_a_state_is_damaged_too(
     kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ from radixkv_monitor.state import Sample
 from radixkv_monitor.views.overview import OverviewView
 from radixkv_monitor.widgets.panel import Panel
 from tests.monitor.fake_feed import FACTS, FakeFeed
-from tests.monitor.samples import STATES, request
+from tests.monitor.samples import request
 
 SIZES = pytest.mark.parametrize(
     "size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.long)], ids=["80x24", "160x48"]
@@ -113,14 +113,6 @@ def test_all_numbers_are_on_screen(size: tuple[int, int]) -> None:
         assert words in text, words
 
 
-def test_an_older_engine_counts_output_tokens_only() -> None:
-    stats = {name: value for name, value in STATS.items() if name not in ("decode_tokens", "prefill_tokens")}
-    history = (Sample(940.0, FACTS.engine, {}), Sample(1000.0, FACTS.engine, stats))
-    text, _ = drawn(Changes(time=1000.0, reset=True, stats=stats), (80, 24), history)
-    assert "10 s; graph: output, 1 min" in text and "42 output  - prefill  155 cached" in text and "  42┤" in text
-    assert "decode" not in text
-
-
 def test_an_engine_that_drafts_has_the_tokens_per_step_of_a_stream() -> None:
     drafts = {"drafting_steps": 200.0, "accepted_from_own": 120.0, "accepted_from_tree": 40.0}
     history = (Sample(940.0, FACTS.engine, {"drafting_steps": 100.0}), Sample(1000.0, FACTS.engine, STATS | drafts))
@@ -146,32 +138,3 @@ def test_the_process_of_the_engine(stats: dict[str, float], words: str) -> None:
     text, _ = drawn(Changes(time=1000.0, reset=True, stats=STATS | stats), (160, 48), history)
     assert words in text and "not sent by this engine" in text, "the ITL is still missing"
     assert "CPU and RSS" not in text
-
-
-@SIZES
-def test_a_hybrid_model_has_rows_and_snapshots(size: tuple[int, int]) -> None:
-    stats = {**STATS, **STATES, "state_bytes": 2.0**26, "state_copies": 40.0}
-    text, _ = drawn(Changes(time=1000.0, reset=True, stats=stats), size)
-    assert "states  rows ▓▓▓▓······ 3/8  snapshots ░░░░░░░░░· 1,100/1,200  17 evicted" in text
-    assert ("17 evicted  64.0 MiB, 40 copies" in text) == (size == (160, 48))
-    assert "free 25% 16" in text and "audited" not in text
-    without, _ = drawn(Changes(time=1000.0, reset=True, stats=STATS), size)
-    assert "states" not in without and "snapshots" not in without
-
-
-def test_the_export_has_every_number() -> None:
-    view = OverviewView(id="overview")
-    assert view.export().rows == []
-    app = MonitorApp(FakeFeed(Changes(time=1000.0, reset=True, stats=STATS)))
-
-    async def run() -> None:
-        async with app.run_test(size=(80, 24)) as pilot:
-            await settled(pilot)
-            app.tick()
-            assert app.view is not None
-            rows = {row["name"]: row["value"] for row in app.view.export().rows}
-            assert rows["hit_lifetime.share"] == 0.93
-            assert rows["pool.cached"] == 40 and rows["finished"] == 41 and rows["ttft_hit.median"] is None
-            assert len(rows) > 30
-
-    asyncio.run(run())

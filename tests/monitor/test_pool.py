@@ -111,19 +111,6 @@ def test_the_headline_names_a_format_of_kv_and_ranks(name: str, ranks: int, show
 
 
 @both_sizes
-def test_states_are_on_screen_with_signs_and_counts(size: tuple[int, int]) -> None:
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        lines = screen(pilot.app)
-        assert "64 blocks" in lines[0] and "by state" in lines[0] and "(fits)" in lines[0]
-        for part in ("free 54", "cached 4", "active 3", "private 1", "pinned 2"):
-            assert part in text(view, ".legend")
-        cells = "".join(line[GUTTER : GUTTER + view.pane.map.columns] for line in lines[2:4])
-        assert cells[:10] == "░░░░····▓▓" and cells[20] == "▓" and cells[30] == "▒" and cells[50:52] == "██"
-
-    run(script, small(), size)
-
-
-@both_sizes
 def test_arrows_move_and_say_block_and_node(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: PoolView) -> None:
         await pilot.press("right", "l", "left")

@@ -13,7 +13,7 @@ from radixkv.telemetry.mirror import ENDED_REQUESTS, Mirror
 from radixkv.telemetry.records import ITL_NAMES, Changes
 from radixkv_monitor.alert_settings import Thresholds
 from radixkv_monitor.latency import is_hit, latencies, percentile, percentiles
-from radixkv_monitor.occupancy import Part, pool
+from radixkv_monitor.occupancy import Part
 from radixkv_monitor.print_once import to_text
 from radixkv_monitor.state import Sample, State, StateCopier
 from radixkv_monitor.summary import summarise, verdict
@@ -99,14 +99,6 @@ def test_percentiles_rise_and_were_measured(values: list[float], one: float, oth
     assert sum(value <= found.p90 for value in values) >= 0.9 * len(values)
 
 
-@given(COUNT, COUNT, COUNT, st.integers(0, 10_000))
-def test_blocks_add_up_whatever_the_gauges_say(cached: int, held: int, pinned: int, total: int) -> None:
-    gauges = {"cache.cached_blocks": cached, "cache.held_blocks": held, "cache.pinned_blocks": pinned}
-    found = pool(gauges, total)
-    assert found.total == total
-    assert min(found.free, found.active, found.cached, found.pinned) >= 0
-
-
 def test_healthy() -> None:
     level, sentence = said(USUAL)
     assert level == "good"
@@ -189,26 +181,6 @@ def test_missed_tokens_are_the_growth_of_the_engines_counters() -> None:
     assert "misses      not sent by this engine" in to_text(state_of(USUAL))
 
 
-def test_the_process_is_described_if_it_was_sent() -> None:
-    assert summarise(state_of(USUAL)).process is None and "process" not in summarise(state_of(USUAL)).as_dict()
-    sent = {"process_cpu_seconds": 25.0, "process_rss_bytes": 3e9}
-    history = (Sample(1950.0, FACTS.engine, {"process_cpu_seconds": 0.0}), Sample(2000.0, FACTS.engine, sent))
-    process = summarise(state_of(USUAL | sent, history=history)).process
-    assert process is not None and process.rss_bytes == 3e9 and process.device_bytes is None
-    assert process.cpu_share == pytest.approx(0.5)
-
-
-def test_bad_stands_before_warnings() -> None:
-    sentence = said(USUAL | {"preemptions": 7, "failed": 1})[1]
-    assert sentence.index("1 request failed") < sentence.index("7 preemptions")
-
-
-def test_a_long_wait_is_shown() -> None:
-    waiting = {1: request(number=1, phase="waiting", submitted=1985.0, first_token=None)}
-    level, sentence = said(USUAL | {"waiting": 1}, live=waiting)
-    assert (level, sentence[:43]) == ("warn", "1 request waiting, the longest for 15 s; 93")
-
-
 def test_times_to_the_first_token_are_told_apart_by_what_was_cached() -> None:
     ended = {
         1: request(number=1, cached_tokens=50, prompt_tokens=100, submitted=1990.0, first_token=1990.2),
@@ -278,15 +250,6 @@ def test_the_first_look_at_an_old_engine_at_rest_finds_nothing() -> None:
     assert summary.preemptions == 40
 
 
-def test_a_young_engine_is_known_from_its_birth_on() -> None:
-    stats = {"preemptions": 6.0, "prompt_tokens": 1000.0, "output_tokens": 40.0}
-    born = replace(FACTS, started=1996.0)
-    state = state_of(stats, facts=born, history=(Sample(2000.0, FACTS.engine, stats),))
-    summary = summarise(state)
-    assert (summary.preemptions_minute, summary.output_per_second, summary.watched) == (6, 10.0, 4.0)
-    assert "6 preemptions" in verdict(state, summary).sentence
-
-
 def test_a_preemption_counts_in_the_minute_in_which_it_began() -> None:
     old = {"phase": "decode", "ended": None, "submitted": 1800.0, "admitted": 1801.0}
     live = {
@@ -333,13 +296,6 @@ def test_growth_before_the_first_sample_is_in_no_window_unless_it_is_there_as_a_
     assert (summary.failed_minute, summary.requests_minute, summary.watched) == (9, 309, 30.0)
     older = summarise(state_of(stats, facts=replace(FACTS, started=1930.0), history=history))
     assert (older.failed_minute, older.requests_minute, older.watched) == (0, 0, 2.0)
-
-
-def test_counters_that_know_the_whole_minute_are_believed() -> None:
-    stats = {"preemptions": 6.0}
-    long = {1: request(number=1, phase="decode", ended=None, preemptions=6)}
-    history = (Sample(1900.0, FACTS.engine, stats), Sample(2000.0, FACTS.engine, stats))
-    assert summarise(state_of(stats, live=long, history=history)).preemptions_minute == 0
 
 
 def test_states_are_counted_for_hybrid_models_only() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,16 +16,14 @@ from textual.pilot import Pilot
 
 from radixkv_monitor.detail import Detail
 from radixkv_monitor.state import State
-from radixkv_monitor.views import NodeSelected, RequestSelected, Selection, Table, sorts
+from radixkv_monitor.views import NodeSelected, RequestSelected, Selection, Table
 from radixkv_monitor.views.evictions import EvictionsView
 from radixkv_monitor.views.requests import RequestsView
 from radixkv_monitor.views.sessions import SessionsView
 from radixkv_monitor.views.table_view import TableView
 from radixkv_monitor.widgets.detail_pane import _text
-from radixkv_monitor.widgets.table import Column
 from tests.monitor import samples
 from tests.monitor.view_host import hosted, screen, state
-from tests.selection import mostly_long
 
 REQUESTS = state(
     live=[
@@ -88,24 +85,6 @@ def test_the_cursor_tells_the_miss_and_selects_the_request() -> None:
 
     app = hosted(view, REQUESTS, script)
     assert [each.number for each in app.selections if isinstance(each, RequestSelected)][:2] == [1, 2]
-
-
-def test_the_cursor_stays_with_its_row_when_rows_come_and_go() -> None:
-    view = RequestsView()
-    later = state(live=[samples.request(number=9, phase="decode", ended=None)], ended=list(REQUESTS.ended.values()))
-
-    async def script(pilot: Pilot[None]) -> None:
-        await pilot.press("end")
-        view.update(later)
-        await pilot.pause()
-        assert numbers(view) == [9, 2, 1]
-        assert view.table.cursor is not None and view.table.cursor.request.number == 1
-        view.update(state())
-        await pilot.pause()
-        assert view.table.cursor is None
-        assert any("no request yet" in line for line in screen(pilot.app))
-
-    hosted(view, REQUESTS, script)
 
 
 def evictions(newest: int, most: int = 200) -> State:
@@ -307,32 +286,6 @@ def test_what_another_view_selected_gets_the_cursor() -> None:
     hosted(view, REQUESTS, script)
 
 
-@pytest.mark.parametrize(
-    ("view", "shown"),
-    mostly_long(
-        [(RequestsView, REQUESTS), (SessionsView, SESSIONS), (EvictionsView, EVICTIONS)], (RequestsView, REQUESTS)
-    ),
-)
-def test_a_new_column_is_one_entry(view: type[TableView[Any]], shown: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    parity: Column[Any] = Column("parity", 9, lambda row: f"odd-{widget.key(row) % 2}", sort="parity", export="parity")
-    monkeypatch.setattr(view, "columns", (parity, *view.columns))
-    widget = view()
-
-    async def script(pilot: Pilot[None]) -> None:
-        text = screen(pilot.app)
-        assert any(line.startswith("parity") for line in text) and any(line.startswith("odd-1") for line in text)
-        assert "parity" in sorts()[view.title] and widget.sort_by("parity")
-        await pilot.pause()
-        values = [row["parity"] for row in widget.export().rows]
-        assert values == sorted(values, reverse=True) and set(values) == {"odd-0", "odd-1"}
-        assert any("by parity" in line for line in screen(pilot.app))
-        await pilot.press("slash", *"odd-1", "enter")
-        await pilot.pause()
-        assert [row["parity"] for row in widget.export().rows] == [each for each in values if each == "odd-1"]
-
-    hosted(widget, shown, script)
-
-
 def test_a_click_moves_the_cursor_and_a_second_opens() -> None:
     view = EvictionsView()
 
@@ -389,7 +342,7 @@ def test_json_reads_back(rows: list[dict[str, object]]) -> None:
     assert json.loads(Table("x", rows).to_json()) == rows
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine draws slowly
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])  # a busy machine draws slowly
 @given(ROWS)
 def test_csv_has_a_line_for_each_row(rows: list[dict[str, object]]) -> None:
     read = list(csv.DictReader(io.StringIO(Table("x", rows).to_csv(), newline="")))

@@ -20,7 +20,6 @@ from radixkv_monitor.tree_branch import SORTS
 from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.tree import TreeView
-from radixkv_monitor.widgets import tree_row
 from tests.cache.verbs import publish
 from tests.monitor import samples
 from tests.monitor.view_host import FACTS, hosted, screen, state
@@ -125,18 +124,6 @@ def test_keys_move_open_close_and_choose(size: tuple[int, int]) -> None:
     assert [each.number for each in selections if isinstance(each, NodeSelected)][:3] == [4, 2, 3]
 
 
-def test_a_new_column_of_numbers_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    priority = tree_row.Column("priority", 9, lambda branch, _: f"p{branch.node.priority}")
-    monkeypatch.setattr(tree_row, "COLUMNS", (*tree_row.COLUMNS, priority))
-
-    async def script(pilot: Pilot[None], view: TreeView) -> None:
-        text = screen(pilot.app)
-        assert any("share priority" in " ".join(line.split()) for line in text)
-        assert sum(" p0" in line for line in text) == len(view.rows.rows)
-
-    run(script, small())
-
-
 @both_sizes
 def test_s_goes_through_all_orders_and_back(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: TreeView) -> None:
@@ -226,20 +213,6 @@ def test_untouched_the_view_stays_at_the_top() -> None:
         assert view.lines.top == 0 and at(view) == 1 and ids(view)[1] == 99
 
     run(script, many())
-
-
-def test_rows_keep_their_places_while_they_are_used() -> None:
-    view = TreeView()
-
-    async def script(pilot: Pilot[None]) -> None:
-        shown = many()
-        before = ids(view)
-        used = {number: replace(each, used=5000.0 - number) for number, each in shown.nodes.items()}
-        view.update(replace(shown, tick=2, nodes=used))
-        await pilot.pause()
-        assert ids(view) == before and "by birth" in headline(view)
-
-    hosted(view, many(), script, (80, 24))
 
 
 def test_numbers_of_a_large_tree_do_not_touch() -> None:

@@ -221,13 +221,6 @@ def ids(rows: TreeRows) -> list[int]:
     return [branch.number for branch in rows.rows]
 
 
-def test_a_trunk_grows_straight_on_and_forks_are_indented(small: tuple[TreeRows, Nodes]) -> None:
-    rows, _ = small
-    assert drawn(rows) == [
-        (1, ""), (2, "╰─"), (3, "  ├─"), (5, "  │ ↳"), (4, "  ╰─"), (6, ""), (7, "╰─"),
-    ]  # fmt: skip
-
-
 def test_the_hottest_path_ends_where_something_was_used_last(small: tuple[TreeRows, Nodes]) -> None:
     rows, nodes = small
     most_recent = rows.most_recent()
@@ -260,24 +253,8 @@ def test_a_filter_shows_matches_and_their_paths_and_opens_them(small: tuple[Tree
     assert ids(rows) == [1, 6, 7], "closed branches are closed again"
 
 
-def test_a_filter_is_asked_again_about_nodes_that_changed(small: tuple[TreeRows, Nodes]) -> None:
-    rows, nodes = small
-    rows.filter(lambda branch, _: branch.node.hits > 2)
-    assert not rows.rows and rows.next_match(0, 1) is None
-    nodes[4] = node(4, 2, hits=3, start=4)
-    assert rows.update(nodes, [4]) and ids(rows) == [1, 2, 4]
-
-
-def test_a_filter_finds_the_namespace_of_nodes_that_came_later(small: tuple[TreeRows, Nodes]) -> None:
-    rows, nodes = small
-    rows.filter(lambda branch, namespace: namespace == "team")
-    nodes |= {8: node(8, 5, start=12), 9: node(9, 8, start=16), 10: node(10, 7)}
-    rows.update(nodes, [9, 8, 10])
-    check(rows, nodes, {1, 2, 3, 4, 5, 8, 9})
-
-
 def test_a_filter_of_a_long_chain_walks_it_once() -> None:
-    length = 30_000
+    length = 10_000
     nodes = {number: node(number, number - 1, namespace="team") for number in range(1, length)}
     rows = TreeRows()
     rows.update(nodes)
@@ -289,7 +266,7 @@ def test_a_filter_of_a_long_chain_walks_it_once() -> None:
         assert rows.matching == len(rows.rows) == (0 if line == "nobody" else length - 1)
     rows.apply_filter(nodes)
     assert {rows.lead(branch) for branch in rows.rows[1:]} == {"╰─", "  ↳"}
-    assert time.process_time() - began < 10.0, "0.5 s; a walk to the root for each node takes minutes"
+    assert time.process_time() - began < 4.0, "0.2 s; a walk to the root for each node takes minutes"
 
 
 def test_a_node_that_shrinks_as_it_stops_matching_goes_under_every_sort() -> None:
@@ -301,14 +278,6 @@ def test_a_node_that_shrinks_as_it_stops_matching_goes_under_every_sort() -> Non
         assert ids(rows) == [1, 2]
         nodes[2] = node(2, 1, tokens=3, locks=0)
         assert rows.update(nodes, [2]) and ids(rows) == [], sort
-
-
-def test_nothing_moves_where_only_numbers_changed(small: tuple[TreeRows, Nodes]) -> None:
-    rows, nodes = small
-    nodes[5] = node(5, 3, start=8, used=3.5, hits=4)
-    assert not rows.update(nodes, [5])
-    assert not rows.update(nodes)
-    assert rows.rows[rows.index[5]].node.hits == 4
 
 
 def test_namespaces_come_from_roots(small: tuple[TreeRows, Nodes]) -> None:
