@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ import torch
 import transformers
 
 from radixkv.errors import UnsupportedModel
-from radixkv.models import adapter
+from radixkv.models import adapter, verdicts
+from radixkv.models.architecture import is_plain
+from radixkv.models.loaded import LoadedModel
+from radixkv.models.packed import PackedLinear
+from radixkv.models.quantized.layers import QuantizedLayer
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -54,6 +60,37 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+PASSED: dict[str, float] = {}
+"""The errors of self-tests that this process has run, by all that they depend on."""
+
+
+def tested_once(loaded: LoadedModel) -> float:
+    """Run the self-test of a model unless an equal one has passed it: the same modules, weights and settings."""
+    model: Any = loaded.model
+    if any(isinstance(part, PackedLinear | QuantizedLayer) or not is_plain(part) for part in model.modules()):
+        return verdicts.tested(loaded)
+    settings = replace(loaded, model=None, codec=None, config=repr(loaded.config))  # type: ignore[arg-type]
+    operators = type(getattr(model, "operators", None)), torch.get_float32_matmul_precision()
+    digest = hashlib.sha256(repr((settings, operators, verdicts.module_kinds(model))).encode())
+    for tensor in (*model.parameters(), *model.buffers()):
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    key = digest.hexdigest()
+    if key not in PASSED:
+        PASSED[key] = verdicts.tested(loaded)
+    return PASSED[key]
+
+
+@pytest.fixture
+def each_load_tested() -> None:
+    """Run the self-test at each load of this test."""
+
+
+@pytest.fixture(autouse=True)
+def _tested_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "each_load_tested" not in request.fixturenames:
+        monkeypatch.setattr(adapter, "tested", tested_once)
 
 
 @pytest.fixture(params=sorted(FAMILIES))

@@ -164,6 +164,7 @@ def unrotated(self: Int8, attend: Any) -> Any:
     return attend
 
 
+@pytest.mark.usefixtures("each_load_tested")
 @pytest.mark.parametrize("attention", ["torch", "compiled"])
 def test_wrong_attention_over_codes_is_refused(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if attention == "compiled" and kernels() is None:

@@ -26,6 +26,8 @@ from tests.models import gguf_files
 from tests.models.gguf_files import LLAMA3, YARN
 from tests.models.test_native import HALF, WINDOWS, made, needs_products
 
+pytestmark = pytest.mark.usefixtures("each_load_tested")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

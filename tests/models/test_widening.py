@@ -87,6 +87,7 @@ def test_a_forward_that_raises_leaves_the_weights_where_they_were() -> None:
     assert places(model) == before
 
 
+@pytest.mark.usefixtures("each_load_tested")
 def test_one_wrong_row_is_found_in_a_large_model_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bits only the middle row counts, so this needs the comparison in float32."""
     monkeypatch.setattr(selftest, "_WEIGHTS_TO_WIDEN", 0)
