@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,13 +18,6 @@ def mostly_long(values: Iterable[Any], *quick: Any) -> list[Any]:
     every = list(values)
     assert all(value in every for value in quick), f"{quick} must be among {every}"
     return [value if value in quick else pytest.param(*_each(value), marks=pytest.mark.long) for value in every]
-
-
-def sampled(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """Return the kept values for `pytest.mark.parametrize`, or all values with `RADIXKV_LONG=1`."""
-    every = list(values)
-    assert all(value in every for value in kept), f"{kept} must be among {every}"
-    return every if os.environ.get("RADIXKV_LONG") == "1" else list(kept)
 
 
 def _each(value: Any) -> tuple[Any, ...]:

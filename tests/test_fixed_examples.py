@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -43,22 +42,3 @@ def test_examples_do_not_depend_on_imported_modules(tmp_path: Path, monkeypatch:
 
 def test_examples_are_fixed_unless_a_seed_is_given() -> None:
     assert settings().derandomize is not bool(os.environ.get("RADIXKV_SEED"))
-
-
-def test_long_tests_come_last_and_are_left_out_when_it_is_too_late(tmp_path: Path) -> None:
-    """The settings of this run, for a file with a long test and a short one."""
-    (tmp_path / "conftest.py").write_text(Path(__file__).with_name("conftest.py").read_text())
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\n@pytest.mark.long\ndef test_a():\n    pass\ndef test_b():\n    pass\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "markers=long", str(tmp_path)]
-    ends = {}
-    for until in ("", "1"):
-        environment = {**os.environ, "RADIXKV_LONG_UNTIL": until, "RADIXKV_SEED": ""}
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-        ends[until] = [line.split("::")[1].split()[:2] for line in done.stdout.splitlines() if "::" in line]
-    assert ends == {
-        "": [["test_a", "PASSED"], ["test_b", "PASSED"]],
-        "1": [["test_b", "PASSED"], ["test_a", "SKIPPED"]],
-    }
-    assert "marked long: 1." in done.stdout

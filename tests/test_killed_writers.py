@@ -2,7 +2,7 @@
 
 Each life is a fork of one process. SIGKILL comes at the n-th line that runs in a module of a writer. A limit of the
 size of files ends other lives inside a write: the kernel writes up to the limit, then kills. Every eighth line and
-every 26th byte is tried, and with `RADIXKV_LONG=1` every one.
+every 26th byte is tried.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.telemetry.wire import FACTS, node
 WRITERS = {module.__file__ for module in (private_files, saved, recording, trace_writer, records, slabs, store)}
 DELTAS = [Delta(Changes(float(at), nodes=(node(at),)), seq=at) for at in range(1, 4)]
 MODEL, VOCABULARY = "tiny", 100
-LINES, BYTES = (1, 1) if os.environ.get("RADIXKV_LONG") == "1" else (8, 26)  # from one death to the next
+LINES, BYTES = 8, 26  # from one death to the next
 
 
 class _Killer:

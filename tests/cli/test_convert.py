@@ -12,7 +12,6 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from tests.chat.worlds import byte_tokenizer
 from tests.cli.gguf_chat_model import write_chat_model
 from tests.models.checkpoints.files import same
 from tests.models.gguf_files import CONFIGS, made, write
-from tests.selection import sampled
 
 IDS = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(3))
 RADIXKV = [sys.executable, "-m", "radixkv"]
@@ -253,12 +251,7 @@ def test_a_folder_that_fills_meanwhile_is_not_overwritten(
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("seconds", "number"),
-    sampled(
-        product((0.3, 2.0, 5.0), (signal.SIGINT, signal.SIGTERM)),
-        (0.3, signal.SIGINT),
-        (2.0, signal.SIGTERM),
-        (5.0, signal.SIGINT),
-    ),
+    [(0.3, signal.SIGINT), (2.0, signal.SIGTERM), (5.0, signal.SIGINT)],
 )
 def test_a_real_signal_leaves_nothing(seconds: float, number: signal.Signals, file: Path, out: Path) -> None:
     command = [*RADIXKV, "convert", str(file), str(out / "new")]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from radixkv.models.runner import Runner
 from tests.engine.fakes import VOCAB, chain, logits_of, sized
 from tests.models.conftest import FAMILIES, make
 from tests.plain_runner import PlainRunner
-from tests.selection import mostly_long, sampled
+from tests.selection import mostly_long
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -129,7 +128,7 @@ def reference(block_size: int, config: EngineConfig, prompt: Sequence[int], para
 # ---- one at a time
 
 
-@pytest.mark.parametrize("seed", mostly_long(sampled(range(8), 0, 1, 2, 3, 4), 0, 1, 2))
+@pytest.mark.parametrize("seed", mostly_long(range(5), 0, 1, 2))
 def test_hits_change_no_answer_of_requests_that_run_one_at_a_time(seed: int) -> None:
     rng = random.Random(seed)
     block_size, config = rng.choice([1, 3, 4, 8]), deterministic(rng.choice([1, 4, 6, 8, 16]))
@@ -304,13 +303,7 @@ def words(rng: random.Random, prompts: Sequence[Sequence[int]], vocab: int) -> l
 @pytest.mark.parametrize(
     ("family", "dtype"),
     mostly_long(
-        sampled(
-            product(("tiny", "llama", "gemma2", "mistral"), ("float32", "bfloat16")),
-            ("tiny", "float32"),
-            ("llama", "bfloat16"),
-            ("gemma2", "float32"),
-            ("mistral", "bfloat16"),
-        ),
+        [("tiny", "float32"), ("llama", "bfloat16"), ("gemma2", "float32"), ("mistral", "bfloat16")],
         ("llama", "bfloat16"),
     ),
 )

@@ -20,7 +20,7 @@ from radixkv.errors import RequestFailed, WeightsChanged
 from radixkv.sampling.row_scores import RowScores
 from tests.engine.fakes import make_engine
 from tests.engine.test_scoring import GREEDY, KINDS, PROMPT, World, assert_score, assert_scored, core_of
-from tests.selection import mostly_long, sampled
+from tests.selection import mostly_long
 
 LONG = random.Random(8).choices(range(49), k=200)
 
@@ -64,7 +64,7 @@ def found_rows(store: KeptScores, tokens: Sequence[int], top: int, namespace: Ha
 
 
 @pytest.mark.parametrize("most_bytes", [300, 1000, 100_000])
-@pytest.mark.parametrize("seed", mostly_long(sampled(range(40), *range(4)), 0, 1))
+@pytest.mark.parametrize("seed", mostly_long(range(4), 0, 1))
 def test_the_store_finds_the_longest_common_prefix(seed: int, most_bytes: int) -> None:
     rng, store = random.Random(seed), KeptScores(all_rows, most_bytes)
     kept: list[tuple[Hashable, int, list[int]]] = []  # everything, as if the memory had no bound
@@ -226,7 +226,7 @@ def test_requests_wait_for_the_scores_that_a_leader_will_keep_and_no_others() ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", mostly_long(sampled(range(40), 0, 1), 0))
+@pytest.mark.parametrize("seed", mostly_long(range(2), 0))
 def test_scores_are_right_whatever_is_kept(seed: int, kind: str) -> None:
     rng = random.Random(f"{seed}/{kind}")
     world = World(core_of(kind, 60, 4, CONFIG))

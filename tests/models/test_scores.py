@@ -13,7 +13,7 @@ from radixkv import Engine, SamplingParams
 from radixkv.models.attention_interface import own_attention
 from tests.models.recurrent.hybrids import HYBRIDS, hybrid
 from tests.models.test_logit_rows import BUILT
-from tests.selection import mostly_long, sampled
+from tests.selection import mostly_long
 
 SMALL: dict[str, Any] = {
     "num_blocks": 200, "block_size": 4, "prefill_chunk": 17, "max_batch_tokens": 60, "max_sequences": 6,
@@ -34,9 +34,7 @@ def table(model: Any, tokens: list[int]) -> np.ndarray:
     return torch.log_softmax(logits.double(), dim=-1).numpy()
 
 
-@pytest.mark.parametrize(
-    "kind", mostly_long(sampled([*BUILT, *HYBRIDS], "llama", "gemma2", "gpt2", "mixtral", "lfm2"), "llama")
-)
+@pytest.mark.parametrize("kind", mostly_long(["llama", "gemma2", "gpt2", "mixtral", "lfm2"], "llama"))
 def test_scores_of_an_engine_match_the_model(kind: str) -> None:
     rng, own = random.Random(kind), built(kind)
     stem = rng.choices(range(3, 97), k=50)

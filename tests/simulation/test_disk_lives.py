@@ -11,7 +11,7 @@ import pytest
 
 from tests.simulation.draw import draw, with_host
 from tests.simulation.scenario import Scenario
-from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
+from tests.simulation.test_lives import live, more
 
 SIGHTS = ("disk_tokens", "host_tokens", "cancelled: waiting", "preemptions", "failed_writes")
 
@@ -28,8 +28,5 @@ def test_every_request_of_some_lives_ends_as_it_must() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(10, LIVES, SHARD))
-def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
-    live(
-        [*range(first, min(first + SHARD, LIVES)), *(range(FRESH, FRESH + 100) if FRESH and first == 10 else ())], life
-    )
+def test_every_request_of_every_life_ends_as_it_must() -> None:
+    live(more(10), life)

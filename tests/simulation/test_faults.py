@@ -1,6 +1,6 @@
 """Break one life once at any step in every way: affected requests end with that error, all others finish.
 
-Two of three steps are tried, and with `RADIXKV_LONG=1` all of them.
+One of three steps is tried, and another one in `make test-all`.
 
 The affected requests are:
   forward, once     none, unless the run had one chunk only: then its request
@@ -15,7 +15,6 @@ The life has chunked prompts, shared ones, forks, evictions and preemptions, and
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -23,13 +22,12 @@ import pytest
 from radixkv.config import EngineConfig
 from radixkv.errors import RequestFailed
 from radixkv.sampling.params import SamplingParams
-from tests.selection import mostly_long, sampled
+from tests.selection import mostly_long
 from tests.simulation.scenario import Ask, Fault, Flaw, Scenario
 from tests.simulation.world import World
 
-LONG = os.environ.get("RADIXKV_LONG") == "1"
-EVERY_THIRD = pytest.mark.parametrize("first", mostly_long(sampled(range(3), 0, 1), 0))
-"""Steps, or requests, from `first` on in steps of three; those from 2 on run with RADIXKV_LONG=1."""
+EVERY_THIRD = pytest.mark.parametrize("first", mostly_long(range(2), 0))
+"""Steps, or requests, from `first` on in steps of three."""
 
 SHARED = tuple(range(9))
 
@@ -87,20 +85,19 @@ def test_the_life_has_all_that_can_break(whole: World) -> None:
 @EVERY_THIRD
 def test_a_forward_that_raises_once_at_any_step(whole: World, first: int) -> None:
     for step in range(first, whole.step, 3):
-        for part in (0, 1, 2) if LONG else (step % 3,):
-            world = World(replace(LIFE, faults=(Fault(step, "forward", part),))).run()
-            chunks = in_step(whole, step)
-            assert failed(world) == (chunks if len(chunks) == 1 else []), f"step {step}, part {part}"
+        world = World(replace(LIFE, faults=(Fault(step, "forward", step % 3),))).run()
+        chunks = in_step(whole, step)
+        assert failed(world) == (chunks if len(chunks) == 1 else []), f"step {step}"
 
 
 @EVERY_THIRD
 def test_memory_that_runs_out_at_any_step(whole: World, first: int) -> None:
     """Only `size` tokens fit a forward, for three steps. A request with a longer chunk fails, and no other."""
     for step in range(first, whole.step, 3):
-        for size in (1, 4) if LONG else ((1, 4)[step % 2],):
-            world = World(replace(LIFE, faults=(Fault(step, "memory", size=size),))).run()
-            too_large = {number for at, number, _, _, count in world.trace if step <= at < step + 3 and count > size}
-            assert set(failed(world)) == too_large, f"step {step}, {size} tokens"
+        size = (1, 4)[step % 2]
+        world = World(replace(LIFE, faults=(Fault(step, "memory", size=size),))).run()
+        too_large = {number for at, number, _, _, count in world.trace if step <= at < step + 3 and count > size}
+        assert set(failed(world)) == too_large, f"step {step}, {size} tokens"
 
 
 @EVERY_THIRD
@@ -131,8 +128,8 @@ def test_a_request_that_breaks_at_any_of_its_tokens_breaks_alone(kind: str, firs
 
 
 def tokens_of(broken: Ask, kind: str) -> list[int]:
-    """Return the tokens or chunks at which to break a request: all in a long run, else the ends and the middle."""
+    """Return the tokens or chunks at which to break a request: the ends and the middle."""
     if kind == "finish":
         return [0]
     last = len(broken.prompt) + broken.max_tokens - 2 if kind in ("forward", "memory") else broken.max_tokens - 1
-    return list(range(last + 1)) if LONG else sorted({0, last // 2, last})
+    return sorted({0, last // 2, last})

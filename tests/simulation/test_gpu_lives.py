@@ -1,6 +1,6 @@
 """Simulated lives of an overlapped engine on a simulated GPU: nothing waits, and every answer is right.
 
-A few lives, and more in long runs, with RADIXKV_LONG=1. `python -m tests.simulation --gpu --seed N --verbose` replays
+A few lives. `python -m tests.simulation --gpu --seed N --verbose` replays
 one.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from tests.simulation.gpu import GpuSlotModel, live_on_gpu
-from tests.simulation.test_faults import LIFE, LONG, failed
+from tests.simulation.test_faults import LIFE, failed
 from tests.simulation.test_lives import FRESH
 from tests.simulation.test_overlap_lives import life, life_with
 from tests.virtual_gpu import VirtualGpuError
@@ -38,21 +38,6 @@ def test_every_request_of_some_lives_ends_as_it_must() -> None:
 )
 def test_every_request_of_a_life_with_an_option_ends_as_it_must(option: str, seed: int) -> None:
     live_on_gpu(life_with(option)(seed))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("option", ["drafts", "host", "states"])
-@pytest.mark.parametrize("first", range(0, 400 if LONG else 0, 40))
-def test_every_request_of_every_life_with_an_option_ends_as_it_must(first: int, option: str) -> None:
-    for seed in range(first, first + 40):
-        live_on_gpu(life_with(option)(seed))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(0, 1200 if LONG else 0, 40))
-def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
-    for seed in range(first, first + 40):
-        live_on_gpu(life(seed))
 
 
 def test_a_life_without_a_fault_ends_all_requests() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.draw import draw, with_host
 from tests.simulation.scenario import Scenario
-from tests.simulation.test_lives import FRESH, LIVES, RARE, SHARD, live
+from tests.simulation.test_lives import RARE, live, more
 
 SIGHTS = (  # events that must occur, or the lives are too easy
     "a fault: load",
@@ -39,8 +39,5 @@ def test_every_request_of_some_lives_ends_as_it_must() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(25, LIVES, SHARD))
-def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
-    live(
-        [*range(first, min(first + SHARD, LIVES)), *(range(FRESH, FRESH + 100) if FRESH and first == 25 else ())], life
-    )
+def test_every_request_of_every_life_ends_as_it_must() -> None:
+    live(more(25), life)

@@ -1,6 +1,4 @@
-"""Simulated lives of the engine: 40 in `make test`, 90 and fresh ones in `make test-all`, 20,000 in long runs.
-
-A long run has RADIXKV_LONG=1.
+"""Simulated lives of the engine: 40 in `make test`, 90 and fresh ones in `make test-all`.
 
 `python -m tests.simulation --seed N --verbose` replays one.
 """
@@ -23,9 +21,7 @@ from tests.simulation.scenario import Ask, Fault, Forgetting, Pinning, Scenario
 from tests.simulation.shrink import shrink
 from tests.simulation.world import Stuck, World
 
-LIVES = 20_000 if os.environ.get("RADIXKV_LONG") == "1" else 90
 RARE = (42, 64)  # lives in which a beam search resumes, and in which a preempted request is cancelled
-SHARD = 500  # lives of one test: workers share the tests
 FRESH = int(os.environ.get("RADIXKV_SEED") or 0) * 1000  # the first seed of a run with fresh examples
 SIGHTS = (  # events that must occur, or the lives are too easy
     "cancelled: waiting",
@@ -70,6 +66,11 @@ SIGHTS = (  # events that must occur, or the lives are too easy
 )
 
 
+def more(first: int, end: int = 90) -> list[int]:
+    """Return the seeds of lives that `make test-all` adds: up to `end`, and in a run with fresh examples 100 fresh."""
+    return [*range(first, end), *(range(FRESH, FRESH + 100) if FRESH else ())]
+
+
 def live(seeds: list[int], life: Callable[[int], Scenario] = draw) -> Counter[str]:
     """Run the life of each seed; return how often each event occurred in all of them."""
     failures, seen = [], Counter[str]()
@@ -94,10 +95,8 @@ def test_every_request_of_forty_lives_ends_as_it_must() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(40, LIVES, SHARD))
-def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
-    fresh = range(FRESH, FRESH + 100) if FRESH and first == 40 else ()
-    seen = live([*range(first, min(first + SHARD, LIVES)), *fresh])
+def test_every_request_of_every_life_ends_as_it_must() -> None:
+    seen = live(more(40))
     assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 

@@ -12,7 +12,6 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from radixkv.sampling.params import SamplingParams
-from tests.selection import sampled
 from tests.simulation.model import VOCAB, digest_of, logits_of
 from tests.simulation.oracle import replies
 
@@ -45,7 +44,7 @@ class DigestModel(PreTrainedModel, GenerationMixin):
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", sampled([1.0, 0.0, 2.0, -1.0, 0.5], 1.0, -1.0))
+@pytest.mark.parametrize("length_penalty", [1.0, -1.0])
 def test_the_oracle_finds_the_beams_of_transformers(length_penalty: float, early_stopping: bool | str) -> None:
     model, rng = DigestModel(DigestConfig()).eval(), random.Random(f"{length_penalty}/{early_stopping}")
     for _ in range(12):

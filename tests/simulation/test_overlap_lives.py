@@ -1,6 +1,6 @@
 """Simulated lives of an engine that launches each step before it reads the results of the preceding one.
 
-30 lives, and more in long runs, with RADIXKV_LONG=1. `python -m tests.simulation --overlap --seed N --verbose` replays
+30 lives, and more in `make test-all`. `python -m tests.simulation --overlap --seed N --verbose` replays
 one.
 """
 
@@ -16,8 +16,8 @@ from tests.selection import mostly_long
 from tests.simulation.draw import draw, with_drafts, with_host, with_states
 from tests.simulation.late import LateSlotModel
 from tests.simulation.scenario import Fault, Flaw, Sabotage, Scenario
-from tests.simulation.test_faults import LIFE, LONG, failed, tokens_of
-from tests.simulation.test_lives import FRESH, LIVES, SHARD, live
+from tests.simulation.test_faults import LIFE, failed, tokens_of
+from tests.simulation.test_lives import live, more
 from tests.simulation.world import World
 
 SIGHTS = (  # events that must occur, or the lives are too easy
@@ -78,18 +78,8 @@ def test_every_request_of_some_lives_with_an_option_ends_as_it_must(option: str)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("option", sorted(OPTION_SIGHTS))
-@pytest.mark.parametrize("first", range(16, LIVES, SHARD) if LONG else [])
-def test_every_request_of_every_life_with_an_option_ends_as_it_must(first: int, option: str) -> None:
-    fresh = range(FRESH, FRESH + 100) if FRESH and first == 16 else ()
-    live([*range(first, min(first + SHARD, LIVES)), *fresh], life_with(option))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(30, LIVES, SHARD) if LONG else [])
-def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
-    fresh = range(FRESH, FRESH + 100) if FRESH and first == 30 else ()
-    live([*range(first, min(first + SHARD, LIVES)), *fresh], life)
+def test_every_request_of_every_life_ends_as_it_must() -> None:
+    live(more(30), life)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +99,7 @@ def test_the_life_without_a_fault_preempts_and_wastes_nothing(whole: World) -> N
 @pytest.mark.parametrize("kind", ["forward", "sampler"])
 def test_a_launch_that_raises_once_at_any_step_ends_no_request(whole: World, kind: str) -> None:
     """The preceding step is finished first, and then the step is tried again."""
-    for step in range(0, whole.step, 1 if LONG else 8):
+    for step in range(0, whole.step, 8):
         world = World(replace(OVERLAPPED, faults=(Fault(step, kind, step % 3),))).run()
         assert not failed(world), f"step {step}"
 
@@ -128,7 +118,7 @@ def test_scores_that_raise_once_at_any_step_end_no_request(monkeypatch: pytest.M
         calls = count()
         world = World(replace(OVERLAPPED, asks=asks)).run()
         assert not failed(world), f"call {broken}"
-        broken += 1 if LONG else 4
+        broken += 4
         if broken >= next(calls):
             break
     assert broken > 10
@@ -136,7 +126,7 @@ def test_scores_that_raise_once_at_any_step_end_no_request(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", ["schedule", "garbled"])
 def test_a_fault_of_a_whole_step_ends_only_requests_of_that_step(whole: World, kind: str) -> None:
-    for step in range(0, whole.step, 1 if LONG else 8):
+    for step in range(0, whole.step, 8):
         world = World(replace(OVERLAPPED, faults=(Fault(step, kind, part=step % 2),))).run()
         swept = set().union(*world.faults.swept.values())
         assert set(failed(world)) <= swept, f"step {step}"
@@ -144,7 +134,7 @@ def test_a_fault_of_a_whole_step_ends_only_requests_of_that_step(whole: World, k
 
 @pytest.mark.parametrize("kind", ["forward", "memory", "nan", "put", "finish"])
 def test_a_request_that_breaks_breaks_alone(kind: str) -> None:
-    for broken in LIFE.asks if LONG else LIFE.asks[::3]:
+    for broken in LIFE.asks[::3]:
         for at in tokens_of(broken, kind):
             asks = tuple(replace(each, flaw=Flaw(kind, at)) if each is broken else each for each in LIFE.asks)
             world = World(replace(OVERLAPPED, asks=asks)).run()

@@ -13,7 +13,7 @@ from radixkv.models.ranks.messages import Buffer, Step
 from tests.simulation import ranks
 from tests.simulation.draw import draw, with_drafts, with_host
 from tests.simulation.scenario import Scenario
-from tests.simulation.test_lives import FRESH, LIVES, live
+from tests.simulation.test_lives import live, more
 from tests.simulation.world import World
 
 SIGHTS = ("a fault: forward", "a fault: load", "a fault: offload", "forward", "preemptions", "shaken", "copied")
@@ -36,9 +36,8 @@ def test_each_rank_raises_some_of_the_faults() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(24, LIVES, 66))
-def test_every_request_of_every_life_ends_as_it_must(first: int) -> None:
-    live([*range(first, first + 66), *(range(FRESH, FRESH + 50) if FRESH and first == 24 else ())], life)
+def test_every_request_of_every_life_ends_as_it_must() -> None:
+    live(more(24), life)
 
 
 @pytest.mark.parametrize("part", ["moves", "loads", "copies"])

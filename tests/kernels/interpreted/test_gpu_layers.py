@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,6 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "phi3": lambda **more: transformers.Phi3Config(**SIZES | more, sliding_window=5),
 }
 BLOCKS = 40
-LONG = os.environ.get("RADIXKV_LONG") == "1"
 
 
 @pytest.fixture(autouse=True)
@@ -88,14 +86,14 @@ def as_written(loaded: LoadedModel) -> torch.Tensor:
     return logits(replace(loaded, attention="torch"))
 
 
-@pytest.mark.parametrize("name", CONFIGS if LONG else ["llama, biases", "qwen3", "smollm3"])
+@pytest.mark.parametrize("name", ["llama, biases", "qwen3", "smollm3"])
 def test_a_fused_model_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(made(CONFIGS[name]()), monkeypatch)
     assert is_fused(loaded.model)
     torch.testing.assert_close(logits(loaded), as_written(loaded), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if LONG else [torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_in_16_bits_it_computes_the_same_up_to_rounding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(made(CONFIGS["qwen3"](), dtype), monkeypatch)
     assert is_fused(loaded.model)
@@ -178,7 +176,7 @@ def test_weights_are_stored_once_under_their_own_names(tmp_path: Path, monkeypat
     assert [*saved] == [*before] and all(torch.equal(saved[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("way", ["written", "given", "replaced"] if LONG else ["replaced"])
+@pytest.mark.parametrize("way", ["replaced"])
 def test_new_weights_count(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that are written into the weights, a state, and other tensors in their place."""
     loaded = load(made(CONFIGS["llama, biases"]()), monkeypatch)
@@ -239,7 +237,7 @@ def kernels(model: Any) -> list[list[str]]:
         return [["launch" if "launch" in name else name for name in names] for names in gpu.recorded]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"] if LONG else ["llama"])
+@pytest.mark.parametrize("name", ["llama"])
 def test_a_layer_of_a_decode_takes_at_most_eleven_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its four products, four launches around them, and those of attention: the tiles, by kind, and the merge.
 
@@ -260,7 +258,7 @@ def test_a_layer_of_a_decode_takes_at_most_eleven_kernels(name: str, monkeypatch
 # ---- a simulated GPU
 
 
-@pytest.mark.parametrize("name", ["llama, biases", "qwen3"] if LONG else ["qwen3"])
+@pytest.mark.parametrize("name", ["qwen3"])
 def test_on_a_gpu_layers_are_fused_and_recorded(name: str, virtual_gpu: VirtualGpu, monkeypatch: Any) -> None:
     """Recorded decodes of a padded batch only launch: nothing is allocated, captured or awaited while serving."""
     monkeypatch.setattr(adapter, "tested", lambda loaded: 0.0)

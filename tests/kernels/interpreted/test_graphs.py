@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from radixkv import Engine, EngineConfig, EngineStats, SamplingParams
 from radixkv.attention import plan
 from radixkv.models import adapter, attention_interface, cuda_graphs, cuda_inputs
 from radixkv.models.cuda_graphs import ATTEMPTS, UnrecordedForward, buckets, record_graphs
-from radixkv.models.fusion import fuse
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
 from radixkv_kernels import graph_capacity
@@ -28,7 +25,6 @@ from tests.models.step_runner import BLOCK_SIZE, chunk
 from tests.virtual_gpu import VirtualGpu, installed
 
 BLOCKS = 120
-LONG = bool(os.environ.get("RADIXKV_LONG"))
 SIZES: dict[str, Any] = {
     **GROUPED, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
 }  # fmt: skip
@@ -159,7 +155,7 @@ class Pair:
                 pool.fill_(number)
 
 
-@pytest.mark.parametrize("kind", CONFIGS if LONG else ["gemma2", "llama4"])
+@pytest.mark.parametrize("kind", ["gemma2", "llama4"])
 def test_replays_compute_what_steps_would(kind: str, virtual_gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, growing contexts, chunks over them, branches, shared runs and none; each in the same few graphs."""
     monkeypatch.setattr(plan, "MIN_SAVING", 1)
@@ -189,8 +185,8 @@ def served(settings: EngineConfig, texts: list[list[int]], new_tokens: int, seed
     return stats, gpu.counts["replay"] - recorded
 
 
-@pytest.mark.parametrize("deterministic", [False, True] if LONG else [False])
-@pytest.mark.parametrize("seed", range(4) if LONG else [1])
+@pytest.mark.parametrize("deterministic", [False])
+@pytest.mark.parametrize("seed", [1])
 def test_an_engine_serves_all_steps_from_graphs_and_waits_only_for_sampled_tokens(
     seed: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,38 +514,3 @@ def test_a_model_whose_replay_computes_something_else_runs_as_before_with_one_wa
     record_graphs(runner, 1, 0)
     assert isinstance(runner.forward, UnrecordedForward) and runner.forward._computed is forward
     assert caplog.messages == ["steps run without CUDA graphs: this model's replay does not compute the same"]
-
-
-@pytest.mark.skipif(not LONG, reason="compiles a model: set RADIXKV_LONG=1")
-def test_recorded_steps_run_what_was_compiled_at_load() -> None:
-    """Nothing is compiled while requests are served: neither for recorded steps nor for others, of any length."""
-
-    class Again:
-        def forget(self) -> None:
-            pass
-
-        def has_room(self, nbytes: int) -> bool:
-            return True
-
-        def warm_up(self, step: Callable[[], torch.Tensor]) -> int:
-            step()
-            return 0
-
-        def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-            return step
-
-    compiled: list[Any] = []
-    torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter, "tested", lambda loaded: 0.0)
-        runner = Runner(replace(load(), attention="triton"), BLOCKS, BLOCK_SIZE)
-    fuse(runner, lambda graph, inputs: compiled.append(graph) or graph)  # type: ignore[arg-type]
-    assert len(compiled) == 2  # several tokens, and one
-    record_graphs(runner, 2, 4, Again())
-    for forward in (runner.forward, runner.forward.computed):  # type: ignore[attr-defined]
-        runner.forward = forward
-        for count in (1, 3):
-            places = np.arange(count)
-            runner.run([SequenceInput(places.astype(np.int32), 0, places, np.zeros(1, np.int32))])
-    assert len(compiled) == 2
-    torch._dynamo.reset()

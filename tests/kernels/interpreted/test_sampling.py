@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from radixkv_kernels.sampling import draw
 from tests.virtual_gpu import VirtualGpu
 
 CPU = torch.device("cpu")
-LONG = bool(os.environ.get("RADIXKV_LONG"))
 
 
 def drawn(logits: torch.Tensor, rows: list[SampleRow], tile: int = 1024) -> list[int]:
@@ -41,8 +39,8 @@ def params(rng: Random) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("seed", range(60 if LONG else 1))
-@pytest.mark.parametrize("vocab", [1, 150, 1500] if LONG else [1500])
+@pytest.mark.parametrize("seed", range(1))
+@pytest.mark.parametrize("vocab", [1500])
 def test_rows_are_drawn_as_on_the_host(vocab: int, seed: int) -> None:
     rng, generator = Random(seed), torch.Generator().manual_seed(seed)
     rows = [SampleRow(params(rng), rng.randrange(2**70), rng.randrange(1000)) for _ in range(8)]

@@ -73,7 +73,7 @@ def test_a_fuzz_changes_each_field_in_each_way(one: Path) -> None:
 
 @pytest.mark.long
 def test_each_configuration_is_refused_or_right(tmp_path: Path) -> None:
-    """All fields (RADIXKV_LONG=1) take one to three minutes a family: over 300 loads, each in a limited process."""
+    """Every 17th case: all take one to three minutes a family, with over 300 loads, each in a limited process."""
     for family in FUZZED:
         make(FUZZED[family]()).save_pretrained(tmp_path / family)
     places = [f"{tmp_path / 'llama'}:num_key_value_heads", *(str(tmp_path / family) for family in FUZZED)]
