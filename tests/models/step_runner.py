@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,6 +26,13 @@ def chunk(
     places = np.arange(start, start + len(ids))
     slots = blocks[places // size].astype(np.int64) * size + places % size
     return SequenceInput(ids, start, slots, blocks, isolated=isolated)
+
+
+def in_chunks(loaded: LoadedModel, tokens: list[int], cuts: list[int]) -> list[torch.Tensor]:
+    """Return the logits after each chunk of a prompt that is computed over a pool, cut at these positions."""
+    table = range(-(-cuts[-1] // BLOCK_SIZE))
+    runner = Runner(loaded, len(table), BLOCK_SIZE)
+    return [runner.run([chunk(tokens[a:b], a, table)])[0] for a, b in pairwise([0, *cuts])]
 
 
 class Branch:
@@ -124,21 +131,3 @@ def compare(loaded: LoadedModel, tolerance: float) -> None:
     assert step_runner.copied > 1
     for tokens, logits in rows:
         torch.testing.assert_close(logits, own_logits(loaded, tokens), rtol=0, atol=tolerance)
-
-
-def forwarded(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
-    """Return the greedy reply by the model's own forward, over all tokens for each new one."""
-    tokens = list(prompt)
-    for _ in range(count):
-        with torch.inference_mode():
-            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tuple(tokens[len(prompt) :])
-
-
-def generated(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
-    """Return the greedy reply of transformers' own loop."""
-    ids = torch.tensor([prompt])
-    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
-    reply: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
-    return tuple(reply)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +12,13 @@ import torch
 import transformers
 from torch import nn
 
-from radixkv import Engine, SamplingParams
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter
 from radixkv.models.fallback import PoolLayer
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from tests.models.conftest import GROUPED, SIZES
-from tests.models.step_runner import compare, generated, prompts
+from tests.models.step_runner import compare
 
 load = partial(adapter.load, model_code="transformers")  # layers of our own need none of this
 
@@ -67,25 +64,6 @@ def test_a_sliding_window_drops_nothing(build: Callable[..., Any], family: str) 
     loaded = load(build(family, torch.float64))
     assert (loaded.attention, loaded.layers[0].window) == ("fallback", 21)
     compare(loaded, 1e-9)
-
-
-def test_an_engine_answers_as_the_model_generates(
-    build: Callable[..., Any], architecture: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config, _ = ARCHITECTURES[architecture]
-    texts = prompts(random.Random(8), 4)
-    expected = [generated(build(config()), text, 6) for text in texts]
-    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-    with Engine.load(build(config()), num_blocks=120, block_size=4, prefill_chunk=9, monitor=False) as engine:
-        assert [one.token_ids for one in engine.generate(texts, params)] == expected
-        again = engine.generate([texts[0], texts[0]], replace(params, n=2))
-        assert [one.token_ids for one in again] == expected[:1] * 2
-        assert [other.token_ids for one in again for other in one.alternatives] == expected[:1] * 2
-        assert min(one.usage.cached_tokens for one in again) >= len(texts[0]) - 1
-        assert engine.stats().attention == "fallback"
-    assert [message.partition(" by the fallback: ")[0] for message in caplog.messages] == [
-        f"{type(build(config())).__name__}: each sequence runs by itself,"
-    ]
 
 
 @pytest.mark.usefixtures("forced")

@@ -105,35 +105,6 @@ def test_sentencepiece_ids_match_the_published_tokenizer(prefix: str, text: str)
     check(*piece_pair(prefix), text)
 
 
-@settings(max_examples=100)
-@given(text=st.one_of(TEXTS, st.text()))
-def test_texts_survive_encoding_and_decoding(text: str) -> None:
-    _, tokenizer = byte_pair("smollm")
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@settings(max_examples=100)
-@given(
-    text=st.text(st.one_of(st.sampled_from("a \n1\U0001f680"), st.characters(codec="utf-8", exclude_characters=SIGN)))
-)
-def test_texts_survive_the_signs_of_sentencepiece(text: str) -> None:
-    for prefix in ("always", "never"):
-        _, tokenizer = piece_pair(prefix)
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_rows_split_and_merge_differently() -> None:
-    def pieces(name: str, text: str) -> list[str]:
-        backend = byte_pair(name)[1].backend_tokenizer
-        text = backend.normalizer.normalize_str(text) if backend.normalizer else text
-        return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-
-    assert [len(pieces(name, "12345")) for name in ("gpt-2", "smollm", "llama-bpe", "qwen2")] == [1, 5, 2, 5]
-    assert [len(pieces(name, "I'VE")) for name in ("gpt-2", "llama-bpe")] == [3, 2]
-    assert [len(pieces(name, "fooBar")) for name in ("qwen2", "tekken")] == [1, 2]
-    assert [len(pieces(name, "e\u0301")) for name in ("llama-bpe", "qwen2", "qwen35")] == [2, 1, 1]
-
-
 def test_a_piece_that_is_a_token_stays_whole_where_the_model_ignores_merges() -> None:
     published = published_bytes("llama-bpe")
     metadata = metadata_of(published, pre="llama-bpe", add_bos_token=False)

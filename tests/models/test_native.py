@@ -17,7 +17,7 @@ import transformers
 
 from radixkv import Engine
 from radixkv.errors import EngineClosed, InvalidInput
-from radixkv.models import adapter, checkpoint, packed
+from radixkv.models import adapter, checkpoint
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.native import files
 from radixkv.models.native.compiled import CompiledOperators
@@ -246,26 +246,6 @@ def test_other_model_code_is_refused() -> None:
 # ---- weights that change
 
 
-@pytest.mark.parametrize("weights", ["float32", pytest.param("int8", marks=needs_products)])
-def test_changed_weights_and_new_ones_are_taken(weights: str, tmp_path: Path) -> None:
-    """A norm is changed in place, as an optimizer would; then all weights become those of another model."""
-    own = made("gemma3")
-    own.save_pretrained(tmp_path)
-    with torch.no_grad():
-        for parameter in own.parameters():
-            parameter.mul_(-1.25)
-    other = tmp_path / "other"
-    own.save_pretrained(other)
-    with Engine.load(tmp_path, weights=weights, num_blocks=32) as engine, Engine.load(other, weights=weights) as wanted:
-        before = scored(engine)
-        with torch.no_grad():
-            engine.model.model.model.norm.weight.mul_(1.5)
-        engine.reload_weights()
-        assert scored(engine) != pytest.approx(before, abs=1e-3)
-        engine.reload_weights(own.state_dict())
-        assert scored(engine) == pytest.approx(scored(wanted), abs=1e-3)
-
-
 def scored(engine: Engine) -> list[float]:
     """The log probabilities of a prompt's end after its beginning."""
     (found,) = engine.score(TOKENS[0, :60].tolist(), [TOKENS[0, 60:].tolist()])
@@ -341,15 +321,6 @@ def test_threads_and_instruction_sets_change_no_bit(tmp_path: Path, monkeypatch:
     if "avx512bw" in build.cpu_features():
         monkeypatch.setattr(kernels.kernels(), "instructions", 1)
         assert torch.equal(steps(adapter.load(path)), expected)
-
-
-@needs_products
-def test_unpacked_layers_compute_in_torch(tmp_path: Path) -> None:
-    made("qwen3").save_pretrained(tmp_path)
-    loaded = adapter.load(tmp_path, weights="int8")
-    expected = steps(loaded)
-    assert packed.unpack(loaded.model)
-    assert relative_error(steps(loaded), expected) < 1e-5
 
 
 # ---- models of a caller

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from torch import nn
 
 from radixkv.models import adapter, packed
-from radixkv.models.loaded import SequenceInput
 from radixkv.models.packed import PackedLinear, pack, unpack
-from radixkv.models.runner import Runner
+from tests.models.step_runner import in_chunks
 
 pytestmark = pytest.mark.skipif(not packed._is_possible(), reason="this torch has no oneDNN, or no packed weights")
 
@@ -44,13 +42,6 @@ def own_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     model.set_attn_implementation("eager")
     found: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
     return found
-
-
-def paged_logits(loaded: adapter.LoadedModel, tokens: list[int]) -> torch.Tensor:
-    """Return the last row over a pool."""
-    blocks = -(-len(tokens) // 4)
-    chunk = SequenceInput(np.array(tokens, np.int32), 0, np.arange(len(tokens)), np.arange(blocks, dtype=np.int32))
-    return Runner(loaded, blocks, 4).run([chunk])[0]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -89,7 +80,7 @@ def test_a_model_of_a_caller_stays_as_it_was(build: Callable[..., Any], family: 
     assert layers(loaded.model)[0] > 8
     assert {name: (id(m), id(getattr(m, "weight", None))) for name, m in model.named_modules()} == before
     assert torch.equal(own_logits(model, tokens), expected)
-    torch.testing.assert_close(paged_logits(loaded, tokens), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(in_chunks(loaded, tokens, [len(tokens)])[0], expected, rtol=1e-4, atol=1e-4)
     kept = {id(tensor) for tensor in model.parameters()}
     assert {id(tensor) for tensor in loaded.model.parameters()} <= kept
 
@@ -125,7 +116,9 @@ def test_a_folder_is_packed_in_place_and_its_embedding_stays(
     assert [name for name, weight in loaded.model.named_parameters() if weight.ndim == 2] == [
         "model.embed_tokens.weight"
     ]
-    torch.testing.assert_close(paged_logits(loaded, tokens), own_logits(model, tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        in_chunks(loaded, tokens, [len(tokens)])[0], own_logits(model, tokens), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_only_large_plain_layers_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +220,7 @@ def test_a_layer_whose_weight_is_read_in_a_forward_is_unpacked_again(build: Call
     taken: Any = loaded.model
     assert layers(taken) == (count - 1, 1)
     assert type(taken.model.layers[1].mlp.down_proj.inner) is nn.Linear
-    torch.testing.assert_close(paged_logits(loaded, tokens), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(in_chunks(loaded, tokens, [len(tokens)])[0], expected, rtol=1e-4, atol=1e-4)
 
 
 class Picky(nn.Module):
@@ -252,4 +245,4 @@ def test_a_model_that_fails_with_packed_layers_runs_without(build: Callable[...,
     loaded = adapter._take_over(model, None, "picky", keep=keep)
     assert layers(loaded.model)[0] == 0
     assert loaded.model is model
-    torch.testing.assert_close(paged_logits(loaded, tokens), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(in_chunks(loaded, tokens, [len(tokens)])[0], expected, rtol=1e-4, atol=1e-4)

@@ -6,30 +6,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from radixkv import Engine, SamplingParams
 from radixkv.errors import InvalidInput
 from radixkv.gguf.architectures import config_of
 from radixkv.gguf.header import read_header
 from radixkv.models import adapter, gguf_weights, loader
 from radixkv.models.gguf_weights import formats, read_model
-from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.quantized import build, kernels
 from radixkv.models.quantized.kernels import Format
 from radixkv.models.quantized.layers import QuantizedEmbedding, QuantizedLinear, quantize, quantized_weights
 from radixkv.models.rounding import relative_error
-from radixkv.models.runner import Runner
 from tests.models.gguf_files import CONFIGS, SIZES, made, write
+from tests.models.step_runner import in_chunks
 from tests.models.test_packed import Reader
 from tests.selection import mostly_long
 
 pytestmark = pytest.mark.skipif(kernels.kernels() is None, reason="no compiler, or a CPU without AVX2")
 IDS = torch.randint(3, 97, (1, 70), generator=torch.Generator().manual_seed(3))
+PROMPT = IDS[0].tolist()
 TOLERANCE = 1e-5  # of the logits' spread: rounding of float32
 
 
@@ -153,7 +151,7 @@ def test_a_model_of_a_caller_stays_as_it_was(build: Callable[..., Any]) -> None:
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert torch.equal(own_logits(model), expected)
     assert set(kinds(loaded.model).values()) == {Format.INT8}
-    assert relative_error(paged(loaded, [70])[-1], expected[-1]) <= 0.06
+    assert relative_error(in_chunks(loaded, PROMPT, [70])[-1], expected[-1]) <= 0.06
 
 
 # ---- hits
@@ -164,52 +162,13 @@ def own_logits(model: Any) -> torch.Tensor:
     return logits(model)
 
 
-def paged(loaded: LoadedModel, cuts: list[int]) -> list[torch.Tensor]:
-    """The last row of each chunk of the prompt, cut at these positions."""
-    tokens, found = IDS[0].numpy().astype(np.int32), []
-    runner = Runner(loaded, 20, 4)
-    for start, end in zip([0, *cuts], cuts, strict=False):
-        table = np.arange(-(-end // 4), dtype=np.int32)
-        found.append(runner.run([SequenceInput(tokens[start:end], start, np.arange(start, end), table)])[0])
-    return found
-
-
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
 def test_chunks_and_decodes_give_the_logits_of_one_forward(tmp_path: Path, kind: str) -> None:
     loaded = adapter.load(write(made(CONFIGS["llama 3"]()), tmp_path / "model.gguf", kind))
     assert kinds(loaded.model)["model.layers.0.self_attn.q_proj"] is not None
-    whole = paged(loaded, [70])[-1]
+    whole = in_chunks(loaded, PROMPT, [70])[-1]
     for cuts in ([64, 70], [17, 34, 51, 69, 70], [*range(50, 71)]):
-        assert relative_error(paged(loaded, cuts)[-1], whole) <= TOLERANCE
-
-
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_rows_of_a_draft_have_the_bits_of_decodes(tmp_path: Path, weights: str, kv_dtype: str) -> None:
-    path = write(made(CONFIGS["llama 3"]()), tmp_path / "model.gguf", "Q8_0")
-    runner = Runner(adapter.load(path, weights=weights, kv_dtype=kv_dtype), 8, 16)
-    assert runner.loaded.attention == "compiled"
-    tokens, table = IDS[0, :50].numpy().astype(np.int32), np.arange(4, dtype=np.int32)
-
-    def run(start: int, end: int, rows: int = 1) -> torch.Tensor:
-        places = np.arange(start, end)
-        return runner.run([SequenceInput(tokens[start:end], start, places, table, logit_rows=rows)])
-
-    run(0, 34)
-    decoded = torch.cat([run(place, place + 1) for place in range(34, 50)])
-    for rows in (2, 5, 16):
-        found = run(34, 34 + rows, rows)
-        assert torch.equal(found.roll(-1, 0), decoded[:rows])  # the first row of logits is the last token's
-
-
-def test_a_hit_is_audited_within_the_usual_tolerance(tmp_path: Path) -> None:
-    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", "Q4_1")
-    prompt, greedy = IDS[0].tolist(), SamplingParams(temperature=0, max_tokens=12)
-    with Engine.load(path, monitor=False, num_blocks=32) as engine:
-        cold, hit = (engine.generate([prompt], greedy)[0] for _ in range(2))
-        assert hit.usage.cached_tokens and hit.token_ids == cold.token_ids
-        report = engine.audit()
-        assert report.blocks and not report.differ
+        assert relative_error(in_chunks(loaded, PROMPT, cuts)[-1], whole) <= TOLERANCE
 
 
 # ---- refusals, and layers that cannot be replaced
@@ -243,7 +202,7 @@ def test_a_layer_whose_weight_is_read_in_a_forward_becomes_plain(build: Callable
     loaded = adapter.load(model, weights="int8")
     found = kinds(loaded.model)
     assert [name for name, format in found.items() if format is None] == ["model.layers.1.mlp.down_proj.inner"]
-    assert relative_error(paged(loaded, [70])[-1], own_logits(model)[-1]) <= 0.06
+    assert relative_error(in_chunks(loaded, PROMPT, [70])[-1], own_logits(model)[-1]) <= 0.06
 
 
 def test_only_plain_layers_are_quantised() -> None:

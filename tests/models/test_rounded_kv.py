@@ -9,24 +9,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
-from radixkv import Engine, EngineConfig, SamplingParams
+from radixkv import Engine, SamplingParams
 from radixkv.attention.kv_formats import Int8
 from radixkv.errors import InvalidInput, UnsupportedModel
-from radixkv.models import adapter, compiled_attention, rounded_kv
-from radixkv.models.loaded import LoadedModel, SequenceInput
+from radixkv.models import adapter, compiled_attention
+from radixkv.models.loaded import LoadedModel
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.rounded_kv import format_test, rounded_logits
 from radixkv.models.rounding import relative_error
-from radixkv.models.runner import Runner
-from radixkv.models.selftest import self_test
-from tests.models.conftest import FAMILIES, GROUPED, SIZES, make
+from tests.models.conftest import FAMILIES, make
 from tests.models.recurrent.hybrids import Steps, hybrid
-from tests.models.step_runner import StepRunner, own_logits, prompts, random_steps
+from tests.models.step_runner import StepRunner, in_chunks, own_logits, prompts, random_steps
+from tests.models.test_architectures import deepseek_v3, gemma3n, gemma4, gpt_oss
 
 FORMATS = ["float16", "int8"]
 exact = importlib.import_module("model_parts.exact").exact
@@ -39,42 +37,12 @@ def wide(family: str) -> Any:
     return config
 
 
-def gemma3n() -> Any:
-    """The last two layers read the KV of the layers before them."""
-    return transformers.Gemma3nTextConfig(
-        **{**GROUPED, "num_hidden_layers": 4, "intermediate_size": 48}, head_dim=16, num_kv_shared_layers=2,
-        sliding_window=20, vocab_size_per_layer_input=97, hidden_size_per_layer_input=16, laurel_rank=8,
-        layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.0] * 4,
-    )  # fmt: skip
-
-
-def gemma4() -> Any:
-    """Heads of the layers that see everything are wider."""
-    return transformers.Gemma4TextConfig(
-        **SIZES, num_key_value_heads=2, head_dim=16, global_head_dim=48, sliding_window=20,
-        hidden_size_per_layer_input=0, vocab_size_per_layer_input=97, num_kv_shared_layers=0,
-        layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
-
-
-def deepseek_v3() -> Any:
-    """Keys of 48 numbers, values of 32."""
-    return transformers.DeepseekV3Config(
-        **SIZES, num_key_value_heads=4, first_k_dense_replace=2, q_lora_rank=None, kv_lora_rank=16,
-        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
-    )  # fmt: skip
-
-
-def gpt_oss() -> Any:
-    """Sinks, and windows in every second layer."""
-    return transformers.GptOssConfig(
-        **GROUPED, head_dim=16, num_local_experts=2, num_experts_per_tok=1, sliding_window=21,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
-
-
-SPECIAL = {each.__name__: each for each in (gemma3n, gemma4, deepseek_v3, gpt_oss)}
-CONFIGS: dict[str, Callable[[], Any]] = {name: (lambda name=name: wide(name)) for name in FAMILIES} | SPECIAL
+CONFIGS: dict[str, Callable[[], Any]] = {name: (lambda name=name: wide(name)) for name in FAMILIES} | {
+    "gemma3n": gemma3n,
+    "gemma4": lambda: gemma4(16, 48),
+    "deepseek_v3": lambda: deepseek_v3(32, 16, 32),
+    "gpt_oss": lambda: gpt_oss(16),
+}
 IN_FLOAT32 = {"gpt_oss": 2e-2, "gemma3n": 1e-3, "gemma4": 1e-3, "deepseek_v3": 1e-3}
 """Models that compute parts in float32: a number between two codes may get the other one."""
 
@@ -133,28 +101,14 @@ def test_rounded_kv_is_not_the_kv_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
-def test_a_chunk_attends_to_its_own_tokens_as_they_are_stored(kv_dtype: str) -> None:
-    """Else a hit, which reads them from the pool, would differ from a cold run."""
-    runner = Runner(adapter.load(make(wide("llama"), torch.float64), kv_dtype=kv_dtype, attention="torch"), 8, 4)
-    tokens, table = np.arange(5, 25, dtype=np.int32), np.arange(5, dtype=np.int32)
-    whole = runner.run([SequenceInput(tokens, 0, np.arange(20), table)])
-    for start, end in ((0, 7), (7, 19), (19, 20)):
-        last = runner.run([SequenceInput(tokens[start:end], start, np.arange(start, end), table[: -(-end // 4)])])
-    torch.testing.assert_close(last, whole, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_the_fallback_reads_keys_without_their_rotation(kv_dtype: str) -> None:
     """Else it would multiply rotated keys by queries that are not."""
     config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)
     loaded = adapter.load(make(config, torch.float64), kv_dtype=kv_dtype)
     assert loaded.attention == "fallback"
-    runner, table = Runner(loaded, 8, 4), np.arange(5, dtype=np.int32)
-    tokens = np.arange(5, 25, dtype=np.int32)
-    for start, end in ((0, 7), (7, 19), (19, 20)):
-        last = runner.run([SequenceInput(tokens[start:end], start, np.arange(start, end), table[: -(-end // 4)])])
-    own = own_logits(loaded, tokens.tolist())
-    assert 1e-9 < relative_error(last[0], own) < 2e-2
+    tokens = list(range(5, 25))
+    last = in_chunks(loaded, tokens, [7, 19, 20])[-1]
+    assert 1e-9 < relative_error(last, own_logits(loaded, tokens)) < 2e-2
 
 
 # ---- the test at load
@@ -172,32 +126,6 @@ def test_wrong_attention_over_codes_is_refused(attention: str, monkeypatch: pyte
     monkeypatch.setattr(Int8, "attending", unrotated)
     with pytest.raises(UnsupportedModel, match="does not compute the same over int8 KV"):
         adapter.load(make(wide("llama")), attention=attention, kv_dtype="int8")
-
-
-def test_scales_that_are_lost_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = Int8.encode
-
-    def without(self: Int8, new: torch.Tensor) -> Any:
-        codes, scale = encode(self, new)
-        return codes, torch.ones_like(scale)
-
-    loaded = adapter.load(make(wide("llama")), attention="torch", kv_dtype="int8")
-    own = rounded_logits
-    monkeypatch.setattr(rounded_kv, "rounded_logits", with_codec(own, encode))
-    monkeypatch.setattr(Int8, "encode", without)
-    with pytest.raises(UnsupportedModel, match="int8 KV"):
-        format_test(loaded)
-
-
-def with_codec(own: Any, encode: Any) -> Any:
-    """Let the own forward round by `encode` while the store does otherwise."""
-
-    def logits(*given: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Int8, "encode", encode)
-            return own(*given)
-
-    return logits
 
 
 def test_keys_beyond_float16_are_refused_with_their_size() -> None:
@@ -237,15 +165,6 @@ def test_the_fallback_is_compared_with_its_own_forward(monkeypatch: pytest.Monke
         format_test(loaded)
 
 
-def test_a_load_reports_the_larger_of_both_errors(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "radixkv"):
-        loaded = adapter.load(make(wide("llama"), torch.float64), kv_dtype="int8", attention="torch")
-    [said] = [each for each in caplog.messages if "self-test error" in each]
-    errors = self_test(loaded), format_test(loaded)
-    assert errors[0] != errors[1]
-    assert f"self-test error {max(errors):.1e}, KV in int8" in said
-
-
 def test_a_reload_tests_the_format() -> None:
     model = make(wide("llama"))
     with Engine.load(model, num_blocks=40, kv_dtype="float16", monitor=False) as engine:
@@ -268,13 +187,6 @@ def test_what_no_pool_can_have_is_refused(options: dict[str, Any], reason: str) 
     config = FAMILIES["llama"]() if options.pop("config", "") else wide("llama")
     with pytest.raises(InvalidInput, match=reason):
         adapter.load(make(config), **options)
-
-
-def test_a_setting_is_checked_before_the_model_is_read() -> None:
-    with pytest.raises(InvalidInput, match="kv_dtype='int4': allowed are 'auto', 'float16', 'int8'"):
-        EngineConfig(kv_dtype="int4")
-    with pytest.raises(InvalidInput, match="kv_dtype='int4'"):
-        adapter.load("/no/such/folder", kv_dtype="int4")
 
 
 def test_without_a_compiler_torch_expands_codes_with_one_warning(
@@ -310,45 +222,6 @@ def test_a_deterministic_engine_gives_the_same_bits_with_a_hit(kv_dtype: str, ho
         assert bool(warm.stats().host_tokens) == bool(host_memory)
         report = warm.audit(blocks=10)
         assert report.differ == 0 < report.blocks
-
-
-@pytest.mark.parametrize("kv_dtype", [pytest.param("float16", marks=pytest.mark.long), "int8"])
-@pytest.mark.parametrize("num_blocks", [30, pytest.param(200, marks=pytest.mark.long)])
-def test_options_of_requests_give_the_answers_of_an_engine_without_a_cache(kv_dtype: str, num_blocks: int) -> None:
-    """Streams that fork, beams, constraints, scores and shared runs, with hits at a full pool and with room."""
-    options: dict[str, Any] = {"block_size": 4, "deterministic": True, "prefill_chunk": 8, "max_sequences": 4}
-    asked = [
-        GREEDY.but(n=2),
-        GREEDY.but(beam_width=2, logprobs=None),
-        GREEDY.but(choice=["yes", "no"], ignore_eos=False),
-        GREEDY.but(prompt_logprobs=1),
-    ]
-    texts = prompts(random.Random(4), 4)
-    answers = []
-    for prefix_cache in (True, False):
-        size = {"num_blocks": num_blocks if prefix_cache else 200, "prefix_cache": prefix_cache}
-        with Engine.load("tiny", monitor=False, kv_dtype=kv_dtype, **options, **size) as engine:
-            found = []
-            for params in asked * 2:
-                replies = [engine.generate([text], params)[0] for text in texts]
-                found.append([(each.token_ids, [other.token_ids for other in each.alternatives]) for each in replies])
-            answers.append(found)
-            engine.client.thread.ask(engine.core.cache.check)
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.parametrize("kv_dtype", FORMATS)
-def test_an_audit_finds_a_wrong_token(kv_dtype: str) -> None:
-    with Engine.load("tiny", num_blocks=80, block_size=4, monitor=False, kv_dtype=kv_dtype) as engine:
-        for text in prompts(random.Random(8), 4):
-            engine.generate([text], GREEDY)
-        assert engine.audit(blocks=40).differ == 0
-        store = engine.core.runner.store
-        for layer, shape in enumerate(store.layers):
-            slots = torch.arange(0, store.num_blocks * 4, 3)
-            other = (torch.randn(shape.kv_heads, len(slots), dim) for dim in (shape.key_dim, shape.value_dim))
-            store.write(layer, slots, *other)
-        assert engine.audit(blocks=4).differ > 0
 
 
 @pytest.mark.parametrize("fault", ["a column of codes", "noise", "scales"])

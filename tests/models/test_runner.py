@@ -116,17 +116,6 @@ def test_one_work_list_for_each_distinct_window(build: Callable[..., Any], monke
     assert built == [21, None]
 
 
-def test_two_runners_share_a_model(build: Callable[..., Any]) -> None:
-    loaded = adapter.load(build("llama", torch.float64))
-    first, second = Runner(loaded, 4, 4), Runner(loaded, 4, 8)
-    one = first.run([chunk([3, 4, 5], 0, [2])])
-    second.run([chunk([9, 9, 9], 0, [2], 8)])
-    torch.testing.assert_close(
-        first.run([chunk([6], 3, [2])]), second.run([chunk([3, 4, 5, 6], 0, [1], 8)]), rtol=0, atol=1e-9
-    )
-    assert one.shape == (1, 97)
-
-
 def test_a_failed_step_leaves_the_runner_in_order(runner: Runner) -> None:
     with pytest.raises(IndexError):
         runner.run([chunk([3, 4000, 5], 0, [0])])

@@ -348,13 +348,3 @@ def test_two_loads_at_once_leave_one_record(folder: Path) -> None:
         assert [each.name for each in pool.map(load, [folder, folder])] == [str(folder)] * 2
     (record,) = records(folder)
     assert json.loads(record.read_bytes())[0] == record.name
-
-
-@pytest.mark.long
-def test_two_processes_that_load_at_once_leave_one_record(folder: Path) -> None:
-    code = "import sys; from radixkv.models import adapter; adapter.load(sys.argv[1], verify='auto')"
-    command = [sys.executable, "-c", code, str(folder)]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [(each.communicate()[1], each.returncode) for each in processes] == [("", 0)] * 2
-    (record,) = records(folder)
-    assert json.loads(record.read_bytes())[0] == record.name
