@@ -2,90 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from random import Random
 from typing import cast
 
-import pytest
-
-from radixkv.cache import Hint, PrefixCache, Sequence
-from radixkv.errors import OutOfBlocks, PinBudgetExceeded, PrefixHeld
+from radixkv.cache import PrefixCache
 from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import NodeRecord
 from radixkv.telemetry.tree_view import tree_view
 from tests.cache.verbs import prompt, publish
-from tests.telemetry.expected import collect_and_check, expand, watched
+from tests.telemetry.expected import watched
 
 
 def step(cache: PrefixCache) -> None:
     """Run the moves of a step."""
     cache.moves()
     cache.moves_done()
-
-
-def texts(rng: Random) -> tuple[list[int], str | None]:
-    """Return a text that shares prefixes of different lengths with others, and its namespace."""
-    text = [*prompt(rng.randrange(3), 1 + rng.randrange(9)), *[50 + rng.randrange(3)] * rng.randrange(12)]
-    return text, rng.choice((None, None, "tenant"))
-
-
-class Life:
-    """Random calls of a cache with a host tier."""
-
-    def __init__(self, cache: PrefixCache, seed: int) -> None:
-        self.cache, self.rng = cache, Random(seed)
-        self.open: list[Sequence] = []
-
-    def live(self) -> None:
-        """Make one call."""
-        text, space = texts(self.rng)
-        verb = self.rng.choice(("open", "open", "open", "close", "close", "pin", "demote", "discard", "moves", "lost"))
-        with suppress(OutOfBlocks, PinBudgetExceeded, PrefixHeld):
-            getattr(self, f"_{verb}")(text, space)
-
-    def _open(self, text: list[int], space: str | None) -> None:
-        sequence = cast(Sequence, self.cache.open(text, space, priority=self.rng.choice((0, 0, 1))))
-        self.open.append(sequence)
-        if found := sequence.loadable(text[sequence.length :]):
-            sequence.load(text[sequence.length : sequence.length + found])
-            sequence.commit()
-        sequence.extend(text[sequence.length :])
-        sequence.commit()
-
-    def _close(self, text: list[int], space: str | None) -> None:
-        if self.open:
-            self.open.pop(self.rng.randrange(len(self.open))).close(Hint(done=self.rng.random() < 0.2))
-
-    def _pin(self, text: list[int], space: str | None) -> None:
-        self.cache.pin(text, space, ttl=3.0)
-
-    def _demote(self, text: list[int], space: str | None) -> None:
-        self.cache.demote(text, space)
-
-    def _discard(self, text: list[int], space: str | None) -> None:
-        self.cache.discard(text, space, len(text) // 2)
-
-    def _moves(self, text: list[int], space: str | None) -> None:
-        step(self.cache)
-
-    def _lost(self, text: list[int], space: str | None) -> None:
-        self.cache.moves()  # never confirmed: the next call drops the nodes
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_collections_add_up_to_both_tiers(seed: int) -> None:
-    cache, recorder, mirror, now = watched(12, 4, host_blocks=10)
-    life = Life(cache, seed)
-    residences = set()
-    for turn in range(300):
-        now[0] += 0.5
-        life.live()
-        if turn % (1 + seed % 3) == 0:
-            collect_and_check(cache, recorder, mirror)
-            residences |= {node.residence for node in mirror.nodes.values()}
-    stats = cache.stats()
-    assert residences == {"device", "host"} and stats.loaded_tokens and stats.host_evicted_blocks
 
 
 def offloaded() -> tuple[PrefixCache, Recorder, Mirror, list[float]]:
@@ -95,12 +26,6 @@ def offloaded() -> tuple[PrefixCache, Recorder, Mirror, list[float]]:
     publish(cache, prompt(2, 12))
     step(cache)
     return cast(PrefixCache, cache), recorder, mirror, now
-
-
-def sent(mirror: Mirror) -> list[tuple[str, int, int, int]]:
-    """Return residence, start, tokens and blocks of all nodes, roots left out."""
-    nodes = sorted((node for node in mirror.nodes.values() if node.tokens), key=lambda node: node.id)
-    return [(node.residence, node.start, node.tokens, len(expand(node.blocks))) for node in nodes]
 
 
 def test_the_view_of_the_tree_counts_the_tiers_apart() -> None:

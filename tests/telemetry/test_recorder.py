@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from radixkv.cache import POLICIES, Hint, PrefixCache
+from radixkv.cache import POLICIES, PrefixCache
 from radixkv.telemetry.mirror import ENDED_REQUESTS, EVICTIONS, SESSIONS, Mirror
-from radixkv.telemetry.recorder import Recorder
+from radixkv.telemetry.recorder import Recorder, runs
 from radixkv.telemetry.records import NEXT_VICTIMS, RequestRecord, SessionRecord
 from tests.cache.fuzz.machine import Machine
 from tests.cache.fuzz.options import draw
@@ -60,27 +63,6 @@ def test_the_first_time_tells_everything_and_says_so() -> None:
     assert first.reset and not second.reset
     assert [(record.parent, record.tokens, record.namespace) for record in first.nodes] == [(0, 0, "a"), (1, 10, None)]
     assert not second.nodes
-
-
-def test_nodes_are_dated_by_their_uses() -> None:
-    cache, recorder, mirror, now = watched()
-    for now[0] in (1.0, 5.0):
-        publish(cache, prompt(1, 10))
-    now[0] = 9.0
-    mirror.apply(recorder.collect())
-    record = max(mirror.nodes.values(), key=lambda record: record.tokens)
-    assert (record.born, record.used, record.hits) == (OFFSET + 1, OFFSET + 5, 1)
-
-
-def test_a_demotion_is_told_although_nothing_else_changes() -> None:
-    cache, recorder, mirror, _ = watched()
-    publish(cache, prompt(1, 10))
-    mirror.apply(recorder.collect())
-    cache.demote(prompt(1, 10), start=4)
-    changes = recorder.collect()
-    assert sorted((record.tokens, record.demoted) for record in changes.nodes) == [(4, False), (6, True)]
-    held(cache, prompt(1, 10))
-    assert not any(record.demoted for record in recorder.collect().nodes)
 
 
 def test_an_eviction_says_what_went_why_and_whether_it_was_wanted_again() -> None:
@@ -136,16 +118,6 @@ def test_next_victims_are_sent_only_when_they_change() -> None:
     assert recorder.collect().next_victims == (), "a reset sends everything"
 
 
-def test_what_is_discarded_or_cleared_was_not_evicted() -> None:
-    cache, recorder, mirror, _ = watched()
-    publish(cache, prompt(1, 10))
-    mirror.apply(recorder.collect())
-    cache.discard(prompt(1, 10), start=5)
-    cache.clear()
-    mirror.apply(recorder.collect())
-    assert not mirror.nodes and not mirror.evictions
-
-
 def test_a_sequence_says_whose_it_is_and_since_when() -> None:
     cache, recorder, mirror, now = watched()
     now[0] = 3.0
@@ -153,6 +125,7 @@ def test_a_sequence_says_whose_it_is_and_since_when() -> None:
     now[0] = 4.0
     twin = first.fork()
     first.extend([1, 2, 3])
+    now[0] = 5.0
     mirror.apply(recorder.collect({}, {first.id: (17, 0), twin.id: (17, 1)}))
     records = [mirror.sequences[sequence.id] for sequence in (first, twin)]
     assert [(record.request, record.index, record.opened - OFFSET) for record in records] == [
@@ -261,17 +234,12 @@ def test_a_namespace_is_named_but_never_asked() -> None:
     assert names == [None, "a" * 64, "5", "(salt, 7, Tenant)", "Tenant"]
 
 
-def test_a_hint_and_a_pin_are_told() -> None:
-    cache, recorder, mirror, now = watched()
-    publish(cache, prompt(1, 10), hint=Hint(priority=3))
-    pin = cache.pin(prompt(1, 10), ttl=5.0)
-    mirror.apply(recorder.collect())
-    (record,) = (each for each in mirror.nodes.values() if each.tokens)
-    assert (record.priority, record.pins, record.holders, record.locks) == (3, 1, 1, 1)
-    now[0] = 6.0
-    mirror.apply(recorder.collect())
-    assert not pin.active
-    assert [each.pins for each in mirror.nodes.values() if each.tokens] == [0]
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 9)), max_size=40))
+def test_runs_are_the_blocks_again_in_as_few_runs_as_there_are(pieces: list[tuple[int, int]]) -> None:
+    blocks = [block for first, count in pieces for block in range(first, first + count)]
+    found = runs(array("i", blocks))
+    assert expand(found) == blocks
+    assert len(found) == 2 * sum(at == 0 or blocks[at] != blocks[at - 1] + 1 for at in range(len(blocks)))
 
 
 def _request(number: int, phase: Any) -> RequestRecord:
