@@ -18,7 +18,7 @@ from radixkv.telemetry.protocol import Delta, Frame, Hello, Snapshot
 from radixkv.telemetry.recording import read_recording
 from radixkv.telemetry.records import Changes, NodeRecord
 from radixkv_monitor.app import MonitorApp
-from radixkv_monitor.dialogs import ExportScreen, HelpScreen
+from radixkv_monitor.dialogs import ExportScreen
 from radixkv_monitor.feed import Status, ThreadFeed
 from radixkv_monitor.replay import FileFeed
 from radixkv_monitor.state_builder import StateBuilder
@@ -232,25 +232,6 @@ def test_saving_the_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (path,) = tmp_path.glob("radixkv-past-*.rec")
     times = [frame.changes.time for frame in read_recording(path) if isinstance(frame, Snapshot | Delta)]
     assert times[0] == 1000.0 and times[-1] == 1090.0
-
-
-@SIZES
-def test_help_names_every_key(size: tuple[int, int]) -> None:
-    async def steps(app: MonitorApp, feed: HandFeed, pilot: Pilot[None]) -> None:
-        await pilot.press("question_mark")
-        assert isinstance(app.screen, HelpScreen)
-        text = str(app.screen.text())
-        for key in ("space", "[", "]", "{", "}", "<", ">", "?", "b", "r", "e", "m", "q", "regret", "1", "6"):
-            assert f" {key}  " in text
-        dialog = app.screen.query_one("#dialog")
-        assert dialog.region.width <= size[0] and dialog.region.height <= size[1]
-        await pilot.press("down", "down", "up")
-        if size[1] == 24:
-            assert dialog.scroll_offset.y == 1
-        await pilot.press("question_mark")
-        assert len(app.screen_stack) == 1
-
-    played(steps, size)
 
 
 def test_a_lost_engine_is_told_and_greyed() -> None:

@@ -233,8 +233,6 @@ def test_the_same_engine_again_is_no_restart(engines: Engines, feed: SocketFeed)
     "garbage",
     [
         b"\xff" * 64,
-        b"\x00\x00\x00\x04nope",
-        b"\x00\x00\x00\x05\x93\x01\x02\x03\xc1",
         encode(Hello(FACTS))[:-9] + b"x" * 40,
     ],
 )

@@ -54,7 +54,7 @@ async def settled(pilot: Pilot[None]) -> None:
         await pilot.pause()
 
 
-VIEWS = pytest.mark.parametrize("view", ["tree", "requests", pytest.param("sessions", marks=pytest.mark.long)])
+VIEWS = pytest.mark.parametrize("view", ["tree", pytest.param("sessions", marks=pytest.mark.long)])
 
 
 @VIEWS

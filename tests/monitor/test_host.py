@@ -23,7 +23,6 @@ from radixkv_monitor.state import Sample, State
 from radixkv_monitor.summary import summarise, verdict
 from radixkv_monitor.tree_rows import TreeRows
 from radixkv_monitor.views import HostBlockSelected, NodeSelected, Selection, View
-from radixkv_monitor.views.overview import OverviewView
 from radixkv_monitor.views.pool import PoolView
 from radixkv_monitor.views.requests import miss_sentence
 from radixkv_monitor.widgets import heat_map
@@ -240,19 +239,7 @@ def test_a_disk_is_one_line_and_its_faults_are_a_warning() -> None:
     assert (disk["blocks"], disk["faults_minute"]) == ({"part": 500.0, "whole": 2000, "share": 0.25}, 3)
     judged = verdict(shown, summarise(shown))
     assert judged.level == "warn" and judged.sentence.startswith("3 faults of the disk cache in the last")
-    assert any(row.startswith("disk ") and line in row for row in overview(shown))
-    assert "disk" not in to_dict(engine())["summary"] and not any("disk" in row for row in overview(engine()))
-
-
-def overview(shown: State) -> list[str]:
-    rows: list[str] = []
-
-    async def script(pilot: Pilot[None]) -> None:
-        await pilot.pause()
-        rows.extend(row.strip() for row in screen(pilot.app))
-
-    hosted(OverviewView(), shown, script, (120, 30))
-    return rows
+    assert "disk" not in to_dict(engine())["summary"]
 
 
 def test_a_request_names_the_tokens_that_were_read_from_disk() -> None:

@@ -47,13 +47,6 @@ def test_an_estimate_is_within_the_bucket_of_the_measured_percentile(times: list
     assert low <= estimate <= high
 
 
-@given(st.lists(st.integers(0, 1000), min_size=BUCKETS, max_size=BUCKETS), st.floats(0, 1), st.floats(0, 1))
-def test_estimates_rise_with_the_share(counts: list[int], one: float, other: float) -> None:
-    low, high = (quantile(counts, share) for share in sorted((one, other)))
-    assert (low is None) == (high is None) == (not sum(counts))
-    assert low is None or high is None or low <= high
-
-
 @given(st.lists(st.floats(0, 1e6), max_size=100))
 def test_every_time_is_in_the_bucket_up_to_its_bound(times: list[float]) -> None:
     counts = bucket_counts(times)

@@ -183,11 +183,3 @@ def test_a_first_state_is_awaited_while_it_arrives(
         status, said, _ = once(capsys, "--for", "0.1")
         thread.join()
     assert (status, said["engine"]["control"]) == (0, True)
-
-
-def test_a_long_step_is_stated(engines: Engines, capsys: pytest.CaptureFixture[str]) -> None:
-    busy = Changes(1000.0, reset=True, stats={"running": 1.0})
-    with engines.serve() as engine:
-        send(engine, Hello(FACTS), Snapshot(0, 1, busy, ts=1000.0), Delta(Changes(1000.0), ts=1004.0))
-        status, said, _ = once(capsys, "--for", "0.2")
-    assert (status, said["step_seconds"], said["now"]) == (0, 4.0, 1000.0)

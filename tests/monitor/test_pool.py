@@ -213,37 +213,3 @@ def test_halves_show_two_cells_in_one_sign_and_the_cursor_and_lit_cells_stand_ou
         assert colours == [("#ffffff", "#000001"), ("#000002", shades[2].highlighted().dark), ("#000001", "#000001")]
 
     run(script, small())
-
-
-def cells_of(view: PoolView) -> str:
-    """Return the characters of the map, in reading order."""
-    room, columns = view.pane.map.region, view.pane.map.columns
-    lines = screen(view.app)[room.y : room.bottom]
-    return "".join(f"{line[GUTTER : GUTTER + columns]:<{columns}}" for line in lines).rstrip()
-
-
-@pytest.mark.parametrize("no_colour", [True, False], ids=["NO_COLOR", "colour"])
-def test_a_cell_of_several_blocks_shows_the_sign_of_most_of_them(
-    no_colour: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half cells in grey were one block of the same character, from 2,304 blocks on."""
-    if no_colour:
-        monkeypatch.setenv("NO_COLOR", "1")
-
-    async def script(pilot: Pilot[None], view: PoolView) -> None:
-        per = view.pane.map.per
-        assert per > 1 and "majority" in text(view, ".headline")
-        assert ("■" in text(view, ".legend")) is not no_colour, "the legend shows what the cells show"
-        signs = "".join(meaning.shade.sign for meaning in MODES[0].legend(view.pane.blocks))
-        states = view.pane.blocks.map.states().tolist()
-        groups = [states[first : first + per] for first in range(0, len(states), per)]
-        expected = [signs[max(range(len(signs)), key=lambda s, g=group: (g.count(s), s))] for group in groups]
-        if no_colour:
-            expected[0] = "◆"  # the cursor
-        assert cells_of(view) == "".join(expected)
-        assert len(set(expected)) > 4
-
-    shown = small(20_000)
-    nodes = {100 + at: node(100 + at, (200 * at, 130 + at), locks=at % 2) for at in range(1, 60)}
-    run(script, replace(shown, nodes={**shown.nodes, **nodes, 4: node(4, (15_000, 99), locks=1, holders=1, pins=1)},
-                        sequences={40: SequenceRecord(40, 12, 0, 3, 56, 32, (18_000, 64), 1000.0)}))  # fmt: skip

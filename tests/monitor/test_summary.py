@@ -18,7 +18,7 @@ from radixkv_monitor.print_once import to_text
 from radixkv_monitor.state import Sample, State, StateCopier
 from radixkv_monitor.summary import summarise, verdict
 from tests.monitor.fake_feed import FACTS
-from tests.monitor.samples import STATES, eviction, request
+from tests.monitor.samples import eviction, request
 
 COUNT = st.integers(0, 10**9)
 NAMES = [
@@ -296,22 +296,6 @@ def test_growth_before_the_first_sample_is_in_no_window_unless_it_is_there_as_a_
     assert (summary.failed_minute, summary.requests_minute, summary.watched) == (9, 309, 30.0)
     older = summarise(state_of(stats, facts=replace(FACTS, started=1930.0), history=history))
     assert (older.failed_minute, older.requests_minute, older.watched) == (0, 0, 2.0)
-
-
-def test_states_are_counted_for_hybrid_models_only() -> None:
-    assert summarise(state_of({"cache.state_rows": 0.0})).states is None
-    state = state_of({**STATES, "state_copies": 1234.0})
-    assert str(summarise(state).states) == "3/8 rows, 1,100/1,200 snapshots, 17 evicted"
-    line = "states      3/8 rows, 1,100/1,200 snapshots, 17 evicted, 1,234 copies between slots"
-    assert to_text(state).splitlines()[3] == line
-    assert summarise(state).as_dict()["states"] == {
-        "rows": {"part": 3, "whole": 8, "share": 3 / 8},
-        "snapshots": {"part": 1100, "whole": 1200, "share": 11 / 12},
-        "evicted": 17,
-        "copies": 1234,
-        "bytes": 0,
-    }
-    assert "\nstates" not in to_text(state_of({})) and "states" not in summarise(state_of({})).as_dict()
 
 
 def test_the_cpu_time_before_the_engine_was_loaded_is_no_share_of_a_core() -> None:

@@ -86,20 +86,6 @@ def headline(view: TreeView) -> str:
 
 
 @both_sizes
-def test_rows_and_the_account_of_the_node_are_on_screen(size: tuple[int, int]) -> None:
-    async def script(pilot: Pilot[None], view: TreeView) -> None:
-        await pilot.press("down", "up")
-        text = "\n".join(screen(pilot.app))
-        for matching in ("team", "default", "0-32", "32-132", "◆ ", "▽ ", "tokens", "next victim: node 4"):
-            assert matching in text, matching
-        await pilot.press("down")
-        text = "\n".join(screen(pilot.app))
-        assert "Node 7" in text and "Held by request 12, stream 0 (decode)." in text and "Held by a pin." in text
-
-    run(script, small(), size)
-
-
-@both_sizes
 def test_keys_move_open_close_and_choose(size: tuple[int, int]) -> None:
     async def script(pilot: Pilot[None], view: TreeView) -> None:
         assert ids(view) == [6, 7, 1, 2, 3, 5, 4]
