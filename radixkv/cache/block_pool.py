@@ -10,6 +10,7 @@ Nodes share a block where they meet inside it. They lie on one path, and the ent
 from __future__ import annotations
 
 from array import array
+from copy import copy
 from dataclasses import dataclass
 from typing import cast
 
@@ -206,9 +207,11 @@ class SharedBlocks:
             pool.share(copy, idle=not each.locks, sole_idle=not child.locks, sole_node=child)
             pool.release(block, idle=not each.locks)
 
-    def transfer_ownership(self, blocks: array[int], old: Node, new: Node) -> None:
-        """Record `new` as the deepest owner of those blocks that have `old` on record."""
-        for block in blocks:
+    def transfer_ownership(self, node: Node, old: Node, new: Node) -> None:
+        """Record `new` as the deepest owner of the blocks of `node` that have `old` on record."""
+        if not self.pool.shared:
+            return
+        for block in boundary(node):
             entry = self.pool.shared.get(block)
             if entry is not None and entry.deepest_owner is old:
                 entry.deepest_owner = new
@@ -232,6 +235,12 @@ class SharedBlocks:
         return owners
 
 
+def boundary(node: Node) -> array[int]:
+    """Return the blocks that a node may share with others."""
+    blocks = node.blocks
+    return blocks if node.may_share_any_block or len(blocks) < 3 else blocks[:: len(blocks) - 1]
+
+
 class BlockTable:
     """The blocks of one sequence in order. The sequence itself references the ones from `own` on.
 
@@ -240,23 +249,20 @@ class BlockTable:
 
     __slots__ = ("_shared", "blocks", "own")
 
-    def __init__(self, shared: SharedBlocks, blocks: array[int], own: int) -> None:
-        """Take over `blocks`; the caller has counted the references."""
-        self._shared, self.blocks, self.own = shared, blocks, own
-
-    @classmethod
-    def of(cls, shared: SharedBlocks, blocks: array[int], node: Node) -> BlockTable:
-        """Make the table of a sequence that ends with a held `node`, from the `blocks` of its path."""
-        own, part = divmod(node.end, shared.pool.block_size)
+    def __init__(self, shared: SharedBlocks, blocks: array[int], node: Node) -> None:
+        """Take `blocks`, the table of the path of a held node, at whose end the sequence is."""
+        self._shared, self.blocks = shared, blocks
+        self.own, part = divmod(node.end, shared.pool.block_size)
         if part:
             shared.pool.share(blocks[-1], idle=False, sole_idle=False, sole_node=node)
-        return cls(shared, blocks, own)
 
     def fork(self) -> BlockTable:
         """Return the table of another sequence with the same blocks. O(blocks)."""
         for block in self.blocks[self.own :]:
             self._shared.pool.share(block, idle=False, sole_idle=False)
-        return BlockTable(self._shared, self.blocks[:], self.own)
+        twin = copy(self)
+        twin.blocks = self.blocks[:]
+        return twin
 
     def missing(self, node: Node, start: int, end: int) -> tuple[int, int]:
         """Return how many more blocks the tokens [start, end) take, and the block to copy first, or -1.
@@ -334,6 +340,13 @@ class BlockTable:
         del self.blocks[start:]
         if own:
             self._shared.release_run(own)
+
+    def cut(self, length: int, end: int, *, reserved: bool) -> None:
+        """Drop the blocks of the tokens [length, end), whose slots are written next unless they stay `reserved`."""
+        pool, slots = self._shared.pool, length % self._shared.pool.block_size
+        self.release(-(-length // pool.block_size))
+        if slots and not reserved:
+            pool.unreserve(self.blocks[-1], min(end - length + slots, pool.block_size), slots)
 
     def return_to(self, node: Node, length: int) -> None:
         """Drop the blocks of later tokens, none of which it references any more: `node`, which ends here, is held."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from operator import attrgetter
 
-from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.block_pool import BlockPool, boundary
 from radixkv.cache.host import invariants as host_tier
 from radixkv.cache.pins import Pins
 from radixkv.cache.radix_tree import RadixTree
@@ -55,6 +55,7 @@ def _check_shape(tree: RadixTree, nodes: list[Node]) -> None:
         assert (node.namespace is None) == (node.parent is not None), f"node {node.id}: is it a root?"
         if node.parent is not None:
             assert node.key and len(node.key) % WIDTH == 0, f"node {node.id} covers no whole tokens"
+            assert node.end == node.start + len(node.key) // WIDTH, f"node {node.id} ends at {node.end}"
             spanned = -(-node.end // size) - node.start // size
             assert len(node.blocks) == spanned, f"node {node.id}: {len(node.blocks)} blocks for a span of {spanned}"
             assert UNKNOWN not in node.key, f"node {node.id} covers an unknown token"
@@ -110,7 +111,7 @@ def _check_owners(pool: BlockPool, nodes: list[Node], sequences: list[Sequence])
     shared = {block for block, count in owners.items() if count > 1}
     assert shared == pool.shared.keys(), f"shared blocks {sorted(pool.shared)}, recounted {sorted(shared)}"
     for node in nodes:
-        for block in node.boundary():
+        for block in boundary(node):
             assert _is_above(node, deepest[block]), (
                 f"block {block}: nodes {node.id} and {deepest[block].id} are not on one path"
             )
@@ -146,7 +147,7 @@ def _check_redundancy(pool: BlockPool, nodes: list[Node]) -> None:
     size = pool.block_size
     owning: dict[int, list[Node]] = {}
     for node in nodes:
-        for block in set(node.boundary()):
+        for block in set(boundary(node)):
             owning.setdefault(block, []).append(node)
     for block, owners in owning.items():
         entry = pool.shared.get(block)

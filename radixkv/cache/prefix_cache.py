@@ -7,7 +7,6 @@ recurrent state shortens it to the last snapshot.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Hashable
 from functools import partial
 from random import Random
@@ -21,7 +20,7 @@ from radixkv.cache.block_pool import BlockPool, BlockTable
 from radixkv.cache.change_tracker import ChangeTracker
 from radixkv.cache.events import Observer
 from radixkv.cache.eviction import EvictionIndex
-from radixkv.cache.host.tier import HostRun
+from radixkv.cache.host.arrivals import Arrivals
 from radixkv.cache.namespaces import Namespace, Namespaces, refusal
 from radixkv.cache.past_text import PastText
 from radixkv.cache.pins import Pin
@@ -32,7 +31,7 @@ from radixkv.cache.recurrent.snapshots import Snapshots, Spacing
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
-from radixkv.cache.types import PURPOSES, CachedNode, CachedRun, CacheStats, Explanation, Match, Node, Purpose
+from radixkv.cache.types import PURPOSES, CachedRun, CacheStats, Explanation, Match, Node, Purpose
 from radixkv.errors import InvalidInput
 
 
@@ -145,6 +144,8 @@ class PrefixCache:
         # For the cache's own modules, and for checks.
         self.state = CacheState(pool, index, namespaces, clock, budget, *host, self.copies, state_spacing or Spacing())
         self._namespaces = namespaces
+        arrivals = Arrivals(self.state)
+        self.take_host_blocks, self.arrive = arrivals.take_blocks, arrivals.arrive
         self.past_text = PastText(self.state.tree, draft_tokens, self.state.events)
         if observer is not None:
             self.state.observe(observer)
@@ -217,29 +218,7 @@ class PrefixCache:
 
         O(log leaves + open sequences + pins + depth + tokens of the text).
         """
-        held = [sequence.node for sequence in self.state.open.values()] + self.state.pins.nodes()
-        return readings.random_run(self.state.tree, held, rng)
-
-    def random_host_run(self, rng: Random) -> HostRun | None:
-        """A random text that ends on the host and can be loaded, for an audit; None if there is none.
-
-        O(log leaves + depth + tokens of the text), more only while moves are not confirmed.
-        """
-        return None if self.state.host is None else self.state.host.random_run(rng)
-
-    def node(self, number: int) -> CachedNode | None:
-        """Find a node of any tier by its id; None if it is gone.
-
-        O(tokens of its text), and O(nodes) without a change tracker.
-        """
-        tree, tracker = self.state.tree, self.state.tracker
-        node = tree.find(number) if tracker is None else tracker.find(number)
-        if node is None:
-            return None
-        path = tree.path(node)
-        tokens = np.frombuffer(bytearray().join([each.key for each in path]), np.int32)
-        namespace = tree.namespace(node)
-        return CachedNode(tokens, node.start, namespace, node.residence, node.locks, tree.followers(node))
+        return readings.random_run(self.state, rng)
 
     def next_victims(self, count: int = 32) -> list[int]:
         """Return the node ids of the leaves that would be evicted next, in this order; fewer if there are fewer.
@@ -310,37 +289,6 @@ class PrefixCache:
         if self.state.host is not None:
             self.state.host.confirm()
 
-    # ---- text that arrives from elsewhere, such as a disk
-
-    def take_host_blocks(self, tokens: Tokens, namespace: Hashable, count: int) -> array[int]:
-        """Take up to `count` host blocks for a text whose images will arrive, and evict other text for them.
-
-        Each image is of a full block of the text. The caller owns the blocks until `arrive`. There are none for a text
-        that branches off inside a run on the host, nor without a host tier. O(log leaves) for each evicted block.
-        """
-        state, raw = self.state, as_bytes(tokens)
-        if state.host is None:
-            return array("i")
-        _, node, at = self._find(raw, namespace)
-        lent, lost = state.host.lend(node, raw, at, count, self.clock())
-        state.counters.evicted_tokens += lost
-        return lent
-
-    def arrive(self, tokens: Tokens, namespace: Hashable, blocks: array[int], arrived: int) -> int:
-        """Make the text resident whose last full blocks have their images in the first `arrived` of these host blocks.
-
-        Returns how many of its tokens were in no tier. It is 0, and all blocks are free again, if others have published
-        the text meanwhile, if the text before it was evicted, or if it branches off inside a run on the host.
-        """
-        state, raw = self.state, as_bytes(tokens)
-        assert state.host is not None
-        space, node, at = self._find(raw, namespace)
-        if not state.host.arrive(node, raw, at, blocks, arrived):
-            return 0
-        if node is None:
-            node = state.tree.add_root(state.tree.add_namespace(namespace) if space is None else space)
-        return state.host.attach(node, raw, at, blocks[:arrived])
-
     # ---- holding
 
     def open(
@@ -364,7 +312,7 @@ class PrefixCache:
         Costs a match, a table of the path's blocks and, where the prefix ends inside a node, a split.
         """
         raw = as_bytes(tokens)
-        if limit is not None:
+        if limit is not None and (type(limit) is not int or limit < 0):
             check_int("limit", limit, 0)
         if type(priority) is not int:
             check_int("priority", priority)
@@ -394,12 +342,11 @@ class PrefixCache:
             state.counters.query_tokens += len(asked.raw) // WIDTH
             state.counters.hit_tokens += length
             if rest:
-                self._count_regret(node, ghost_owner, length, rest)
-        if length < node.end:
-            node = tree.split(node, length - node.start)
+                self.state.count_regret(node, ghost_owner, length, rest)
+        node = tree.ending_at(node, length)
         path = tree.path(node)
         tree.hold(node)
-        sequence = Sequence(state, node, length, BlockTable.of(tree.shared, tree.joined(path), node), row)
+        sequence = Sequence(state, node, length, BlockTable(tree.shared, tree.joined(path), node), row)
         sequence.namespace, sequence.priority = asked.namespace, asked.priority
         sequence.purpose, sequence.asked = asked.purpose, len(asked.raw) // WIDTH
         if asked.purpose != "audit":
@@ -428,7 +375,7 @@ class PrefixCache:
         sequence = self._open(asked, space, top, position * WIDTH, row)
         row.begin(last, matched, counts=requested, diverged=matched < asked.limit, branches=branches)
         if requested and matched < asked.limit and owner is not None:
-            self._count_regret(node, owner, matched, asked.raw[found : asked.limit * WIDTH])
+            self.state.count_regret(node, owner, matched, asked.raw[found : asked.limit * WIDTH])
         return sequence
 
     def pin(self, tokens: Tokens, namespace: Hashable = None, ttl: float | None = None) -> Pin:
@@ -447,8 +394,7 @@ class PrefixCache:
         pins.expire()
         blocks = tree.table(node)[: -(-length // self.block_size)]
         pins.refuse_over_budget(blocks)
-        if length < node.end:
-            node = tree.split(node, length - node.start)
+        node = tree.ending_at(node, length)
         return pins.add(node, length, matched == len(raw), len(blocks), ttl)
 
     def unpin(self, tokens: Tokens, namespace: Hashable = None) -> int:
@@ -566,22 +512,6 @@ class PrefixCache:
         node, matched = tree.match(root, raw if limit is None else raw[: limit * WIDTH])
         refuse_negative(raw, matched)
         return space, node, matched
-
-    def _count_regret(self, node: Node | None, ghost_owner: int, length: int, rest: bytes) -> None:
-        """Count requested tokens that left the last tier.
-
-        `rest` follows the first `length` tokens, which end in `node`.
-        """
-        state, at = self.state, length
-        if node is not None and node.below and length == node.end:
-            found = state.tree.after_host(node, ghost_owner, rest)
-            if found is None:
-                return
-            ghost_owner, at, rest = found
-        for ghost, tokens in state.ghosts.regret(ghost_owner, at, rest):
-            state.counters.regret_tokens += tokens
-            for call in state.events.regretted:
-                call(ghost, tokens, max(0.0, self.clock() - ghost.time))
 
 
 # Match from its fields. A call of the class takes 0.15 us more, of 5 for a match of 512 tokens.

@@ -176,7 +176,7 @@ class RadixTree:
     def add_root(self, namespace: Namespace) -> Node:
         """Make the root of a namespace. Hold it at once: `unhold` and `remove` remove an empty root."""
         number = next(self._ids)
-        root = Node(number, None, 0, bytearray(), array("i"), namespace.number, NO_CHILDREN, NO_CHILDREN, namespace)
+        root = Node(number, None, 0, 0, bytearray(), array("i"), namespace.number, NO_CHILDREN, NO_CHILDREN, namespace)
         self.roots[namespace] = root
         self.index.date(root)
         root.born_at = root.used_at
@@ -270,7 +270,7 @@ class RadixTree:
         first = node.start // size
         number, key, blocks = next(self._ids), node.key[: tokens * WIDTH], node.blocks[: -(-cut // size) - first]
         children = {bytes(node.key[tokens * WIDTH : tokens * WIDTH + WIDTH]): node}
-        upper = Node(number, parent, node.start, key, blocks, number, children, NO_CHILDREN)
+        upper = Node(number, parent, node.start, cut, key, blocks, number, children, NO_CHILDREN)
         upper.tick, upper.born = node.tick, node.born  # but no hits: they ended at the lower half, and stay there
         upper.used_at, upper.born_at, upper.policy_data = node.used_at, node.born_at, node.policy_data
         if node.reuse:
@@ -282,7 +282,7 @@ class RadixTree:
         node.parent, node.start = upper, cut
         del node.key[: tokens * WIDTH]
         del node.blocks[: cut // size - first]
-        self.shared.transfer_ownership(upper.boundary(), node, upper)
+        self.shared.transfer_ownership(upper, node, upper)
         if cut % size:
             self.shared.share(upper.blocks[-1], node, idle=not node.locks)
         self.nodes += 1
@@ -290,11 +290,19 @@ class RadixTree:
             call(node, upper)
         return upper
 
+    def ending_at(self, node: Node, position: int) -> Node:
+        """Return the node that ends at a position of the path to the end of `node`, split off if need be."""
+        while node.start >= position and node.parent is not None:
+            node = node.parent
+        return node if position == node.end else self.split(node, position - node.start)
+
     def append(self, parent: Node, raw: bytes | bytearray, blocks: array[int]) -> Node:
         """Add a leaf below `parent`, whose holder moves down to it. The caller records the owners of `blocks`."""
         number, start = next(self._ids), parent.end
         owner = self.ghosts.adopt(parent.ghost_owner, start, bytes(raw), number)
-        node = Node(number, parent, start, bytearray(raw), blocks, owner, NO_CHILDREN, NO_CHILDREN)
+        node = Node(
+            number, parent, start, start + len(raw) // WIDTH, bytearray(raw), blocks, owner, NO_CHILDREN, NO_CHILDREN
+        )
         if not parent.children:
             parent.children = {}
         parent.children[bytes(raw[:WIDTH])] = node
@@ -310,6 +318,7 @@ class RadixTree:
     def lengthen(self, node: Node, raw: bytes | bytearray) -> None:
         """Move the end of a leaf down within its last block. Amortised O(new tokens)."""
         node.key += raw
+        node.end += len(raw) // WIDTH
         if self.events.grown:  # for each token: an empty loop costs three times as much
             for call in self.events.grown:
                 call(node, len(raw) // WIDTH)
@@ -338,7 +347,7 @@ class RadixTree:
         block = -1
         if upper.end % self.pool.block_size:
             block = upper.blocks.pop()
-        shared = array("i", upper.boundary())
+        self.shared.transfer_ownership(upper, upper, node)
         if upper.reuse:
             node.reuse = reuse.join(upper.reuse, node.start, node.reuse)
         node.key, node.blocks = joined(upper.key, node.key), joined(upper.blocks, node.blocks)
@@ -348,7 +357,6 @@ class RadixTree:
         node.priority = max(node.priority, upper.priority)
         upper.parent.children[bytes(node.key[:WIDTH])] = node
         self.nodes -= 1
-        self.shared.transfer_ownership(shared, upper, node)
         if block >= 0:
             self.shared.drop_ownership(block, upper)
             self.shared.release(block, idle=not upper.locks)
@@ -403,6 +411,7 @@ class RadixTree:
         cut, run = node.blocks[keep:], node.key[(start - node.start) * WIDTH :]
         del node.blocks[keep:]
         del node.key[(start - node.start) * WIDTH :]
+        node.end = start
         if node.residence == "host" and self.lower is not None:
             self.lower.give_back(cut)
             freed = len(cut)

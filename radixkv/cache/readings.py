@@ -14,7 +14,7 @@ from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.recurrent.snapshots import Snapshot
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH
-from radixkv.cache.types import CachedRun, Explanation, Match, Node
+from radixkv.cache.types import CachedNode, CachedRun, Explanation, Match, Node
 
 
 def match_in_parts(state: CacheState, node: Node, path: list[Node], raw: bytes, at: int) -> Match:
@@ -141,11 +141,23 @@ def held_length(tree: RadixTree, node: Node, raw: bytes | bytearray) -> int:
     return up.end
 
 
-def random_run(tree: RadixTree, held: list[Node], rng: Random) -> CachedRun | None:
-    """The run at a random token of a text that ends at a random leaf or held node; None if nothing is cached.
+def find_node(state: CacheState, number: int) -> CachedNode | None:
+    """Find a node of any tier by its id; None if it is gone.
 
-    O(log leaves + held + depth + tokens of the text).
+    O(tokens of its text), and O(nodes) without a change tracker.
     """
+    tree = state.tree
+    node = tree.find(number) if state.tracker is None else state.tracker.find(number)
+    if node is None:
+        return None
+    tokens = np.frombuffer(bytearray().join([each.key for each in tree.path(node)]), np.int32)
+    return CachedNode(tokens, node.start, tree.namespace(node), node.residence, node.locks, tree.followers(node))
+
+
+def random_run(state: CacheState, rng: Random) -> CachedRun | None:
+    """The run at a random token of a text that ends at a random leaf or held node; None if nothing is cached."""
+    tree = state.tree
+    held = [sequence.node for sequence in state.open.values()] + state.pins.nodes()
     ends = list(dict.fromkeys(node for node in held if node.parent is not None))
     choice = rng.randrange(len(tree.index) + len(ends)) if tree.index or ends else -1
     if choice < 0:

@@ -147,17 +147,15 @@ class Sequence:
             if need > len(self._state.pool.free):
                 self._state.make_room(need)
             table.grow(start, end, need, source)
-        copies = [] if source < 0 else [self._copied(source, table.blocks[start // self._state.pool.block_size])]
+        copies = list[tuple[int, int]]()
+        if source >= 0:
+            copies.append((source, table.blocks[start // self._state.pool.block_size]))
+            self._state.counters.copied_blocks += 1
+            for call in self._state.events.copied:
+                call(self, *copies[0])
         self._planned, self._source = raw, source
         state = None if self.row_state is None or self.loading is not None else self.row_state.plan(start, end)
         return _plan((table.slots(start, end), copies, state))
-
-    def _copied(self, source: int, target: int) -> tuple[int, int]:
-        """Count a copy of the last block, and send its event."""
-        self._state.counters.copied_blocks += 1
-        for call in self._state.events.copied:
-            call(self, source, target)
-        return source, target
 
     def extend_unknown(self) -> WritePlan:
         """Plan the KV of one token that is still being sampled; `resolve` sets it later. O(1).
@@ -272,7 +270,7 @@ class Sequence:
         if moves:
             tree.hold(node)
             tree.undo_demote(node)
-            self.node, self.length, self._table = node, node.end, BlockTable.of(tree.shared, tree.table(node), node)
+            self.node, self.length, self._table = node, node.end, BlockTable(tree.shared, tree.table(node), node)
         try:
             plan = self.extend(np.frombuffer(raw, np.int32))
         except BaseException:
@@ -388,18 +386,14 @@ class Sequence:
         tree = self._state.tree
         published = self.length - len(self._tail) // WIDTH
         if length >= published:
-            self._cut_tail(int(length), published)
+            del self._tail[(int(length) - published) * WIDTH :]
+            self._table.cut(int(length), self.length, reserved=self._forked)  # what a fork reads is not written next
         else:
             self._tail.clear()
             self._table.release(self._table.own)
-            node = held = self.node
-            while node.start >= length and node.parent is not None:
-                node = node.parent
-            if length < node.end:
-                node = tree.split(node, int(length) - node.start)
-            self.node = node
-            self._table.return_to(node, int(length))
-            tree.hold(node)
+            held, self.node = self.node, tree.ending_at(self.node, int(length))
+            self._table.return_to(self.node, int(length))
+            tree.hold(self.node)
             tree.unhold(held)
         if self._unknown >= length:
             self._unknown = -1
@@ -415,6 +409,8 @@ class Sequence:
             return
         if hint is not None and not isinstance(hint, Hint):
             raise InvalidInput(f"close({hint!r}): allowed is a Hint, or None")
+        if hint is not None and type(hint.priority) is not int:
+            check_int("priority", hint.priority)
         self.closed = True
         state, node = self._state, self.node
         tree = state.tree
@@ -461,7 +457,7 @@ class Sequence:
         """
         state, node, table = self._state, self.node, self._table
         tree, size, host = state.tree, state.pool.block_size, state.host
-        start = begin = self.length - len(self._tail) // WIDTH  # `node.end` would cost a call
+        start = begin = self.length - len(self._tail) // WIDTH
         if node.children:
             begin = self._follow(end)
             node = self.node
@@ -501,8 +497,7 @@ class Sequence:
         at = held.end + matched // WIDTH
         if not matched:
             return at
-        if at < node.end:
-            node = tree.split(node, at - node.start)
+        node = tree.ending_at(node, at)
         tree.hold(node)
         if node.demoted:
             tree.undo_demote(node)
@@ -514,15 +509,6 @@ class Sequence:
         return at
 
     # ---- helpers
-
-    def _cut_tail(self, length: int, published: int) -> None:
-        """Drop unpublished tokens from `length` on; unless a fork reads them, their slots are written next."""
-        pool = self._state.pool
-        slots = length % pool.block_size
-        del self._tail[(length - published) * WIDTH :]
-        self._table.release(-(-length // pool.block_size))
-        if slots and not self._forked:
-            pool.unreserve(self._table.blocks[-1], min(self.length - length + slots, pool.block_size), slots)
 
     def _refuse_closed(self) -> None:
         if self.closed:

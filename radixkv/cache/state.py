@@ -22,7 +22,7 @@ from radixkv.cache.pins import Pins
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.recurrent.slots import StateSlots
 from radixkv.cache.recurrent.snapshots import Snapshots, Spacing
-from radixkv.cache.types import CacheStats, NodesById, OpenSequence, Pressure
+from radixkv.cache.types import CacheStats, Node, NodesById, OpenSequence, Pressure
 from radixkv.errors import OutOfBlocks
 from radixkv.figures import Counts
 
@@ -99,3 +99,19 @@ class CacheState:
             index.trim(victim)
         counters.evicted_blocks += len(pool.free) - free
         return missing <= 0
+
+    def count_regret(self, node: Node | None, ghost_owner: int, length: int, rest: bytes) -> None:
+        """Count requested tokens that left the last tier.
+
+        `rest` follows the first `length` tokens, which end in `node`.
+        """
+        at = length
+        if node is not None and node.below and length == node.end:
+            found = self.tree.after_host(node, ghost_owner, rest)
+            if found is None:
+                return
+            ghost_owner, at, rest = found
+        for ghost, tokens in self.ghosts.regret(ghost_owner, at, rest):
+            self.counters.regret_tokens += tokens
+            for call in self.events.regretted:
+                call(ghost, tokens, max(0.0, self.clock() - ghost.time))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence as SequenceOf
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +30,11 @@ def as_bytes(tokens: Any) -> bytes:
     Ids >= 2**31 and values other than ints raise InvalidTokens; `refuse_negative` finds negative ids.
     """
     kind = type(tokens)
+    if kind is array and tokens.typecode == "i":
+        return cast("bytes", tokens.tobytes())
     if kind is np.ndarray:
-        return _from_array(tokens)
-    if kind is list or (kind is array and tokens.typecode == "i"):
-        return _from_ints(tokens)
-    return _from_any(tokens)
+        return cast("bytes", tokens.tobytes()) if tokens.dtype is _INT32 and tokens.ndim == 1 else _from_array(tokens)
+    return _from_ints(tokens) if kind is list else _from_any(tokens)
 
 
 def refuse_negative(raw: bytes, start: int = 0) -> None:
@@ -78,7 +78,7 @@ def check_int(name: str, value: object, least: int | None = None) -> None:
 def _from_array(tokens: npt.NDArray[Any]) -> bytes:
     if tokens.ndim != 1:
         raise InvalidTokens(f"an array of shape {tokens.shape}: {_ALLOWED}")
-    if tokens.dtype is _INT32 or tokens.dtype == _INT32:
+    if tokens.dtype == _INT32:
         return tokens.tobytes()
     if tokens.size == 0:
         return b""

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from radixkv.cache.namespaces import Namespace
 from radixkv.cache.reuse import Reuse
-from radixkv.cache.tokens import WIDTH, check_int
 from radixkv.figures import counter, gauge
 from radixkv.sizing.recurrent_state import StateStep
 
@@ -94,10 +93,6 @@ class Hint:
     output_length: int | None = None  # generated tokens, for policies that learn
     returns_in: float | None = None  # seconds until the session is expected back, for policies that learn
     priority: int = 0  # higher stays longer
-
-    def __post_init__(self) -> None:
-        if type(self.priority) is not int:
-            check_int("priority", self.priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +216,7 @@ class Node:
     id: int
     parent: Node | None
     start: int  # the position of its first token
+    end: int  # the position after its last token
     key: bytearray  # its tokens
     blocks: array[int]
     ghost_owner: int  # names one text: while it stays the same, the node only grows. A root's is its namespace's number
@@ -245,11 +241,6 @@ class Node:
     policy_data: Any = None  # the eviction policy's own
 
     @property
-    def end(self) -> int:
-        """The position after its last token."""
-        return self.start + len(self.key) // WIDTH
-
-    @property
     def standing(self) -> int:
         """Its place among the leaves of its priority: 0 if demoted, else 1; 2 more if its last block is announced."""
         return (not self.demoted) + 2 * (0 < self.announced >= self.end)
@@ -257,11 +248,6 @@ class Node:
     def trim_limit(self, blocks: int, size: int) -> int:
         """Return how many blocks, at most `blocks`, to take off the tail at once: first the ones not announced."""
         return min(blocks, -(-(self.end - self.announced) // size)) if 0 < self.announced < self.end else blocks
-
-    def boundary(self) -> array[int]:
-        """The blocks that it may share with others."""
-        blocks = self.blocks
-        return blocks if self.may_share_any_block or len(blocks) < 3 else blocks[:: len(blocks) - 1]
 
     def __lt__(self, other: Node) -> bool:
         """Order leaves of equal recency, such as parts of a run that were offloaded at different times."""

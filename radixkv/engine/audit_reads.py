@@ -46,7 +46,7 @@ class CachedRuns:
         cache, stats = self._core.cache, self._core.cache.stats()
         on_host, on_device = stats.host_blocks - stats.host_free_blocks, stats.num_blocks - stats.free_blocks
         if on_host and rng.random() * (on_host + on_device) < on_host:
-            run = cache.random_host_run(rng)
+            run = None if cache.state.host is None else cache.state.host.random_run(rng)
             if run is not None and self._fits(run.tokens, run.namespace):
                 return run
         return cache.random_run(rng)

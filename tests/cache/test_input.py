@@ -208,4 +208,4 @@ def test_a_wrong_hint_leaves_the_sequence_open(hint: object) -> None:
 
 def test_a_hint_checks_its_priority() -> None:
     with pytest.raises(InvalidInput, match="priority"):
-        Hint(priority="high")  # type: ignore[arg-type]
+        PrefixCache(num_blocks=1).open([1]).close(Hint(priority="high"))  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ def _check_shape(state: CacheState, tier: HostTier, nodes: list[Node]) -> None:
         for first, child in node.children.items():
             _check_child(node, first, child)
         assert node.key and len(node.key) % WIDTH == 0, f"host node {node.id} covers no whole tokens"
+        assert node.end == node.start + len(node.key) // WIDTH, f"host node {node.id} ends at {node.end}"
         spanned = -(-node.end // size) - node.start // size
         assert len(node.blocks) == spanned, f"host node {node.id}: {len(node.blocks)} blocks for a span of {spanned}"
         assert not node.locks and not node.direct_holders, f"host node {node.id} is locked"

@@ -198,7 +198,9 @@ class HostTier:
     def _new_node(self, node: Node, start: int, run: bytearray, images: array[int]) -> Node:
         """Make the host node of a run at the end of `node`; it takes over the host children."""
         number = self._tree.next_id()
-        host = Node(number, None, start, run, images, node.ghost_owner, node.below, NO_CHILDREN, residence="host")
+        host = Node(
+            number, None, start, node.end, run, images, node.ghost_owner, node.below, NO_CHILDREN, residence="host"
+        )
         host.hits, host.priority, host.policy_data = node.hits, node.priority, node.policy_data
         host.born, host.born_at, host.demoted = node.born, node.born_at, node.demoted
         for child in node.below.values():
@@ -245,7 +247,7 @@ class HostTier:
             del self.planned[node]
             self._add_leaf(node)
 
-    # ---- text that arrives from elsewhere
+    # ---- text that arrives from elsewhere: see `arrivals`
 
     def places(self, path: list[Node]) -> list[tuple[bool, int]]:
         """Return where the image of each full block of a text is: whether it is on the device, and its block there.
@@ -265,76 +267,41 @@ class HostTier:
                 found += [(block in moves, moves.get(block, block)) for block in blocks]
         return found
 
-    def lend(self, node: Node | None, raw: bytes, at: int, most: int, now: float) -> tuple[array[int], int]:
+    def lend(self, above: Node | None, most: int, now: float) -> tuple[array[int], int]:
         """Take up to `most` blocks for images that will arrive; returns them, and the tokens evicted for it.
 
-        Bytes `raw[:at]` match on the device, and end in `node`. Other leaves are evicted, but not the run that the text
-        continues. There are no blocks for a text that branches off inside a host run.
+        Other leaves are evicted, but not `above`, which the text continues.
         """
-        above, inside = self._end_of(node, raw, at)[0::2]
         free, lost = self.blocks.free, 0
         if above is not None and above.residence == "host":
             self.touch([above])  # else others evict it before the text arrives
-        while not inside and (missing := most - len(free)) > 0:
+        while (missing := most - len(free)) > 0:
             listed = (self.index.at(number) for number in range(len(self.index)))
             unread = (leaf for leaf in listed if leaf is not above and not self.blocks.are_read(leaf.blocks))
             if (victim := next(unread, None)) is None:
                 break
             lost += self._evict(victim, self._limit(victim, missing), now, Pressure(most, len(free)))
-        return self.blocks.lend(0 if inside else min(most, len(free))), lost
+        return self.blocks.lend(min(most, len(free))), lost
 
-    def arrive(self, node: Node | None, raw: bytes, at: int, lent: array[int], arrived: int) -> bool:
-        """Give back lent blocks; returns whether the first `arrived` of them can be attached by `attach` instead.
-
-        These are the last full blocks of a text, whose bytes `raw[:at]` match on the device, up to `node`.
-        """
-        _, reach, inside = self._end_of(node, raw, at)
-        size = self._tree.pool.block_size
-        end = len(raw) // WIDTH
-        fits = not inside and end - arrived * size <= reach < end
-        self.blocks.lent.difference_update(lent)
-        self.blocks.give_back(lent[arrived:] if fits else lent)
-        return fits
-
-    def attach(self, node: Node, raw: bytes, at: int, images: array[int]) -> int:
-        """Make the end of a text resident, which `arrive` accepts; returns its tokens that were in no tier."""
-        tree, size = self._tree, self._tree.pool.block_size
-        above, reach, _ = self._end_of(node, raw, at)
-        assert above is not None
-        skipped = reach // size - (len(raw) // WIDTH // size - len(images))
-        self.blocks.give_back(images[:skipped])
-        if above.residence == "device" and reach < above.end:
-            above = tree.split(above, reach - above.start)
-        number, rest = tree.next_id(), raw[reach * WIDTH :]
-        owner = tree.ghosts.adopt(above.ghost_owner, reach, rest, number)
-        host = Node(number, above, reach, bytearray(rest), images[skipped:], owner, NO_CHILDREN, NO_CHILDREN)
+    def attach(self, above: Node, raw: bytes, images: array[int]) -> None:
+        """Add a resident leaf at the end of a node of either tier."""
+        tree, start, number = self._tree, above.end, self._tree.next_id()
+        owner = tree.ghosts.adopt(above.ghost_owner, start, raw, number)
+        end = start + len(raw) // WIDTH
+        host = Node(number, above, start, end, bytearray(raw), images, owner, NO_CHILDREN, NO_CHILDREN)
         host.residence = "host"
         tree.index.touch(host)
         host.born, host.born_at = host.tick, host.used_at
         self.count += 1
         if above.residence == "host":
             self._remove_leaf(above)
-            above.children = {**above.children, rest[:WIDTH]: host}
+            above.children = {**above.children, raw[:WIDTH]: host}
             tree.mark(above)
         else:
-            above.below = {**above.below, rest[:WIDTH]: host}
+            above.below = {**above.below, raw[:WIDTH]: host}
         self._add_leaf(host)
         for call in tree.events.arrived:
             call(host)
-        return len(rest) // WIDTH
-
-    def _end_of(self, node: Node | None, raw: bytes, at: int) -> tuple[Node | None, int, bool]:
-        """Return the last node of a text in both tiers, its length there, and whether it ends inside a host run.
-
-        Bytes `raw[:at]` match on the device, and end in `node`.
-        """
-        if node is None or at < node.end * WIDTH:
-            return node, at // WIDTH, False
-        path = self.follow(node, raw, at, pending=True)
-        if not path:
-            return node, at // WIDTH, False
-        last, count = path[-1]
-        return last, last.start + count, last.start + count < last.end
 
     # ---- the order of eviction
 
@@ -507,14 +474,14 @@ class HostTier:
                 cover(host, node, position)
             if matched < len(host.key):
                 self._cut_head(host, matched)
-                self._hang({bytes(host.key[:WIDTH]): host}, self._ending(node, position))
+                self._hang({bytes(host.key[:WIDTH]): host}, tree.ending_at(node, position))
                 break
             self._release(host)
             for call in tree.events.removed:
                 call(host, len(host.blocks))
             following = host.children.pop(raw[at : at + WIDTH], None) if host.children else None
             if host.children:
-                above = self._ending(node, position)
+                above = tree.ending_at(node, position)
                 above.ghost_owner = host.ghost_owner
                 self._hang(host.children, above)
             elif at == len(raw):
@@ -525,10 +492,6 @@ class HostTier:
         for settle in tree.events.settled:
             settle(upper)
         tree.merge(upper, covered=True)
-
-    def _ending(self, node: Node, position: int) -> Node:
-        """Return the node that ends at `position`: a leaf, or its new upper half."""
-        return node if position == node.end else self._tree.split(node, position - node.start)
 
     def _hang(self, children: dict[bytes, Node], above: Node) -> None:
         """Let host nodes follow a device node, in addition to those that follow it."""

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from radixkv.cache import Pin
+from radixkv.cache.readings import find_node
 from radixkv.errors import CancelledByMonitor, PinBudgetExceeded
 from radixkv.telemetry.command_queue import Outcome
 from radixkv.telemetry.protocol import Command
@@ -95,7 +96,7 @@ class EngineControl:
         return f"demoted node {number}: its {_count(length, 'token')} are evicted before others"
 
     def _clear(self, number: int, monitor: str) -> str:
-        root = self._core.cache.node(number)
+        root = find_node(self._core.cache.state, number)
         if root is None:
             raise _NotDoneError(f"namespace {number} is gone: nothing of it is cached")
         if len(root.tokens):
@@ -107,12 +108,16 @@ class EngineControl:
         if after.host_blocks:
             freed += f" of the pool and {_count(after.host_free_blocks - before.host_free_blocks, 'block')} on the host"
         name = namespace_label(root.namespace)
-        kept = "nothing of it is left" if self._core.cache.node(number) is None else "requests or pins hold the rest"
+        kept = (
+            "nothing of it is left"
+            if find_node(self._core.cache.state, number) is None
+            else "requests or pins hold the rest"
+        )
         return f"cleared {'the default namespace' if name is None else f'namespace {name!r}'}: freed {freed}; {kept}"
 
     def _node(self, number: int) -> CachedNode:
         """Find a node that covers tokens."""
-        node = self._core.cache.node(number)
+        node = find_node(self._core.cache.state, number)
         if node is None:
             raise _NotDoneError(f"node {number} is gone: it was evicted, or joined with another node")
         if not len(node.tokens):

@@ -91,7 +91,7 @@ class HostModel:
         """Check that `random_host_run` returns a text that ends on the host, and changes nothing."""
         world = self.world
         before = world.state()
-        run = world.cache.random_host_run(world.rng)
+        run = world.cache.state.host and world.cache.state.host.random_run(world.rng)
         world.assert_unchanged(before)
         if run is None:
             assert self.is_pending or not world.cache.stats().host_nodes

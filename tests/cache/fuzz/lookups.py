@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from radixkv.cache import CachedRun, Match
+from radixkv.cache import CachedRun, Match, readings
 from tests.cache.fuzz import inside
 from tests.cache.fuzz.tracked import leaves
 from tests.cache.naive import kv
@@ -104,7 +104,7 @@ def find_nodes(world: World) -> None:
     before = world.state()
     nodes = list(inside.nodes(world.cache))
     for node in world.rng.sample(nodes, min(len(nodes), 3)):
-        found = world.cache.node(node.id)
+        found = readings.find_node(world.cache.state, node.id)
         assert found is not None
         text = found.tokens.tolist()
         assert (found.start, text, found.residence) == (node.start, node.text, node.residence)
@@ -116,6 +116,6 @@ def find_nodes(world: World) -> None:
             reaching = {each[end] for each in wider if len(each) > end}
             followed = {at for at in reaching if world.reach(found.namespace, [*text, at]) > end}
             assert found.children >= len(followed)
-    assert world.cache.node(0) is None
-    assert world.cache.node(max((each.id for each in nodes), default=0) + 1) is None
+    assert readings.find_node(world.cache.state, 0) is None
+    assert readings.find_node(world.cache.state, max((each.id for each in nodes), default=0) + 1) is None
     world.assert_unchanged(before)

@@ -355,11 +355,11 @@ def test_namespaces_never_see_each_others_host_nodes() -> None:
     run_moves(cache)
     assert reach(cache, A, "ann") == (0, 32)
     assert reach(cache, A, "ben") == reach(cache, A) == (0, 0)
-    run = cache.random_host_run(Random(1))
+    run = cache.state.host.random_run(Random(1))
     assert run is not None
     assert (run.tokens.tolist(), run.namespace, run.start) == (A, "ann", 0)
     cache.clear()
-    assert cache.random_host_run(Random(1)) is None
+    assert cache.state.host.random_run(Random(1)) is None
     assert cache.stats().namespaces == 0
 
 
