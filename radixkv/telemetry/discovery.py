@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from radixkv import private_files
 from radixkv.errors import EngineNotFound, InvalidInput
 from radixkv.telemetry.protocol import Attach, encode
-from radixkv.telemetry.records import EngineFacts, Record
+from radixkv.telemetry.records import EngineFacts, layout_of
 from radixkv.telemetry.socket_paths import folders, is_listening, is_private, is_trusted_peer, process_start
 
 _MOST_BYTES = 64 * 1024  # limit of a description; a usual one has some hundred bytes
@@ -28,7 +28,7 @@ _ORPHAN_AGE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class FoundEngine(Record):
+class FoundEngine:
     """An engine that runs or ran here (`alive` is False). `tcp` is host:port if it listens there, with a token."""
 
     engine: str
@@ -108,7 +108,8 @@ def _read(path: Path) -> FoundEngine | None:
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 return None
             description = json.loads(file.read(_MOST_BYTES))
-        found = FoundEngine.unpack([description.get(name) for name in FoundEngine.__slots__])
+        values = [description.get(name) for name in FoundEngine.__slots__]
+        found = FoundEngine(*layout_of(FoundEngine).read(values))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
     # Use the socket next to the file, not the path inside it: a forged file must not redirect a client.
