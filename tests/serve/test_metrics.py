@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from radixkv.engine import EngineStats
 from radixkv.engine.latency import Histogram
 from radixkv.errors import EngineClosed, RequestTimedOut
 from radixkv.figures import figures
+from radixkv.serve.history import HistoryStats
 from radixkv.serve.metrics import ServerMetrics
 from tests.engine.fakes import check, make_engine
 
@@ -115,6 +117,20 @@ def test_each_figure_is_a_metric_or_says_why_not(monkeypatch: pytest.MonkeyPatch
                     continue
                 metric = f"radixkv:{figure.metric}" + "_total" * (figure.kind == "counter")
                 assert numbers[metric, tuple(sorted(figure.labels))] == getattr(record, name)
+
+    watched(test)
+
+
+def test_the_pages_name_figures_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(engine: AsyncEngine, metrics: ServerMetrics) -> None:
+        await engine.generate([[1, 2, 3, 4, 5]], greedy(1))
+        metrics._history = lambda: HistoryStats(1)
+        exported = {family.name for family in await metrics.families()}
+        pages = [path.read_text() for path in (*Path("docs").glob("*.md"), Path("README.md"), Path("CONTRIBUTING.md"))]
+        named = set(re.findall(r"radixkv:[a-z_]+", " ".join(pages)))
+        assert named and {name.removesuffix("_total") for name in named} <= exported
+        attributes = set(re.findall(r"stats\(\)\.([a-z_]+)", " ".join(pages)))
+        assert attributes and all(hasattr(FILLED, name) or hasattr(FILLED.cache, name) for name in attributes)
 
     watched(test)
 
