@@ -114,10 +114,6 @@ class EvictionIndex:
     def forget(self, policy_data: Any, start: int) -> None:
         """The text from `start` on of a node or ghost with this policy_data is forgotten: its reuse goes unnoticed."""
 
-    def holds(self, policy_data: Any) -> bool:
-        """Whether the index keeps this policy_data, so that it must be the one to forget it."""
-        return False
-
     def clear(self) -> None:
         """All ghosts were forgotten, and all leaves are about to be removed."""
 

@@ -275,11 +275,6 @@ class Request:
         return self.replies.width - len(self.streams) + len(self.live)
 
     @property
-    def progress(self) -> int:
-        """The number of tokens that its streams computed, less those that they computed again."""
-        return sum(each.counts.computed_tokens - each.counts.recomputed_tokens for each in self.streams)
-
-    @property
     def known(self) -> TokenIds:
         """The tokens whose KV the first stream needs before it can sample: int32[n], the prompt at least."""
         return np.array(self.live[0].tokens, np.int32) if self.streams else self.prompt

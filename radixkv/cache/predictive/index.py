@@ -217,10 +217,6 @@ class PredictiveIndex(EvictionIndex):
             if policy_data.start == policy_data.end:
                 self._leave(policy_data)
 
-    def holds(self, policy_data: AccessRecord | None) -> bool:
-        """Whether a record has an age in this index."""
-        return policy_data is not None and policy_data.bucket >= 0 and policy_data in self._ages[policy_data.bucket]
-
     def clear(self) -> None:
         """Forget all accesses; the hazards that were learnt stay."""
         self.baseline.clear()
