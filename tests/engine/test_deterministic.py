@@ -19,18 +19,14 @@ import torch
 from radixkv import Engine, SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.core import Core
-from radixkv.engine.input_processor import replies_of
-from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from tests.engine.fakes import VOCAB, chain, logits_of, sized
+from tests.engine.worlds import GREEDY, World
 from tests.models.conftest import FAMILIES, make
 from tests.plain_runner import PlainRunner
 from tests.selection import mostly_long
-
-GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
 class RoundingRunner(PlainRunner):
@@ -63,44 +59,22 @@ class RoundingRunner(PlainRunner):
             flat[slot] = state
 
 
-class World:
-    """A core over this fake, without its thread."""
+def rounding(num_blocks: int, block_size: int, config: EngineConfig, *, reuse: bool = True) -> World:
+    return World(num_blocks, block_size, config, runner=RoundingRunner, reuse=reuse)
 
-    def __init__(self, num_blocks: int, block_size: int, config: EngineConfig, *, reuse: bool = True) -> None:
-        self.cache = PrefixCache(num_blocks, block_size)
-        self.runner = RoundingRunner(num_blocks, block_size)
-        self.config = config
-        self.core = Core(self.cache, self.runner, replace(config, prefix_cache=reuse))
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
-        ids, replies = np.array(prompt, np.int32), replies_of(params, params.max_tokens)
-        request = Request(ids, params, params.max_tokens, frozenset(), params.seed or 0, replies=replies, **more)
-        self.core.admission.check_fits(request)
-        self.core.add(request)
-        return request
+def answers(world: World, prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Return the answer of one request that runs alone."""
+    request = world.submit(prompt, params)
+    world.finish()
+    done = request.channel.wait(0)
+    return [list(each.token_ids) for each in (done, *done.alternatives)]
 
-    def step(self) -> None:
-        self.core.step()
-        self.cache.check()
 
-    def finish(self) -> None:
-        for _ in range(5000):
-            if not self.core.busy:
-                assert self.cache.stats().sequences == 0
-                return
-            self.step()
-        raise AssertionError("not finished")
-
-    def answers(self, prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[list[int]]:
-        """Return the answer of one request that runs alone."""
-        request = self.submit(prompt, params)
-        self.finish()
-        done = request.channel.wait(0)
-        return [list(each.token_ids) for each in (done, *done.alternatives)]
-
-    def cached_states(self, prompt: Sequence[int]) -> np.ndarray:
-        match = self.cache.match(np.array(prompt, np.int32))
-        return self.runner.state[match.blocks].reshape(-1)[: match.length]
+def cached_states(world: World, prompt: Sequence[int]) -> np.ndarray:
+    match = world.cache.match(np.array(prompt, np.int32))
+    found: np.ndarray = world.runner.state[match.blocks].reshape(-1)[: match.length]
+    return found
 
 
 def deterministic(chunk: int, sequences: int = 4) -> EngineConfig:
@@ -122,7 +96,7 @@ def family_of_prompts(rng: random.Random, count: int, longest: int) -> list[list
 
 def reference(block_size: int, config: EngineConfig, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
     """Return the answer of an engine with an empty cache and no other requests."""
-    return World(200, block_size, config, reuse=False).answers(prompt, params)
+    return answers(rounding(200, block_size, config, reuse=False), prompt, params)
 
 
 # ---- one at a time
@@ -132,13 +106,15 @@ def reference(block_size: int, config: EngineConfig, prompt: Sequence[int], para
 def test_hits_change_no_answer_of_requests_that_run_one_at_a_time(seed: int) -> None:
     rng = random.Random(seed)
     block_size, config = rng.choice([1, 3, 4, 8]), deterministic(rng.choice([1, 4, 6, 8, 16]))
-    world = World(-(-110 // block_size) + rng.choice([4, 40]), block_size, config)  # small: cached prefixes are trimmed
+    world = rounding(
+        -(-110 // block_size) + rng.choice([4, 40]), block_size, config
+    )  # small: cached prefixes are trimmed
     for prompt in family_of_prompts(rng, 14, 80):
         params = GREEDY.but(max_tokens=rng.randint(1, 7), n=rng.choice([1, 1, 1, 3]), temperature=rng.choice([0, 1]))
         params = params.but(seed=rng.randrange(100))
         fits = world.cache.num_blocks * block_size >= (len(prompt) + 8) * params.n + block_size * 2
         params = params if fits else params.but(n=1)
-        assert world.answers(prompt, params) == reference(block_size, config, prompt, params)
+        assert answers(world, prompt, params) == reference(block_size, config, prompt, params)
     assert world.core.counters.cached_tokens > 0
 
 
@@ -149,18 +125,18 @@ def test_the_same_requests_do_differ_without_it() -> None:
         sized(4, 100, 8),
         family_of_prompts(rng, 20, 60),
     )
-    world = World(100, 4, config)
-    pairs = [(world.answers(prompt), reference(4, config, prompt, GREEDY)) for prompt in prompts]
+    world = rounding(100, 4, config)
+    pairs = [(answers(world, prompt), reference(4, config, prompt, GREEDY)) for prompt in prompts]
     assert sum(mine != cold for mine, cold in pairs) > 5
 
 
 def test_a_conversation_hits_whole_chunks_and_nothing_that_was_decoded() -> None:
     config = deterministic(8)
-    world = World(100, 4, config)
+    world = rounding(100, 4, config)
     history: list[int] = list(range(21))
     for turn in range(4):
         before = world.core.counters.cached_tokens
-        [reply] = world.answers(history)
+        [reply] = answers(world, history)
         assert [reply] == reference(4, config, history, GREEDY)
         known = 0 if turn == 0 else (len(history) - 9) // 8 * 8  # tokens that the previous turn computed in its prompt
         assert world.core.counters.cached_tokens - before == known
@@ -171,7 +147,7 @@ def test_a_conversation_hits_whole_chunks_and_nothing_that_was_decoded() -> None
 
 
 def test_a_second_preemption_publishes_the_recomputed_tokens() -> None:
-    world = World(100, 4, deterministic(8))
+    world = rounding(100, 4, deterministic(8))
     request = world.submit(list(range(40)), GREEDY.but(max_tokens=20))
     for _ in range(8):
         world.step()
@@ -186,10 +162,10 @@ def test_a_second_preemption_publishes_the_recomputed_tokens() -> None:
 
 def test_a_hit_that_is_cut_to_fit_the_pool_still_ends_on_the_grid() -> None:
     config = deterministic(6)
-    world = World(10, 4, config)
-    world.answers(list(range(20)))
+    world = rounding(10, 4, config)
+    answers(world, list(range(20)))
     prompt, params = [*range(20), 30], GREEDY.but(max_tokens=20)
-    assert world.answers(prompt, params) == reference(4, config, prompt, params)
+    assert answers(world, prompt, params) == reference(4, config, prompt, params)
     assert (
         world.core.counters.cached_tokens == 12
     )  # of 18; with these, and the copy of their last block, the request does not fit
@@ -198,21 +174,21 @@ def test_a_hit_that_is_cut_to_fit_the_pool_still_ends_on_the_grid() -> None:
 def test_requests_that_ran_together_leave_hits_that_change_nothing() -> None:
     rng = random.Random(5)
     config, prompts = deterministic(8, 6), family_of_prompts(rng, 30, 60)
-    world = World(400, 4, config)
+    world = rounding(400, 4, config)
     for prompt in prompts:
         world.submit(prompt)
     world.finish()
     assert world.runner.beside > 10
     before = world.core.counters.cached_tokens
     for prompt in prompts:
-        assert world.answers(prompt) == reference(4, config, prompt, GREEDY)
+        assert answers(world, prompt) == reference(4, config, prompt, GREEDY)
     assert world.core.counters.cached_tokens - before > 500
 
 
 def test_a_first_token_does_not_depend_on_other_requests() -> None:
     rng = random.Random(6)
     config, prompts = deterministic(8, 6), family_of_prompts(rng, 30, 60)
-    world = World(400, 4, config)
+    world = rounding(400, 4, config)
     requests = [world.submit(prompt, GREEDY.but(max_tokens=rng.randint(1, 9))) for prompt in prompts]
     world.finish()
     for prompt, request in zip(prompts, requests, strict=True):
@@ -221,7 +197,7 @@ def test_a_first_token_does_not_depend_on_other_requests() -> None:
 
 
 def test_a_request_whose_chunk_another_published_keeps_its_own() -> None:
-    world = World(100, 4, deterministic(8))
+    world = rounding(100, 4, deterministic(8))
     one, other = (world.submit([*range(32), 40 + i], GREEDY.but(max_tokens=20)) for i in range(2))
     other.scheduling.waited_enough = True  # does not wait for the other request
     world.step()
@@ -237,14 +213,14 @@ def test_a_request_whose_chunk_another_published_keeps_its_own() -> None:
 
 
 def test_what_fills_the_pool_is_published_when_it_ends() -> None:
-    world = World(10, 4, deterministic(8))
-    world.answers(list(range(33)), GREEDY.but(max_tokens=7))
+    world = rounding(10, 4, deterministic(8))
+    answers(world, list(range(33)), GREEDY.but(max_tokens=7))
     assert world.cache.match(list(range(33))).length == 32
 
 
 def test_chunks_are_never_cut_to_fit_a_step() -> None:
     config = sized(3, 12, 8, deterministic=True)
-    world = World(100, 4, config)
+    world = rounding(100, 4, config)
     requests = [world.submit(list(range(i, i + 30)), GREEDY.but(max_tokens=3)) for i in range(5)]
     lengths = set()
     run = world.runner.run

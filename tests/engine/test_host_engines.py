@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from radixkv import AuditReport, Engine, SamplingParams
+from radixkv import Engine, SamplingParams
 from radixkv.attention.host_store import HostCosts
 from radixkv.cache import PrefixCache
 from radixkv.cache import Sequence as CacheSequence
 from radixkv.config import EngineConfig
-from radixkv.engine.audit import Auditor
 from radixkv.errors import RequestFailed
 from radixkv.models import adapter
 from radixkv.models.runner import Runner
 from tests.engine import test_audit
-from tests.engine.fakes import FakeRunner, check, make_engine, sized
-from tests.engine.host_world import GREEDY, SIZE, World, failing, tokens, usage
+from tests.engine.fakes import check, make_engine, sized
+from tests.engine.worlds import GREEDY, SIZE, World, failing, host_world, tokens, usage
 from tests.selection import mostly_long
 
 # ---- pins
@@ -62,46 +60,31 @@ def test_clearing_the_cache_empties_the_host() -> None:
 # ---- audits
 
 
-class AuditedWorld(World):
-    """A world whose model computes cached KV again."""
+def audited(num_blocks: int, host_blocks: int = 100, config: EngineConfig | None = None) -> World:
+    """Return a world with a host tier whose model computes cached KV again."""
+    return host_world(num_blocks, host_blocks, config, runner=test_audit.AuditedRunner)
 
-    runner: test_audit.AuditedRunner
 
-    def new_runner(self, num_blocks: int) -> FakeRunner:
-        return test_audit.AuditedRunner(num_blocks, SIZE)
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.auditor = Auditor(self.core)
-
-    def audit(self, blocks: int) -> AuditReport:
-        future: Future[AuditReport] = Future()
-        self.auditor.begin(blocks, future)
-        while not future.done():
-            self.auditor.step(busy=self.core.busy)
-            self.cache.check()
-        return future.result()
-
-    def spoil(self, prompt: Sequence[int], position: int) -> None:
-        """Change the value of a host-resident token."""
-        tree = self.cache.state.tree
-        for node in tree.lower.nodes():
-            text = b"".join(bytes(each.key) for each in tree.path(node))
-            if node.start <= position < node.end and np.array(prompt, np.int32).tobytes().startswith(text):
-                block = node.blocks[position // SIZE - node.start // SIZE]
-                self.host.state[block, position % SIZE] ^= np.uint64(1)
-                return
-        raise AssertionError("it is not on the host")
+def spoil(world: World, prompt: Sequence[int], position: int) -> None:
+    """Change the value of a host-resident token."""
+    tree = world.cache.state.tree
+    for node in tree.lower.nodes():
+        text = b"".join(bytes(each.key) for each in tree.path(node))
+        if node.start <= position < node.end and np.array(prompt, np.int32).tobytes().startswith(text):
+            block = node.blocks[position // SIZE - node.start // SIZE]
+            world.host.state[block, position % SIZE] ^= np.uint64(1)
+            return
+    raise AssertionError("it is not on the host")
 
 
 @pytest.mark.parametrize("position", [0, 17, 39])
 def test_an_audit_finds_a_flipped_value_in_host_memory_and_drops_it(position: int) -> None:
-    world = AuditedWorld(30)
+    world = audited(30)
     prompt = tokens(45)
     first = world.answer(prompt[:41])
     world.answer(prompt)
     world.offload(prompt)
-    world.spoil(prompt, position)
+    spoil(world, prompt, position)
     for _ in range(200):
         report = world.audit(20)
         if report.differ:
@@ -117,7 +100,7 @@ def test_an_audit_finds_a_flipped_value_in_host_memory_and_drops_it(position: in
 
 
 def test_an_audit_drops_a_run_that_cannot_be_loaded_and_goes_on() -> None:
-    world = AuditedWorld(30)
+    world = audited(30)
     prompt = tokens(45)
     world.answer(prompt)
     world.offload(prompt)
@@ -132,11 +115,11 @@ def test_an_audit_drops_a_run_that_cannot_be_loaded_and_goes_on() -> None:
 
 def test_an_audit_fails_a_request_that_loaded_wrong_tokens_without_publishing_them() -> None:
     """A request that runs alone without headroom publishes late: what it loads stays on the host, too."""
-    world = AuditedWorld(18, 60)
+    world = audited(18, 60)
     prompt = tokens(33)
     world.answer(prompt, GREEDY.but(max_tokens=1))
     world.offload(prompt)
-    world.spoil(prompt, 17)
+    spoil(world, prompt, 17)
     request = world.submit(prompt, GREEDY.but(max_tokens=18 * SIZE - 32))
     for _ in range(4):
         world.step()
@@ -155,7 +138,7 @@ def test_an_audit_fails_a_request_that_loaded_wrong_tokens_without_publishing_th
 
 def test_an_audit_fails_a_preempted_request_whose_offloaded_tokens_are_wrong() -> None:
     """It may have read them before: that is not known."""
-    world = AuditedWorld(22, config=sized(2, 36, 16))
+    world = audited(22, config=sized(2, 36, 16))
     requests = [world.submit(tokens(20, seed), GREEDY.but(max_tokens=40)) for seed in (1, 2)]
     while not any(each.scheduling.preemptions for each in requests):
         world.step()
@@ -164,7 +147,7 @@ def test_an_audit_fails_a_preempted_request_whose_offloaded_tokens_are_wrong() -
     while not world.cache.match(text).host:
         world.step()
     assert not away.live[0].active
-    world.spoil(text, world.cache.match(text).length)
+    spoil(world, text, world.cache.match(text).length)
     world.core.cancel(next(each for each in requests if each is not away))  # its blocks make room for the audit
     while not away.channel.ended:
         world.audit(20)
@@ -219,7 +202,7 @@ def test_loads_of_a_deterministic_engine_change_no_bit(chunk: int) -> None:
 
 def test_a_deterministic_hit_that_ends_inside_a_chunk_is_completed_by_a_load() -> None:
     """Eviction cuts block by block, and a chunk has several."""
-    world = World(24, 100, replace(sized(4, 72, 16), deterministic=True))
+    world = host_world(24, 100, replace(sized(4, 72, 16), deterministic=True))
     prompt = tokens(50)
     world.answer(prompt)
     world.answer(tokens(50, 1))
@@ -231,7 +214,7 @@ def test_a_deterministic_hit_that_ends_inside_a_chunk_is_completed_by_a_load() -
 
 def test_a_deterministic_hit_inside_a_chunk_is_cut_if_its_load_is_not_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host-resident rest may be gone by the time that the request is scheduled."""
-    world = World(24, 100, replace(sized(4, 72, 16), deterministic=True))
+    world = host_world(24, 100, replace(sized(4, 72, 16), deterministic=True))
     prompt = tokens(50)
     world.answer(prompt)
     world.answer(tokens(50, 1))

@@ -23,13 +23,13 @@ from radixkv.engine.reuse_policy import NO_LOADS
 from radixkv.engine.transfers import load_limits
 from radixkv.errors import RequestFailed
 from tests.engine.fakes import FakeRunner, greedy_reply, make_engine, sized
-from tests.engine.host_world import GREEDY, SIZE, World, failing, is_right, tokens, usage
+from tests.engine.worlds import GREEDY, SIZE, World, failing, host_world, is_right, tokens, usage
 
 # ---- loads
 
 
 def test_evicted_tokens_come_back_by_a_load() -> None:
-    world = World()
+    world = host_world()
     prompt = tokens(41)
     first = world.answer(prompt)
     world.offload(prompt)
@@ -45,7 +45,7 @@ def test_evicted_tokens_come_back_by_a_load() -> None:
 
 
 def test_a_prefix_on_the_device_is_hit_and_the_rest_is_loaded() -> None:
-    world = World()
+    world = host_world()
     prompt = tokens(41)
     world.answer(prompt)
     for seed in range(1000, 1050):
@@ -59,7 +59,7 @@ def test_a_prefix_on_the_device_is_hit_and_the_rest_is_loaded() -> None:
 
 
 def test_less_than_two_blocks_are_computed() -> None:
-    world = World()
+    world = host_world()
     prompt = tokens(2 * SIZE)  # the last token is always computed
     world.answer(prompt, GREEDY.but(max_tokens=1))
     world.offload(prompt)
@@ -70,7 +70,7 @@ def test_less_than_two_blocks_are_computed() -> None:
 
 def test_nothing_is_loaded_where_computing_is_faster(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "radixkv"):
-        world = World(speed=0.9)
+        world = host_world(speed=0.9)
     assert "the host tier has no effect" in caplog.text
     prompt = tokens(41)
     world.answer(prompt)
@@ -89,7 +89,7 @@ def test_limits_follow_from_the_costs() -> None:
 
 
 def test_a_core_loads_if_its_cache_has_a_tier() -> None:
-    assert World().core.host is not None
+    assert host_world().core.host is not None
     plain = Core(PrefixCache(8, SIZE), FakeRunner(8, SIZE), EngineConfig())
     assert plain.host is None and plain.token_costs() == {}
 
@@ -99,7 +99,7 @@ def test_a_core_loads_if_its_cache_has_a_tier() -> None:
 
 def test_a_large_load_stalls_no_other_stream() -> None:
     """Each step loads at most what takes as long as a chunk, besides all decodes and the chunk of another prompt."""
-    world = World(100, 200, sized(8, 40, 16), speed=2.0)
+    world = host_world(100, 200, sized(8, 40, 16), speed=2.0)
     large = tokens(161)
     world.answer(large)
     world.offload(large)
@@ -124,7 +124,7 @@ def test_a_large_load_stalls_no_other_stream() -> None:
 
 def test_loads_of_several_requests_share_a_step() -> None:
     """The first takes what it can, and the second waits until the next step; it computes nothing meanwhile."""
-    world = World(64, 200, sized(8, 40, 16), speed=2.0)
+    world = host_world(64, 200, sized(8, 40, 16), speed=2.0)
     prompts = [tokens(49, seed) for seed in (1, 2)]
     for prompt in prompts:
         world.answer(prompt)
@@ -148,7 +148,7 @@ def test_loads_of_several_requests_share_a_step() -> None:
 
 def test_a_load_needs_nothing_of_the_token_budget() -> None:
     """A request of a higher priority computes whole budgets, and the loads of another one go on."""
-    world = World(100, 200, sized(8, 16, 16), speed=2.0)
+    world = host_world(100, 200, sized(8, 16, 16), speed=2.0)
     large = tokens(161)
     world.answer(large)
     world.offload(large)
@@ -165,7 +165,7 @@ def test_a_load_needs_nothing_of_the_token_budget() -> None:
 
 
 def test_followers_wait_for_a_loading_leader_and_hit() -> None:
-    world = World(64, 200, sized(8, 40, 16), speed=2.0)
+    world = host_world(64, 200, sized(8, 40, 16), speed=2.0)
     shared = tokens(81)
     world.answer(shared)
     world.offload(shared)
@@ -182,7 +182,7 @@ def test_followers_wait_for_a_loading_leader_and_hit() -> None:
 
 def test_a_preempted_request_returns_by_a_load() -> None:
     """Both grow until the pool is full: the later one leaves, and goes on where it was."""
-    world = World(22, 100, sized(2, 36, 16))
+    world = host_world(22, 100, sized(2, 36, 16))
     requests = [world.submit(tokens(20, seed), GREEDY.but(max_tokens=40)) for seed in (1, 2)]
     world.finish()
     assert all(map(is_right, requests))
@@ -195,9 +195,9 @@ def test_a_preempted_request_returns_by_a_load() -> None:
 
 
 def test_streams_of_a_preempted_request_load_what_each_had() -> None:
-    world = World(36, 100, sized(6, 36, 16))
+    world = host_world(36, 100, sized(6, 36, 16))
     drawn = SamplingParams(max_tokens=24, temperature=1, ignore_eos=True, seed=1, n=3)
-    expected = World(200, 1, sized(6, 36, 16))
+    expected = host_world(200, 1, sized(6, 36, 16))
     prompts = [tokens(24, seed) for seed in (1, 2)]
     roomy = [expected.submit(prompt, drawn) for prompt in prompts]
     expected.finish()
@@ -237,7 +237,7 @@ def traffic(world: World, seed: int, count: int = 40) -> list[Request]:
 @pytest.mark.parametrize("kind", ["none", "offload", "load", "both"])
 @pytest.mark.parametrize(("blocks", "host_blocks"), [(24, 100), (24, 10), (40, 1), (30, 60)])
 def test_answers_are_right_with_any_failures(kind: str, blocks: int, host_blocks: int) -> None:
-    world = World(blocks, host_blocks)
+    world = host_world(blocks, host_blocks)
     flaky = random.Random(7)
 
     def fault(done: str) -> None:
@@ -258,7 +258,7 @@ def test_answers_are_right_with_any_failures(kind: str, blocks: int, host_blocks
 
 
 def test_a_failed_load_is_computed_and_tried_no_more() -> None:
-    world = World()
+    world = host_world()
     prompt = tokens(41)
     world.answer(prompt)
     world.offload(prompt)
@@ -273,7 +273,7 @@ def test_a_failed_load_is_computed_and_tried_no_more() -> None:
 
 
 def test_one_failed_load_spoils_no_other() -> None:
-    world = World(64, 200)
+    world = host_world(64, 200)
     prompts = [tokens(33, seed) for seed in (1, 2, 3)]
     for prompt in prompts:
         world.answer(prompt)
@@ -289,7 +289,7 @@ def test_one_failed_load_spoils_no_other() -> None:
 
 @pytest.mark.parametrize(("times", "loaded"), [(2, 32), (1 << 30, 0)])
 def test_two_loads_of_one_run_may_fail_together(times: int, loaded: int) -> None:
-    world = World(64, 200)
+    world = host_world(64, 200)
     prompt = tokens(33)
     world.answer(prompt)
     world.offload(prompt)
@@ -305,7 +305,7 @@ def test_two_loads_of_one_run_may_fail_together(times: int, loaded: int) -> None
 
 
 def test_a_failed_offload_loses_its_blocks_only() -> None:
-    world = World()
+    world = host_world()
     prompt = tokens(41)
     world.answer(prompt)
     world.host.fault = failing("offload")
@@ -318,7 +318,7 @@ def test_a_failed_offload_loses_its_blocks_only() -> None:
 
 
 def test_a_step_that_raises_after_its_loads_ends_no_request_that_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(64, 200)
+    world = host_world(64, 200)
     prompt = tokens(41)
     world.answer(prompt)
     world.offload(prompt)

@@ -19,7 +19,17 @@ from radixkv.engine.scores import NO_SCORES, KeptScores, PromptScores
 from radixkv.errors import RequestFailed, WeightsChanged
 from radixkv.sampling.row_scores import RowScores
 from tests.engine.fakes import make_engine
-from tests.engine.test_scoring import GREEDY, KINDS, PROMPT, World, assert_score, assert_scored, core_of
+from tests.engine.test_scoring import (
+    GREEDY,
+    KINDS,
+    PROMPT,
+    ask,
+    assert_score,
+    assert_scored,
+    check_scores,
+    score,
+    world_of,
+)
 from tests.selection import mostly_long
 
 LONG = random.Random(8).choices(range(49), k=200)
@@ -173,27 +183,27 @@ SCORED = GREEDY.but(prompt_logprobs=1)
 
 
 def test_new_weights_drop_the_scores_that_waiting_requests_took() -> None:
-    world = World(core_of("plain", 20, 4, CONFIG))
-    world.submit(PROMPT, SCORED)
+    world = world_of("plain", 20, CONFIG)
+    ask(world, PROMPT, SCORED)
     world.finish()
-    running = world.submit(LONG[:45], GREEDY)
+    running = ask(world, LONG[:45], GREEDY)
     world.step()
-    waiting = world.submit(PROMPT, SCORED)
+    waiting = ask(world, PROMPT, SCORED)
     world.step()
     assert waiting.scores.missing == 30 and not waiting.streams
     world.core.forget(WeightsChanged("new weights"))
     world.requests.remove(running)
     assert waiting.scores.missing == 1
     world.finish()
-    world.check()
+    check_scores(world)
     assert world.core.counters.scored_tokens == 2 * 29
 
 
 def test_wrong_kv_drops_all_scores_and_fails_requests_with_scores_of_it() -> None:
-    world = World(core_of("plain", 100, 4, CONFIG))
+    world = world_of("plain", 100, CONFIG)
     tokens = np.array(PROMPT, np.int32)
-    world.submit(PROMPT, SCORED)
-    begun, other = world.submit(PROMPT, GREEDY.but(prompt_logprobs=2)), world.submit(PROMPT[1:], SCORED)
+    ask(world, PROMPT, SCORED)
+    begun, other = ask(world, PROMPT, GREEDY.but(prompt_logprobs=2)), ask(world, PROMPT[1:], SCORED)
     world.step()
     world.core.scheduler.preempt(begun)  # it holds no blocks now, but its scores are those of the wrong KV
     assert 1 < begun.scores.missing < 30
@@ -203,9 +213,9 @@ def test_wrong_kv_drops_all_scores_and_fails_requests_with_scores_of_it() -> Non
     world.requests = [other]
     world.finish()
     scores = world.core.counters.scored_tokens
-    world.submit(PROMPT, SCORED)
+    ask(world, PROMPT, SCORED)
     world.finish()
-    world.check()
+    check_scores(world)
     assert world.core.counters.scored_tokens == scores + 29
 
 
@@ -229,14 +239,14 @@ def test_requests_wait_for_the_scores_that_a_leader_will_keep_and_no_others() ->
 @pytest.mark.parametrize("seed", mostly_long(range(2), 0))
 def test_scores_are_right_whatever_is_kept(seed: int, kind: str) -> None:
     rng = random.Random(f"{seed}/{kind}")
-    world = World(core_of(kind, 60, 4, CONFIG))
+    world = world_of(kind, 60, CONFIG)
     stems = [rng.choices(range(49), k=40) for _ in range(2)]
     for _ in range(40):
         prompt = [*rng.choice(stems)[: rng.randint(1, 40)], *rng.choices(range(2), k=rng.randint(0, 3))]
         if rng.random() < 0.2:
-            world.score(prompt, rng.choices(range(49), k=2))
+            score(world, prompt, rng.choices(range(49), k=2))
         else:
-            world.submit(prompt, GREEDY.but(prompt_logprobs=rng.choice([0, 1, 4]), max_tokens=rng.randint(1, 4)))
+            ask(world, prompt, GREEDY.but(prompt_logprobs=rng.choice([0, 1, 4]), max_tokens=rng.randint(1, 4)))
         for _ in range(rng.choice([0, 1, 4])):
             world.step()
         if rng.random() < 0.1 and world.core.scheduler.running:
@@ -244,7 +254,7 @@ def test_scores_are_right_whatever_is_kept(seed: int, kind: str) -> None:
         if rng.random() < 0.05:
             world.core.clear_cache()
     world.finish()
-    world.check()
+    check_scores(world)
     assert (world.core.counters.reused_scores > 0) == (kind != "no reuse")
 
 

@@ -24,7 +24,7 @@ from radixkv.engine import Run, runs
 from radixkv.engine.runs import RunExchange
 from radixkv.errors import EngineClosed, InvalidInput, WeightsChanged
 from tests.engine.fakes import check, greedy_reply, make_engine
-from tests.engine.host_world import GREEDY, SIZE, tokens
+from tests.engine.worlds import GREEDY, SIZE, tokens
 
 SHARED = tokens(40)
 FOURTH = np.array([0, 0, 0, 1, 0, 0, 0, 0], np.uint32)

@@ -2,81 +2,19 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from radixkv import SamplingParams
-from radixkv.cache import PrefixCache
 from radixkv.cache import Sequence as CacheSequence
 from radixkv.config import EngineConfig
 from radixkv.engine import wait_queue
-from radixkv.engine.core import Core
-from radixkv.engine.input_processor import replies_of
-from radixkv.engine.request import Request
 from radixkv.errors import InvalidInput, PinBudgetExceeded, PromptTooLong, RequestTimedOut
-from tests.engine.fakes import FakeRunner, greedy_reply, sized
-
-GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-
-
-def tokens(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(49), k=length)
-
-
-@dataclass
-class World:
-    """A core over a fake model; `step` checks every invariant of the cache."""
-
-    num_blocks: int = 64
-    block_size: int = 4
-    config: EngineConfig = field(default_factory=EngineConfig)
-    reuse: bool = True
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self.cache = PrefixCache(self.num_blocks, self.block_size, clock=self.clock)
-        self.runner = FakeRunner(self.num_blocks, self.block_size)
-        self.core = Core(self.cache, self.runner, replace(self.config, prefix_cache=self.reuse))
-
-    def submit(self, prompt: Sequence[int], params: SamplingParams = GREEDY, **more: Any) -> Request:
-        ids, stop_ids = np.array(prompt, np.int32), frozenset(params.stop_token_ids)
-        replies = replies_of(params, params.max_tokens, stop_ids)
-        request = Request(ids, params, params.max_tokens, stop_ids, params.seed or 0, replies=replies, **more)
-        self.core.admission.check_fits(request)
-        self.core.add(request)
-        return request
-
-    def step(self) -> list[tuple[int, int]]:
-        """Run a step; returns (start, tokens) of each chunk."""
-        before = len(self.runner.steps)
-        self.core.step()
-        self.cache.check()
-        return self.runner.steps[before] if len(self.runner.steps) > before else []
-
-    def finish(self, most: int = 10_000) -> int:
-        """Step until all requests have ended; returns the number of steps."""
-        for steps in range(most):
-            if not self.core.busy:
-                stats = self.cache.stats()
-                assert stats.sequences == 0 and stats.held_blocks == stats.pinned_blocks
-                return steps
-            self.step()
-        raise AssertionError(f"not finished after {most} steps")
-
-
-def answer(request: Request) -> list[int]:
-    return list(request.channel.wait(0).token_ids)
-
-
-def is_right(request: Request) -> bool:
-    return answer(request) == greedy_reply(request.prompt.tolist(), request.max_tokens)
-
+from tests.engine.fakes import sized
+from tests.engine.worlds import GREEDY, World, answer, is_right, tokens
 
 # ---- budget
 
@@ -163,7 +101,7 @@ def test_sixteen_equal_prompts_of_8k_are_computed_once(chunk: int) -> None:
     )  # a repeat computes its last token, and each request one sampled token
     assert (counters.coalesced_requests, counters.coalesced_tokens) == (15, 15 * 8191)
     # 512 blocks of the prompt, and one for the output of each stream
-    assert world.num_blocks - world.cache.stats().free_blocks <= 512 + 16
+    assert world.cache.num_blocks - world.cache.stats().free_blocks <= 512 + 16
 
 
 def test_those_that_wait_for_a_neighbour_let_others_pass() -> None:

@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from radixkv import AsyncEngine, Engine, SamplingParams, Score
-from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.core import Core
 from radixkv.engine.output import Completion
 from radixkv.engine.request import Request
 from radixkv.engine.scores import PromptScores
@@ -28,12 +26,12 @@ from tests.engine.fakes import (
     FakeModel,
     FakeRunner,
     StatefulFakeRunner,
-    add_host,
     chain,
     check,
     logits_of,
     make_engine,
 )
+from tests.engine.worlds import World
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 PROMPT = [(7 * each + each * each) % 49 for each in range(30)]
@@ -330,72 +328,45 @@ class OverlappedRunner(FakeRunner):
         return super().run(chunks, copies)
 
 
-def core_of(kind: str, num_blocks: int, block_size: int, config: EngineConfig) -> Core:
-    """Return a core without its thread."""
-    if kind == "hybrid":
-        states = PrefixCache(num_blocks, block_size, state_rows=config.max_sequences, state_snapshots=6)
-        runner = StatefulFakeRunner(num_blocks, block_size)
-        return Core(states, runner, config)
-    options = {"deterministic": "deterministic" in kind, "prefix_cache": kind != "no reuse"}
-    config = replace(config, block_size=block_size, **options)
-    if "host" in kind:
-        hosted = FakeRunner(num_blocks, block_size)
-        add_host(hosted, 100)
-        return Core(PrefixCache(num_blocks, block_size, host_blocks=100), hosted, config)
-    cache = PrefixCache(num_blocks, block_size)
-    if kind == "overlapped":
-        return Core(cache, OverlappedRunner(num_blocks, block_size), config, depth=1)
-    return Core(cache, FakeRunner(num_blocks, block_size), config)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlapped": {"runner": OverlappedRunner, "depth": 1},
+    "host": {"host_blocks": 100},
+    "deterministic host": {"host_blocks": 100},
+    "hybrid": {"runner": StatefulFakeRunner, "snapshots": 6},
+    "deterministic": {},
+    "no reuse": {"reuse": False},
+}
 
 
-class World:
-    """A core over a fake model, and its scored requests."""
+def world_of(kind: str, num_blocks: int, config: EngineConfig, **more: Any) -> World:
+    config = replace(config, block_size=4, deterministic="deterministic" in kind)
+    return World(num_blocks, 4, config, **KINDS[kind] | more)
 
-    def __init__(self, core: Core) -> None:
-        self.core = core
-        self.requests: list[Request] = []
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, most_rows: int = 1000) -> Request:
-        """Queue a request, which is scored if `params` say so."""
-        ids = np.array(prompt, np.int32)
-        request = Request(ids, params, params.max_tokens, frozenset(), 0)
-        if params.prompt_logprobs is not None:
-            request.scores = PromptScores(ids, 1, params.prompt_logprobs, most_rows=most_rows)
-        return self._add(request)
+def ask(world: World, prompt: Sequence[int], params: SamplingParams, most_rows: int = 1000) -> Request:
+    """Queue a request, which is scored if `params` say so."""
+    if params.prompt_logprobs is None:
+        return world.submit(prompt, params)
+    ids = np.array(prompt, np.int32)
+    return world.submit(prompt, params, scores=PromptScores(ids, 1, params.prompt_logprobs, most_rows=most_rows))
 
-    def score(self, prompt: Sequence[int], continuation: Sequence[int], most_rows: int = 1000) -> Request:
-        """Queue the request of one score."""
-        ids = np.array([*prompt, *continuation[:-1]], np.int32)
-        targets = (continuation[-1], 0)
-        scores = PromptScores(ids, len(prompt), 1, most_rows=most_rows, last_targets=targets)
-        return self._add(Request(ids, GREEDY, 0, frozenset(), 0, scores=scores))
 
-    def _add(self, request: Request) -> Request:
-        self.core.admission.check_fits(request)
-        self.core.add(request)
-        self.requests.append(request)
-        return request
+def score(world: World, prompt: Sequence[int], continuation: Sequence[int], most_rows: int = 1000) -> Request:
+    """Queue the request of one score."""
+    ids, targets = np.array([*prompt, *continuation[:-1]], np.int32), (continuation[-1], 0)
+    scores = PromptScores(ids, len(prompt), 1, most_rows=most_rows, last_targets=targets)
+    return world.submit(ids.tolist(), GREEDY, max_tokens=0, scores=scores)
 
-    def step(self) -> None:
-        self.core.step()
-        self.core.cache.check()
 
-    def finish(self) -> None:
-        for _ in range(5000):
-            if not self.core.busy and self.core.idle_for() is None:
-                assert self.core.cache.stats().sequences == 0
-                return
-            self.step()
-        raise AssertionError("not finished")
-
-    def check(self) -> None:
-        """Compare every finished request with the model."""
-        for request in self.requests:
-            done, prompt = request.channel.wait(0), request.prompt.tolist()
-            if request.params.prompt_logprobs is not None:
-                assert_scored(done, prompt, request.params.prompt_logprobs)
-            elif isinstance(request.scores, PromptScores):
-                assert_last(request.scores)
+def check_scores(world: World) -> None:
+    """Compare every finished request with the model."""
+    for request in world.requests:
+        done, prompt = request.channel.wait(0), request.prompt.tolist()
+        if request.params.prompt_logprobs is not None:
+            assert_scored(done, prompt, request.params.prompt_logprobs)
+        elif isinstance(request.scores, PromptScores):
+            assert_last(request.scores)
 
 
 def assert_last(scores: PromptScores) -> None:
@@ -407,9 +378,6 @@ def assert_last(scores: PromptScores) -> None:
     np.testing.assert_allclose(scores.last.chosen, own[-1, list(scores.last_targets)], atol=CLOSE)
 
 
-KINDS = ("plain", "overlapped", "host", "deterministic host", "hybrid", "deterministic", "no reuse")
-
-
 def test_the_additional_rows_of_a_step_are_bounded() -> None:
     seen: list[int] = []
 
@@ -419,54 +387,53 @@ def test_the_additional_rows_of_a_step_are_bounded() -> None:
             return super().run(chunks, copies)
 
     config = EngineConfig(max_sequences=4, max_batch_tokens=200, prefill_chunk=64)
-    world = World(Core(PrefixCache(100, 4), Counting(100, 4), config))
+    world = world_of("plain", 100, config, runner=Counting)
     for each in range(4):
-        world.submit([each, *PROMPT], GREEDY.but(prompt_logprobs=0), most_rows=6)
+        ask(world, [each, *PROMPT], GREEDY.but(prompt_logprobs=0), most_rows=6)
     world.finish()
-    world.check()
+    check_scores(world)
     assert max(seen) == 6
     assert seen.count(6) >= 4 * 29 // 7, "and every step takes as many as it may"
     seen.clear()
-    exact = World(Core(PrefixCache(100, 4), Counting(100, 4), replace(config, deterministic=True)))
+    exact = world_of("deterministic", 100, config, runner=Counting)
     for each in range(4):
-        exact.submit([each, *PROMPT], GREEDY.but(prompt_logprobs=0), most_rows=6)
+        ask(exact, [each, *PROMPT], GREEDY.but(prompt_logprobs=0), most_rows=6)
     exact.finish()
-    exact.check()
+    check_scores(exact)
     assert [each for each in seen if each] == [30] * 4, "a chunk that must not be cut has a step of its own"
 
 
 def test_a_preempted_request_keeps_its_scores() -> None:
     config = EngineConfig(max_sequences=4, max_batch_tokens=20, prefill_chunk=8)
-    world = World(core_of("plain", 100, 4, config))
-    request = world.submit(PROMPT, GREEDY.but(prompt_logprobs=1))
+    world = world_of("plain", 100, config)
+    request = ask(world, PROMPT, GREEDY.but(prompt_logprobs=1))
     world.step()
     world.step()
     world.core.scheduler.preempt(request)
     world.core.cache.clear()  # so that the KV is computed again
     world.finish()
-    world.check()
+    check_scores(world)
     assert world.core.counters.scored_tokens == 29 and world.core.counters.recomputed_tokens >= 15
 
 
 def test_tokens_before_the_first_score_take_no_rows_of_the_bound() -> None:
-    runner = FakeRunner(100, 4)
     config = EngineConfig(max_sequences=4, max_batch_tokens=100, prefill_chunk=64)
-    world = World(Core(PrefixCache(100, 4), runner, config))
-    world.score(PROMPT, [1, 2, 3, 4], most_rows=2)
+    world = world_of("plain", 100, config)
+    score(world, PROMPT, [1, 2, 3, 4], most_rows=2)
     world.finish()
-    world.check()
-    assert runner.steps == [[(0, 32)], [(32, 1)]]
+    check_scores(world)
+    assert world.runner.steps == [[(0, 32)], [(32, 1)]]
 
 
 def test_a_scored_request_resumes_with_all_of_its_kv() -> None:
     config = EngineConfig(max_sequences=4, max_batch_tokens=100, prefill_chunk=64)
-    world = World(core_of("plain", 100, 4, config))
-    request = world.submit(PROMPT, GREEDY.but(prompt_logprobs=1, max_tokens=9))
+    world = world_of("plain", 100, config)
+    request = ask(world, PROMPT, GREEDY.but(prompt_logprobs=1, max_tokens=9))
     for _ in range(5):
         world.step()
     world.core.scheduler.preempt(request)
     world.finish()
-    world.check()
+    check_scores(world)
     assert world.core.counters.recomputed_tokens == 0
 
 
@@ -479,11 +446,11 @@ def test_a_row_that_is_not_finite_fails_its_own_request_only(row: int, overlap: 
             return logits * np.nan if chunk.start + end == row + 1 and chunk.tokens[0] == 45 else logits
 
     config = EngineConfig(max_sequences=4, max_batch_tokens=100, prefill_chunk=64)
-    world = World(Core(PrefixCache(100, 4), Broken(100, 4), config, depth=int(overlap)))
-    broken = world.submit([45, *PROMPT[1:]], GREEDY.but(prompt_logprobs=0))
-    world.submit([44, *PROMPT[1:]], GREEDY.but(prompt_logprobs=0))
+    world = world_of("plain", 100, config, runner=Broken, depth=int(overlap))
+    broken = ask(world, [45, *PROMPT[1:]], GREEDY.but(prompt_logprobs=0))
+    ask(world, [44, *PROMPT[1:]], GREEDY.but(prompt_logprobs=0))
     world.requests.remove(broken)
     world.finish()
-    world.check()
+    check_scores(world)
     with pytest.raises(RequestFailed):
         broken.channel.wait(0)

@@ -32,7 +32,7 @@ from radixkv_traces.formats import read
 from radixkv_traces.live.requests import PromptMaker, plan_requests
 from radixkv_traces.simulate import replay
 from tests.engine.fakes import make_engine
-from tests.engine.test_scheduler import World, tokens
+from tests.engine.worlds import World, tokens
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 KEY = bytes(32)
