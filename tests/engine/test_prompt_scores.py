@@ -249,8 +249,10 @@ def test_scores_are_right_whatever_is_kept(seed: int, kind: str) -> None:
             ask(world, prompt, GREEDY.but(prompt_logprobs=rng.choice([0, 1, 4]), max_tokens=rng.randint(1, 4)))
         for _ in range(rng.choice([0, 1, 4])):
             world.step()
-        if rng.random() < 0.1 and world.core.scheduler.running:
-            world.core.scheduler.preempt(world.core.scheduler.running[-1])
+        if rng.random() < 0.1:
+            world.core.finish_step()
+            if world.core.scheduler.running:
+                world.core.scheduler.preempt(world.core.scheduler.running[-1])
         if rng.random() < 0.05:
             world.core.clear_cache()
     world.finish()
