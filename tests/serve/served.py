@@ -55,9 +55,11 @@ def says(text: str) -> Callable[[list[int]], int]:
     reply = [*tokenizer().encode(text, add_special_tokens=False), 2]
 
     def brain(tokens: list[int]) -> int:
-        ends = [at for at in range(len(tokens)) if tokens[at - len(opening) : at] == opening]
-        said = 0 if tokens[-len(opening) :] == opening else len(tokens) - ends[-1]
-        return reply[min(said, len(reply) - 1)]
+        ends = range(len(tokens), len(opening) - 1, -1)
+        last = next(
+            end for end in ends if tokens[end - 1] == opening[-1] and tokens[end - len(opening) : end] == opening
+        )
+        return reply[min(len(tokens) - last, len(reply) - 1)]
 
     return brain
 
