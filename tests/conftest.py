@@ -29,7 +29,7 @@ The examples of this run were fresh, drawn from seed {SEED}: `make test-all SEED
 Keep each find as a fixed example, so that `make test` fails, too, until the fault is fixed:
   a property      add the printed arguments of the failing test case to the test as @example(...)
   a run of fuzz   add its seed to KEPT in tests/cache/test_fuzz.py
-  a life          add its seed to KEPT in tests/simulation/test_lives.py"""
+  a life          add its seed to RARE in tests/simulation/test_lives.py"""
 
 # A shell starts background jobs, and nohup its command, with signals ignored: tests that send one would wait for ever.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -53,7 +53,8 @@ settings.load_profile("fresh" if SEED else "fixed")
 def pytest_collection() -> Generator[None, object, object]:
     """Collect no garbage while modules are imported and tests collected: nearly all of these objects stay.
 
-    That takes half of the CPU time of this phase otherwise. Later collections look at the objects of the tests only.
+    That takes half of the CPU time of this phase otherwise. Later collections look at the objects of the tests only,
+    and are rarer than usual: tests that need one call it.
     """
     atexit.register(gc.unfreeze)  # the interpreter frees all objects at its end; some libraries warn otherwise
     gc.disable()
@@ -61,6 +62,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000)
         gc.enable()
 
 
