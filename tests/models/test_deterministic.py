@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,6 +15,7 @@ from radixkv import Engine, SamplingParams
 from radixkv.models import adapter
 from radixkv.models.loaded import LoadedModel, SequenceInput
 from radixkv.models.runner import Runner
+from tests.models.step_runner import chunk
 from tests.selection import mostly_long
 
 BLOCKS, SIZE = 160, 4
@@ -41,11 +41,7 @@ class Reader:
     logits: list[torch.Tensor] = field(default_factory=list)
 
     def chunk(self, start: int, end: int, *, isolated: bool = False) -> SequenceInput:
-        places = np.arange(start, end)
-        blocks = np.array(self.table, dtype=np.int32)
-        slots = blocks[places // SIZE].astype(np.int64) * SIZE + places % SIZE
-        tokens = np.array(self.tokens[start:end], dtype=np.int32)
-        return SequenceInput(tokens, start, slots, blocks[: -(-end // SIZE)], isolated=isolated)
+        return chunk(self.tokens[start:end], start, self.table[: blocks_for(end)], isolated=isolated)
 
     def prefill(self, start: int, end: int, grid: int) -> None:
         for low in range(start, end, grid):

@@ -18,7 +18,7 @@ from radixkv.models.fallback import PoolLayer
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from tests.models.conftest import GROUPED, SIZES
-from tests.models.step_runner import compare
+from tests.models.step_runner import chunk, compare
 
 load = partial(adapter.load, model_code="transformers")  # layers of our own need none of this
 
@@ -78,14 +78,9 @@ def test_a_token_that_the_host_has_not_read_matches_its_sampled_row(build: Calla
 def test_bits_depend_on_the_sequence_alone(build: Callable[..., Any]) -> None:
     """The same bits with any other inputs in the step and any block ids, as `deterministic` needs."""
     runner = Runner(load(build("llama")), 12, 4)
-    tokens = np.arange(3, 12, dtype=np.int32)
 
     def run(*tables: list[int]) -> torch.Tensor:
-        places = np.arange(9)
-        blocks = [np.array(table, dtype=np.int32) for table in tables]
-        return runner.run(
-            [SequenceInput(tokens, 0, table[places // 4].astype(np.int64) * 4 + places % 4, table) for table in blocks]
-        )
+        return runner.run([chunk(range(3, 12), 0, table) for table in tables])
 
     alone = run([0, 1, 2])
     assert torch.equal(run([9, 3, 7], [2, 1, 0]), alone.expand(2, -1))

@@ -14,8 +14,9 @@ import torch
 from radixkv.attention.kv_store import KVStore, LayerShape
 from radixkv.models import adapter
 from radixkv.models.kv_recompute import TOLERANCE, Recheck, compare
-from radixkv.models.loaded import LoadedModel, SequenceInput
+from radixkv.models.loaded import LoadedModel
 from radixkv.models.runner import Runner
+from tests.models.step_runner import chunk
 from tests.selection import mostly_long
 
 BLOCKS, SIZE = 40, 4
@@ -52,10 +53,8 @@ class Path:
         while start < length:
             count = grid if exact else self.rng.choice([1, 2, 3, 17, 40])
             end = min(start + count, length)
-            places = np.arange(start, end)
-            slots = self.table[places // SIZE].astype(np.int64) * SIZE + places % SIZE
-            chunk = SequenceInput(self.tokens[start:end], start, slots, self.table[: -(-end // SIZE)], isolated=exact)
-            self.runner.run([chunk])
+            table = self.table[: -(-end // SIZE)]
+            self.runner.run([chunk(self.tokens[start:end], start, table, isolated=exact)])
             start = end
 
     def recheck(self, start: int, end: int | None = None) -> Recheck:

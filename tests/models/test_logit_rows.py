@@ -24,7 +24,7 @@ from radixkv.models.step_batch import logit_places
 from radixkv.sampling.row_scores import begin_scores
 from tests.models.conftest import FAMILIES, GROUPED, make
 from tests.models.recurrent.hybrids import HYBRIDS, Steps, hybrid
-from tests.models.step_runner import StepRunner, random_steps
+from tests.models.step_runner import StepRunner, chunk, random_steps
 from tests.models.test_fallback import ARCHITECTURES
 from tests.selection import mostly_long
 
@@ -113,10 +113,7 @@ def test_a_deterministic_runner_computes_the_same_bits_of_rows_in_any_step() -> 
     runner = Runner(adapter.load(make(FAMILIES["llama"]())), 12, 4, deterministic=True)
 
     def piece(tokens: list[int], start: int, table: list[int], rows: int = 1) -> SequenceInput:
-        places = np.arange(start, start + len(tokens))
-        blocks = np.array(table, np.int32)
-        slots = blocks[places // 4].astype(np.int64) * 4 + places % 4
-        return SequenceInput(np.array(tokens, np.int32), start, slots, blocks, isolated=True, logit_rows=rows)
+        return chunk(tokens, start, table, isolated=True)._replace(logit_rows=rows)
 
     text = list(range(10, 19))
     runner.run([piece(text[:4], 0, [7])])

@@ -15,26 +15,14 @@ from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter, rope
 from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
+from tests.models.conftest import GROUPED
 
 load = partial(adapter.load, model_code="transformers")  # layers of our own need none of this
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def longrope(max_length: int = 128) -> Any:
     return transformers.Phi3Config(
-        **SIZES,
-        max_position_embeddings=max_length,
+        **GROUPED | {"max_position_embeddings": max_length},
         original_max_position_embeddings=32,
         rope_parameters={
             "rope_type": "longrope",
@@ -48,8 +36,7 @@ def longrope(max_length: int = 128) -> Any:
 
 def dynamic() -> Any:
     return transformers.LlamaConfig(
-        **SIZES,
-        max_position_embeddings=64,
+        **GROUPED | {"max_position_embeddings": 64},
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     )
 
@@ -72,15 +59,9 @@ def test_a_short_prompt_is_the_same_with_a_long_one(build: Callable[..., Any], c
 
 
 @pytest.mark.parametrize("config", [longrope, dynamic])
-def test_the_fallback_is_fixed_too(
-    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, config: Callable[[], Any]
-) -> None:
+@pytest.mark.usefixtures("forced")
+def test_the_fallback_is_fixed_too(build: Callable[..., Any], config: Callable[[], Any]) -> None:
     """Keys that a short chunk has cached are those that a long prompt reads."""
-
-    def refuse(model: Any) -> None:
-        raise UnsupportedModel("told so")
-
-    monkeypatch.setattr(adapter, "probe", refuse)
     runner = Runner(load(build(config(), torch.float64)), 40, 4)
     whole = run(runner, 60)[0]
     tokens, table = np.random.default_rng(0).integers(3, 97, 60).astype(np.int32), np.arange(15, dtype=np.int32)
@@ -115,7 +96,7 @@ def test_a_rope_that_chooses_by_itself_is_fixed_too(build: Callable[..., Any]) -
     """Phimoe scales its rotations by one of two factors."""
     scales = {"short_mscale": 1.0, "long_mscale": 1.5}
     config = transformers.PhimoeConfig(
-        **SIZES, num_local_experts=2, max_position_embeddings=128, sliding_window=None,
+        **GROUPED | {"max_position_embeddings": 128}, num_local_experts=2, sliding_window=None,
         rope_parameters={**longrope().rope_parameters, **scales},
     )  # fmt: skip
     runner = Runner(load(build(config)), 40, 4)
