@@ -139,21 +139,24 @@ def test_a_window_is_masked_at_both_ends_and_clear_between() -> None:
     assert (clear_from, clear_to) == (1, 6)  # all rows see 100 to 196
 
 
-def test_items_of_other_rows_are_not_one_tile_though_their_first_and_last_are_the_same() -> None:
-    ids = [np.array(numbers, dtype=np.int32) for numbers in ([0, 1], [0, 4], [4, 4], [0, 3], [3, 3])]
-    rows, positions = np.array([0, 1, 3, 0, 2, 3], np.int32), np.array([7, 7, 7, 7], np.int32)
-    merges = np.array([0, 2, 3, 4, 6], np.int32), np.array([0, 3, 1, 4, 2, 5], np.int32)
-    work = WorkList(4, None, *ids, np.array([True, True]), np.array([5, 6], np.int32), rows, positions, *merges)
-    check(tiling.build(work, SHAPES, 1), work, SHAPES, 1)
-
-
-@pytest.mark.parametrize("start", [8, 4], ids=["their keys", "their blocks"])
-def test_items_with_a_gap_are_not_one_tile(start: int) -> None:
-    ids = [np.array(numbers, dtype=np.int32) for numbers in ([0, 2], [0, start], [4, 4], [0, 1], [1, 1])]
-    rows, merges = np.zeros(2, np.int32), np.array([0, 2], np.int32)
-    blocks = np.array([5, 6, 7], np.int32)
-    visible = np.array([True, True])
-    work = WorkList(4, None, *ids, visible, blocks, rows, np.array([11], np.int32), merges, np.array([0, 1], np.int32))
+@pytest.mark.parametrize(
+    ("start", "rows", "positions", "merges"),
+    [
+        (4, [0, 1, 3, 0, 2, 3], [7, 7, 7, 7], ([0, 2, 3, 4, 6], [0, 3, 1, 4, 2, 5])),
+        (8, [0, 0], [11], ([0, 2], [0, 1])),
+        (4, [0, 0], [11], ([0, 2], [0, 1])),
+    ],
+    ids=["other rows between the first and the last", "a gap between their keys", "a gap between their blocks"],
+)
+def test_items_that_do_not_join_are_not_one_tile(
+    start: int, rows: list[int], positions: list[int], merges: tuple[list[int], list[int]]
+) -> None:
+    each = len(rows) // 2
+    block = 1 if each > 1 else 2
+    columns = [0, block], [0, start], [4, 4], [0, each], [each, each]
+    ids = [np.array(column, np.int32) for column in columns]
+    rest = [np.array(column, np.int32) for column in ([5, 6, 7], rows, positions, *merges)]
+    work = WorkList(4, None, *ids, np.array([True, True]), *rest)
     check(tiling.build(work, SHAPES, 1), work, SHAPES, 1)
 
 
@@ -297,22 +300,6 @@ def test_a_batch_that_fills_its_bucket_fits_however_deep_its_tree_is(tree: str) 
     assert free.read_tokens < work.read_tokens < (1.2 if tree.startswith("depth") else 4) * free.read_tokens
 
 
-def test_a_long_run_that_many_share_is_cut_often_and_fits() -> None:
-    """The spread's own part of the bound: each part of the run leaves a partial for each row."""
-    tables = [[*range(1024), 2000 + i] for i in range(16)]
-    work = plan.build(tables, [1024 * 16 + 1] * 16, [1] * 16, block_size=16)
-    shapes = (Shape(16, 64),)
-    tiles = tiling.build(work, shapes, 1, spread=40)
-    room = graph_capacity.step_capacity(Bucket(16, 16), len(work.block_ids), shapes, 1, spread=40)
-    assert room.holds(tiles)
-    assert tiles.num_partials > 500
-    long = [np.arange(i * 64, i * 64 + 64) for i in range(16)]
-    work = plan.build(long, [1024] * 16, [1] * 16, block_size=16)
-    tiles = tiling.build(work, shapes, 1, spread=64)
-    assert graph_capacity.step_capacity(Bucket(16, 16), len(work.block_ids), shapes, 1, spread=64).holds(tiles)
-    assert tiles.num_tiles(0) == 64
-
-
 SHIPPED = (Shape(16, 64), Shape(64, 64), Shape(128, 64))
 """As on an H200, for 32 query heads over 8 kv heads."""
 
@@ -401,21 +388,12 @@ def test_after_the_edge_of_a_window_keys_are_cut_between_blocks() -> None:
 
 
 def test_what_does_not_fit_is_noticed_whatever_it_is() -> None:
-    tiles = tiling.build(single(4096), (Shape(16, 64),), 4, spread=8)
-    room = GraphCapacity(rows=1, tiles=(8,), row_ids=1, partials=8, block_ids=len(tiles.block_ids))
+    tiles = tiling.build(single(4096), SHIPPED, 4, spread=8)
+    room = GraphCapacity(rows=1, tiles=(8, 0, 0), row_ids=1, partials=8, block_ids=len(tiles.block_ids))
     assert room.holds(tiles)
     for name, size in dataclasses.asdict(room).items():
-        less = (7,) if name == "tiles" else size - 1
+        less = (7, 9, 9) if name == "tiles" else size - 1
         assert not dataclasses.replace(room, **{name: less}).holds(tiles)
-
-
-def test_each_kind_of_tile_has_to_fit() -> None:
-    """Three kinds, of which the last two have no tile."""
-    tiles = tiling.build(single(4096), SHIPPED, 4, spread=8)
-    assert [tiles.num_tiles(kind) for kind in range(3)] == [8, 0, 0]
-    assert not GraphCapacity(rows=1, tiles=(7, 9, 9), row_ids=1, partials=8, block_ids=len(tiles.block_ids)).holds(
-        tiles
-    )
 
 
 def test_after_the_last_block_id_there_are_some_that_may_be_loaded() -> None:
