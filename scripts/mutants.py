@@ -163,13 +163,13 @@ def tests_of(path: str, top: Path, known: str) -> list[str]:
     """Return test files, the likeliest to fail first: a known one, named after the module, importing it, near it."""
     dotted = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     dotted = dotted.removeprefix("kernels.").removeprefix("traces.")
-    (parent, _, name), folder = dotted.rpartition("."), path.split("/")[-2].removeprefix("radixkv_")
+    (parent, _, name), folders = dotted.rpartition("."), {*dotted.replace("radixkv_", "radixkv.").split(".")[1:-1]}
     imported = re.compile(rf"{re.escape(dotted)}\b|from {re.escape(parent)} import .*\b{name}\b")
     found = list[tuple[int, str]]()
     for test in sorted((top / "tests").rglob("test_*.py")):
         place = test.relative_to(top)
-        score = 3 * (name in test.stem) + 2 * bool(imported.search(test.read_text(encoding="utf-8")))
-        score += (folder in place.parts[1:-1]) + 9 * (str(place) == known)
+        score = 3 * (f"_{name}" in test.stem) + 2 * bool(imported.search(test.read_text(encoding="utf-8")))
+        score += len(folders & {*place.parts[1:-1]}) + 9 * (str(place) == known)
         if score and not LEFT_OUT & {*place.parts}:
             found.append((-score, str(place)))
     return [test for _, test in sorted(found)]
