@@ -25,7 +25,6 @@ from radixkv.telemetry.records import (
     ITL_NAMES,
     PREEMPTIONS,
     Changes,
-    MissReason,
     Phase,
     RequestRecord,
     SessionRecord,
@@ -202,19 +201,15 @@ class RequestRecorder(EngineObserver):
             first_token=self._dated(min(first_tokens, default=None)),
             ended=self._dated(ended),
             finish=finish,
-            miss_reason=_miss_reason(miss) if miss is not None else "full" if streams and self._reuses else None,
-            miss_at=None if miss is None else miss.length + miss.host + _without_state(miss),
-            miss_evicted_tokens=0 if miss is None else miss.evicted_tokens,
-            miss_evicted_ago=None if miss is None else miss.evicted_ago,
-            miss_pressure=None if miss is None else miss.pressure,
-            miss_without_state=0 if miss is None else _without_state(miss),
             host_tokens=streams[0].counts.host_hits if streams else 0,
             disk_tokens=request.scheduling.disk_tokens,
             waits_for=self._waits_for.get(request),
             drafted_tokens=sum(stream.counts.drafts.get("drafted_tokens", 0) for stream in streams),
             accepted_tokens=sum(stream.counts.drafts.get("accepted_tokens", 0) for stream in streams),
             preempted_ms=tuple(round((at - request.submitted) * 1e3) for at in self._preempted.get(request, ())),
-            **_change(request.origin, miss),
+            changed_part=request.origin.changed_part,
+            changed_rule=request.origin.changed_rule,
+            **(_miss(miss) if miss is not None else {"miss_reason": "full" if streams and self._reuses else None}),
             **_names(request.origin),
         )
 
@@ -228,20 +223,25 @@ def _names(origin: Origin) -> dict[str, Any]:
     return {name: value and drawable(value[:LONGEST_NAME]) for name, value in values.items()}
 
 
-def _change(origin: Origin, miss: Explanation | None) -> dict[str, Any]:
-    """Return the fields of a record for a changed part of the prompt; texts are added when they are collected."""
-    text = "" if miss is not None and miss.reason == "diverged" else None
-    return {"changed_part": origin.changed_part, "changed_rule": origin.changed_rule, "cached_text": text}
+def _miss(miss: Explanation) -> dict[str, Any]:
+    """Return the fields of a record that explain a miss. Texts are added when it is collected.
 
-
-def _miss_reason(miss: Explanation) -> MissReason | None:
-    """Return why the cached KV ends; monitors read a closed list without the reason "no_state"."""
-    return miss.kv_reason if miss.reason == "no_state" else miss.reason
-
-
-def _without_state(miss: Explanation) -> int:
-    """Count the tokens with cached KV that are computed again for their recurrent state, except the prompt's last."""
-    return min(miss.reached, miss.tokens - 1) - miss.length - miss.host if miss.reason == "no_state" else 0
+    Monitors read a closed list of reasons, without "no_state": the reason why the cached KV ends is sent then, and the
+    number of tokens with cached KV that are computed again, except the prompt's last.
+    """
+    without_state, reason = 0, miss.reason
+    if miss.reason == "no_state":
+        without_state = min(miss.reached, miss.tokens - 1) - miss.length - miss.host
+        reason = miss.kv_reason or "never_seen"
+    return {
+        "miss_reason": reason,
+        "miss_at": miss.length + miss.host + without_state,
+        "miss_evicted_tokens": miss.evicted_tokens,
+        "miss_evicted_ago": miss.evicted_ago,
+        "miss_pressure": miss.pressure,
+        "miss_without_state": without_state,
+        "cached_text": "" if miss.reason == "diverged" else None,
+    }
 
 
 def _phase(request: Request, running: list[Request]) -> Phase:
