@@ -1,6 +1,6 @@
 """Measure radixkv under load against the engines that a CPU user would run instead, on the same work in the same run.
 
-    python benchmarks/serving.py [--rounds 3] [--sweep 0.5 1 2 4] [--models tiny 100m] [--workloads chat agent]
+    python benchmarks/serving.py [--rounds 3] [--models tiny 100m] [--workloads chat agent]
                                  [--quick] [--llama-server FILE] [--save FILE]
 
 Work (serving_parts/workloads.py; seeded, the same for all): `chat`, conversations of several turns after one system
@@ -20,9 +20,7 @@ engine and warms it up with one short request; the first shared prefix is comput
 within a round, and figures are medians over the rounds. Times are wall time at the client: a thread each, in this
 process, over HTTP for llama.cpp.
 
-  closed     --clients clients work through the sessions without pausing: the throughput of an engine.
-  sweep      Sessions arrive as a Poisson process and pause between turns, at multiples of the rate of radixkv without
-             its cache in the closed loop: the waiting time of a user. One run per rate.
+--clients clients work through the sessions without pausing.
 
 Answers are compared with those of radixkv without its cache, token by token. Where they differ, the logits of the two
 tokens must lie within 0.001 of each other, or this benchmark fails. The last line is one JSON object; the exit code is
@@ -45,8 +43,8 @@ from typing import Any
 import torch
 import transformers
 from cpu_decode import cpu_name
-from serving_parts.bench import BATCHING, ENGINES, GENERATE, LLAMA, OURS, PLAIN, Bench
-from serving_parts.runs import measure_closed, measure_sweep
+from serving_parts.bench import BATCHING, ENGINES, GENERATE, LLAMA, OURS, Bench
+from serving_parts.runs import measure_closed
 from serving_parts.workloads import SHAPES, Shape, build
 
 BARS = {GENERATE: 3.0, LLAMA: 1.0, BATCHING: 6.0}
@@ -62,7 +60,7 @@ def main() -> int:
     engines = [engine for engine in ENGINES if engine in options.engines and (engine != LLAMA or llama)]
     if llama is None and LLAMA in options.engines:
         print(f"{LLAMA} is left out: no server binary (peers/llama_server.py says how to make one)")
-    result: dict[str, Any] = {"closed": {}, "sweep": {}}
+    result: dict[str, Any] = {"closed": {}}
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.models:
@@ -83,16 +81,13 @@ def main() -> int:
 def load(
     bench: Bench, workload: str, engines: list[str], options: argparse.Namespace, result: dict[str, Any]
 ) -> list[str]:
-    """Run one workload on one model: closed loop, then the sweep. Return the wrong answers."""
+    """Run one workload on one model. Return the wrong answers."""
     sessions = build(_shape(workload, options.quick), bench.loaded.vocab_size)
     requests = sum(session.requests for session in sessions)
     print(f"{bench.name}, {workload}: {len(sessions)} sessions, {requests} requests", flush=True)
     key = f"{bench.name} {workload}"
     closed, wrong = measure_closed(bench, sessions, engines, options.rounds)
     result["closed"][key] = {engine: found.as_dict() for engine, found in closed.items()}
-    if options.sweep and PLAIN in closed:
-        capacity = closed[PLAIN].requests_per_s
-        result["sweep"][key] = measure_sweep(bench, sessions, engines, capacity, options.sweep)
     return wrong
 
 
@@ -128,7 +123,6 @@ def _missed(result: dict[str, Any]) -> list[str]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1, help="runs of each engine; figures are medians")
-    parser.add_argument("--sweep", type=float, nargs="*", default=[], help="multiples of the capacity without a cache")
     parser.add_argument("--models", nargs="+", choices=["tiny", "100m"], default=["tiny", "100m"])
     parser.add_argument("--workloads", nargs="*", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
@@ -151,7 +145,7 @@ def find_llama(given: Path | None) -> Path | None:
 
 def _shape(workload: str, quick: bool) -> Shape:
     shape = SHAPES[workload]
-    return replace(shape, opening=shape.opening // 4, sessions=3, turns=2, pause_s=0.1) if quick else shape
+    return replace(shape, opening=shape.opening // 4, sessions=3, turns=2) if quick else shape
 
 
 def _write(result: dict[str, Any], options: argparse.Namespace) -> None:

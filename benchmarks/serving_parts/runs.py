@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .bench import PLAIN, TIES, Bench
-from .clients import Record, closed_loop, open_loop
+from .clients import Record, closed_loop
 from .figures import Figures, agreement, figures, median
 from .servers import Server
 from .workloads import Session
@@ -73,24 +73,6 @@ def _compare(bench: Bench, answers: dict[str, list[Record]], *, aloud: bool) -> 
         if alike.widest > TIES[engine]:
             wrong.append(f"{bench.name}: {engine} and {PLAIN} differ by more than a tie: {alike.widest:.2g}")
     return wrong
-
-
-def measure_sweep(
-    bench: Bench, sessions: list[Session], engines: Sequence[str], capacity: float, multiples: Sequence[float]
-) -> list[dict[str, Any]]:
-    """Figures of each engine at each multiple of `capacity` (requests/s); prints them."""
-    points = []
-    for times in multiples:
-        rate = times * capacity
-        rows = {
-            engine: run(
-                bench, engine, room(bench, sessions), lambda server, rate=rate: open_loop(server, sessions, rate)
-            )[0].as_dict()
-            for engine in engines
-        }
-        show(f"arrivals at {rate:.2f} requests/s, {times:g} times the capacity without a cache", rows)
-        points += [{"engine": engine, "times": times, "rate": round(rate, 3), **row} for engine, row in rows.items()]
-    return points
 
 
 def room(bench: Bench, sessions: list[Session]) -> int:

@@ -14,11 +14,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Turn:
-    """One request: tokens that are new since the last reply, tokens to reply, seconds that pass before it is sent."""
+    """One request: tokens that are new since the last reply, and tokens to reply."""
 
     new: tuple[int, ...]
     reply: int
-    pause: float
 
 
 @dataclass(frozen=True)
@@ -50,19 +49,16 @@ class Shape:
     turns: int
     new: tuple[int, int]
     reply: tuple[int, int]
-    pause_s: float
     branch_every: int = 0
     branches: int = 2
     branch_turns: int = 2
 
 
 SHAPES = {
-    # A system prompt, and users with pauses between turns.
-    "chat": Shape(opening=256, sessions=8, turns=4, new=(24, 96), reply=(24, 48), pause_s=2.0),
+    # A system prompt, and several turns of users.
+    "chat": Shape(opening=256, sessions=8, turns=4, new=(24, 96), reply=(24, 48)),
     # System prompt and tools in front, short steps with tool results, every second agent tries two ways at its end.
-    "agent": Shape(
-        opening=2048, sessions=8, turns=3, new=(32, 128), reply=(12, 24), pause_s=0.5, branch_every=2, branch_turns=1
-    ),
+    "agent": Shape(opening=2048, sessions=8, turns=3, new=(32, 128), reply=(12, 24), branch_every=2, branch_turns=1),
 }
 
 
@@ -78,7 +74,7 @@ def build(shape: Shape, vocab: int, seed: int = 0) -> list[Session]:
             for branch in range(shape.branches if branching else 0)
         )
         first, *others = _turns(draw, shape, vocab, shape.turns)
-        begun = Turn(opening + first.new, first.reply, 0.0)
+        begun = Turn(opening + first.new, first.reply)
         sessions.append(Session(str(number), (begun, *others), branches))
     return sessions
 
@@ -86,7 +82,7 @@ def build(shape: Shape, vocab: int, seed: int = 0) -> list[Session]:
 def _turns(draw: np.random.Generator, shape: Shape, vocab: int, count: int) -> Iterator[Turn]:
     for _ in range(count):
         new = tuple(_ids(draw, vocab, int(draw.integers(*shape.new, endpoint=True))))
-        yield Turn(new, int(draw.integers(*shape.reply, endpoint=True)), float(draw.exponential(shape.pause_s)))
+        yield Turn(new, int(draw.integers(*shape.reply, endpoint=True)))
 
 
 def _ids(draw: np.random.Generator, vocab: int, count: int) -> list[int]:

@@ -15,7 +15,7 @@ from serving_parts.clients import Record, closed_loop
 from serving_parts.servers import Counted
 from serving_parts.workloads import Session, Shape, build
 
-SMALL = Shape(opening=5, sessions=4, turns=3, new=(1, 4), reply=(2, 3), pause_s=0.001, branch_every=2)
+SMALL = Shape(opening=5, sessions=4, turns=3, new=(1, 4), reply=(2, 3), branch_every=2)
 
 
 class Echo:
