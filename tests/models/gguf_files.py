@@ -245,20 +245,8 @@ def _factors(config: Any) -> dict[str, tuple[np.ndarray[Any, Any], Kind]]:
         return {"rope_factors_long.weight": (long, Kind.F32), "rope_factors_short.weight": (short, Kind.F32)}
     if rope.get("rope_type") != "llama3":
         return {}
-    dim = config.head_dim
-    found = []
-    for frequency in 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)):
-        wave = 2 * math.pi / frequency
-        low, high, original = (
-            rope["low_freq_factor"],
-            rope["high_freq_factor"],
-            rope["original_max_position_embeddings"],
-        )
-        if wave < original / high:
-            found.append(1.0)
-        elif wave > original / low:
-            found.append(rope["factor"])
-        else:
-            smooth = (original / wave - low) / (high - low)
-            found.append(float(1 / ((1 - smooth) / rope["factor"] + smooth)))
-    return {"rope_freqs.weight": (np.array(found, np.float32), Kind.F32)}
+    frequencies = rope["rope_theta"] ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": ((1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32), Kind.F32)}
