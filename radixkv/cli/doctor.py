@@ -90,7 +90,6 @@ def _whole(arguments: argparse.Namespace, header: GGUFHeader | None) -> Iterator
     if loaded.kv_dtype != "auto":
         yield doctor_weights.of_kv(loaded, arguments.block_size)
     yield from language(loaded)
-    yield doctor_weights.speed(loaded, arguments.block_size)
     yield from doctor_weights.accuracy(loaded, arguments.weights, header, lambda: _in_float32(arguments))
     yield from _faster(loaded)
 

@@ -1,6 +1,6 @@
-"""Describe the weights of a model for `radixkv doctor`: their formats with the reason, the speed, and the accuracy.
+"""Describe the weights of a model for `radixkv doctor`: their formats with the reason, and the accuracy.
 
-Speed means the model's steps, without an engine around them. The accuracy of weights of 8 and 4 bits is the KL
+The accuracy of weights of 8 and 4 bits is the KL
 divergence of the next token's distribution from the one that the same weights give in float32. The accuracy of KV is
 measured alike.
 """
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from radixkv.models.loaded import LoadedModel
 
 _TEXT = Path(radixkv.__file__).parent / "assets" / "english.txt"
-_PREFILL, _DECODES = 512, 64  # most tokens that are measured
-_DECODE_S, _PREFILL_S, _COMPARE_S = 1.5, 2.0, 4.0  # time of each measurement, as far as a step is not longer
+_MOST_TOKENS = 512  # of the text
+_COMPARE_S = 4.0  # time of the comparison, as far as a step is not longer
 _LEAST = 16  # tokens
 _MOST_LOGITS = 1 << 25  # of each of the two models: 128 MiB
 _MOST_FLOAT32 = 8 << 30  # bytes of a model in float32 that is loaded for the comparison alone
@@ -131,75 +131,6 @@ def _types(header: GGUFHeader, weights: str) -> tuple[list[str], list[str]]:
     return sorted(kept), sorted(set(types) - set(kept))
 
 
-# ---- speed
-
-
-def speed(loaded: LoadedModel, block_size: int) -> Finding:
-    """Measure a prefill and the decodes of one stream, in some three seconds if no step takes longer."""
-    import torch
-
-    try:
-        with _busy("measuring the speed"):
-            prefilled, prefill_s, decode_s = _times(loaded, block_size)
-    except (InvalidInput, MemoryError, RuntimeError) as error:
-        return note("speed", f"not measured: {error}")
-    rates = f"{_rate(1 / decode_s)} tokens/s in one stream, prefill {_rate(prefilled / prefill_s)} tokens/s"
-    threads = torch.get_num_threads()
-    where = f"{threads} thread{'s' * (threads > 1)}" if loaded.device.type == "cpu" else "without CUDA graphs"
-    return ok("speed", f"{rates} ({prefilled} tokens): steps of the model without sampling, {where}")
-
-
-def _rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 20 else f"{rate:.1f}"
-
-
-def _times(loaded: LoadedModel, block_size: int) -> tuple[int, float, float]:
-    """Return the tokens of a prefill, its seconds, and the seconds of a decode after it (the median)."""
-    import numpy as np
-
-    from radixkv.models.loaded import SequenceInput
-    from radixkv.models.runner import Runner
-    from radixkv.sizing.memory import check_free
-    from radixkv.sizing.recurrent_state import StateRow, StateStep
-
-    room = min(_PREFILL + _DECODES, loaded.max_length)
-    blocks = -(-room // block_size)
-    check_free(blocks * block_size * loaded.bytes_per_token, loaded.device.type)
-    runner, ids = Runner(loaded, blocks, block_size, state_slots=1), _ids(loaded, room)
-    state = StateStep(StateRow(0)) if loaded.state else None
-    table = np.arange(blocks, dtype=np.int32)
-
-    def step(start: int, end: int) -> float:
-        chunk = SequenceInput(ids[start:end], start, np.arange(start, end), table[: -(-end // block_size)], state=state)
-        began = time.perf_counter()
-        runner.run([chunk]).cpu()
-        return time.perf_counter() - began
-
-    first = min(_LEAST, max(room // 2, 1))
-    step(0, first)
-    a_token = step(0, first) / first
-    prefilled = max(first, min(room - room // 9, int(_PREFILL_S / a_token)))
-    prefill_s = step(0, prefilled)
-    if prefill_s < _PREFILL_S / 2:  # the first call of this size allocates memory
-        prefill_s = min(prefill_s, step(0, prefilled))
-    decodes = [step(prefilled, prefilled + 1)]
-    for start in range(prefilled + 1, room):
-        if sum(decodes) >= _DECODE_S:
-            break
-        decodes.append(step(start, start + 1))
-    return prefilled, prefill_s, sorted(decodes)[len(decodes) // 2]
-
-
-def _ids(loaded: LoadedModel, count: int) -> Any:
-    """Return `count` token ids [count] of the text, repeated; random ones without a tokenizer."""
-    import numpy as np
-
-    text = np.array(_text_ids(loaded), np.int32)
-    if not len(text):
-        text = np.random.default_rng(1).integers(0, loaded.vocab_size, count, np.int32)
-    return np.resize(text, count)
-
-
 def _text_ids(loaded: LoadedModel) -> Sequence[int]:
     """Return the token ids of the text in the package that the model has embeddings for; none without a tokenizer."""
     if loaded.codec is None:
@@ -225,7 +156,7 @@ def accuracy(
         return
     kept = header is not None and not _types(header, weights)[1]
     try:
-        ids = _text_ids(loaded)[: min(_PREFILL, _MOST_LOGITS // loaded.vocab_size, loaded.max_length)]
+        ids = _text_ids(loaded)[: min(_MOST_TOKENS, _MOST_LOGITS // loaded.vocab_size, loaded.max_length)]
         if len(ids) < _LEAST:
             raise InvalidInput("there is no tokenizer for the text")
         _check_memory(sum(each.inputs * each.outputs * 4 for each in found), kept=kept)
@@ -237,7 +168,7 @@ def accuracy(
 def of_kv(loaded: LoadedModel, block_size: int) -> Finding:
     """Compare the pool's format with KV as computed over the text, and with itself in short chunks, as a hit does."""
     try:
-        ids = _text_ids(loaded)[: min(_PREFILL, _MOST_LOGITS // loaded.vocab_size, loaded.max_length)]
+        ids = _text_ids(loaded)[: min(_MOST_TOKENS, _MOST_LOGITS // loaded.vocab_size, loaded.max_length)]
         if len(ids) < _LEAST or loaded.state:
             raise InvalidInput("it has recurrent state" if loaded.state else "there is no tokenizer for the text")
         with _busy("comparing the formats of KV"):

@@ -13,8 +13,6 @@ import logging
 import os
 import shutil
 import sqlite3
-import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -140,23 +138,6 @@ def delete(path: str | os.PathLike[str], name: str) -> None:
         if name not in [facts.name for facts in listed(path)]:
             raise InvalidInput(f"{path} has no folder {name!r}: without a name, its folders are listed")
         shutil.rmtree(folder.path / name)
-
-
-def speed(path: str | os.PathLike[str], nbytes: int = 64 << 20) -> tuple[float, float]:
-    """Measure the bytes per second of a synchronized write of a file in a folder, and of its read. Raises OSError."""
-    data = os.urandom(1 << 20)
-    with tempfile.TemporaryFile(dir=path, buffering=0) as file:
-        begun = time.perf_counter()
-        for _ in range(nbytes >> 20):
-            file.write(data)
-        os.fsync(file.fileno())
-        written = time.perf_counter()
-        if hasattr(os, "posix_fadvise"):  # else the read is from memory
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        while file.read(1 << 20):
-            pass
-        return nbytes / (written - begun), nbytes / (time.perf_counter() - written)
 
 
 def _blocks(folder: Path) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from radixkv import Engine, SamplingParams
 from radixkv.cli.main import main
-from radixkv.disk.folder import DiskFolder, speed
+from radixkv.disk.folder import DiskFolder
 from tests.disk.stored import let_any_disk_do
 
 
@@ -36,8 +36,3 @@ def test_the_models_of_a_folder_are_listed_and_deleted(
     assert main(["disk", str(folder)]) == 0
     assert "No model has text here" in capsys.readouterr().out
     assert main(["disk", str(tmp_path / "missing")]) != 0
-
-
-def test_the_speed_of_a_folder(tmp_path: Path) -> None:
-    assert min(speed(tmp_path, 1 << 20)) > 0
-    assert not list(tmp_path.iterdir())

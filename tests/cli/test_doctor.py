@@ -37,9 +37,8 @@ def tiny() -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread, and short measurements."""
-    monkeypatch.setattr(doctor_weights, "_PREFILL", 32)
-    monkeypatch.setattr(doctor_weights, "_DECODES", 4)
+    """One thread, and short texts."""
+    monkeypatch.setattr(doctor_weights, "_MOST_TOKENS", 32)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""`doctor` names the formats of the weights with the reason, and measures speed and KL divergence."""
+"""`doctor` names the formats of the weights with the reason, and measures the KL divergence."""
 
 from __future__ import annotations
 
@@ -99,20 +99,6 @@ def test_formats_of_files(tmp_path: Path, kind: str, weights: str, expected: str
     path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", kind)
     found = doctor_weights.formats(load(path, weights=weights), weights, read_header(path))
     assert (found.status, found.seen) == ("ok", expected)
-
-
-# ---- speed
-
-
-def test_speed_covers_a_prefill_and_decodes(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_weights, "_PREFILL", 64)
-    monkeypatch.setattr(doctor_weights, "_DECODES", 8)
-    found = doctor_weights.speed(tiny, 16)
-    rates = r"[\d,.]+ tokens/s in one stream, prefill [\d,.]+ tokens/s \(\d+ tokens\): steps of the model without "
-    assert found.status == "ok" and re.match(rates, found.seen)
-    prefilled, prefill_s, decode_s = doctor_weights._times(tiny, 16)
-    assert 16 <= prefilled <= 64
-    assert prefill_s > 0 and decode_s > 0
 
 
 # ---- accuracy
