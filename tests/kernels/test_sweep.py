@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,27 +62,6 @@ def test_a_second_sweep_compiles_only_launches_that_are_not_kept(
     assert list(script.results(todo, 1, path)) == [TAILS, broken, CHUNKS]
     assert list(script.results([todo[0], todo[2]], 1, path)) == [TAILS, CHUNKS]
     assert made == ["tails", "merge", "merge", "chunks"]
-
-
-def test_rows_of_another_triton_or_of_other_sources_are_not_used(tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    path.write_text(json.dumps(["3.9.0", "abc", asdict(CHUNKS)]))
-    assert script.kept(path, ["3.9.0", "abc"]) == {("sm_90", "gqa 128", "chunks"): CHUNKS}
-    assert not script.kept(path, ["3.7.1", "abc"])
-    assert not script.kept(path, ["3.9.0", "def"])
-
-
-def test_an_interrupted_sweep_ends_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def results(*arguments: Any) -> Iterator[script.Row]:
-        yield TAILS
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(script, "results", results)
-    monkeypatch.setattr(sys, "argv", ["compile_kernels.py", "--target", "sm_90", "--case", "mqa 128"])
-    assert script.main() == 130
-    assert capsys.readouterr().err.splitlines()[-1].startswith("stopped after 1 of ")
 
 
 def test_only_faults_that_are_not_known_are_news() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from radixkv.errors import InvalidInput, RadixKVError, UnsupportedModel
+from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter, checkpoint
-from tests.models.checkpoints.files import INDEX, edit, read, rewrite, second_shard
+from tests.models.checkpoints.files import INDEX, edit, rewrite, second_shard
 
 
 def _cut(file: Path) -> None:
@@ -35,29 +34,21 @@ def _link(file: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda at: (at / "config.json").unlink(), "is no model folder: it has no config.json"),
     "config no JSON": (lambda at: (at / "config.json").write_text("{"), r"config\.json cannot be read: Expecting"),
-    "config no text": (lambda at: (at / "config.json").write_bytes(b"\xff"), r"config\.json cannot be read: .*utf-8"),
-    "config a list": (lambda at: (at / "config.json").write_text("[1]"), r"config\.json must hold a JSON object"),
     "config empty": (lambda at: (at / "config.json").write_text("{}"), r"config\.json names no model_type"),
     "config of a wrong type": (lambda at: rewrite(at / "config.json", hidden_size="x"), "'hidden_size' expected int"),
     "no weights": (lambda at: [each.unlink() for each in at.glob("model*")], r"no model\.safetensors or .*json$"),
     "no index": (lambda at: (at / INDEX).unlink(), "but model-00001-of-00012.safetensors and others: the index is"),
     "index no JSON": (lambda at: (at / INDEX).write_text("{"), r"index\.json cannot be read: Expecting"),
     "index without map": (lambda at: (at / INDEX).write_text("{}"), r"index\.json has no weight_map"),
-    "index of nothing": (lambda at: (at / INDEX).write_text('{"weight_map": {}}'), r"index\.json has no weight_map"),
     "index leads out": (
         lambda at: (at / INDEX).write_text('{"weight_map": {"x": "../model.safetensors"}}'),
         r"names '\.\./model\.safetensors' for weights, which is not in",
-    ),
-    "index leads far out": (
-        lambda at: (at / INDEX).write_text('{"weight_map": {"x": "/model.safetensors"}}'),
-        r"names '/model\.safetensors' for weights, which is not in",
     ),
     "no second shard": (
         lambda at: second_shard(at).unlink(),
         r"lacks 1 of the 12 files that model\.safetensors\.index\.json names, model-00002-of-00012\.safetensors among",
     ),
     "shard cut short": (lambda at: _cut(second_shard(at)), r"model-00002-of-00012\.safetensors is not whole .*again"),
-    "shard empty": (lambda at: second_shard(at).write_bytes(b""), r"model-00002-of-00012\.safetensors is not whole"),
     "shard a link to nothing": (
         lambda at: _link(second_shard(at)),
         r"model-00002-of-00012\.safetensors is a link to nothing, as in a cache that was cleaned: fetch or copy",
@@ -147,16 +138,3 @@ def test_weights_that_are_missing_are_never_made_up(saved: Path, tmp_path: Path,
     with pytest.raises(UnsupportedModel) as raised:
         adapter.load(str(folder))
     assert f"lacks {len(lost)} weights, {min(lost)} among them; they would be random" in str(raised.value)
-
-
-def test_whatever_a_configuration_says_the_error_is_one_of_ours(one: Path) -> None:
-    config = json.loads((one / "config.json").read_text())
-    refused = 0
-    for field in sorted(config):
-        for wrong in (None, -1, "x"):
-            (one / "config.json").write_text(json.dumps({**config, field: wrong}))
-            try:
-                read(one)
-            except RadixKVError:
-                refused += 1
-    assert refused > len(config) / 2
