@@ -150,29 +150,6 @@ def some() -> State:
     return replace(shown, ended={each.number: each for each in requests})
 
 
-@pytest.mark.parametrize("size", [(80, 24)])
-def test_the_view_shows_each_histogram_with_its_numbers_and_axes(size: tuple[int, int]) -> None:
-    view = LatencyView()
-
-    async def script(pilot: Pilot[None]) -> None:
-        text = "\n".join(screen(pilot.app))
-        for words in (
-            "[1 min]  10 min  since load",
-            "TTFT hit  40 requests, 1 min",
-            "1.0 s p50  1.0 s p90  1.0 s p99",
-            "TTFT miss  0 requests, 1 min",
-            "Queue time  40 requests, 1 min",
-            "ITL  100 tokens, 1 min",
-            "E2E  40 requests, 1 min",
-            "▲",
-            "   40┤",
-            "    0┤",
-        ):
-            assert words in text, words
-
-    hosted(view, some(), script, size)
-
-
 def test_w_changes_the_window_and_the_export_follows() -> None:
     view = LatencyView()
 

@@ -58,20 +58,6 @@ def numbers(view: TableView) -> list[object]:  # type: ignore[type-arg]
     return [view.key(row) for row in view.table.rows]
 
 
-@BOTH
-def test_requests_show_phases_waterfall_and_why(size: tuple[int, int]) -> None:
-    view = RequestsView()
-
-    async def script(pilot: Pilot[None]) -> None:
-        text = " ".join("\n".join(screen(pilot.app)).split())
-        assert "1 running, 1 waiting, 0 preempted · newest 2 ended: 1 finished, 1 failed · ░" in text
-        assert "● decode" in text and "✗ failed" in text and "… waiting" in text
-        assert "█" in text
-        assert numbers(view) == [4, 3, 2, 1]
-
-    hosted(view, REQUESTS, script, size)
-
-
 def test_the_cursor_tells_the_miss_and_selects_the_request() -> None:
     view = RequestsView()
 
@@ -240,21 +226,6 @@ def test_the_filter_leaves_rows_with_all_its_words() -> None:
         assert view.table.has_focus
 
     hosted(view, REQUESTS, script)
-
-
-@BOTH
-def test_sessions_show_what_was_served_from_cache(size: tuple[int, int]) -> None:
-    view = SessionsView()
-
-    async def script(pilot: Pilot[None]) -> None:
-        text = screen(pilot.app)
-        assert "3 sessions: 1 running, 0 waiting · 71% of 1,400 prompt tokens from cache" in " ".join(
-            " ".join(text).split()
-        )
-        assert any("● running" in line and "#2" in line for line in text)
-        assert any("3 turns in 11 s, now 90 tokens long" in line for line in text)
-
-    hosted(view, SESSIONS, script, size)
 
 
 @BOTH

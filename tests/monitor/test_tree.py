@@ -14,7 +14,6 @@ from radixkv.telemetry.mirror import Mirror
 from radixkv.telemetry.recorder import Recorder
 from radixkv.telemetry.records import NodeRecord, SequenceRecord
 from radixkv_monitor import detail
-from radixkv_monitor.block_modes import Blocks
 from radixkv_monitor.state import State, StateCopier
 from radixkv_monitor.tree_branch import SORTS
 from radixkv_monitor.tree_rows import TreeRows
@@ -22,7 +21,7 @@ from radixkv_monitor.views import BlockSelected, NodeSelected, Selection
 from radixkv_monitor.views.tree import TreeView
 from tests.cache.verbs import publish
 from tests.monitor import samples
-from tests.monitor.view_host import FACTS, hosted, screen, state
+from tests.monitor.view_host import FACTS, hosted, state
 
 SIZES = ((80, 24), pytest.param((160, 48), marks=pytest.mark.long))
 both_sizes = pytest.mark.parametrize("size", SIZES, ids=["80x24", "160x48"])
@@ -201,18 +200,6 @@ def test_untouched_the_view_stays_at_the_top() -> None:
     run(script, many())
 
 
-def test_numbers_of_a_large_tree_do_not_touch() -> None:
-    large = node(2, 1, 0, 12_345_678, locks=123_456, blocks=(0, 1_234_567), used=1990.0)
-    shown = replace(small(), nodes={1: node(1, 0, 0, 0), 2: large})
-    view = TreeView()
-
-    async def script(pilot: Pilot[None]) -> None:
-        row = next(line for line in screen(pilot.app) if "0-12,345,678" in line)
-        assert {"12M", "123k", "1.2M"} <= set(row.split()), row
-
-    hosted(view, shown, script, (100, 24))
-
-
 @pytest.mark.long
 def test_a_click_moves_the_cursor_and_a_click_on_the_sign_closes() -> None:
     async def script(pilot: Pilot[None], view: TreeView) -> None:
@@ -248,42 +235,6 @@ def test_export_has_the_rows_as_they_are_shown() -> None:
 
 
 # ---- reuse
-
-
-def shared(reused: bool = True) -> State:
-    """A prefix of 144 tokens that 20 requests reused; one of them ended there, and 19 at the 6 tokens below."""
-    counts = {2: (20, 1), 3: (19, 19), 4: (0, 0)}
-    nodes = [node(1, 0, tokens=0, blocks=(), reused=0 if reused else None)]
-    for number, (of, ended) in counts.items():
-        parent, start, tokens = (1, 0, 144) if number == 2 else (2, 144, 6 * number)
-        nodes.append(node(number, parent, start, tokens, hits=ended, reused=of if reused else None))
-    return state(nodes=nodes)
-
-
-@both_sizes
-def test_a_shared_prefix_shows_the_requests_that_reused_it(size: tuple[int, int]) -> None:
-    """It once showed 1, the number that ended there, beside 20 that shared it."""
-
-    async def script(pilot: Pilot[None], view: TreeView) -> None:
-        header, *rows = screen(pilot.app)[1:6]
-        assert "reused" in header and ("ended here" in header) is (size[0] > 100)
-        end = header.index("reused") + len("reused")
-        assert [row[:end].split()[-1] for row in rows] == ["·", "20", "19", "·"]
-        await pilot.press("down")
-        text = " ".join(" ".join(screen(pilot.app)).split())
-        assert "reused by 20 requests" in text and "ended here 1 request" in text
-        assert view.sort_by("reused") and "reused▾" in screen(pilot.app)[1] and ids(view) == [1, 2, 3, 4]
-        await pilot.press("slash", *"reused:20")
-        assert ids(view) == [1, 2] and view.export().rows[1]["reused"] == 20
-
-    run(script, shared(), size)
-
-
-def test_a_block_has_the_reuse_of_its_node() -> None:
-    blocks = Blocks()
-    blocks.update(shared())
-    facts = dict(detail.block_detail(blocks, 2, 1).facts)
-    assert facts["reused"] == "by 20 requests" and facts["ended here"] == "1 request"
 
 
 # ---- accounts

@@ -208,21 +208,6 @@ def test_what_is_wrong_is_said_in_a_line(say: Say, arguments: tuple[str, ...], c
     assert err.splitlines()[-1].startswith("radixkv-replay")
 
 
-def test_fragmentation_as_a_table_and_as_json(say: Say) -> None:
-    status, out, _ = say("fragmentation", "sample:cc_agent", "--block-sizes", "16,64")
-    assert status == 0 and "paged, 64" in out and "contiguous" in out
-    said = rows(say("fragmentation", "sample:cc_agent", "--block-sizes", "16", "--json"))
-    assert [row["scheme"] for row in said["rows"]] == ["contiguous", "buddy", "paged"]
-    assert said["memory_tokens"] == 32 * said["max_length"]
-    by_bytes = rows(say("fragmentation", "sample:cc_agent", "--memory", "64GiB", "--model", "llama-3.1-8b", "--json"))
-    assert by_bytes["memory_tokens"] == 64 * 2**30 // 131072
-    in_codes = ("--memory", "64GiB", "--model", "llama-3.1-8b", "--kv-dtype", "int8", "--json")
-    in_codes_tokens = rows(say("fragmentation", "sample:cc_agent", *in_codes))["memory_tokens"]
-    assert in_codes_tokens == 64 * 2**30 // (32 * 8 * 2 * 130)
-    roomy = say("fragmentation", "sample:chat", "--memory", "1Mtok")[1]
-    assert "smaller --memory" in roomy and "in no row" not in roomy
-
-
 def test_what_one_row_refuses_is_in_none_and_the_text_says_so(say: Say) -> None:
     out = say("fragmentation", "sample:conversation", "--max-length", "10")[1]
     assert "570 requests of at most 97,546 tokens" in out and "with slabs of 10\n" in out
@@ -235,6 +220,8 @@ def test_what_one_row_refuses_is_in_none_and_the_text_says_so(say: Say) -> None:
     assert said["rows"][1]["refused"] > said["rows"][2]["refused"] > 0
     assert {row["left_out"] for row in said["rows"]} == {longer}
     assert f"{longer} of 570 requests are in no row" in say(*short)[1]
+    in_codes = ("--memory", "64GiB", "--model", "llama-3.1-8b", "--kv-dtype", "int8", "--json")
+    assert rows(say("fragmentation", "sample:cc_agent", *in_codes))["memory_tokens"] == 64 * 2**30 // (32 * 8 * 2 * 130)
 
 
 def test_generated_lines_are_read_from_standard_input(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:

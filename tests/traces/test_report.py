@@ -69,14 +69,6 @@ def test_hit_rate_is_drawn_against_the_share_of_unique_blocks(simulation):
     assert set(axis.xaxis.get_minor_formatter().format_ticks([2, 3])) == {""}
 
 
-def test_rows_that_were_cut_short_are_not_drawn(tmp_path):
-    path = tmp_path / "sim.json"
-    rows = [*ROWS[:-1], {**ROWS[-1], "finished": False}]
-    path.write_text(json.dumps({**SIMULATION, "rows": rows}))
-    (axis,) = hit_rate(read(str(path))).axes
-    assert lines(axis)["clairvoyant"] == [(1.0, 0.2)]
-
-
 def test_a_runs_pictures_leave_out_warm_up_and_failures(run):
     found = read(run)
     (axis,) = ttft(found).axes

@@ -105,11 +105,10 @@ def test_lru_equals_lists_and_a_dict(seed: int, slots: int) -> None:
     assert (result.disk.read_blocks, result.disk.written_blocks) == (tiers.disk_read, tiers.disk_written)
 
 
-@pytest.mark.parametrize("policy", ["lru", "predictive"])
-def test_the_bounds(policy: str) -> None:
+def test_the_bounds() -> None:
     trace = prepare(islice(read(sample("conversation")), 200), 512)
     device = max(len(request.blocks) for request in trace.requests)
-    without, small, large = (replay(trace, device, policy, host_blocks=device, disk_blocks=n) for n in (0, 300, 9999))
+    without, small, large = (replay(trace, device, host_blocks=device, disk_blocks=n) for n in (0, 300, 9999))
     bound = replay(trace, device, "clairvoyant", host_blocks=device, disk_blocks=300)
     infinite = replay(trace, device, "infinite")
     assert without.hit_tokens < small.hit_tokens < large.hit_tokens <= infinite.hit_tokens

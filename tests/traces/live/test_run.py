@@ -9,9 +9,7 @@ import time
 
 import pytest
 
-from radixkv.config import EngineConfig
 from radixkv_traces.cli import main
-from radixkv_traces.live.engine_target import EngineTarget
 from tests.selection import mostly_long
 from tests.traces.live.targets import http_server
 
@@ -85,21 +83,6 @@ def test_text_goes_through_the_template_and_a_prompt_that_is_too_long_is_counted
 def test_a_wrong_setting_is_refused_before_the_trace_is_read(tmp_path, capsys):
     assert main(["run", str(tmp_path / "no trace"), "--order", "shortest"]) == 2
     assert "order='shortest': allowed are 'fcfs', 'longest-prefix'" in capsys.readouterr().err
-
-
-def test_the_order_of_waiting_requests_reaches_the_engine(trace, capsys, monkeypatch):
-    loaded = []
-    load = EngineTarget.load
-
-    async def noted(model, name, **options):
-        loaded.append(options)
-        return await load(model, name, **options)
-
-    monkeypatch.setattr(EngineTarget, "load", noted)
-    status, found, _ = replayed(capsys, trace, "--block-tokens", "16", "--asap", "--order", "longest-prefix")
-    assert (status, found["runs"]["radixkv"]["finished"]) == (0, 4)
-    [given] = loaded
-    assert EngineConfig(**given) == EngineConfig(order="longest-prefix")
 
 
 def test_a_server_is_driven_and_its_failures_are_the_exit_status(trace, capsys):
