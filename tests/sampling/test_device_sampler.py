@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +12,6 @@ from radixkv.sampling.batch_draw import DrawRows, draw
 from radixkv.sampling.device_sampler import DeviceSampler
 from radixkv.sampling.params import SampleRow, SamplingParams
 from radixkv.sampling.sampler import sample
-from radixkv.sampling.token_counts import TokenCounts
 from radixkv.sampling.token_mask import TokenMasks
 from tests.sampling.launches import Launches
 from tests.sampling.lives import PARAM_LISTS, VOCAB, Life, compare_lives
@@ -95,36 +92,6 @@ def test_the_number_of_launches_does_not_depend_on_the_rows(kind: str) -> None:
         counts.append(launches.found)
     assert counts[0] == counts[1] == counts[2]
     assert counts[0].total() <= LAUNCHES[kind]
-
-
-def greedy_tokens(device: DeviceSampler, logits: torch.Tensor, lives: Sequence[Life]) -> list[int]:
-    return device.begin(logits, [each.row() for each in lives]).result().tokens
-
-
-def test_slots_are_taken_over_and_filled_again() -> None:
-    counts = TokenCounts(CPU)
-    device = DeviceSampler(CPU, counts=counts)
-    lives = [Life(number, PENALTIES, [number % VOCAB, 7], 1) for number in range(100)]
-    logits = logits_for(1, 4)
-    for each in (*lives, *lives[::7]):
-        expected = sample(logits, [each.row()]).tokens
-        assert greedy_tokens(device, logits, [each]) == expected
-        each.tokens += expected
-    assert counts.table.shape == (8, VOCAB)
-    greedy_tokens(device, logits_for(40, 1), lives[:40])
-    assert counts.table.shape == (64, VOCAB)
-
-
-def test_a_stream_in_flight_keeps_its_slot() -> None:
-    device = DeviceSampler(CPU)
-    first = Life(0, PENALTIES, [1, 2, 2], 1)
-    logits = logits_for(1, 4)
-    pending = device.begin(logits, [first.row()])
-    others = [Life(number, PENALTIES, [number], 0) for number in range(1, 60)]
-    for each in others:
-        greedy_tokens(device, logits, [each])
-    first.flying = int(pending.tokens[0])
-    assert greedy_tokens(device, logits, [first]) == sample(logits, [first.row(whole=True)]).tokens
 
 
 def test_a_batch_that_raises_can_be_repeated_in_parts() -> None:

@@ -16,69 +16,16 @@ from radixkv import LogitsProcessor, SampleRow, SamplingParams
 from radixkv.errors import InvalidInput
 from radixkv.sampling import logits_processors
 from radixkv.sampling.device_sampler import DeviceSampler
-from radixkv.sampling.logits_processors import adjusted, completing_tokens, nothing_to_draw, read_history, shares
+from radixkv.sampling.logits_processors import adjusted, completing_tokens, nothing_to_draw, read_history
 from radixkv.sampling.params import parameters
 from radixkv.sampling.sampler import HostSampler, Sampler, sample
-from tests.sampling.test_sampler import ROWS, logits_for
+from tests.sampling.test_sampler import logits_for
 
 SAMPLERS: list[Callable[[Sequence[LogitsProcessor]], Sampler]] = [
     HostSampler,
     lambda processors: DeviceSampler(torch.device("cpu"), processors=processors),
 ]
 GREEDY = SamplingParams(temperature=0)
-
-
-def naive(values: Tensor, row: SampleRow) -> None:
-    """Change the logits [vocab] of one row by the parameters, one after the other, by indexing."""
-    p = row.params
-    history, reply = torch.tensor(row.history).long(), torch.tensor(row.history[row.prompt_length :]).long()
-    if p.repetition_penalty != 1:
-        found = values[history]
-        values[history] = torch.where(found > 0, found / p.repetition_penalty, found * p.repetition_penalty)
-    if p.presence_penalty or p.frequency_penalty:
-        tokens, counts = torch.unique(reply, return_counts=True)
-        values[tokens] -= p.presence_penalty + p.frequency_penalty * counts
-    for token, bias in p.logit_bias.items():
-        values[token] += torch.tensor(bias, dtype=values.dtype)
-    if len(reply) < p.min_tokens:
-        values[sorted(row.stop_token_ids)] = -torch.inf
-
-
-ANY_NUMBER = st.fixed_dictionaries(
-    {},
-    optional={
-        "repetition_penalty": st.floats(0.01, 100),
-        "presence_penalty": st.floats(-2, 2),
-        "frequency_penalty": st.floats(-2, 2),
-        "logit_bias": st.dictionaries(st.integers(0, 149), st.floats(-100, 100), max_size=3),
-    },
-)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    rows=st.lists(st.tuples(ROWS, ANY_NUMBER), min_size=1, max_size=7),
-    seed=st.integers(0, 99),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
-)
-def test_the_parameters_change_the_same_bits_as_one_after_the_other(
-    rows: list[tuple[SampleRow, dict[str, Any]]], seed: int, dtype: torch.dtype
-) -> None:
-    changed = [SampleRow(**{**vars(row), "params": row.params.but(**more)}) for row, more in rows]
-    logits = torch.randn(len(rows), 150, generator=torch.Generator().manual_seed(seed)).to(dtype) * 5
-    expected = logits.clone()
-    for values, row in zip(expected, changed, strict=True):
-        naive(values, row)
-    found = adjusted(logits, changed)
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-    assert (found is logits) == all(
-        row.params.repetition_penalty == 1.0
-        and not row.params.presence_penalty
-        and not row.params.frequency_penalty
-        and not row.params.logit_bias
-        and not row.params.min_tokens
-        for row in changed
-    )
 
 
 def test_fixed_bits_of_every_parameter() -> None:
@@ -264,13 +211,3 @@ def test_rows_that_need_the_last_token_are_found_at_submission() -> None:
     assert read_history([Fill(), Only()], only(1))
     assert not read_history([Fill(), Only()], GREEDY.but(extra_args={"fill": 1.0}))
     assert not read_history([], only(1))
-
-
-def test_a_plain_row_has_no_share() -> None:
-    rows = [SampleRow(GREEDY, 0, 0), SampleRow(only(1, min_tokens=2), 0, 0)]
-    assert shares(rows[:1], [Only()]) == []
-    process = Only()
-    found = shares(rows, [process])
-    minimum, own = found
-    assert minimum.process.applies(GREEDY.but(min_tokens=2)) and own.process is process
-    assert [each.places for each in found] == [[1], [1]]

@@ -48,17 +48,6 @@ def test_masks_of_steps_that_overlap(virtual_gpu: VirtualGpu) -> None:
         assert first in (number, number + 40) and second == number + 9
 
 
-def test_a_mask_leaves_unconstrained_rows_alone(virtual_gpu: VirtualGpu) -> None:
-    step = TokenMasks().begin({"a": row(3)})
-    step.wait()
-    logits = logits_for(3, 0)
-    greedy = [SampleRow(SamplingParams(temperature=0), 0, 0)] * 3
-    with virtual_gpu.serving():
-        there = virtual_gpu.upload(logits)
-        found = DeviceSampler(virtual_gpu.place).begin(there, greedy, [2, 0, 1], step.select([None, "a", None]))
-        assert found.result().tokens == [int(logits[2].argmax()), 3, int(logits[1].argmax())]
-
-
 @pytest.mark.parametrize("after", range(0, 40, 3))
 def test_a_lack_of_memory_at_any_allocation_can_be_repeated(after: int) -> None:
     """The counts are right afterwards, even for a token that is in flight, and for a beam in the same batch."""

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import math
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -72,20 +70,6 @@ def test_what_is_out_of_range_is_refused_with_what_is_allowed(wrong: dict[str, A
         SamplingParams(**wrong)
 
 
-def test_the_defaults_are_the_models_own_distribution() -> None:
-    params = SamplingParams()
-    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.max_tokens) == (1.0, 0, 1.0, 0.0, 256)
-    assert not params.greedy
-    assert not params.adjusts_logits
-
-
-def test_one_stop_string_is_a_list_of_one_and_none_is_none() -> None:
-    assert SamplingParams(stop="end").stop == ("end",)
-    nothing: dict[str, Any] = {"stop": None, "stop_token_ids": None, "logit_bias": None}
-    params = SamplingParams(**nothing)
-    assert (params.stop, params.stop_token_ids, params.logit_bias) == ((), (), {})
-
-
 def test_later_changes_of_the_callers_lists_do_not_reach_in() -> None:
     bias, stops = {1: 1.0}, [3]
     params = SamplingParams(logit_bias=bias, stop_token_ids=stops)
@@ -94,25 +78,12 @@ def test_later_changes_of_the_callers_lists_do_not_reach_in() -> None:
     assert (params.logit_bias, params.stop_token_ids) == ({1: 1.0}, (3,))
 
 
-def test_a_changed_copy_is_checked_too() -> None:
-    params = SamplingParams(temperature=0)
-    assert params.greedy
-    assert params.but(max_tokens=5) == SamplingParams(temperature=0, max_tokens=5)
-    with pytest.raises(InvalidInput):
-        params.but(top_p=2)
-
-
 def test_parameters_are_frozen_hashable_and_travel() -> None:
     params = SamplingParams(stop=["a"], logit_bias={1: 2.0})
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
     assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
     assert pickle.loads(pickle.dumps(params)) == params
-
-
-def test_importing_them_imports_no_torch() -> None:
-    code = "import sys, radixkv.sampling.params; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_schema_is_kept_as_text_with_its_keys_in_their_order() -> None:

@@ -78,24 +78,12 @@ def test_no_tensor_is_larger_than_a_slice(sources: list[int] | None, monkeypatch
     assert sizes.most == 4 * VOCAB
 
 
-def test_chosen_rows_in_any_order() -> None:
-    logits, sources = logits_for(6), [4, 4, 0, 5]
-    check_equal(begin_scores(logits, [1, 2, 3, 4], 2, sources).result(), expected(logits[sources], [1, 2, 3, 4], 2))
-
-
 def test_rows_without_a_target_and_without_alternatives() -> None:
     logits = logits_for(3)
     found = begin_scores(logits, [5, -1, 7], 0).result()
     assert np.isnan(found.chosen).tolist() == [False, True, False]
     assert found.ranks[1] == 0 and found.ids.shape == found.values.shape == (3, 0)
     check_equal(found[2:], expected(logits[2:], [7], 0))
-
-
-def test_tokens_that_cannot_follow_have_no_probability() -> None:
-    logits = logits_for(2)
-    logits[:, 4] = -torch.inf
-    found = begin_scores(logits, [4, 5], VOCAB).result()
-    assert found.chosen[0] == -np.inf and found.ranks[0] == VOCAB and np.isfinite(found.chosen[1])
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])

@@ -153,7 +153,7 @@ def test_a_large_vocabulary_is_drawn_as_by_hand() -> None:
 @pytest.mark.parametrize("options", mostly_long([{}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 1e-3}]), ids=str)
 def test_rounding_of_the_logits_changes_no_token(options: dict[str, Any]) -> None:
     """Logits of a hit and of a miss differ by about 1e-5. Vocabularies are large, and most tokens are very unlikely."""
-    generator, draws = torch.Generator().manual_seed(8), 200 if options else 2000
+    generator, draws = torch.Generator().manual_seed(8), 60 if options else 600
     rows = [SampleRow(SamplingParams(temperature=1.5, **options), 5, position) for position in range(draws)]
     logits = torch.randn(1, 30_000, generator=generator) * 3
     rounded = logits + torch.randn(1, 30_000, generator=generator) * 1e-5
@@ -209,13 +209,6 @@ def test_top_p_cuts_a_flat_tail_where_it_should() -> None:
     assert last - 20 < max(tokens) <= last
 
 
-def test_equal_logits_share_one_fate() -> None:
-    logits = torch.zeros(1, 200)
-    logits[0, :3] = 1.0
-    rows = [SampleRow(SamplingParams(top_k=2), 0, i) for i in range(60)]
-    assert set(sample(logits.expand(60, -1), rows).tokens) == {0, 1, 2}
-
-
 def test_a_seed_and_a_position_name_a_draw() -> None:
     logits = torch.zeros(1, 1000)
     draw = lambda seed, position: sample(logits, [SampleRow(SamplingParams(), seed, position)]).tokens  # noqa: E731
@@ -230,13 +223,6 @@ def test_extreme_temperatures_and_logits() -> None:
         for top_k in (0, 3, 10**30, 10**400):
             [token] = sample(logits, [SampleRow(SamplingParams(temperature=temperature, top_k=top_k), 3, 3)]).tokens
             assert token == 0 or temperature >= 1e30
-
-
-def test_minus_infinity_is_never_drawn() -> None:
-    logits = torch.full((50, 30), -torch.inf)
-    logits[:, 7] = 0.0
-    for params in (SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.9, min_p=0.1)):
-        assert set(sample(logits, [SampleRow(params, 0, i) for i in range(50)]).tokens) == {7}
 
 
 def test_stop_tokens_wait_for_the_minimum() -> None:
@@ -289,12 +275,6 @@ def test_broken_logits_are_named_and_break_no_other_row(value: float) -> None:
     assert found.broken == {1}
     for row in (0, 2):
         assert found.tokens[row] == sample(logits[row : row + 1], [rows[row]]).tokens[0]
-
-
-def test_rows_must_match_and_may_be_none() -> None:
-    with pytest.raises(InvalidInput, match="do not fit 1 rows"):
-        sample(torch.zeros(2, 5), [SampleRow(SamplingParams(), 0, 0)])
-    assert sample(torch.zeros(0, 5), []).tokens == []
 
 
 def test_a_bias_beyond_the_vocabulary_is_named() -> None:

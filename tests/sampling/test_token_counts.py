@@ -47,14 +47,6 @@ class Draws:
             each.land()
 
 
-def test_a_stream_whose_token_was_dropped_is_counted_again() -> None:
-    draws, one = Draws(), life(0, 3)
-    for _ in range(5):
-        draws.begin(one).result()
-        one.flying = None
-    assert one.tokens == [3]
-
-
 def test_a_stream_that_grew_on_the_host_has_the_penalties_of_its_whole_text() -> None:
     """A constraint forces tokens that no draw has counted."""
     draws, one = Draws(), life(0, 3)

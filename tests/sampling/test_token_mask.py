@@ -65,10 +65,6 @@ def row(*tokens: int, accepts: bool = False, stops: frozenset[int] = OnlyThese.s
     return ConstrainedRow(OnlyThese(*tokens, accepts=accepts), stops)
 
 
-def test_each_row_keeps_its_own_tokens() -> None:
-    assert allowed({"a": row(0, 31, 32), "b": row(7)}, ["a", "b"]) == [[0, 31, 32], [7]]
-
-
 def test_rows_come_in_any_order_with_unconstrained_ones() -> None:
     rows = {"a": row(1), "b": row(2, accepts=True), "c": row()}
     assert allowed(rows, ["b", None, "a", "c", "b"]) == [[2, STOP], None, [1], [], [2, STOP]]
@@ -137,10 +133,3 @@ def test_log_probabilities_are_those_before_the_mask() -> None:
         assert found is not None and found.chosen == pytest.approx(float(table[at, sampled.tokens[at]]))
         assert found.top[0][0] == int(before[at].argmax())
     assert torch.equal(logits, before)  # a batch that raises is drawn again, in parts, from the same logits
-
-
-def test_a_row_whose_tokens_are_all_masked_is_broken() -> None:
-    step = TokenMasks().begin({"a": row(), "b": row(3)})
-    step.wait()
-    sampled = sample(torch.randn(2, VOCAB), [SampleRow(SamplingParams(), 0, 0)] * 2, step.select(["a", "b"]))
-    assert sampled.broken == {0} and sampled.tokens[1] == 3
