@@ -49,33 +49,34 @@ def test_absent_parameters_are_the_models_own() -> None:
     )
 
 
+SAME: dict[str, dict[str, Any]] = {
+    "sampling_options": {
+        "n": 3, "seed": 7, "top_k": 5, "temperature": 0.0, "min_p": 0.25, "presence_penalty": -1.5,
+        "frequency_penalty": 0.5, "repetition_penalty": 1.5,
+    },
+    "stop_conditions": {"max_tokens": 9, "min_tokens": 3, "ignore_eos": True, "stop": ("x",), "stop_token_ids": (9, 2)},
+    "output_options": {"logprobs": 4, "prompt_logprobs": 0},
+}  # fmt: skip
+
+
+def test_each_field_has_its_parameter() -> None:
+    params = call_of(request(**SAME), DEFAULT).params
+    for fields in SAME.values():
+        assert {name: getattr(params, name) for name in fields} == fields
+
+
 @pytest.mark.parametrize(
-    ("part", "field", "value", "name", "expected"),
+    ("given", "constraint"),
     [
-        ("sampling_options", "n", 3, "n", 3),
-        ("sampling_options", "seed", 7, "seed", 7),
-        ("sampling_options", "top_k", 5, "top_k", 5),
-        ("sampling_options", "temperature", 0.0, "temperature", 0.0),
-        ("sampling_options", "min_p", 0.25, "min_p", 0.25),
-        ("sampling_options", "presence_penalty", -1.5, "presence_penalty", -1.5),
-        ("sampling_options", "frequency_penalty", 0.5, "frequency_penalty", 0.5),
-        ("sampling_options", "repetition_penalty", 1.5, "repetition_penalty", 1.5),
-        ("sampling_options", "guided_decoding", {"json": {"type": "object"}}, "json_schema", '{"type":"object"}'),
-        ("sampling_options", "guided_decoding", {"regex": "a+"}, "regex", "a+"),
-        ("sampling_options", "guided_decoding", {"grammar": 'start: "a"'}, "grammar", 'start: "a"'),
-        ("sampling_options", "guided_decoding", {"choice": ["a", "b"]}, "choice", ("a", "b")),
-        ("stop_conditions", "max_tokens", 9, "max_tokens", 9),
-        ("stop_conditions", "min_tokens", 3, "min_tokens", 3),
-        ("stop_conditions", "ignore_eos", True, "ignore_eos", True),
-        ("stop_conditions", "stop", ["x"], "stop", ("x",)),
-        ("stop_conditions", "stop_token_ids", [9, 2], "stop_token_ids", (9, 2)),
-        ("output_options", "logprobs", 4, "logprobs", 4),
-        ("output_options", "prompt_logprobs", 0, "prompt_logprobs", 0),
+        ({"json": {"type": "object"}}, ("json_schema", '{"type":"object"}')),
+        ({"regex": "a+"}, ("regex", "a+")),
+        ({"grammar": 'start: "a"'}, ("grammar", 'start: "a"')),
+        ({"choice": ["a", "b"]}, ("choice", ("a", "b"))),
     ],
 )
-def test_each_field_has_its_parameter(part: str, field: str, value: Any, name: str, expected: Any) -> None:
-    params = call_of(request(**{part: {field: value}}), DEFAULT).params
-    assert getattr(params, name) == expected
+def test_each_constraint_has_its_parameter(given: dict[str, Any], constraint: tuple[str, Any]) -> None:
+    asked = request(sampling_options={"guided_decoding": given})
+    assert call_of(asked, DEFAULT).params.constraint == constraint
 
 
 def test_salt_priority_and_session_are_kept() -> None:
