@@ -28,7 +28,7 @@ from radixkv.device import (
     refuse_fatal,
 )
 from radixkv.errors import DeviceLost, InvalidInput
-from tests.fake_cuda import MEMORY, PLACE, FakeCuda
+from tests.fake_cuda import PLACE, FakeCuda
 
 TENSORS = [
     torch.arange(5),
@@ -154,13 +154,6 @@ def test_a_cpu_is_done_when_a_call_returns() -> None:
     assert peak.bytes == 0
 
 
-def test_a_download_of_a_cpu_keeps_its_values() -> None:
-    tensor = torch.zeros(2)
-    download = device_of("cpu").download([tensor])
-    tensor.fill_(1)
-    assert download.wait()[0].tolist() == [0, 0]
-
-
 def test_a_cpu_has_no_graphs_or_memory_of_its_own() -> None:
     cpu = device_of("cpu")
     for call in (cpu.graph_pool, cpu.memory, cpu.properties, lambda: cpu.capture(list, stream=cpu.stream(), pool=None)):
@@ -190,28 +183,11 @@ def test_synchronisation_is_refused_for_a_while(cuda: FakeCuda) -> None:
     assert cuda.sync_mode == 1
 
 
-def test_refusals_of_several_threads_end_with_the_last(cuda: FakeCuda) -> None:
-    """torch has one mode for all threads, and two engines may be loaded at once."""
-    first, second = (CudaDevice(PLACE).refuse_synchronisation() for _ in range(2))
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert cuda.sync_mode == 2
-    second.__exit__(None, None, None)
-    assert cuda.sync_mode == 0
-
-
 def test_the_peak_is_counted_from_the_memory_at_the_start(cuda: FakeCuda) -> None:
     cuda.allocated, cuda.peak = 100, 900
     with CudaDevice(PLACE).peak() as peak:
         cuda.peak = 170
     assert peak.bytes == 70
-
-
-def test_properties_come_from_the_card(cuda: FakeCuda) -> None:
-    found = CudaDevice(PLACE).properties()
-    assert (found.name, found.processors, found.generation) == ("Fake", 132, 9)
-    assert (found.shared_memory, found.memory) == (228 << 10, MEMORY)
 
 
 # ---- captures

@@ -29,7 +29,7 @@ from radixkv.disk import records, slabs, store
 from radixkv.engine.observers import trace_writer
 from radixkv.errors import InvalidInput
 from radixkv.telemetry import recording
-from radixkv.telemetry.protocol import Bye, Delta, Hello, encode
+from radixkv.telemetry.protocol import Bye, Delta, Hello
 from radixkv.telemetry.records import Changes
 from radixkv_traces import formats
 from tests.disk import stored
@@ -139,29 +139,6 @@ def test_a_save_is_the_one_before_or_the_new_one(tmp_path: Path, exists: bool) -
     size = (tmp_path / "size").stat().st_size
     every_death(lambda: saved.write(conversation(8), MODEL, path), check, size)
     assert saved.read(path, MODEL, VOCABULARY).token_ids[0] == 8
-
-
-@pytest.mark.long
-def test_a_flight_recording_is_the_one_before_or_the_new_one(tmp_path: Path) -> None:
-    path = tmp_path / "flight.rec"
-
-    def recorder(frames: int) -> recording.FlightRecorder:
-        made = recording.FlightRecorder(FACTS)
-        made.begin([encode(DELTAS[0])], 0.0)
-        for delta in DELTAS[1:frames]:
-            made.add(encode(delta))
-        return made
-
-    def check() -> None:
-        frames = list(recording.read_recording(path))
-        assert frames in ([Hello(FACTS), DELTAS[0]], [Hello(FACTS), *DELTAS])
-        strays(tmp_path)
-        recorder(1).save(path, 0.0)
-
-    recorder(1).save(path, 0.0)
-    size = recorder(3).save(tmp_path / "size", 0.0)
-    every_death(lambda: recorder(3).save(path, 0.0), check, size)
-    assert len(list(recording.read_recording(path))) == 4
 
 
 @pytest.mark.long

@@ -86,9 +86,3 @@ def test_names_that_no_file_can_have_are_refused(name: str, reason: str, place: 
     for use in (model_path.find, kv_shape):
         with pytest.raises(InvalidInput, match=reason):
             use(name)
-
-
-def test_a_folder_with_the_name_of_a_file_is_no_second_model(place: Path) -> None:
-    put(place / "one", "a.gguf")
-    (place / "one" / "old.gguf").mkdir()
-    assert model_path.find("one") == Path("one/a.gguf")

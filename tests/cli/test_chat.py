@@ -53,33 +53,6 @@ def test_main_talks_until_the_input_ends(monkeypatch, capsys):
     assert "\x1b" not in out, "control codes where no terminal is"
 
 
-def test_a_conversation_that_left_the_pool_returns_from_host_memory(monkeypatch):
-    torch.set_num_threads(1)
-    with Engine.load("tiny", num_blocks=24, block_size=4, host_memory="4MiB", monitor=False) as engine:
-        session, said = engine.chat(), []
-        for line in ("My name is Nora.", "What is my name?"):
-            monkeypatch.setattr(sys, "stdin", io.StringIO(f"{line}\n"))
-            out = io.StringIO()
-            Repl(engine, session, SamplingParams(temperature=0), Console(file=out, width=120)).loop()
-            said.append(out.getvalue())
-            engine.generate([list(range(100, 185))], SamplingParams(temperature=0, max_tokens=4))
-    assert "host memory" not in said[0]
-    assert "Your name is Nora." in said[1]
-    assert "tokens loaded from host memory" in said[1]
-
-
-def test_a_repeated_reply_has_accepted_drafts_in_its_cost(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n/rewind\nHello!\n"))
-    # Rows that cost nothing: on a busy machine the measured ones may make drafts too dear.
-    monkeypatch.setattr("radixkv.models.runner.Runner.row_costs", lambda *_: ((1, 1.0), (2, 1.001)))
-    out = io.StringIO()
-    with Engine.load("tiny", num_blocks=64, speculate="tree", monitor=False) as engine:
-        monkeypatch.setattr(engine.core.speculation._length, "_corrects", False)
-        Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=160)).loop()
-    first, again = re.findall(r"\d+ of \d+ prompt tokens cached.*", out.getvalue())
-    assert "drafted" not in first and re.search(r", [1-9]\d* of \d+ drafted tokens accepted, first token", again)
-
-
 def test_a_fork_leaves_the_first_branch_as_it_is(typed):
     out = typed(
         "My name is Nora.",
@@ -195,16 +168,6 @@ def test_a_file_that_cannot_be_saved_or_loaded_loses_nothing(typed, tmp_path, mo
     assert said in out.replace("\n", " ")
     assert "Your name is Nora." in out
     assert (tmp_path / "notes.txt").read_text() == "milk"
-
-
-@pytest.mark.parametrize("width", [60, 120])
-def test_help_wraps_at_words(engine, monkeypatch, width):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n"))
-    out = io.StringIO()
-    Repl(engine, engine.chat(), SamplingParams(temperature=0), Console(file=out, width=width)).loop()
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    assert " ".join(out.getvalue().split()).count("replace the message of turn N by TEXT") == 1
 
 
 def test_a_chat_without_a_named_model_takes_the_installed_one_and_says_so(monkeypatch, capsys):

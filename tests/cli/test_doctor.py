@@ -140,16 +140,6 @@ def test_weights_and_kv_of_ranks_are_counted(examine: Any, tmp_path: Path) -> No
     assert f": {size_text(token // 2)} a token" in found["KV"][0][1]
 
 
-def test_ranks_that_do_not_divide_a_model_are_a_problem(examine: Any) -> None:
-    status, found = examine("tiny", "--tensor-parallel", "2")
-    assert status == 1 and "3 KV heads, which do not divide by 2 ranks" in found["model"][0][1]
-
-
-def test_a_block_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--block-size", "0"]) == 2
-    assert capsys.readouterr().err == "radixkv: --block-size 0: it must be at least 1\n"
-
-
 def test_a_model_with_windows_and_without_a_tokenizer(examine: Any, tmp_path: Path) -> None:
     torch.manual_seed(3)
     config = transformers.Gemma2Config(
@@ -212,12 +202,6 @@ def test_what_a_real_checkpoint_has_besides_weights_is_said(examine: Any, tmp_pa
     assert "pickled weights only, and unpickling runs code" in found["model"][0][1]
 
 
-def test_the_fallback_is_a_note_with_its_cost(tiny: LoadedModel) -> None:
-    found = doctor._attention(replace(tiny, attention="fallback"))
-    assert (found.status, found.seen.partition(",")[0]) == ("note", "fallback")
-    assert "a forward of its own" in found.seen
-
-
 def test_a_self_test_that_fails_is_a_problem(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> float:
         raise UnsupportedModel("a decode differs by 3.0e-01")
@@ -227,34 +211,11 @@ def test_a_self_test_that_fails_is_a_problem(examine: Any, monkeypatch: pytest.M
     assert (status, found["self-test"]) == (1, [("problem", "a decode differs by 3.0e-01")])
 
 
-def test_states_of_a_hybrid_model_have_the_memory_that_an_engine_would_give_them(tmp_path: Path, examine: Any) -> None:
-    config = transformers.Lfm2Config(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, layer_types=["conv", "full_attention"], max_position_embeddings=256, pad_token_id=0,
-    )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    command = (str(tmp_path), "--device", "cpu", "--dtype", "float32", "--kv-memory", "1MiB", "--max-sequences", "4")
-    _, found = examine(*command, "--state-memory", "3840")
-    assert "of states: 4 sequences at once and 6 snapshots" in found["pool"][0][1]
-    status, found = examine(*command, "--state-memory", "1536")
-    assert (status, found["pool"][0][0]) == (1, "problem")
-    assert "holds 4 states, and max_sequences=4 needs a row each and one snapshot" in found["pool"][0][1]
-    examined = examine(*command, "--state-memory", "3840", "--disk-cache", str(tmp_path / "disk"))
-    assert found_kind(examined, "this model has recurrent state") == "problem"
-    assert "host memory" not in examined[1] and not (tmp_path / "disk").exists()
-
-
 def test_host_memory_of_a_cpu_is_better_spent_on_the_pool(examine: Any) -> None:
     status, found = examine("--kv-memory", "96MiB", "--host-memory", "1MiB")
     advice = "a larger --kv-memory holds as much in the same memory, without copies"
     assert status == 0
     assert found["host memory"] == [("note", f"10 more blocks, 160 tokens: 960 KiB; {advice}")]
-
-
-def test_host_memory_that_does_not_fit_is_a_problem(examine: Any) -> None:
-    status, found = examine("--kv-memory", "96MiB", "--host-memory", "100TB")
-    assert (status, found["pool"][0][0], found["host memory"][0][0]) == (1, "ok", "problem")
-    assert "do not fit together" in found["host memory"][0][1]
 
 
 def test_the_room_and_the_folder_of_a_disk(examine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -126,24 +126,6 @@ def test_what_becomes_of_conversations_is_said(tiny: LoadedModel, template: str 
     assert [line[: len(start)] for line, start in zip(lines, said, strict=True)] == said
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (MISTRAL, ("ok", "read in the format mistral")),
-        (PLAIN, ("ok", "read in the format hermes")),
-        (CHATML, ("ok", "read in the format hermes")),
-        (
-            CHATML.replace("tool_call>", "odd>"),
-            ("note", "the chat template writes them in no known format, so they stay text"),
-        ),
-    ],
-)
-def test_the_format_of_tool_calls_is_named(tiny: LoadedModel, template: str, said: tuple[str, str]) -> None:
-    model = replace(tiny, codec=byte_tokenizer(template), stop_token_ids=STOPS)
-    [(status, text)] = told(model, "tool calls")
-    assert (status, text[: len(said[1])]) == said
-
-
 def test_what_is_said_of_a_history_is_what_a_session_does(tiny: LoadedModel) -> None:
     for template in (CHATML, THINKING, MISTRAL, COUNTS, OPENS):
         found = histories(byte_tokenizer(template), STOPS)

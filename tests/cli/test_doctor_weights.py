@@ -82,25 +82,6 @@ def test_a_quantised_file_without_products_is_a_note(tmp_path: Path, monkeypatch
         kernels.kernels.cache_clear()
 
 
-@compiled
-@pytest.mark.parametrize(
-    ("kind", "weights", "expected"),
-    [
-        ("Q4_1", "auto", "embedding and head 4 bits with a minimum, linear layers 4 bits with a minimum, "
-         "all else float32: blocks of Q4_1 are as in the file"),
-        ("Q5_0", "int4", "embedding and head 8 bits, linear layers 8 bits, all else float32: "
-         "weights of Q5_0 are rounded (weights='int4')"),
-        ("F16", "int4", "embedding and head 8 bits, linear layers 4 bits with a minimum, all else float32: "
-         "weights of F16 are rounded (weights='int4')"),
-        ("F32", "auto", f"float32: {UNQUANTISED}"),
-    ],
-)  # fmt: skip
-def test_formats_of_files(tmp_path: Path, kind: str, weights: str, expected: str) -> None:
-    path = write(made(CONFIGS["llama"]()), tmp_path / "model.gguf", kind)
-    found = doctor_weights.formats(load(path, weights=weights), weights, read_header(path))
-    assert (found.status, found.seen) == ("ok", expected)
-
-
 # ---- accuracy
 
 
@@ -112,15 +93,6 @@ def test_divergence_matches_the_distributions() -> None:
     assert found == pytest.approx(first / 2) and same == 1
     assert doctor_weights._divergence(-theirs, theirs)[1] == 0
     assert doctor_weights._divergence(theirs, theirs) == (0.0, 1.0)
-
-
-@compiled
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
-def test_kept_blocks_equal_their_own_weights_in_float32(tmp_path: Path, kind: str) -> None:
-    path = write(made(CONFIGS["llama, tied"]()), tmp_path / "model.gguf", kind)
-    status, said = one(replace(load(path), codec=TOKENIZER), path, "auto")
-    assert status == "ok" and 0 <= divergence(said) <= 1e-9
-    assert said.endswith("from its own weights in float32, and the same most probable token in 100.0%")
 
 
 @compiled

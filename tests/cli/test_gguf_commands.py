@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixkv import Engine, SamplingParams
+from radixkv import SamplingParams
 from radixkv.cli import main
 from radixkv.models.adapter import load
 from tests.chat.worlds import byte_tokenizer
@@ -54,20 +54,6 @@ def test_a_tokenizer_for_a_file_without_one(
     assert main(["doctor", bare.name, "--tokenizer", words, "--json"]) == 0
     about = {each["about"]: each["status"] for each in json.loads(capsys.readouterr().out)["findings"]}
     assert about["tokenizer"] == about["chat template"] == "ok"
-
-
-def test_a_saved_chat_is_resumed_from_another_path_to_the_file(file: Path, tmp_path: Path) -> None:
-    with Engine.load(file, num_blocks=40, monitor=False) as engine:
-        chat = engine.chat("Be brief.")
-        chat.send("hello", GREEDY)
-        chat.save(tmp_path / "chat.json")
-    (tmp_path / "elsewhere").mkdir()
-    moved = file.rename(tmp_path / "elsewhere" / file.name)
-    with Engine.load(str(moved), num_blocks=40, monitor=False) as engine:
-        assert engine.stats().model == "small-Q8_0"
-        again = engine.resume(tmp_path / "chat.json")
-        assert again.token_ids == chat.token_ids
-        again.send("you", GREEDY)
 
 
 def test_doctor_describes_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import transformers
 from radixkv.cli import main
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.sizing.kv_shapes import kv_shape
-from radixkv_traces.cli import kv_bytes_per_token
 from tests.gguf.raw_file import F32, STRING, U32, file_of, key, shards, tensor
 
 KEYS = {
@@ -71,21 +69,6 @@ def test_a_file_has_the_shape_of_its_config(name: str, tmp_path: Path) -> None:
     other = kv_shape(str(tmp_path / "folder"))
     assert kv_shape(path) == replace(other, name=path, dtype="float16")
     assert kv_shape(str(tmp_path)).layers == other.layers  # of the only model in a folder
-
-
-def test_quantised_weights_are_noted_with_the_assumed_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path / "model.gguf", kind=Q4_0)
-    assert main(["plan", path, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert (plan["dtype"], plan["context"], plan["bytes_per_token"]) == ("bfloat16", 4096, 6 * 2 * 2 * 16 * 2)
-    assert plan["notes"] == [
-        "the weights are quantised (Q4_0): an engine stores KV in float32 on a CPU, else in bfloat16",
-        "the model names no dtype; bfloat16 is assumed, the dtype of most weights",
-    ]
-    assert main(["plan", path, "--dtype", "float32", "--memory", "1GiB"]) == 0
-    shown = capsys.readouterr().out
-    assert "1.5 KiB" in shown and "is assumed" not in shown
-    assert kv_bytes_per_token(path) == 768  # of radixkv-replay
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
