@@ -12,19 +12,14 @@ Schema = dict[str, Any]
 STRINGS: list[Schema] = [
     {},
     {"minLength": 3},
-    {"maxLength": 0},
     {"maxLength": 4},
     {"minLength": 2, "maxLength": 2},
-    {"pattern": "^[a-c]+$"},
     {"pattern": "b"},
     {"pattern": "^a.*z$", "maxLength": 8},
-    {"pattern": "^(?:[A-Z][a-z]*[ -]?){1,3}$"},
     {"pattern": r"^\d{2,4}-\w+$", "maxLength": 12},
     {"pattern": '^[^"\\\\/]*$', "maxLength": 5},
-    {"pattern": "^\\S+$", "minLength": 2, "maxLength": 6},
     {"pattern": "^(?:ä|ö|日本|🙂)+$", "maxLength": 3},
     {"const": ""},
-    {"const": 'quote " backslash \\ slash / newline \n tab \t null \u0000 bell \u0007'},
     {"const": "日本 🙂 ä"},
     {"enum": ["red", "green", "blue", "redder", "", "🙂"]},
     {"enum": ["a/b", "a\\b", 'a"b', "{", "}", "[", "null", "1"]},
@@ -34,77 +29,56 @@ INTEGERS: list[Schema] = [
     {"minimum": 0, "maximum": 9},
     {"minimum": 3, "maximum": 3},
     {"minimum": -5, "maximum": 5},
-    {"minimum": 95, "maximum": 1105},
     {"exclusiveMinimum": 0, "exclusiveMaximum": 2},
-    {"exclusiveMinimum": -1000, "maximum": -999},
     {"minimum": 10**6, "maximum": 10**6 + 17},
-    {"minimum": -(2**31), "maximum": 2**31 - 1},
     {"minimum": 1, "maximum": 100, "multipleOf": 7},
     {"minimum": 0, "maximum": 10_000, "multipleOf": 250},
     {"multipleOf": 3, "minimum": -30, "maximum": 30},
     {"const": 0},
-    {"const": -17},
     {"enum": [1, 10, 100, -1]},
     {"minimum": 0.5, "maximum": 2.5},
 ]
 NUMBERS: list[Schema] = [
     {"minimum": 0, "maximum": 1},
-    {"minimum": -0.25, "maximum": 0.75},
     {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
     {"minimum": 3.14, "maximum": 3.15},
-    {"minimum": 99.5, "maximum": 1000.25},
     {"const": 1.5},
     {"enum": [0.1, 0.25, 3]},
     {"minimum": 0, "maximum": 10, "multipleOf": 0.25},
     {"minimum": 0, "maximum": 1, "multipleOf": 0.01},
-    {"minimum": -1000, "maximum": -10.5},
 ]
 OTHERS: list[Schema] = [
     {"type": "null"},
     {"type": "boolean"},
     {"const": None},
-    {"const": True},
     {"enum": [None, False, 0, "", "x"]},
     {"const": {"a": [1, {"b": None}], "c": "d"}},
     {"const": []},
     {"const": {}},
-    {"enum": [[1, 2], {"k": "v"}, "text", 4]},
     {"type": ["integer", "null"], "minimum": 0, "maximum": 99},
     {"type": ["string", "boolean"], "maxLength": 3},
-    {"type": ["array", "object"], "maxItems": 0, "maxProperties": 0},
 ]
 SHORT: Schema = {"type": "string", "maxLength": 4}
 DIGIT: Schema = {"type": "integer", "minimum": 0, "maximum": 9}
 ARRAYS: list[Schema] = [
     {"items": DIGIT, "maxItems": 3},
     {"items": DIGIT, "minItems": 2, "maxItems": 4},
-    {"items": DIGIT, "minItems": 3, "maxItems": 3},
-    {"items": SHORT, "maxItems": 1},
     {"maxItems": 0},
     {"items": False},
     {"prefixItems": [DIGIT, SHORT], "items": False},
-    {"prefixItems": [DIGIT, SHORT], "items": False, "minItems": 2},
     {"prefixItems": [{"const": "x"}], "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
     {"prefixItems": [DIGIT, DIGIT, DIGIT], "minItems": 1, "maxItems": 2},
     {"items": {"type": "array", "items": DIGIT, "maxItems": 2}, "maxItems": 2},
     {"items": {"enum": ["a", 1, None]}, "minItems": 1, "maxItems": 3},
-    {
-        "items": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2},
-        "minItems": 2,
-        "maxItems": 2,
-    },
 ]
 OBJECTS: list[Schema] = [
     {"properties": {"a": DIGIT}, "required": ["a"], "additionalProperties": False},
-    {"properties": {"a": DIGIT}, "additionalProperties": False},
     {"properties": {"a": DIGIT, "b": SHORT, "c": {"type": "null"}}, "required": ["b"], "additionalProperties": False},
     {"properties": {"z": DIGIT, "a": DIGIT}, "required": ["a", "z"], "additionalProperties": False},
     {"properties": {"a": DIGIT}, "required": ["a", "b"], "additionalProperties": DIGIT, "maxProperties": 3},
     {"additionalProperties": DIGIT, "maxProperties": 2},
-    {"additionalProperties": SHORT, "minProperties": 1, "maxProperties": 1},
     {"maxProperties": 0},
     {"additionalProperties": False},
-    {"patternProperties": {"^x[0-9]$": DIGIT}, "additionalProperties": False, "maxProperties": 2},
     {"patternProperties": {"^n": DIGIT, "^s": SHORT}, "additionalProperties": False, "maxProperties": 3},
     {
         "properties": {"x1": SHORT},
@@ -116,25 +90,6 @@ OBJECTS: list[Schema] = [
     {
         "properties": {'quote"d': DIGIT, "sl/ash": DIGIT, "ü": DIGIT, "": DIGIT},
         "required": ['quote"d', "sl/ash", "ü", ""],
-        "additionalProperties": False,
-    },
-    {
-        "properties": {
-            "o": {
-                "type": "object",
-                "properties": {
-                    "p": {
-                        "type": "object",
-                        "properties": {"q": DIGIT},
-                        "required": ["q"],
-                        "additionalProperties": False,
-                    }
-                },
-                "required": ["p"],
-                "additionalProperties": False,
-            }
-        },
-        "required": ["o"],
         "additionalProperties": False,
     },
     {"properties": {"never": False, "a": DIGIT}, "required": ["a"], "additionalProperties": False},
@@ -155,12 +110,9 @@ DOG: Schema = {
 COMBINED: list[Schema] = [
     {"anyOf": [DIGIT, SHORT, {"type": "null"}]},
     {"anyOf": [CAT, DOG]},
-    {"anyOf": [{"type": "integer", "minimum": 5, "maximum": 8}, {"type": "integer", "minimum": 50, "maximum": 80}]},
     {"anyOf": [{"const": "a"}, {"const": "ab"}, {"const": "abc"}]},
-    {"oneOf": [DIGIT, SHORT]},
     {"oneOf": [CAT, DOG]},
     {"oneOf": [{"const": 1}, {"const": "1"}]},
-    {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "array", "maxItems": 0}]},
     {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 7}]},
     {"allOf": [{"type": "string", "pattern": "^a"}, {"pattern": "z$"}, {"maxLength": 6}]},
     {
@@ -170,8 +122,6 @@ COMBINED: list[Schema] = [
         ]
     },
     {"allOf": [{"enum": [1, 2, 3]}, {"enum": [2, 3, 4]}]},
-    {"type": "integer", "minimum": 0, "maximum": 99, "anyOf": [{"maximum": 9}, {"minimum": 90}]},
-    {"allOf": [{"anyOf": [DIGIT, SHORT]}, {"type": "string"}]},
     {"$ref": "#/$defs/digit", "$defs": {"digit": DIGIT}},
     {
         "$defs": {"a b": SHORT, "c/d": DIGIT},
@@ -213,23 +163,11 @@ COMBINED: list[Schema] = [
         "maxItems": 3,
     },
     {
-        "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
-        "discriminator": {"propertyName": "kind"},
-        "$defs": {"Cat": CAT, "Dog": DOG},
-    },
-    {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "type": "array",
         "items": [DIGIT, SHORT],
         "additionalItems": False,
         "minItems": 2,
-    },
-    {
-        "$schema": "http://json-schema.org/draft-04/schema#",
-        "type": "integer",
-        "minimum": 0,
-        "exclusiveMinimum": True,
-        "maximum": 5,
     },
     {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -242,7 +180,6 @@ COMBINED: list[Schema] = [
 ANNOTATED: list[Schema] = [
     {**DIGIT, "title": "Digit", "description": "One digit.", "default": 5, "examples": [1, 2], "$comment": "x"},
     {**SHORT, "format": "password", "readOnly": True, "deprecated": True, "x-order": 1},
-    {**SHORT, "contentEncoding": "base64", "contentMediaType": "text/plain"},
     {"type": "array", "items": DIGIT, "maxItems": 2, "uniqueItems": False},
 ]
 
@@ -267,7 +204,7 @@ def schemas() -> Iterator[tuple[str, Schema]]:
             f"property: {name}",
             {"type": "object", "properties": properties, "required": ["first", "second"]} | CLOSED,
         )
-    for (one, first), (other, second) in list(combinations(inner, 2))[::97]:
+    for (one, first), (other, second) in list(combinations(inner, 2))[::37]:
         yield f"anyOf: {one} | {other}", {"anyOf": [first, second]}
 
 

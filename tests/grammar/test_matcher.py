@@ -107,12 +107,6 @@ def test_forks_go_on_independently(compiler: GrammarCompiler, seed: int) -> None
     assert allowed(matcher)[0] == state
 
 
-def test_matchers_of_one_grammar_do_not_touch_each_other(compiler: GrammarCompiler) -> None:
-    first = start(compiler)
-    list(walk(first, random.Random(1)))
-    assert allowed(start(compiler))[0] == allowed(start(compiler))[0] and first.finished
-
-
 def test_a_token_that_is_not_allowed_is_an_error(compiler: GrammarCompiler) -> None:
     matcher = start(compiler)
     with pytest.raises(InvalidConstraint, match="json_schema cannot be followed any further"):
@@ -170,13 +164,6 @@ def test_forced_tokens_are_counted_as_output_and_save_steps(engine: Engine) -> N
     assert stats.forced_tokens > 10
     assert stats.steps == len(done.token_ids) - stats.forced_tokens  # one a sampled token
     assert done.usage.cached_tokens + done.usage.computed_tokens <= 2 + len(done.token_ids) - 1
-
-
-def test_the_next_prompt_hits_forced_tokens_like_any_text(engine: Engine) -> None:
-    done = engine.generate([[5, 6]], PARAMS)[0]
-    computed = done.usage.cached_tokens + done.usage.computed_tokens
-    again = engine.generate([[5, 6, *done.token_ids, 7]], SamplingParams(max_tokens=1))[0]
-    assert again.usage.cached_tokens == computed
 
 
 def test_ignore_eos_ends_a_reply_that_cannot_go_on(engine: Engine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Iterator
 from datetime import date, datetime, time
@@ -148,23 +147,6 @@ def test_true_and_an_empty_schema_allow_any_value(engine: Engine) -> None:
     for schema in (True, {}, "true", "{}"):
         done = engine.generate([[5, 6]], SamplingParams(json_schema=schema, n=8, seed=3, max_tokens=100))[0]
         assert [json.loads(each.text) for each in streams(done) if each.finish_reason == "stop"]
-
-
-def test_a_seed_repeats_a_reply_in_any_batch(engine: Engine) -> None:
-    names = random.Random(0).sample(sorted(SCHEMAS), 12)
-    params = [SamplingParams(json_schema=SCHEMAS[name], seed=9, max_tokens=60) for name in names]
-    together = engine.generate([[7, 8, 9]] * len(params), params)
-    for each, one in zip(together, params, strict=True):
-        engine.clear_cache()
-        assert engine.generate([[7, 8, 9]], one)[0].token_ids == each.token_ids
-
-
-def test_other_replies_of_a_batch_are_what_they_were(engine: Engine) -> None:
-    free = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
-    alone = engine.generate([[11, 12]], free)[0].token_ids
-    bound = [SamplingParams(json_schema=SCHEMAS[name], max_tokens=20) for name in QUICK[:6]]
-    done = engine.generate([[13, 14]] * 3 + [[11, 12]] + [[15, 16]] * 3, [*bound[:3], free, *bound[3:]])
-    assert done[3].token_ids == alone
 
 
 def test_max_tokens_ends_a_reply_with_length(engine: Engine) -> None:

@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -54,26 +53,6 @@ def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         assert each is not None
         each.result(20)
     assert compiled == ["a0", "a1", "a3", "b0", "a2", "b1"]
-
-
-def test_a_tenant_does_not_wait_for_all_schemas_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, gate = watched(monkeypatch)
-    with hosted(Settings(port=0, api_keys={"ada": "first-long-key", "bob": "other-long-key"})) as host:
-
-        def ask(key: str, word: str) -> int:
-            body = {"model": "fake", "prompt": "Hi", "guided_choice": [word], "max_tokens": 1}
-            headers = {"x-api-key": key}
-            return httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=30).status_code
-
-        with ThreadPoolExecutor(8) as pool:
-            answers = [pool.submit(ask, "first-long-key", f"a{number}") for number in range(4)]
-            grammars = host.engine.client.inputs.grammars
-            until(lambda: sum(map(len, grammars._waiting.values())) == 3)
-            answers.append(pool.submit(ask, "other-long-key", "b"))
-            until(lambda: sum(map(len, grammars._waiting.values())) == 4)
-            gate.release(5)
-            assert [each.result() for each in answers] == [200] * 5
-    assert ("b",) in compiled[1:3]
 
 
 def test_a_constraint_is_compiled_once_while_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
