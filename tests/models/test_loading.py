@@ -87,7 +87,7 @@ def test_stop_ids_beyond_the_vocabulary_are_left_out(build: Callable[..., Any]) 
     assert adapter.load(model).stop_token_ids == {2, 7}
 
 
-def test_a_model_in_use_cannot_be_run_behind_our_back(build: Callable[..., Any]) -> None:
+def test_a_model_in_use_cannot_be_run_by_others(build: Callable[..., Any]) -> None:
     model = adapter.load(build("llama"), model_code="transformers").model
     with pytest.raises(RuntimeError, match="run it through radixkv"):
         model(input_ids=torch.tensor([[1, 2, 3]]))

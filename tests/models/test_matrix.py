@@ -101,7 +101,7 @@ class Rounded(witness.Witness):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize("fault", [WithoutCopies, OneSlotOff, Rounded])
-def test_the_trial_finds_a_fault_behind_loading(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_finds_a_fault_after_loading(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "Witness", fault)
     found = verdict.judge("LlamaForCausalLM", CLASSES["LlamaForCausalLM"])
     assert found.result == "wrong", found

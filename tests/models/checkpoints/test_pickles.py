@@ -90,6 +90,6 @@ def test_no_pickle_is_ever_read(
     assert not mark.exists()
 
 
-def test_a_pickle_beside_the_weights_is_left_alone(one: Path) -> None:
+def test_a_pickle_in_the_folder_of_the_weights_is_not_read(one: Path) -> None:
     (one / "pytorch_model.bin").write_bytes(b"no pickle at all")
     assert same(read(one)[0], make(FAMILIES["llama"]()))

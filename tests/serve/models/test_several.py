@@ -340,7 +340,7 @@ def test_a_limit_of_memory_needs_pools_of_a_given_size(capsys: pytest.CaptureFix
     assert "--model-memory needs pools of a given size" in capsys.readouterr().err
 
 
-def test_a_name_and_a_tokenizer_are_found_beside_the_file(tmp_path: Path) -> None:
+def test_a_name_and_a_tokenizer_are_found_in_the_folder_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "words").mkdir()
     (spec,) = read(tmp_path, "[[model]]\npath = 'tiny'\ntokenizer = 'words'")
     assert spec.tokenizer == str(tmp_path / "words")
