@@ -10,14 +10,13 @@ from typing import Any, TypeVar
 import pytest
 
 from radixkv import AsyncEngine, SamplingParams
-from radixkv.errors import EngineClosed, RequestCancelled, SessionClosed
+from radixkv.errors import SessionClosed
 from tests.chat.worlds import chat_engine, rendered
 from tests.engine.fakes import check
 
 Result = TypeVar("Result")
 PARAMS = SamplingParams(temperature=0, max_tokens=100)
 LONG = "1 2 3 4 5 6 7 8 9 " * 100  # too long to be answered before it is cancelled
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def run(main: Callable[..., Coroutine[Any, Any, Result]], *args: Any) -> Result:
@@ -132,47 +131,6 @@ def test_a_task_that_is_cancelled_while_its_message_is_rendered_leaves_no_reques
             assert (stats.requests, stats.cancelled) == (1, 1)
             assert (await chat.send("two", PARAMS)).text == "You said two!"
             assert chat.turns == 1
-
-    run(main)
-
-
-def test_leaving_a_reply_early_undoes_its_turn():
-    async def main() -> None:
-        async with AsyncEngine(chat_engine()) as engine:
-            chat = engine.chat()
-            for leave in ("break", "close", "close inside", "another verb"):
-                stream = await chat.stream(LONG, PARAMS.but(max_tokens=2000))
-                if leave == "close":
-                    await stream.close()
-                elif leave == "close inside":
-                    async for _ in stream:
-                        await stream.close()
-                elif leave == "another verb":
-                    await chat.rewind() if chat.turns else await chat.send("two", PARAMS)
-                else:
-                    async for _ in stream:
-                        break
-                with pytest.raises(RequestCancelled):
-                    await stream.wait()
-            assert [message["content"] for message in chat.history] == ["two", "You said two!"]
-            check(engine._engine)
-
-    run(main)
-
-
-def test_a_closed_engine_is_named_and_what_needs_no_engine_works(tmp_path):
-    async def main() -> None:
-        engine = AsyncEngine(chat_engine())
-        chat = engine.chat()
-        for text in ("one", "two"):
-            await chat.send(text, PARAMS)
-        await engine.close()
-        with pytest.raises(EngineClosed):
-            await chat.send("three", PARAMS)
-        await chat.rewind()
-        await chat.save(tmp_path / "chat.json")
-        assert chat.turns == 1
-        await chat.close()
 
     run(main)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from radixkv import Engine, SamplingParams
@@ -12,7 +9,6 @@ from radixkv.errors import InvalidInput
 from radixkv.sampling.params import TokenLogprobs
 from tests.chat.worlds import byte_tokenizer, chat_engine
 from tests.engine.fakes import FakeModel, check, make_engine
-from tests.telemetry.served import runtime_folder
 
 BEAMS = SamplingParams(beam_width=3, max_tokens=60)
 
@@ -55,28 +51,3 @@ def test_the_best_beam_is_the_turn_of_a_conversation() -> None:
         with pytest.raises(InvalidInput, match="one reply a turn"):
             chat.send("x", SamplingParams(n=2))
         check(engine)
-
-
-def test_monitors_and_recordings_count_every_token(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    with runtime_folder():
-        engine = text_engine(monitor=True, record=path, max_sequences=8, prefill_chunk=5)
-        with engine:
-            found = engine.generate(["some text", "other"], BEAMS.but(max_tokens=8))
-            assert engine.monitoring is not None
-            changes = engine.client.thread.ask(engine.monitoring.recorder.collect)
-            stats = engine.stats()
-    records = {record.prompt_tokens: record for record in changes.requests}
-    for each in found:
-        record = records[each.usage.prompt_tokens]
-        replies = (each, *each.alternatives)
-        assert (record.phase, record.streams, record.output_tokens) == (
-            "finished",
-            3,
-            sum(len(reply.token_ids) for reply in replies),
-        )
-        assert record.computed_tokens >= sum(reply.usage.computed_tokens for reply in replies)
-        assert record.first_token is not None and record.ended is not None
-    assert sum(record.computed_tokens for record in records.values()) == stats.computed_tokens
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert sorted(line["output_length"] for line in lines) == sorted(each.output_tokens for each in records.values())

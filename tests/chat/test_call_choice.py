@@ -148,11 +148,8 @@ def test_a_row_of_a_tokenizer_reads_what_transformers_reads(given: dict[str, Any
         {**HERMES["fields"]["tool_calls"], "open": "<tool_call> call", "open_pattern": None},
         {**HERMES["fields"]["tool_calls"], "open_pattern": None, "transform": {"function": {"name": "{content.fn}"}}},
         {"content": "json", "transform": {"function": {"name": "{name}", "arguments": "{content.args}"}}},
-        {"open_pattern": r"(<tool_call>)+(?P<name>\w+)"},
         {"open_pattern": r"<tool_call>.*(?P<name>\w+)"},
-        {"content": "kv-lines"},
         {"content_args": {"tag_pattern": "(a+)+$"}},
-        {"close_pattern": ["x"]},
         {"open_pattern": 3},
     ],
 )

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from radixkv import SamplingParams
-from radixkv.chat.calls.formats import FORMATS, HERMES, CallFormat
+from radixkv.chat.calls.formats import FORMATS, CallFormat
 from radixkv.chat.calls.reader import split_calls
 from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.constrained import CallRule, constrained
@@ -39,7 +39,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}},
     {"type": "function", "function": {"name": "now"}},
 ]
-SCHEMAS = {"weather": CITY, "now": {"const": {}}}
 ASKED = [{"role": "user", "content": "Where?"}]
 
 
@@ -55,12 +54,6 @@ def replies(template: ChatTemplate, rule: CallRule, params: SamplingParams, coun
     whole = [text for text in texts if text is not None]
     assert len(whole) > count // 2
     return whole
-
-
-def calls_of(text: str, template: ChatTemplate) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    _, said = split_thinking(text, tags=template.form.thinking_tags)
-    rest, calls = split_calls(said, template.call_format or HERMES, {"weather": {}, "now": {}}, "0")
-    return rest, [(call.name, call.arguments) for call in calls]
 
 
 @pytest.mark.parametrize("written", ["[ARGS]", "[CALL_ID]{{ call.id }}[ARGS]"])
@@ -108,18 +101,6 @@ def test_the_answer_follows_the_constraint_after_free_thinking(style: Style, kin
         assert_follows(kind, answer)
         thoughts.add(bool(thinking))
     assert (True in thoughts) == (template.form.thinking_in is not None)
-
-
-def test_the_reply_is_an_answer_or_calls() -> None:
-    template = of_dialect(DIALECTS["Qwen"])
-    kinds = set()
-    for text in replies(template, CallRule(), SamplingParams(json_schema=PERSON), 12):
-        rest, calls = calls_of(text, template)
-        assert bool(rest) != bool(calls)
-        kinds.add(bool(calls))
-        if rest:
-            jsonschema.validate(json.loads(rest), PERSON)
-    assert kinds == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -205,22 +186,14 @@ ODD = [("glm", "a b"), ("glm", "a>b"), ("qwen3-coder", 'a"b'), ("lfm2", "a=b"), 
     ("name", "parameters", "place"),
     [
         ("glm", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "/properties/a/pattern"),
-        ("glm", {"properties": {"a": {}}, "minProperties": 1}, "/minProperties"),
         ("glm", {"properties": {}, "additionalProperties": {"type": "string"}}, "/additionalProperties"),
         ("gemma4", {"properties": {"a": {"type": "string", "maxLength": 3}}}, "/properties/a/maxLength"),
         ("gemma4", {"properties": {"a": {"type": "array", "items": {"anyOf": []}}}}, "/properties/a/items"),
-        ("gemma4", {"properties": {"a": {"type": ["string", "null"]}}}, "/properties/a"),
-        ("gemma4", {"properties": {"a": {"enum": [{"b": 1}]}}}, "/properties/a"),
         ("gemma4", {"properties": {"a": {"enum": ['<|"|>']}}}, "/properties/a"),
-        ("gemma4", {"properties": {"a": {"type": "object", "required": ["b"]}}}, "/properties/a/required"),
         ("glm", {"properties": {}, "required": ["a"]}, "/required"),
-        ("glm", {"properties": {"a": {"enum": ["1", 2]}}}, "/properties/a"),
         ("glm", {"properties": {"a": {"enum": ["</arg_value>"]}}}, "/properties/a"),
         ("glm", {"properties": {"a": {"anyOf": [{"type": "string"}, {"enum": [1]}]}}}, "/properties/a/enum"),
-        ("glm", {"properties": {"a": {"enum": ["b"], "anyOf": [{"const": "c"}]}}}, "/properties/a/enum"),
         ("kimi-k3", {"properties": {"a": {"type": ["integer", "null"]}}}, "/properties/a"),
-        ("kimi-k3", {"properties": {"a": {}}}, "/properties/a"),
-        ("deepseek-v3.2", {"properties": {"a": {"type": ["string", "null"]}}}, "/properties/a"),
         *((name, {"properties": {key: {"type": "null"}}}, f"/properties/{key}") for name, key in ODD),
     ],
 )

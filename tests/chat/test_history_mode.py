@@ -6,14 +6,11 @@ import pytest
 
 from radixkv.chat.history_mode import history_mode, try_appending
 from radixkv.chat.template import ChatTemplate
-from radixkv.chat.template_cases import DIALOGUES, sampled_text
 from radixkv.errors import ChatError
 from tests.chat.styles import STYLES
 from tests.chat.worlds import CHATML, byte_tokenizer, chat_engine
 
 STOPS = frozenset(byte_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-
 # Numbers its turns, which an appended one begins again.
 ROUNDS = """{%- for m in messages %}
 {%- if m.role == 'user' %}[Round {{ loop.index0 // 2 + 1 }}] {% endif %}<|im_start|>{{ m.role }}
@@ -71,38 +68,6 @@ def test_appending_that_would_lose_something_is_refused_with_the_tokens_that_dif
         history_mode(of(template), "append")
     for said in (loss.dialogue, f"token {loss.position}", repr(loss.appended), repr(loss.rendered), repr(lost)):
         assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("name", STYLES)
-def test_with_calls_a_model_thinks_as_far_as_its_template_knows_thinking(name: str) -> None:
-    style = STYLES[name]
-    template = ChatTemplate(style.tokenizer(), style.stop_ids, TOOLS)
-    dialogue = next(each for each in DIALOGUES if each.name == "tools")
-    messages = dialogue.messages(template.form)
-    said = [
-        sampled_text(template, messages, at) for at, message in enumerate(messages) if message["role"] == "assistant"
-    ]
-    assert ["arithmetic" in each for each in said] == [style.strips] * 3
-    if name == "DeepSeek":  # whose prompts open thinking, but not after results
-        assert [each.count("<think>") for each in said] == [0, 1, 0]
-
-
-def test_the_position_is_where_the_two_histories_part() -> None:
-    tokenizer = byte_tokenizer(ROUNDS)
-    loss = try_appending(of(ROUNDS)).loss(tools=False)
-    assert loss is not None
-    assert (loss.dialogue, loss.appended, loss.rendered, loss.lost) == ("many turns", "2", "3", ("3", "4"))
-    said = ["What is 2 + 2?", "It is four.", "And plus one?", "That makes five.", "Minus three?"]  # as far as the third
-    messages = [{"role": ("user", "assistant")[at % 2], "content": each} for at, each in enumerate(said)]
-    ids = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
-    assert tokenizer.decode(ids[: loss.position]).endswith("That makes five.<|im_end|>\n[Round ")
-
-
-def test_a_template_is_tried_once() -> None:
-    tokenizer = byte_tokenizer(CHATML)
-    assert try_appending(ChatTemplate(tokenizer, STOPS)) is try_appending(ChatTemplate(tokenizer, STOPS))
-    tokenizer.chat_template = ROUNDS
-    assert try_appending(ChatTemplate(tokenizer, STOPS)).differences
 
 
 def test_a_session_does_what_was_found() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from radixkv.chat import rendering
@@ -41,19 +41,6 @@ def bytes_and_merges() -> PreTrainedTokenizerFast:
 
 
 @cache
-def pieces() -> PreTrainedTokenizerFast:
-    """As Llama 2's: characters and merges over words that begin with a mark, and bytes for unknown characters."""
-    symbols = sorted({*"▁thequickrn x=1234567890abcdefg.,", "é"})
-    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
-    merges = [("t", "h"), ("h", "e"), ("t", "he"), ("▁", "the"), ("=", "="), ("==", "=="), ("▁", "▁"), ("▁▁", "▁▁")]
-    for token in (*symbols, *("".join(pair) for pair in merges)):
-        vocab.setdefault(token, len(vocab))
-    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
-    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return fast(raw)
-
-
-@cache
 def unigrams() -> PreTrainedTokenizerFast:
     """The likeliest pieces, rather than merges."""
     tokens = [
@@ -68,21 +55,8 @@ def unigrams() -> PreTrainedTokenizerFast:
     return fast(raw)
 
 
-@cache
-def unsplit() -> PreTrainedTokenizerFast:
-    """Bytes that are not split into words: tokens may end with a space or with a line's end."""
-    vocab = {symbol: at for at, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = [("x", "="), ("=", "Ċ"), ("e", "Ġ"), ("h", "eĠ"), ("1", "Ġ"), ("=", "=")]
-    for pair in merges:
-        vocab["".join(pair)] = len(vocab)
-    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    return fast(raw)
-
-
-AROUND = {"bytes_and_merges": 0, "unsplit": 0, "pieces": 1, "unigrams": 1}  # the mark that is put before each text
-TOKENIZERS = {each.__name__: each for each in (bytes_and_merges, unsplit, pieces, unigrams)}
+AROUND = {"bytes_and_merges": 0, "unigrams": 1}  # the mark that is put before each text
+TOKENIZERS = {each.__name__: each for each in (bytes_and_merges, unigrams)}
 TEXTS = st.lists(
     st.sampled_from([*WORDS, " ", " the", "<|end|>", "a", "b1", "::", "q"]) | st.text(max_size=3), max_size=80
 ).map("".join)

@@ -53,25 +53,6 @@ def seen(style: Style, ids: Sequence[int]) -> str:
     return str(style.tokenizer().decode(list(ids), skip_special_tokens=False))
 
 
-@pytest.mark.parametrize("name", STYLES)
-def test_an_appended_turn_computes_what_is_new_and_the_last_sampled_token(name: str) -> None:
-    style = STYLES[name]
-    answers = ["It is four.", "Five, hello you.", "That is seven."]
-    replies = [sampled(style, style.thinks(answer), seed) for seed, answer in enumerate(answers)]
-    with talking(style, replies) as engine, engine.chat("Be brief.", history="append") as chat:
-        before: list[int] = []
-        for answer, ids in zip(answers, replies, strict=True):
-            reply = chat.send(f"hello {len(before)}?", GREEDY)
-            assert list(reply.token_ids) == ids
-            assert (reply.text, reply.thinking) == (answer, f"Hmm, {answer}?") if style.strips else answer in reply.text
-            assert reply.usage.cached_tokens == max(len(before) - 1, 0)
-            kept = before[:-1] if name == "gpt-oss" else before  # which closes a reply with another token
-            assert chat.token_ids[: len(kept)] == kept
-            assert chat.token_ids[-len(ids) :] == ids
-            before = chat.token_ids
-        check(engine)
-
-
 @pytest.mark.parametrize("name", THINKING)
 def test_thinking_is_shown_no_more_in_a_rendered_history_and_forgotten_with_its_turn(name: str) -> None:
     style = STYLES[name]
@@ -166,14 +147,6 @@ def found(style: Style, *, append: bool) -> tuple[float, float]:
         ids = prompt + array("i", sampled_text)
         computed = ids[:-1]
     return hits / tokens, hits / there
-
-
-@pytest.mark.parametrize("name", THINKING)
-def test_a_thinking_model_finds_nearly_all_of_an_appended_history(name: str) -> None:
-    of_prompts, of_before = found(STYLES[name], append=True)
-    assert of_prompts >= 0.92
-    assert of_before > 0.999
-    assert found(STYLES[name], append=False)[0] < of_prompts
 
 
 def test_the_page_says_what_was_measured() -> None:

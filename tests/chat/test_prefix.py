@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 MANUAL = "Ann, Ben and Cleo share a house by the sea. " * 8
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with Engine.load("tiny", num_blocks=400, monitor=False, dtype="float64") as found:
         yield found
@@ -75,13 +75,6 @@ def test_what_no_longer_begins_with_the_prefix_is_refused(engine: Engine) -> Non
             engine.chat(**options)
     with pytest.raises(InvalidInput, match="namespace"):
         engine.chat(prefix=prefix, namespace="other").send("Who?", GREEDY)
-
-
-def test_a_prefix_of_ids_serves_chats_once_an_equal_one_of_a_chat_is_made(engine: Engine) -> None:
-    first = engine.chat(MANUAL)
-    of_ids, of_chat = engine.compress(first.frozen()[0], 1), engine.compress(first, 1)
-    assert of_ids.name == of_chat.name and engine.client.prefixes.find(of_ids.name, None) is of_chat
-    assert engine.chat(prefix=of_chat).send("Who?", GREEDY).text == first.send("Who?", GREEDY).text
 
 
 def test_a_chat_of_asyncio_is_compressed(engine: Engine) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import cast
 
 import pytest
 
 from radixkv import SamplingParams
 from radixkv.chat import Engine
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine.input_processor import EncodedPrompt
 from tests.chat.styles import DATE, STYLES, Style
 from tests.chat.worlds import CHATML, THINKING, chat_engine
-from tests.engine.fakes import StatefulFakeRunner, check
+from tests.engine.fakes import check
 
 GREEDY = SamplingParams(max_tokens=200, temperature=0)
 SYSTEM = "You are a careful assistant. " * 8
@@ -60,19 +58,6 @@ def test_the_reply_starts_after_the_last_message(style: Style) -> None:
     start = template.reply_start(ids)
     assert template.rendering.text(ids[start:]) == style.begin
     assert template.reply_start(ids[:-1]) == (0 if style.begin else len(ids) - 1)
-
-
-def test_a_request_leaves_a_snapshot_where_it_names_the_reply() -> None:
-    with chat_engine(snapshots=4) as engine:
-        engine.submit(EncodedPrompt(range(40), 33), SamplingParams(max_tokens=2, temperature=0)).result()
-        assert cast(StatefulFakeRunner, engine.core.runner).taken == [33]
-
-
-def test_a_warmed_prompt_keeps_the_state_of_its_end() -> None:
-    with chat_engine(snapshots=4) as engine:
-        with engine.warm(list(range(40)), pin=True):
-            assert engine.probe([*range(40), 1]).length == 40
-        check(engine)
 
 
 def _template(engine: Engine) -> ChatTemplate:

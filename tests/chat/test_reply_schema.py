@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import jsonschema
 import pydantic
 import pytest
 
-from radixkv import AsyncEngine, Engine, SamplingParams
+from radixkv import Engine, SamplingParams
 from radixkv.errors import InvalidInput, UnparsedReply
 from tests.engine.fakes import check
 from tests.grammar.engines import random_engine
@@ -94,20 +93,3 @@ def test_a_reply_that_the_class_refuses_raises_with_the_reason(engine: Engine) -
 def test_wrong_schemas_are_refused(engine: Engine, schema: Any, params: SamplingParams, words: str) -> None:
     with engine.chat() as chat, pytest.raises(InvalidInput, match=words):
         chat.send("Who?", params, schema=schema)
-
-
-def test_asyncio_sessions_take_a_schema() -> None:
-    async def ask() -> tuple[Any, ...]:
-        async with AsyncEngine(random_engine(2000)) as engine, engine.chat() as chat:
-            first = (await chat.send("Who?", PARAMS, schema=Person)).parsed
-            second = (await chat.edit(1, "Who?", PARAMS, schema=SCHEMA)).parsed
-            with pytest.raises(UnparsedReply):
-                await chat.send("Who?", SamplingParams(max_tokens=2), schema=Person)
-            stream = await chat.stream("Who?", SamplingParams(max_tokens=2), schema=Person)
-            with pytest.raises(UnparsedReply):
-                [chunk async for chunk in stream]
-            return first, second, chat.turns
-
-    first, second, turns = asyncio.run(ask())
-    assert isinstance(first, Person) and turns == 1
-    jsonschema.validate(second, SCHEMA)

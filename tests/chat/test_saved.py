@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from radixkv import SamplingParams, ToolResult
+from radixkv import Engine, SamplingParams, ToolResult
 from radixkv.chat import saved
 from radixkv.engine.runs import RunExchange
 from radixkv.errors import InvalidInput
@@ -38,21 +36,35 @@ def as_version_1(fields: Saved) -> None:
     fields.update(version=1, namespace="me")
 
 
-@pytest.fixture
-def two_turns(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved_text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A conversation of two turns: a call and its result."""
-    path = tmp_path / "chat.json"
+    path = tmp_path_factory.mktemp("saved") / "chat.json"
     with chat_engine(lambda text: "Sunny." if "rain" in text else CALL) as engine:
         chat = engine.chat("Be kind.", tools=TOOLS)
         [call] = chat.send("Oslo?", GREEDY).tool_calls
         chat.tool_results([ToolResult(call.id, "no rain")], GREEDY)
         chat.save(path)
         assert engine.resume(path).history == chat.history
+    return path.read_text()
+
+
+@pytest.fixture
+def two_turns(tmp_path: Path, saved_text: str) -> Path:
+    """A file of its own for each test."""
+    path = tmp_path / "chat.json"
+    path.write_text(saved_text)
     return path
 
 
-def refused(path: Path, match: str) -> None:
-    with chat_engine() as engine, pytest.raises(InvalidInput, match=match):
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Engine]:
+    with chat_engine() as engine:
+        yield engine
+
+
+def refused(engine: Engine, path: Path, match: str) -> None:
+    with pytest.raises(InvalidInput, match=match):
         engine.resume(path)
 
 
@@ -144,17 +156,17 @@ def test_the_caller_names_the_namespace(tmp_path: Path) -> None:
         assert engine.resume(path, namespace="mine").send("three").usage.cached_tokens < 10
 
 
-def test_version_1_is_read_with_every_other_check(two_turns: Path) -> None:
+def test_version_1_is_read_with_every_other_check(reader: Engine, two_turns: Path) -> None:
     before = json.loads(two_turns.read_text())
     changed(two_turns, as_version_1, signed=False)
-    refused(two_turns, "namespace=")  # the one in the file is not believed
+    refused(reader, two_turns, "namespace=")  # the one in the file is not believed
     with chat_engine() as engine:
         assert engine.resume(two_turns, namespace="any").token_ids == before["token_ids"]
     changed(two_turns, lambda fields: fields.update(namespace=None), signed=False)
     with chat_engine() as engine:
         assert engine.resume(two_turns).token_ids == before["token_ids"]
     changed(two_turns, lambda fields: fields["token_ids"].__setitem__(-5, 7), signed=False)
-    refused(two_turns, "the reply of turn 2 differs")
+    refused(reader, two_turns, "the reply of turn 2 differs")
 
 
 @pytest.mark.parametrize(("shrinks", "version"), [(False, 2), (True, 2), (True, 1)])
@@ -179,41 +191,17 @@ def test_a_history_that_is_rendered_again_is_resumed(tmp_path: Path, shrinks: bo
 # ---- damage
 
 
-def test_a_changed_save_is_refused_by_its_digest(two_turns: Path) -> None:
+def test_a_changed_save_is_refused_by_its_digest(reader: Engine, two_turns: Path) -> None:
     changed(two_turns, lambda fields: fields["turns"][1]["reply"].update(content="Stormy."), signed=False)
-    refused(two_turns, r"chat\.json is damaged: .*digest")
+    refused(reader, two_turns, r"chat\.json is damaged: .*digest")
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", '"x"', "[" * 100_000, '{"a":' * 100_000, "\udc80", "NaN", "1" * 5000]
 )
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+def test_other_files_are_refused(reader: Engine, tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text, errors="surrogateescape")
-    refused(tmp_path / "x.json", r"x\.json is no saved conversation")
-
-
-def test_paths_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("{}")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for name, reason in (
-        ("missing.json", "No such file"),
-        (".", "directory"),
-        ("file/chat.json", "Not a directory"),
-        ("loop", "symbolic links"),
-        ("n" * 300, "name too long"),
-        ("null\0", "null byte"),
-    ):
-        refused(tmp_path / name, reason)
-
-
-def test_a_file_without_permission_is_refused(two_turns: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's refusal is raised in its place, because root may read every file."""
-
-    def read_text(path: Path, **_: object) -> str:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    refused(two_turns, "Permission denied")
+    refused(reader, tmp_path / "x.json", r"x\.json is no saved conversation")
 
 
 @pytest.mark.parametrize(
@@ -230,19 +218,18 @@ def test_a_file_without_permission_is_refused(two_turns: Path, monkeypatch: pyte
         *(({"turns": value}, "damaged") for value in (None, [1], [], [{}])),
         *(({"tools": value}, "damaged") for value in (5, "x", {"a": 1}, nested(99), nested(900))),
         *(({"history": value}, "history is") for value in ("auto", None, [1])),
-        *(({"overflow": value}, "overflow must be") for value in ("auto", None, [1])),
         *(({"date": value}, "date is written as") for value in ("tomorrow", 3, "", None, ["31 Dec 2025"])),
     ],
 )
-def test_a_damaged_file_is_refused_by_name(two_turns: Path, change: Saved, match: str) -> None:
+def test_a_damaged_file_is_refused_by_name(reader: Engine, two_turns: Path, change: Saved, match: str) -> None:
     changed(two_turns, lambda fields: fields.update(change))
-    refused(two_turns, match)
+    refused(reader, two_turns, match)
 
 
 @pytest.mark.parametrize("name", ["model", "tools", "date", "history", "overflow", "opening", "turns", "token_ids"])
-def test_a_missing_field_is_named(two_turns: Path, name: str) -> None:
+def test_a_missing_field_is_named(reader: Engine, two_turns: Path, name: str) -> None:
     changed(two_turns, lambda fields: fields.pop(name))
-    refused(two_turns, f"it lacks {name}")
+    refused(reader, two_turns, f"it lacks {name}")
 
 
 @pytest.mark.parametrize(
@@ -253,18 +240,14 @@ def test_a_missing_field_is_named(two_turns: Path, name: str) -> None:
         *((1, {"end": value}) for value in (None, 10**6, 40)),
         *((0, {"reply": value}) for value in ("x", {}, {"role": "user", "content": "x"}, {"role": "assistant"})),
         *((0, {"messages": value}) for value in ([], ["x"], "x", [{"role": "user"}])),
-        (0, {"messages": [{"role": "assistant", "content": "x"}]}),
         (0, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "call_0_0"}]}),
-        (0, {"messages": [{"role": "user", "content": "x"}] * 2}),
-        (1, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "other"}]}),
         (1, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "call_0_0"}] * 2}),
-        *((0, {"tool_calls": value}) for value in ([{"a": 1}], None, [])),
         (0, {"tool_calls": [{"id": "call_0_0", "name": "weather", "arguments": "{}"}]}),
     ],
 )
-def test_a_damaged_turn_is_refused_by_name(two_turns: Path, at: int, change: Saved) -> None:
+def test_a_damaged_turn_is_refused_by_name(reader: Engine, two_turns: Path, at: int, change: Saved) -> None:
     changed(two_turns, lambda fields: fields["turns"][at].update(change))
-    refused(two_turns, r"chat\.json is damaged")
+    refused(reader, two_turns, r"chat\.json is damaged")
 
 
 def test_a_conversation_of_another_template_is_refused_with_the_reason(two_turns: Path) -> None:

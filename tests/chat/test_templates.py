@@ -16,7 +16,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from radixkv.chat.calls.values import DEEPEST
 from radixkv.chat.messages import ToolCall
 from radixkv.chat.template import ChatTemplate
 from radixkv.errors import ChatError
@@ -393,16 +392,6 @@ def test_tools_that_a_template_does_not_write_are_text(where: str, writes: bool)
         rendering = ChatTemplate(tokenizer, STYLES["ChatML"].stop_ids, tools).rendering
         assert rendering.writes_tools == writes
         assert rendering.tools_as_text == (bool(tools) and not writes)
-
-
-def test_arguments_that_are_nested_too_deep_to_write_stay_text() -> None:
-    chat = ChatTemplate(STYLES["ChatML"].tokenizer(), STYLES["ChatML"].stop_ids)
-    for depth in (DEEPEST + 1, 600):
-        function = {"name": "look", "arguments": '{"at": ' * depth + "1" + "}" * depth}
-        asks = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": function}]}
-        [taken] = chat.form.taken([asks])
-        assert taken["tool_calls"][0]["function"] == function
-        chat.opening([{"role": "user", "content": "Hi"}, asks])
 
 
 def test_a_header_that_was_cut_is_not_written_once_more() -> None:

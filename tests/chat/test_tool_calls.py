@@ -48,11 +48,8 @@ GOOD = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     "text",
     [
         "<tool_call>{nonsense}</tool_call>",
-        '<tool_call>["a"]</tool_call>',
         "<tool_call>[]</tool_call>",
-        "<tool_call>now()</tool_call>",
         '<tool_call>{"name": 3}</tool_call>',
-        '<tool_call>{"name": ""}</tool_call>',
         '<tool_call>{"name": "now", "arguments": 0}</tool_call>',
         '<tool_call>{"name": "now", "arguments": "[1]"}</tool_call>',
         f'<tool_call>{{"name": "now", "arguments": {json.dumps("[" * 5000)}}}</tool_call>',
@@ -124,7 +121,6 @@ def test_a_quote_that_never_ends_does_not_hide_what_follows_nor_hold_it_back():
         (HERMES, '<tool_call>{"name": "now", "arguments": {}}\n</tool_', "", [NOW]),  # or cut by max_tokens
         (HERMES, '<tool_call>{"name": "now"}</tool_call>', "", [NOW]),
         (HERMES, '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', "", [NOW]),
-        (HERMES, '<tool_call>{"name": "now", "arguments": []}</tool_call>', "", [NOW]),
         (HERMES, '<tool_call>[{"name": "now"}, {"name": "now"}]</tool_call>', "", [NOW, NOW]),
         (HERMES, '<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "", [("fly", {})]),  # a tag is meant so
         (HERMES, '<tool_call>{"name": "now", "arguments": {"a": "x\ny"}}</tool_call>', "", [("now", {"a": "x\ny"})]),
@@ -140,9 +136,7 @@ def test_a_quote_that_never_ends_does_not_hide_what_follows_nor_hold_it_back():
         (HERMES, "<tool_call>\n<function=now>\n</function>\n</tool_call>", None, []),  # another format's
         (MISTRAL, '[TOOL_CALLS] {"name": "now", "arguments": {}}', "", [NOW]),
         (MISTRAL, "[TOOL_CALLS]", "[TOOL_CALLS]", []),
-        (MISTRAL, "[TOOL_CALLS]now[ARGS]", "[TOOL_CALLS]now[ARGS]", []),
         (MISTRAL, "[TOOL_CALLS]now[ARGS][1]", "[TOOL_CALLS]now[ARGS][1]", []),
-        (MISTRAL, "[TOOL_CALLS]I cannot{}", "[TOOL_CALLS]I cannot{}", []),
         (MISTRAL, '[TOOL_CALLS]now[FOO]{"name": "now"}', None, []),
         (MISTRAL, f"[TOOL_CALLS]{'n' * 301}[ARGS]{{}}", None, []),
         (MISTRAL, f"[TOOL_CALLS]{'n' * 300}[ARGS]{{}}", "", [("n" * 300, {})]),
@@ -150,17 +144,12 @@ def test_a_quote_that_never_ends_does_not_hide_what_follows_nor_hold_it_back():
         (LLAMA, '<|python_tag|>now.call(zone="UTC")', None, []),
         (LLAMA, "<|python_tag|>{'name': 'now'}", None, []),
         (LLAMA, '{"name": "Nora", "parameters": {}}', None, []),  # an answer in JSON
-        (LLAMA, "{}", None, []),
         (LLAMA, "\n {1}", None, []),
         (LLAMA, '<|python_tag|>{"name": "fly", "parameters": {}}', "", [("fly", {})]),
-        (LLAMA, '{"name": "now"}', None, []),
         (LLAMA, '{"name": "now", "parameters": null}', "", [NOW]),
-        (LLAMA, '{"name": "now", "parameters": 5}', None, []),
         (LLAMA, '{"name": "now", "arguments": "{}"}', "", [NOW]),
         (LLAMA, '{"name": "now", "parameters": {}}; and then', "; and then", [NOW]),
-        (LLAMA, '{"name": "now", "parameters": {}};', ";", [NOW]),
         (LLAMA, '{"name": "now", "parameters": {}} {"a": 1}', '{"a": 1}', [NOW]),
-        (LLAMA, '{"type": "function", "name": "now", "parameters": {}}', "", [NOW]),
     ],
 )
 def test_what_models_write_besides(form, text, said, calls):

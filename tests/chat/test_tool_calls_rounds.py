@@ -52,30 +52,6 @@ def test_results_are_put_after_the_calls_as_they_were_sampled(name: str, history
         assert engine.model.tokenizer.decode(chat.token_ids) == whole.removesuffix("\n")
 
 
-def test_a_conversation_that_was_saved_reads_calls_as_before(tmp_path) -> None:
-    dialect = DIALECTS["Mistral, a list"]
-    with speaking(dialect, lambda _: dialect.write(CALLS)) as engine:
-        chat = engine.chat(tools=TOOLS)
-        chat.send("look", GREEDY)
-        chat.save(tmp_path / "chat.json")
-        again = engine.resume(tmp_path / "chat.json")
-        replies = [each.send("look", GREEDY) for each in (again, *chat.fork(1))]
-        assert replies[0].tool_calls == replies[1].tool_calls != ()
-
-
-def test_ids_of_calls_stay_apart_when_the_oldest_turns_are_dropped() -> None:
-    dialect = DIALECTS["Qwen"]
-    tokenizer = dialect.tokenizer()
-    model = FakeModel(tokenizer, len(tokenizer), 1000, dialect.stops())
-    engine, _ = make_engine(2000, 16, model=model, brain=dialect.brain(lambda _: dialect.write([("now", {})])))
-    with engine, engine.chat(tools=TOOLS, overflow="drop_oldest") as chat:
-        for _ in range(18):
-            chat.send("look", SamplingParams(temperature=0, max_tokens=80))
-            ids = [call["id"] for message in chat.history for call in message.get("tool_calls", ())]
-            assert len(set(ids)) == len(ids)
-        assert chat.turns < 18
-
-
 @pytest.mark.parametrize("history", ["append", "template"])
 @pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
 def test_a_tag_of_thinking_among_the_arguments_is_an_argument(thought: str, history: str) -> None:
@@ -106,3 +82,16 @@ def test_calls_that_a_template_would_not_write_in_one_turn_are_answered_all_the_
             "<|start_header_id|>ipython<|end_header_id|>\n\n" + call.name + "<|eot_id|>" for call in asked.tool_calls
         )
         assert behind.startswith("".join(said) + "<|start_header_id|>assistant")
+
+
+def test_ids_of_calls_stay_apart_when_the_oldest_turns_are_dropped() -> None:
+    dialect = DIALECTS["Qwen"]
+    tokenizer = dialect.tokenizer()
+    model = FakeModel(tokenizer, len(tokenizer), 1000, dialect.stops())
+    engine, _ = make_engine(2000, 16, model=model, brain=dialect.brain(lambda _: dialect.write([("now", {})])))
+    with engine, engine.chat(tools=TOOLS, overflow="drop_oldest") as chat:
+        for _ in range(18):
+            chat.send("look", SamplingParams(temperature=0, max_tokens=80))
+            ids = [call["id"] for message in chat.history for call in message.get("tool_calls", ())]
+            assert len(set(ids)) == len(ids)
+        assert chat.turns < 18

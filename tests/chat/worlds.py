@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -81,6 +82,9 @@ def echo(text: str) -> str:
     return f"You said {text}!"
 
 
+_shared_tokenizer = cache(byte_tokenizer)  # what a template does is found out once for each tokenizer
+
+
 def chat_engine(
     reply: Callable[[str], str | list[int]] = echo,
     *,
@@ -89,7 +93,7 @@ def chat_engine(
     max_length: int = 10_000,
     **options: Any,
 ) -> Engine:
-    tokenizer = byte_tokenizer(template)
+    tokenizer = _shared_tokenizer(template)
     stops = frozenset(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
     model = FakeModel(tokenizer, len(tokenizer), max_length, stops)
     engine, _ = make_engine(num_blocks, 16, model=model, brain=Script(tokenizer, reply), **options)
