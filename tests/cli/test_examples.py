@@ -23,7 +23,7 @@ PROMISED = {
 
 
 def test_every_example_is_tested():
-    elsewhere = {"agent_http.py", "fleet.py"}  # tests/serve/test_openai_client.py has a server, tests/fleet Dynamo
+    elsewhere = {"agent_http.py", "fleet.py"}  # tests/serve/test_sdks.py has a server, tests/fleet Dynamo
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROMISED) | elsewhere
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
 from tests.chat.styles import STYLES
 from tests.chat.test_live_styles import Scripted, sampled
 from tests.serve.served import CHAT, Served, fake_model, served, texts
@@ -40,23 +38,6 @@ def test_thinking_and_answer_come_apart() -> None:
         assert sum(bool(event["choices"][0]["delta"].get("reasoning_content")) for event in told) > 3  # as events
 
 
-@pytest.mark.parametrize("with_thinking", [True, False])
-def test_what_was_sampled_is_found_again(with_thinking: bool) -> None:
-    with saying(STYLE.says("hello you"), THOUGHT, STYLE.says("bye")) as server:
-        messages = list(CHAT["messages"])
-        for _ in range(2):
-            answer = server.chat(messages=messages)
-            said = dict(message(answer))
-            if not with_thinking:
-                said.pop("reasoning_content", None)
-            messages += [said, {"role": "user", "content": "again"}]
-        before = answer["usage"]["prompt_tokens"]
-        answer = server.chat(messages=messages)
-        assert server.service.conversations.stats.found == 2
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= before  # up to the omitted thinking
-        assert message(answer)["content"] == "bye"
-
-
 def test_a_reply_that_a_stop_string_cut_is_found_again() -> None:
     with saying(THOUGHT, THOUGHT, STYLE.says("bye")) as server:
         answers = [message(server.chat(stop=stop)) for stop in (["o you"], ["o yo"])]
@@ -64,8 +45,3 @@ def test_a_reply_that_a_stop_string_cut_is_found_again() -> None:
         assert [said["content"] for said in answers] == [""] * 2
         server.chat(messages=[*CHAT["messages"], answers[0], {"role": "user", "content": "again"}])
         assert server.service.conversations.stats.found == 1
-
-
-def test_a_reply_cut_in_a_head_is_as_it_is() -> None:
-    with saying(THOUGHT) as server:
-        assert message(server.chat(max_tokens=1))["content"] == "<|channel|>"

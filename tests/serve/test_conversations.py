@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from dataclasses import replace
 from typing import Any
@@ -12,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.chat.thinking import split_thinking
-from radixkv.engine.input_processor import ControlTokens
-from radixkv.errors import ChatError, InvalidInput, PromptTooLong
+from radixkv.errors import InvalidInput
 from radixkv.serve.conversations import MOST_SESSIONS, ChatPrompt, Conversations, Mode
 from radixkv.serve.history import HistoryIndex
-from radixkv.server_settings import Settings
 from tests.chat.worlds import CHATML, byte_tokenizer
-from tests.serve.served import ASKED, fake_model, read_messages, says, served, tokenizer
-from tests.serve.styles import QWEN, STYLES
+from tests.serve.served import read_messages
+from tests.serve.styles import STYLES
 
 TOKENIZERS = {name: byte_tokenizer(template) for name, template in STYLES.items()}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
@@ -143,9 +140,6 @@ def test_a_text_that_a_stop_string_cut_is_what_the_client_was_told(answer: str, 
     assert decoded(prompt) == rendered("ChatML", messages)
 
 
-SAID = "<think>\nhm\n</think>\n\nhello you hello"
-
-
 def test_changed_history_is_the_templates_from_there_on():
     told, messages, ids = conversations(), [user("hello")], spelled("hello", 1)
     told.remember(told.prompt("x", messages), assistant("hello"), [*ids, END])
@@ -245,15 +239,6 @@ def test_tool_calls_and_their_results_stand_after_the_call_as_it_was_sampled(sty
             assert decoded(prompt) == rendered(style, [*asked, assistant("", tool_calls=[call]), result], TOOLS)
 
 
-def test_what_the_template_refuses_is_refused_whether_the_beginning_is_known_or_not():
-    refuses = "{% if messages|length == 4 %}{{ raise_exception('four messages') }}{% endif %}"
-    told = Conversations(byte_tokenizer(refuses + CHATML), STOPS, HistoryIndex(1 << 20))
-    told.remember(told.prompt("x", [user("a")]), assistant("hello"), [*spelled("hello", 1), END])
-    for namespace in ("x", "y"):
-        with pytest.raises(ChatError, match="four messages"):
-            told.prompt(namespace, [user("a"), assistant("hello"), user("b"), user("c")])
-
-
 def test_a_prompt_that_appending_makes_too_long_is_rendered_again_if_that_is_shorter():
     """For a template with the tools in the last user turn, appending writes them in each turn."""
     messages: list[dict[str, Any]] = [user("a")]
@@ -273,23 +258,6 @@ def test_a_prompt_that_appending_makes_too_long_is_rendered_again_if_that_is_sho
         )  # rendering would not be shorter
         told.remember(told.prompt("x", messages), assistant("hello"), encoded("hello<|im_end|>"))
         assert told.prompt("x", [*messages, assistant("hello"), user("b")]).known == 2
-
-
-def test_what_is_certainly_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long conversation is refused without encoding it, also if its beginning is known."""
-    told, lengths = Conversations(TOKENIZERS["ChatML"], STOPS, HistoryIndex(1 << 20), limit=500), []
-    told.remember(told.prompt("x", [user("a")]), assistant("hello"), [*spelled("hello", 1), END])
-    encode = ControlTokens.encode
-
-    def counted(control_tokens: ControlTokens, text: str) -> list[int]:
-        lengths.append(len(text))
-        return encode(control_tokens, text)
-
-    monkeypatch.setattr(ControlTokens, "encode", counted)
-    for asked in ([user("hello you " * 100_000)], [user("a"), assistant("hello"), user("hello you " * 100_000)]):
-        with pytest.raises(PromptTooLong, match="more than the 500 tokens"):
-            told.prompt("x", asked)
-    assert sum(lengths) < 100_000
 
 
 LOSSY = CHATML + "{%- if messages|length > 2 %}{{ 'turns ' ~ messages|length }}{%- endif %}"
@@ -317,20 +285,3 @@ def test_what_appending_would_lose_is_rendered() -> None:
     assert third(told, TOOLS).endswith("turns 5") and "turns" not in third(told, None)
     with pytest.raises(InvalidInput, match="history='append' would lose"):
         Conversations(byte_tokenizer(LOSSY), STOPS, HistoryIndex(1 << 20), "append")
-
-
-def test_a_server_is_told_what_becomes_of_thinking() -> None:
-    """Appending keeps thinking that this template would omit, and so the whole cached prefix."""
-    lost = {}
-    for history in ("auto", "append"):
-        model = fake_model(tokenizer=copy.deepcopy(tokenizer()))
-        model.tokenizer.chat_template = QWEN
-        thoughtful = says("<think>\nLet me see.\n</think>\n\nYes.")
-        with served(Settings(history=history), model=model, brain=thoughtful) as server:  # type: ignore[arg-type]
-            first = server.chat()
-            message = first["choices"][0]["message"]
-            assert (message["content"], message["reasoning_content"]) == ("Yes.", "Let me see.")
-            second = server.chat(messages=[*ASKED, message, user("More?")])
-        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
-        lost[history] = first["usage"]["total_tokens"] - 1 - cached
-    assert lost["append"] == 0 < lost["auto"]

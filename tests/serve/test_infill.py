@@ -95,21 +95,6 @@ def test_known_texts_of_tokens(texts: tuple[str, ...]) -> None:
     assert found == [*text("\n\n--- snippet ---\n\nA"), *PSM]
 
 
-def test_codestral_has_no_middle_token_and_the_suffix_first() -> None:
-    made = with_tokens("[PREFIX]", "[SUFFIX]", "[MIDDLE]")
-    assert ids(made, "one", "two") == [SUF, *text("two"), PRE, *text("one")]
-
-
-def test_a_prompt_begins_with_the_token_that_the_tokenizer_puts_first() -> None:
-    made = copy.deepcopy(with_tokens(*QWEN))
-    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|im_start|>:0 $A:0 <|im_end|>:0", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
-    )
-    assert made.encode("") == [1, 2]
-    files = [REP, *text("myproject\n"), SEP, *text("a\nA"), SEP, *text("filename\n")]
-    assert ids(made, "one", "two", [("a", "A")]) == [1, *files, *PSM]
-
-
 @pytest.mark.parametrize("made", [tokenizer(), with_tokens("<fim_prefix>", "<fim_suffix>"), None])
 def test_a_vocabulary_without_the_tokens(made: Any) -> None:
     fim = FillInMiddle(made, "psm")
@@ -143,17 +128,6 @@ def test_infill_as_llama_vim_asks() -> None:
     assert first.json()["content"] == "a + b" and first.json().keys() == set(SENT_BY_VIM["response_fields"]) - {"x"}
     assert (first.json()["tokens_cached"], first.json()["timings/prompt_n"]) == (0, len(prompt))
     assert (second.json()["tokens_cached"], second.json()["timings/prompt_n"]) == (len(prompt) - 1, 1)
-
-
-def test_infill_as_llama_vscode_asks() -> None:
-    """It asks for three replies, and takes one."""
-    body = {**SENT_BY_VIM, "n_cmpl": 3, "id_slot": 0}
-    body.pop("response_fields")
-    with served(model=coder(), brain=middle(*text("a + b"))) as server, served(Settings(strict_fields=True)) as strict:
-        answer = server.post("/infill", body)
-        assert answer.json()["content"] == "a + b" and "n_cmpl" in answer.headers["warning"]
-        refused = strict.post("/infill", {**ASKED, "n_cmpl": 3})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n_cmpl")
 
 
 @pytest.mark.parametrize(
@@ -206,11 +180,9 @@ def test_a_model_without_the_tokens_refuses_both_with_the_reason() -> None:
     ("change", "param", "code"),
     [
         ({"input_suffix": None}, "input_suffix", "missing_required_parameter"),
-        ({"input_extra": [{"filename": "a"}]}, "input_extra[0].text", "missing_required_parameter"),
         ({"n_predict": -3}, "n_predict", "invalid_value"),
         ({"model": "other"}, "model", "model_not_found"),
         ({"input_suffix": "a b " * 60}, "input_prefix", "context_length_exceeded"),
-        ({"input_extra": [{"text": "a b " * 60}]}, "input_prefix", "context_length_exceeded"),
         ({"prompt": "a b " * 60_000}, "input_prefix", "context_length_exceeded"),
     ],
 )
@@ -221,8 +193,11 @@ def test_wrong_bodies_and_long_prompts_are_refused(change: Any, param: str, code
         assert (refused.json()["error"]["param"], refused.json()["error"]["code"]) == (param, code)
 
 
-def test_long_names_of_files_are_refused_before_they_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FillInMiddle, "ids", lambda *_: pytest.fail("encoded"))
-    with served(model=coder(max_length=64)) as server:
-        refused = server.post("/infill", {**ASKED, "input_extra": [{"filename": "a b " * 60_000, "text": ""}]})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+def test_a_prompt_begins_with_the_token_that_the_tokenizer_puts_first() -> None:
+    made = copy.deepcopy(with_tokens(*QWEN))
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|>:0 $A:0 <|im_end|>:0", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
+    )
+    assert made.encode("") == [1, 2]
+    files = [REP, *text("myproject\n"), SEP, *text("a\nA"), SEP, *text("filename\n")]
+    assert ids(made, "one", "two", [("a", "A")]) == [1, *files, *PSM]

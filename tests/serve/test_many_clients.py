@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import http_load  # in the folder of the benchmarks, not installed
 from http_load_parts.connection import Connection
 from http_load_parts.endpoints import ENDPOINTS, Endpoint, Message, Tokens
-from http_load_parts.server import served as server_process
 
 from radixkv.serve import Settings
 from radixkv.serve.access import NAMESPACE_HEADER
@@ -25,7 +22,7 @@ from tests.engine.fakes import check
 from tests.serve.served import Hosted, hosted, says_in_turn, until
 from tests.serve.test_auth import KEYS, bearer
 
-CLIENTS = 32
+CLIENTS = 16
 SYSTEM = "You are brief."
 REPLIES = ("Yes, and here is why it is so.", "No.")
 each_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
@@ -73,24 +70,3 @@ def is_freed(host: Hosted) -> None:
 
 
 # ---- the benchmark
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[tuple[int, str]]:
-    with server_process(1) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def own() -> http_load.Run:
-    """The replies of a session in this process, computed once for all endpoints."""
-    return asyncio.run(http_load.in_process(4, 2))
-
-
-@pytest.mark.long
-@each_endpoint
-def test_replies_match_the_session_in_process(tiny: tuple[int, str], own: http_load.Run, endpoint: Endpoint) -> None:
-    pid, url = tiny
-    run = asyncio.run(http_load.over_http(endpoint, pid, url, 4, 2))
-    assert run.answers == own.answers and run.tokens == own.tokens
-    assert not asyncio.run(http_load.leave_early(endpoint, url, 4))

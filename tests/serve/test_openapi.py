@@ -56,7 +56,7 @@ def schema(server):
 @pytest.mark.parametrize(
     ("path", "method", "count", "mode"),
     [
-        *((*each, 3, "positive") for each in OPERATIONS),
+        *((*each, 1, "positive") for each in OPERATIONS),
         *(pytest.param(*each, MANY, "positive", marks=pytest.mark.long) for each in OPERATIONS),
         *(pytest.param(*each, MANY, "negative", marks=pytest.mark.long) for each in NOT_GET),
     ],
@@ -144,32 +144,6 @@ def fits(schema: Any, value: Any, document: Any = DOCUMENT) -> bool:
     return jsonschema_rs.Draft202012Validator({**schema, "components": document["components"]}).is_valid(value)
 
 
-def test_what_clients_send_back_is_documented_and_taken() -> None:
-    """Messages as the clients of several frameworks send them."""
-    parts = [
-        {"type": "text", "text": "No.", "annotations": [], "cache_control": {}},
-        {"type": "refusal", "refusal": "!"},
-    ]
-    function = {"name": "f", "arguments": {"a": [1]}}
-    said = {
-        "role": "assistant",
-        "content": parts,
-        "annotations": [{}],
-        "audio": None,
-        "function_call": None,
-        "tool_calls": [{"id": "c1", "index": 0, "type": "function", "function": function}],
-    }
-    result = {"role": "tool", "tool_call_id": "c1", "content": "done"}
-    body = {**CHAT, "messages": [*CHAT["messages"], said, result], "max_tokens": 1}
-    assert fits(body_of("/v1/chat/completions"), body)
-    with served() as server:
-        assert server.post("/v1/chat/completions", body).status_code == 200
-        for change in ({"annotations": "none"}, {"audio": {}}, {"content": [{"type": "refusal", "text": "!"}]}):
-            wrong = {**CHAT, "messages": [{**said, **change}]}
-            assert not fits(body_of("/v1/chat/completions"), wrong)
-            assert server.post("/v1/chat/completions", wrong).status_code == 400
-
-
 def test_the_statuses_of_each_path_are_those_that_it_gives() -> None:
     assert set(responses("/health", "get")) == {"200", "403", "500", "503"}
     assert all({"200", "403", "500"} <= set(responses(*operation)) for operation in OPERATIONS)
@@ -215,7 +189,7 @@ def test_optional_fields_may_be_null_and_a_strict_server_documents_no_others(pat
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_no_value_anywhere_breaks_the_reading(value):
     """Each field of a chat completion, a message or a response, one at a time, may have any JSON value."""
     paths = ("/v1/chat/completions", "/v1/messages", "/v1/responses")

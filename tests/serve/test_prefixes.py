@@ -31,6 +31,12 @@ def served(settings: Settings | None = None) -> Iterator[tuple[Engine, TestClien
         yield engine, client
 
 
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[tuple[Engine, TestClient]]:
+    with served() as found:
+        yield found
+
+
 def post(client: TestClient, path: str, body: dict[str, Any], status: int = 200, key: str = "") -> Any:
     form = {"model": "tiny"} if path == MADE else FORM
     answer = client.post(path, json={**form, **body}, headers={"X-Api-Key": key})
@@ -38,28 +44,28 @@ def post(client: TestClient, path: str, body: dict[str, Any], status: int = 200,
     return answer.json()
 
 
-def test_requests_after_a_whole_prefix_answer_as_after_its_text() -> None:
-    with served() as (_, client):
-        exact = post(client, CHAT, {"messages": [*BEGUN, *ASKED], "n": 2})["choices"]
-        made = post(client, MADE, {"messages": BEGUN, "keep": 1})
-        assert made["object"] == "prefix" and made["tokens"] == made["slots"] > 50
-        body = {"messages": ASKED, "prefix": made["id"], "n": 2}
-        answer = post(client, CHAT, body)
-        assert [each["message"] for each in answer["choices"]] == [each["message"] for each in exact]
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= made["slots"]
-        stream = client.post(CHAT, json={**FORM, **body, "stream": True})
-        assert texts(events(stream.text)) == {at: each["message"]["content"] for at, each in enumerate(exact)}
+def test_requests_after_a_whole_prefix_answer_as_after_its_text(tiny: tuple[Engine, TestClient]) -> None:
+    _, client = tiny
+    exact = post(client, CHAT, {"messages": [*BEGUN, *ASKED], "n": 2})["choices"]
+    made = post(client, MADE, {"messages": BEGUN, "keep": 1})
+    assert made["object"] == "prefix" and made["tokens"] == made["slots"] > 50
+    body = {"messages": ASKED, "prefix": made["id"], "n": 2}
+    answer = post(client, CHAT, body)
+    assert [each["message"] for each in answer["choices"]] == [each["message"] for each in exact]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= made["slots"]
+    stream = client.post(CHAT, json={**FORM, **body, "stream": True})
+    assert texts(events(stream.text)) == {at: each["message"]["content"] for at, each in enumerate(exact)}
 
 
-def test_texts_after_a_prefix_have_no_special_tokens() -> None:
+def test_texts_after_a_prefix_have_no_special_tokens(tiny: tuple[Engine, TestClient]) -> None:
     text, rest = "Once upon a time there was a small house. " * 4, " In it lived"
-    with served() as (engine, client):
-        ids = engine.client.inputs.encode(text)
-        after = engine.client.inputs.encode_after([], ids, rest)
-        exact = post(client, TEXT, {"prompt": [*ids.tolist(), *after.tolist()]})
-        name = post(client, MADE, {"prompt": text, "keep": 1, "method": "snapkv"})["id"]
-        assert post(client, TEXT, {"prompt": rest, "prefix": name})["choices"] == exact["choices"]
-        assert "of messages" in post(client, CHAT, {"messages": ASKED, "prefix": name}, 400)["error"]["message"]
+    engine, client = tiny
+    ids = engine.client.inputs.encode(text)
+    after = engine.client.inputs.encode_after([], ids, rest)
+    exact = post(client, TEXT, {"prompt": [*ids.tolist(), *after.tolist()]})
+    name = post(client, MADE, {"prompt": text, "keep": 1, "method": "snapkv"})["id"]
+    assert post(client, TEXT, {"prompt": rest, "prefix": name})["choices"] == exact["choices"]
+    assert "of messages" in post(client, CHAT, {"messages": ASKED, "prefix": name}, 400)["error"]["message"]
 
 
 def test_foreign_and_released_prefixes_are_unknown() -> None:
@@ -78,17 +84,6 @@ def test_foreign_and_released_prefixes_are_unknown() -> None:
         assert engine.stats().cache.pinned_blocks == 0
 
 
-def test_remembered_replies_leave_the_ids_of_a_prefix_as_they_are() -> None:
-    with served(Settings(history_bytes=10_000)) as (_, client):
-        sampled = {"messages": [*BEGUN, *ASKED], "temperature": 2, "max_tokens": 12, "seed": 8}
-        begun = [*BEGUN, *ASKED, post(client, CHAT, sampled)["choices"][0]["message"]]
-        body = {"messages": ASKED, "prefix": post(client, MADE, {"messages": begun, "keep": 1})["id"]}
-        remembered = post(client, CHAT, body)
-        post(client, CHAT, {"messages": [{"role": "user", "content": "hello " * 1500}]})
-        assert post(client, CHAT, {"messages": [*begun, *ASKED]})["choices"] == remembered["choices"]
-        assert post(client, CHAT, body)["choices"] == remembered["choices"]
-
-
 def test_a_prefix_keeps_its_date(monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as (engine, client):
         codec: Any = engine.model.codec
@@ -99,20 +94,21 @@ def test_a_prefix_keeps_its_date(monkeypatch: pytest.MonkeyPatch) -> None:
         post(client, CHAT, {**body, "messages": [*ASKED, said, *ASKED]})
 
 
-def test_wrong_bodies_are_refused() -> None:
+def test_wrong_bodies_are_refused(tiny: tuple[Engine, TestClient]) -> None:
     wrong: list[dict[str, Any]] = [*({"keep": keep} for keep in (0, 1.5, True, "0.5")), {"method": "best"}]
-    with served() as (engine, client):
-        for each in (*wrong, {"messages": None}, {"messages": None, "prompt": "short"}, {"messages": []}):
-            param = "prompt" if each.get("messages", ()) is None else next(iter(each))
-            assert post(client, MADE, {"messages": BEGUN, **each}, 400)["error"]["param"] == param
-        tools = [{"type": "function", "function": {"name": "now"}}]
-        assert post(client, MADE, {"prompt": "a " * 99, "tools": tools}, 400)["error"]["param"] == "tools"
-        assert "pin_budget" in post(client, MADE, {"prompt": "a " * 3400}, 503)["error"]["message"]
-        infill = {"input_prefix": "a", "input_suffix": "b"}
-        for path in ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/infill"):
-            others = client.post(path, json={**FORM, **infill, "input": "a", "messages": ASKED, "prefix": "x"})
-            assert others.status_code == 400 and "prefix is not supported" in others.text
-        assert engine.stats().cache.pinned_blocks == 0
+    engine, client = tiny
+    pinned = engine.stats().cache.pinned_blocks
+    for each in (*wrong, {"messages": None}, {"messages": None, "prompt": "short"}, {"messages": []}):
+        param = "prompt" if each.get("messages", ()) is None else next(iter(each))
+        assert post(client, MADE, {"messages": BEGUN, **each}, 400)["error"]["param"] == param
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    assert post(client, MADE, {"prompt": "a " * 99, "tools": tools}, 400)["error"]["param"] == "tools"
+    assert "pin_budget" in post(client, MADE, {"prompt": "a " * 3400}, 503)["error"]["message"]
+    infill = {"input_prefix": "a", "input_suffix": "b"}
+    for path in ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/infill"):
+        others = client.post(path, json={**FORM, **infill, "input": "a", "messages": ASKED, "prefix": "x"})
+        assert others.status_code == 400 and "prefix is not supported" in others.text
+    assert engine.stats().cache.pinned_blocks == pinned
 
 
 def test_a_client_that_disconnects_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 from radixkv import SamplingParams
 from radixkv.serve import Settings
 from tests.engine.fakes import chain, logits_of
-from tests.serve.served import ASKED, CHAT, Served, fake_model, hosted, served, tokenizer
+from tests.serve.served import ASKED, CHAT, Served, fake_model, served, tokenizer
 
 TEXT = "/v1/completions"
 PROMPT = "Once upon a time, in a house by the sea"
@@ -96,20 +94,6 @@ def test_a_stream_has_the_same_log_probabilities(prompt, change):
         logprobs = {field: choice["logprobs"][field] for field in FIELDS}
         assert found[choice["index"]] == {"text": choice["text"], "ends": [choice["finish_reason"]], **logprobs}
     assert len(found) == len(whole["choices"])
-
-
-def test_a_prompt_is_echoed_before_its_reply_is_complete():
-    body = {**SCORED, "logprobs": 1, "stream": True, "max_tokens": 20}
-    with hosted() as host:
-        host.runner.gate = threading.Semaphore(1)  # the step of the prompt
-        with httpx.stream("POST", f"{host.url}{TEXT}", json=body, timeout=30) as answer:
-            lines = (line for line in answer.iter_lines() if line)
-            first = json.loads(next(lines).removeprefix("data: "))
-            assert host.engine.client.core.counters.output_tokens == 1
-            host.runner.gate.release(1000)
-            assert len([*lines]) > 5
-    assert first["choices"][0]["text"] == PROMPT
-    assert len(first["choices"][0]["logprobs"]["tokens"]) == len(tokenizer().encode(PROMPT))
 
 
 def test_a_prompt_alone_is_scored_without_a_reply():

@@ -102,18 +102,6 @@ def test_pieces_make_no_difference(parts, reads_calls, thinking, data):
 AGAIN = "<|start|>assistant"
 THOUGHT, SPOKEN = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 TO_A_TOOL = " to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
-HEADS = [
-    THOUGHT,
-    SPOKEN,
-    f"{AGAIN}{TO_A_TOOL}",
-    f"{AGAIN}{SPOKEN}",
-    "<|end|>",
-    "analysis",
-    "assistant",
-    "to=",
-    "<|",
-    "x" * 280,
-]
 
 
 @pytest.mark.parametrize(

@@ -68,32 +68,13 @@ def message_turns(server: Served, added: Callable[[int], list[Any]]) -> list[tup
     return costs
 
 
-def response_turns(server: Served, added: Callable[[int], list[Any]]) -> list[tuple[int, int]]:
-    """Return the same for /v1/responses."""
-    tool = {"type": "function", "name": "look", "parameters": LOOK["input_schema"]}
-    body: dict[str, Any] = {"model": "fake", "tools": [tool], "temperature": 0}
-    body["input"] = [{"role": "user", "content": "Go."}]
-    costs = []
-    for turn in range(4):
-        answer = server.post("/v1/responses", body)
-        assert answer.status_code == 200, answer.text
-        output, used = answer.json()["output"], answer.json()["usage"]
-        costs.append((used["input_tokens_details"]["cached_tokens"], used["total_tokens"]))
-        if turn < 3:
-            result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "."}
-            body["input"] += [*output, result, *({"role": "user", "content": each["text"]} for each in added(turn))]
-    assert output[-1]["content"][0]["text"] == "Done."
-    return costs
-
-
-@pytest.mark.parametrize("turns", [message_turns, response_turns])
 @pytest.mark.parametrize("template", [QWEN.template, ALTERNATES + QWEN.template], ids=["any order", "alternating"])
-def test_texts_after_results_are_taken_and_later_turns_hit(turns: Any, template: str) -> None:
+def test_texts_after_results_are_taken_and_later_turns_hit(template: str) -> None:
     def added(turn: int) -> list[Any]:
         texts = ["A reminder."] if turn < 2 else ["A reminder.", "That is enough."]
         return [{"type": "text", "text": each} for each in texts]
 
     with scripted(template) as server:
-        costs = turns(server, added)
+        costs = message_turns(server, added)
     for (_, before), (cached, _) in pairwise(costs):
         assert cached == before - 1

@@ -95,25 +95,6 @@ def test_results_stand_in_the_order_of_the_calls(known: bool) -> None:
         assert counted[1].cached_tokens > counted[0].cached_tokens  # the same prompt
 
 
-@pytest.mark.parametrize("name", DIALECTS)
-def test_a_stream_says_the_same_and_each_call_in_pieces(name: str) -> None:
-    dialect = DIALECTS[name]
-    before = "" if name == "Llama" else "I look. "
-    with speaking(dialect, lambda _: before + dialect.write(CALLS)) as (client, _):
-        whole = ask(client, [user("look")]).choices[0]
-        chunks = [chunk.choices[0] for chunk in ask(client, [user("look")], stream=True)]
-    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
-    assert [call.index for call in deltas] == sorted(call.index for call in deltas)
-    opened = [call for call in deltas if call.id]
-    assert all(call.type == "function" for call in opened) and len(deltas) > 2 * len(opened)
-    for at, (first, call) in enumerate(zip(opened, whole.message.tool_calls, strict=True)):
-        arguments = "".join(delta.function.arguments for delta in deltas if delta.index == at)
-        assert (first.id, first.function.name, arguments) == (call.id, call.function.name, call.function.arguments)
-    assert asked(whole.message.tool_calls) == CALLS
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == (whole.message.content or "") == before.strip()
-    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["tool_calls"]
-
-
 def test_json_is_text_without_tools_or_such_a_tool() -> None:
     answer = '{"name": "Nora", "parameters": {"age": 9}}'
     call = '{"name": "now", "parameters": {}}'
@@ -143,17 +124,6 @@ def test_a_call_that_was_cut_ends_as_sent_and_the_conversation_goes_on(cut: int)
         again = ask(client, [user("look"), choice.message, *results, user("go on")])
         assert again.choices[0].message.content == "And so."
         assert again.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens - 1
-
-
-PARTS = st.lists(
-    st.sampled_from(
-        [
-            *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
-            *(" ", "\n", "So.", "{", '{"name": "now", "parameters": {}}', "now", "{}", "[", "]", ";", '"'),
-        ]
-    ),
-    max_size=10,
-).map("".join)
 
 
 @pytest.mark.parametrize("name", [name for name in DIALECTS if "Mistral" in name])

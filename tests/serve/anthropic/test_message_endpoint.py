@@ -7,12 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
-from radixkv import AsyncEngine, Engine
-from radixkv.serve import Settings, create_app
-from radixkv.serve.anthropic.errors import error_body
-from radixkv.serve.errors import ApiError
+from radixkv.serve import Settings
 from tests.serve.anthropic.messages import (
     ASKED,
     BODY,
@@ -20,19 +16,15 @@ from tests.serve.anthropic.messages import (
     LOOK,
     MARK,
     assembled,
-    events,
     message,
     prompt_tokens,
     stream,
 )
-from tests.serve.served import LOCAL, Served, fake_model, says, says_in_turn, served, tokenizer
+from tests.serve.served import Served, fake_model, says, says_in_turn, served, tokenizer
 from tests.serve.styles import QWEN
 
 KEYS = {"ada": "ada-secret-1", "bob": "bob-secret-2"}
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
-SYSTEM = "You are Mira, an assistant that answers in one sentence. You never use tools unless a user asks for them."
-
-
 # ---- keys, models, errors
 
 
@@ -61,27 +53,6 @@ def test_every_name_is_served_unless_the_server_is_strict():
             assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
             unknown = server.post(path, {**body, "model": "fake", "mood": 1})
             assert unknown.status_code == 400 and "mood" in unknown.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "not_found_error"),
-        (408, "timeout_error"),
-        (413, "request_too_large"),
-        (415, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (500, "api_error"),
-        (503, "overloaded_error"),
-        (504, "timeout_error"),
-    ],
-)
-def test_each_status_has_its_type_of_error(status: int, kind: str):
-    expected = {"type": "error", "error": {"type": kind, "message": "why"}, "request_id": "req_1"}
-    assert error_body(ApiError(status, "why"), "req_1") == expected
 
 
 def test_limits_and_failures_are_errors_of_this_form():
@@ -140,30 +111,7 @@ def test_a_prompt_of_any_length_is_counted(content: str):
     assert exact > 2000 and abs(count - exact) <= 2 * (len(content) // 16_000 + 1)
 
 
-def test_a_conversation_that_the_template_refuses_is_not_counted():
-    refusing = "{{ raise_exception('Never') if messages[0].content | length > 50 }}{{ messages[0].content }}"
-    with templated(refusing) as model, served(model=model) as server:
-        body = {"model": "m", "messages": [{"role": "user", "content": "word " * 5000}]}
-        answer = server.post("/v1/messages/count_tokens", body)
-    assert answer.status_code == 400 and "Never" in answer.json()["error"]["message"]
-
-
 # ---- hits of clients that send the conversation again
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[TestClient]:
-    with Engine.load("tiny", num_blocks=2000, monitor=False) as engine:
-        app = create_app(AsyncEngine(engine), Settings(api_keys=KEYS))
-        with TestClient(app, LOCAL, headers={"x-api-key": KEYS["ada"]}) as client:
-            yield client
-
-
-def ask(client: TestClient, streamed: bool, **fields: Any) -> dict[str, Any]:
-    body = {"model": "m", "max_tokens": 40, "temperature": 0, "stream": streamed, **fields}
-    answer = client.post("/v1/messages", json=body)
-    assert answer.status_code == 200, answer.text
-    return assembled(events(answer.text)) if streamed else dict(answer.json())
 
 
 def blocks(content: Any, **marks: Any) -> Any:
@@ -173,40 +121,20 @@ def blocks(content: Any, **marks: Any) -> Any:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-@pytest.mark.parametrize("form", ["strings", "blocks", "marks move"])
-def test_every_turn_hits_the_previous_prompt_and_reply(tiny: TestClient, streamed: bool, form: str):
-    system = f"{SYSTEM} Conversation {form}, {streamed}. " + "Be kind, be brief, be right. " * 20
-    history: list[Any] = []
-    spent = 0
-    for turn, words in enumerate(("Hello! My name is Sam.", "What is my name?", "What is the capital of France?")):
-        history.append({"role": "user", "content": words})
-        sent = list(history)
-        if form == "blocks" and turn % 2:
-            sent = [{**each, "content": blocks(each["content"])} for each in sent]
-        if form == "marks move":
-            sent[-1] = {**sent[-1], "content": blocks(sent[-1]["content"], **MARK)}
-        answer = ask(tiny, streamed, system=system if turn else blocks(system, **MARK), messages=sent)
-        usage = answer["usage"]
-        if spent:
-            assert usage["cache_read_input_tokens"] == spent - 1 >= 0.99 * spent
-        spent = prompt_tokens(usage) + usage["output_tokens"]
-        history.append({"role": "assistant", "content": answer["content"]})
+def test_a_last_message_of_the_assistant_is_continued(streamed: bool):
+    with served(brain=says("You are Sam, and I am glad of it.")) as server:
 
+        def ask(history: list[Any]) -> dict[str, Any]:
+            return assembled(stream(server, messages=history)) if streamed else message(server, messages=history)
 
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_last_message_of_the_assistant_is_continued(tiny: TestClient, streamed: bool):
-    asked = [{"role": "user", "content": "Hello! My name is Sam."}]
-    whole = ask(tiny, streamed, messages=asked)["content"][0]["text"]
-    middle = whole.index(" ", len(whole) // 2)
-    begun = [*asked, {"role": "assistant", "content": whole[:middle]}]
-    answer = ask(tiny, streamed, messages=begun)
-    assert answer["content"][0]["text"] == whole[middle:]
-    assert answer["usage"]["cache_read_input_tokens"] > 10
-    body = {"model": "m", "messages": begun}
-    assert tiny.post("/v1/messages/count_tokens", json=body).json()["input_tokens"] == prompt_tokens(answer["usage"])
-    spent = prompt_tokens(answer["usage"]) + answer["usage"]["output_tokens"]
-    joined = [*asked, {"role": "assistant", "content": whole}, {"role": "user", "content": "What is my name?"}]
-    assert ask(tiny, streamed, messages=joined)["usage"]["cache_read_input_tokens"] >= spent - 1
+        begun = [*ASKED, {"role": "assistant", "content": "You are Sam,"}]
+        answer = ask(begun)
+        assert answer["content"][0]["text"] == " and I am glad of it."
+        counted = server.post("/v1/messages/count_tokens", {"model": "m", "messages": begun}).json()
+        assert counted["input_tokens"] == prompt_tokens(answer["usage"])
+        spent = prompt_tokens(answer["usage"]) + answer["usage"]["output_tokens"]
+        said = {"role": "assistant", "content": "You are Sam, and I am glad of it."}
+        assert ask([*ASKED, said, *ASKED])["usage"]["cache_read_input_tokens"] >= spent - 1
 
 
 @contextmanager

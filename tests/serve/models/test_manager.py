@@ -146,21 +146,6 @@ def test_a_request_waits_for_used_models_then_is_told_to_come_again() -> None:
     run(test())
 
 
-def test_a_load_that_fails_is_tried_again_by_the_next_request() -> None:
-    async def test() -> None:
-        world = World(loads=(FAILS, 1.0))
-        manager = world.manager()
-        failures = await asyncio.gather(use(manager, 0), use(manager, 0), return_exceptions=True)
-        for each in failures:
-            assert isinstance(each, NotLoaded) and not each.wait
-            assert str(each) == "the model '0' could not be loaded: the file is cut off"
-        assert (manager.slots[0].state, manager.slots[0].error) == ("failed", "the file is cut off")
-        await use(manager, 0)
-        assert (manager.slots[0].state, manager.slots[0].error, world.begun) == ("loaded", None, ["0", "0"])
-
-    run(test())
-
-
 def test_a_model_that_broke_is_loaded_again() -> None:
     async def test() -> None:
         world = World()

@@ -15,7 +15,7 @@ from radixkv.serve.fields import IgnoredFields
 from radixkv.serve.ollama.schemas import read_chat, read_generate
 from tests.chat.tool_call_dialects import DIALECTS, TOOLS, Dialect
 from tests.grammar.engines import RandomRunner
-from tests.serve.served import ASKED, Served, fake_model, says, says_in_turn, served
+from tests.serve.served import ASKED, Served, fake_model, says, served
 from tests.serve.test_infill import coder, middle, text
 from tests.serve.test_openapi import fits, responses
 from tests.serve.test_tool_calls import CALLS
@@ -113,20 +113,6 @@ def test_a_failing_stream_ends_with_an_error_line_and_a_silent_one_stays_valid(m
 # ---- the next turn
 
 
-@pytest.mark.parametrize("streamed", [True, False])
-@pytest.mark.parametrize("keeps_thinking", [True, False])
-def test_the_next_turn_hits_the_previous_prompt_and_reply(streamed: bool, keeps_thinking: bool):
-    with served(brain=says_in_turn(THOUGHT, "Your name is Nora.", "Bye.")) as server:
-        history, before = [{"role": "system", "content": "You are Mira."}], 0
-        for words in ("My name is Nora.", "What is my name?", "Bye!"):
-            history.append({"role": "user", "content": words})
-            answer = joined(lines(server, messages=history)) if streamed else whole(server, messages=history)
-            assert answer["cached_prompt_count"] == max(before - 1, 0)
-            before = spent(answer)
-            message = answer["message"]
-            history.append(message if keeps_thinking else {name: message[name] for name in ("role", "content")})
-
-
 @contextmanager
 def speaking(dialect: Dialect, reply: Callable[[str], str]) -> Iterator[Served]:
     own = dialect.tokenizer()
@@ -145,7 +131,7 @@ def sent_back(message: dict[str, Any], ids: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ids", ["ours", "their own", "none"])
-@pytest.mark.parametrize("name", [name for name, each in DIALECTS.items() if each.most_calls > 1])
+@pytest.mark.parametrize("name", ["Qwen", "Mistral, a list"])
 def test_calls_come_back_with_any_ids_and_all_of_it_hits(name: str, ids: str):
     dialect, prompts, history, before = DIALECTS[name], [], [{"role": "user", "content": "look"}], 0
 
@@ -175,7 +161,7 @@ def test_a_call_that_the_limit_cuts_is_left_out():
     with speaking(dialect, lambda _: '[TOOL_CALLS][{"name": "now", "arguments": {"zone": "UTC and more"}}]') as server:
         asked = {"messages": [{"role": "user", "content": "look"}], "tools": TOOLS}
         length = whole(server, **asked)["eval_count"]
-        for most in range(1, length):
+        for most in (1, length // 2, length - 2, length - 1):
             options = {"temperature": 0, "num_predict": most}
             for answer in (whole(server, **asked, options=options), joined(lines(server, **asked, options=options))):
                 functions = [each["function"] for each in answer["message"].get("tool_calls", ())]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from datetime import datetime
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
@@ -67,17 +66,6 @@ def test_a_gguf_file_is_described_by_its_header(tmp_path: Path):
 def test_a_model_without_files_is_listed_without_facts(source: str):
     facts = facts_of(source)
     assert (facts.size, facts.family, facts.info, facts.template) == (0, "", {}, "") and len(facts.digest) == 64
-
-
-def test_a_strange_configuration_does_not_break_the_lists(tmp_path: Path):
-    copytree(BUNDLED["tiny"], tmp_path, dirs_exist_ok=True)
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "text_config": "x"}')
-    assert facts_of(str(tmp_path)).family == "llama"
-
-
-def test_a_model_that_is_not_cached_has_no_facts_of_the_folder_of_the_server(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(BUNDLED["tiny"])
-    assert facts_of("org/model-that-is-not-cached").size == 0
 
 
 def test_requests_to_change_the_models_name_the_command_that_does_it():

@@ -77,31 +77,6 @@ def test_calls_whole_and_as_events() -> None:
     assert kinds(events)[-9:] == [*call, *call, "completed"]
 
 
-def test_functions_of_a_namespace_are_offered_and_called_under_a_qualified_name() -> None:
-    inner = {name: value for name, value in WEATHER.items() if name != "strict"}
-    tools = [{"type": "namespace", "name": "met", "description": "Norway's.", "tools": [inner]}]
-    seen: list[str] = []
-
-    def reply(prompt: str) -> str:
-        seen.append(prompt)
-        return "It is grey." if "grey" in prompt else DIALECTS["Qwen"].write([("met__weather", {"city": "Oslo"})])
-
-    with answering(reply) as server:
-        body = {**ASKED, "tools": tools}
-        (call,) = whole(server, body)["output"]
-        assert (call["namespace"], call["name"]) == ("met", "weather")
-        assert "met__weather" in seen[0]
-        sent_back = [
-            {"role": "user", "content": "Hello!"},
-            call,
-            {"type": "function_call_output", "call_id": call["call_id"], "output": "grey"},
-        ]
-        last = whole(server, {**body, "input": sent_back})
-        assert last["output"][0]["content"][0]["text"] == "It is grey."
-        used = last["usage"]
-        assert used["input_tokens_details"]["cached_tokens"] > 0.8 * used["input_tokens"]
-
-
 @pytest.mark.parametrize(("summary", "part"), [(None, "content"), ("auto", "summary")])
 def test_reasoning_whole_and_as_events_and_sent_back(summary: str | None, part: str) -> None:
     tokenizer = tokenizer_of(OWN_TAGS, *OWN)

@@ -75,18 +75,6 @@ def test_the_cached_text_of_a_deleted_response_is_evicted_first(settings: Settin
         assert demoted() == [(0, ends[1]), (ends[1], ends[2] - 1)]  # the responses before it were deleted first
 
 
-def test_the_text_of_a_stored_response_stays_when_all_that_continue_it_are_deleted() -> None:
-    with served(brain=says("Hello, you.")) as server:
-        tree, client, first = server.engine.core.cache.state.tree, client_of(server), whole(server, ASKED)
-        second = whole(server, {**ASKED, "previous_response_id": first["id"]})
-        third = whole(server, {**ASKED, "previous_response_id": second["id"]})
-        client.responses.delete(second["id"])
-        client.responses.delete(third["id"])
-        server.engine.stats()  # waits for the engine's thread
-        kept, end = first["usage"]["total_tokens"], third["usage"]["total_tokens"]
-        assert [(node.start, node.end) for node in tree.walk() if node.demoted] == [(kept, end - 1)]
-
-
 def test_instructions_are_not_continued() -> None:
     seen: list[list[int]] = []
     say = says("Hello, you.")
