@@ -20,22 +20,6 @@ from tests.telemetry.served import runtime_folder
 PLAIN = {"model": "fake", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6}
 
 
-def test_a_chat_completion_is_the_engines_own():
-    with served(brain=says("Good day to you.")) as server:
-        answer = server.chat(max_tokens=50)
-        own = server.engine.generate([ASKED], SamplingParams(temperature=0, max_tokens=50))[0]
-    (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "Good day to you.", "refusal": None}
-    assert own.text == "Good day to you."
-    assert choice["finish_reason"] == "stop" and choice["logprobs"] is None
-    usage = answer["usage"]
-    assert usage["prompt_tokens"] == own.usage.prompt_tokens
-    assert usage["completion_tokens"] == own.usage.output_tokens
-    assert usage["total_tokens"] == own.usage.prompt_tokens + own.usage.output_tokens
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert answer["object"] == "chat.completion" and answer["model"] == "fake"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_reply_is_remembered_before_its_end_is_told(stream):
     """Random token ids, which a tokenizer would encode differently."""

@@ -168,11 +168,6 @@ def test_nothing_is_known_in_another_namespace_or_with_other_tools():
     for namespace, tools in (("y", TOOLS), (None, TOOLS), (("x",), TOOLS), ("x", None), ("x", more)):
         prompt = told.prompt(namespace, messages, tools)
         assert (prompt.known, list(prompt.ids)) == (0, encoded(rendered("ChatML", messages, tools)))
-    told.remember(told.prompt("x", messages, more), assistant("b"), [*spelled("b", 1), END])
-    messages = [*messages, assistant("b"), user("ou")]
-    assert told.prompt("x", messages, more).known == 4
-    turned = told.prompt("x", messages, more[::-1])  # the template writes the keys in their order
-    assert (turned.known, list(turned.ids)) == (0, encoded(rendered("ChatML", messages, more[::-1])))
 
 
 @pytest.mark.parametrize("mode", ["append", "template"])

@@ -9,7 +9,7 @@ import pytest
 from radixkv.chat.template_arguments import variables
 from radixkv.serve import Settings
 from tests.chat.worlds import CHATML, byte_tokenizer
-from tests.serve.served import ASKED, Served, fake_model, served
+from tests.serve.served import ASKED, Served, fake_model, says, served, texts
 from tests.serve.styles import QWEN
 
 # As Qwen3's, DeepSeek's and gpt-oss's templates read their variables.
@@ -107,26 +107,12 @@ def test_the_next_turn_hits_the_whole_last_one(switch, history):
 
 
 def test_excluded_thinking_is_not_in_the_answer():
-    tokenizer = byte_tokenizer(CHATML)
-    words = "<think>\nHm.\n</think>\n\nYes."
-    ids = [*tokenizer.encode(words, add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|im_end|>")]
-
-    def brain(tokens: list[int]) -> int:
-        opening = tokenizer.encode("assistant\n", add_special_tokens=False)
-        at = max(i for i in range(len(tokens) + 1) if tokens[i - len(opening) : i] == opening)
-        return ids[min(len(tokens) - at, len(ids) - 1)]
-
-    body = {"model": "fake", "messages": ASKED, "temperature": 0}
-    with server_of(CHATML, brain=brain) as server:
-        shown = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
-        hidden = server.post("/v1/chat/completions", {**body, "reasoning": {"exclude": True}})
-        events = server.events("/v1/chat/completions", {**body, "reasoning": {"exclude": True}})
-    assert shown["reasoning_content"] == "Hm." and shown["content"] == "Yes."
+    path, body = "/v1/chat/completions", {"model": "fake", "messages": ASKED, "reasoning": {"exclude": True}}
+    with served(brain=says("<think>\nHm.\n</think>\n\nYes.")) as server:
+        hidden, events = server.post(path, body), server.events(path, body)
     message = hidden.json()["choices"][0]["message"]
     assert "reasoning_content" not in message and message["content"] == "Yes." and "warning" not in hidden.headers
-    deltas = [choice["delta"] for event in events for choice in event["choices"]]
-    assert not any("reasoning_content" in delta for delta in deltas)
-    assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+    assert texts(events) == {0: "Yes."} and texts(events, "reasoning_content") == {0: ""}
 
 
 @pytest.mark.parametrize(
