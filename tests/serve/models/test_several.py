@@ -58,13 +58,13 @@ def several(
     monkeypatch: pytest.MonkeyPatch, settings: Settings | None = None, *, fails: Sequence[str] = (), gate: Any = None
 ) -> Iterator[Place]:
     specs = [ModelSpec(name, "tiny", EngineConfig(), (f"{name}-too",)) for name in SAID]
-    models = SeveralModels(specs, settings or Settings())
+    models, model = SeveralModels(specs, settings or Settings()), fake_model()  # its tokenizer is slow to load
 
     def load(spec: ModelSpec) -> Engine:
         place.loads.append(spec.name)
         if spec.name in fails:
             raise InvalidInput("its file is cut off")
-        engine, runner = make_engine(num_blocks=256, model=fake_model(), brain=says(SAID[spec.name]))
+        engine, runner = make_engine(num_blocks=256, model=model, brain=says(SAID[spec.name]))
         runner.gate = gate if spec.name == "one" else None
         place.engines[spec.name], place.runners[spec.name] = engine, runner
         return engine
@@ -151,7 +151,7 @@ def test_the_document_has_all_names_and_what_loads_answer(monkeypatch: pytest.Mo
 @pytest.mark.long
 def test_a_model_with_a_running_stream_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Semaphore(1)
-    settings = Settings(max_loaded=1, load_timeout=0.2, retry_after=7)
+    settings = Settings(max_loaded=1, load_timeout=1.0, retry_after=7)
     with several(monkeypatch, settings, gate=gate) as place:
         answers: list[Any] = []
         asking = threading.Thread(target=lambda: answers.append(place.chat("one", stream=True)))
