@@ -22,6 +22,7 @@ REMOVED: dict[str, str] = {
     "key_share": "--key-share was removed: tenants take turns, and each gets at most half of --max-sequences",
     "max_overtakes": "max_overtakes was removed: max_delay bounds how long a request is overtaken",
     "namespace_limits": "namespace_limits was removed: namespaces take turns, each with at most half of the streams",
+    "host_blocks": "--host-blocks was removed: the recording that --demo plays has a host tier",
     "replicas": "--replicas was removed: simulate one engine, and measure a fleet with Dynamo",
     "scrub": "scrub was removed: call engine.audit(blocks), from a thread of your own while requests run",
     "routing": "--routing was removed with --replicas: simulate one engine, and measure a fleet with Dynamo",

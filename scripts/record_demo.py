@@ -1,50 +1,68 @@
-"""Record the monitor's demo to tests/monitor/data/agents.rec, for pictures and for tests of screens.
+"""Record eight agents on the bundled model for `radixkv-monitor --demo`: a real run, with a host tier.
 
-Run `python scripts/record_demo.py [FILE]`. Chats and agents share a pool that is a little too small for them. The same
-seed gives the same bytes on any machine. After a new recording, run `python scripts/draw_monitor.py` and `pytest
-tests/monitor/test_snapshots.py --snapshot-update`.
+Run `python scripts/record_demo.py [FILE]`. The pool is too small for all agents. Four belong to each of two namespaces,
+and all pause between their turns. The texts are of this script, so the recording may show them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import replace
+import random
+import threading
+import time
 from pathlib import Path
 
-from radixkv.telemetry.mirror import Mirror
-from radixkv.telemetry.protocol import Delta, Frame, Hello, snapshot_frames
-from radixkv_monitor.demo import DemoSource
-from radixkv_monitor.state_builder import save
+from radixkv import ChatSession, Engine, SamplingParams
+from radixkv.errors import RadixKVError
+from radixkv_monitor.feed_factory import DEMO
 
-TARGET = Path(__file__).parent.parent / "tests" / "monitor" / "data" / "agents.rec"
-BEGAN = 1_790_000_000.0
-SECONDS, EVERY = 60, 2
-"""The length of the recording, and the interval of its deltas, in seconds."""
+SECONDS, AGENTS = 45, 8
+RULES = "You are Mira, the assistant of the Harbor Shop in Lisbon. The shop opens at 9 and closes at 18. " * 3
+ASKED = (
+    "Do you have a lamp in stock?",
+    "My name is Nora and I live in Oslo.",
+    "What is my name?",
+    "Where do I live?",
+    "When does the shop open?",
+    "Is a kettle cheaper than a tent?",
+)
 
 
-def frames(seed: int = 7, seconds: int = SECONDS) -> Iterator[Frame]:
-    """Yield a hello, a snapshot of the start, and deltas with the changed stats only, as an engine sends them."""
-    source, mirror = DemoSource(seed, num_blocks=1280, sessions=18, started=BEGAN), Mirror()
-    yield Hello(replace(source.facts, pid=4711, version="0.1.0"), ts=BEGAN)
-    mirror.apply(source.step(BEGAN))
-    yield from snapshot_frames(mirror, 0, BEGAN)
-    for seq in range(1, seconds // EVERY + 1):
-        ts = BEGAN + seq * EVERY
-        changes = source.step(ts)
-        changed = {name: value for name, value in changes.stats.items() if mirror.stats.get(name) != value}
-        mirror.apply(changes)
-        yield Delta(replace(changes, stats=changed), seq=seq, ts=ts)
+def talk(engine: Engine, number: int, until: float) -> None:
+    """Hold conversations with one agent until then, and return to earlier ones, which may have left the pool."""
+    draws = random.Random(number)
+    chats: list[ChatSession] = []
+    while time.monotonic() < until:
+        if len(chats) < 3:
+            opening = f"You are agent {number} of a shop in Lisbon, and this is customer {len(chats)}. " + RULES
+            chats.append(
+                engine.chat(RULES if draws.random() < 0.5 else opening, namespace=("alice", "bob")[number % 2])
+            )
+        chat = draws.choice(chats)
+        try:
+            chat.send(draws.choice(ASKED), SamplingParams(max_tokens=draws.randrange(8, 40), seed=number))
+        except RadixKVError as error:  # the conversation has grown longer than the model's context
+            print(f"agent {number}: {error}")
+            chats.remove(chat)
+        if len(chat.token_ids) > 500 and chat in chats:
+            chats.remove(chat)
+        time.sleep(draws.uniform(0.5, 3))
 
 
 def main() -> None:
     """Write the file."""
-    parser = argparse.ArgumentParser(description="Record the monitor's demo.")
-    parser.add_argument("target", nargs="?", type=Path, default=TARGET)
+    parser = argparse.ArgumentParser(description="Record the run that radixkv-monitor --demo plays.")
+    parser.add_argument("target", nargs="?", type=Path, default=DEMO)
     target = parser.parse_args().target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    number = save(target, frames())
-    print(f"wrote {number} frames, {target.stat().st_size:,} bytes, to {target}")
+    with Engine.load("tiny", num_blocks=128, host_memory="4MiB", expose_text=True, monitor=True) as engine:
+        until = time.monotonic() + SECONDS
+        agents = [threading.Thread(target=talk, args=(engine, number, until)) for number in range(AGENTS)]
+        for agent in agents:
+            agent.start()
+        for agent in agents:
+            agent.join()
+        engine.flight_recording(target)
+    print(f"wrote {target.stat().st_size:,} bytes to {target}")
 
 
 if __name__ == "__main__":

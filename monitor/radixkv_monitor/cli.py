@@ -122,7 +122,7 @@ def choose_feed(arguments: argparse.Namespace, *, ask: bool = False) -> Any:
     from radixkv_monitor import feed_factory
 
     if arguments.demo:
-        return feed_factory.demo(arguments.host_blocks)
+        return feed_factory.demo()
     target = arguments.replay or arguments.target
     if target is not None:
         return feed_factory.feed_of(str(target), arguments.token)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +14,11 @@ from radixkv_monitor.formatting import duration
 from radixkv_monitor.live import HZ, SocketFeed
 from radixkv_monitor.replay import FileFeed
 
-DEMO_PAST = 60.0
-"""The age of the demo's engine when it is first shown, in seconds."""
+DEMO = Path(__file__).parent / "demo.rec"
+"""A recording of eight agents on the bundled model, by scripts/record_demo.py."""
 
 NO_ENGINE = (
-    "no running engine of this user was found. Start an engine (without monitor=False), or watch a simulated "
+    "no running engine of this user was found. Start an engine (without monitor=False), or watch a recorded "
     "one with --demo"
 )
 
@@ -50,11 +49,9 @@ def feed_of_found(found: FoundEngine) -> SocketFeed:
     return SocketFeed(f"{found.model}, pid {found.pid}", _reconnecting(found))
 
 
-def demo(host_blocks: int = 0) -> ThreadFeed:
-    """Return the feed of the demo's engine. The workload is imported here, since only the demo needs it."""
-    from radixkv_monitor.demo import DemoFeed, DemoSource
-
-    return DemoFeed(lambda: DemoSource(host_blocks=host_blocks, started=time.time() - DEMO_PAST))
+def demo() -> FileFeed:
+    """Return the feed of the demo: a recording of an engine, which begins again at its end."""
+    return FileFeed(DEMO, loops=True)
 
 
 def describe(found: FoundEngine, now: float) -> str:

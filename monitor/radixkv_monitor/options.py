@@ -47,10 +47,7 @@ def _add_sources(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "target", nargs="?", metavar="TARGET", help="a process id, a socket, tcp://HOST:PORT, or a recording"
     )
-    group.add_argument("--demo", action="store_true", help="show a made-up workload over a real cache; needs no engine")
-    group.add_argument(
-        "--host-blocks", metavar="N", type=int, default=0, help="with --demo: add a host tier of N blocks (of 2 MiB)"
-    )
+    group.add_argument("--demo", action="store_true", help="play a recording of eight agents; needs no engine")
     group.add_argument("--replay", metavar="FILE", type=Path, help="play a recording")
     group.add_argument(
         "--token", default="", help="the token of an engine at tcp://; not needed on the engine's own machine"
@@ -122,10 +119,6 @@ def named_sources(given: argparse.Namespace) -> list[object]:
 
 RULES: tuple[tuple[Callable[[argparse.Namespace], object], str], ...] = (
     (lambda given: len(named_sources(given)) > 1, "a target, --replay and --demo exclude each other: give one of them"),
-    (
-        lambda given: given.host_blocks and not (given.demo and given.host_blocks > 0),
-        "--host-blocks goes with --demo, and is a number above 0",
-    ),
     (
         lambda given: given.watch and given.once,
         "--watch and --once exclude each other: give one of them",

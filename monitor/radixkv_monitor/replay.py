@@ -26,9 +26,12 @@ _BATCH, _TICK = 32, 0.1
 class FileFeed(ThreadFeed):
     """Play the recording at `path` from its start; a background thread first reads the whole file."""
 
-    def __init__(self, path: Path, *, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, *, speed: float = 1.0, loops: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`loops` begins again at the end."""
         super().__init__(path.name, StateBuilder(Timeline(inf, BYTES), seconds=inf), clock)
-        self._path = path
+        self._path, self._loops = path, loops
         self._player = PastStates(self.builder)
         self._lock = Lock()
         self._nudge = Event()
@@ -150,6 +153,8 @@ class FileFeed(ThreadFeed):
                 self._head = span[0]
             elif self.playing:
                 self._head = min(self._head + (now - self._at) * self.speed, span[1])
+                if self._loops and loaded and self._head == span[1]:
+                    self._head = span[0]
             self._at = now
             head = self._head
         state = self._player.at(head)

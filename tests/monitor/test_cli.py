@@ -95,8 +95,6 @@ def test_several_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         (["--demo", "--replay", "x"], "exclude each other"),
         (["1", "--demo"], "exclude each other"),
         (["--demo"], "no terminal"),
-        (["--host-blocks", "9", "--once"], "goes with --demo"),
-        (["--demo", "--host-blocks", "-9", "--once"], "a number above 0"),
         (["--demo", "--once", "--record", "/"], "there already"),
     ],
 )
@@ -178,7 +176,7 @@ def test_neither_torch_nor_transformers_is_imported_nor_textual_for_one_look(rec
         "import sys; from radixkv_monitor.cli import main;"
         f"main([{str(recording)!r}, '--once']); one = 'textual' in sys.modules;"
         "import radixkv_monitor.app; from radixkv_monitor.views import VIEWS; [each.load() for each in VIEWS];"
-        "from radixkv_monitor import demo, dialogs;"
+        "from radixkv_monitor import dialogs;"
         "print(one, sorted({'torch', 'transformers', 'triton', 'tokenizers'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=_environment())
