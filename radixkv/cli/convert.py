@@ -137,9 +137,10 @@ def _load(path: Path, dtype: str, tokenizer: str | None) -> tuple[Any, Any]:
 def _write(model: Any, tokenizer: Any | None, folder: Path, check: Callable[[], None]) -> int:
     """Write the model to the folder, and call `check` between two pieces; return the bytes of its weights."""
     from radixkv.models import checkpoint_writer
+    from radixkv.models.gguf_weights import byte_bar
 
     total = checkpoint_writer.bytes_of(model)
-    with _bar(total) as advance:
+    with byte_bar("writing", total) as advance:
 
         def progress(count: int) -> None:
             check()
@@ -147,19 +148,6 @@ def _write(model: Any, tokenizer: Any | None, folder: Path, check: Callable[[], 
 
         checkpoint_writer.write_model(folder, model, tokenizer, progress=progress)
     return total
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], object]]:
-    """Show a bar for `total` bytes on stderr if that is a terminal; yield a function that adds bytes to it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns: list[Any] = [TextColumn("writing"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("writing", total=total)
-        yield lambda count: progress.advance(task, count)
 
 
 @contextmanager

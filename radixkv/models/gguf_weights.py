@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from io import BufferedReader
 from itertools import groupby
 from typing import Any
@@ -306,21 +306,22 @@ def _read(file: BufferedReader, tensor: GGUFTensor, buffer: Raw) -> Raw:
     return buffer
 
 
-@contextmanager
-def _progress(header: GGUFHeader) -> Iterator[Advance]:
-    """Show the bytes read on a terminal, for large files; yields the function to call with the bytes of each tensor.
-
-    In a thread nothing is shown: another one may use the terminal meanwhile.
-    """
+def _progress(header: GGUFHeader) -> AbstractContextManager[Advance]:
+    """Show the bytes read of large files, but not in a thread: another one may use the terminal meanwhile."""
     total = sum(each.nbytes for each in header.tensors.values())
     if total < _LARGE or threading.current_thread() is not threading.main_thread():
-        yield lambda nbytes: None
-        return
+        return nullcontext(lambda nbytes: None)
+    return byte_bar(f"reading {header.path.name}", total)
+
+
+@contextmanager
+def byte_bar(text: str, total: int) -> Iterator[Advance]:
+    """Show a bar for `total` bytes on stderr if that is a terminal; yield a function that adds bytes to it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task(f"reading {header.path.name}", total=total)
+        task = bar.add_task(text, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
