@@ -159,8 +159,8 @@ def read_commit(commit: str) -> dict[str, str]:
     return {name: file.read().decode() for name, file in files.items() if file}
 
 
-def tests_of(path: str, top: Path, known: str) -> list[str]:
-    """Return test files, the likeliest to fail first: a known one, named after the module, importing it, near it."""
+def tests_of(path: str, top: Path) -> list[str]:
+    """Return test files, the likeliest to fail first: named after the module, importing it, near it."""
     dotted = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     dotted = dotted.removeprefix("kernels.").removeprefix("traces.")
     (parent, _, name), folders = dotted.rpartition("."), {*dotted.replace("radixkv_", "radixkv.").split(".")[1:-1]}
@@ -169,7 +169,7 @@ def tests_of(path: str, top: Path, known: str) -> list[str]:
     for test in sorted((top / "tests").rglob("test_*.py")):
         place = test.relative_to(top)
         score = 3 * (f"_{name}" in test.stem) + 2 * bool(imported.search(test.read_text(encoding="utf-8")))
-        score += len(folders & {*place.parts[1:-1]}) + 9 * (str(place) == known)
+        score += len(folders & {*place.parts[1:-1]})
         if score and not LEFT_OUT & {*place.parts}:
             found.append((-score, str(place)))
     return [test for _, test in sorted(found)]
@@ -215,7 +215,7 @@ def main() -> None:
     given = arguments.parse_args()
     top, verdicts = given.checkout.resolve(), Counter[str]()
     known = map(json.loads, given.known.read_text().splitlines() if given.known else ())
-    failed = {told["number"]: told["by"].partition("::")[0] for told in known if told.get("verdict") == "killed"}
+    failed = {told["number"]: told["by"].partition("[")[0] for told in known if told.get("verdict") == "killed"}
     texts = read(top)
     standing = index(texts)
     roots = [str(top / root) for root in ("", "kernels", "monitor", "traces")]
@@ -235,11 +235,11 @@ def main() -> None:
         if not given.list:
             rows[paths[path] - 1] = changed
             (top / path).write_text("".join(rows), encoding="utf-8")
-            begin, tests = time.monotonic(), tests_of(path, top, failed.get(number, ""))
+            begin, tests, options = time.monotonic(), tests_of(path, top), [*OPTIONS, *given.options]
             try:
-                ended = (
-                    run(top, tests, [*OPTIONS, *given.options], given.seconds) if tests else ("survived", "no tests")
-                )
+                ended = run(top, [failed[number]], options, given.seconds) if number in failed else ("", "")
+                if ended[0] != "killed":
+                    ended = run(top, tests, options, given.seconds) if tests else ("survived", "no tests")
                 told["verdict"], told["by"] = ended
             finally:
                 (top / path).write_text(texts[path], encoding="utf-8")
