@@ -5,14 +5,10 @@ from __future__ import annotations
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
-from radixkv.model_path import BUNDLED
 from tests.fleet.processes import Fleet, Process, Reply, until
 
 STORY = "Tell me a story about boats and kites."
@@ -59,16 +55,6 @@ def test_a_stream_goes_on_at_another_worker_byte_for_byte(two: Fleet) -> None:
     assert all(one["logprob"] == pytest.approx(other["logprob"], abs=1e-3) for one, other in pairs)
 
 
-def test_a_worker_that_dies_before_the_first_token_is_not_seen(two: Fleet) -> None:
-    """The router learns of the death by its first request."""
-    workers = [each for each in two.processes if each.instance]
-    calm = two.stream(STORY, 20)
-    by_instance(two, calm.worker).signal(signal.SIGKILL)  # which the router prefers: it has the prompt
-    replies = [two.stream(STORY, 20) for _ in range(2)]
-    assert [(each.error, each.text) for each in replies] == [(None, calm.text)] * 2
-    assert len(workers) == 2
-
-
 @pytest.mark.parametrize("more", [{"guided_regex": "[a-z ]{900}"}, {"n": 2, "temperature": 0.5}])
 def test_a_stream_that_cannot_move_ends_with_an_error(two: Fleet, more: dict[str, Any]) -> None:
     """Another worker would begin the constraint again, or only one of two replies."""
@@ -77,18 +63,6 @@ def test_a_stream_that_cannot_move_ends_with_an_error(two: Fleet, more: dict[str
     assert killed
     assert cut.error["error"]["code"] == 503
     assert two.stream(STORY, 5).error is None
-
-
-def test_without_a_worker_there_is_an_error_until_one_starts(empty: Fleet) -> None:
-    empty.frontend()
-    only, killed = empty.worker(), list[Process]()
-    empty.joined(only)
-    cut = empty.stream(STORY, 300, killer(empty, 30, killed))
-    assert killed == [only]
-    assert cut.error["error"]["code"] == 503
-    until(lambda: (empty.stream(STORY, 5).error or (0,))[0] == 503, "an error before the first token")
-    empty.joined(empty.worker())
-    assert len(empty.stream(STORY, 5).chunks) > 5
 
 
 def test_sigterm_under_load_fails_no_request(two: Fleet) -> None:
@@ -133,19 +107,6 @@ def test_ctrl_c_ends_a_worker(two: Fleet) -> None:
     leaving.signal(signal.SIGINT)
     assert leaving.ended() == 0
     assert two.stream(STORY, 5).error is None
-
-
-def test_a_stopped_worker_gets_no_requests_until_it_goes_on(two: Fleet) -> None:
-    stopped, other = (each for each in two.processes if each.instance)
-    stopped.signal(signal.SIGSTOP)
-    replies = [two.stream(f"{number} stories", 3) for number in range(12)]
-    assert [each.error for each in replies] == [None] * 12
-    waited = [each.arrivals[0] - before.arrivals[-1] for before, each in pairwise(replies)]
-    assert sum(seconds > 4 for seconds in waited) <= 1, waited  # Dynamo tries a worker for five seconds
-    stopped.signal(signal.SIGCONT)
-    numbers = iter(range(1000))
-    until(lambda: two.stream(f"{next(numbers)} boats", 3).worker == stopped.instance, "it serves again")
-    assert {other.instance, stopped.instance} <= two.instances()
 
 
 def until_hit(fleet: Fleet) -> list[Reply]:
@@ -219,23 +180,6 @@ def test_requests_beyond_the_queue_and_wrong_requests(empty: Fleet) -> None:
         response = empty.post("/v1/chat/completions", **(chat | change))
         assert response.status_code == 400, change
         assert named in response.json()["message"]
-
-
-def test_models_are_separate_and_a_second_version_of_one_is_not_mixed_in(empty: Fleet, tmp_path: Path) -> None:
-    empty.frontend()
-    named = {name: empty.worker("--served-model-name", name, "--component", name) for name in ("one", "two")}
-    empty.joined(*named.values())
-    until(lambda: len(empty.models()) == 2, "both models")
-    for name, worker in named.items():
-        assert empty.stream(STORY, 3, model=name).worker == worker.instance
-    folder = shutil.copytree(BUNDLED["tiny"], tmp_path / "changed")
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: each * 1.01 for name, each in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    changed = empty.worker("--served-model-name", "one", "--component", "one", model=str(folder))
-    replica = empty.worker("--served-model-name", "one", "--component", "one")
-    until(lambda: {changed.instance, replica.instance} <= empty.instances(), "both are there")
-    served = {empty.stream(f"{number} stories", 3, model="one").worker for number in range(16)}
-    assert served == {named["one"].instance, replica.instance}
 
 
 def test_discovery_that_cannot_be_used_and_a_used_port_are_named(empty: Fleet) -> None:
