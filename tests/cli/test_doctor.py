@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -165,23 +164,6 @@ def test_a_model_with_windows_and_without_a_tokenizer(examine: Any, tmp_path: Pa
     assert any("dtype='float32'" in seen for _, seen in found["faster"])
 
 
-def test_what_is_warned_of_while_loading_is_a_note(
-    examine: Any, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from radixkv.models import adapter
-
-    caplog.set_level(logging.INFO, logger="radixkv")
-
-    def warn(*_: object, **__: object) -> LoadedModel:
-        adapter._log.info("quiet")
-        for _each in range(2):
-            adapter._log.warning("%s: the rotary frequencies are fixed", "tiny")
-        return tiny
-
-    monkeypatch.setattr("radixkv.models.adapter.load", warn)
-    assert examine()[1]["model"][1:] == [("note", "the rotary frequencies are fixed")]
-
-
 def test_what_a_real_checkpoint_has_besides_weights_is_said(examine: Any, tmp_path: Path) -> None:
     make(transformers.LlamaConfig(**{**GROUPED, "vocab_size": 264, "eos_token_id": None})).save_pretrained(tmp_path)
     tokenizer = byte_tokenizer(CHATML)
@@ -209,13 +191,6 @@ def test_a_self_test_that_fails_is_a_problem(examine: Any, monkeypatch: pytest.M
     monkeypatch.setattr("radixkv.models.selftest.self_test", fail)  # loading has its own name for it
     status, found = examine()
     assert (status, found["self-test"]) == (1, [("problem", "a decode differs by 3.0e-01")])
-
-
-def test_host_memory_of_a_cpu_is_better_spent_on_the_pool(examine: Any) -> None:
-    status, found = examine("--kv-memory", "96MiB", "--host-memory", "1MiB")
-    advice = "a larger --kv-memory holds as much in the same memory, without copies"
-    assert status == 0
-    assert found["host memory"] == [("note", f"10 more blocks, 160 tokens: 960 KiB; {advice}")]
 
 
 def test_the_room_and_the_folder_of_a_disk(examine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ import torch
 
 from radixkv import SamplingParams
 from radixkv.cli import main
-from radixkv.models.adapter import load
-from tests.chat.worlds import byte_tokenizer
 from tests.cli.gguf_chat_model import write_chat_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -35,25 +33,6 @@ def test_chat(
     out = capsys.readouterr().out
     assert out.startswith("small-Q8_0, 512 tokens" if arguments != ["."] else "., 512 tokens")
     assert out.count("prompt tokens cached") == 2
-
-
-@pytest.mark.parametrize("words", ["words", "other.gguf"])
-def test_a_tokenizer_for_a_file_without_one(
-    words: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bare = write_chat_model(file.with_name("bare.gguf"), **{"tokenizer.ggml.model": "none"})
-    byte_tokenizer().save_pretrained("words")
-    file.rename("other.gguf")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-    assert main(["chat", bare.name, "--tokenizer", words, "--kv-memory", "16MB", "--max-tokens", "8"]) == 0
-    assert "prompt tokens cached" in capsys.readouterr().out
-    assert main(["convert", bare.name, "folder", "--tokenizer", words]) == 0
-    loaded = load("folder")
-    assert loaded.tokenizer.encode("hello<|im_end|>") == byte_tokenizer().encode("hello<|im_end|>")
-    capsys.readouterr()
-    assert main(["doctor", bare.name, "--tokenizer", words, "--json"]) == 0
-    about = {each["about"]: each["status"] for each in json.loads(capsys.readouterr().out)["findings"]}
-    assert about["tokenizer"] == about["chat template"] == "ok"
 
 
 def test_doctor_describes_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

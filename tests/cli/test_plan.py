@@ -456,13 +456,6 @@ def test_a_plan_counts_the_format_of_kv_or_refuses_it(tmp_path: Path, capsys: py
     assert "the keys of layer 0 have 8 numbers, no multiple of 16" in capsys.readouterr().err
 
 
-def test_a_model_without_a_longest_sequence_needs_a_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, max_position_embeddings=None)
-    assert main(["plan", path]) == 2
-    assert "--context" in capsys.readouterr().err
-    assert main(["plan", path, "--context", "100"]) == 0
-
-
 def test_a_context_that_does_not_fit_names_the_largest_that_does(capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for context in ([], ["--context", "65536"], ["--context", "65537"]):

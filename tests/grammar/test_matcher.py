@@ -63,19 +63,6 @@ def walk(matcher: GrammarMatcher, rng: random.Random) -> Iterator[int]:
         yield token
 
 
-def test_forced_tokens_are_allowed_one_after_the_other(compiler: GrammarCompiler) -> None:
-    matcher = start(compiler)
-    matcher.consume(tokenizer().encode('{"', add_special_tokens=False))
-    forced = matcher.forced()
-    assert tokenizer().decode(forced).startswith("first")
-    twin = matcher.fork()
-    for token in forced:
-        assert token in allowed(twin)[0]
-        twin.consume([token])
-    matcher.consume(forced)
-    assert allowed(twin, matcher)[0] == allowed(matcher)[0]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_rollback_restores_every_earlier_state(compiler: GrammarCompiler, seed: int) -> None:
     matcher, rng = start(compiler), random.Random(seed)
@@ -91,20 +78,6 @@ def test_a_rollback_restores_every_earlier_state(compiler: GrammarCompiler, seed
         del tokens[-count:]
         assert not matcher.finished
         assert (allowed(matcher)[0], matcher.accepts, matcher.forced()) == before[len(tokens)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_forks_go_on_independently(compiler: GrammarCompiler, seed: int) -> None:
-    matcher, rng = start(compiler), random.Random(seed)
-    for token, _ in zip(walk(matcher, rng), range(12), strict=False):
-        assert isinstance(token, int)
-    state = allowed(matcher)[0]
-    twin = matcher.fork()
-    list(walk(twin, rng))
-    assert twin.finished and not matcher.finished and allowed(matcher)[0] == state
-    third = matcher.fork()
-    third.rollback(5)
-    assert allowed(matcher)[0] == state
 
 
 def test_a_token_that_is_not_allowed_is_an_error(compiler: GrammarCompiler) -> None:
@@ -188,12 +161,6 @@ def test_a_stop_string_ends_a_reply_inside_forced_tokens(engine: Engine) -> None
     done = engine.generate([[5, 6]], PARAMS.but(stop=["_of_"]))[0]
     assert (done.finish_reason, done.stop_text) == ("stop", "_of_")
     assert done.text.endswith('"year')
-
-
-def test_penalties_and_bias_apply_to_the_allowed_tokens(engine: Engine) -> None:
-    [seven] = tokenizer().encode("7", add_special_tokens=False)
-    params = SamplingParams(regex="[0-9]{8}", logit_bias={seven: 100}, temperature=0)
-    assert engine.generate([[5, 6]], params)[0].text == "7" * 8
 
 
 def test_parameters_that_leave_no_token_fail_the_request_with_the_reason(engine: Engine) -> None:

@@ -37,24 +37,16 @@ INFINITE = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["
     [
         ({"regex": "("}, "unclosed group"),
         ({"regex": "a(?=b)"}, "look-around"),
-        ({"regex": r"(a)\1"}, "backreferences are not supported"),
-        ({"regex": "a\\"}, "ends with a backslash"),
-        ({"regex": "[^\\s\\S]"}, "regex"),
         ({"grammar": "start: x"}, "unknown name"),
-        ({"grammar": 'foo: "a"'}, "no start rule"),
         ({"grammar": "start: <|nothing|>"}, "unknown special token"),
         ({"grammar": 'start: "a"\nx: %json {'}, "line 2: no JSON after %json"),
         ({"grammar": f'start: %json {{"maximum": {"9" * 5000}}}'}, "line 1: .* more than 4300 digits"),
         ({"grammar": 'start: %json {"not": {}}'}, "at #/not: not cannot be enforced"),
         ({"grammar": "start: "}, "allows no text"),
         ({"grammar": 'root ::= ("a"'}, "grammar: "),
-        ({"grammar": 'other ::= "a"'}, "grammar: "),
         ({"json_schema": {"enum": []}}, "json_schema"),
         ({"json_schema": {"type": "string", "minLength": 3, "maxLength": 2}}, "json_schema"),
-        ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 2}}, "json_schema"),
-        ({"json_schema": {"type": "string", "pattern": "("}}, "json_schema"),
         ({"json_schema": {"type": "number", "minimum": -1e300, "maximum": 1e300}}, "json_schema"),
-        ({"json_schema": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "json_schema"),
         (
             {"json_schema": {"$ref": "#"}},
             "json_schema .* no text can follow, since rules or references lead only to them",
@@ -107,20 +99,19 @@ DEEP: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", DEEP)
-def test_a_deep_constraint_never_overflows_the_stack(name: str) -> None:
+def test_deep_constraints_never_overflow_the_stack() -> None:
     program = """
 import json, sys
 from radixkv import SamplingParams
 from radixkv.grammar.compiler import GrammarCompiler
 from tests.grammar.engines import STOP, tokenizer
 
-params = SamplingParams(**json.load(sys.stdin))
-print(GrammarCompiler(tokenizer(), len(tokenizer()), {STOP}).matcher(params).accepts)
+compiler = GrammarCompiler(tokenizer(), len(tokenizer()), {STOP})
+print([compiler.matcher(SamplingParams(**params)).accepts for params in json.load(sys.stdin)])
 """
-    deep = json.dumps(DEEP[name])
+    deep = json.dumps([*DEEP.values()])
     done = subprocess.run([sys.executable, "-c", program], input=deep, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "[False, False]\n"), done.stderr
 
 
 def test_asyncio_callers_get_the_refusal() -> None:

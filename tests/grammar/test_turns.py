@@ -92,18 +92,6 @@ def test_constraints_of_clients_that_left_are_not_compiled(monkeypatch: pytest.M
     assert len(compiled) < 40, "the first one, the latest ones that are kept, and the last"
 
 
-def test_refusals_are_kept_apart_from_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = compiler()
-    kept = grammars.begin(SamplingParams(regex="kept"))
-    refused = [SamplingParams(regex=f"({number}") for number in range(40)]
-    for _ in range(2):
-        for params in refused:
-            with pytest.raises(InvalidConstraint, match="unclosed group"):
-                grammars.matcher(params)
-        monkeypatch.setattr(GrammarCompiler, "_compile", None)
-    assert grammars.begin(SamplingParams(regex="kept")) is kept
-
-
 @pytest.mark.parametrize("key", ["anyOf", "oneOf", "allOf"])
 def test_a_schema_of_many_alternatives_is_refused_before_it_is_compiled(key: str) -> None:
     each: dict[str, Any] = {"type": "object", "properties": {}}
